@@ -1,0 +1,283 @@
+"""Step time and bytes on the sockets over shaped links: every method beside no communication and DDP.
+
+    sudo .venv/bin/python bench/links.py                                   # the default table, under six minutes
+    sudo .venv/bin/python bench/links.py --rates 100mbit --methods none ddp powersgd32 --ranks 4
+
+All methods of one rate share one set of processes and take turns, block by block, so that a ratio compares steps
+of the same minute on the same machine. One untimed step opens each block: it absorbs what the method before left in
+flight. Prints a table per rate and saves results/links.csv and results/links.png beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from _model import Batches, make_model
+from _net import Links, bits_per_second, sent_bytes
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+RESULTS = Path(__file__).parent / "results"
+LEARNING_RATE = 3e-4
+SETTLE = 4  # untimed steps before a method's first block: past its dense warm-up and first selection
+
+Method = tuple[nn.Module, torch.optim.Optimizer]
+Factory = Callable[[nn.Module, dist.ProcessGroup], Method]
+
+
+def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def alone(model: nn.Module, group: dist.ProcessGroup) -> Method:
+    """Each rank trains by itself: what a step costs before any communication."""
+    return model, fused_adamw(model)
+
+
+def ddp(model: nn.Module, group: dist.ProcessGroup) -> Method:
+    return DDP(model, process_group=group), fused_adamw(model)
+
+
+def powersgd(rank: int) -> Factory:
+    """PyTorch's PowerSGD hook at this matrix rank, with error feedback and warm start.
+
+    One bucket: the hook starts its second and third all-reduce from callbacks, in gloo's threads, so that with several
+    buckets the order of collectives differs between ranks and gloo pairs the wrong ones.
+    """
+
+    def make(model: nn.Module, group: dist.ProcessGroup) -> Method:
+        wrapped = DDP(model, process_group=group, bucket_cap_mb=BUCKET_MB)
+        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return wrapped, fused_adamw(model)
+
+    return make
+
+
+def ours(name: str, **settings: object) -> Factory:
+    """An optimizer of compopt under DDP, which it silences."""
+
+    def make(model: nn.Module, group: dist.ProcessGroup) -> Method:
+        optimizer_class = getattr(importlib.import_module("compopt"), name)
+        wrapped = DDP(model, process_group=group)
+        return wrapped, optimizer_class(model.parameters(), lr=LEARNING_RATE, process_group=group, **settings)
+
+    return make
+
+
+METHODS: dict[str, Factory] = {
+    "none": alone,
+    "ddp": ddp,
+    "powersgd": powersgd(4),
+    "powersgd32": powersgd(32),
+    "radius": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1),
+}
+DEFAULT_METHODS = ["none", "ddp", "powersgd", "radius"]
+DEFAULT_RATES = ["unshaped", "10gbit", "1gbit", "100mbit"]
+
+
+class Runner:
+    """One method in one rank: its own model and process group, and what its timed steps measured."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup, batches: Batches) -> None:
+        self.model, self.optimizer = METHODS[name](make_model(), group)
+        self.name, self.batches = name, batches
+        self.seconds: list[float] = []
+        self.counted: list[int] = []  # what the optimizer itself says it sent, where it says so
+        self.phases: set[str] = set()
+        self.sent: int | None = 0  # bytes of all timed steps on this rank's socket
+
+    def step(self) -> None:
+        self.model(*self.batches.next()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def block(self, steps: int) -> None:
+        dist.barrier()
+        self.step()
+        before = sent_bytes()
+        for _ in range(steps):
+            start = time.perf_counter()
+            self.step()
+            self.seconds.append(time.perf_counter() - start)
+            if hasattr(self.optimizer, "stats"):
+                self.counted.append(self.optimizer.stats.bytes_sent)
+                self.phases.add(self.optimizer.stats.phase)
+        after = sent_bytes()
+        self.sent = None if before is None or after is None else self.sent + after - before
+
+    def result(self) -> dict:
+        steps = len(self.seconds)
+        return {
+            "method": self.name,
+            "seconds": self.seconds,
+            "bytes": None if self.sent is None else self.sent / steps,
+            "counted": statistics.median(self.counted) if self.counted else None,
+            "phases": sorted(self.phases),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+        }
+
+
+def work(methods: list[str], rounds: int, steps: int) -> None:
+    """One rank: build every method, settle it, time blocks in turn; rank 0 prints all ranks' results as JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    batches = Batches(dist.get_rank())
+    runners = []
+    for name in methods:
+        runners.append(Runner(name, dist.new_group(), batches))
+        for _ in range(SETTLE):
+            runners[-1].step()
+    for _ in range(rounds):
+        for runner in runners:
+            runner.block(steps)
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [runner.result() for runner in runners])
+    if dist.get_rank() == 0:
+        print(json.dumps(gathered))
+    dist.destroy_process_group()
+
+
+def summarise(rate: str, ranks: int, gathered: list[list[dict]]) -> list[dict]:
+    """One row per method: medians over all timed steps of all ranks, ratios within this run."""
+    rows = []
+    for results in zip(*gathered, strict=True):
+        seconds = [second for result in results for second in result["seconds"]]
+        low, middle, high = statistics.quantiles(seconds, n=4)
+        first = results[0]
+        sent = None if first["bytes"] is None else statistics.mean(result["bytes"] for result in results)
+        rows.append(
+            {
+                "rate": rate,
+                "ranks": ranks,
+                "method": first["method"],
+                "step_ms": 1e3 * middle,
+                "iqr_ms": 1e3 * (high - low),
+                "socket_bytes": sent,
+                "socket_bytes_per_parameter": None if sent is None else sent / first["parameters"],
+                "counted_bytes": first["counted"],
+                "phase": "+".join(first["phases"]),
+            }
+        )
+    step = {row["method"]: row["step_ms"] for row in rows}
+    for row in rows:
+        row["to_none"] = row["step_ms"] / step["none"] if "none" in step else None
+        row["to_ddp"] = row["step_ms"] / step["ddp"] if "ddp" in step else None
+        row["exposed_ms"] = row["step_ms"] - step["none"] if "none" in step else None
+    return rows
+
+
+COLUMNS = {  # key: heading, format
+    "method": ("method", "{:<11}"),
+    "step_ms": ("step ms", "{:>8.0f}"),
+    "iqr_ms": ("IQR ms", "{:>7.0f}"),
+    "to_none": ("x none", "{:>7.2f}"),
+    "to_ddp": ("x ddp", "{:>7.2f}"),
+    "exposed_ms": ("exposed ms", "{:>11.0f}"),
+    "socket_bytes": ("socket B/step", "{:>14,.0f}"),
+    "socket_bytes_per_parameter": ("B/param", "{:>8.3f}"),
+    "counted_bytes": ("own count B", "{:>12,.0f}"),
+    "phase": ("phase", " {}"),
+}
+
+
+def show(rows: list[dict]) -> None:
+    def width(form: str) -> int:
+        return len(form.format("" if "<" in form or form == " {}" else 0))
+
+    print(f"\n{rows[0]['rate']}, {rows[0]['ranks']} ranks")
+    print(
+        "".join(f"{head:<{width(form)}}" if "<" in form else head.rjust(width(form)) for head, form in COLUMNS.values())
+    )
+    for row in rows:
+        cells = [
+            form.format(row[key]) if row[key] is not None else "-".rjust(width(form))
+            for key, (_, form) in COLUMNS.items()
+        ]
+        print("".join(cells), flush=True)
+
+
+def save(rows: list[dict]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    with open(RESULTS / "links.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    plot(rows)
+    print(f"\nSaved {RESULTS / 'links.csv'} and links.png")
+
+
+def plot(rows: list[dict]) -> None:
+    """A panel per rate, a bar per method: step time, labelled with its ratio to no communication."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rates = list(dict.fromkeys(row["rate"] for row in rows))
+    figure, panels = plt.subplots(1, len(rates), figsize=(3.2 * len(rates), 3.2), squeeze=False, layout="constrained")
+    for panel, rate in zip(panels[0], rates, strict=True):
+        mine = [row for row in rows if row["rate"] == rate]
+        bars = panel.bar([row["method"] for row in mine], [row["step_ms"] for row in mine])
+        for bar, row in zip(bars, mine, strict=True):
+            bar.set_color("#9a9a9a" if row["method"] == "none" else "#3b6ea8")
+        panel.bar_label(bars, ["" if row["to_none"] is None else f"{row['to_none']:.2f}x" for row in mine], fontsize=8)
+        panel.set_title(rate, fontsize=10)
+        panel.tick_params(axis="x", rotation=45)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.margins(y=0.12)
+    panels[0][0].set_ylabel("step time, ms")
+    figure.suptitle(f"{rows[0]['ranks']} ranks: step time, and its ratio to no communication", fontsize=11)
+    figure.savefig(RESULTS / "links.png", dpi=130)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rates", nargs="+", default=DEFAULT_RATES, help="'unshaped', or as tc writes it: 100mbit")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--methods", nargs="+", default=DEFAULT_METHODS, choices=METHODS)
+    parser.add_argument("--rounds", type=int, default=3, help="blocks per method")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps per block")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rounds < 1 or options.steps < 1 or options.rounds * options.steps < 2:
+        parser.error("--rounds and --steps must be at least 1, with at least 2 timed steps in all.")
+    for rate in options.rates:
+        if rate != "unshaped":
+            bits_per_second(rate)
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    if options.worker:
+        work(options.methods, options.rounds, options.steps)
+        return
+    worker = [sys.executable, __file__, "--worker", "--methods", *options.methods]
+    worker += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
+    rows: list[dict] = []
+    for rate in options.rates:
+        with Links(options.ranks, None if rate == "unshaped" else rate) as links:
+            if not links.private and any(row["rate"] == "loopback" for row in rows):
+                continue  # nothing can be shaped here, and loopback is measured already
+            outputs = links.run(worker, timeout=1800)
+            label = rate if links.private else "loopback"
+        measured = summarise(label, options.ranks, json.loads(outputs[0].splitlines()[-1]))
+        show(measured)
+        rows += measured
+    save(rows)
+
+
+if __name__ == "__main__":
+    main()

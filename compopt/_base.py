@@ -1,0 +1,318 @@
+"""What every optimizer here shares with torch.optim: groups, closure, hooks, state, checkpoints; and its step.
+
+A class says which state it keeps (``state_specs``), how one bucket steps (``algorithm``), and checks its options
+(``check_group``). The rest is here.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from . import _checkpoint
+from ._buckets import Bucket, StateSpec, local, make_buckets
+from ._comm import Comm, Pending, connect
+from ._handshake import explain_mismatch, handshake
+from ._ops import choose
+from ._requests import AllReduceMean, CommunicationError, Request
+from ._runtime import Runtime, Verdict
+
+constructed: list[Callable[[CompressedOptimizer], None]] = []  # told of every new optimizer (integrations.ddp listens)
+
+
+@dataclass
+class Stats:
+    """The last step, as this rank saw it. ``bytes_sent`` counts what was handed to collectives since the step before."""
+
+    step: int = 0
+    phase: str = "none"
+    bytes_sent: int = 0
+    bytes_dense: int = 0
+    grad_norm: float = 0.0
+    early_buckets: int = 0
+    buckets: int = 0
+    resent: bool = False
+    skipped: int = 0
+    reason: str = ""
+    residual_norm: Callable[[], float] = field(default=lambda: 0.0, repr=False)
+
+
+class CompressedOptimizer(Optimizer):
+    """Base of the optimizers that average their own gradients, compressed.
+
+    A step is all or nothing: when any rank has a non-finite gradient all ranks skip it, and when a collective fails
+    :class:`CommunicationError` is raised; parameters, state and step counts are then as they were.
+    """
+
+    averaged_state: tuple[str, ...] = ()  # per-rank state of which only the mean over ranks ever matters
+
+    def __init__(self, params: Iterable, defaults: dict[str, Any], process_group: object = None):
+        self._group = process_group
+        defaults = {**defaults, "compress": None, "step": 0}
+        super().__init__(params, defaults)
+        self._build()
+        for tell in constructed:
+            tell(self)
+
+    # What a class supplies
+
+    def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
+        raise NotImplementedError
+
+    def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
+        raise NotImplementedError
+
+    def check_group(self, group: dict) -> None:
+        raise NotImplementedError
+
+    def restore(self, bucket: Bucket) -> None:
+        """Rebuild what ``bucket.cache`` derives from state, after it was set from outside."""
+
+    # Stepping
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average the gradients over ranks, compressed, and update the parameters. All ranks must call it.
+
+        Raises CommunicationError when a collective failed, ValueError when ranks differ in settings, RuntimeError when
+        the gradients were averaged before; in each case nothing was applied.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for _ in self.step_in_turns():
+            pass
+        return loss
+
+    def step_in_turns(self) -> Generator[Pending, None, None]:
+        """The step as a generator that yields each collective it is about to wait for (the simulator's turns)."""
+        self._check_gradients()
+        comm = self.comm
+        if self._buckets and not self._acquainted:
+            yield from handshake(self, comm)
+            self._acquainted = True
+        if not self._buckets:
+            return
+        before = self.param_groups[0]["step"]
+        try:
+            verdict = yield from self._runtime.step(self._buckets, comm, _bits(self._settings()))
+        except CommunicationError as error:
+            raise CommunicationError(f"step {before + 1} was not applied on rank {comm.rank}: {error}") from error
+        if verdict.mismatch:
+            yield from explain_mismatch(self, comm)
+        if verdict.applied:
+            for group in self.param_groups:
+                group["step"] += 1
+        self._report(verdict, comm)
+
+    def _report(self, verdict: Verdict, comm: Comm) -> None:
+        sent, self._counted = comm.bytes_sent - self._counted, comm.bytes_sent
+        skipped = self.stats.skipped + (not verdict.applied)
+        self.stats = Stats(
+            step=self.param_groups[0]["step"], phase="+".join(sorted(verdict.phases)) or "dense" if verdict.applied else "skipped",
+            bytes_sent=sent, bytes_dense=sum(b.dense_bytes for b in self._buckets), grad_norm=verdict.norm,
+            early_buckets=verdict.early, buckets=len(self._buckets), resent=verdict.resent, skipped=skipped,
+            reason="" if verdict.applied else "non-finite gradient: " + ", ".join(verdict.bad[:3]), residual_norm=self._residual_norm,
+        )  # fmt: skip
+
+    def _residual_norm(self) -> float:
+        flats = [b.flat["residual"] for b in self._buckets if "residual" in b.flat]
+        return sum(float(torch.linalg.vector_norm(f)) ** 2 for f in flats) ** 0.5
+
+    # Starting in backward (called by the integrations, on autograd's thread)
+
+    def gradients_ready(self, params: Iterable[Tensor]) -> None:
+        """Backward has finished these parameters: start every bucket that is now complete, but the last."""
+        if not self._acquainted or self.comm.size == 1:
+            return
+        for p in params:
+            bucket = self._bucket_of.get(p)
+            if bucket is None:
+                continue
+            self._ready.setdefault(bucket.index, set()).add(p)
+            if len(self._ready[bucket.index]) == len(bucket.params):
+                del self._ready[bucket.index]
+                if bucket is not self._buckets[-1]:
+                    with torch.no_grad():
+                        self._runtime.begin(bucket, self.comm)
+
+    def backward_done(self) -> None:
+        """The backward that started buckets has ended: from here on a changed gradient makes its payload stale."""
+        self._ready.clear()
+        self._runtime.note_versions()
+
+    # Layout
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks this optimizer averages over; connected when first needed."""
+        if self._comm is None:
+            self._comm = connect(self._group)
+        return self._comm
+
+    @property
+    def backend(self) -> str:
+        """The kernels in use, chosen once at construction."""
+        return self.ops.name
+
+    def _build(self) -> None:
+        """Lay out buckets and state for the current groups; state that is there already is copied in."""
+        self.ops = choose()
+        self.stats = Stats()
+        self._comm: Comm | None = None
+        self._counted = 0
+        self._acquainted = False
+        self._ready: dict[int, set[Tensor]] = {}
+        self._runtime = Runtime(self.algorithm)
+        self._buckets = make_buckets(self.param_groups)
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.params}
+        for bucket in self._buckets:
+            _checkpoint.fill(bucket, self._specs(bucket), self.state)
+            self.restore(bucket)
+
+    def _specs(self, bucket: Bucket) -> dict[str, StateSpec]:
+        low = bucket.dtype.itemsize < 4
+        specs = self.state_specs(torch.float32 if low else bucket.dtype)
+        return {**specs, "master": StateSpec(torch.float32)} if low else specs
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its options are checked, its state created. All ranks must do so at the same step."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for p in group["params"]:
+                if p.is_complex():
+                    raise TypeError(f"params holds a complex tensor of shape {tuple(p.shape)} ({p.dtype}): pass torch.view_as_real of it.")
+            self.check_group(group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        if hasattr(self, "_runtime"):
+            group["step"] = self.param_groups[0]["step"]
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._runtime.settle()
+        self._runtime.drop_early()
+        comm = self._comm
+        self._build()
+        self._comm, self._counted = comm, comm.bytes_sent if comm else 0
+
+    def _settings(self) -> list:
+        """What must be the same on all ranks, step for step."""
+        return [type(self).__name__, *({k: _plain(v) for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups)]
+
+    def _check_gradients(self) -> None:
+        for bucket in self._buckets:
+            for p, name in zip(bucket.params, bucket.names, strict=True):
+                if p.grad is not None and p.grad.is_sparse:
+                    raise TypeError(f"{type(self).__name__} got a sparse gradient for {name}: use dense gradients (sparse=False).")
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. Never communicates: residuals are the mean over ranks after :meth:`consolidate_state`, else this rank's own."""
+        self._runtime.settle()
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            group["residuals"] = self._whose_residuals()
+        return saved
+
+    def _whose_residuals(self) -> str:
+        same = not self.averaged_state or self.comm.size == 1 or self._consolidated == self.param_groups[0]["step"]
+        return "mean" if same else f"rank {self.comm.rank} of {self.comm.size}"
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but dtypes are kept: masks stay bits, residuals stay as precise as they were. All ranks must load.
+
+        Also takes a checkpoint of ``torch.optim.AdamW``. Raises ValueError, with nothing loaded, when it does not fit.
+        """
+        self._runtime.settle()
+        self._runtime.drop_early()
+        _checkpoint.load(self, state_dict)
+        self._consolidated = None
+        self._rebuild()
+
+    @torch.no_grad()
+    def consolidate_state(self) -> None:
+        """Replace each rank's residuals by their mean over ranks. All ranks must call it, before ``state_dict``.
+
+        Only the mean ever reaches the model, so training goes on as before, and a checkpoint restores on any number of ranks.
+        """
+        for _ in self.consolidate_in_turns():
+            pass
+
+    def consolidate_in_turns(self) -> Generator[Pending, None, None]:
+        self._runtime.settle()
+        for bucket in self._buckets:
+            for name in self.averaged_state:
+                if bucket.flat[name].numel():
+                    pending = self.comm.start(AllReduceMean(bucket.flat[name]))
+                    yield pending
+                    pending.wait()
+        self._consolidated = self.param_groups[0]["step"]
+
+    _consolidated: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._group is not None:
+            raise TypeError("an optimizer with a process_group cannot be pickled: save its state_dict() instead.")
+        self._runtime.settle()
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._group = None
+        self._build()
+
+    def __deepcopy__(self, memo: dict) -> CompressedOptimizer:
+        self._runtime.settle()
+        new = type(self).__new__(type(self))
+        Optimizer.__setstate__(new, copy.deepcopy(super().__getstate__(), memo))
+        new._group = self._group
+        new._build()
+        return new
+
+
+def _plain(value: object) -> object:
+    return float(value) if isinstance(value, Tensor) else str(value) if isinstance(value, torch.dtype) else value
+
+
+def _bits(settings: list) -> list[float]:
+    """16 bits of a checksum and their complements, as numbers whose mean over ranks shows any difference."""
+    code = zlib.crc32(repr(settings).encode())
+    bits = [float(code >> i & 1) for i in range(16)]
+    return bits + [1 - b for b in bits]
+
+
+def require(good: bool, argument: str, value: object, wanted: str) -> None:
+    """Raise a ValueError that names the argument and its value."""
+    if not good:
+        raise ValueError(f"{argument} must be {wanted}, got {value!r}.")
+
+
+def check_adam(group: dict) -> None:
+    """Check the options that every AdamW-like class has."""
+    require(float(group["lr"]) >= 0, "lr", group["lr"], ">= 0")
+    require(group["eps"] >= 0, "eps", group["eps"], ">= 0")
+    require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], ">= 0")
+    betas = group["betas"]
+    require(len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", betas, "two numbers in [0, 1)")
+
+
+def check_compression(group: dict) -> None:
+    """Check the options that every compressing class has."""
+    require(group["warmup_steps"] >= 0, "warmup_steps", group["warmup_steps"], ">= 0")
+    norm, dtype = group["max_grad_norm"], group["payload_dtype"]
+    require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")
+    require(dtype is None or dtype.is_floating_point, "payload_dtype", dtype, "None or a floating-point dtype")
+    require(group["compress"] in (None, True, False), "compress", group["compress"], "None, True or False")

@@ -1,0 +1,134 @@
+"""Buckets: the parameters whose gradients travel in one payload, and flat storage for their state.
+
+A bucket holds parameters of one group, dtype and device, in reverse order of registration (the order in which backward
+finishes them). Each kind of state is one flat tensor a bucket; ``optimizer.state[p]`` holds views of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._requests import Payload
+
+BUCKET_BYTES = 25 * 2**20  # as DDP's: large enough for the link's bandwidth, small enough to overlap with backward
+COMPRESS_FROM = 4096  # elements; smaller tensors, norm scales and biases are averaged dense
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One kind of state: its dtype and its number of elements for a parameter of n elements (None: only if compressed)."""
+
+    dtype: torch.dtype
+    packed: bool = False  # one bit an element, whole bytes a tensor
+    compressed_only: bool = False
+
+    def numel(self, n: int) -> int:
+        return (n + 7) // 8 if self.packed else n
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def is_compressed(p: Tensor, group: dict) -> bool:
+    """Whether ``p`` is compressed: what its group says, else matrices and larger of at least 4096 elements."""
+    said = group.get("compress")
+    return p.dim() >= 2 and p.numel() >= COMPRESS_FROM if said is None else bool(said)
+
+
+class Bucket:
+    """Tensors of one group, dtype and device. ``index`` is its place in the order in which buckets are exchanged."""
+
+    def __init__(self, index: int, group: dict, params: list[Tensor], names: list[str]):
+        self.index, self.group, self.params, self.names = index, group, params, names
+        self.compressed = [is_compressed(p, group) for p in params]
+        self.lengths = [local(p).numel() for p in params]
+        self.dtype, self.device = params[0].dtype, params[0].device
+        self.control: list[float] = []  # set by the runtime on the last bucket of a step
+        self.state: dict[str, list[Tensor | None]] = {}  # name -> a view for each tensor, None where it has no such state
+        self.flat: dict[str, Tensor] = {}
+        self.cache: dict[str, list[Tensor]] = {}  # derived from state, rebuilt when absent, never saved
+        self._message: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the bucket's gradient uncompressed: what DDP would hand to its all-reduce."""
+        return self.numel * self.dtype.itemsize
+
+    def allocate(self, name: str, spec: StateSpec) -> None:
+        """Flat zeros for one kind of state, and a view of it for every tensor that has it."""
+        has = [c or not spec.compressed_only for c in self.compressed]
+        sizes = [spec.numel(n) if h else 0 for n, h in zip(self.lengths, has, strict=True)]
+        self.flat[name] = torch.zeros(sum(sizes), dtype=spec.dtype, device=self.device)
+        views = self.flat[name].split(sizes)
+        self.state[name] = [self._shaped(v, p, spec) if h else None for v, p, h in zip(views, self.params, has, strict=True)]
+
+    @staticmethod
+    def _shaped(view: Tensor, p: Tensor, spec: StateSpec) -> Tensor:
+        return view if spec.packed else view.view(local(p).shape)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """What a step updates: the parameters, or their float32 masters where they are below float32."""
+        return self.state["master"] if "master" in self.state else [local(p.detach()) for p in self.params]
+
+    def publish(self, i: int) -> None:
+        """Bring an updated master to its parameter."""
+        if "master" in self.state:
+            local(self.params[i].detach()).copy_(self.weights[i])
+
+    def grads(self) -> list[Tensor | None]:
+        """This rank's gradients; None where backward left none."""
+        return [None if p.grad is None else local(p.grad) for p in self.params]
+
+    def payload(self, lengths: list[int], dtype: torch.dtype | None) -> Payload:
+        """An empty payload with ``lengths[i]`` elements for tensor i. Its memory is used again by the next one."""
+        size = len(self.params) + len(self.control) + sum(lengths)
+        dtype = dtype or self.dtype
+        if self._message is None or self._message.numel() != size or self._message.dtype != dtype:
+            self._message = torch.empty(size, dtype=dtype, device=self.device)
+        payload = Payload(self._message, len(self.params), len(self.control), lengths)
+        if self.control:
+            payload.control.copy_(torch.tensor(self.control, dtype=dtype))
+        return payload
+
+    def present(self, payload: Payload) -> list[bool]:
+        """For each tensor, whether any rank had a gradient for it (after averaging)."""
+        return [value > 0 for value in payload.header.tolist()]
+
+
+def make_buckets(groups: Iterable[dict]) -> list[Bucket]:
+    """Deal the parameters of all groups into buckets of about 25 MiB, in reverse order of registration."""
+    dealt: list[tuple[dict, list[Tensor], list[str]]] = []
+    for group, params, names in reversed(list(_uniform_runs(groups))):
+        size = 0
+        for p, name in zip(reversed(params), reversed(names), strict=True):
+            nbytes = local(p).numel() * p.element_size()
+            if size == 0 or size + nbytes > BUCKET_BYTES:
+                dealt.append((group, [], []))
+                size = 0
+            dealt[-1][1].append(p)
+            dealt[-1][2].append(name)
+            size += max(nbytes, 1)
+    return [Bucket(index, *bucket) for index, bucket in enumerate(dealt)]
+
+
+def _uniform_runs(groups: Iterable[dict]) -> Iterator[tuple[dict, list[Tensor], list[str]]]:
+    """Each group cut by dtype and device, with a name for every parameter."""
+    for number, group in enumerate(groups):
+        given = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
+        runs: dict[tuple, tuple[dict, list[Tensor], list[str]]] = {}
+        for p, name in zip(group["params"], given, strict=True):
+            run = runs.setdefault((p.dtype, p.device), (group, [], []))
+            run[1].append(p)
+            run[2].append(name)
+        yield from runs.values()

@@ -1,0 +1,83 @@
+"""State into flat storage and back: layout of ``optimizer.state``, and loading that keeps dtypes and never half-applies."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._buckets import Bucket, StateSpec, local
+
+
+def fill(bucket: Bucket, specs: dict[str, StateSpec], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
+    """Allocate the bucket's state, copy in what ``state`` holds of it, and make ``state`` show views of it."""
+    held = [dict(state.get(p, {})) for p in bucket.params]
+    for name, spec in specs.items():
+        bucket.allocate(name, spec)
+    on = bucket.device if bucket.device.type == "cuda" else "cpu"
+    bucket.state["step"] = [torch.zeros((), dtype=torch.float32, device=on).copy_(old.get("step", torch.zeros(()))) for old in held]
+    for i, (p, old) in enumerate(zip(bucket.params, held, strict=True)):
+        entry = {"step": bucket.state["step"][i]}
+        for name in specs:
+            view = bucket.state[name][i]
+            if view is None:
+                continue
+            if name in old:
+                view.copy_(old[name].view(view.shape))
+            elif name == "master":
+                view.copy_(local(p.detach()))
+            entry[name] = view
+        state[p] = entry
+
+
+def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Put ``state_dict``'s groups and tensors into the optimizer, after checking that all of it fits."""
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = hook(optimizer, state_dict) or state_dict
+    groups, saved = optimizer.param_groups, state_dict["param_groups"]
+    if len(groups) != len(saved):
+        raise ValueError(f"loaded state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}.")
+    pairs: list[tuple[Tensor, dict[str, Any]]] = []
+    for number, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        if len(group["params"]) != len(other["params"]):
+            raise ValueError(f"loaded state dict has {len(other['params'])} parameters in group {number}, the optimizer {len(group['params'])}.")
+        pairs += [(p, state_dict["state"].get(key, {})) for p, key in zip(group["params"], other["params"], strict=True)]
+        _warn_of_other_ranks(optimizer, other.get("residuals", "mean"))
+    specs = {p: optimizer._specs(bucket) for bucket in optimizer._buckets for p in bucket.params}
+    for number, (p, entry) in enumerate(pairs):
+        _check(number, p, entry, specs[p])
+
+    counted = max([float(entry.get("step", 0)) for _, entry in pairs], default=0.0)
+    for group, other in zip(groups, saved, strict=True):
+        kept = {k: v for k, v in other.items() if k in group and k not in ("params", "param_names")}
+        group.update(kept)
+        if "step" not in other:  # from torch.optim: count on from its parameters
+            group["step"] = int(counted)
+    for p, entry in pairs:
+        known = {k: v for k, v in entry.items() if k in specs[p] or k == "step"}
+        optimizer.state[p] = {k: v if isinstance(v, Tensor) else torch.tensor(v) for k, v in known.items()}
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def _check(number: int, p: Tensor, entry: dict[str, Any], specs: dict[str, StateSpec]) -> None:
+    for name, value in entry.items():
+        if name not in specs:
+            continue
+        want = specs[name].numel(local(p).numel())
+        have = value.numel() if isinstance(value, Tensor) else -1
+        if have != want:
+            raise ValueError(f"loaded state {name!r} of parameter {number} has {have} elements, {want} are needed for shape {tuple(p.shape)}.")
+
+
+def _warn_of_other_ranks(optimizer: Any, residuals: str) -> None:
+    comm = optimizer.comm
+    if residuals not in ("mean", f"rank {comm.rank} of {comm.size}"):
+        warnings.warn(
+            f"this checkpoint holds the residuals of {residuals} and is loaded on rank {comm.rank} of {comm.size}: what the other "
+            "ranks held back is lost. Call consolidate_state() on all ranks before saving.",
+            stacklevel=4,
+        )

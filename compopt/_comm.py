@@ -1,0 +1,94 @@
+"""The only file that calls ``torch.distributed``'s collectives. Starts requests, counts their bytes.
+
+``start`` never blocks; ``Pending.wait`` does. Collectives must be started in the same order on all ranks and from one
+thread at a time: two threads on one gloo group silently mix results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._requests import AllGather, AllReduceMean, Broadcast, CommunicationError, Request, bytes_of
+
+
+class Pending:
+    """A collective on its way. ``wait`` returns its result and raises CommunicationError when it failed."""
+
+    def __init__(self, what: str, work: dist.Work | None, finish: Callable[[], object]):
+        self.what, self._work, self._finish = what, work, finish
+
+    def wait(self) -> object:
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise CommunicationError(f"{self.what} failed: {str(error).splitlines()[0]}") from error
+        return self._finish()
+
+
+class Comm:
+    """The ranks of one process group, or a single process when there is none."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        alone = not (dist.is_available() and dist.is_initialized())
+        if alone and group is not None:
+            raise ValueError("process_group was given, but torch.distributed is not initialised: call init_process_group first.")
+        self.group = None if alone else group or dist.group.WORLD
+        self.rank = 0 if alone else dist.get_rank(self.group)
+        self.size = 1 if alone else dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError("process_group does not contain this rank: give every rank the group it belongs to.")
+        self.bytes_sent = 0
+
+    def start(self, request: Request) -> Pending:
+        """Start the collective that answers ``request``."""
+        self.bytes_sent += bytes_of(request)
+        what = f"{type(request).__name__} of {bytes_of(request)} bytes over {self.size} ranks"
+        try:
+            return self._start(request, what)
+        except RuntimeError as error:
+            raise CommunicationError(f"{what} could not start: {str(error).splitlines()[0]}") from error
+
+    def _start(self, request: Request, what: str) -> Pending:
+        match request:
+            case AllReduceMean():
+                return self._all_reduce_mean(request, what)
+            case AllGather(tensor):
+                rows = tensor.new_empty((self.size, *tensor.shape))
+                if self.size == 1:
+                    return Pending(what, None, lambda: tensor.unsqueeze(0))
+                work = dist.all_gather_into_tensor(rows, tensor.contiguous(), group=self.group, async_op=True)
+                return Pending(what, work, lambda: rows)
+            case Broadcast(tensor, source):
+                if self.size == 1:
+                    return Pending(what, None, lambda: tensor)
+                source = dist.get_global_rank(self.group, source)
+                work = dist.broadcast(tensor, source, group=self.group, async_op=True)
+                return Pending(what, work, lambda: tensor)
+        raise TypeError(f"{type(request).__name__} is not a request a communicator can answer.")
+
+    def _all_reduce_mean(self, request: AllReduceMean, what: str) -> Pending:
+        tensor: Tensor = request.tensor
+        if self.size == 1:
+            return Pending(what, None, lambda: request.message)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+
+        def finish() -> object:
+            torch.div(tensor, self.size, out=tensor)
+            return request.message
+
+        return Pending(what, work, finish)
+
+
+def connect(group: object) -> Comm:
+    """A communicator over ``group``: a ProcessGroup, None, or an object that is one already (the tests' simulator)."""
+    return group if hasattr(group, "start") else Comm(group)  # type: ignore[return-value, arg-type]
+
+
+def default_ranks() -> int:
+    """Ranks in the default process group; 1 when there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

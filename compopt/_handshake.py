@@ -1,0 +1,88 @@
+"""The ranks' first words: same class, same settings, same parameters in the same order, gradients not averaged yet.
+
+Runs once, in the first step and after loading a checkpoint or adding a group; later differences in settings show in
+every step's payload and end here too, in ``explain_mismatch``. What crosses is numbers and JSON, never pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._buckets import local
+from ._comm import Comm, Pending
+from ._requests import AllGather
+
+Turns = Generator[Pending, None, Any]
+
+
+def describe(optimizer: Any) -> list[str]:
+    """Everything that must be equal on all ranks, a line each."""
+    name, *groups = optimizer._settings()
+    lines = [f"class: {name}"]
+    for number, group in enumerate(groups):
+        lines += [f"group {number}, {key}: {value!r}" for key, value in sorted(group.items())]
+    for bucket in optimizer._buckets:
+        for p, name, compressed in zip(bucket.params, bucket.names, bucket.compressed, strict=True):
+            lines.append(f"{name}: shape {tuple(p.shape)}, {p.dtype}, compress={compressed}")
+    return lines
+
+
+def handshake(optimizer: Any, comm: Comm) -> Turns:
+    """Raise ValueError when ranks differ, RuntimeError when something else averaged the gradients already."""
+    code = zlib.crc32("\n".join(describe(optimizer)).encode())
+    words = torch.tensor([code, _fingerprint(optimizer)], dtype=torch.int64)
+    rows = (yield from _gather(words.to(_device(optimizer)), comm)).tolist()
+    if any(row[0] != code for row in rows):
+        yield from explain_mismatch(optimizer, comm)
+    prints = {row[1] for row in rows}
+    if comm.size > 1 and len(prints) == 1 and prints != {0} and not getattr(optimizer, "_handed_over", False):
+        raise RuntimeError(
+            "all ranks hold bit-identical gradients: something averaged them before step(), or all ranks train on the same data. "
+            "If DistributedDataParallel wraps the model, call compopt.attach(ddp_model, optimizer) before the first backward; "
+            "if FSDP reduces over this group, pass process_group= the group it does not reduce over; if the data is the same, "
+            "give each rank its own."
+        )
+
+
+def explain_mismatch(optimizer: Any, comm: Comm) -> Turns:
+    """Exchange the descriptions and raise a ValueError that names the first difference."""
+    mine = describe(optimizer)
+    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(_device(optimizer))
+    sizes = (yield from _gather(torch.tensor([text.numel()], device=text.device), comm)).view(-1).tolist()
+    padded = torch.cat([text, text.new_zeros(max(sizes) - text.numel())])
+    rows = yield from _gather(padded, comm)
+    theirs = [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows.cpu(), sizes, strict=True)]
+    for rank, lines in enumerate(theirs):
+        for a, b in zip(theirs[0] + [""] * len(lines), lines + [""] * len(theirs[0]), strict=False):
+            if a != b:
+                raise ValueError(f"ranks differ, and nothing was applied. Rank 0 has {a or 'nothing'!r}, rank {rank} has {b or 'nothing'!r}: make them equal.")
+    raise ValueError("ranks differed in their settings at this step, and nothing was applied: make them equal.")
+
+
+def _gather(tensor: Tensor, comm: Comm) -> Turns:
+    pending = comm.start(AllGather(tensor))
+    yield pending
+    return pending.wait()
+
+
+def _device(optimizer: Any) -> torch.device:
+    return optimizer._buckets[0].device
+
+
+def _fingerprint(optimizer: Any) -> int:
+    """A number that two ranks share when their gradients are the same to the bit; 0 when all are zero or absent."""
+    total, anything = 0, False
+    for bucket in optimizer._buckets:
+        for p in bucket.params:
+            g = None if p.grad is None else local(p.grad)
+            if g is not None and g.numel() and bool(g.any()):
+                anything = True
+                raw = g.contiguous().view(-1).view(torch.uint8)
+                total = (total * 1000003 + int((raw.view(torch.int16) if raw.numel() % 2 == 0 else raw).sum(dtype=torch.int64))) % (2**61 - 1)
+    return total + 1 if anything else 0

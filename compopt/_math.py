@@ -1,0 +1,75 @@
+"""Plain PyTorch: what every kernel has to reproduce. Slow where that is clearer; the specification, not the fast path.
+
+Vectors are flat; n is the number of elements of a tensor, k how many of them are selected.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def adamw_(
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: float, *,
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool = False,
+) -> None:  # fmt: skip
+    """One AdamW step in place, ``step`` counted from 1 (Loshchilov and Hutter 2019; Radius, Algorithm 2)."""
+    g = -g if maximize else g
+    w.mul_(1 - lr * weight_decay)
+    m.lerp_(g, 1 - betas[0])
+    v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+    denominator = (v.sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
+    w.addcdiv_(m, denominator, value=-lr / (1 - betas[0] ** step))
+
+
+def adamw_update(w: Tensor, m: Tensor, v: Tensor, step: float, *, betas: tuple[float, float], eps: float, weight_decay: float) -> Tensor:
+    """What AdamW subtracts, over lr: ``mhat / (sqrt(vhat) + eps) + weight_decay * w`` (Radius, Algorithm 2, line 5)."""
+    denominator = (v.sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
+    return m.div(denominator).div_(1 - betas[0] ** step).add_(w, alpha=weight_decay)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """n booleans as ceil(n/8) bytes, the first element in the lowest bit."""
+    whole = torch.nn.functional.pad(mask.view(-1).to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return (whole << shifts).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(bits: Tensor, n: int) -> Tensor:
+    """ceil(n/8) bytes as n booleans."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits.unsqueeze(1) >> shifts) & 1).view(-1)[:n].bool()
+
+
+def top_k(score: Tensor, k: int) -> Tensor:
+    """The packed mask of the k largest elements of ``score``."""
+    mask = torch.zeros(score.numel(), dtype=torch.bool, device=score.device)
+    mask[score.reshape(-1).topk(k, sorted=False).indices] = True
+    return pack_bits(mask)
+
+
+def positions(bits: Tensor, n: int) -> Tensor:
+    """The selected positions of a packed mask, ascending: int32, or int64 where n does not fit."""
+    dtype = torch.int32 if n < 2**31 else torch.int64
+    return unpack_bits(bits, n).nonzero().view(-1).to(dtype)
+
+
+def gather(x: Tensor, index: Tensor, out: Tensor) -> None:
+    """``out = x[index]``, in out's dtype."""
+    out.copy_(x.reshape(-1).index_select(0, index))
+
+
+def scatter(values: Tensor, index: Tensor, out: Tensor) -> None:
+    """``out = 0 but values at index``."""
+    out.zero_().scatter_(0, index.long(), values.to(out.dtype))
+
+
+def keep_rest_(residual: Tensor, g: Tensor, index: Tensor) -> None:
+    """``residual += g`` off the mask, and 0 on it."""
+    residual.add_(g)
+    residual.view(-1).scatter_(0, index.long(), 0)
+
+
+def finite_or_nan(g: Tensor) -> Tensor:
+    """1 when every element of ``g`` is finite, NaN otherwise."""
+    return g.sum(dtype=torch.promote_types(g.dtype, torch.float32)).mul_(0).add_(1)

@@ -1,0 +1,108 @@
+"""The one place where a back end is chosen: fused kernels where they apply, else the reference of ``_math``.
+
+``choose`` is called once, at construction; ``optimizer.backend`` shows what it chose. The functions here also walk the
+tensors of a bucket, so that an algorithm reads as its paper does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _math
+from ._buckets import Bucket
+from ._requests import Payload
+
+HYPER = ("betas", "eps", "weight_decay", "maximize")
+Index = list[Tensor | None]
+
+
+class Ops:
+    """PyTorch's own operators, ``torch._fused_adamw_`` among them, with scratch memory that is used again."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._scratch: dict[tuple, Tensor] = {}
+
+    def scratch(self, like: Tensor, n: int, dtype: torch.dtype | None = None) -> Tensor:
+        """n elements of memory beside ``like``, contents undefined, valid until the next call."""
+        key = (dtype or like.dtype, like.device)
+        held = self._scratch.get(key)
+        if held is None or held.numel() < n:
+            held = self._scratch[key] = torch.empty(n, dtype=key[0], device=key[1])
+        return held[:n]
+
+    def pack(self, bucket: Bucket, grads: list[Tensor | None], index: Index | None = None, add: list[Tensor | None] | None = None,
+             scale: float = 1.0) -> Payload:  # fmt: skip
+        """The bucket's message: ``grads`` (at ``index``, where a tensor has one), plus ``scale * add``."""
+        index = index or [None] * len(grads)
+        lengths = [n if i is None else i.numel() for n, i in zip(bucket.lengths, index, strict=True)]
+        payload = bucket.payload(lengths, bucket.group.get("payload_dtype"))
+        self._mark(payload, grads)
+        for part, g, i, extra in zip(payload.parts, grads, index, add or [None] * len(grads), strict=True):
+            if g is None:
+                part.zero_()
+            elif i is None:
+                part.copy_(g.reshape(-1))
+            elif part.dtype == g.dtype:
+                torch.index_select(g.reshape(-1), 0, i, out=part)
+            else:
+                _math.gather(g, i, part)
+            if extra is not None:
+                part.add_(extra.view(-1), alpha=scale)
+        return payload
+
+    @staticmethod
+    def _mark(payload: Payload, grads: list[Tensor | None]) -> None:
+        """Write the header: 1 for a finite gradient, NaN for one that is not, 0 for none."""
+        marks = [payload.header.new_zeros(()) if g is None else _math.finite_or_nan(g).to(payload.header.dtype) for g in grads]
+        payload.header.copy_(torch.stack(marks))
+
+    def expand(self, values: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
+        """An averaged gradient as a dense tensor like ``like``, zero where nothing was exchanged. Scratch memory."""
+        if index is None and values.dtype == like.dtype:
+            return values.view(like.shape)
+        dense = self.scratch(like, like.numel())
+        if index is None:
+            dense.copy_(values)
+        else:
+            self.scatter(values, index, dense)
+        return dense.view(like.shape)
+
+    def scatter(self, values: Tensor, index: Tensor, out: Tensor) -> None:
+        out.zero_().scatter_(0, self._wide(index), values.to(out.dtype))
+
+    def keep_rest_(self, residual: Tensor, g: Tensor, index: Tensor) -> None:
+        residual.add_(g)
+        residual.view(-1).scatter_(0, self._wide(index), 0)
+
+    def _wide(self, index: Tensor) -> Tensor:
+        """Positions as int64, which scatter wants, in scratch memory."""
+        return index if index.dtype == torch.int64 else self.scratch(index, index.numel(), torch.int64).copy_(index)
+
+    def adamw(self, group: dict, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
+        """One AdamW step in place; ``step`` is already counted up."""
+        hyper = {name: group[name] for name in HYPER}
+        if not (w.is_contiguous() and g.is_contiguous()):
+            return _math.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
+        beta1, beta2 = hyper.pop("betas")
+        torch._fused_adamw_([w], [g], [m], [v], [], [step], lr=float(group["lr"]), beta1=beta1, beta2=beta2, amsgrad=False, **hyper)
+
+    @staticmethod
+    def adamw_update(group: dict, w: Tensor, m: Tensor, v: Tensor, step: Tensor) -> Tensor:
+        """What AdamW subtracts from ``w``, over the learning rate."""
+        return _math.adamw_update(w, m, v, max(float(step), 1.0), betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"])
+
+    top_k = staticmethod(_math.top_k)
+    positions = staticmethod(_math.positions)
+
+
+def choose() -> Ops:
+    """The back end for this machine."""
+    return Ops()
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """What to multiply a gradient of norm ``norm`` by, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))

@@ -1,0 +1,86 @@
+"""What an algorithm may ask of the other ranks.
+
+An algorithm is a generator over one bucket. It yields one of these and is resumed with the answer, so it never touches
+``torch.distributed`` and runs unchanged over real process groups and in the lockstep simulator of the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Payload:
+    """One flat message: a header, then a part for every tensor of the bucket.
+
+    The header carries, for each tensor, 1 if this rank has a gradient for it, 0 if not, NaN if the gradient is not
+    finite; averaging makes it a verdict that all ranks share. ``control`` (empty but in the last bucket of a step)
+    carries what the runtime wants agreed: stale early payloads, ranks with other settings.
+    """
+
+    def __init__(self, flat: Tensor, tensors: int, control: int, lengths: list[int]):
+        self.flat = flat
+        self.header = flat[:tensors]
+        self.control = flat[tensors : tensors + control]
+        self.body = flat[tensors + control :]
+        self.parts = list(self.body.split(lengths))
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.numel() * self.flat.element_size()
+
+
+@dataclass(slots=True)
+class AllReduceMean:
+    """Mean over ranks, in place. Resumed with the same payload or tensor."""
+
+    message: Payload | Tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.message.flat if isinstance(self.message, Payload) else self.message
+
+
+@dataclass(slots=True)
+class AllGather:
+    """Resumed with a tensor of shape ``(ranks, *tensor.shape)``, row r from rank r."""
+
+    tensor: Tensor
+
+
+@dataclass(slots=True)
+class Broadcast:
+    """Rank ``source``'s tensor on every rank, in place. Resumed with the same tensor."""
+
+    tensor: Tensor
+    source: int = 0
+
+
+@dataclass(slots=True)
+class Agree:
+    """The end of reading and exchanging: wait for every bucket and for one verdict of all ranks.
+
+    Resumed with the L2 norm, over all buckets, of the averaged gradient; from then on state may change. Closed instead
+    of resumed when the step is not to be applied. ``squared_norm`` defaults to that of the payload's body.
+    """
+
+    payload: Payload
+    phase: str
+    squared_norm: Tensor | None = None
+
+
+Request = AllReduceMean | AllGather | Broadcast | Agree
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed. The step it belonged to was not applied on this rank."""
+
+
+def bytes_of(request: Request) -> int:
+    """Bytes this rank hands to the collective for ``request``."""
+    if isinstance(request, Agree):
+        return 0
+    tensor: torch.Tensor = request.tensor
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,195 @@
+"""Drives the generators of all buckets: read, exchange, agree, commit.
+
+Every bucket's generator runs up to its ``Agree`` without changing anything that outlives the step. Then the runtime
+decides for all of them, on numbers every rank holds alike, whether the step is applied; it resumes all or closes all.
+
+A bucket may start in backward, as soon as its gradients are there. The last one never does: it is sent by ``step()``
+and its header says whether on any rank an early payload has gone stale (a clip or an unscale touched the gradients
+since); if so, all ranks send the early buckets again. No extra collective, no rank alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ._buckets import Bucket
+from ._comm import Comm, Pending
+from ._requests import Agree, CommunicationError, Request
+
+Algorithm = Callable[[Bucket], Generator[Request, object, None]]
+Waits = Generator[Pending, None, object]  # yields what it is about to wait for: the simulator's scheduling point
+
+
+class Exchange:
+    """One bucket's generator on its way to Agree, and the collective it waits for."""
+
+    def __init__(self, bucket: Bucket, algorithm: Algorithm, comm: Comm):
+        self.bucket, self.comm = bucket, comm
+        self.generator = algorithm(bucket)
+        self.pending: Pending | None = None
+        self.agree: Agree | None = None
+        self.seen: list[tuple[Tensor, int]] | None = None  # gradients and their versions at the end of backward
+        self.advance(None)
+
+    def advance(self, answer: object) -> None:
+        """Resume the generator up to its next request, and start that."""
+        request = self.generator.send(answer)
+        self.agree = request if isinstance(request, Agree) else None
+        self.pending = None if self.agree else self.comm.start(request)
+
+    def note_versions(self) -> None:
+        self.seen = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.bucket.params]
+
+    @property
+    def stale(self) -> bool:
+        """Whether a gradient is not what it was when this bucket's payload was read."""
+        if self.seen is None:
+            return True
+        now = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.bucket.params]
+        return any(a is not b or v != u for (a, v), (b, u) in zip(self.seen, now, strict=True))
+
+    def abandon(self) -> None:
+        """Close the generator; wait for what is on the wire, whose memory is used again."""
+        if self.pending is not None:
+            with contextlib.suppress(CommunicationError):
+                self.pending.wait()
+        self.generator.close()
+
+
+@dataclass
+class Verdict:
+    """What all ranks decided about one step."""
+
+    applied: bool
+    phases: set[str] = field(default_factory=set)
+    norm: float = 0.0
+    early: int = 0  # buckets whose exchange began in backward and counted
+    resent: bool = False  # early payloads were stale and went out again
+    mismatch: bool = False  # a rank has other settings
+    bad: list[str] = field(default_factory=list)  # tensors with a non-finite gradient on some rank
+
+
+class Runtime:
+    """The exchanges of one optimizer: started early, running in a step, or with a tail behind its commit."""
+
+    def __init__(self, algorithm: Algorithm):
+        self.algorithm = algorithm
+        self.early: dict[int, Exchange] = {}
+        self.tails: list[Exchange] = []
+
+    def begin(self, bucket: Bucket, comm: Comm) -> None:
+        """Start a bucket in backward. An earlier start of it is given up: a later backward replaces the payload."""
+        self.settle()
+        if bucket.index in self.early:
+            self.early.pop(bucket.index).abandon()
+        self.early[bucket.index] = Exchange(bucket, self.algorithm, comm)
+
+    def note_versions(self) -> None:
+        for exchange in self.early.values():
+            exchange.note_versions()
+
+    def settle(self) -> None:
+        """Finish the generators whose last request was sent behind the commit (masks on the wire).
+
+        When that request failed the tail is dropped: it is not part of the step, and the algorithm does without.
+        """
+        tails, self.tails = self.tails, []
+        for exchange in tails:
+            try:
+                answer = exchange.pending.wait()
+            except CommunicationError:
+                exchange.generator.close()
+                continue
+            with contextlib.suppress(StopIteration):
+                exchange.generator.send(answer)
+
+    def drop_early(self) -> None:
+        early, self.early = self.early, {}
+        for exchange in early.values():
+            exchange.abandon()
+
+    def step(self, buckets: list[Bucket], comm: Comm, settings: list[float]) -> Generator[Pending, None, Verdict]:
+        """One step of all buckets. Raises CommunicationError with nothing applied when a collective failed."""
+        for exchange in self.tails:
+            yield exchange.pending
+        self.settle()
+        early, self.early = self.early, {}
+        stale = any(exchange.stale for exchange in early.values())
+        exchanges: list[Exchange] = list(early.values())
+        try:
+            buckets[-1].control = [float(stale), *settings]
+            for bucket in buckets:
+                if bucket.index not in early:
+                    exchanges.append(Exchange(bucket, self.algorithm, comm))
+            exchanges.sort(key=lambda exchange: exchange.bucket.index)
+            yield from self._exchange(exchanges)
+            resend = bool(exchanges[-1].agree.payload.control[0] > 0)
+            if resend:
+                for i, exchange in enumerate(exchanges):
+                    if exchange.bucket.index in early:
+                        exchange.abandon()
+                        exchanges[i] = Exchange(exchange.bucket, self.algorithm, comm)
+                yield from self._exchange(exchanges)
+            verdict = self._judge(exchanges)
+            verdict.early, verdict.resent = 0 if resend else len(early), resend
+        except BaseException:
+            for exchange in exchanges:
+                exchange.abandon()
+            raise
+        if verdict.applied:
+            self._commit(exchanges, verdict.norm)
+        else:
+            for exchange in exchanges:
+                exchange.generator.close()
+        return verdict
+
+    @staticmethod
+    def _exchange(exchanges: list[Exchange]) -> Waits:
+        """Advance all generators in turn, in the same order on all ranks, until each has come to its Agree."""
+        while waiting := [exchange for exchange in exchanges if exchange.agree is None]:
+            for exchange in waiting:
+                yield exchange.pending
+                exchange.advance(exchange.pending.wait())
+
+    @staticmethod
+    def _judge(exchanges: list[Exchange]) -> Verdict:
+        """The verdict, from averaged numbers that are the same on every rank."""
+        verdict = Verdict(applied=True)
+        total = 0.0
+        for exchange in exchanges:
+            agree = exchange.agree
+            marks = agree.payload.header.tolist()
+            verdict.bad += [name for name, mark in zip(exchange.bucket.names, marks, strict=True) if mark != mark]
+            total += float(_squared_norm(agree.payload.body) if agree.squared_norm is None else agree.squared_norm)
+            if any(exchange.bucket.compressed):
+                verdict.phases.add(agree.phase)
+        settings = exchanges[-1].agree.payload.control[1:]
+        half = len(settings) // 2  # bits and their complements: both present on average means that ranks differ
+        verdict.mismatch = bool(((settings[:half] > 0) & (settings[half:] > 0)).any())
+        verdict.norm = total**0.5
+        if total != total or total == float("inf"):
+            verdict.bad = verdict.bad or ["the average over ranks"]
+        verdict.applied = not verdict.bad and not verdict.mismatch
+        return verdict
+
+    def _commit(self, exchanges: list[Exchange], norm: float) -> None:
+        for exchange in exchanges:
+            try:
+                exchange.advance(norm)
+            except StopIteration:
+                continue
+            except CommunicationError:  # the step is applied; only what was to follow it is lost
+                exchange.generator.close()
+                continue
+            self.tails.append(exchange)
+
+
+def _squared_norm(x: Tensor) -> Tensor:
+    """|x|^2, in float64 where float32 would overflow or x is of lower precision."""
+    fast = torch.dot(x, x) if x.dtype in (torch.float32, torch.float64) else None
+    return fast if fast is not None and fast.isfinite() else x.double().square().sum()

@@ -1,0 +1,89 @@
+"""Data parallelism: what averaging gradients adds to a step, and what it gives back over a whole training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .methods import Cost
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the training runs.
+
+    Args:
+        ranks: processes that average gradients.
+        link_bytes_per_s: what one rank can send, each second, while it receives as much.
+        latency_s: seconds of one message, whatever its size.
+        memory_bytes_per_s: bytes a rank can move in memory.
+        flops_per_s: floating-point operations a rank does in matrix products.
+    """
+
+    ranks: int
+    link_bytes_per_s: float
+    latency_s: float = 50e-6
+    memory_bytes_per_s: float = 10e9
+    flops_per_s: float = 50e9
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"ranks must be at least 1; got {self.ranks}.")
+        for name in ("link_bytes_per_s", "memory_bytes_per_s", "flops_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive; got {getattr(self, name)}.")
+        if self.latency_s < 0:
+            raise ValueError(f"latency_s must not be negative; got {self.latency_s}.")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one step, by what they go to."""
+
+    compute: float
+    local: float
+    exchange: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.local + self.exchange
+
+
+def all_reduce_seconds(machine: Machine, size: float) -> float:
+    """Ring all-reduce of `size` bytes: 2 (N-1) messages, 2 (N-1)/N of the bytes (Radius, equation 3)."""
+    hops = machine.ranks - 1
+    return 2 * hops * (machine.latency_s + size / machine.ranks / machine.link_bytes_per_s) if size else 0.0
+
+
+def all_gather_seconds(machine: Machine, size: float) -> float:
+    """Ring all-gather to, or reduce-scatter of, `size` bytes: half an all-reduce (Radius, equation 4)."""
+    return all_reduce_seconds(machine, size) / 2
+
+
+def step_seconds(machine: Machine, cost: Cost, compute_s: float, overlap_s: float = 0.0) -> Step:
+    """Predict one step.
+
+    Args:
+        machine: see `Machine`.
+        cost: a row of `METHODS`.
+        compute_s: seconds of a dense step with no communication (forward, backward and AdamW).
+        overlap_s: seconds of the backward pass during which gradients may already travel.
+
+    Raises:
+        ValueError: `compute_s` is not positive, or `overlap_s` is not within it.
+    """
+    if not compute_s > 0 or not 0 <= overlap_s <= compute_s:
+        raise ValueError(
+            f"compute_s must be positive and overlap_s between 0 and compute_s; got {compute_s} and {overlap_s}."
+        )
+    local = cost.traffic / machine.memory_bytes_per_s + cost.flops / machine.flops_per_s
+    waited = all_reduce_seconds(machine, cost.reduced) + all_gather_seconds(machine, cost.gathered)
+    # Masks travel behind the next forward and backward; what does not fit there is waited for.
+    late = max(0.0, all_gather_seconds(machine, cost.hidden) - compute_s)
+    return Step(compute_s, local, max(0.0, waited - overlap_s) + late)
+
+
+def training_speedup(dense: float, compressed: float, warmup_share: float = 0.0) -> float:
+    """Speed-up of a whole training whose first `warmup_share` of steps stay dense."""
+    if not 0 <= warmup_share <= 1:
+        raise ValueError(f"warmup_share must be between 0 and 1; got {warmup_share}.")
+    return dense / (warmup_share * dense + (1 - warmup_share) * compressed)

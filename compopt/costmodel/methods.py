@@ -1,0 +1,155 @@
+"""What each method sends, keeps and computes: the one table of formulas, per step, averaged over many steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+TOP_K_PASSES = 25  # torch.topk over a vector costs 18 to 32 passes over it on a CPU
+FLOAT = 4  # gradients, payloads and optimizer state are fp32
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The parameters of one model.
+
+    Args:
+        parameters: how many.
+        compressed: share of them in tensors that are compressed (at least 2-D and 4096 elements).
+        columns: last dimension of those tensors, averaged by size. What a projection costs.
+        perimeter: sum of (rows + columns) over those tensors. What low-rank factors cost.
+        large: share of parameters in matrices that are not attention's. What TAGC compresses by default.
+    """
+
+    parameters: int
+    compressed: float
+    columns: float
+    perimeter: float
+    large: float
+
+    @classmethod
+    def of_size(cls, parameters: int) -> Workload:
+        """A transformer of so many parameters: 64 times as wide as deep, 12 width^2 a layer, two thirds in the MLP."""
+        if parameters < 1:
+            raise ValueError(f"parameters must be positive; got {parameters}.")
+        width = max(8.0, (64 * parameters / 12) ** (1 / 3))
+        return cls(parameters, 0.997, 2 * width, 16 * parameters / (12 * width), 2 / 3)
+
+    @classmethod
+    def of_model(cls, model: torch.nn.Module) -> Workload:
+        """Read the parameters of a model that is there; those not requiring gradients are left out."""
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError("model has no parameter that requires a gradient: there is nothing to average.")
+        total = sum(p.numel() for _, p in named)
+        chosen = [(name, p) for name, p in named if p.ndim >= 2 and p.numel() >= 4096]
+        size = sum(p.numel() for _, p in chosen)
+        columns = sum(p.numel() * p.shape[-1] for _, p in chosen) / max(1, size)
+        perimeter = sum(p.numel() // p.shape[-1] + p.shape[-1] for _, p in chosen)
+        attention = ("attn", "attention", "qkv", "q_proj", "k_proj", "v_proj", "o_proj")
+        large = sum(p.numel() for name, p in chosen if not any(word in name.lower() for word in attention))
+        return cls(total, size / total, columns, float(perimeter), large / total)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One method on one workload: amounts a step and a rank, for the whole model.
+
+    Args:
+        reduced: bytes handed to all-reduce.
+        gathered: bytes every rank holds after gathers, or held before reduce-scatters, that the step waits for.
+        hidden: such bytes that travel while the next forward and backward run.
+        state: bytes of optimizer state.
+        traffic: bytes moved in memory beyond a dense AdamW step; negative when there are fewer.
+        flops: floating-point operations beyond it.
+    """
+
+    reduced: float
+    gathered: float = 0.0
+    hidden: float = 0.0
+    state: float = 0.0
+    traffic: float = 0.0
+    flops: float = 0.0
+
+    @property
+    def sent(self) -> float:
+        """Bytes a rank hands to collectives in a step, averaged."""
+        return self.reduced + self.gathered + self.hidden
+
+
+def _dense(work: Workload, ranks: int) -> Cost:
+    return Cost(reduced=FLOAT * work.parameters, state=8.0 * work.parameters)
+
+
+def _radius(work: Workload, ranks: int, density: float = 0.4, interval: int = 200) -> Cost:
+    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    resample = 1 / interval
+    kept = density * (1 - resample) + resample
+    # A sparse step reads gradient and residual and writes the residual; gathering and scattering cost 12 a kept element.
+    sparse = 12 + 12 * density
+    return Cost(
+        reduced=FLOAT * (kept * n + rest),
+        hidden=n / 8 * resample,
+        state=8 * work.parameters + (4 + 1 / 8) * n,
+        traffic=n * (sparse * (1 - resample) + TOP_K_PASSES * FLOAT * resample),
+    )
+
+
+def _scape(work: Workload, ranks: int, density: float = 0.1) -> Cost:
+    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    mask = min(1 / 8, density * math.log2(math.e / density) / 8)
+    # Against fused AdamW's 28 bytes: residual and decay 20, 40 a kept element, selection of a rank's own part.
+    traffic = 20 + 40 * density + TOP_K_PASSES * FLOAT / ranks - 28
+    return Cost(
+        reduced=FLOAT * (density * n + rest),
+        hidden=mask * n,
+        state=(4 * density + 4 + 1 / 4) * n + 4 * rest,
+        traffic=traffic * n,
+    )
+
+
+def _separate(work: Workload, ranks: int, ratio: int = 16) -> Cost:
+    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    # Projection, reconstruction of the mean and of the rank's own part: three products of 2 n c/ratio each.
+    return Cost(
+        reduced=FLOAT * (n / ratio + rest),
+        state=8 * work.parameters + 4 * n,
+        traffic=40 * n,  # h = g + e, three reads or writes of h and hhat, e, ghat
+        flops=6 * n * work.columns / ratio,
+    )
+
+
+def _tagc(work: Workload, ranks: int, sparsity: float = 0.9) -> Cost:
+    n, rest = work.parameters * work.large, work.parameters * (1 - work.large)
+    union = 1 - sparsity**ranks  # independent choices: the worst case
+    # Payload and the rest are reduced to their owners, bitmaps go there and back, parameters are gathered.
+    return Cost(
+        reduced=0.0,
+        gathered=FLOAT * (union * n + rest) + 2 * n / 8 + FLOAT * work.parameters,
+        state=8 * work.parameters / ranks + 4 * n,
+        traffic=(16 + TOP_K_PASSES * FLOAT + 12 * union) * n - 28 * work.parameters * (1 - 1 / ranks),
+    )
+
+
+def _powersgd(work: Workload, ranks: int, rank: int = 4) -> Cost:
+    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    return Cost(
+        reduced=FLOAT * (rank * work.perimeter + rest),
+        state=8 * work.parameters + 4 * n + FLOAT * rank * work.perimeter,
+        traffic=40 * n,
+        flops=6 * n * rank,
+    )
+
+
+METHODS: dict[str, Callable[..., Cost]] = {
+    "AdamW+DDP": _dense,
+    "RadiusAdamW": _radius,
+    "ScapeAdamS": _scape,
+    "SeparateAdam": _separate,
+    "TagcAdamW": _tagc,
+    "PowerSGD rank 4": _powersgd,
+}
+"""Method to cost(workload, ranks, **its own options). A new method is one function and one line here."""

@@ -1,0 +1,1 @@
+"""Where compopt meets other libraries."""

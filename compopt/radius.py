@@ -1,0 +1,157 @@
+"""Radius: range-based gradient sparsity (Zheng and Zhang, MLSys 2025), Algorithm 1 with AdamW.
+
+One bucket on rank n at step t; G_n is its local gradient, w its parameters, D the density, T the interval::
+
+     2  G_n <- gradient of the loss on this rank's data
+     3  if t < warmup_steps:                                     # dense
+     4      G <- mean over ranks of G_n
+     7  elif there is no mask yet, or t % T == 0:                # resample
+     8      G_n <- G_n + residual_scale * residual
+     9      G <- mean over ranks of G_n
+    10      residual <- 0
+    12  else:                                                    # sparse
+    13      sent <- G_n[mask]
+    14      sent <- mean over ranks of sent
+    15      G <- sent on the mask, 0 off it                      # and line 17
+    16      residual <- residual + G_n off the mask, 0 on it
+    20  G <- G * min(1, max_grad_norm / |G|)
+    21  u <- mhat / (sqrt(vhat) + eps) + weight_decay * w        # Algorithm 2, over all elements
+    22  if resampled: mask <- the round(D * n) largest of |u|, a tensor at a time; rank 0's is broadcast
+    25  w <- w - lr * u
+
+Where we differ from the paper: the first step after the warm-up resamples at once (the paper's mask is undefined until
+T divides t), all ranks use rank 0's mask (equal by construction), and ``residual_scale`` can damp the sum of up to T - 1
+gradients that a resample adds to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from ._base import CompressedOptimizer, check_adam, check_compression, require
+from ._buckets import Bucket, StateSpec
+from ._ops import Ops, clip_factor
+from ._requests import Agree, AllReduceMean, Broadcast, Request
+
+
+def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
+    """Algorithm 1, one bucket, one step."""
+    h, state, grads = bucket.group, bucket.state, bucket.grads()
+    index = bucket.cache.get("index")
+    t = h["step"] + 1
+
+    if t < h["warmup_steps"] or not any(bucket.compressed):
+        phase, sent = "dense", ops.pack(bucket, grads)  # line 4
+    elif index is None or t % h["interval"] == 0:
+        phase, sent = "resample", ops.pack(bucket, grads, add=state["residual"], scale=h["residual_scale"])  # line 8
+    else:
+        phase, sent = "sparse", ops.pack(bucket, grads, index)  # line 13
+    index = index if phase == "sparse" else [None] * len(grads)
+
+    mean = yield AllReduceMean(sent)  # lines 4, 9, 14
+    norm = yield Agree(mean, phase)  # one norm, one verdict, over all buckets and ranks; from here on state changes
+    mean.body.mul_(clip_factor(norm, h["max_grad_norm"]))  # line 20
+
+    masks, weights = [], bucket.weights
+    for i, present in enumerate(bucket.present(mean)):
+        resample = phase == "resample" and bucket.compressed[i]
+        w, m, v, step = weights[i], state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
+        before = w.clone() if resample else w
+        if present:
+            if resample:
+                state["residual"][i].zero_()  # line 10
+            elif index[i] is not None and grads[i] is not None:
+                ops.keep_rest_(state["residual"][i], grads[i], index[i])  # line 16
+            step += 1
+            ops.adamw(h, w, ops.expand(mean.parts[i], index[i], w), m, v, step)  # lines 15, 21, 25
+            bucket.publish(i)
+        if resample:
+            masks.append(ops.top_k(ops.adamw_update(h, before, m, v, step).abs_(), kept(h["density"], w.numel())))  # line 22
+
+    if phase == "resample":
+        bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
+        bucket.flat["mask"].zero_()
+        flat = yield Broadcast(torch.cat(masks))  # sent behind the commit, awaited when the next step needs it
+        bucket.flat["mask"].copy_(flat)
+        remember_positions(bucket, ops)
+
+
+def kept(density: float, n: int) -> int:
+    """k, the elements of n that are selected: at least one, where there are any."""
+    return min(n, max(1, round(density * n)))
+
+
+def remember_positions(bucket: Bucket, ops: Ops) -> None:
+    """Decode the packed masks once; a step then gathers by position. Nothing to do while there is no mask."""
+    masks = bucket.state.get("mask", [])
+    pairs = [(m, n) for m, n in zip(masks, bucket.lengths, strict=bool(masks)) if m is not None]
+    if pairs and all(n == 0 or m.any() for m, n in pairs):
+        bucket.cache["index"] = [None if m is None else ops.positions(m, n) for m, n in zip(masks, bucket.lengths, strict=True)]
+
+
+class RadiusAdamW(CompressedOptimizer):
+    r"""AdamW that averages its own gradients, most of them only at a shared top-k set (Radius, Algorithm 1).
+
+    Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward takes over DDP's all-reduce.
+
+    Args:
+        params: parameters, named parameters or groups, as torch takes them. A group may override every option below and
+            say ``compress=False`` or ``True``; by default tensors of at least 2 dimensions and 4096 elements are
+            compressed, the rest is averaged dense in the same message.
+        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`.
+        density: share of each compressed tensor's elements that cross the network in a sparse step, in (0, 1].
+        interval: steps from one choice of elements to the next; each of these *resample* steps is dense.
+        warmup_steps: steps of plain AdamW before compression starts. The paper takes 15 to 20 % of the run.
+        residual_scale: factor on what was held back when it is sent at a resample step; 1 is the paper's.
+        max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the same
+            as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
+        payload_dtype: dtype on the wire (None: the gradient's).
+        process_group: the ranks to average over. None: the default group, or one process where there is none.
+
+    State beside AdamW's two moments: ``residual`` (as large as the parameter) and ``mask`` (1 bit an element), for
+    compressed tensors. Positions are decoded to 4 bytes a selected element while the optimizer lives.
+
+    Raises:
+        ValueError: an option out of its range.
+        TypeError: complex parameters, or sparse gradients at a step.
+    """
+
+    averaged_state = ("residual",)
+
+    def __init__(
+        self, params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2, *, density: float = 0.4, interval: int = 200, warmup_steps: int = 1000,
+        residual_scale: float = 1.0, max_grad_norm: float | None = None, payload_dtype: torch.dtype | None = None,
+        process_group: object = None, maximize: bool = False,
+    ):  # fmt: skip
+        defaults = dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, density=density, interval=interval,
+            warmup_steps=warmup_steps, residual_scale=residual_scale, max_grad_norm=max_grad_norm,
+            payload_dtype=payload_dtype, maximize=maximize,
+        )  # fmt: skip
+        super().__init__(params, defaults, process_group)
+
+    def check_group(self, group: dict) -> None:
+        check_adam(group)
+        check_compression(group)
+        require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
+        require(group["interval"] >= 1 and int(group["interval"]) == group["interval"], "interval", group["interval"], "an integer >= 1")
+        require(0 <= group["residual_scale"] <= 1, "residual_scale", group["residual_scale"], "in [0, 1]")
+
+    def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
+        return {
+            "exp_avg": StateSpec(dtype),
+            "exp_avg_sq": StateSpec(dtype),
+            "residual": StateSpec(dtype, compressed_only=True),
+            "mask": StateSpec(torch.uint8, packed=True, compressed_only=True),
+        }
+
+    def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
+        return radius(bucket, self.ops)
+
+    def restore(self, bucket: Bucket) -> None:
+        bucket.cache.clear()
+        remember_positions(bucket, self.ops)

@@ -1,0 +1,3 @@
+def attach(*a):
+    class S: phase="dense"; bytes_sent=1
+    return S()

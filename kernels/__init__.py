@@ -1,0 +1,1 @@
+"""Triton kernels of compopt, imported as ``compopt_kernels``. Each file is named as its reference in ``compopt/_math.py``."""

@@ -1,0 +1,106 @@
+"""SEPARATE, from Algorithm 1 of "SEPARATE: A Simple Low-rank Projection for Gradient Compression".
+
+Corrected: beta weights the *old* error. As printed (step 5, equation 5) it weights the new one, and the error diverges
+at the ratios and betas the paper uses.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .common import Grads, as_float64, clip_by_global_norm, mean_over_ranks, read_grads
+
+
+class SeparateOracle:
+    """All ranks of Separate(base) at once.
+
+    Args:
+        params: initial parameters, the same on every rank; copied.
+        ranks: number of ranks N.
+        base: makes the base optimizer from a list of parameters, e.g. `lambda ps: torch.optim.AdamW(ps, lr=1e-3)`.
+        random: random(t, i) is the matrix R of step t (from 1) for tensor i, of shape (c, r) with c the tensor's last
+            dimension and r = ceil(c / ratio); unit-variance Gaussian, or orthonormal columns times sqrt(r), since the
+            reconstruction is always p R^T / r.
+        ef_beta: weight of the old error, or "auto": w / (1 + w) with w = (c + 1) / r, for each matrix.
+        reset_interval: after step t the errors are cleared when t % reset_interval == 0; None is never.
+        warmup_steps: dense steps, t = 1 .. warmup_steps.
+        max_grad_norm: None is off; `clip` says of what: "local" of each rank's own gradients before the error is added,
+            "reconstructed" of the averaged reconstruction.
+        compress: per tensor, whether it is projected; the others are averaged densely.
+
+    Attributes:
+        params: the one copy all ranks share. error: error[rank][i]. average: what the base got at the last step.
+        phase: "dense" or "projected". base: the torch optimizer. t: steps taken.
+    """
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        ranks: int,
+        base: Callable[[list[Tensor]], torch.optim.Optimizer],
+        random: Callable[[int, int], Tensor],
+        ef_beta: float | str = "auto",
+        reset_interval: int | None = 128,
+        warmup_steps: int = 0,
+        max_grad_norm: float | None = None,
+        clip: str = "local",
+        compress: list[bool] | None = None,
+    ):
+        if clip not in ("local", "reconstructed"):
+            raise ValueError(f"clip is {clip!r}, it must be 'local' or 'reconstructed'")
+        self.params = [p.requires_grad_() for p in as_float64(params)]
+        self.ranks, self.base, self.random = ranks, base(self.params), random
+        self.ef_beta, self.reset_interval, self.warmup_steps = ef_beta, reset_interval, warmup_steps
+        self.max_grad_norm, self.clip = max_grad_norm, clip
+        self.compress = [True] * len(params) if compress is None else list(compress)
+        self.error = [[torch.zeros_like(p) for p in self.params] for _ in range(ranks)]
+        self.average: list[Tensor] = []
+        self.phase = ""
+        self.t = 0
+
+    @torch.no_grad()
+    def step(self, grads: Grads) -> None:
+        """One step of all ranks; grads[rank][i] is what that rank's backward left."""
+        self.t += 1
+        grads = read_grads(grads, self.params, self.ranks)
+        if self.clip == "local":
+            grads = [clip_by_global_norm(own, self.max_grad_norm) for own in grads]
+        self.phase = "dense" if self.t <= self.warmup_steps else "projected"
+        self.average = mean_over_ranks(grads)
+        if self.phase == "projected":
+            for i, compressed in enumerate(self.compress):
+                if compressed:
+                    self.average[i] = self._exchange(i, [own[i] for own in grads])
+        if self.clip == "reconstructed":
+            self.average = clip_by_global_norm(self.average, self.max_grad_norm)
+        for p, g in zip(self.params, self.average):
+            p.grad = g.clone()
+        self.base.step()
+        if self.reset_interval is not None and self.t % self.reset_interval == 0:
+            self.error = [[torch.zeros_like(p) for p in self.params] for _ in range(self.ranks)]
+
+    def beta(self, i: int, r: int) -> float:
+        """Weight of tensor i's old error when it is projected to r columns."""
+        if self.ef_beta != "auto":
+            return self.ef_beta
+        w = (self.params[i].shape[-1] + 1) / r  # E|reconstruction - h|^2 / |h|^2 of a Gaussian projection
+        return w / (1 + w)
+
+    def _exchange(self, i: int, grads: list[Tensor]) -> Tensor:
+        """Steps 1-5 for one tensor: the averaged reconstruction; updates every rank's error."""
+        shape = self.params[i].shape
+        R = self.random(self.t, i).to(torch.float64)
+        c, r = R.shape
+        if c != shape[-1]:
+            raise ValueError(f"random({self.t}, {i}) has {c} rows, tensor {i} has last dimension {shape[-1]}")
+        beta, projections = self.beta(i, r), []
+        for rank, g in enumerate(grads):
+            h = (g + self.error[rank][i]).reshape(-1, c)  # step 1
+            p = h @ R  # step 2
+            projections.append(p)
+            own = p @ R.T / r
+            old = self.error[rank][i].reshape(-1, c)
+            self.error[rank][i] = (beta * old + (1 - beta) * (h - own)).reshape(shape)  # step 5
+        mean = torch.stack(projections).mean(0)  # step 3
+        return (mean @ R.T / r).reshape(shape)  # step 4
