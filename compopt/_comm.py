@@ -61,7 +61,7 @@ class Comm:
                 rows = tensor.new_empty((self.size, *tensor.shape))
                 if self.size == 1:
                     return Pending(what, None, lambda: tensor.unsqueeze(0))
-                work = dist.all_gather_into_tensor(rows, tensor.contiguous(), group=self.group, async_op=True)
+                work = dist.all_gather(list(rows.unbind()), tensor.contiguous(), group=self.group, async_op=True)
                 return Pending(what, work, lambda: rows)
             case Broadcast(tensor, source):
                 if self.size == 1:

@@ -1,0 +1,169 @@
+"""N ranks in one process, in lockstep: real optimizers over a communicator that answers when all ranks have asked.
+
+A step of four ranks takes milliseconds instead of seconds, nothing is random, and ranks that would hang raise Deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from compopt._requests import AllGather, AllReduceMean, Broadcast, CommunicationError, Request, bytes_of
+
+
+class Deadlock(AssertionError):
+    """Ranks wait for collectives that the others have not started."""
+
+
+class SimPending:
+    """A collective that is answered once every rank has started its own."""
+
+    def __init__(self, world: World, number: int, rank: int):
+        self.world, self.number, self.rank = world, number, rank
+
+    @property
+    def ready(self) -> bool:
+        return self.number in self.world.answers
+
+    def wait(self) -> object:
+        if (self.rank, self.number) in self.world.failing or self.number in self.world.failing_everywhere:
+            raise CommunicationError(f"collective {self.number} was made to fail")
+        if not self.ready:
+            raise Deadlock(f"rank {self.rank} waits for collective {self.number}; started: {sorted(self.world.asked.get(self.number, {}))}")
+        return self.world.answers[self.number][self.rank]
+
+
+class SimComm:
+    """One rank's view of the world; what an optimizer takes as ``process_group``."""
+
+    def __init__(self, world: World, rank: int):
+        self.world, self.rank, self.size = world, rank, world.size
+        self.bytes_sent = self.started = 0
+
+    def start(self, request: Request) -> SimPending:
+        self.bytes_sent += bytes_of(request)
+        number, self.started = self.started, self.started + 1
+        self.world.ask(number, self.rank, request)
+        return SimPending(self.world, number, self.rank)
+
+    def __deepcopy__(self, memo: dict) -> SimComm:
+        return self
+
+
+class World:
+    """The ranks and the collectives they have started, numbered in the order of starting."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.comms = [SimComm(self, rank) for rank in range(size)]
+        self.asked: dict[int, dict[int, Request]] = {}
+        self.answers: dict[int, list[object]] = {}
+        self.failing: set[tuple[int, int]] = set()
+        self.failing_everywhere: set[int] = set()
+        self.log: list[tuple[str, list[Tensor]]] = []  # what every rank sent, when ``record`` is on
+        self.record = False
+
+    def ask(self, number: int, rank: int, request: Request) -> None:
+        self.asked.setdefault(number, {})[rank] = request
+        if len(self.asked[number]) == self.size:
+            requests = [self.asked[number][r] for r in range(self.size)]
+            del self.asked[number]
+            self.answers[number] = self._answer(requests)
+            self.answers.pop(number - 64, None)
+
+    def _answer(self, requests: list[Request]) -> list[object]:
+        kinds = {(type(r).__name__, tuple(r.tensor.shape), r.tensor.dtype) for r in requests}
+        if len(kinds) > 1:
+            raise Deadlock(f"ranks started different collectives: {sorted(map(str, kinds))}")
+        if self.record:
+            self.log.append((type(requests[0]).__name__, [r.tensor.clone() for r in requests]))
+        stacked = torch.stack([r.tensor for r in requests])
+        match requests[0]:
+            case AllReduceMean():
+                mean = stacked.sum(0) / self.size
+                for r in requests:
+                    r.tensor.copy_(mean)
+                return [r.message for r in requests]
+            case AllGather():
+                return [stacked.clone() for _ in requests]
+            case Broadcast(_, source):
+                for r in requests:
+                    r.tensor.copy_(stacked[source])
+                return [r.tensor for r in requests]
+        raise AssertionError(f"unknown request {requests[0]}")
+
+    def step(self, optimizers: list) -> None:
+        """``optimizer.step()`` on all ranks. An error that all ranks raise is raised here, also one of a single rank."""
+        self.run([optimizer.step_in_turns() for optimizer in optimizers])
+
+    def consolidate(self, optimizers: list) -> None:
+        self.run([optimizer.consolidate_in_turns() for optimizer in optimizers])
+
+    @torch.no_grad()
+    def run(self, turns: list[Generator]) -> None:
+        """Advance the ranks' generators in turn until all have ended."""
+        waiting: dict[int, object] = dict.fromkeys(range(len(turns)))
+        errors: dict[int, BaseException] = {}
+        while waiting:
+            moved = False
+            for rank, pending in list(waiting.items()):
+                if pending is not None and not pending.ready and not self._fails(pending):
+                    continue
+                moved = True
+                try:
+                    waiting[rank] = next(turns[rank])
+                except StopIteration:
+                    del waiting[rank]
+                except Exception as error:
+                    errors[rank] = error
+                    del waiting[rank]
+            if not moved:
+                raise errors[min(errors)] if errors else Deadlock(f"ranks {sorted(waiting)} wait for collectives nobody answers")
+        if errors:
+            raise errors[min(errors)]
+
+    def _fails(self, pending: SimPending) -> bool:
+        return (pending.rank, pending.number) in self.failing or pending.number in self.failing_everywhere
+
+
+class Ranks:
+    """A model and an optimizer a rank, trained on ``loss(model, rank, step)``."""
+
+    def __init__(self, size: int, make_model: Callable[[], nn.Module], make_optimizer: Callable[..., torch.optim.Optimizer], seed: int = 0):
+        self.world = World(size)
+        self.models: list[nn.Module] = []
+        for _ in range(size):
+            torch.manual_seed(seed)
+            self.models.append(make_model())
+        self.optimizers = [make_optimizer(m.parameters(), process_group=c) for m, c in zip(self.models, self.world.comms, strict=True)]
+        self.steps = 0
+
+    def __iter__(self) -> Iterator[tuple[int, nn.Module, torch.optim.Optimizer]]:
+        return zip(range(self.world.size), self.models, self.optimizers, strict=True)
+
+    def backward(self, loss: Callable[[nn.Module, int, int], Tensor]) -> list[float]:
+        losses = []
+        for rank, model, optimizer in self:
+            optimizer.zero_grad()
+            value = loss(model, rank, self.steps)
+            value.backward()
+            losses.append(float(value.detach()))
+        return losses
+
+    def train(self, loss: Callable[[nn.Module, int, int], Tensor], steps: int) -> list[float]:
+        """``steps`` steps; the mean loss over ranks before each."""
+        history = []
+        for _ in range(steps):
+            losses = self.backward(loss)
+            self.world.step(self.optimizers)
+            self.steps += 1
+            history.append(sum(losses) / len(losses))
+        return history
+
+    def assert_replicas_equal(self) -> None:
+        """Every rank's parameters are the same to the bit."""
+        for rank, model in enumerate(self.models[1:], start=1):
+            for (name, p), q in zip(self.models[0].named_parameters(), model.parameters(), strict=True):
+                assert torch.equal(p, q), f"{name} differs between rank 0 and rank {rank} after step {self.steps}"
