@@ -7,6 +7,7 @@ A class says which state it keeps (``state_specs``), how one bucket steps (``alg
 from __future__ import annotations
 
 import copy
+import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
@@ -106,6 +107,13 @@ class CompressedOptimizer(Optimizer):
             verdict = yield from self._runtime.step(self._buckets, comm, _bits(self._settings()))
         except CommunicationError as error:
             raise CommunicationError(f"step {before + 1} was not applied on rank {comm.rank}: {error}") from error
+        if verdict.resent and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "gradients were changed between backward and step() (a clip or an unscale?), so what was sent during backward had to be "
+                "sent again: clip with max_grad_norm= instead, or expect no overlap with backward.",
+                stacklevel=3,
+            )
         if verdict.mismatch:
             yield from explain_mismatch(self, comm)
         if verdict.applied:
@@ -190,7 +198,9 @@ class CompressedOptimizer(Optimizer):
         try:
             for p in group["params"]:
                 if p.is_complex():
-                    raise TypeError(f"params holds a complex tensor of shape {tuple(p.shape)} ({p.dtype}): pass torch.view_as_real of it.")
+                    raise TypeError(
+                        f"params holds a complex tensor of shape {tuple(p.shape)} ({p.dtype}): pass torch.view_as_real of it."
+                    )
             self.check_group(group)
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -208,13 +218,18 @@ class CompressedOptimizer(Optimizer):
 
     def _settings(self) -> list:
         """What must be the same on all ranks, step for step."""
-        return [type(self).__name__, *({k: _plain(v) for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups)]
+        return [
+            type(self).__name__,
+            *({k: _plain(v) for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups),
+        ]
 
     def _check_gradients(self) -> None:
         for bucket in self._buckets:
             for p, name in zip(bucket.params, bucket.names, strict=True):
                 if p.grad is not None and p.grad.is_sparse:
-                    raise TypeError(f"{type(self).__name__} got a sparse gradient for {name}: use dense gradients (sparse=False).")
+                    raise TypeError(
+                        f"{type(self).__name__} got a sparse gradient for {name}: use dense gradients (sparse=False)."
+                    )
 
     # Checkpoints
 
@@ -262,6 +277,7 @@ class CompressedOptimizer(Optimizer):
         self._consolidated = self.param_groups[0]["step"]
 
     _consolidated: int | None = None
+    _warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
@@ -302,6 +318,8 @@ def require(good: bool, argument: str, value: object, wanted: str) -> None:
 
 def check_adam(group: dict) -> None:
     """Check the options that every AdamW-like class has."""
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError(f"Tensor lr must be 1-element, got {tuple(group['lr'].shape)}.")
     require(float(group["lr"]) >= 0, "lr", group["lr"], ">= 0")
     require(group["eps"] >= 0, "eps", group["eps"], ">= 0")
     require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], ">= 0")

@@ -50,7 +50,9 @@ class Bucket:
         self.lengths = [local(p).numel() for p in params]
         self.dtype, self.device = params[0].dtype, params[0].device
         self.control: list[float] = []  # set by the runtime on the last bucket of a step
-        self.state: dict[str, list[Tensor | None]] = {}  # name -> a view for each tensor, None where it has no such state
+        self.state: dict[
+            str, list[Tensor | None]
+        ] = {}  # name -> a view for each tensor, None where it has no such state
         self.flat: dict[str, Tensor] = {}
         self.cache: dict[str, list[Tensor]] = {}  # derived from state, rebuilt when absent, never saved
         self._message: Tensor | None = None
@@ -70,7 +72,9 @@ class Bucket:
         sizes = [spec.numel(n) if h else 0 for n, h in zip(self.lengths, has, strict=True)]
         self.flat[name] = torch.zeros(sum(sizes), dtype=spec.dtype, device=self.device)
         views = self.flat[name].split(sizes)
-        self.state[name] = [self._shaped(v, p, spec) if h else None for v, p, h in zip(views, self.params, has, strict=True)]
+        self.state[name] = [
+            self._shaped(v, p, spec) if h else None for v, p, h in zip(views, self.params, has, strict=True)
+        ]
 
     @staticmethod
     def _shaped(view: Tensor, p: Tensor, spec: StateSpec) -> Tensor:

@@ -18,7 +18,9 @@ def fill(bucket: Bucket, specs: dict[str, StateSpec], state: MutableMapping[Tens
     for name, spec in specs.items():
         bucket.allocate(name, spec)
     on = bucket.device if bucket.device.type == "cuda" else "cpu"
-    bucket.state["step"] = [torch.zeros((), dtype=torch.float32, device=on).copy_(old.get("step", torch.zeros(()))) for old in held]
+    bucket.state["step"] = [
+        torch.zeros((), dtype=torch.float32, device=on).copy_(old.get("step", torch.zeros(()))) for old in held
+    ]
     for i, (p, old) in enumerate(zip(bucket.params, held, strict=True)):
         entry = {"step": bucket.state["step"][i]}
         for name in specs:
@@ -43,8 +45,12 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     pairs: list[tuple[Tensor, dict[str, Any]]] = []
     for number, (group, other) in enumerate(zip(groups, saved, strict=True)):
         if len(group["params"]) != len(other["params"]):
-            raise ValueError(f"loaded state dict has {len(other['params'])} parameters in group {number}, the optimizer {len(group['params'])}.")
-        pairs += [(p, state_dict["state"].get(key, {})) for p, key in zip(group["params"], other["params"], strict=True)]
+            raise ValueError(
+                f"loaded state dict has {len(other['params'])} parameters in group {number}, the optimizer {len(group['params'])}."
+            )
+        pairs += [
+            (p, state_dict["state"].get(key, {})) for p, key in zip(group["params"], other["params"], strict=True)
+        ]
         _warn_of_other_ranks(optimizer, other.get("residuals", "mean"))
     specs = {p: optimizer._specs(bucket) for bucket in optimizer._buckets for p in bucket.params}
     for number, (p, entry) in enumerate(pairs):
@@ -70,7 +76,9 @@ def _check(number: int, p: Tensor, entry: dict[str, Any], specs: dict[str, State
         want = specs[name].numel(local(p).numel())
         have = value.numel() if isinstance(value, Tensor) else -1
         if have != want:
-            raise ValueError(f"loaded state {name!r} of parameter {number} has {have} elements, {want} are needed for shape {tuple(p.shape)}.")
+            raise ValueError(
+                f"loaded state {name!r} of parameter {number} has {have} elements, {want} are needed for shape {tuple(p.shape)}."
+            )
 
 
 def _warn_of_other_ranks(optimizer: Any, residuals: str) -> None:

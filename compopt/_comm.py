@@ -36,7 +36,9 @@ class Comm:
     def __init__(self, group: dist.ProcessGroup | None = None):
         alone = not (dist.is_available() and dist.is_initialized())
         if alone and group is not None:
-            raise ValueError("process_group was given, but torch.distributed is not initialised: call init_process_group first.")
+            raise ValueError(
+                "process_group was given, but torch.distributed is not initialised: call init_process_group first."
+            )
         self.group = None if alone else group or dist.group.WORLD
         self.rank = 0 if alone else dist.get_rank(self.group)
         self.size = 1 if alone else dist.get_world_size(self.group)

@@ -29,7 +29,8 @@ def describe(optimizer: Any) -> list[str]:
         lines += [f"group {number}, {key}: {value!r}" for key, value in sorted(group.items())]
     for bucket in optimizer._buckets:
         for p, name, compressed in zip(bucket.params, bucket.names, bucket.compressed, strict=True):
-            lines.append(f"{name}: shape {tuple(p.shape)}, {p.dtype}, compress={compressed}")
+            values = f"values of checksum {_checksum(local(p.detach())):x}"
+            lines.append(f"{name}: shape {tuple(p.shape)}, {p.dtype}, compress={compressed}, {values}")
     return lines
 
 
@@ -61,7 +62,9 @@ def explain_mismatch(optimizer: Any, comm: Comm) -> Turns:
     for rank, lines in enumerate(theirs):
         for a, b in zip(theirs[0] + [""] * len(lines), lines + [""] * len(theirs[0]), strict=False):
             if a != b:
-                raise ValueError(f"ranks differ, and nothing was applied. Rank 0 has {a or 'nothing'!r}, rank {rank} has {b or 'nothing'!r}: make them equal.")
+                raise ValueError(
+                    f"ranks differ, and nothing was applied. Rank 0 has {a or 'nothing'!r}, rank {rank} has {b or 'nothing'!r}: make them equal."
+                )
     raise ValueError("ranks differed in their settings at this step, and nothing was applied: make them equal.")
 
 
@@ -75,14 +78,17 @@ def _device(optimizer: Any) -> torch.device:
     return optimizer._buckets[0].device
 
 
+def _checksum(tensor: Tensor) -> int:
+    """The same for tensors that are the same to the bit."""
+    raw = tensor.contiguous().view(-1).view(torch.uint8)
+    return int((raw.view(torch.int16) if raw.numel() % 2 == 0 else raw).sum(dtype=torch.int64))
+
+
 def _fingerprint(optimizer: Any) -> int:
     """A number that two ranks share when their gradients are the same to the bit; 0 when all are zero or absent."""
-    total, anything = 0, False
+    sums = []
     for bucket in optimizer._buckets:
         for p in bucket.params:
             g = None if p.grad is None else local(p.grad)
-            if g is not None and g.numel() and bool(g.any()):
-                anything = True
-                raw = g.contiguous().view(-1).view(torch.uint8)
-                total = (total * 1000003 + int((raw.view(torch.int16) if raw.numel() % 2 == 0 else raw).sum(dtype=torch.int64))) % (2**61 - 1)
-    return total + 1 if anything else 0
+            sums.append(0 if g is None or not bool(g.any()) else _checksum(g) or 1)
+    return zlib.crc32(repr(sums).encode()) + 1 if any(sums) else 0

@@ -22,7 +22,9 @@ def adamw_(
     w.addcdiv_(m, denominator, value=-lr / (1 - betas[0] ** step))
 
 
-def adamw_update(w: Tensor, m: Tensor, v: Tensor, step: float, *, betas: tuple[float, float], eps: float, weight_decay: float) -> Tensor:
+def adamw_update(
+    w: Tensor, m: Tensor, v: Tensor, step: float, *, betas: tuple[float, float], eps: float, weight_decay: float
+) -> Tensor:
     """What AdamW subtracts, over lr: ``mhat / (sqrt(vhat) + eps) + weight_decay * w`` (Radius, Algorithm 2, line 5)."""
     denominator = (v.sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
     return m.div(denominator).div_(1 - betas[0] ** step).add_(w, alpha=weight_decay)

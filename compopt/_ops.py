@@ -56,7 +56,10 @@ class Ops:
     @staticmethod
     def _mark(payload: Payload, grads: list[Tensor | None]) -> None:
         """Write the header: 1 for a finite gradient, NaN for one that is not, 0 for none."""
-        marks = [payload.header.new_zeros(()) if g is None else _math.finite_or_nan(g).to(payload.header.dtype) for g in grads]
+        marks = [
+            payload.header.new_zeros(()) if g is None else _math.finite_or_nan(g).to(payload.header.dtype)
+            for g in grads
+        ]
         payload.header.copy_(torch.stack(marks))
 
     def expand(self, values: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
@@ -87,12 +90,16 @@ class Ops:
         if not (w.is_contiguous() and g.is_contiguous()):
             return _math.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
         beta1, beta2 = hyper.pop("betas")
-        torch._fused_adamw_([w], [g], [m], [v], [], [step], lr=float(group["lr"]), beta1=beta1, beta2=beta2, amsgrad=False, **hyper)
+        torch._fused_adamw_(
+            [w], [g], [m], [v], [], [step], lr=float(group["lr"]), beta1=beta1, beta2=beta2, amsgrad=False, **hyper
+        )
 
     @staticmethod
     def adamw_update(group: dict, w: Tensor, m: Tensor, v: Tensor, step: Tensor) -> Tensor:
         """What AdamW subtracts from ``w``, over the learning rate."""
-        return _math.adamw_update(w, m, v, max(float(step), 1.0), betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"])
+        return _math.adamw_update(
+            w, m, v, max(float(step), 1.0), betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"]
+        )
 
     top_k = staticmethod(_math.top_k)
     positions = staticmethod(_math.positions)

@@ -137,7 +137,7 @@ class Runtime:
                 yield from self._exchange(exchanges)
             verdict = self._judge(exchanges)
             verdict.early, verdict.resent = 0 if resend else len(early), resend
-        except BaseException:
+        except Exception:
             for exchange in exchanges:
                 exchange.abandon()
             raise

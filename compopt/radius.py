@@ -69,7 +69,9 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
             ops.adamw(h, w, ops.expand(mean.parts[i], index[i], w), m, v, step)  # lines 15, 21, 25
             bucket.publish(i)
         if resample:
-            masks.append(ops.top_k(ops.adamw_update(h, before, m, v, step).abs_(), kept(h["density"], w.numel())))  # line 22
+            masks.append(
+                ops.top_k(ops.adamw_update(h, before, m, v, step).abs_(), kept(h["density"], w.numel()))
+            )  # line 22
 
     if phase == "resample":
         bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
@@ -89,7 +91,9 @@ def remember_positions(bucket: Bucket, ops: Ops) -> None:
     masks = bucket.state.get("mask", [])
     pairs = [(m, n) for m, n in zip(masks, bucket.lengths, strict=bool(masks)) if m is not None]
     if pairs and all(n == 0 or m.any() for m, n in pairs):
-        bucket.cache["index"] = [None if m is None else ops.positions(m, n) for m, n in zip(masks, bucket.lengths, strict=True)]
+        bucket.cache["index"] = [
+            None if m is None else ops.positions(m, n) for m, n in zip(masks, bucket.lengths, strict=True)
+        ]
 
 
 class RadiusAdamW(CompressedOptimizer):
@@ -138,7 +142,12 @@ class RadiusAdamW(CompressedOptimizer):
         check_adam(group)
         check_compression(group)
         require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
-        require(group["interval"] >= 1 and int(group["interval"]) == group["interval"], "interval", group["interval"], "an integer >= 1")
+        require(
+            group["interval"] >= 1 and int(group["interval"]) == group["interval"],
+            "interval",
+            group["interval"],
+            "an integer >= 1",
+        )
         require(0 <= group["residual_scale"] <= 1, "residual_scale", group["residual_scale"], "in [0, 1]")
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:

@@ -31,7 +31,9 @@ class SimPending:
         if (self.rank, self.number) in self.world.failing or self.number in self.world.failing_everywhere:
             raise CommunicationError(f"collective {self.number} was made to fail")
         if not self.ready:
-            raise Deadlock(f"rank {self.rank} waits for collective {self.number}; started: {sorted(self.world.asked.get(self.number, {}))}")
+            raise Deadlock(
+                f"rank {self.rank} waits for collective {self.number}; started: {sorted(self.world.asked.get(self.number, {}))}"
+            )
         return self.world.answers[self.number][self.rank]
 
 
@@ -120,7 +122,11 @@ class World:
                     errors[rank] = error
                     del waiting[rank]
             if not moved:
-                raise errors[min(errors)] if errors else Deadlock(f"ranks {sorted(waiting)} wait for collectives nobody answers")
+                raise (
+                    errors[min(errors)]
+                    if errors
+                    else Deadlock(f"ranks {sorted(waiting)} wait for collectives nobody answers")
+                )
         if errors:
             raise errors[min(errors)]
 
@@ -131,13 +137,21 @@ class World:
 class Ranks:
     """A model and an optimizer a rank, trained on ``loss(model, rank, step)``."""
 
-    def __init__(self, size: int, make_model: Callable[[], nn.Module], make_optimizer: Callable[..., torch.optim.Optimizer], seed: int = 0):
+    def __init__(
+        self,
+        size: int,
+        make_model: Callable[[], nn.Module],
+        make_optimizer: Callable[..., torch.optim.Optimizer],
+        seed: int = 0,
+    ):
         self.world = World(size)
         self.models: list[nn.Module] = []
         for _ in range(size):
             torch.manual_seed(seed)
             self.models.append(make_model())
-        self.optimizers = [make_optimizer(m.parameters(), process_group=c) for m, c in zip(self.models, self.world.comms, strict=True)]
+        self.optimizers = [
+            make_optimizer(m.parameters(), process_group=c) for m, c in zip(self.models, self.world.comms, strict=True)
+        ]
         self.steps = 0
 
     def __iter__(self) -> Iterator[tuple[int, nn.Module, torch.optim.Optimizer]]:

@@ -33,7 +33,9 @@ def attach(model: nn.Module, optimizer: CompressedOptimizer) -> None:
         RuntimeError: DDP has a comm hook of somebody else's already.
     """
     if not _attach_all(model, optimizer):
-        raise ValueError("model holds no DistributedDataParallel with parameters of this optimizer: wrap it first, or pass the wrapped model.")
+        raise ValueError(
+            "model holds no DistributedDataParallel with parameters of this optimizer: wrap it first, or pass the wrapped model."
+        )
 
 
 def _attach_all(model: nn.Module, optimizer: CompressedOptimizer) -> bool:
@@ -57,7 +59,9 @@ class Handover:
         self._covered = False
         advice = "compopt needs that place: remove the other hook, or train with torch.optim."
         if ddp._comm_hooks:
-            raise RuntimeError(f"this DistributedDataParallel has a comm hook already ({ddp._comm_hooks[0][0].__qualname__}); {advice}")
+            raise RuntimeError(
+                f"this DistributedDataParallel has a comm hook already ({ddp._comm_hooks[0][0].__qualname__}); {advice}"
+            )
         try:
             ddp.register_comm_hook(self, _hook)
         except RuntimeError as error:
@@ -118,7 +122,9 @@ def _check_ranks(ddp: DDP, optimizer: CompressedOptimizer) -> None:
     group = getattr(optimizer.comm, "group", None)
     ours = dist.get_process_group_ranks(group) if group is not None else theirs
     if set(ours) != set(theirs):
-        raise ValueError(f"process_group of the optimizer has ranks {ours}, DistributedDataParallel's has {theirs}: give both the same group.")
+        raise ValueError(
+            f"process_group of the optimizer has ranks {ours}, DistributedDataParallel's has {theirs}: give both the same group."
+        )
 
 
 def _watch(optimizer: CompressedOptimizer) -> None:

@@ -1,0 +1,29 @@
+# The two commands: make demo, make test. Both set up .venv first; Python 3.10 or newer is all they need.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint wheel bench clean
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: .venv/ready  ## the same small GPT with DDP + AdamW and with compressed optimizers, on two processes, side by side
+	$(BIN)/python examples/demo.py
+
+test: .venv/ready  ## everything, in a few minutes on two cores
+	$(BIN)/pytest -q
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+wheel: .venv/ready  ## build the wheel, install it into an empty environment, train one step there
+	$(BIN)/python tests/check_wheel.py
+
+bench: .venv/ready  ## step times and bytes over shaped links (root) or loopback
+	$(BIN)/python bench/links.py
+
+clean:
+	rm -rf .venv build dist *.egg-info runs

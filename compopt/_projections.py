@@ -1,0 +1,179 @@
+"""Random projections of gradients: how each tensor is projected, and the matrices that all ranks draw alike.
+
+A tensor is seen as a matrix of m rows and d columns, H; ``H R`` with R of shape (d, r) crosses the network, and
+``scale * (H R) R^T`` is its reconstruction. The smaller side of a tensor is the one projected: as many bytes and as much
+variance for the same ratio, with less to draw and to multiply.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ._buckets import Bucket, local
+
+KINDS = ("gaussian", "orthonormal")
+NARROW = 64  # last dimensions smaller than this (a convolution's kernel) are joined with those before them
+GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """How one tensor is projected.
+
+    ``rows`` and ``columns`` are the tensor as a matrix; ``of_rows`` says that its rows are projected and not its columns.
+    ``r`` is what remains of the projected dimension, ``beta`` the weight of the old error.
+    """
+
+    rows: int
+    columns: int
+    of_rows: bool
+    r: int
+    kind: str
+    beta: float
+
+    @property
+    def d(self) -> int:
+        return self.rows if self.of_rows else self.columns
+
+    @property
+    def m(self) -> int:
+        return self.columns if self.of_rows else self.rows
+
+    @property
+    def scale(self) -> float:
+        """Makes the Gaussian's reconstruction unbiased, the orthonormal one the nearest there is (a contraction)."""
+        return 1 / self.r if self.kind == "gaussian" else 1.0
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor as the (m, d) matrix whose columns are projected."""
+        matrix = tensor.view(self.rows, self.columns)
+        return matrix.t() if self.of_rows else matrix
+
+
+@lru_cache(maxsize=4096)
+def projection(shape: torch.Size, sharded: bool, ratio: float, kind: str, ef_beta: float | str) -> Projection | None:
+    """How a tensor of this (local) shape is projected; None when it is sent whole.
+
+    Of a sharded tensor the columns are projected, whole on every rank, whatever the shard's number of rows.
+    """
+    if math.prod(shape) == 0 or not shape:
+        return None
+    split = len(shape) - 1
+    while split > 1 and math.prod(shape[split:]) < NARROW:
+        split -= 1
+    rows, columns = math.prod(shape[:split]), math.prod(shape[split:])
+    of_rows = rows < columns and not sharded
+    d = rows if of_rows else columns
+    r = math.ceil(d / ratio)
+    if r >= d:
+        return None
+    return Projection(rows, columns, of_rows, r, kind, best_beta(kind, d, r) if ef_beta == "auto" else ef_beta)
+
+
+def variance(d: int, r: int) -> float:
+    """w: the mean of |reconstruction - g|^2 over |g|^2, for a Gaussian d x r matrix (SEPARATE, lemma 4.2)."""
+    return (d + 1) / r
+
+
+def least_beta(q: Projection) -> float:
+    """Below it the error of error feedback grows without end: its square by beta^2 + (1 - beta)^2 w a step."""
+    w = variance(q.d, q.r)
+    return (w - 1) / (w + 1) if q.kind == "gaussian" else 0.0
+
+
+def best_beta(kind: str, d: int, r: int) -> float:
+    """Where that growth is least. Projecting on orthonormal columns never enlarges the error: all of it may be kept."""
+    w = variance(d, r)
+    return w / (1 + w) if kind == "gaussian" else 0.0
+
+
+class Matrices:
+    """The projection matrices of a step, the same bits on all ranks, from (seed, step, number of the tensor).
+
+    Drawn by hashing a counter in integers (splitmix64) and reading a table of Gaussian quantiles with 16 bits at a time:
+    unlike ``torch.randn``, the same on every device, machine and torch version. One buffer, used again by every bucket.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple, Tensor] = {}
+        self._tables: dict[tuple, Tensor] = {}
+        self._counters: dict[int, tuple[tuple, Tensor]] = {}
+
+    def draw(
+        self, bucket: Bucket, numbers: Sequence[int], plan: Sequence[Projection | None], seed: int, step: int
+    ) -> list[Tensor | None]:
+        """For each tensor of the bucket that is projected its (d, r) matrix, valid until the next call."""
+        words = [0 if q is None else (q.d * q.r + 3) // 4 for q in plan]
+        if not any(words):
+            return [None] * len(plan)
+        start = self._start(bucket, tuple(zip(numbers, words, strict=True)))
+        x = torch.add(start, _key(seed, step), out=self._buffer("words", len(start), torch.int64, bucket.device))
+        _mix(x, self._buffer("shifted", len(start), torch.int64, bucket.device))
+        index = self._buffer("index", 4 * len(x), torch.int32, bucket.device).copy_(x.view(torch.int16)).add_(2**15)
+        dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
+        values = self._buffer("values", len(index), dtype, bucket.device)
+        torch.index_select(self._table(dtype, bucket.device), 0, index, out=values)
+        matrices: list[Tensor | None] = []
+        for q, part in zip(plan, values.split([4 * n for n in words]), strict=True):
+            matrices.append(None if q is None else part[: q.d * q.r].view(q.d, q.r))
+            if q is not None and q.kind == "orthonormal":
+                matrices[-1].copy_(torch.linalg.qr(matrices[-1]).Q)
+        return matrices
+
+    def _start(self, bucket: Bucket, key: tuple[tuple[int, int], ...]) -> Tensor:
+        """A different number for every word of the bucket: its tensor's number above bit 40, its place below; hashed on."""
+        held = self._counters.get(bucket.index)
+        if held is None or held[0] != (key, bucket.device):
+            counters = [torch.arange(words, device=bucket.device).add_(number << 40) for number, words in key]
+            held = self._counters[bucket.index] = ((key, bucket.device), torch.cat(counters).mul_(GOLDEN))
+        return held[1]
+
+    def _buffer(self, name: str, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        key = (name, dtype, device)
+        if key not in self._buffers or len(self._buffers[key]) < n:
+            self._buffers[key] = torch.empty(n, dtype=dtype, device=device)
+        return self._buffers[key][:n]
+
+    def _table(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if (dtype, device) not in self._tables:
+            self._tables[dtype, device] = gaussian_quantiles().to(device, dtype)
+        return self._tables[dtype, device]
+
+
+def gaussian_quantiles() -> Tensor:
+    """2^16 equally likely values whose mean is 0 and variance 1, as multiples of 2^-16: rounding cannot differ."""
+    half = torch.special.ndtri((torch.arange(2**15, dtype=torch.float64) + 0.5) / 2**16)
+    half = half.div_(half.square().mean().sqrt()).mul_(2**16).round_().div_(2**16)
+    return torch.cat([half, -half])
+
+
+@lru_cache(maxsize=2)
+def fingerprint(kind: str) -> str:
+    """A checksum of what this machine draws: ranks whose arithmetic differs must not train together."""
+    bucket = Bucket(0, {}, [torch.empty(64, 64)], ["probe"])
+    q = Projection(64, 64, False, 8, kind, 0.0)
+    drawn = Matrices().draw(bucket, [0], [q], seed=0, step=1)[0]
+    return hashlib.blake2b(str(drawn.tolist()).encode(), digest_size=8).hexdigest()
+
+
+def is_sharded(p: Tensor) -> bool:
+    return local(p) is not p
+
+
+def _key(seed: int, step: int) -> int:
+    digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _mix(x: Tensor, shifted: Tensor) -> None:
+    """splitmix64's finaliser in place: every bit of the input decides about every bit of the output."""
+    for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        x.bitwise_xor_(shifted.bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)  # the shift brings copies of the sign in

@@ -1,0 +1,56 @@
+"""Real ranks: one process each, gloo, a file as rendezvous. Bounded in time; the first error of any rank is raised."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "compopt"])
+
+
+def _work(rank: int, size: int, file: str, results: Any, function: Callable[..., Any], args: tuple) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=20)
+        )
+        results.put((rank, function(rank, *args), None))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        raise SystemExit(1) from None
+
+
+def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 90) -> list[Any]:
+    """``function(rank, *args)`` on ``size`` processes; what each returned (plain numbers, strings, lists)."""
+    results = _context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "rendezvous")
+        workers = [
+            _context.Process(target=_work, args=(rank, size, file, results, function, args)) for rank in range(size)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            answers = {}
+            for _ in workers:
+                rank, value, error = results.get(timeout=timeout)
+                assert error is None, f"rank {rank}:\n{error}"
+                answers[rank] = value
+            for worker in workers:
+                worker.join(timeout)
+        finally:
+            for worker in workers:
+                if worker.is_alive():
+                    worker.kill()
+    return [answers[rank] for rank in range(size)]

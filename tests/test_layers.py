@@ -1,0 +1,66 @@
+"""The house's rules, read from the source: who imports whom, and who may talk to other ranks."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import compopt
+
+ROOT = Path(compopt.__file__).parent
+ALGORITHMS = {"radius"}
+ALLOWED = {
+    "algorithm": {"_base", "_ops", "_math", "_buckets", "_requests"},
+    "_base": {"_runtime", "_buckets", "_offload", "_checkpoint", "_handshake", "_ops", "_comm", "_requests"},
+    "_handshake": {"_comm", "_requests", "_buckets"},
+    "_checkpoint": {"_buckets"},
+    "_runtime": {"_comm", "_buckets", "_requests"},
+    "_ops": {"_math", "_buckets", "_requests"},
+    "_buckets": {"_requests"},
+    "_comm": {"_requests"},
+    "_math": set(),
+    "_requests": set(),
+}
+
+
+def imports(path: Path) -> tuple[set[str], set[str]]:
+    """Modules of compopt, and modules from outside, that a file imports."""
+    inside, outside = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            outside |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            outside.add(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            inside |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+    return inside, outside
+
+
+def test_imports_go_one_way():
+    for path in ROOT.glob("*.py"):
+        allowed = ALLOWED["algorithm"] if path.stem in ALGORITHMS else ALLOWED.get(path.stem)
+        if allowed is not None:
+            assert imports(path)[0] <= allowed, f"{path.name} imports {imports(path)[0] - allowed}"
+
+
+def test_only_comm_and_the_integrations_touch_torch_distributed():
+    for path in ROOT.glob("*.py"):
+        if path.stem != "_comm":
+            assert not any(name.startswith("torch.distributed") for name in imports(path)[1]), path.name
+            assert "dist." not in path.read_text().replace("dist.init", ""), path.name
+
+
+def test_torch_is_the_only_hard_dependency():
+    import sys
+
+    for path in ROOT.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in top if isinstance(node, ast.ImportFrom) and node.level == 0}
+        foreign = (
+            {name.split(".")[0] for name in names}
+            - set(sys.stdlib_module_names)
+            - {"torch", "compopt", "compopt_kernels"}
+        )
+        assert not foreign, f"{path.name} imports {foreign} at the top"

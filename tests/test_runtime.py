@@ -1,0 +1,170 @@
+"""Starting in backward, stale payloads, and the transaction, on simulated ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sim import Deadlock, Ranks
+from torch import nn
+
+import compopt
+from compopt import _buckets
+
+
+class Deep(nn.Module):
+    """Eight 64 x 64 layers; with BUCKET_BYTES at 40 kB a bucket holds two of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+
+
+def loss(model: Deep, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+    return (model.layers(x) - x).square().mean()
+
+
+@pytest.fixture
+def make(monkeypatch):
+    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 40_000)
+    build = lambda params, process_group: compopt.RadiusAdamW(  # noqa: E731
+        params, lr=1e-2, density=0.3, interval=4, warmup_steps=2, process_group=process_group
+    )
+    return lambda size=2: Ranks(size, Deep, build)
+
+
+def early(ranks: Ranks) -> None:
+    """What the DDP hook does: all gradients are ready, bucket for bucket, then backward ends."""
+    for _, model, optimizer in ranks:
+        optimizer.gradients_ready(reversed(list(model.parameters())))
+        optimizer.backward_done()
+
+
+def train(ranks: Ranks, steps: int, between=lambda ranks, step: None, overlap: bool = True) -> None:
+    for _ in range(steps):
+        ranks.backward(loss)
+        if overlap:
+            early(ranks)
+        between(ranks, ranks.steps)
+        ranks.world.step(ranks.optimizers)
+        ranks.steps += 1
+        ranks.assert_replicas_equal()
+
+
+def assert_same_parameters(a: Ranks, b: Ranks) -> None:
+    for p, q in zip(a.models[0].parameters(), b.models[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_all_buckets_but_the_last_start_in_backward_and_nothing_else_changes(make):
+    with_overlap, without = make(), make()
+    train(with_overlap, 10)
+    train(without, 10, overlap=False)
+    stats = with_overlap.optimizers[0].stats
+    assert stats.buckets > 2 and stats.early_buckets == stats.buckets - 1
+    assert without.optimizers[0].stats.early_buckets == 0
+    assert stats.bytes_sent == without.optimizers[0].stats.bytes_sent
+    assert_same_parameters(with_overlap, without)
+
+
+def clip_on_rank_1(ranks: Ranks, step: int) -> None:
+    nn.utils.clip_grad_norm_(ranks.models[1].parameters(), 1e-3)
+
+
+def test_a_gradient_changed_after_backward_on_one_rank_makes_all_ranks_send_again(make):
+    changed, without = make(), make()
+    train(without, 8, clip_on_rank_1, overlap=False)
+    with pytest.warns(UserWarning, match="max_grad_norm") as warned:
+        train(changed, 8, clip_on_rank_1)
+    assert len([w for w in warned if "max_grad_norm" in str(w.message)]) == 2  # once a rank
+    assert changed.optimizers[0].stats.resent and changed.optimizers[1].stats.resent
+    assert_same_parameters(changed, without)
+
+
+def test_a_second_backward_replaces_the_payload(make):
+    ranks, without = make(), make()
+
+    def again(ranks: Ranks, step: int) -> None:
+        for rank, model, _ in ranks:
+            loss(model, rank, step + 50).backward()
+        if ranks is not without:
+            early(ranks)
+
+    train(ranks, 7, again)
+    train(without, 7, again, overlap=False)
+    assert not ranks.optimizers[0].stats.resent
+    assert_same_parameters(ranks, without)
+
+
+def test_an_accumulating_backward_that_is_not_synced_makes_the_payload_stale(make):
+    ranks, without = make(), make()
+
+    def accumulate(ranks: Ranks, step: int) -> None:
+        for rank, model, _ in ranks:
+            loss(model, rank, step + 50).backward()
+
+    with pytest.warns(UserWarning):
+        train(ranks, 5, accumulate)
+    train(without, 5, accumulate, overlap=False)
+    assert_same_parameters(ranks, without)
+
+
+def test_a_loss_that_is_skipped_leaves_no_trace(make):
+    ranks, without = make(), make()
+    train(ranks, 5)
+    train(without, 5)
+    ranks.backward(lambda model, rank, step: 100 * loss(model, rank, step))
+    early(ranks)  # zero_grad, and no step
+    train(ranks, 3)
+    train(without, 3)
+    assert_same_parameters(ranks, without)
+
+
+def test_zeroed_gradients_are_not_what_was_sent(make):
+    ranks = make()
+    train(ranks, 5)
+    before = [p.clone() for p in ranks.models[0].parameters()]
+    ranks.backward(loss)
+    early(ranks)
+    for optimizer in ranks.optimizers:
+        optimizer.zero_grad()
+    with pytest.warns(UserWarning):
+        ranks.world.step(ranks.optimizers)
+    for p, old in zip(ranks.models[0].parameters(), before, strict=True):
+        assert torch.equal(p, old)  # as torch's AdamW: no gradient, no step
+
+
+def test_a_failure_on_the_wire_after_an_early_start_changes_nothing_and_the_next_step_is_right(make):
+    ranks, without = make(), make()
+    train(ranks, 5)
+    train(without, 5)
+    ranks.backward(loss)
+    ranks.world.failing_everywhere.add(ranks.world.comms[0].started)  # the first bucket, in backward
+    early(ranks)
+    before = [p.clone() for p in ranks.models[1].parameters()]
+    with pytest.raises(compopt.CommunicationError):
+        ranks.world.step(ranks.optimizers)
+    for p, old in zip(ranks.models[1].parameters(), before, strict=True):
+        assert torch.equal(p, old)
+    train(ranks, 3)
+    train(without, 3)
+    assert_same_parameters(ranks, without)
+
+
+def test_the_gradient_stays_the_ranks_own(make):
+    ranks = make()
+    train(ranks, 5)
+    ranks.backward(loss)
+    before = [[p.grad.clone() for p in model.parameters()] for model in ranks.models]
+    ranks.world.step(ranks.optimizers)
+    for own, model in zip(before, ranks.models, strict=True):
+        for g, p in zip(own, model.parameters(), strict=True):
+            assert torch.equal(g, p.grad)
+
+
+def test_the_simulator_reports_ranks_that_would_hang(make):
+    ranks = make()
+    train(ranks, 3)
+    ranks.backward(loss)
+    with pytest.raises(Deadlock):
+        ranks.world.run([ranks.optimizers[0].step_in_turns()])
