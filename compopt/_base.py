@@ -10,7 +10,6 @@ import copy
 import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,31 +17,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import _checkpoint
-from ._buckets import Bucket, StateSpec, local, make_buckets
+from ._buckets import Bucket, StateSpec, make_buckets
 from ._comm import Comm, Pending, connect
 from ._handshake import explain_mismatch, handshake
 from ._ops import choose
+from ._options import check_adam as check_adam
+from ._options import check_compression as check_compression
+from ._options import require as require
 from ._requests import AllReduceMean, CommunicationError, Request
 from ._runtime import Runtime, Verdict
+from ._stats import Stats
 
 constructed: list[Callable[[CompressedOptimizer], None]] = []  # told of every new optimizer (integrations.ddp listens)
-
-
-@dataclass
-class Stats:
-    """The last step, as this rank saw it. ``bytes_sent`` counts what was handed to collectives since the step before."""
-
-    step: int = 0
-    phase: str = "none"
-    bytes_sent: int = 0
-    bytes_dense: int = 0
-    grad_norm: float = 0.0
-    early_buckets: int = 0
-    buckets: int = 0
-    resent: bool = False
-    skipped: int = 0
-    reason: str = ""
-    residual_norm: Callable[[], float] = field(default=lambda: 0.0, repr=False)
 
 
 class CompressedOptimizer(Optimizer):
@@ -76,6 +62,14 @@ class CompressedOptimizer(Optimizer):
     def restore(self, bucket: Bucket) -> None:
         """Rebuild what ``bucket.cache`` derives from state, after it was set from outside."""
 
+    def committed(self) -> None:
+        """Called when all buckets have committed a step, before it is counted."""
+
+    @property
+    def _option_groups(self) -> list[dict[str, Any]]:
+        """The groups that hold the options of this class: ``param_groups``, unless it wraps another optimizer's."""
+        return self.param_groups
+
     # Stepping
 
     @torch.no_grad()
@@ -102,7 +96,7 @@ class CompressedOptimizer(Optimizer):
             self._acquainted = True
         if not self._buckets:
             return
-        before = self.param_groups[0]["step"]
+        before = self._option_groups[0]["step"]
         try:
             verdict = yield from self._runtime.step(self._buckets, comm, _bits(self._settings()))
         except CommunicationError as error:
@@ -110,26 +104,34 @@ class CompressedOptimizer(Optimizer):
         if verdict.resent and not self._warned:
             self._warned = True
             warnings.warn(
-                "gradients were changed between backward and step() (a clip or an unscale?), so what was sent during backward had to be "
-                "sent again: clip with max_grad_norm= instead, or expect no overlap with backward.",
+                "gradients were changed between backward and step() (a clip or an unscale?), so what was sent during "
+                "backward had to be sent again: clip with max_grad_norm= instead, or expect no overlap with backward.",
                 stacklevel=3,
             )
         if verdict.mismatch:
             yield from explain_mismatch(self, comm)
         if verdict.applied:
-            for group in self.param_groups:
+            self.committed()
+            for group in self._option_groups:
                 group["step"] += 1
         self._report(verdict, comm)
 
     def _report(self, verdict: Verdict, comm: Comm) -> None:
         sent, self._counted = comm.bytes_sent - self._counted, comm.bytes_sent
-        skipped = self.stats.skipped + (not verdict.applied)
+        phase = "+".join(sorted(verdict.phases)) or "dense"
         self.stats = Stats(
-            step=self.param_groups[0]["step"], phase="+".join(sorted(verdict.phases)) or "dense" if verdict.applied else "skipped",
-            bytes_sent=sent, bytes_dense=sum(b.dense_bytes for b in self._buckets), grad_norm=verdict.norm,
-            early_buckets=verdict.early, buckets=len(self._buckets), resent=verdict.resent, skipped=skipped,
-            reason="" if verdict.applied else "non-finite gradient: " + ", ".join(verdict.bad[:3]), residual_norm=self._residual_norm,
-        )  # fmt: skip
+            step=self._option_groups[0]["step"],
+            phase=phase if verdict.applied else "skipped",
+            bytes_sent=sent,
+            bytes_dense=sum(bucket.dense_bytes for bucket in self._buckets),
+            grad_norm=verdict.norm,
+            early_buckets=verdict.early,
+            buckets=len(self._buckets),
+            resent=verdict.resent,
+            skipped=self.stats.skipped + (not verdict.applied),
+            reason="" if verdict.applied else "non-finite gradient: " + ", ".join(verdict.bad[:3]),
+            residual_norm=self._residual_norm,
+        )
 
     def _residual_norm(self) -> float:
         flats = [b.flat["residual"] for b in self._buckets if "residual" in b.flat]
@@ -163,7 +165,7 @@ class CompressedOptimizer(Optimizer):
     def comm(self) -> Comm:
         """The ranks this optimizer averages over; connected when first needed."""
         if self._comm is None:
-            self._comm = connect(self._group)
+            self._comm = Comm(alone=True) if self._alone else connect(self._group)
         return self._comm
 
     @property
@@ -180,7 +182,7 @@ class CompressedOptimizer(Optimizer):
         self._acquainted = False
         self._ready: dict[int, set[Tensor]] = {}
         self._runtime = Runtime(self.algorithm)
-        self._buckets = make_buckets(self.param_groups)
+        self._buckets = make_buckets(self._option_groups)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.params}
         for bucket in self._buckets:
             _checkpoint.fill(bucket, self._specs(bucket), self.state)
@@ -196,18 +198,22 @@ class CompressedOptimizer(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            for p in group["params"]:
-                if p.is_complex():
-                    raise TypeError(
-                        f"params holds a complex tensor of shape {tuple(p.shape)} ({p.dtype}): pass torch.view_as_real of it."
-                    )
-            self.check_group(group)
+            self._admit(group)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
         if hasattr(self, "_runtime"):
-            group["step"] = self.param_groups[0]["step"]
+            group["step"] = self._option_groups[0]["step"]
             self._rebuild()
+
+    def _admit(self, group: dict) -> None:
+        """Raise where a group cannot be taken as it is."""
+        for p in group["params"]:
+            if p.is_complex():
+                raise TypeError(
+                    f"params holds a complex tensor of shape {tuple(p.shape)} ({p.dtype}): use torch.view_as_real."
+                )
+        self.check_group(group)
 
     def _rebuild(self) -> None:
         self._runtime.settle()
@@ -220,7 +226,7 @@ class CompressedOptimizer(Optimizer):
         """What must be the same on all ranks, step for step."""
         return [
             type(self).__name__,
-            *({k: _plain(v) for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups),
+            *({k: _plain(v) for k, v in g.items() if k not in ("params", "param_names")} for g in self._option_groups),
         ]
 
     def _check_gradients(self) -> None:
@@ -234,7 +240,11 @@ class CompressedOptimizer(Optimizer):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. Never communicates: residuals are the mean over ranks after :meth:`consolidate_state`, else this rank's own."""
+        """As torch's, and never communicates.
+
+        Residuals are the mean over ranks right after :meth:`consolidate_state`, else this rank's own; the groups say
+        which, under ``residuals``.
+        """
         self._runtime.settle()
         saved = super().state_dict()
         for group in saved["param_groups"]:
@@ -242,12 +252,12 @@ class CompressedOptimizer(Optimizer):
         return saved
 
     def _whose_residuals(self) -> str:
-        same = not self.averaged_state or self.comm.size == 1 or self._consolidated == self.param_groups[0]["step"]
+        same = not self.averaged_state or self.comm.size == 1 or self._consolidated == self._option_groups[0]["step"]
         return "mean" if same else f"rank {self.comm.rank} of {self.comm.size}"
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but dtypes are kept: masks stay bits, residuals stay as precise as they were. All ranks must load.
+        """As torch's, but dtypes are kept: masks stay bits, residuals as precise as they were. All ranks must load.
 
         Also takes a checkpoint of ``torch.optim.AdamW``. Raises ValueError, with nothing loaded, when it does not fit.
         """
@@ -261,7 +271,8 @@ class CompressedOptimizer(Optimizer):
     def consolidate_state(self) -> None:
         """Replace each rank's residuals by their mean over ranks. All ranks must call it, before ``state_dict``.
 
-        Only the mean ever reaches the model, so training goes on as before, and a checkpoint restores on any number of ranks.
+        Only the mean ever reaches the model, so training goes on as before, and a checkpoint restores on any number
+        of ranks.
         """
         for _ in self.consolidate_in_turns():
             pass
@@ -274,16 +285,21 @@ class CompressedOptimizer(Optimizer):
                     pending = self.comm.start(AllReduceMean(bucket.flat[name]))
                     yield pending
                     pending.wait()
-        self._consolidated = self.param_groups[0]["step"]
+        self._consolidated = self._option_groups[0]["step"]
 
     _consolidated: int | None = None
     _warned = False
+    _alone = False  # another optimizer wraps this one and averages for it
 
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
             raise TypeError("an optimizer with a process_group cannot be pickled: save its state_dict() instead.")
         self._runtime.settle()
-        return super().__getstate__()
+        return self._contents()
+
+    def _contents(self) -> dict[str, Any]:
+        """What a copy is made from; the rest is rebuilt."""
+        return Optimizer.__getstate__(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -293,7 +309,7 @@ class CompressedOptimizer(Optimizer):
     def __deepcopy__(self, memo: dict) -> CompressedOptimizer:
         self._runtime.settle()
         new = type(self).__new__(type(self))
-        Optimizer.__setstate__(new, copy.deepcopy(super().__getstate__(), memo))
+        Optimizer.__setstate__(new, copy.deepcopy(self._contents(), memo))
         new._group = self._group
         new._build()
         return new
@@ -308,29 +324,3 @@ def _bits(settings: list) -> list[float]:
     code = zlib.crc32(repr(settings).encode())
     bits = [float(code >> i & 1) for i in range(16)]
     return bits + [1 - b for b in bits]
-
-
-def require(good: bool, argument: str, value: object, wanted: str) -> None:
-    """Raise a ValueError that names the argument and its value."""
-    if not good:
-        raise ValueError(f"{argument} must be {wanted}, got {value!r}.")
-
-
-def check_adam(group: dict) -> None:
-    """Check the options that every AdamW-like class has."""
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError(f"Tensor lr must be 1-element, got {tuple(group['lr'].shape)}.")
-    require(float(group["lr"]) >= 0, "lr", group["lr"], ">= 0")
-    require(group["eps"] >= 0, "eps", group["eps"], ">= 0")
-    require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], ">= 0")
-    betas = group["betas"]
-    require(len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", betas, "two numbers in [0, 1)")
-
-
-def check_compression(group: dict) -> None:
-    """Check the options that every compressing class has."""
-    require(group["warmup_steps"] >= 0, "warmup_steps", group["warmup_steps"], ">= 0")
-    norm, dtype = group["max_grad_norm"], group["payload_dtype"]
-    require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")
-    require(dtype is None or dtype.is_floating_point, "payload_dtype", dtype, "None or a floating-point dtype")
-    require(group["compress"] in (None, True, False), "compress", group["compress"], "None, True or False")

@@ -20,7 +20,7 @@ COMPRESS_FROM = 4096  # elements; smaller tensors, norm scales and biases are av
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One kind of state: its dtype and its number of elements for a parameter of n elements (None: only if compressed)."""
+    """One kind of state: its dtype, and how many elements it has for a parameter of n."""
 
     dtype: torch.dtype
     packed: bool = False  # one bit an element, whole bytes a tensor

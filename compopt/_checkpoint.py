@@ -1,4 +1,4 @@
-"""State into flat storage and back: layout of ``optimizer.state``, and loading that keeps dtypes and never half-applies."""
+"""State into flat storage and back: the layout of ``optimizer.state``, and loading that never half-applies."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Put ``state_dict``'s groups and tensors into the optimizer, after checking that all of it fits."""
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
-    groups, saved = optimizer.param_groups, state_dict["param_groups"]
+    groups, saved = optimizer._option_groups, state_dict["param_groups"]
     if len(groups) != len(saved):
         raise ValueError(f"loaded state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}.")
     pairs: list[tuple[Tensor, dict[str, Any]]] = []
     for number, (group, other) in enumerate(zip(groups, saved, strict=True)):
         if len(group["params"]) != len(other["params"]):
             raise ValueError(
-                f"loaded state dict has {len(other['params'])} parameters in group {number}, the optimizer {len(group['params'])}."
+                f"loaded state dict has {len(other['params'])} parameters in group {number}, "
+                f"the optimizer has {len(group['params'])}."
             )
         pairs += [
             (p, state_dict["state"].get(key, {})) for p, key in zip(group["params"], other["params"], strict=True)
@@ -77,7 +78,8 @@ def _check(number: int, p: Tensor, entry: dict[str, Any], specs: dict[str, State
         have = value.numel() if isinstance(value, Tensor) else -1
         if have != want:
             raise ValueError(
-                f"loaded state {name!r} of parameter {number} has {have} elements, {want} are needed for shape {tuple(p.shape)}."
+                f"loaded state {name!r} of parameter {number} has {have} elements, "
+                f"{want} are needed for shape {tuple(p.shape)}."
             )
 
 
@@ -85,7 +87,7 @@ def _warn_of_other_ranks(optimizer: Any, residuals: str) -> None:
     comm = optimizer.comm
     if residuals not in ("mean", f"rank {comm.rank} of {comm.size}"):
         warnings.warn(
-            f"this checkpoint holds the residuals of {residuals} and is loaded on rank {comm.rank} of {comm.size}: what the other "
-            "ranks held back is lost. Call consolidate_state() on all ranks before saving.",
+            f"this checkpoint holds the residuals of {residuals} and is loaded on rank {comm.rank} of {comm.size}: "
+            "what the other ranks held back is lost. Call consolidate_state() on all ranks before saving.",
             stacklevel=4,
         )

@@ -31,10 +31,10 @@ class Pending:
 
 
 class Comm:
-    """The ranks of one process group, or a single process when there is none."""
+    """The ranks of one process group; a single process when there is none, or when ``alone``."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
-        alone = not (dist.is_available() and dist.is_initialized())
+    def __init__(self, group: dist.ProcessGroup | None = None, alone: bool = False):
+        alone = alone or not (dist.is_available() and dist.is_initialized())
         if alone and group is not None:
             raise ValueError(
                 "process_group was given, but torch.distributed is not initialised: call init_process_group first."

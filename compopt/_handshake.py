@@ -44,10 +44,10 @@ def handshake(optimizer: Any, comm: Comm) -> Turns:
     prints = {row[1] for row in rows}
     if comm.size > 1 and len(prints) == 1 and prints != {0} and not getattr(optimizer, "_handed_over", False):
         raise RuntimeError(
-            "all ranks hold bit-identical gradients: something averaged them before step(), or all ranks train on the same data. "
-            "If DistributedDataParallel wraps the model, call compopt.attach(ddp_model, optimizer) before the first backward; "
-            "if FSDP reduces over this group, pass process_group= the group it does not reduce over; if the data is the same, "
-            "give each rank its own."
+            "all ranks hold bit-identical gradients: something averaged them before step(), or all ranks train on "
+            "the same data. If DistributedDataParallel wraps the model, call compopt.attach(ddp_model, optimizer) "
+            "before the first backward; if FSDP reduces over this group, pass process_group= the group it does not "
+            "reduce over; if the data is the same, give each rank its own."
         )
 
 
@@ -63,7 +63,8 @@ def explain_mismatch(optimizer: Any, comm: Comm) -> Turns:
         for a, b in zip(theirs[0] + [""] * len(lines), lines + [""] * len(theirs[0]), strict=False):
             if a != b:
                 raise ValueError(
-                    f"ranks differ, and nothing was applied. Rank 0 has {a or 'nothing'!r}, rank {rank} has {b or 'nothing'!r}: make them equal."
+                    f"ranks differ, and nothing was applied. Rank 0 has {a or 'nothing'!r}, "
+                    f"rank {rank} has {b or 'nothing'!r}: make them equal."
                 )
     raise ValueError("ranks differed in their settings at this step, and nothing was applied: make them equal.")
 

@@ -14,7 +14,7 @@ from ._buckets import Bucket
 from ._requests import Payload
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
-Index = list[Tensor | None]
+Tensors = list[Tensor | None]
 
 
 class Ops:
@@ -33,13 +33,19 @@ class Ops:
             held = self._scratch[key] = torch.empty(n, dtype=key[0], device=key[1])
         return held[:n]
 
-    def pack(self, bucket: Bucket, grads: list[Tensor | None], index: Index | None = None, add: list[Tensor | None] | None = None,
-             scale: float = 1.0) -> Payload:  # fmt: skip
+    def pack(
+        self,
+        bucket: Bucket,
+        grads: Tensors,
+        index: Tensors | None = None,
+        add: Tensors | None = None,
+        scale: float = 1.0,
+    ) -> Payload:
         """The bucket's message: ``grads`` (at ``index``, where a tensor has one), plus ``scale * add``."""
         index = index or [None] * len(grads)
         lengths = [n if i is None else i.numel() for n, i in zip(bucket.lengths, index, strict=True)]
         payload = bucket.payload(lengths, bucket.group.get("payload_dtype"))
-        self._mark(payload, grads)
+        self.mark(payload, grads)
         for part, g, i, extra in zip(payload.parts, grads, index, add or [None] * len(grads), strict=True):
             if g is None:
                 part.zero_()
@@ -54,7 +60,7 @@ class Ops:
         return payload
 
     @staticmethod
-    def _mark(payload: Payload, grads: list[Tensor | None]) -> None:
+    def mark(payload: Payload, grads: list[Tensor | None]) -> None:
         """Write the header: 1 for a finite gradient, NaN for one that is not, 0 for none."""
         marks = [
             payload.header.new_zeros(()) if g is None else _math.finite_or_nan(g).to(payload.header.dtype)

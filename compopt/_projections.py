@@ -1,8 +1,8 @@
 """Random projections of gradients: how each tensor is projected, and the matrices that all ranks draw alike.
 
 A tensor is seen as a matrix of m rows and d columns, H; ``H R`` with R of shape (d, r) crosses the network, and
-``scale * (H R) R^T`` is its reconstruction. The smaller side of a tensor is the one projected: as many bytes and as much
-variance for the same ratio, with less to draw and to multiply.
+``scale * (H R) R^T`` is its reconstruction. The smaller side of a tensor is the one projected: as many bytes and as
+much variance for the same ratio, with less to draw and to multiply.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from ._buckets import Bucket, local
+from ._ops import Ops
+from ._requests import Payload
 
+Plan = list["Projection | None"]  # for each tensor of a bucket how it is projected; None: sent whole
 KINDS = ("gaussian", "orthonormal")
 NARROW = 64  # last dimensions smaller than this (a convolution's kernel) are joined with those before them
 GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64
@@ -27,8 +30,8 @@ GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E
 class Projection:
     """How one tensor is projected.
 
-    ``rows`` and ``columns`` are the tensor as a matrix; ``of_rows`` says that its rows are projected and not its columns.
-    ``r`` is what remains of the projected dimension, ``beta`` the weight of the old error.
+    ``rows`` and ``columns`` are the tensor as a matrix; ``of_rows``: its rows are projected, not its columns. ``r`` is what
+    remains of the projected dimension, ``beta`` the weight of the old error.
     """
 
     rows: int
@@ -97,8 +100,8 @@ def best_beta(kind: str, d: int, r: int) -> float:
 class Matrices:
     """The projection matrices of a step, the same bits on all ranks, from (seed, step, number of the tensor).
 
-    Drawn by hashing a counter in integers (splitmix64) and reading a table of Gaussian quantiles with 16 bits at a time:
-    unlike ``torch.randn``, the same on every device, machine and torch version. One buffer, used again by every bucket.
+    Drawn by hashing a counter in integers (splitmix64) and looking up 16 bits at a time in a table of Gaussian
+    quantiles: unlike ``torch.randn``, the same on every device, machine and torch version. One buffer serves all buckets.
     """
 
     def __init__(self) -> None:
@@ -128,7 +131,7 @@ class Matrices:
         return matrices
 
     def _start(self, bucket: Bucket, key: tuple[tuple[int, int], ...]) -> Tensor:
-        """A different number for every word of the bucket: its tensor's number above bit 40, its place below; hashed on."""
+        """A number for every word of the bucket, no two alike: its tensor's number above bit 40, its place below."""
         held = self._counters.get(bucket.index)
         if held is None or held[0] != (key, bucket.device):
             counters = [torch.arange(words, device=bucket.device).add_(number << 40) for number, words in key]
@@ -176,4 +179,72 @@ def _mix(x: Tensor, shifted: Tensor) -> None:
     """splitmix64's finaliser in place: every bit of the input decides about every bit of the output."""
     for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
         torch.bitwise_right_shift(x, shift, out=shifted)
-        x.bitwise_xor_(shifted.bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)  # the shift brings copies of the sign in
+        x.bitwise_xor_(shifted.bitwise_and_(2 ** (64 - shift) - 1)).mul_(
+            factor
+        )  # the shift brings copies of the sign in
+
+
+def pack(
+    bucket: Bucket, ops: Ops, grads: list[Tensor | None], plan: Plan, matrices: list[Tensor | None], clipped: float,
+    cosines: bool,
+) -> Payload:  # fmt: skip
+    """The bucket's message: p of every projected tensor, the other gradients whole, the cosines if asked for."""
+    lengths = [n if q is None else q.m * q.r for n, q in zip(bucket.lengths, plan, strict=True)]
+    payload = bucket.payload(lengths + [len(plan)] * cosines, bucket.group["payload_dtype"])
+    ops.mark(payload, grads)
+    for i, (g, q, R) in enumerate(zip(grads, plan, matrices, strict=True)):
+        part = payload.parts[i]
+        if q is not None:
+            error = bucket.state["residual"][i]
+            h = ops.scratch(error, error.numel()).view(error.shape)
+            h.copy_(error) if g is None else torch.add(error, g, alpha=clipped, out=h)
+            if part.dtype == R.dtype:
+                torch.mm(q.matrix(h), R, out=part.view(q.m, q.r))
+            else:
+                part.copy_((q.matrix(h) @ R).view(-1))
+        elif g is None:
+            part.zero_()
+        else:
+            part.copy_(g.reshape(-1)).mul_(clipped)
+        if cosines:
+            payload.parts[-1][i] = 0.0 if q is None or g is None else cosine(g, part, q, R)
+    return payload
+
+
+def cosine(g: Tensor, part: Tensor, q: Projection, R: Tensor) -> Tensor:
+    """Between this rank's gradient and the reconstruction of what it sends."""
+    reconstruction = part.view(q.m, q.r).to(R.dtype) @ R.t()
+    g = q.matrix(g.contiguous()).to(R.dtype)
+    length = torch.linalg.vector_norm(g) * torch.linalg.vector_norm(reconstruction)
+    return (g * reconstruction).sum() / length.clamp_min(torch.finfo(R.dtype).tiny)
+
+
+def reconstruct(out: Tensor, part: Tensor, q: Projection | None, R: Tensor | None, factor: float, ops: Ops) -> None:
+    """``factor`` times the averaged gradient, into ``out``."""
+    if q is None:
+        out.view(-1).copy_(part).mul_(factor)
+        return
+    p = part.view(q.m, q.r).to(R.dtype).mul_(q.scale * factor)
+    if out.dtype == R.dtype:
+        torch.mm(p, R.t(), out=q.matrix(out))
+    else:
+        exact = ops.scratch(R, out.numel()).view(out.shape)
+        torch.mm(p, R.t(), out=q.matrix(exact))
+        out.copy_(exact)
+
+
+def squared_norm(mean: Payload, plan: Plan, grams: list[Tensor | None]) -> Tensor:
+    """|ghat|^2 over the bucket, without reconstructing: |p R^T|^2 is the sum of (p R^T R) * p."""
+
+    def total(dtype: torch.dtype) -> Tensor:
+        squares = [mean.header.new_zeros((), dtype=dtype)]
+        for part, q, gram in zip(mean.parts, plan, grams, strict=False):
+            if q is None:
+                squares.append(part.to(dtype).square().sum())
+            else:
+                p = part.view(q.m, q.r).to(dtype) * q.scale
+                squares.append((p @ gram.to(dtype)).mul_(p).sum())
+        return torch.stack(squares).sum()
+
+    fast = total(torch.promote_types(mean.flat.dtype, torch.float32))
+    return fast if fast.isfinite() else total(torch.float64)

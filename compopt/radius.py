@@ -20,8 +20,8 @@ One bucket on rank n at step t; G_n is its local gradient, w its parameters, D t
     25  w <- w - lr * u
 
 Where we differ from the paper: the first step after the warm-up resamples at once (the paper's mask is undefined until
-T divides t), all ranks use rank 0's mask (equal by construction), and ``residual_scale`` can damp the sum of up to T - 1
-gradients that a resample adds to one.
+T divides t), all ranks use rank 0's mask (equal by construction), and ``residual_scale`` can damp the sum of up to
+T - 1 gradients that a resample adds to one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from ._base import CompressedOptimizer, check_adam, check_compression, require
+from ._base import CompressedOptimizer
 from ._buckets import Bucket, StateSpec
 from ._ops import Ops, clip_factor
+from ._options import check_adam, check_compression, require
 from ._requests import Agree, AllReduceMean, Broadcast, Request
 
 
@@ -99,7 +100,8 @@ def remember_positions(bucket: Bucket, ops: Ops) -> None:
 class RadiusAdamW(CompressedOptimizer):
     r"""AdamW that averages its own gradients, most of them only at a shared top-k set (Radius, Algorithm 1).
 
-    Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward takes over DDP's all-reduce.
+    Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward takes over DDP's
+    all-reduce.
 
     Args:
         params: parameters, named parameters or groups, as torch takes them. A group may override every option below and
@@ -110,8 +112,8 @@ class RadiusAdamW(CompressedOptimizer):
         interval: steps from one choice of elements to the next; each of these *resample* steps is dense.
         warmup_steps: steps of plain AdamW before compression starts. The paper takes 15 to 20 % of the run.
         residual_scale: factor on what was held back when it is sent at a resample step; 1 is the paper's.
-        max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the same
-            as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
+        max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
+            same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
         payload_dtype: dtype on the wire (None: the gradient's).
         process_group: the ranks to average over. None: the default group, or one process where there is none.
 

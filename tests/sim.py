@@ -32,7 +32,8 @@ class SimPending:
             raise CommunicationError(f"collective {self.number} was made to fail")
         if not self.ready:
             raise Deadlock(
-                f"rank {self.rank} waits for collective {self.number}; started: {sorted(self.world.asked.get(self.number, {}))}"
+                f"rank {self.rank} waits for collective {self.number}; "
+                f"ranks that started it: {sorted(self.world.asked.get(self.number, {}))}"
             )
         return self.world.answers[self.number][self.rank]
 
@@ -97,7 +98,7 @@ class World:
         raise AssertionError(f"unknown request {requests[0]}")
 
     def step(self, optimizers: list) -> None:
-        """``optimizer.step()`` on all ranks. An error that all ranks raise is raised here, also one of a single rank."""
+        """``optimizer.step()`` on all ranks. Raises what the lowest rank raised."""
         self.run([optimizer.step_in_turns() for optimizer in optimizers])
 
     def consolidate(self, optimizers: list) -> None:

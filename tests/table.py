@@ -1,7 +1,7 @@
 """The table of conformance: a new optimizer joins by adding a line to CASES.
 
-``compressed`` makes the class do all it can do within a dozen steps (dense start, selection, sparse steps); ``lossless``
-makes it drop nothing, and then it must equal ``reference`` on the averaged gradient.
+``compressed`` makes the class do all it can do within a dozen steps (dense start, selection, sparse steps);
+``lossless`` makes it drop nothing, and then it must equal ``reference`` on the averaged gradient.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ COMMON_BAD = {"warmup_steps": [-1], "max_grad_norm": [0.0, -1.0], "payload_dtype
 
 CASES = [
     Case(
-        compopt.RadiusAdamW, dict(density=0.4, interval=5, warmup_steps=3), dict(density=1.0, interval=3, warmup_steps=2),
-        torch.optim.AdamW, bad={**ADAM_BAD, **COMMON_BAD, "density": [0.0, 1.5, -0.1], "interval": [0, -3, 2.5], "residual_scale": [-1.0]},
+        compopt.RadiusAdamW,
+        compressed=dict(density=0.4, interval=5, warmup_steps=3),
+        lossless=dict(density=1.0, interval=3, warmup_steps=2),
+        reference=torch.optim.AdamW,
+        bad=ADAM_BAD | COMMON_BAD | {"density": [0.0, 1.5, -0.1], "interval": [0, -3, 2.5], "residual_scale": [-1.0]},
     ),
 ]  # fmt: skip
 

@@ -171,9 +171,10 @@ def test_a_parameter_without_gradients_stays_as_it_was(case):
 @every
 def test_a_layer_unfrozen_later_joins(case):
     ranks = make_ranks(case, 2)
-    with_idle = lambda model, rank, step: (
-        loss(model, rank, step) + model.idle(data(rank, step, torch.float32)).square().mean()
-    )  # noqa: E731
+
+    def with_idle(model, rank, step):
+        return loss(model, rank, step) + model.idle(data(rank, step, torch.float32)).square().mean()
+
     ranks.train(loss, 6)
     before = ranks.models[0].idle.weight.clone()
     ranks.train(with_idle, 6)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+
 from compopt.costmodel import (
     METHODS,
     PAPER,
@@ -148,7 +149,7 @@ def test_bytes_a_parameter_are_those_of_the_algorithms():
 
 def test_workload_reads_a_model():
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.Linear(128, 64, bias=False))
-    work = Workload.of_model(model)
+    work = Workload.of(model.named_parameters())
     assert work.parameters == 2 * 64 * 128 + 128 + 2 * 128
     assert work.compressed == pytest.approx(2 * 64 * 128 / work.parameters)
     assert work.columns == 96 and work.perimeter == 2 * (64 + 128)
@@ -199,7 +200,7 @@ def test_fit_communication_finds_the_knee():
         (lambda: fit([{"a": 1}], [0.0]), "positive measurements"),
         (lambda: fit([{"a": 1, "b": 2}], [1.0]), "features"),
         (lambda: training_speedup(1.0, 1.0, 2.0), "warmup_share"),
-        (lambda: Workload.of_model(torch.nn.ReLU()), "no parameter"),
+        (lambda: Workload.of(torch.nn.ReLU().named_parameters()), "No parameter"),
     ],
 )
 def test_errors_name_the_argument(call, words):

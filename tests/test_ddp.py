@@ -128,7 +128,7 @@ def train(script, options: dict, make_optimizer, steps: int = 9, optimizer_first
 
 
 def all_scripts(rank: int) -> dict[str, list[float]]:
-    """For each script the distance of the lossless run from DDP + AdamW, and of this rank's compressed run from rank 0's."""
+    """For each script: the lossless run's distance from DDP + AdamW, the compressed run's from rank 0's, and stats."""
     torch.set_default_dtype(torch.float64)  # AdamW turns rounding of tiny gradients into steps of size lr
     _buckets.BUCKET_BYTES = 160_000  # several buckets
     found = {}

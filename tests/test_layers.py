@@ -10,8 +10,19 @@ import compopt
 ROOT = Path(compopt.__file__).parent
 ALGORITHMS = {"radius"}
 ALLOWED = {
-    "algorithm": {"_base", "_ops", "_math", "_buckets", "_requests"},
-    "_base": {"_runtime", "_buckets", "_offload", "_checkpoint", "_handshake", "_ops", "_comm", "_requests"},
+    "algorithm": {"_base", "_ops", "_math", "_buckets", "_requests", "_options"},
+    "_base": {
+        "_runtime",
+        "_buckets",
+        "_offload",
+        "_checkpoint",
+        "_handshake",
+        "_ops",
+        "_comm",
+        "_requests",
+        "_stats",
+        "_options",
+    },
     "_handshake": {"_comm", "_requests", "_buckets"},
     "_checkpoint": {"_buckets"},
     "_runtime": {"_comm", "_buckets", "_requests"},
@@ -19,6 +30,8 @@ ALLOWED = {
     "_buckets": {"_requests"},
     "_comm": {"_requests"},
     "_math": set(),
+    "_options": set(),
+    "_stats": set(),
     "_requests": set(),
 }
 

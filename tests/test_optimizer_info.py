@@ -34,7 +34,10 @@ def info_of(case: Case) -> OptimizerInfo:
         scheduler_inputs=(
             [lambda o: torch.optim.lr_scheduler.StepLR(o, gamma=0.9, step_size=10)],
             [lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)],
-            [lambda o: torch.optim.lr_scheduler.ExponentialLR(o, gamma=0.95), lambda o: torch.optim.lr_scheduler.ConstantLR(o)],
+            [
+                lambda o: torch.optim.lr_scheduler.ExponentialLR(o, gamma=0.95),
+                lambda o: torch.optim.lr_scheduler.ConstantLR(o),
+            ],
         ),
         supported_impls=(),
         supports_complex=False,
@@ -138,7 +141,7 @@ def test_hooks_around_step_state_dict_and_loading(info):
     optimizer.register_load_state_dict_post_hook(lambda o: called.append("after loading"))
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
-    assert called == ["before step", "after step", "before state_dict", "after state_dict", "before loading", "after loading"]  # fmt: skip
+    assert called == [f"{when} {what}" for what in ("step", "state_dict", "loading") for when in ("before", "after")]
 
 
 @every

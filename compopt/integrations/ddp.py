@@ -34,7 +34,8 @@ def attach(model: nn.Module, optimizer: CompressedOptimizer) -> None:
     """
     if not _attach_all(model, optimizer):
         raise ValueError(
-            "model holds no DistributedDataParallel with parameters of this optimizer: wrap it first, or pass the wrapped model."
+            "model holds no DistributedDataParallel with parameters of this optimizer: wrap it first, or pass the "
+            "wrapped model."
         )
 
 
@@ -97,8 +98,9 @@ class Handover:
         left = [name for name, p in self._ddp().module.named_parameters() if p.requires_grad and p not in ours]
         if left:
             raise RuntimeError(
-                f"{len(left)} parameters of this DistributedDataParallel belong to no compopt optimizer ({', '.join(left[:3])}, ...), and "
-                "nobody would average their gradients: give them to the optimizer (compress=False keeps them dense) or set requires_grad=False."
+                f"{len(left)} parameters of this DistributedDataParallel belong to no compopt optimizer "
+                f"({', '.join(left[:3])}, ...), and nobody would average their gradients: give them to the optimizer "
+                "(compress=False keeps them dense) or set requires_grad=False."
             )
         self._covered = True
 
@@ -123,7 +125,8 @@ def _check_ranks(ddp: DDP, optimizer: CompressedOptimizer) -> None:
     ours = dist.get_process_group_ranks(group) if group is not None else theirs
     if set(ours) != set(theirs):
         raise ValueError(
-            f"process_group of the optimizer has ranks {ours}, DistributedDataParallel's has {theirs}: give both the same group."
+            f"process_group of the optimizer has ranks {ours}, DistributedDataParallel's has {theirs}: "
+            "give both the same group."
         )
 
 

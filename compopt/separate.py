@@ -1,0 +1,293 @@
+"""SEPARATE: a simple low-rank projection for gradient compression, Algorithms 1 and 3, around any torch optimizer.
+
+One matrix of m rows and d columns on rank n at step t; g_n is its local gradient, e_n what compression has left over::
+
+    1  h_n <- g_n + e_n
+    2  R <- a Gaussian d x r matrix from (seed, t, number of the tensor), r = ceil(d / ratio);  p_n <- h_n R
+    3  p <- mean over ranks of p_n
+    4  ghat <- p R^T / r                                       # to the base optimizer
+    5  e_n <- beta e_n + (1 - beta) (h_n - p_n R^T / r);  e_n <- 0 when t % reset_interval == 0
+
+With ``projection="orthonormal"`` R is replaced by orthonormal columns Q that span the same space, and 1/r by 1.
+
+Where we differ from the paper: beta weights the *old* error. As printed it weights the new one, and with
+w = (d + 1) / r, about the ratio, the squared error grows by beta_old^2 + (1 - beta_old)^2 w a step: without end at the
+paper's own settings. On the old error that is stable for beta > (w - 1) / (w + 1) and least at w / (1 + w), "auto".
+The smaller side of a tensor is projected, and a dense start of ``warmup_steps`` is possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._base import CompressedOptimizer, check_adam
+from ._buckets import Bucket, StateSpec, local
+from ._ops import Ops, clip_factor
+from ._projecting import Exchange, Projecting
+from ._projections import pack, reconstruct, squared_norm
+from ._requests import Agree, AllReduceMean, Request
+
+
+def separate(
+    bucket: Bucket, ops: Ops, exchange: Exchange,
+    target: Callable[[Bucket, int], Tensor], apply: Callable[[Bucket, int, Tensor], None],
+) -> Generator[Request, object, None]:  # fmt: skip
+    """Algorithm 1, one bucket, one step.
+
+    The averaged gradient of tensor i is written to ``target(bucket, i)`` and handed to ``apply``.
+    """
+    h, grads, residual, plan = bucket.group, bucket.grads(), bucket.state["residual"], exchange.plan
+    t = h["step"] + 1
+    matrices = exchange.draw()
+    sent = pack(bucket, ops, grads, plan, matrices, exchange.clipped, cosines=exchange.found is not None)  # lines 1, 2
+    grams = [None if R is None else R.t() @ R for R in matrices]
+    own = [None if q is None else part.clone() for q, part in zip(plan, sent.parts, strict=False)]
+    mean = yield AllReduceMean(sent)  # line 3
+    squared = squared_norm(mean, plan, grams) if any(plan) else None
+    norm = yield Agree(mean, "projected" if any(plan) else "dense", squared)  # from here on state changes
+    factor = clip_factor(norm, h["max_grad_norm"]) if h["clip"] == "reconstructed" else 1.0
+    matrices = exchange.draw()  # the same again: what is drawn is not kept while the payload travels
+    for i, (present, q, R) in enumerate(zip(bucket.present(mean), plan, matrices, strict=True)):
+        if present:
+            bucket.state["step"][i] += 1
+            ghat = target(bucket, i)
+            reconstruct(ghat, mean.parts[i], q, R, factor, ops)  # line 4
+            apply(bucket, i, ghat)
+            if q is not None and q.beta < 1:  # line 5
+                if grads[i] is not None:
+                    residual[i].add_(grads[i], alpha=(1 - q.beta) * exchange.clipped)
+                p = own[i].view(q.m, q.r).to(R.dtype)
+                q.matrix(residual[i]).addmm_(p, R.t(), alpha=(q.beta - 1) * q.scale)
+        if residual[i] is not None and h["reset_interval"] and t % h["reset_interval"] == 0:
+            residual[i].zero_()
+    if exchange.found is not None:
+        exchange.found(bucket, mean.parts[-1].tolist())
+
+
+class SeparateAdam(Projecting):
+    r"""AdamW on gradients averaged through a random low-rank projection (SEPARATE, Algorithm 1).
+
+    Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; its first forward hands its all-reduce over.
+
+    Args:
+        params: parameters, named parameters or groups, as torch takes them. A group may override every option below and
+            say ``compress=False`` or ``True``; by default tensors of at least 2 dimensions and 4096 elements are
+            projected, the rest is averaged dense in the same message.
+        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`.
+        ratio: how many times smaller a projected tensor is on the wire. Its smaller side (of a sharded tensor the last
+            dimension), d long, becomes ceil(d / ratio) long; at ratio 1 gradients are averaged dense.
+        ef_beta: weight of the old error in the error feedback. "auto": the most stable, w / (1 + w) with
+            w = (d + 1) / r; for orthonormal projections 0, so that nothing is ever dropped. 1: no error feedback.
+            A number is taken as given, with a warning where the error would grow without end.
+        reset_interval: steps after which the error is forgotten (None: never).
+        seed: the matrices follow from it, the step and the tensor's number; the same on all ranks.
+        projection: "gaussian", unbiased, or "orthonormal", the projection on the same space: a contraction.
+        adaptive: let ratio (and ef_beta, where it is a number) of every tensor follow how well it is reconstructed,
+            against the mean over tensors, every ``adapt_interval`` steps (G-SEPARATE, Algorithm 3).
+        warmup_steps: steps averaged dense before compression starts.
+        max_grad_norm: clip to this L2 norm, all groups together (None: no clipping).
+        clip: what is clipped. "local": each rank's gradient before it is projected; no overlap with backward then.
+            "reconstructed": the averaged gradient; its norm is about sqrt(1 + w) times the true one, so a norm that
+            suits AdamW clips every step.
+        payload_dtype: dtype on the wire (None: the gradient's).
+        process_group: the ranks to average over. None: the default group, or one process where there is none.
+
+    State beside AdamW's two moments: ``residual``, the error, as large as the parameter, for compressed tensors.
+
+    Raises:
+        ValueError: an option out of its range.
+        TypeError: complex parameters, or sparse gradients at a step.
+    """
+
+    def __init__(
+        self, params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2, *, ratio: float = 16, ef_beta: float | str = "auto",
+        reset_interval: int | None = 128, seed: int = 0, projection: str = "gaussian", adaptive: bool = False,
+        adapt_interval: int = 2000, warmup_steps: int = 0, max_grad_norm: float | None = None, clip: str = "local",
+        payload_dtype: torch.dtype | None = None, process_group: object = None, maximize: bool = False,
+    ):  # fmt: skip
+        defaults = dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, ratio=ratio, ef_beta=ef_beta,
+            reset_interval=reset_interval, seed=seed, projection=projection, adaptive=adaptive,
+            adapt_interval=adapt_interval, adapted=None, warmup_steps=warmup_steps, max_grad_norm=max_grad_norm,
+            clip=clip, payload_dtype=payload_dtype,
+        )  # fmt: skip
+        super().__init__(params, defaults, process_group)
+
+    def check_group(self, group: dict) -> None:
+        check_adam(group)
+        super().check_group(group)
+
+    def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
+        return {"exp_avg": StateSpec(dtype), "exp_avg_sq": StateSpec(dtype), **super().state_specs(dtype)}
+
+    def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
+        return separate(bucket, self.ops, self.exchange(bucket), self.target, self.apply)
+
+    def target(self, bucket: Bucket, i: int) -> Tensor:
+        w = bucket.weights[i]
+        return self.ops.scratch(w, w.numel()).view(w.shape)
+
+    def apply(self, bucket: Bucket, i: int, g: Tensor) -> None:
+        m, v, step = (bucket.state[name][i] for name in ("exp_avg", "exp_avg_sq", "step"))
+        self.ops.adamw(bucket.group, bucket.weights[i], g, m, v, step)
+        bucket.publish(i)
+
+
+class Separate(Projecting):
+    """Any torch optimizer, on gradients averaged through a random low-rank projection (SEPARATE, Algorithm 1).
+
+        optimizer = compopt.Separate(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), ratio=16)
+
+    ``param_groups`` are the base's own, so LR schedulers act on it; ``state_dict()`` holds the base's under "base".
+    While the base steps, ``p.grad`` is the averaged gradient (None where no rank had one); before and after it is this
+    rank's own. A parameter group of the base may say ``compress``, ``ratio`` and ``ef_beta`` for its tensors.
+
+    Args:
+        base: an optimizer over the model's parameters. One of this package that does not compress itself (AdamS) is
+            stopped from averaging. Its other options, such as weight decay, act as ever.
+        ratio, ef_beta, reset_interval, seed, projection, adaptive, adapt_interval, warmup_steps, max_grad_norm, clip,
+            payload_dtype, process_group: as in :class:`SeparateAdam`.
+
+    State beside the base's: the residual; and, not saved, one averaged gradient as large as the parameters.
+
+    Raises:
+        TypeError: base is no optimizer, or one that evaluates the model more than once a step (LBFGS).
+        ValueError: base compresses by itself; an option out of its range.
+    """
+
+    def __init__(
+        self, base: torch.optim.Optimizer, *, ratio: float = 16, ef_beta: float | str = "auto",
+        reset_interval: int | None = 128, seed: int = 0, projection: str = "gaussian", adaptive: bool = False,
+        adapt_interval: int = 2000, warmup_steps: int = 0, max_grad_norm: float | None = None, clip: str = "local",
+        payload_dtype: torch.dtype | None = None, process_group: object = None,
+    ):  # fmt: skip
+        if not isinstance(base, torch.optim.Optimizer):
+            raise TypeError(
+                f"base must be a torch optimizer, got {type(base).__name__}: pass e.g. torch.optim.AdamW(...)."
+            )
+        if isinstance(base, torch.optim.LBFGS):
+            raise TypeError("base must take one gradient a step: LBFGS evaluates the model again within its step.")
+        if getattr(base, "averaged_state", ()):
+            raise ValueError(
+                f"base {type(base).__name__} compresses by itself: wrap one that does not, or use it alone."
+            )
+        self.base = base
+        self._own_groups: list[dict[str, Any]] = []
+        self._own_defaults = dict(
+            ratio=ratio, ef_beta=ef_beta, reset_interval=reset_interval, seed=seed, projection=projection,
+            adaptive=adaptive, adapt_interval=adapt_interval, adapted=None, warmup_steps=warmup_steps,
+            max_grad_norm=max_grad_norm, clip=clip, payload_dtype=payload_dtype, compress=None, step=0,
+        )  # fmt: skip
+        super().__init__(base.param_groups, base.defaults, process_group)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list) -> None:
+        """torch's constructor sets an empty list; the groups are the base's all the same."""
+
+    @property
+    def _option_groups(self) -> list[dict[str, Any]]:
+        return self._own_groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the base, and our options for it. All ranks must do so at the same step."""
+        given = all(param_group is not group for group in self.param_groups)
+        if given:
+            self.base.add_param_group(param_group)
+        group = self.param_groups[-1] if given else param_group
+        said = {name: group[name] for name in ("param_names", "compress", "ratio", "ef_beta") if name in group}
+        own = {**self._own_defaults, **said, "params": group["params"]}
+        try:
+            self._admit(own)
+        except (TypeError, ValueError):
+            if given:
+                self.param_groups.pop()
+            raise
+        self._own_groups.append(own)
+        if given:
+            own["step"] = self._own_groups[0]["step"]
+            self._rebuild()
+
+    def _build(self) -> None:
+        if isinstance(self.base, CompressedOptimizer):
+            self.base._alone, self.base._comm = True, None
+        self._averages: dict[Tensor, Tensor] = {}
+        self._given: dict[Tensor, Tensor] = {}
+        super()._build()
+
+    def _specs(self, bucket: Bucket) -> dict[str, StateSpec]:
+        specs = super()._specs(bucket)
+        specs.pop("master", None)  # parameters of low precision are the base's business
+        return specs
+
+    def _settings(self) -> list:
+        plain = (bool, int, float, str, tuple, Tensor)
+        base = [{k: _said(v) for k, v in g.items() if isinstance(v, plain)} for g in self.base.param_groups]
+        return [*super()._settings(), {"base": type(self.base).__name__}, *base]
+
+    def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
+        return separate(bucket, self.ops, self.exchange(bucket), self.target, self.apply)
+
+    def target(self, bucket: Bucket, i: int) -> Tensor:
+        p = bucket.params[i]
+        if p not in self._averages:
+            self._averages[p] = torch.empty_like(p.detach(), memory_format=torch.contiguous_format)
+        return local(self._averages[p])
+
+    def apply(self, bucket: Bucket, i: int, g: Tensor) -> None:
+        self._given[bucket.params[i]] = self._averages[bucket.params[i]]
+
+    def committed(self) -> None:
+        """Step the base, once, on the averaged gradients."""
+        super().committed()
+        mine = {p: p.grad for group in self.param_groups for p in group["params"]}
+        given, self._given = self._given, {}
+        try:
+            for p in mine:
+                p.grad = given.get(p)
+            self.base.step()
+        finally:
+            for p, grad in mine.items():
+                p.grad = grad
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, of our own state and options, and the base's ``state_dict()`` under "base". No communication."""
+        saved = super().state_dict()
+        for packed, own in zip(saved["param_groups"], self._own_groups, strict=True):
+            kept = {"params": packed["params"], "residuals": packed["residuals"]}
+            packed.clear()
+            packed.update({**own, **kept})
+        return {**saved, "base": self.base.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load both. A checkpoint without "base" is taken for the base's own: compression then starts anew.
+
+        Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
+        """
+        before = self.base.state_dict()
+        self.base.load_state_dict(state_dict.get("base", state_dict))
+        if "base" not in state_dict:
+            return
+        try:
+            super().load_state_dict(state_dict)
+        except Exception:
+            self.base.load_state_dict(before)
+            raise
+
+    def _contents(self) -> dict[str, Any]:
+        contents = super()._contents()
+        del contents["param_groups"]
+        return {**contents, "base": self.base, "_own_groups": self._own_groups, "_own_defaults": self._own_defaults}
+
+
+def _said(value: object) -> object:
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else str(value)

@@ -1,0 +1,122 @@
+"""The example scripts through their real command lines: a tiny model, a few steps, one process and two."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TINY = "--layers 1 --width 32 --heads 2 --context 16 --batch 4 --steps 6 --eval-every 3 --lr 1e-2"
+COMPRESSION = "--density 0.1 --warmup-share 0.34 --interval 4"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+PHASES = {  # of the six steps; two are warm-up, and Radius compresses from the second on
+    "adamw": {"dense": 6},
+    "radius": {"dense": 1, "resample": 2, "sparse": 3},
+    "powersgd": {"dense": 2, "sparse": 4},
+    "topk": {"dense": 2, "sparse": 4},
+}
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train_gpt(tmp_path: Path, ranks: int, *options: str) -> subprocess.CompletedProcess:
+    text = tmp_path / "text"
+    text.write_bytes(b"to be, or not to be, that is the question: " * 1000)
+    launcher = TORCHRUN if ranks > 1 else []
+    command = [sys.executable, *launcher, str(EXAMPLES / "train_gpt.py"), "--data", str(text), *TINY.split(), *options]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("optimizer", PHASES)
+def test_train_gpt_writes_its_results(optimizer, ranks, tmp_path):
+    out = tmp_path / "run.json"
+    done = train_gpt(tmp_path, ranks, *COMPRESSION.split(), "--optimizer", optimizer, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert (result["config"]["ranks"], result["config"]["optimizer"]) == (ranks, optimizer)
+    first, last = result["evals"]
+    assert (first["step"], last["step"]) == (3, 6)
+    assert last["val_loss"] < first["val_loss"] < 6 and last["train_loss"] < first["train_loss"] < 6
+    assert 0 < first["seconds"] < last["seconds"] and result["step_ms"] > 0
+    assert result["phases"] == PHASES[optimizer]
+    dense, sizes = 4 * result["parameters"], result["bytes_per_step"]
+    assert dense <= sizes["dense"] <= 1.02 * dense
+    assert 3 * dense <= last["bytes"] - first["bytes"] if optimizer == "adamw" else last["bytes"] < 6 * dense
+    assert sizes["compressed"] is None if optimizer == "adamw" else 0 < sizes["compressed"] < 0.5 * dense
+
+
+def test_train_gpt_replicas_start_equal_and_a_bad_option_is_named(tmp_path):
+    done = train_gpt(tmp_path, 1, "--optimizer", "radius", "--density", "1.5")
+    assert done.returncode != 0 and "density" in done.stderr and "1.5" in done.stderr
+
+
+def test_corpus_is_the_same_everywhere_and_its_parts_are_apart(tmp_path):
+    corpus = load("corpus")
+    train, val = corpus.load()
+    again, _ = corpus.load()
+    assert torch.equal(train, again) and train.dtype == torch.uint8
+    assert 0.04 < len(val) / (len(train) + len(val)) < 0.06 and len(train) > 1_000_000
+    numbers = tmp_path / "numbers"  # 4-byte counters: no two chunks share one
+    numbers.write_bytes(torch.arange(50_000, dtype=torch.int32).numpy().tobytes())
+    parts = [set(part.view(torch.int32).tolist()) for part in corpus.load(str(numbers))]
+    assert not parts[0] & parts[1] and len(parts[0] | parts[1]) == 50_000
+
+
+def test_batches_differ_between_ranks_and_repeat_with_the_seed():
+    corpus = load("corpus")
+    data = torch.arange(200, dtype=torch.uint8)
+    x, y = next(corpus.batches(data, batch=4, context=8, seed=0))
+    assert x.shape == (4, 8) and torch.equal(x + 1, y)
+    assert torch.equal(x, next(corpus.batches(data, 4, 8, seed=0))[0])
+    assert not torch.equal(x, next(corpus.batches(data, 4, 8, seed=1))[0])
+    with pytest.raises(ValueError, match="context 200"):
+        next(corpus.batches(data, 4, 200, seed=0))
+
+
+def test_corpus_too_short_is_refused(tmp_path):
+    (tmp_path / "short").write_bytes(b"short")
+    with pytest.raises(ValueError, match="5 bytes"):
+        load("corpus").load(str(tmp_path / "short"))
+
+
+def result(ranks: int, dense: float, compressed: float | None) -> dict:
+    evals = [{"step": 1, "bytes": dense, "val_loss": 3.0}, {"step": 2, "bytes": 2 * dense, "val_loss": 2.0}]
+    sizes = {"dense": dense, "compressed": compressed}
+    return {"config": {"ranks": ranks}, "evals": evals, "bytes_per_step": sizes, "step_ms": 50.0}
+
+
+def test_demo_computes_step_times_by_hand(tmp_path):
+    demo = load("demo")
+    # 1 250 000 bytes on 2 ranks: a ring sends each byte once, 10 Mbit, 100 ms at 100 Mbit/s; on 4 ranks 1.5 times.
+    assert demo.step_ms(result(2, 1_250_000, None), 100e6) == pytest.approx(150.0)
+    assert demo.step_ms(result(4, 1_250_000, None), 100e6) == pytest.approx(200.0)
+    assert demo.step_ms(result(2, 1_250_000, 125_000), 100e6) == pytest.approx(60.0)
+    both = {"dense": result(2, 1_250_000, None), "ours": result(2, 1_250_000, 125_000)}
+    line = next(line for line in demo.table(both).splitlines() if "100 Mbit/s" in line)
+    assert line.split()[-4:] == ["150.0", "60.0", "(0.40", "x)"] and "computed" in line
+    demo.plot(both, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_says_which_run_failed(tmp_path, monkeypatch):
+    demo = load("demo")
+    monkeypatch.setattr(demo, "FOLDER", tmp_path)
+    monkeypatch.setattr(demo, "LAUNCHER", [sys.executable])
+    monkeypatch.setattr(demo, "SCRIPT", tmp_path / "absent.py")
+    with pytest.raises(RuntimeError, match=r"'DDP \+ AdamW' ended with exit code 2.*repeat it alone.*absent.py"):
+        demo.train("DDP + AdamW", [], limit=60)
+    (tmp_path / "absent.py").write_text("import time; time.sleep(60)")
+    with pytest.raises(RuntimeError, match="was stopped after 1 s"):
+        demo.train("DDP + AdamW", [], limit=1)
