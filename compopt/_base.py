@@ -90,6 +90,7 @@ class CompressedOptimizer(Optimizer):
     def step_in_turns(self) -> Generator[Pending, None, None]:
         """The step as a generator that yields each collective it is about to wait for (the simulator's turns)."""
         self._check_gradients()
+        self._unscale()
         comm = self.comm
         if self._buckets and not self._acquainted:
             yield from handshake(self, comm)
@@ -137,11 +138,24 @@ class CompressedOptimizer(Optimizer):
         flats = [b.flat["residual"] for b in self._buckets if "residual" in b.flat]
         return sum(float(torch.linalg.vector_norm(f)) ** 2 for f in flats) ** 0.5
 
+    _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to step(), which all ranks agree on
+
+    def _unscale(self) -> None:
+        """Divide by the GradScaler's scale, which may differ between ranks, what it left scaled.
+
+        With a scaler no bucket starts in backward: the gradients are not yet what will be sent.
+        """
+        self._scaled = hasattr(self, "found_inf")
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            grads = [g for bucket in self._buckets for g in bucket.grads() if g is not None]
+            torch._foreach_mul_(grads, float(scale.double().reciprocal()))
+
     # Starting in backward (called by the integrations, on autograd's thread)
 
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
         """Backward has finished these parameters: start every bucket that is now complete, but the last."""
-        if not self._acquainted or self.comm.size == 1:
+        if not self._acquainted or self._scaled or self.comm.size == 1:
             return
         for p in params:
             bucket = self._bucket_of.get(p)
@@ -289,6 +303,7 @@ class CompressedOptimizer(Optimizer):
 
     _consolidated: int | None = None
     _warned = False
+    _scaled = False  # a GradScaler drives the steps
     _alone = False  # another optimizer wraps this one and averages for it
 
     def __getstate__(self) -> dict[str, Any]:
