@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import os
 import re
 import shutil
@@ -71,10 +72,8 @@ def _namespaces() -> list[str]:
 def _remove(namespace: str) -> None:
     """Kill what still runs in the namespace, then delete it: a namespace outlives its name while a process is in it."""
     for pid in _call("ip", "netns", "pids", namespace).split():
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself since the listing
             os.kill(int(pid), signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # ended by itself since the listing
     _call("ip", "netns", "del", namespace)
 
 
@@ -151,21 +150,21 @@ class Links:
         """
         port = str(29500 if self.private else _free_port())
         ranks: list[subprocess.Popen[bytes]] = []
-        files: list[tuple[IO[bytes], IO[bytes]]] = []
-        try:
-            for rank in range(self.ranks):
-                files.append((tempfile.TemporaryFile(), tempfile.TemporaryFile()))
-                ranks.append(self._start(rank, argv, port, env or {}, *files[-1]))
-            self._wait(ranks, files, timeout)
-            return [_text(out) for out, _ in files]
-        finally:
-            for process in ranks:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-            for pair in files:
-                for file in pair:
-                    file.close()
+        with contextlib.ExitStack() as stack:
+            files = [
+                (stack.enter_context(tempfile.TemporaryFile()), stack.enter_context(tempfile.TemporaryFile()))
+                for _ in range(self.ranks)
+            ]
+            try:
+                for rank, (out, err) in enumerate(files):
+                    ranks.append(self._start(rank, argv, port, env or {}, out, err))
+                self._wait(ranks, files, timeout)
+                return [_text(out) for out, _ in files]
+            finally:
+                for process in ranks:
+                    if process.poll() is None:
+                        os.killpg(process.pid, signal.SIGKILL)
+                        process.wait()
 
     def _start(
         self, rank: int, argv: Sequence[str], port: str, env: Mapping[str, str], out: IO[bytes], err: IO[bytes]

@@ -57,7 +57,7 @@ def powersgd(rank: int) -> Factory:
     """
 
     def make(model: nn.Module, group: dist.ProcessGroup) -> Method:
-        wrapped = DDP(model, process_group=group, bucket_cap_mb=BUCKET_MB)
+        wrapped = DDP(model, process_group=group, bucket_cap_mb=4096)
         state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return wrapped, fused_adamw(model)
@@ -94,6 +94,7 @@ class Runner:
         self.model, self.optimizer = METHODS[name](make_model(), group)
         self.name, self.batches = name, batches
         self.seconds: list[float] = []
+        self.cpu_seconds = 0.0  # of the timed steps, all threads
         self.counted: list[int] = []  # what the optimizer itself says it sent, where it says so
         self.phases: set[str] = set()
         self.sent: int | None = 0  # bytes of all timed steps on this rank's socket
@@ -106,7 +107,7 @@ class Runner:
     def block(self, steps: int) -> None:
         dist.barrier()
         self.step()
-        before = sent_bytes()
+        before, cpu = sent_bytes(), time.process_time()
         for _ in range(steps):
             start = time.perf_counter()
             self.step()
@@ -115,6 +116,7 @@ class Runner:
                 self.counted.append(self.optimizer.stats.bytes_sent)
                 self.phases.add(self.optimizer.stats.phase)
         after = sent_bytes()
+        self.cpu_seconds += time.process_time() - cpu
         self.sent = None if before is None or after is None else self.sent + after - before
 
     def result(self) -> dict:
@@ -122,6 +124,7 @@ class Runner:
         return {
             "method": self.name,
             "seconds": self.seconds,
+            "cpu_share": self.cpu_seconds / sum(self.seconds),
             "bytes": None if self.sent is None else self.sent / steps,
             "counted": statistics.median(self.counted) if self.counted else None,
             "phases": sorted(self.phases),
@@ -167,6 +170,7 @@ def summarise(rate: str, ranks: int, gathered: list[list[dict]]) -> list[dict]:
                 "socket_bytes": sent,
                 "socket_bytes_per_parameter": None if sent is None else sent / first["parameters"],
                 "counted_bytes": first["counted"],
+                "cpu_share": statistics.mean(result["cpu_share"] for result in results),
                 "phase": "+".join(first["phases"]),
             }
         )
@@ -178,34 +182,32 @@ def summarise(rate: str, ranks: int, gathered: list[list[dict]]) -> list[dict]:
     return rows
 
 
-COLUMNS = {  # key: heading, format
-    "method": ("method", "{:<11}"),
-    "step_ms": ("step ms", "{:>8.0f}"),
-    "iqr_ms": ("IQR ms", "{:>7.0f}"),
-    "to_none": ("x none", "{:>7.2f}"),
-    "to_ddp": ("x ddp", "{:>7.2f}"),
-    "exposed_ms": ("exposed ms", "{:>11.0f}"),
-    "socket_bytes": ("socket B/step", "{:>14,.0f}"),
-    "socket_bytes_per_parameter": ("B/param", "{:>8.3f}"),
-    "counted_bytes": ("own count B", "{:>12,.0f}"),
-    "phase": ("phase", " {}"),
+COLUMNS = {  # key: heading, format of the number; a column is as wide as the wider of the two
+    "step_ms": ("step ms", "8.0f"),
+    "iqr_ms": ("IQR ms", "8.0f"),
+    "to_none": ("x none", "8.2f"),
+    "to_ddp": ("x ddp", "8.2f"),
+    "exposed_ms": ("exposed ms", "12.0f"),
+    "socket_bytes": ("socket B/step", "15,.0f"),
+    "socket_bytes_per_parameter": ("B/parameter", "13.3f"),
+    "counted_bytes": ("own count B", "13,.0f"),
 }
 
 
 def show(rows: list[dict]) -> None:
-    def width(form: str) -> int:
-        return len(form.format("" if "<" in form or form == " {}" else 0))
-
-    print(f"\n{rows[0]['rate']}, {rows[0]['ranks']} ranks")
-    print(
-        "".join(f"{head:<{width(form)}}" if "<" in form else head.rjust(width(form)) for head, form in COLUMNS.values())
-    )
+    """Print one rate's table. Exposed: step time beyond `none`. Own count: what the optimizer says it sent."""
+    widths = [len(format(0, form)) for _, form in COLUMNS.values()]
+    heads = [head.rjust(width) for (head, _), width in zip(COLUMNS.values(), widths, strict=True)]
+    print(f"\n{rows[0]['rate']}, {rows[0]['ranks']} ranks\n{'method':<11}{''.join(heads)}  phase")
     for row in rows:
         cells = [
-            form.format(row[key]) if row[key] is not None else "-".rjust(width(form))
-            for key, (_, form) in COLUMNS.items()
+            "-".rjust(width) if row[key] is None else format(row[key], form)
+            for (key, (_, form)), width in zip(COLUMNS.items(), widths, strict=True)
         ]
-        print("".join(cells), flush=True)
+        print(f"{row['method']:<11}{''.join(cells)}  {row['phase'] or '-'}", flush=True)
+    share = rows[0]["cpu_share"]
+    if rows[0]["method"] == "none" and share < 0.9:
+        print(f"Other work kept this machine busy: without communication a step got {share:.0%} of its core.")
 
 
 def save(rows: list[dict]) -> None:

@@ -2,9 +2,12 @@
 
 from ._requests import CommunicationError
 from ._stats import Stats
+from .adams import AdamS
+from .integrations import fsdp as _fsdp
 from .integrations.ddp import attach
 from .radius import RadiusAdamW
+from .scape import ScapeAdamS
 from .separate import Separate, SeparateAdam
 
 __version__ = "0.1.0"
-__all__ = ["CommunicationError", "RadiusAdamW", "Separate", "SeparateAdam", "Stats", "attach"]
+__all__ = ["AdamS", "CommunicationError", "RadiusAdamW", "ScapeAdamS", "Separate", "SeparateAdam", "Stats", "attach"]

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from . import _checkpoint
 from ._buckets import Bucket, StateSpec, make_buckets
-from ._comm import Comm, Pending, connect
-from ._handshake import explain_mismatch, handshake
+from ._comm import Comm, Pending, connect, copies_of, shard_comms
+from ._handshake import describe, explain_mismatch, handshake
 from ._ops import choose
 from ._options import check_adam as check_adam
 from ._options import check_compression as check_compression
@@ -39,6 +39,7 @@ class CompressedOptimizer(Optimizer):
     """
 
     averaged_state: tuple[str, ...] = ()  # per-rank state of which only the mean over ranks ever matters
+    chosen_state: tuple[str, ...] = ()  # masks that the next step chooses anew where they are lost (all zero)
 
     def __init__(self, params: Iterable, defaults: dict[str, Any], process_group: object = None):
         self._group = process_group
@@ -61,6 +62,9 @@ class CompressedOptimizer(Optimizer):
 
     def restore(self, bucket: Bucket) -> None:
         """Rebuild what ``bucket.cache`` derives from state, after it was set from outside."""
+
+    def before_exchange(self) -> None:
+        """Called at the start of a step, when the gradients are what will be sent."""
 
     def committed(self) -> None:
         """Called when all buckets have committed a step, before it is counted."""
@@ -91,15 +95,21 @@ class CompressedOptimizer(Optimizer):
         """The step as a generator that yields each collective it is about to wait for (the simulator's turns)."""
         self._check_gradients()
         self._unscale()
+        self.before_exchange()
         comm = self.comm
         if self._buckets and not self._acquainted:
+            for bucket in self._buckets:
+                bucket.renew_masters()
             yield from handshake(self, comm)
             self._acquainted = True
         if not self._buckets:
             return
         before = self._option_groups[0]["step"]
+        settings = self._settings()
+        if self.check_replicas_every and (before + 1) % self.check_replicas_every == 0:
+            settings += describe(self)
         try:
-            verdict = yield from self._runtime.step(self._buckets, comm, _bits(self._settings()))
+            verdict = yield from self._runtime.step(self._buckets, comm, _bits(settings), self._shards)
         except CommunicationError as error:
             raise CommunicationError(f"step {before + 1} was not applied on rank {comm.rank}: {error}") from error
         if verdict.resent and not self._warned:
@@ -116,6 +126,7 @@ class CompressedOptimizer(Optimizer):
             for group in self._option_groups:
                 group["step"] += 1
         self._report(verdict, comm)
+        self._watch_skips(verdict)
 
     def _report(self, verdict: Verdict, comm: Comm) -> None:
         sent, self._counted = comm.bytes_sent - self._counted, comm.bytes_sent
@@ -173,6 +184,32 @@ class CompressedOptimizer(Optimizer):
         self._ready.clear()
         self._runtime.note_versions()
 
+    # Faults
+
+    max_skipped = 100  # steps skipped in a row after which step() raises; set it on the optimizer to change it
+    check_replicas_every = 0  # every so many steps a checksum of the parameters rides in the payload; 0: never
+
+    def rebind(self, process_group: object = None) -> None:
+        """Go on over another group, from memory: after ranks were lost, or the group was made anew.
+
+        All ranks of the new group call it, at the same step. What was on its way is given up: masks on the wire are
+        chosen again by the next step. The residuals of ranks that are gone are lost; those here stay.
+        """
+        self._runtime.forget()
+        for bucket in self._buckets:
+            for name in self.chosen_state:
+                bucket.flat[name].zero_()
+        self._group, self._comm, self._counted = process_group, None, 0
+        self._build()
+
+    def _watch_skips(self, verdict: Verdict) -> None:
+        self._skipped_in_a_row = 0 if verdict.applied else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row >= self.max_skipped:
+            raise FloatingPointError(
+                f"{self._skipped_in_a_row} steps in a row were skipped, the last because of {self.stats.reason}: "
+                "lower the learning rate or look for what makes the loss overflow (max_skipped is the limit)."
+            )
+
     # Layout
 
     @property
@@ -198,7 +235,9 @@ class CompressedOptimizer(Optimizer):
         self._runtime = Runtime(self.algorithm)
         self._buckets = make_buckets(self._option_groups)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.params}
+        self._shards = shard_comms(p for bucket in self._buckets for p in bucket.params)
         for bucket in self._buckets:
+            bucket.copies = copies_of(bucket.params[0], self._shards)
             _checkpoint.fill(bucket, self._specs(bucket), self.state)
             self.restore(bucket)
 
@@ -254,13 +293,18 @@ class CompressedOptimizer(Optimizer):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, and never communicates.
+        """As torch's, and never communicates. Every state has its parameter's shape: masks are booleans.
 
         Residuals are the mean over ranks right after :meth:`consolidate_state`, else this rank's own; the groups say
         which, under ``residuals``.
         """
         self._runtime.settle()
         saved = super().state_dict()
+        place = {p: n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        for bucket in self._buckets:
+            for i, p in enumerate(bucket.params):
+                entry = saved["state"][place[p]]
+                saved["state"][place[p]] = _checkpoint.spread(bucket, i, self._specs(bucket), entry)
         for group in saved["param_groups"]:
             group["residuals"] = self._whose_residuals()
         return saved
@@ -303,6 +347,7 @@ class CompressedOptimizer(Optimizer):
 
     _consolidated: int | None = None
     _warned = False
+    _skipped_in_a_row = 0
     _scaled = False  # a GradScaler drives the steps
     _alone = False  # another optimizer wraps this one and averages for it
 

@@ -25,14 +25,23 @@ class StateSpec:
     dtype: torch.dtype
     packed: bool = False  # one bit an element, whole bytes a tensor
     compressed_only: bool = False
+    scalar: bool = False  # one element a tensor
+    on: str | None = None  # of a compressed tensor only the elements on this mask, which is another, packed state
 
     def numel(self, n: int) -> int:
-        return (n + 7) // 8 if self.packed else n
+        return 1 if self.scalar else (n + 7) // 8 if self.packed else n
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def laid_out_as(p: Tensor, view: Tensor) -> Tensor:
+    """This rank's part of a state as a DTensor with the mesh and placements of ``p``; as it is where p is none."""
+    if not hasattr(p, "to_local"):
+        return view
+    return type(p).from_local(view, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def is_compressed(p: Tensor, group: dict) -> bool:
@@ -49,11 +58,13 @@ class Bucket:
         self.compressed = [is_compressed(p, group) for p in params]
         self.lengths = [local(p).numel() for p in params]
         self.dtype, self.device = params[0].dtype, params[0].device
+        self.copies = 1  # ranks that hold the same shards, among those that hold the other shards of the model
         self.control: list[float] = []  # set by the runtime on the last bucket of a step
         self.state: dict[
             str, list[Tensor | None]
         ] = {}  # name -> a view for each tensor, None where it has no such state
         self.flat: dict[str, Tensor] = {}
+        self.entries: list[dict[str, Tensor]] = []  # the optimizer's state of each tensor, which shows the views
         self.cache: dict[str, list[Tensor]] = {}  # derived from state, rebuilt when absent, never saved
         self._message: Tensor | None = None
 
@@ -66,29 +77,60 @@ class Bucket:
         """Bytes of the bucket's gradient uncompressed: what DDP would hand to its all-reduce."""
         return self.numel * self.dtype.itemsize
 
-    def allocate(self, name: str, spec: StateSpec) -> None:
-        """Flat zeros for one kind of state, and a view of it for every tensor that has it."""
+    def allocate(self, name: str, spec: StateSpec, held: list[dict[str, Tensor]]) -> None:
+        """Flat zeros for one kind of state, and a view of it for every tensor that has it.
+
+        State that lives on a mask gets the size of what is ``held`` of it.
+        """
         has = [c or not spec.compressed_only for c in self.compressed]
         sizes = [spec.numel(n) if h else 0 for n, h in zip(self.lengths, has, strict=True)]
+        if spec.on:
+            sizes = [old[name].numel() if name in old else n for n, old in zip(sizes, held, strict=True)]
         self.flat[name] = torch.zeros(sum(sizes), dtype=spec.dtype, device=self.device)
         views = self.flat[name].split(sizes)
         self.state[name] = [
             self._shaped(v, p, spec) if h else None for v, p, h in zip(views, self.params, has, strict=True)
         ]
 
-    @staticmethod
-    def _shaped(view: Tensor, p: Tensor, spec: StateSpec) -> Tensor:
-        return view if spec.packed else view.view(local(p).shape)
+    def resize(self, name: str, sizes: list[int]) -> list[Tensor]:
+        """Storage of these sizes for state that lives on a mask, contents undefined; the old views stay readable."""
+        old = self.state[name]
+        if [view.numel() for view in old] != sizes:
+            self.flat[name] = self.flat[name].new_empty(sum(sizes))
+            views = self.flat[name].split(sizes)
+            self.state[name] = [v if c else v.view_as(o) for v, o, c in zip(views, old, self.compressed, strict=True)]
+            for i, entry in enumerate(self.entries):
+                entry[name] = self.shown(i, self.state[name][i], not self.compressed[i])
+        return self.state[name]
+
+    def _shaped(self, view: Tensor, p: Tensor, spec: StateSpec) -> Tensor:
+        if spec.scalar:
+            return view.view(())
+        flat = spec.packed or (spec.on and is_compressed(p, self.group))
+        return view if flat else view.view(local(p).shape)
+
+    def shown(self, i: int, view: Tensor, whole: bool) -> Tensor:
+        """How the optimizer's state shows ``view``: laid out as the parameter where it has the parameter's shape."""
+        return laid_out_as(self.params[i].detach(), view) if whole else view
+
+    def renew_masters(self) -> None:
+        """Masters follow parameters that were set from outside: broadcast, or loaded after the optimizer was made."""
+        for p, master in zip(self.params, self.state.get("master", []), strict=False):
+            if not torch.equal(master.to(p.dtype), local(p.detach())):
+                master.copy_(local(p.detach()))
 
     @property
     def weights(self) -> list[Tensor]:
         """What a step updates: the parameters, or their float32 masters where they are below float32."""
-        return self.state["master"] if "master" in self.state else [local(p.detach()) for p in self.params]
+        return [self.weight(i) for i in range(len(self.params))]
+
+    def weight(self, i: int) -> Tensor:
+        return self.state["master"][i] if "master" in self.state else local(self.params[i].detach())
 
     def publish(self, i: int) -> None:
         """Bring an updated master to its parameter."""
         if "master" in self.state:
-            local(self.params[i].detach()).copy_(self.weights[i])
+            local(self.params[i].detach()).copy_(self.weight(i))
 
     def grads(self) -> list[Tensor | None]:
         """This rank's gradients; None where backward left none."""
@@ -127,12 +169,13 @@ def make_buckets(groups: Iterable[dict]) -> list[Bucket]:
 
 
 def _uniform_runs(groups: Iterable[dict]) -> Iterator[tuple[dict, list[Tensor], list[str]]]:
-    """Each group cut by dtype and device, with a name for every parameter."""
+    """Each group cut by dtype, device and, of DTensors, layout, with a name for every parameter."""
     for number, group in enumerate(groups):
         given = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
         runs: dict[tuple, tuple[dict, list[Tensor], list[str]]] = {}
         for p, name in zip(group["params"], given, strict=True):
-            run = runs.setdefault((p.dtype, p.device), (group, [], []))
+            layout = (getattr(p, "device_mesh", None), getattr(p, "placements", None))
+            run = runs.setdefault((p.dtype, p.device, *layout), (group, [], []))
             run[1].append(p)
             run[2].append(name)
         yield from runs.values()

@@ -1,4 +1,9 @@
-"""State into flat storage and back: the layout of ``optimizer.state``, and loading that never half-applies."""
+"""State into flat storage and back: the layout of ``optimizer.state``, and loading that never half-applies.
+
+In memory masks are bits and a momentum that is zero off its mask keeps only what is on it. In a state dict every state
+has its parameter's shape, and is a DTensor where the parameter is one: so torch.distributed.checkpoint can cut and join
+it like the parameter, and a checkpoint loads under another wrapper or another number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +14,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._buckets import Bucket, StateSpec, local
+from ._buckets import Bucket, StateSpec, laid_out_as, local
+from ._math import pack_bits, unpack_bits
 
 
 def fill(bucket: Bucket, specs: dict[str, StateSpec], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
     """Allocate the bucket's state, copy in what ``state`` holds of it, and make ``state`` show views of it."""
     held = [dict(state.get(p, {})) for p in bucket.params]
     for name, spec in specs.items():
-        bucket.allocate(name, spec)
+        bucket.allocate(name, spec, held)
     on = bucket.device if bucket.device.type == "cuda" else "cpu"
     bucket.state["step"] = [
         torch.zeros((), dtype=torch.float32, device=on).copy_(old.get("step", torch.zeros(()))) for old in held
     ]
     for i, (p, old) in enumerate(zip(bucket.params, held, strict=True)):
         entry = {"step": bucket.state["step"][i]}
-        for name in specs:
+        for name, spec in specs.items():
             view = bucket.state[name][i]
             if view is None:
                 continue
             if name in old:
-                view.copy_(old[name].view(view.shape))
+                view.copy_(local(old[name]).view(view.shape))
             elif name == "master":
                 view.copy_(local(p.detach()))
-            entry[name] = view
+            entry[name] = bucket.shown(i, view, _whole(spec, bucket, i))
         state[p] = entry
+    bucket.entries = [state[p] for p in bucket.params]
+
+
+def _whole(spec: StateSpec, bucket: Bucket, i: int) -> bool:
+    """Whether this state of tensor i is kept in the tensor's shape."""
+    return not (spec.packed or spec.scalar or (spec.on and bucket.compressed[i]))
+
+
+def spread(bucket: Bucket, i: int, specs: dict[str, StateSpec], entry: dict[str, Any]) -> dict[str, Any]:
+    """The state of tensor i as a state dict has it: all in the tensor's shape."""
+    p, spread_out = bucket.params[i].detach(), dict(entry)
+    for name, spec in specs.items():
+        if name not in entry or spec.scalar or _whole(spec, bucket, i):
+            continue
+        if spec.packed:
+            whole = unpack_bits(entry[name], bucket.lengths[i])
+        else:
+            mask = unpack_bits(entry[spec.on], bucket.lengths[i])
+            whole = torch.zeros(mask.shape, dtype=spec.dtype, device=mask.device).masked_scatter_(mask, entry[name])
+        spread_out[name] = laid_out_as(p, whole.view(local(p).shape))
+    return spread_out
+
+
+def _gathered(entry: dict[str, Any], specs: dict[str, StateSpec], compressed: bool) -> dict[str, Any]:
+    """What ``spread`` made, or another optimizer's state, as it is kept in memory."""
+    held = {k: local(v) if isinstance(v, Tensor) else v for k, v in entry.items() if k in specs or k == "step"}
+    masks = {k: v.reshape(-1) for k, v in held.items() if k != "step" and specs[k].packed and v.dtype == torch.bool}
+    for name, spec in specs.items():
+        if name in masks:
+            held[name] = pack_bits(masks[name])
+        elif compressed and name in held and spec.on in masks and held[name].numel() == masks[spec.on].numel():
+            held[name] = held[name].reshape(-1)[masks[spec.on]]
+    return held
 
 
 def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -54,8 +93,10 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         ]
         _warn_of_other_ranks(optimizer, other.get("residuals", "mean"))
     specs = {p: optimizer._specs(bucket) for bucket in optimizer._buckets for p in bucket.params}
+    compressed = {p: c for bucket in optimizer._buckets for p, c in zip(bucket.params, bucket.compressed, strict=True)}
+    pairs = [(p, _gathered(entry, specs[p], compressed[p])) for p, entry in pairs]
     for number, (p, entry) in enumerate(pairs):
-        _check(number, p, entry, specs[p])
+        _check(number, p, entry, specs[p], compressed[p])
 
     counted = max([float(entry.get("step", 0)) for _, entry in pairs], default=0.0)
     for group, other in zip(groups, saved, strict=True):
@@ -64,17 +105,19 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         if "step" not in other:  # from torch.optim: count on from its parameters
             group["step"] = int(counted)
     for p, entry in pairs:
-        known = {k: v for k, v in entry.items() if k in specs[p] or k == "step"}
-        optimizer.state[p] = {k: v if isinstance(v, Tensor) else torch.tensor(v) for k, v in known.items()}
+        optimizer.state[p] = {k: v if isinstance(v, Tensor) else torch.tensor(v) for k, v in entry.items()}
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
 
 
-def _check(number: int, p: Tensor, entry: dict[str, Any], specs: dict[str, StateSpec]) -> None:
+def _check(number: int, p: Tensor, entry: dict[str, Any], specs: dict[str, StateSpec], compressed: bool) -> None:
     for name, value in entry.items():
         if name not in specs:
             continue
         want = specs[name].numel(local(p).numel())
+        mask = entry.get(specs[name].on)
+        if compressed and isinstance(mask, Tensor):
+            want = int(sum(((mask >> bit) & 1).sum() for bit in range(8)))
         have = value.numel() if isinstance(value, Tensor) else -1
         if have != want:
             raise ValueError(

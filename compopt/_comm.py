@@ -6,7 +6,8 @@ thread at a time: two threads on one gloo group silently mix results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,24 @@ class Comm:
 def connect(group: object) -> Comm:
     """A communicator over ``group``: a ProcessGroup, None, or an object that is one already (the tests' simulator)."""
     return group if hasattr(group, "start") else Comm(group)  # type: ignore[return-value, arg-type]
+
+
+def shard_comms(params: Iterable[Tensor]) -> list[Comm]:
+    """Communicators over the meshes of DTensors, one a mesh dimension: together, the ranks that hold one whole model."""
+    groups: dict[str, dist.ProcessGroup] = {}
+    for mesh in {mesh: None for p in params if (mesh := getattr(p, "device_mesh", None)) is not None}:
+        for group in mesh.get_all_groups():
+            groups.setdefault(group.group_name, group)
+    return [comm for comm in map(Comm, groups.values()) if comm.size > 1]
+
+
+def copies_of(p: Tensor, shards: list[Comm]) -> int:
+    """Among the ranks that hold one whole model, how many hold the same part of ``p``."""
+    cut = set()
+    if hasattr(p, "device_mesh"):
+        groups = p.device_mesh.get_all_groups()
+        cut = {g.group_name for g, where in zip(groups, p.placements, strict=True) if not where.is_replicate()}
+    return math.prod(comm.size for comm in shards if comm.group.group_name not in cut)
 
 
 def default_ranks() -> int:

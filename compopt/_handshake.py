@@ -86,10 +86,14 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _fingerprint(optimizer: Any) -> int:
-    """A number that two ranks share when their gradients are the same to the bit; 0 when all are zero or absent."""
+    """A number that two ranks share when their gradients are the same to the bit; 0 when there is nothing to compare.
+
+    Zeros and gradients that are not finite are nothing: those may well be alike on ranks of different data.
+    """
     sums = []
     for bucket in optimizer._buckets:
         for p in bucket.params:
             g = None if p.grad is None else local(p.grad)
-            sums.append(0 if g is None or not bool(g.any()) else _checksum(g) or 1)
+            telling = g is not None and bool(g.any()) and bool(g.isfinite().all())
+            sums.append(_checksum(g) or 1 if telling else 0)
     return zlib.crc32(repr(sums).encode()) + 1 if any(sums) else 0

@@ -30,6 +30,30 @@ def adamw_update(
     return m.div(denominator).div_(1 - betas[0] ** step).add_(w, alpha=weight_decay)
 
 
+def adams_(
+    w: Tensor, g: Tensor, m: Tensor, step: float, *, lr: float, betas: tuple[float, float], eps: float,
+    weight_decay: float, bias_correction: str = "scape", clip: float = 1.0,
+) -> None:  # fmt: skip
+    """One AdamS step in place, ``step`` counted from 1 (SCAPE, equation 2): v is made of g and the *previous* m.
+
+    ``bias_correction``: "scape" divides m by 1 - b1^t and v by 1 - b2^t; "adams" m, old and new, by 1 - b1^t only.
+    ``clip`` multiplies the gradient in v alone (SCAPE's line 18 as printed).
+    """
+    old, new, first = adams_factors(step, betas, bias_correction)
+    denominator = m.square().mul_(old).addcmul_(g, g, value=new * clip**2).sqrt_().add_(eps)
+    m.lerp_(g, 1 - betas[0])
+    w.mul_(1 - lr * weight_decay)
+    w.addcdiv_(m, denominator, value=-lr / first)
+
+
+def adams_factors(step: float, betas: tuple[float, float], bias_correction: str) -> tuple[float, float, float]:
+    """Factors of the previous m^2 and of g^2 in v, and the divisor of m."""
+    first, second = 1 - betas[0] ** step, 1 - betas[1] ** step
+    if bias_correction == "adams":
+        return betas[1] / first**2, 1 - betas[1], first
+    return betas[1] / second, (1 - betas[1]) / second, first
+
+
 def pack_bits(mask: Tensor) -> Tensor:
     """n booleans as ceil(n/8) bytes, the first element in the lowest bit."""
     whole = torch.nn.functional.pad(mask.view(-1).to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)

@@ -14,6 +14,7 @@ from ._buckets import Bucket
 from ._requests import Payload
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
+BLOCK = 65536  # elements: a few vectors of them stay in a core's own cache between one pass and the next
 Tensors = list[Tensor | None]
 
 
@@ -40,8 +41,9 @@ class Ops:
         index: Tensors | None = None,
         add: Tensors | None = None,
         scale: float = 1.0,
+        negate: bool = False,
     ) -> Payload:
-        """The bucket's message: ``grads`` (at ``index``, where a tensor has one), plus ``scale * add``."""
+        """The bucket's message: ``grads``, or minus them, plus ``scale * add`` (at ``index``, where a tensor has one)."""
         index = index or [None] * len(grads)
         lengths = [n if i is None else i.numel() for n, i in zip(bucket.lengths, index, strict=True)]
         payload = bucket.payload(lengths, bucket.group.get("payload_dtype"))
@@ -55,8 +57,10 @@ class Ops:
                 torch.index_select(g.reshape(-1), 0, i, out=part)
             else:
                 _math.gather(g, i, part)
+            if negate:
+                part.neg_()
             if extra is not None:
-                part.add_(extra.view(-1), alpha=scale)
+                part.add_(extra.view(-1) if i is None else extra.view(-1).index_select(0, i), alpha=scale)
         return payload
 
     @staticmethod
@@ -106,6 +110,18 @@ class Ops:
         return _math.adamw_update(
             w, m, v, max(float(step), 1.0), betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"]
         )
+
+    @staticmethod
+    def adams(group: dict, w: Tensor, g: Tensor, m: Tensor, step: Tensor, clip: float = 1.0, decay: bool = True) -> None:
+        """One AdamS step in place, in blocks that stay in the cache; ``step`` is already counted up."""
+        names = ("betas", "eps", "bias_correction")
+        hyper = {name: group[name] for name in names} | {"lr": float(group["lr"]), "clip": clip}
+        hyper["weight_decay"] = group["weight_decay"] if decay else 0.0
+        blocks = [(w, g, m)]
+        if w.numel() > BLOCK and all(x.is_contiguous() for x in (w, g, m)):
+            blocks = zip(*(x.view(-1).split(BLOCK) for x in (w, g, m)), strict=True)
+        for w_, g_, m_ in blocks:
+            _math.adams_(w_, g_, m_, float(step), **hyper)
 
     top_k = staticmethod(_math.top_k)
     positions = staticmethod(_math.positions)

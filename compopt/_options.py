@@ -29,3 +29,10 @@ def check_compression(group: dict) -> None:
     require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")
     require(dtype is None or dtype.is_floating_point, "payload_dtype", dtype, "None or a floating-point dtype")
     require(group["compress"] in (None, True, False), "compress", group["compress"], "None, True or False")
+
+
+def check_adams(group: dict) -> None:
+    """Check the options that AdamS-like classes have."""
+    check_adam(group)
+    known = ("scape", "adams")
+    require(group["bias_correction"] in known, "bias_correction", group["bias_correction"], "'scape' or 'adams'")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ class Exchange:
     plan: Plan
     draw: Callable[[], list[Tensor | None]]
     clipped: float
-    found: Callable[[Bucket, list[float]], None] | None
+    found: Callable[[dict[Tensor, float]], None] | None
 
 
 class Projecting(CompressedOptimizer):
@@ -66,7 +66,7 @@ class Projecting(CompressedOptimizer):
             return self._matrices.draw(bucket, numbers, plan, h["seed"], t)
 
         clipped = clip_factor(self._norm, h["max_grad_norm"]) if h["clip"] == "local" else 1.0
-        return Exchange(plan, draw, clipped, self._note_cosines if adapts else None)
+        return Exchange(plan, draw, clipped, self._cosines.update if adapts else None)
 
     def _plan(self, bucket: Bucket) -> Plan:
         h = bucket.group
@@ -90,16 +90,17 @@ class Projecting(CompressedOptimizer):
         self._warn_of_unstable_beta()
 
     def _warn_of_unstable_beta(self) -> None:
-        for group in self._option_groups:
-            plans = [self._projection(p, group) for p in group["params"]]
-            bounds = [least_beta(q) for q in plans if q is not None and q.beta < least_beta(q)]
-            if bounds and not self._warned_of_beta:
-                self._warned_of_beta = True
-                warnings.warn(
-                    f"ef_beta={group['ef_beta']} lets the error of {len(bounds)} tensors grow without end at "
-                    f"ratio={group['ratio']}: use 'auto', or a number above {max(bounds):.4f}.",
-                    stacklevel=5,
-                )
+        for bucket in self._buckets:
+            group = bucket.group
+            for name, p, compressed in zip(bucket.names, bucket.params, bucket.compressed, strict=True):
+                q = self._projection(p, group) if compressed else None
+                if q is not None and q.beta < least_beta(q) and not self._warned_of_beta:
+                    self._warned_of_beta = True
+                    warnings.warn(
+                        f"ef_beta={q.beta} lets the error of {name} grow without end at ratio={group['ratio']}: "
+                        f"use 'auto', or a number above {least_beta(q):.4f}.",
+                        stacklevel=5,
+                    )
 
     _warned_of_beta = False
 
@@ -115,17 +116,12 @@ class Projecting(CompressedOptimizer):
         if not self._clips_locally():
             super().gradients_ready(params)
 
-    def step_in_turns(self) -> Generator:
+    def before_exchange(self) -> None:
         if self._clips_locally():
             grads = [g for bucket in self._buckets for g in bucket.grads() if g is not None]
             self._norm = float(torch.nn.utils.get_total_norm(grads))
-        yield from super().step_in_turns()
 
     # Algorithm 3, step 6: more columns where the reconstruction is worse than on average, fewer where it is better
-
-    def _note_cosines(self, bucket: Bucket, cosines: list[float]) -> None:
-        projected = zip(bucket.params, self._plan(bucket), cosines, strict=True)
-        self._cosines.update({p: cosine for p, q, cosine in projected if q is not None})
 
     def committed(self) -> None:
         if not self._cosines:

@@ -30,8 +30,8 @@ GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E
 class Projection:
     """How one tensor is projected.
 
-    ``rows`` and ``columns`` are the tensor as a matrix; ``of_rows``: its rows are projected, not its columns. ``r`` is what
-    remains of the projected dimension, ``beta`` the weight of the old error.
+    ``rows`` and ``columns`` are the tensor as a matrix; ``of_rows``: its rows are projected, not its columns. ``r``
+    is what remains of the projected dimension, ``beta`` the weight of the old error.
     """
 
     rows: int
@@ -101,7 +101,7 @@ class Matrices:
     """The projection matrices of a step, the same bits on all ranks, from (seed, step, number of the tensor).
 
     Drawn by hashing a counter in integers (splitmix64) and looking up 16 bits at a time in a table of Gaussian
-    quantiles: unlike ``torch.randn``, the same on every device, machine and torch version. One buffer serves all buckets.
+    quantiles: unlike ``torch.randn``, the same on every device, machine and torch version. One buffer for all buckets.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._buckets import Bucket
 from ._comm import Comm, Pending
-from ._requests import Agree, CommunicationError, Request
+from ._requests import Agree, AllReduceMean, CommunicationError, Request
 
 Algorithm = Callable[[Bucket], Generator[Request, object, None]]
 Waits = Generator[Pending, None, object]  # yields what it is about to wait for: the simulator's scheduling point
@@ -108,13 +108,24 @@ class Runtime:
             with contextlib.suppress(StopIteration):
                 exchange.generator.send(answer)
 
+    def forget(self) -> None:
+        """Give up everything that is on its way, without waiting: its group is gone."""
+        for exchange in [*self.tails, *self.early.values()]:
+            exchange.generator.close()
+        self.tails, self.early = [], {}
+
     def drop_early(self) -> None:
         early, self.early = self.early, {}
         for exchange in early.values():
             exchange.abandon()
 
-    def step(self, buckets: list[Bucket], comm: Comm, settings: list[float]) -> Generator[Pending, None, Verdict]:
-        """One step of all buckets. Raises CommunicationError with nothing applied when a collective failed."""
+    def step(
+        self, buckets: list[Bucket], comm: Comm, settings: list[float], shards: list[Comm]
+    ) -> Generator[Pending, None, Verdict]:
+        """One step of all buckets. Raises CommunicationError with nothing applied when a collective failed.
+
+        ``shards``: the ranks that hold the other parts of this rank's model, if any: they step together or not at all.
+        """
         for exchange in self.tails:
             yield exchange.pending
         self.settle()
@@ -136,6 +147,7 @@ class Runtime:
                         exchanges[i] = Exchange(exchange.bucket, self.algorithm, comm)
                 yield from self._exchange(exchanges)
             verdict = self._judge(exchanges)
+            yield from self._agree_with(shards, verdict, buckets[-1].device)
             verdict.early, verdict.resent = 0 if resend else len(early), resend
         except Exception:
             for exchange in exchanges:
@@ -165,7 +177,8 @@ class Runtime:
             agree = exchange.agree
             marks = agree.payload.header.tolist()
             verdict.bad += [name for name, mark in zip(exchange.bucket.names, marks, strict=True) if mark != mark]
-            total += float(_squared_norm(agree.payload.body) if agree.squared_norm is None else agree.squared_norm)
+            squared = _squared_norm(agree.payload.body) if agree.squared_norm is None else agree.squared_norm
+            total += float(squared) / exchange.bucket.copies
             if any(exchange.bucket.compressed):
                 verdict.phases.add(agree.phase)
         settings = exchanges[-1].agree.payload.control[1:]
@@ -176,6 +189,22 @@ class Runtime:
             verdict.bad = verdict.bad or ["the average over ranks"]
         verdict.applied = not verdict.bad and not verdict.mismatch
         return verdict
+
+    @staticmethod
+    def _agree_with(shards: list[Comm], verdict: Verdict, device: torch.device) -> Waits:
+        """One norm and one verdict over all shards of a model, summed along one dimension of its mesh after another."""
+        if not shards:
+            return
+        words = [0.0 if verdict.bad else verdict.norm**2, float(bool(verdict.bad)), float(verdict.mismatch)]
+        message = torch.tensor(words, dtype=torch.float64, device=device)
+        for comm in shards:
+            pending = comm.start(AllReduceMean(message))
+            yield pending
+            message = pending.wait() * comm.size
+        squared, bad, mismatch = message.tolist()
+        verdict.norm, verdict.mismatch = squared**0.5, mismatch > 0
+        verdict.bad = verdict.bad or (["a tensor of another shard"] if bad else [])
+        verdict.applied = not verdict.bad and not verdict.mismatch
 
     def _commit(self, exchanges: list[Exchange], norm: float) -> None:
         for exchange in exchanges:

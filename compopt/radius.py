@@ -126,6 +126,7 @@ class RadiusAdamW(CompressedOptimizer):
     """
 
     averaged_state = ("residual",)
+    chosen_state = ("mask",)
 
     def __init__(
         self, params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,

@@ -18,6 +18,7 @@ The smaller side of a tensor is projected, and a dense start of ``warmup_steps``
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -51,8 +52,9 @@ def separate(
     norm = yield Agree(mean, "projected" if any(plan) else "dense", squared)  # from here on state changes
     factor = clip_factor(norm, h["max_grad_norm"]) if h["clip"] == "reconstructed" else 1.0
     matrices = exchange.draw()  # the same again: what is drawn is not kept while the payload travels
-    for i, (present, q, R) in enumerate(zip(bucket.present(mean), plan, matrices, strict=True)):
-        if present:
+    present = bucket.present(mean)
+    for i, (q, R) in enumerate(zip(plan, matrices, strict=True)):
+        if present[i]:
             bucket.state["step"][i] += 1
             ghat = target(bucket, i)
             reconstruct(ghat, mean.parts[i], q, R, factor, ops)  # line 4
@@ -65,7 +67,8 @@ def separate(
         if residual[i] is not None and h["reset_interval"] and t % h["reset_interval"] == 0:
             residual[i].zero_()
     if exchange.found is not None:
-        exchange.found(bucket, mean.parts[-1].tolist())
+        cosines = zip(bucket.params, mean.parts[-1].tolist(), present, plan, strict=True)
+        exchange.found({p: cosine for p, cosine, any_rank, q in cosines if any_rank and q is not None})
 
 
 class SeparateAdam(Projecting):
@@ -129,12 +132,12 @@ class SeparateAdam(Projecting):
         return separate(bucket, self.ops, self.exchange(bucket), self.target, self.apply)
 
     def target(self, bucket: Bucket, i: int) -> Tensor:
-        w = bucket.weights[i]
+        w = bucket.weight(i)
         return self.ops.scratch(w, w.numel()).view(w.shape)
 
     def apply(self, bucket: Bucket, i: int, g: Tensor) -> None:
         m, v, step = (bucket.state[name][i] for name in ("exp_avg", "exp_avg_sq", "step"))
-        self.ops.adamw(bucket.group, bucket.weights[i], g, m, v, step)
+        self.ops.adamw(bucket.group, bucket.weight(i), g, m, v, step)
         bucket.publish(i)
 
 
@@ -199,20 +202,20 @@ class Separate(Projecting):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base, and our options for it. All ranks must do so at the same step."""
-        given = all(param_group is not group for group in self.param_groups)
-        if given:
+        new = all(param_group is not group for group in self.param_groups)
+        if new:
             self.base.add_param_group(param_group)
-        group = self.param_groups[-1] if given else param_group
+        group = self.param_groups[-1] if new else param_group
         said = {name: group[name] for name in ("param_names", "compress", "ratio", "ef_beta") if name in group}
         own = {**self._own_defaults, **said, "params": group["params"]}
         try:
             self._admit(own)
         except (TypeError, ValueError):
-            if given:
+            if new:
                 self.param_groups.pop()
             raise
         self._own_groups.append(own)
-        if given:
+        if hasattr(self, "_runtime"):
             own["step"] = self._own_groups[0]["step"]
             self._rebuild()
 
@@ -222,6 +225,11 @@ class Separate(Projecting):
         self._averages: dict[Tensor, Tensor] = {}
         self._given: dict[Tensor, Tensor] = {}
         super()._build()
+
+    def before_exchange(self) -> None:
+        for group in self.param_groups[len(self._own_groups) :]:
+            self.add_param_group(group)  # somebody gave it to the base
+        super().before_exchange()
 
     def _specs(self, bucket: Bucket) -> dict[str, StateSpec]:
         specs = super()._specs(bucket)
@@ -274,7 +282,7 @@ class Separate(Projecting):
         Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
         """
         before = self.base.state_dict()
-        self.base.load_state_dict(state_dict.get("base", state_dict))
+        self.base.load_state_dict(copy.deepcopy(state_dict.get("base", state_dict)))  # torch's would share its tensors
         if "base" not in state_dict:
             return
         try:

@@ -1,4 +1,4 @@
-"""Text to train on: the Python standard library's own source files, as bytes (they are on every machine that runs this)."""
+"""Text to train on, as bytes: the standard library's own source files, which are wherever Python is."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -42,7 +42,9 @@ def load(path: str | None = None, limit: int = LIMIT) -> tuple[torch.Tensor, tor
     text = Path(path).read_bytes()[:limit] if path else standard_library(limit)
     if len(text) < 10_000:
         where = path or sysconfig.get_path("stdlib")
-        raise ValueError(f"The text in {where} has {len(text)} bytes; at least 10000 are needed: name a larger --data file.")
+        raise ValueError(
+            f"The text in {where} has {len(text)} bytes; at least 10000 are needed: name a larger --data file."
+        )
     chunks = torch.frombuffer(bytearray(text), dtype=torch.uint8).split(min(CHUNK, len(text) // VALIDATION_EVERY))
     train = [chunk for i, chunk in enumerate(chunks) if i % VALIDATION_EVERY != VALIDATION_EVERY - 1]
     return torch.cat(train), torch.cat(chunks[VALIDATION_EVERY - 1 :: VALIDATION_EVERY])

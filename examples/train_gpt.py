@@ -1,6 +1,6 @@
-"""Train a small GPT on source code, on one process or many, with gradients averaged by DDP or by the optimizer.
+"""Train a small GPT on source code, its gradients averaged by DDP or, compressed, by the optimizer.
 
-python examples/train_gpt.py
+python examples/train_gpt.py                                              # one process
 torchrun --nproc-per-node 2 --standalone examples/train_gpt.py --optimizer radius --out radius.json
 """
 
@@ -10,7 +10,9 @@ import math
 import os
 import time
 from collections import Counter
-from statistics import mean, median
+from itertools import islice
+from pathlib import Path
+from statistics import median
 
 import baselines
 import corpus
@@ -20,6 +22,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
+
+import compopt
+
+# The line that differs: DDP averages the gradients for the first, the second averages them itself, compressed.
+OPTIMIZERS = {
+    "adamw": lambda p, a: torch.optim.AdamW(p, a.lr, fused=True),
+    "radius": lambda p, a: compopt.RadiusAdamW(p, a.lr, density=a.density, interval=a.interval, warmup_steps=a.warmup),
+}
 
 
 class Block(nn.Module):
@@ -31,9 +41,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        qkv = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.relu(self.up(self.norm2(x))).square())
 
 
@@ -43,79 +53,67 @@ class GPT(nn.Module):
         self.bytes, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width, bias=False), nn.Linear(width, vocabulary, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() >= 2:  # every block adds to x twice: scaled so that x does not grow with the depth
-                nn.init.normal_(parameter, std=0.08 / (math.sqrt(2 * layers) if "out." in name or "down." in name else 1))
+        for name, p in self.named_parameters():
+            if p.dim() >= 2:  # each block adds to x twice: smaller there, so that x does not grow with the depth
+                nn.init.normal_(p, std=0.08 / (math.sqrt(2 * layers) if "out." in name or "down." in name else 1))
 
     def forward(self, x, y):
-        h = self.bytes(x) + self.positions.weight[: x.shape[1]]
-        return F.cross_entropy(self.head(self.norm(self.blocks(h))).flatten(0, 1), y.flatten())
+        x = self.bytes(x) + self.positions.weight[: x.shape[1]]
+        return F.cross_entropy(self.head(self.norm(self.blocks(x))).flatten(0, 1), y.flatten())
 
 
 def parse():
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--optimizer", default="adamw", choices=["adamw", "radius", "powersgd", "topk"])
-    cli.add_argument("--lr", type=float, default=2e-3)
-    cli.add_argument("--weight-decay", type=float, default=1e-2)
-    cli.add_argument("--steps", type=int, default=1500)
+    cli.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS, *baselines.HOOKS])
     cli.add_argument("--batch", type=int, default=8, help="sequences a step, on each rank")
-    cli.add_argument("--context", type=int, default=128, help="bytes in a sequence")
-    cli.add_argument("--layers", type=int, default=4)
-    cli.add_argument("--heads", type=int, default=4)
-    cli.add_argument("--width", type=int, default=128)
+    cli.add_argument("--context", type=int, default=64, help="bytes in a sequence")
     cli.add_argument("--density", type=float, default=0.4, help="share of the gradient that is sent (radius, topk)")
     cli.add_argument("--interval", type=int, default=100, help="steps between two selections (radius)")
     cli.add_argument("--warmup-share", type=float, default=0.15, help="share of the steps sent dense at the start")
-    cli.add_argument("--lr-warmup", type=int, default=40, help="steps over which the learning rate rises")
-    cli.add_argument("--eval-every", type=int, default=100)
-    cli.add_argument("--seed", type=int, default=0)
     cli.add_argument("--data", help="a file to train on (default: the Python standard library's source)")
     cli.add_argument("--out", help="a JSON file for the results")
-    return cli.parse_args()
-
-
-def make_optimizer(args, model):
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    scales = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": scales, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=args.lr, fused=True)
+    for name, default in dict(lr=2e-3, steps=1500, layers=4, heads=4, width=128, seed=0, eval_every=100).items():
+        cli.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
+    args = cli.parse_args()
+    args.warmup = round(args.warmup_share * args.steps)
+    return args
 
 
 def main():
     args = parse()
-    # One process or many, CPU or GPU: torchrun sets the variables; without it this is a group of one.
+    # One process or many, CPU or GPU: torchrun sets these variables; without them this is a group of one.
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
+    cuda = torch.cuda.is_available()
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
+    if cuda:
         torch.cuda.set_device(device)
-    rendezvous = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **rendezvous)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if cuda else "gloo", **alone)
 
     train, val = corpus.load(args.data)
-    data = corpus.batches(train, args.batch, args.context, args.seed + 1 + rank)  # every rank reads other places
+    data = corpus.batches(train, args.batch, args.context, seed=1000 * args.seed + 1 + rank)  # its own on each rank
     torch.manual_seed(args.seed)
     model = GPT(args.layers, args.width, args.heads, args.context).to(device)
-    parameters = sum(p.numel() for p in model.parameters())
     ddp = DistributedDataParallel(model)
-    warmup = round(args.warmup_share * args.steps)  # steps of dense exchange before compression begins
-    optimizer = make_optimizer(args, model)
-    exchange = baselines.attach(args.optimizer, ddp, warmup, args.density)
+    matrices, scales = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
+    params = [{"params": matrices}, {"params": scales, "weight_decay": 0.0}]
+    optimizer = OPTIMIZERS.get(args.optimizer, OPTIMIZERS["adamw"])(params, args)
+    baseline = baselines.attach(args.optimizer, ddp, args)
 
-    def rate(step):  # linear rise, then a cosine down to a tenth
-        done = (step - args.lr_warmup) / max(1, args.steps - args.lr_warmup)
-        return min(1.0, (step + 1) / (args.lr_warmup + 1)) * (0.55 + 0.45 * math.cos(math.pi * min(1.0, max(0.0, done))))
+    def rate(step):  # a rise over 40 steps, and a cosine down to a tenth
+        return min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / args.steps))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
     @torch.no_grad()
-    def averages(losses):  # training loss since the last call, and validation loss: the same 40 batches every time
-        fixed = zip(range(40), corpus.batches(val, args.batch, args.context, seed=0))
-        mine = [model(x.to(device), y.to(device)).item() for i, (x, y) in fixed if i % world == rank]
-        total = torch.tensor([sum(losses), len(losses), sum(mine), len(mine)], dtype=torch.float64, device=device)
+    def averages(losses):  # over all ranks: training loss since the last call, loss on the same 40 validation batches
+        mine = islice(corpus.batches(val, args.batch, args.context, seed=0), rank, 40, world)
+        found = [model(x.to(device), y.to(device)).item() for x, y in mine]
+        total = torch.tensor([sum(losses), len(losses), sum(found), len(found)], device=device)
         dist.all_reduce(total)
         return (total[0] / total[1]).item(), (total[2] / total[3]).item()
 
-    evals, losses, seconds, sent = [], [], [], []
+    evals, losses, seconds, sent, phases = [], [], [], {"dense": [], "compressed": []}, Counter()
     bar = tqdm(range(1, args.steps + 1), desc=args.optimizer, disable=None if rank == 0 else True)
     for step in bar:
         begin = time.perf_counter()
@@ -125,18 +123,25 @@ def main():
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.item())  # on a GPU this waits for the step, so that it is timed
+        losses.append(loss.item())  # on a GPU this waits for the step, so that the clock sees all of it
         seconds.append(time.perf_counter() - begin)
-        sent.append((exchange.phase, exchange.bytes_sent))
+        stats = getattr(optimizer, "stats", baseline)
+        sent["dense" if stats.phase == "dense" else "compressed"].append(stats.bytes_sent)
+        phases[stats.phase] += 1
         if step % args.eval_every == 0 or step == args.steps:
-            train_loss, val_loss = averages(losses)
+            now = dict(zip(("train_loss", "val_loss"), averages(losses), strict=True))
+            evals.append({"step": step, "seconds": sum(seconds), "bytes": sum(map(sum, sent.values())), **now})
             losses.clear()
-            evals.append({"step": step, "seconds": sum(seconds), "train_loss": train_loss, "val_loss": val_loss})
-            evals[-1]["bytes"] = sum(size for _, size in sent)
-            bar.set_postfix(train=f"{train_loss:.3f}", val=f"{val_loss:.3f}")
-            if bar.disable and rank == 0:
-                print(f"{args.optimizer}: step {step}, training loss {train_loss:.3f}, validation loss {val_loss:.3f}", flush=True)
+            bar.set_postfix(now)
+            if bar.disable and rank == 0:  # no terminal, so no bar: a line instead
+                print(args.optimizer, *(f"{name} {value:.4g}" for name, value in evals[-1].items()), flush=True)
 
+    if rank == 0 and args.out:
+        result = {"config": vars(args) | {"ranks": world, "device": device.type}, "evals": evals, "phases": phases}
+        result["parameters"] = sum(p.numel() for p in model.parameters())
+        result["bytes_per_step"] = {kind: median(sizes) if sizes else None for kind, sizes in sent.items()}
+        result["step_ms"] = 1000 * median(seconds)
+        Path(args.out).write_text(json.dumps(result, indent=1))
     dist.destroy_process_group()
 
 

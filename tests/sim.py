@@ -155,6 +155,14 @@ class Ranks:
         ]
         self.steps = 0
 
+    def shrink(self, survivors: list[int]) -> None:
+        """The other ranks are gone; these go on over a world of their own."""
+        self.models = [self.models[rank] for rank in survivors]
+        self.optimizers = [self.optimizers[rank] for rank in survivors]
+        self.world = World(len(survivors))
+        for optimizer, comm in zip(self.optimizers, self.world.comms, strict=True):
+            optimizer.rebind(comm)
+
     def __iter__(self) -> Iterator[tuple[int, nn.Module, torch.optim.Optimizer]]:
         return zip(range(self.world.size), self.models, self.optimizers, strict=True)
 

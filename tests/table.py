@@ -22,7 +22,8 @@ class Case:
     lossless: dict[str, Any]
     reference: Callable[..., torch.optim.Optimizer]
     lr: float = 1e-2
-    slack: float = 1.5  # loss allowed on the toy problems, as a factor on the budget
+    method: str = "adamw"  # which row of the toy problems' table it has to reach, with these options
+    problems: dict[str, Any] = field(default_factory=dict)
     bad: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
@@ -42,6 +43,8 @@ CASES = [
         compressed=dict(density=0.4, interval=5, warmup_steps=3),
         lossless=dict(density=1.0, interval=3, warmup_steps=2),
         reference=torch.optim.AdamW,
+        method="radius",
+        problems=dict(density=0.4, interval=10),
         bad=ADAM_BAD | COMMON_BAD | {"density": [0.0, 1.5, -0.1], "interval": [0, -3, 2.5], "residual_scale": [-1.0]},
     ),
 ]  # fmt: skip

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -245,39 +243,33 @@ def run_pipeline(name, rank):
     parameters = {n: p.grad for n, p in stage.named_parameters()}
     payload = seen["payload"] if isinstance(seen["payload"], tuple) else (seen["payload"],)
     return {"activation": seen["activation"].detach(), "payload": [t.detach() for t in payload], "grad": seen["grad"],
-            "parameters": parameters, "x": x, "target": target, "losses": [float(v) for v in losses]}  # fmt: skip
+            "parameters": parameters, "x": x, "target": target, "losses": [v.item() for v in losses]}  # fmt: skip
 
 
 def worker(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
     found = {"mlp": {}, "exchange": {}, "pipeline": {}}
     for bias in (True, False):
         found["mlp"]["torch", bias] = run_mlp(mesh, RowwiseParallel(), bias)
         found["mlp"]["Identity", bias] = run_mlp(mesh, CompressedRowwiseParallel(Identity), bias)
-    torch.manual_seed(100 + rank)  # ranks that disagree on the seed must still start from one auto-encoder
-    found["auto-encoder"] = run_mlp(mesh, CompressedRowwiseParallel(lambda: AutoEncoder(HIDDEN, 3)), True)
+
+    def auto_encoder():
+        torch.manual_seed(100 + rank)  # ranks that disagree on the seed must still start from one auto-encoder
+        return AutoEncoder(HIDDEN, 3)
+
+    found["auto-encoder"] = run_mlp(mesh, CompressedRowwiseParallel(auto_encoder), True)
     for name in COMPRESSORS:
         found["exchange"][name] = run_exchange(name, mesh, rank)
     for name in COMPRESSORS:
         torch.manual_seed(5)
         found["pipeline"][name] = run_pipeline(name, rank)
     torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    context = mp.start_processes(worker, (str(folder),), nprocs=2, join=False, start_method="spawn")
-    try:
-        assert context.join(timeout=90) or context.join(timeout=30), "the ranks were still running after two minutes"
-    finally:
-        for process in context.processes:
-            process.kill() if process.is_alive() else None
+    run_ranks(worker, 2, str(folder))
     return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(2)]
 
 

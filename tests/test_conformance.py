@@ -422,3 +422,42 @@ def test_gradients_that_were_averaged_before_are_refused(case):
     ranks.backward(lambda model, rank, step: loss(model, 0, step))
     with pytest.raises(RuntimeError, match=r"compopt\.attach"):
         ranks.world.step(ranks.optimizers)
+
+
+@every
+@pytest.mark.parametrize("at", [2, 4, 6])
+def test_survivors_go_on_over_a_smaller_group_from_memory(case, at):
+    ranks = make_ranks(case, 3)
+    ranks.train(loss, at)
+    ranks.backward(loss)
+    ranks.world.failing_everywhere.update(range(ranks.world.comms[0].started, ranks.world.comms[0].started + 9))
+    before = [p.detach().clone() for p in ranks.models[0].parameters()]
+    with pytest.raises(compopt.CommunicationError):
+        ranks.world.step(ranks.optimizers)
+    assert_same(before, [p.detach() for p in ranks.models[0].parameters()])
+    ranks.shrink([0, 2])
+    ranks.train(loss, 5)
+    ranks.assert_replicas_equal()
+    assert ranks.optimizers[0].param_groups[0]["step"] == at + 5
+
+
+@every
+def test_endless_skipping_is_an_error(case):
+    ranks = make_ranks(case, 2)
+    for optimizer in ranks.optimizers:
+        optimizer.max_skipped = 3
+    with pytest.raises(FloatingPointError, match="3 steps in a row were skipped"):
+        ranks.train(lambda model, rank, step: loss(model, rank, step) * float("nan"), 4)
+
+
+@every
+def test_replicas_that_part_are_found(case):
+    ranks = make_ranks(case, 3)
+    for optimizer in ranks.optimizers:
+        optimizer.check_replicas_every = 4
+    ranks.train(loss, 5)
+    with torch.no_grad():
+        ranks.models[2].up.bias[3] += 1e-6
+    ranks.train(loss, 2)
+    with pytest.raises(ValueError, match="rank 2 has .*checksum"):
+        ranks.train(loss, 1)

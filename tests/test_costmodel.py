@@ -12,11 +12,13 @@ from compopt.costmodel import (
     METHODS,
     PAPER,
     Cost,
+    LayerCosts,
     Machine,
     Workload,
     all_reduce_seconds,
     fit,
     fit_communication,
+    layer_flops,
     layer_seconds,
     speedup,
     step_seconds,
@@ -49,6 +51,15 @@ def test_on_a_fixed_cluster_compression_pays_less_as_the_model_widens():
     ]
     assert ratios[0] > ratios[1] > ratios[2] > 1
     assert ratios[2] < 1.05
+
+
+def test_a_layer_computes_exchanges_and_encodes():
+    # Equations 1 and 2, term by term.
+    costs = LayerCosts(alpha=1e-12, beta=1e-9, gamma=1e-8, constant=1e-3, threshold=50_000)
+    flops = 96 * 2 * 128 * 256**2 + 16 * 2 * 128**2 * 256
+    assert layer_seconds(costs, 2, 128, 256) == pytest.approx(1e-12 * flops + 1e-9 * 2 * 128 * 256)
+    assert layer_seconds(costs, 2, 128, 256, code=10) == pytest.approx(1e-12 * flops + 1e-3 + 1e-8 * 2 * 128 * 256)
+    assert layer_flops(2, 128, 256, vocabulary=1000) - flops == 6 * 2 * 128 * 256 * 1000
 
 
 # Radius, Table 3: GPT-2.0B on 64 A100, milliseconds a step and inside the all-reduce.

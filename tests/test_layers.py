@@ -24,7 +24,7 @@ ALLOWED = {
         "_options",
     },
     "_handshake": {"_comm", "_requests", "_buckets"},
-    "_checkpoint": {"_buckets"},
+    "_checkpoint": {"_buckets", "_math"},
     "_runtime": {"_comm", "_buckets", "_requests"},
     "_ops": {"_math", "_buckets", "_requests"},
     "_buckets": {"_requests"},

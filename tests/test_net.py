@@ -67,9 +67,8 @@ def test_rate_holds_and_bytes_are_counted(namespaces):
 def test_a_failing_rank_ends_the_others(namespaces):
     script = "import os, sys, time; sys.exit('no luck') if os.environ['RANK'] == '1' else time.sleep(60)"
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="(?s)Rank 1 .*exit code 1.*no luck"):
-        with _net.Links(2) as links:
-            links.run([sys.executable, "-c", script], timeout=50)
+    with pytest.raises(RuntimeError, match=r"(?s)Rank 1 .*exit code 1.*no luck"), _net.Links(2) as links:
+        links.run([sys.executable, "-c", script], timeout=50)
     assert time.monotonic() - start < 20
     assert namespaces(os.getpid()) == []
 

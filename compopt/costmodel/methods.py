@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-TOP_K_PASSES = 25  # torch.topk over a vector costs 18 to 32 passes over it on a CPU
 FLOAT = 4  # gradients, payloads and optimizer state are fp32
+TOP_K = 25 * FLOAT  # bytes an element that torch.topk costs on a CPU: 18 to 32 passes
+THRESHOLD = 28  # bytes an element of a sampled threshold: two looks of 14 (shrink, flag, count)
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class Workload:
         return cls(parameters, 0.997, 2 * width, 16 * parameters / (12 * width), 2 / 3)
 
     @classmethod
-    def of_model(cls, model: torch.nn.Module) -> Workload:
-        """Read the parameters of a model that is there; those not requiring gradients are left out."""
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> Workload:
+        """Read named parameters, `model.named_parameters()`; those not requiring gradients are left out."""
+        named = [(name, p) for name, p in named if p.requires_grad]
         if not named:
-            raise ValueError("model has no parameter that requires a gradient: there is nothing to average.")
+            raise ValueError("No parameter requires a gradient: there is nothing to average.")
         total = sum(p.numel() for _, p in named)
         chosen = [(name, p) for name, p in named if p.ndim >= 2 and p.numel() >= 4096]
         size = sum(p.numel() for _, p in chosen)
@@ -88,13 +89,13 @@ def _radius(work: Workload, ranks: int, density: float = 0.4, interval: int = 20
     n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
     resample = 1 / interval
     kept = density * (1 - resample) + resample
-    # A sparse step reads gradient and residual and writes the residual; gathering and scattering cost 12 a kept element.
+    # A sparse step reads gradient and residual, writes the residual, and gathers and scatters the kept elements.
     sparse = 12 + 12 * density
     return Cost(
         reduced=FLOAT * (kept * n + rest),
         hidden=n / 8 * resample,
         state=8 * work.parameters + (4 + 1 / 8) * n,
-        traffic=n * (sparse * (1 - resample) + TOP_K_PASSES * FLOAT * resample),
+        traffic=n * (sparse * (1 - resample) + TOP_K * resample),
     )
 
 
@@ -102,7 +103,7 @@ def _scape(work: Workload, ranks: int, density: float = 0.1) -> Cost:
     n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
     mask = min(1 / 8, density * math.log2(math.e / density) / 8)
     # Against fused AdamW's 28 bytes: residual and decay 20, 40 a kept element, selection of a rank's own part.
-    traffic = 20 + 40 * density + TOP_K_PASSES * FLOAT / ranks - 28
+    traffic = 20 + 40 * density + THRESHOLD / ranks - 28
     return Cost(
         reduced=FLOAT * (density * n + rest),
         hidden=mask * n,
@@ -130,7 +131,7 @@ def _tagc(work: Workload, ranks: int, sparsity: float = 0.9) -> Cost:
         reduced=0.0,
         gathered=FLOAT * (union * n + rest) + 2 * n / 8 + FLOAT * work.parameters,
         state=8 * work.parameters / ranks + 4 * n,
-        traffic=(16 + TOP_K_PASSES * FLOAT + 12 * union) * n - 28 * work.parameters * (1 - 1 / ranks),
+        traffic=(16 + THRESHOLD + 12 * union) * n - 28 * work.parameters * (1 - 1 / ranks),
     )
 
 

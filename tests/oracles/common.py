@@ -19,13 +19,16 @@ def read_grads(grads: Grads, params: list[Tensor], ranks: int) -> Grads:
         if len(own) != len(params):
             raise ValueError(f"grads[{rank}] has {len(own)} tensors, there are {len(params)} parameters")
     return [
-        [torch.zeros_like(p) if g is None else g.detach().to(torch.float64, copy=True) for g, p in zip(own, params)]
+        [
+            torch.zeros_like(p) if g is None else g.detach().to(torch.float64, copy=True)
+            for g, p in zip(own, params, strict=True)
+        ]
         for own in grads
     ]
 
 
 def mean_over_ranks(grads: Grads) -> list[Tensor]:
-    return [torch.stack(same_tensor).mean(0) for same_tensor in zip(*grads)]
+    return [torch.stack(same_tensor).mean(0) for same_tensor in zip(*grads, strict=True)]
 
 
 def clip_by_global_norm(tensors: list[Tensor], max_norm: float | None) -> list[Tensor]:

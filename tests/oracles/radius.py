@@ -74,9 +74,11 @@ class RadiusOracle:
         average = clip_by_global_norm(average, self.max_grad_norm)  # line 20
         update = [self._corrected(i, g) for i, g in enumerate(average)]  # line 21
         if self.phase == "resample":  # lines 22-24
-            self.mask = [top_k(u.abs(), self.density) if c else None for u, c in zip(update, self.compress)]
+            self.mask = [
+                top_k(u.abs(), self.density) if c else None for u, c in zip(update, self.compress, strict=True)
+            ]
             self.sampled = True
-        self.params = [w - self.lr * u for w, u in zip(self.params, update)]  # line 25
+        self.params = [w - self.lr * u for w, u in zip(self.params, update, strict=True)]  # line 25
 
     def _phase_of(self, t: int) -> str:
         if t < self.warmup_steps:  # line 3

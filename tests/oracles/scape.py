@@ -51,7 +51,7 @@ class AdamSOracle:
         self.t += 1
         beta1, _ = self.betas
         average = mean_over_ranks(self._read(grads))
-        m = [beta1 * m_prev + (1 - beta1) * g for m_prev, g in zip(self.m, average)]
+        m = [beta1 * m_prev + (1 - beta1) * g for m_prev, g in zip(self.m, average, strict=True)]
         self._apply(m, average)
 
     def _read(self, grads: Grads) -> Grads:
@@ -61,7 +61,7 @@ class AdamSOracle:
     def _apply(self, m: list[Tensor], average: list[Tensor]) -> None:
         """Lines 19-21: v from the *previous* m and the averaged gradient, then the weights; m becomes the state."""
         beta1, beta2 = self.betas
-        for i, (m_new, g) in enumerate(zip(m, average)):
+        for i, (m_new, g) in enumerate(zip(m, average, strict=True)):
             m_hat, m_prev = m_new / (1 - beta1**self.t), self.m[i]
             if self.bias_correction == "scape":
                 v_hat = (beta2 * m_prev.square() + (1 - beta2) * g.square()) / (1 - beta2**self.t)
@@ -87,7 +87,7 @@ class ScapeOracle(AdamSOracle):
         compress: per tensor, whether it is compressed.
 
     Attributes (beyond AdamSOracle's):
-        residual: residual[rank][i]. mask: mask[i], used at the last step. next_mask: waiting for the next one (delay 1).
+        residual: residual[rank][i]. mask: mask[i], used at the last step. next_mask: for the next step (delay 1).
         phase: "dense" when the last step's masks were all ones because of warm-up or the start, else "sparse".
         average: the averaged gradient of the last step, ghat, before clipping.
     """
@@ -142,8 +142,8 @@ class ScapeOracle(AdamSOracle):
         self.t += 1
         beta1, _ = self.betas
         x = [  # line 10
-            [beta1 * m + (1 - beta1) * g + e for m, g, e in zip(self.m, own, residual)]
-            for own, residual in zip(self._read(grads), self.residual)
+            [beta1 * m + (1 - beta1) * g + e for m, g, e in zip(self.m, own, residual, strict=True)]
+            for own, residual in zip(self._read(grads), self.residual, strict=True)
         ]
         if self.mask_delay == 0:
             self.mask = self._select(x, self.density_at(self.t))
@@ -152,17 +152,20 @@ class ScapeOracle(AdamSOracle):
             self.next_mask = self._select(x, self.density_at(self.t + 1))  # line 15, before x is taken apart
         sparse = any(not on.all() for on in self.mask)
         self.phase = "sparse" if sparse else "dense"
-        self.residual = [[torch.where(on, 0.0, x_i) for on, x_i in zip(self.mask, own)] for own in x]  # lines 11, 12
-        payload = [[torch.where(on, x_i, 0.0) for on, x_i in zip(self.mask, own)] for own in x]  # line 13
+        self.residual = [
+            [torch.where(on, 0.0, x_i) for on, x_i in zip(self.mask, own, strict=True)] for own in x
+        ]  # lines 11, 12
+        payload = [[torch.where(on, x_i, 0.0) for on, x_i in zip(self.mask, own, strict=True)] for own in x]  # line 13
         m = mean_over_ranks(payload)  # lines 14, 16
         self.average = [  # line 17
-            torch.where(on, (b - beta1 * m_prev) / (1 - beta1), 0.0) for on, b, m_prev in zip(self.mask, m, self.m)
+            torch.where(on, (b - beta1 * m_prev) / (1 - beta1), 0.0)
+            for on, b, m_prev in zip(self.mask, m, self.m, strict=True)
         ]
         clipped = clip_by_global_norm(self.average, self.max_grad_norm)  # line 18
         if self.clip == "consistent" and self.max_grad_norm is not None:
             m = [
                 torch.where(on, beta1 * m_prev + (1 - beta1) * g, 0.0)
-                for on, g, m_prev in zip(self.mask, clipped, self.m)
+                for on, g, m_prev in zip(self.mask, clipped, self.m, strict=True)
             ]
         self._apply(m, clipped)
 
@@ -174,5 +177,5 @@ class ScapeOracle(AdamSOracle):
         ones = self._ones()
         return [
             top_k(x[owner][i].abs(), density) if compress and density < 1 else ones[i]
-            for i, (owner, compress) in enumerate(zip(self.owner, self.compress))
+            for i, (owner, compress) in enumerate(zip(self.owner, self.compress, strict=True))
         ]

@@ -74,7 +74,7 @@ class SeparateOracle:
                     self.average[i] = self._exchange(i, [own[i] for own in grads])
         if self.clip == "reconstructed":
             self.average = clip_by_global_norm(self.average, self.max_grad_norm)
-        for p, g in zip(self.params, self.average):
+        for p, g in zip(self.params, self.average, strict=True):
             p.grad = g.clone()
         self.base.step()
         if self.reset_interval is not None and self.t % self.reset_interval == 0:

@@ -1,0 +1,135 @@
+"""What mcbench.py trains to see what compression does to quality: digits and text that come with Python packages.
+
+One process computes what tensor parallelism of 2 and a pipeline of 2 stages compute: two partial products added
+through the compressor, and a stage boundary in the middle. tests/test_activations.py holds the ranks to these formulas.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from _encoder import Make, encoder
+from torch import Tensor, nn
+
+SMALL = {"width": 64, "layers": 4, "heads": 4}
+BATCH = 32
+
+
+class Split(nn.Module):
+    """A row-parallel linear layer of two ranks; as torch does it, the first rank adds the bias."""
+
+    def __init__(self, whole: nn.Linear, make: Make) -> None:
+        super().__init__()
+        self.whole, self.compressor = whole, make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        (left, right), (first, second) = x.chunk(2, -1), self.whole.weight.chunk(2, 1)
+        parts = F.linear(left, first, self.whole.bias), F.linear(right, second)
+        if self.compressor.summable:
+            return self.compressor(parts[0] + parts[1])
+        return self.compressor(parts[0]) + self.compressor(parts[1])
+
+
+class Boundary(nn.Module):
+    """Two pipeline stages meet: only the payload goes on, and its gradient back."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.compressor = make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, side = self.compressor.compress(x)
+        return self.compressor.decompress(values, side, x.shape)
+
+
+def compressed(model: nn.Sequential, make: Make) -> nn.Sequential:
+    """The model with the last half of its layers, and the boundary that leads into them, compressed."""
+    blocks = list(model)[1:-1]
+    half = len(blocks) // 2
+    for block in blocks[half:]:
+        block.out, block.down = Split(block.out, make), Split(block.down, make)
+    return nn.Sequential(model[0], *blocks[:half], Boundary(make), *blocks[half:], model[-1])
+
+
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """scikit-learn's 8 x 8 digits as 16 patches of 2 x 2: train and test inputs (images, 16, 4) and labels."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32) / 16
+    patches = images.unfold(1, 2, 2).unfold(2, 2, 2).reshape(len(images), 16, 4)
+    labels = torch.tensor(data.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1285], order[1285:]
+    return patches[train], labels[train], patches[test], labels[test]
+
+
+def pretrained(seed: int) -> nn.Sequential:
+    """A digit encoder that has learned, without labels and without compression, to fill in blank patches."""
+    torch.manual_seed(seed)
+    x = digits()[0]
+    model = encoder(4, 4, 16, **SMALL, pool=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(600):
+        batch = x[torch.randint(len(x), (BATCH,))]
+        blank = torch.rand(BATCH, 16, 1) < 0.4
+        F.mse_loss(model(batch * ~blank) * blank, batch * blank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def digit_accuracy(make: Make, seed: int, steps: int, start: nn.Sequential, parity: bool = False) -> float:
+    """Accuracy, %, on unseen digits (or their parity) after `steps` compressed steps from `start`."""
+    torch.manual_seed(seed + 100)
+    model = encoder(4, 2 if parity else 10, 16, **SMALL)
+    model[:-1].load_state_dict(start[:-1].state_dict())
+    model = compressed(model, make)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, y, test_x, test_y = digits()
+    y, test_y = (y % 2, test_y % 2) if parity else (y, test_y)
+    random = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        chosen = torch.randint(len(x), (BATCH,), generator=random)
+        F.cross_entropy(model(x[chosen]), y[chosen]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        right = [
+            (model(a).argmax(-1) == b).sum() for a, b in zip(test_x.split(BATCH), test_y.split(BATCH), strict=True)
+        ]
+    return 100 * float(sum(right)) / len(test_x)
+
+
+def masked_text(text: Tensor, random: torch.Generator, tokens: int = 32) -> tuple[Tensor, Tensor]:
+    """Bytes of real text, one-hot, 15 % of them blank: inputs (batch, tokens, 128) and the bytes, -100 where given."""
+    starts = torch.randint(len(text) - tokens, (BATCH, 1), generator=random)
+    window = text[starts + torch.arange(tokens)]
+    blank = torch.rand(window.shape, generator=random) < 0.15
+    return F.one_hot(window, 128).float() * ~blank[..., None], window.masked_fill(~blank, -100)
+
+
+def text_accuracy(make: Make, seed: int, steps: int) -> float:
+    """Share, %, of blank bytes of unseen text filled in correctly, after `steps` compressed steps from nothing."""
+    torch.manual_seed(seed + 200)
+    text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long().clamp_max(127)
+    train, test = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+    model = compressed(encoder(128, 128, 32, **SMALL, pool=False), make)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    random = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        x, y = masked_text(train, random)
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    right = asked = 0
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _ in range(32):
+            x, y = masked_text(test, random)
+            right += int((model(x).argmax(-1) == y)[y != -100].sum())
+            asked += int((y != -100).sum())
+    return 100 * right / asked

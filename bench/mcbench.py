@@ -1,0 +1,197 @@
+"""Does compressing activations help? The tables of MCBench (MLSys 2024) on this machine, on four gloo ranks.
+
+    sudo .venv/bin/python bench/mcbench.py time                      # Table 6: where a step's time goes, by compressor
+    .venv/bin/python bench/mcbench.py quality                        # Tables 2 and 5: accuracy at tensor 2 x pipeline 2
+
+Both print their table and save results/mcbench-*.csv and .png beside this file. Without root the links are not shaped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _encoder import MICRO_BATCHES, Trainer, compressors, encoder
+from _net import Links, sent_bytes
+from _tasks import BATCH, SMALL, digit_accuracy, pretrained, text_accuracy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+
+from compopt.activations import Compressor, MeshRanks
+
+RESULTS = Path(__file__).parent / "results"
+RANKS = 4
+GRIDS = ["1x4", "2x2", "4x1"]  # tensor- times pipeline-parallel
+COLUMNS = ["forward", "backward", "optimizer", "waiting", "total", "encode", "decode", "communication"]
+TIMED = {"inputs": 16, "outputs": 10, "tokens": 64, "width": 256, "layers": 8, "heads": 8}
+MICRO_BATCH = 4
+
+
+class Clock:
+    """Seconds by name. Encoding, decoding and communication do not count what they call of one another."""
+
+    def __init__(self) -> None:
+        self.total: dict[str, float] = defaultdict(float)
+        self._inner = [0.0]
+
+    def timed(self, name: str, call: Callable) -> Callable:
+        def wrapper(*args, **kwargs):
+            self._inner.append(0.0)
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                taken = time.perf_counter() - start
+                inner = self._inner.pop()
+                nested = name in ("encode", "decode", "communication")
+                self.total[name] += taken - inner if nested else taken
+                self._inner[-1] += taken if nested else 0.0
+
+        return wrapper
+
+
+def instrument(part: torch.nn.Module, stage: PipelineStage, clock: Clock) -> None:
+    for module in part.modules():
+        if isinstance(module, Compressor):
+            module.compress = clock.timed("encode", module.compress)
+            module.decompress = clock.timed("decode", module.decompress)
+    stage.forward_one_chunk = clock.timed("forward", stage.forward_one_chunk)
+    stage.backward_one_chunk = clock.timed("backward", stage.backward_one_chunk)
+
+
+def mesh_of(grid: str):
+    tensor, pipeline = map(int, grid.split("x"))
+    return init_device_mesh("cpu", (pipeline, tensor), mesh_dim_names=("pp", "tp"))
+
+
+def time_rank(grid: str, labels: list[str], steps: int) -> None:
+    """One rank of the timing: every compressor in turn, the median step of each; rank 0 prints the means over ranks."""
+    mesh, made = mesh_of(grid), compressors(MICRO_BATCH * TIMED["tokens"], TIMED["width"])
+    clock = Clock()
+    for name in ("sum", "gather"):
+        setattr(MeshRanks, name, clock.timed("communication", getattr(MeshRanks, name)))
+    torch.manual_seed(0)
+    x = torch.randn(MICRO_BATCH * MICRO_BATCHES, TIMED["tokens"], TIMED["inputs"])
+    y = torch.randint(TIMED["outputs"], (len(x),))
+    rows = {}
+    for label in labels:
+        torch.manual_seed(0)
+        trainer = Trainer(encoder(**TIMED), mesh, made[label], MICRO_BATCH, F.cross_entropy, 1e-4)
+        trainer.step(x, y)  # torch's pipelining finds out shapes
+        instrument(trainer.part, trainer.stage, clock)
+        trainer.optimizer.step = clock.timed("optimizer", trainer.optimizer.step)
+        taken = []
+        for _ in range(steps + 1):  # the first is not kept
+            dist.barrier()
+            clock.total.clear()
+            before, start = sent_bytes(), time.perf_counter()
+            trainer.step(x, y)
+            total = time.perf_counter() - start
+            own = {name: clock.total[name] for name in COLUMNS}
+            waiting = total - own["forward"] - own["backward"] - own["optimizer"]
+            sent = 0 if before is None else sent_bytes() - before
+            taken.append({**own, "total": total, "waiting": waiting, "sent": sent})
+        middle = sorted(taken[1:], key=lambda row: row["total"])[steps // 2]
+        everyone: list = [None] * RANKS
+        dist.all_gather_object(everyone, middle)
+        rows[label] = {name: statistics.mean(row[name] for row in everyone) for name in [*COLUMNS, "sent"]}
+    if dist.get_rank() == 0:
+        print(json.dumps(rows))
+
+
+def quality(labels: list[str], seeds: list[int], steps: int) -> dict[tuple[str, str], list[float]]:
+    """Accuracy of every compressor on every task, a number a seed."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for seed in seeds:
+        start = pretrained(seed)
+        for label in labels:
+            digit = compressors(BATCH * 16, SMALL["width"])[label]
+            text = compressors(BATCH * 32, SMALL["width"])[label]
+            found[label, "digits"].append(digit_accuracy(digit, seed, steps, start))
+            found[label, "parity"].append(digit_accuracy(digit, seed, steps, start, parity=True))
+            found[label, "text, scratch"].append(text_accuracy(text, seed, steps))
+    return found
+
+
+def ask_ranks(options: argparse.Namespace, rate: str | None, *words: str) -> dict:
+    """Run this file on four ranks; the rank that has results prints them as its last line."""
+    command = [sys.executable, __file__, options.what, "--labels", *options.labels, *words]
+    with Links(RANKS, rate) as links:
+        outputs = links.run([*command, "--steps", str(options.steps), "--rank"], timeout=540)
+    return json.loads(next(text.strip().splitlines()[-1] for text in outputs if text.strip()))
+
+
+def save(name: str, head: list[str], keys: int, rows: list[list]) -> None:
+    """Write rows; the first `keys` columns name one: a new run replaces its own and leaves the others."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"mcbench-{name}.csv"
+    old = list(csv.reader(path.open()))[1:] if path.exists() else []
+    new = {tuple(map(str, row[:keys])) for row in rows}
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([head, *(row for row in old if tuple(row[:keys]) not in new), *rows])
+
+
+def print_times(options: argparse.Namespace) -> None:
+    for grid in options.grids:
+        found = ask_ranks(options, options.rate, "--grids", grid)
+        print(f"\ntensor x pipeline {grid}, {options.rate}, ms a step (means over {RANKS} ranks)")
+        print(f"{'':<5}" + "".join(f"{name[:9]:>11}" for name in [*COLUMNS, "MB sent"]))
+        rows = []
+        for label, row in found.items():
+            numbers = [1e3 * row[name] for name in COLUMNS] + [row["sent"] / 1e6]
+            print(f"{label:<5}" + "".join(f"{value:>11.2f}" for value in numbers))
+            rows.append([grid, label, options.rate, *(f"{value:.3f}" for value in numbers)])
+        save("time", ["grid", "compressor", "rate", *(f"{name}_ms" for name in COLUMNS), "MB_sent"], 3, rows)
+
+
+def print_quality(options: argparse.Namespace) -> None:
+    found = quality(options.labels, options.seeds, options.steps)
+    save("quality", ["compressor", "task", "seed", "steps", "accuracy"], 3, [
+        [label, task, seed, options.steps, f"{value:.2f}"]
+        for (label, task), values in found.items()
+        for seed, value in zip(options.seeds, values, strict=True)
+    ])  # fmt: skip
+    with (RESULTS / "mcbench-quality.csv").open() as file:  # also what earlier runs found
+        rows = [row for row in csv.DictReader(file) if row["steps"] == str(options.steps)]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    print(f"{'accuracy, %':<12}" + "".join(f"{task:>22}" for task in tasks))
+    for label in dict.fromkeys(row["compressor"] for row in rows):
+        print(f"{label:<12}", end="")
+        for task in tasks:
+            values = [float(r["accuracy"]) for r in rows if (r["compressor"], r["task"]) == (label, task)]
+            print(f"{statistics.mean(values):>10.1f} ({min(values):.1f}-{max(values):.1f})" if values else "", end="")
+        print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["time", "quality"])
+    parser.add_argument("--labels", nargs="+", default=list(compressors(1, 20)), help="compressors, the paper's names")
+    parser.add_argument("--grids", nargs="+", default=GRIDS, choices=GRIDS, help="tensor x pipeline")
+    parser.add_argument("--rate", default="1gbit", help="of each rank's link, for `time`")
+    parser.add_argument("--steps", type=int, help="timed steps (5), or training steps of a quality run (300)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="for `quality`")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # what this script starts itself with
+    options = parser.parse_args()
+    options.steps = options.steps or {"time": 5, "quality": 300}[options.what]
+    if not options.rank:
+        print_times(options) if options.what == "time" else print_quality(options)
+        return
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    time_rank(options.grids[0], options.labels, options.steps)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

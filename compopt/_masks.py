@@ -1,0 +1,186 @@
+"""Masks as bits, as positions, and as they cross the network.
+
+A bucket's mask is one bit an element of its compressed tensors, whole bytes a tensor, one tensor after the other. The
+ranks own equal ranges of these bytes, and the ranges are gathered. A range travels as bits, or coded where that is
+smaller: after Elias and Fano, a position's low bits as they are and its high bits as gaps in unary, about
+log2(e / density) bits a selected element, whose size is known before anything is selected.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WORD = 8  # bytes: ranges begin at whole words of 64 bits
+GATHER_BITS = 0x0102040810204080  # times a word of 8 booleans: their bits, the first lowest, in the highest byte
+SPREAD_BYTE, ONE_BIT_EACH = 0x0101010101010101, -0x7FBFDFEFF7FBFDFF  # a byte in all 8; bit i of byte i (0x8040...01)
+
+
+class Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of a flattened tensor, of which about ``wanted`` are selected.
+
+    ``at`` is where they begin among the flags of their rank's range. More than ``most`` are never selected.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+    at: int
+    wanted: int
+    most: int
+
+
+class Part(NamedTuple):
+    """What one rank selects: its range of the mask's bytes, and the pieces of tensors in it."""
+
+    first: int
+    last: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def most(self) -> int:
+        """More elements than this are never selected here."""
+        return sum(piece.most for piece in self.pieces)
+
+
+def offsets_of(lengths: tuple[int, ...]) -> list[int]:
+    """Where each tensor's bytes begin in the bucket's mask; at last, where they end."""
+    return [0, *accumulate((n + 7) // 8 for n in lengths)]
+
+
+# Bits, flags, positions
+
+
+def bits_of(flags: Tensor) -> Tensor:
+    """8 m booleans as m bytes, the first in the lowest bit. Overwrites ``flags``."""
+    return flags.view(torch.int64).mul_(GATHER_BITS).bitwise_right_shift_(56).to(torch.uint8)
+
+
+def flags_of(bits: Tensor) -> Tensor:
+    """m bytes as 8 m booleans."""
+    return bits.long().mul_(SPREAD_BYTE).bitwise_and_(ONE_BIT_EACH).view(torch.uint8).bool()
+
+
+def positions_of(bits: Tensor) -> Tensor:
+    """The positions of all set bits, ascending, int64."""
+    words = torch.nn.functional.pad(bits, (0, -bits.numel() % WORD)).view(torch.int64)
+    item = words.nonzero().view(-1)
+    if item.numel() * 4 > words.numel() * 3:  # dense: the search below would go through most words many times
+        return flags_of(bits).nonzero().view(-1)
+    left, counts, found = words.index_select(0, item), torch.zeros_like(item), []
+    base, alive = item << 6, torch.arange(item.numel(), device=bits.device)
+    while left.numel():  # the lowest bit of every word, then the next of those that have more
+        lowest = torch.neg(left).bitwise_and_(left)
+        place = (lowest.double().view(torch.int64) >> 52).bitwise_and_(0x7FF).add_(base)  # its exponent, plus 1023
+        found.append((alive, place))
+        counts.scatter_(0, alive, torch.full_like(alive, len(found)))
+        left = left.bitwise_xor_(lowest)
+        more = left.nonzero().view(-1)
+        left, base, alive = (t.index_select(0, more) for t in (left, base, alive))
+    starts = counts.cumsum(0).sub_(counts)
+    out = item.new_empty(sum(place.numel() for _, place in found))
+    for n, (alive, place) in enumerate(found):
+        out.scatter_(0, starts.index_select(0, alive).add_(n), place)
+    return out.sub_(1023)
+
+
+def count_shared(bits: Tensor, positions: Tensor) -> Tensor:
+    """How many of the bits at ``positions`` are set."""
+    shifts = (positions & 7).to(torch.uint8)
+    return (bits.index_select(0, positions >> 3).bitwise_right_shift_(shifts) & 1).sum()
+
+
+def set_bits_(bits: Tensor, positions: Tensor) -> None:
+    """Exactly the bits at ``positions``."""
+    one = torch.ones((), dtype=torch.uint8, device=bits.device)
+    bits.zero_().index_add_(0, positions >> 3, one << (positions & 7).to(torch.uint8))
+
+
+# On the wire
+
+
+def low_bits(part: Part) -> int | None:
+    """How many low bits of a position the code keeps apart; None where bits are smaller than any code."""
+    n, k = 8 * (part.last - part.first), part.most
+    best = min(range(1, 24), key=lambda low: _coded(n, k, low))
+    return best if _coded(n, k, best) < n else None
+
+
+def _coded(n: int, k: int, low: int) -> int:
+    """Bits of the code of at most k among n positions."""
+    return _upper(n, k, low) + low * _whole(k)
+
+
+def _upper(n: int, k: int, low: int) -> int:
+    return _whole((n >> low) + k + 1)
+
+
+def _whole(n: int) -> int:
+    return n + -n % 8
+
+
+def coded(parts: tuple[Part, ...]) -> bool:
+    """Whether the ranges are coded. One rank has nobody to send to, and keeps them as bits."""
+    return len(parts) > 1 and all(low_bits(part) is not None for part in parts)
+
+
+def message_bytes(parts: tuple[Part, ...]) -> int:
+    """Length of every rank's message: that of the longest."""
+    return max(_length(part) if coded(parts) else part.last - part.first for part in parts)
+
+
+def _length(part: Part) -> int:
+    return _coded(8 * (part.last - part.first), part.most, low_bits(part)) // 8
+
+
+def encode(bits: Tensor, parts: tuple[Part, ...], rank: int) -> Tensor:
+    """This rank's message, from the bits of its range."""
+    code = _code(positions_of(bits), parts[rank]) if coded(parts) else bits
+    return torch.nn.functional.pad(code, (0, message_bytes(parts) - code.numel()))
+
+
+def _code(position: Tensor, part: Part) -> Tensor:
+    low, device = low_bits(part), position.device
+    upper = torch.zeros(_upper(8 * (part.last - part.first), part.most, low), dtype=torch.bool, device=device)
+    upper[(position >> low).add_(torch.arange(position.numel(), device=device))] = True
+    planes = torch.zeros(low, _whole(part.most), dtype=torch.bool, device=device)
+    for n, plane in enumerate(planes):
+        plane[: position.numel()] = (position >> n) & 1
+    return bits_of(torch.cat([upper, planes.view(-1)]))
+
+
+def decode(row: Tensor, part: Part) -> Tensor:
+    """The positions in a coded range, ascending, int64."""
+    low = low_bits(part)
+    upper = _upper(8 * (part.last - part.first), part.most, low)
+    position = positions_of(row[: upper // 8])
+    position.sub_(torch.arange(position.numel(), device=row.device)).bitwise_left_shift_(low)
+    planes = flags_of(row[upper // 8 : _length(part)]).view(low, -1)[:, : position.numel()]
+    for n, plane in enumerate(planes):
+        position.add_(plane, alpha=1 << n)
+    return position
+
+
+def assemble(rows: Tensor, parts: tuple[Part, ...]) -> tuple[Tensor, Tensor]:
+    """All ranks' messages as the bucket's mask, and its positions among the mask's bits, ascending, int64."""
+    if not coded(parts):
+        bits = torch.cat([row[: part.last - part.first] for row, part in zip(rows, parts, strict=True)])
+        return bits, positions_of(bits)
+    positions = torch.cat([decode(row, part).add_(8 * part.first) for row, part in zip(rows, parts, strict=True)])
+    bits = rows.new_empty(parts[-1].last)
+    set_bits_(bits, positions)
+    return bits, positions
+
+
+def per_tensor(positions: Tensor, lengths: tuple[int, ...]) -> list[Tensor | None]:
+    """The positions within each tensor, int32 where that holds them; None for tensors of length 0 (not compressed)."""
+    offsets = offsets_of(lengths)
+    dtype = torch.int32 if max(lengths) < 2**31 else torch.int64
+    cuts = torch.searchsorted(positions, 8 * torch.tensor(offsets, device=positions.device)).tolist()
+    local = torch.empty(positions.numel(), dtype=dtype, device=positions.device)
+    for offset, a, b in zip(offsets, cuts, cuts[1:], strict=False):
+        local[a:b] = positions[a:b] - 8 * offset
+    return [local[a:b] if n else None for n, a, b in zip(lengths, cuts, cuts[1:], strict=False)]

@@ -1,0 +1,158 @@
+"""What is selected: who deals with which part of a bucket's mask, how many, and how the largest are found."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ._buckets import Bucket
+from ._masks import WORD, Part, Piece, assemble, bits_of, count_shared, encode, offsets_of, per_tensor
+from ._ops import Ops
+
+SLACK = 0.05  # a sampled threshold may miss the wanted count by this share of it
+EXACT_BELOW = 16384  # elements: topk costs less than looking for a threshold
+LOOKS = 12  # thresholds tried before topk decides
+
+
+def kept(density: float, n: int) -> int:
+    """k, the elements of n that are selected: at least one, where there are any."""
+    return min(n, max(1, round(density * n)))
+
+
+@lru_cache(maxsize=256)
+def deal(lengths: tuple[int, ...], ranks: int, density: float) -> tuple[Part, ...]:
+    """Cut the mask of tensors with these lengths (0: not compressed) into one equal range for every rank."""
+    offsets = offsets_of(lengths)
+    cuts = [offsets[-1] * rank // ranks // WORD * WORD for rank in range(ranks)] + [offsets[-1]]
+    parts = []
+    for first, last in zip(cuts, cuts[1:], strict=False):
+        pieces = []
+        for i, n in enumerate(lengths):
+            start, stop = (min(n, max(0, 8 * (cut - offsets[i]))) for cut in (first, last))
+            if start < stop:
+                k = kept(density, n)
+                wanted = k * stop // n - k * start // n  # the pieces' add up to the tensor's
+                most = math.floor(wanted * (1 + SLACK))
+                pieces.append(Piece(i, start, stop, 8 * (offsets[i] - first) + start, wanted, most))
+        parts.append(Part(first, last, tuple(pieces)))
+    return tuple(parts)
+
+
+def select(x: Tensor, k: int, how: str, guess: float, flags: Tensor, scratch: Tensor) -> float:
+    """Set ``flags`` where |x| is among the k largest, and return the threshold found (0: none).
+
+    "exact" takes k of them. "sampled" tries thresholds, from ``guess`` or a sample of x on, until the count is within
+    5 % of k; where fewer elements are other than 0, it takes those.
+    """
+    if how == "sampled" and x.numel() > EXACT_BELOW:
+        t = _threshold(x, k, guess, flags, scratch)
+        if t is not None:
+            return t
+    flags.zero_()
+    if k:
+        flags[torch.abs(x, out=scratch).topk(k, sorted=False).indices] = True
+    return 0.0
+
+
+def _threshold(x: Tensor, k: int, guess: float, flags: Tensor, scratch: Tensor) -> float | None:
+    """A threshold that about k elements exceed, which are then flagged; None when there is none (many equal values).
+
+    Counts fall with about the fifth power of the threshold at first guess, and then as seen between two looks.
+    """
+    looks: list[tuple[float, float]] = []  # logarithms of threshold and count
+    t, power = guess or _of_sample(x, k), -5.0
+    for _ in range(LOOKS):
+        flags.copy_(torch.hardshrink(x, t, out=scratch))  # float to bool is many times faster than a comparison
+        count = _count(flags)
+        if abs(count - k) <= SLACK * k:
+            return t * (k / count) ** (1 / power)  # the next step's count is then nearer to k
+        if t == 0:
+            if count < k:
+                return 0.0
+            t, looks = float(x.abs().mean()), []
+            continue
+        looks.append((math.log(t), math.log(max(count, 0.5))))
+        if len(looks) > 1 and looks[-1][0] != looks[-2][0]:
+            power = (looks[-1][1] - looks[-2][1]) / (looks[-1][0] - looks[-2][0])
+        t *= (k / max(count, 0.5)) ** (1 / min(power, -0.5))
+    return None
+
+
+def _of_sample(x: Tensor, k: int) -> float:
+    sample = x[:: max(1, x.numel() // 4096)].abs()
+    return float(sample.kthvalue(sample.numel() - min(sample.numel() - 1, k * sample.numel() // x.numel())).values)
+
+
+def _count(flags: Tensor) -> int:
+    """How many are set. Words of 8 flags are added 128 at a time, so that no byte overflows."""
+    whole = flags.numel() // 1024 * 1024
+    sums = flags[:whole].view(torch.int64).view(128, -1).sum(0)
+    return int(sums.view(torch.uint8).sum()) + int(flags[whole:].sum())
+
+
+class Selection:
+    """The elements that this rank selects of one bucket in one step, a tensor at a time."""
+
+    def __init__(self, bucket: Bucket, ops: Ops, part: Part):
+        self.bucket, self.ops, self.part = bucket, ops, part
+        self.pieces = {piece.tensor: piece for piece in part.pieces}
+        self.thresholds: dict[int, float] = {}
+
+    @property
+    def flags(self) -> Tensor:
+        return self.ops.scratch(self.bucket.flat["residual"], 8 * (self.part.last - self.part.first), torch.bool)
+
+    def take(self, i: int, x: Tensor) -> None:
+        """Select among ``x``, this rank's piece of tensor i."""
+        piece, guess = self.pieces[i], float(self.bucket.state["threshold"][i])
+        end = piece.at + x.numel()
+        self.flags[end : end + -end % 8] = False
+        own, scratch = self.flags[piece.at : end], self.ops.scratch(x, x.numel())
+        how = self.bucket.group["selection"]
+        self.thresholds[i] = select(x, piece.wanted, how, guess, own, scratch)
+
+    def message(self, parts: tuple[Part, ...], rank: int) -> Tensor:
+        return encode(bits_of(self.flags), parts, rank)
+
+
+def density_at(h: dict, t: int) -> float:
+    """Density of the mask that step t uses: 1 in the warm-up, then falling."""
+    k, ramp = t - h["warmup_steps"] - 1, h["density_warmup_steps"]
+    return 1.0 if k < 0 else h["density"] if ramp == 0 else max(h["density"], h["density"] ** (k / ramp))
+
+
+def parts_at(bucket: Bucket, t: int, ranks: int) -> tuple[Part, ...] | None:
+    """Who selects what of the mask that step t uses; None where that is all ones, or nothing is compressed."""
+    lengths, density = compressed_lengths(bucket), density_at(bucket.group, t)
+    return deal(lengths, ranks, density) if density < 1 and any(lengths) else None
+
+
+def compressed_lengths(bucket: Bucket) -> tuple[int, ...]:
+    return tuple(n if c else 0 for n, c in zip(bucket.lengths, bucket.compressed, strict=True))
+
+
+def found(bucket: Bucket, rows: Tensor, parts: tuple[Part, ...]) -> tuple[list[Tensor | None], Tensor]:
+    """All ranks' selections, as positions in each tensor and as the bucket's bits."""
+    bits, positions = assemble(rows, parts)
+    return per_tensor(positions, compressed_lengths(bucket)), bits
+
+
+def keep_mask(bucket: Bucket, i: int, index: Tensor | None, bits: Tensor) -> None:
+    """Note that the momentum of tensor i is now on ``index``, or everywhere."""
+    mask, held = bucket.state["mask"][i], bucket.cache["held"][i]
+    if index is not None:
+        if bucket.group["mask_delay"] == 0 and held is not None:
+            bucket.cache["shared"][i] = int(count_shared(bits, held)), len(index)
+        mask.copy_(bits)
+    elif held is not None:
+        fill_ones(mask, bucket.lengths[i])
+    bucket.cache["held"][i] = index
+
+
+def fill_ones(mask: Tensor, n: int) -> None:
+    mask.fill_(255)
+    if n % 8:
+        mask[-1] = (1 << n % 8) - 1

@@ -1,0 +1,102 @@
+"""What the cost model needs to know of a machine and a script, measured: local speed, the link, seconds a step."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..activations import MeshRanks
+from .fitting import fit
+from .methods import Workload
+
+
+def measure_local() -> tuple[float, float]:
+    """Bytes a second that one process moves in memory, and FLOPs a second in matrix products, where it would train."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    vector, matrix = torch.ones(1 << 23, device=device), torch.ones(512, 512, device=device)
+    copy, product = torch.empty_like(vector), torch.empty_like(matrix)
+    memory = 2 * vector.nbytes / _median_seconds(lambda: copy.copy_(vector), device)
+    return memory, 2 * 512**3 / _median_seconds(lambda: torch.mm(matrix, matrix, out=product), device)
+
+
+def _median_seconds(call: Callable[[], object], device: str, repeats: int = 7) -> float:
+    taken = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[2:])
+
+
+def probe() -> tuple[int, float, float]:
+    """Ranks, bit/s of a rank's link and seconds a message, measured with all-reduces over the ranks torchrun started.
+
+    Raises:
+        ValueError: this process was not started by torchrun, or alone.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size < 2:
+        raise ValueError("--probe measures the link between ranks: start it with torchrun and at least two of them.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    ranks, points, seconds = MeshRanks.world(device, size), [], []
+    for elements in (256, 1 << 16, 1 << 19, 1 << 21):
+        x = torch.ones(elements, device=device)
+        points.append({"bytes": 2 * (size - 1) / size * x.nbytes, "messages": 2.0 * (size - 1)})
+        seconds.append(_median_seconds(lambda x=x: ranks.sum(x), device))
+    agreed = ranks.sum(torch.tensor(seconds, device=device)) / size  # all ranks must print the same advice
+    found = fit(points, agreed.tolist()).coefficients
+    return size, 8 / max(found["bytes"], 1e-15), found["messages"]
+
+
+class _EnoughError(BaseException):
+    """Ends a profiled script; not an Exception, so that the script does not catch it."""
+
+
+def profile(script: str, arguments: Sequence[str] = (), steps: int = 12) -> tuple[float, Workload]:
+    """Run a training script until its optimizer has stepped `steps` times: median seconds a step, and its parameters.
+
+    The first third of the steps is left out. Start it as one process: what it waits for would count as computation.
+
+    Raises:
+        ValueError: the script ended before enough steps, or there is no such file.
+    """
+    if not os.path.isfile(script):
+        raise ValueError(f"--profile {script}: there is no such file.")
+    moments: list[float] = []
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+
+    def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        moments.append(time.perf_counter())
+        for group in optimizer.param_groups:
+            names = group.get("param_names") or [""] * len(group["params"])
+            named.update({id(p): (name, p) for name, p in zip(names, group["params"], strict=True)})
+        if len(moments) > steps:
+            raise _EnoughError
+
+    hook, argv = register_optimizer_step_post_hook(after_step), sys.argv
+    sys.argv = [script, *arguments]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except (_EnoughError, SystemExit):
+        pass
+    finally:
+        hook.remove()
+        sys.argv = argv
+    if len(moments) <= steps:
+        raise ValueError(f"--profile {script}: it ended after {len(moments)} optimizer steps, {steps + 1} are needed.")
+    gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    return statistics.median(gaps[steps // 3 :]), Workload.of(named.values())

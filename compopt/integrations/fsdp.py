@@ -1,0 +1,90 @@
+"""FSDP2 and tensor parallelism: parameters that are DTensors, sharded inside a node, averaged compressed between nodes.
+
+    mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = compopt.RadiusAdamW(model.parameters(), lr=3e-4, process_group=mesh.get_group("replicate"))
+
+``fully_shard`` averages over the fast links, densely; the optimizer averages its rank's shards over ``process_group``.
+Every new optimizer with DTensors is looked at here: its meshes are checked, and its parameters set to those of the
+first rank of ``process_group``, as DistributedDataParallel does for those it wraps.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _base
+from .._base import CompressedOptimizer
+from .._buckets import local
+from .._requests import Broadcast
+
+ADVICE = (
+    "call fully_shard(model, mesh=mesh['shard']) with the mesh dimension inside a node, and give the optimizer "
+    "process_group=mesh.get_group('replicate'), the dimension between nodes."
+)
+
+
+def check_meshes(optimizer: CompressedOptimizer) -> None:
+    """Raise ValueError where ranks of the optimizer's group hold different shards, or have averaged gradients already.
+
+    Also where a parameter was flattened by FullyShardedDataParallel, or has no storage yet.
+    """
+    group = getattr(optimizer.comm, "group", None)
+    ours = set(dist.get_process_group_ranks(group)) if group is not None else set()
+    for bucket in optimizer._buckets:
+        for p, name in zip(bucket.params, bucket.names, strict=True):
+            if _flattened(p):
+                raise ValueError(
+                    f"{name} belongs to a FullyShardedDataParallel, whose flat shards cannot be compressed a matrix at "
+                    f"a time: {ADVICE}"
+                )
+            if hasattr(p, "device_mesh"):
+                _check_mesh(p, name, ours)
+
+
+def _check_mesh(p: Tensor, name: str, ours: set[int]) -> None:
+    mesh = p.device_mesh
+    if p.is_meta:
+        raise ValueError(f"{name} is on the meta device: call model.to_empty and initialise it before the optimizer.")
+    for dim, (group, placement) in enumerate(zip(mesh.get_all_groups(), p.placements, strict=True)):
+        shared = sorted(ours.intersection(dist.get_process_group_ranks(group)))
+        if len(shared) < 2:
+            continue
+        where = f"mesh dimension {mesh.mesh_dim_names[dim]!r}" if mesh.mesh_dim_names else f"mesh dimension {dim}"
+        if placement.is_replicate():
+            raise ValueError(
+                f"the gradient of {name} is averaged over {where} before the optimizer sees it, and process_group holds "
+                f"ranks {shared} of it as well, so nothing would be saved: {ADVICE}"
+            )
+        raise ValueError(
+            f"process_group holds ranks {shared}, which have different shards of {name} ({where}), so their gradients "
+            f"cannot be averaged: {ADVICE}"
+        )
+
+
+@torch.no_grad()
+def broadcast_parameters(optimizer: CompressedOptimizer) -> None:
+    """Set the parameters of all ranks of the optimizer's group to those of its first. All ranks must call it."""
+    comm = optimizer.comm
+    for bucket in optimizer._buckets:
+        for p in bucket.params:
+            comm.start(Broadcast(local(p.detach()))).wait()
+
+
+def _meet(optimizer: CompressedOptimizer) -> None:
+    params = [p for bucket in optimizer._buckets for p in bucket.params]
+    sharded = any(hasattr(p, "device_mesh") for p in params)
+    if sharded or any(map(_flattened, params)):
+        check_meshes(optimizer)
+    if sharded:
+        broadcast_parameters(optimizer)
+
+
+def _flattened(p: Tensor) -> bool:
+    """Whether FullyShardedDataParallel made ``p`` a part of a flat parameter (its own mark)."""
+    return getattr(p, "_fsdp_flattened", False)
+
+
+_base.constructed.append(_meet)

@@ -1,0 +1,301 @@
+"""SCAPE: extreme sparse communication by the first moment (Zheng, Chen, Xie and Zhang, 2026), Algorithm 1.
+
+One bucket on rank n at step t; M is the mask found one step before (all ones at first), e_n the rank's residual, m the
+momentum, which is 0 off the mask of the step before::
+
+     9  g_n <- gradient of the loss on this rank's data
+    10  x_n <- b1 m + (1 - b1) g_n + e_n
+    11  e_n <- x_n off M, 0 on M
+    14  b <- mean over ranks of x_n on M
+    15  next M <- the largest |x_n|: each rank selects in its own part, all gather the parts while they train on
+    16  G <- (b - b1 m) / (1 - b1) on M                          # line 17: the averaged gradient
+    18  G <- G * min(1, max_grad_norm / |G|);  m_old <- m;  m <- b1 m + (1 - b1) G on M, 0 off it
+    19  v <- b2 m_old^2 + (1 - b2) G^2
+    21  w <- w - lr (mhat / (sqrt(vhat) + eps) + weight_decay w)  # mhat = 0 off M
+
+What we send is (x_n - b1 m) / (1 - b1) = g_n + e_n / (1 - b1) on M, whose mean is G: the same numbers, for m is equal
+on all ranks, without the cancellation of line 17, and a payload in bfloat16 then rounds G only, not the momentum.
+
+Where we differ from the paper: line 20 lost its square root. As printed (``clip="scape"``) line 18 shrinks G in v only,
+so that an outlier makes a *bigger* step; by default ("consistent") m is made of the clipped G too. A mask that is lost
+on its way makes the next step dense. ``mask_delay=0`` gathers the masks of a step before its payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._base import CompressedOptimizer
+from ._buckets import Bucket, StateSpec
+from ._masks import Piece, count_shared, message_bytes, per_tensor, positions_of
+from ._ops import Ops, clip_factor
+from ._options import check_adams, check_compression, require
+from ._requests import Agree, AllGather, AllReduceMean, Payload, Request
+from ._selection import Selection, compressed_lengths, fill_ones, found, keep_mask, parts_at
+from ._stats import Stats
+
+
+def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Generator[Request, object, None]:
+    """Algorithm 1, one bucket, one step."""
+    h, state, grads = bucket.group, bucket.state, bucket.grads()
+    delayed = h["mask_delay"] == 1
+    parts = parts_at(bucket, h["step"] + 1 + delayed, ranks)  # of the mask selected now; None: it is all ones
+    selection = Selection(bucket, ops, parts[rank]) if parts else None
+
+    index, bits = bucket.cache.get("index"), bucket.flat["next_mask"]  # found one step ago
+    if parts and not delayed:
+        for i, piece in selection.pieces.items():
+            selection.take(i, own_x(bucket, i, piece, grads[i]))
+        rows = yield AllGather(selection.message(parts, rank))
+        index, bits = found(bucket, rows, parts)
+    index = index or [None] * len(grads)
+
+    sent = ops.pack(bucket, grads, index, add=state["residual"], scale=1 / (1 - h["betas"][0]), negate=h["maximize"])
+    mean = yield AllReduceMean(sent)  # line 14
+    norm = yield Agree(mean, "sparse" if any(i is not None for i in index) else "dense")  # from here on state changes
+    commit(bucket, ops, mean, index, bits, clip_factor(norm, h["max_grad_norm"]), selection)
+    if delayed:
+        bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
+        bucket.flat["next_mask"].zero_()
+        if parts:
+            rows = yield AllGather(selection.message(parts, rank))  # awaited when the next step needs it
+            bucket.cache["index"], bits = found(bucket, rows, parts)
+            bucket.flat["next_mask"].copy_(bits)
+
+
+def commit(
+    bucket: Bucket, ops: Ops, mean: Payload, index: list[Tensor | None], bits: Tensor, factor: float,
+    selection: Selection | None,
+) -> None:  # fmt: skip
+    """Lines 10 to 21, for every tensor that has a gradient on any rank; the other tensors stay as they are."""
+    h, state, present = bucket.group, bucket.state, bucket.present(mean)
+    weights, grads = bucket.weights, bucket.grads()
+    if h["clip"] == "consistent" and factor != 1:
+        mean.body.mul_(factor)
+        factor = 1.0
+    old = state["exp_avg"]
+    sizes = [len(m.view(-1)) if not here else n if i is None else len(i)
+             for m, here, n, i in zip(old, present, bucket.lengths, index, strict=True)]  # fmt: skip
+    new, masks = bucket.resize("exp_avg", sizes), bits.split([0 if m is None else len(m) for m in state["mask"]])
+    for i, here in enumerate(present):
+        piece = selection.pieces.get(i) if selection and h["mask_delay"] == 1 else None
+        if here:
+            state["step"][i] += 1
+        if here and bucket.compressed[i]:
+            m = moment(bucket, i, old[i], index[i], grads[i], piece is not None)
+            if piece:
+                selection.take(i, state["residual"][i].view(-1)[piece.start : piece.stop])  # line 15
+            drop(state["residual"][i].view(-1), index[i])
+            new[i].copy_(m)
+            keep_mask(bucket, i, index[i], masks[i])
+        else:
+            if new is not old:
+                new[i].copy_(old[i])
+            if piece:
+                selection.take(i, own_x(bucket, i, piece, None))
+        if here:
+            update(h, ops, weights[i], index[i], mean.parts[i], new[i], state["step"][i], factor)
+            bucket.publish(i)
+    if selection:
+        for i, threshold in selection.thresholds.items():
+            state["threshold"][i].fill_(threshold)
+
+
+def moment(bucket: Bucket, i: int, m: Tensor, index: Tensor | None, g: Tensor | None, selecting: bool) -> Tensor:
+    """Make the residual of tensor i line 10's x, and return the momentum ``m`` at ``index`` (None: everywhere)."""
+    beta1, held = bucket.group["betas"][0], bucket.cache["held"][i]
+    residual = bucket.state["residual"][i]
+    e = residual.view(-1)
+    if held is None:
+        old = m if index is None else m.index_select(0, index)
+        if index is not None or selecting:
+            e.add_(m, alpha=beta1)
+    else:  # where m is not 0, e is: so e can hold m for a moment, and show what of it is at the mask
+        held, at = held.long(), slice(None) if index is None else index.long()
+        before = e[at].clone()
+        e.scatter_(0, held, m)
+        old = e[at] - before
+        e.scatter_(0, held, beta1 * m)
+    if g is not None and (index is not None or selecting):
+        residual.add_(g, alpha=(beta1 - 1) if bucket.group["maximize"] else (1 - beta1))
+    return old
+
+
+def drop(e: Tensor, index: Tensor | None) -> None:
+    """Line 11: what was sent is no longer owed."""
+    if index is None:
+        e.zero_()
+    else:
+        e.scatter_(0, index.long(), 0)
+
+
+def update(
+    h: dict, ops: Ops, w: Tensor, index: Tensor | None, g: Tensor, m: Tensor, step: Tensor, factor: float
+) -> None:
+    """Lines 16 to 21: a tensor's momentum and weights, from the averaged gradient ``g`` at ``index``."""
+    if index is None:
+        ops.adams(h, w, ops.expand(g, None, w), m.view(w.shape), step, factor)
+        return
+    if h["weight_decay"]:
+        w.mul_(1 - float(h["lr"]) * h["weight_decay"])
+    flat = w.reshape(-1)  # a copy where w is not contiguous
+    selected = flat.index_select(0, index)
+    ops.adams(h, selected, g.to(w.dtype), m, step, factor, decay=False)
+    flat.scatter_(0, index.long(), selected)
+    if not w.is_contiguous():
+        w.copy_(flat.view(w.shape))
+
+
+def own_x(bucket: Bucket, i: int, piece: Piece, g: Tensor | None) -> Tensor:
+    """Line 10's x on a piece of tensor i, in memory of its own."""
+    beta1, held, m = bucket.group["betas"][0], bucket.cache["held"][i], bucket.state["exp_avg"][i]
+    _, a, b, *_ = piece
+    x = bucket.state["residual"][i].view(-1)[a:b].clone()
+    if g is not None:
+        x.add_(g.reshape(-1)[a:b], alpha=(beta1 - 1) if bucket.group["maximize"] else (1 - beta1))
+    if held is None:
+        return x.add_(m[a:b], alpha=beta1)
+    first, last = torch.searchsorted(held, torch.tensor([a, b], dtype=held.dtype, device=held.device)).tolist()
+    return x.index_add_(0, held[first:last] - a, m[first:last], alpha=beta1)
+
+
+@dataclass
+class ScapeStats(Stats):
+    """Adds what SCAPE did in the last step.
+
+    ``density``: share of the compressed elements that was exchanged. ``payload_bytes`` and ``mask_bytes``: what this
+    rank handed over of each. ``mask_overlap()``: share of the newest mask that was in the mask before it (Figure 6).
+    """
+
+    density: float = 1.0
+    payload_bytes: int = 0
+    mask_bytes: int = 0
+    mask_overlap: Callable[[], float] = field(default=lambda: 0.0, repr=False)
+
+
+class ScapeAdamS(CompressedOptimizer):
+    r"""AdamS that averages its own gradients at a sparse mask of its largest momenta (SCAPE, Algorithm 1).
+
+    Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; its first forward hands its all-reduce over.
+
+    Args:
+        params: parameters, named parameters or groups, as torch takes them. A group may override every option below and
+            say ``compress=False`` or ``True``; by default tensors of at least 2 dimensions and 4096 elements are
+            compressed, the rest is averaged dense in the same message.
+        lr, betas, eps, weight_decay, bias_correction, maximize: as in :class:`AdamS`.
+        density: share of each compressed tensor's elements that crosses the network in a step, in (0, 1].
+        warmup_steps: steps of dense AdamS before compression starts.
+        density_warmup_steps: steps over which the density then falls, exponentially, from 1 to ``density``.
+        mask_delay: 1, the paper's: a step uses the mask of the step before, gathered meanwhile. 0: its own, gathered
+            first: one small exchange more that nothing hides, for a mask that is not stale.
+        selection: "sampled" finds a threshold that selects within 5 % of the wanted number; "exact" is torch.topk.
+        clip: with ``max_grad_norm``, "consistent" clips the averaged gradient in momentum and normaliser, "scape" in
+            the normaliser only, as printed: an outlier then makes a larger step.
+        max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
+            same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
+        payload_dtype: dtype on the wire (None: the gradient's).
+        process_group: the ranks to average over. None: the default group, or one process where there is none.
+
+    State of a compressed tensor, in bytes an element: ``residual`` 4, ``exp_avg`` 4 x density (it is 0 elsewhere),
+    ``mask`` and ``next_mask`` 1/8 each, ``threshold`` one number. Beside it live the positions of both masks, decoded,
+    4 x density each, and scratch memory of 1 byte an element of one bucket and 4 of the largest tensor.
+
+    Raises:
+        ValueError: an option out of its range.
+        TypeError: complex parameters, or sparse gradients at a step.
+    """
+
+    averaged_state = ("residual",)
+
+    def __init__(
+        self, params, lr: float | Tensor = 3e-4, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
+        weight_decay: float = 0.1, *, density: float = 0.1, warmup_steps: int = 0, density_warmup_steps: int = 1000,
+        mask_delay: int = 1, selection: str = "sampled", clip: str = "consistent", bias_correction: str = "scape",
+        max_grad_norm: float | None = None, payload_dtype: torch.dtype | None = None, process_group: object = None,
+        maximize: bool = False,
+    ):  # fmt: skip
+        defaults = dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, density=density, warmup_steps=warmup_steps,
+            density_warmup_steps=density_warmup_steps, mask_delay=mask_delay, selection=selection, clip=clip,
+            bias_correction=bias_correction, max_grad_norm=max_grad_norm, payload_dtype=payload_dtype,
+            maximize=maximize,
+        )  # fmt: skip
+        super().__init__(params, defaults, process_group)
+
+    def check_group(self, group: dict) -> None:
+        check_adams(group)
+        check_compression(group)
+        require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
+        require(group["density_warmup_steps"] >= 0, "density_warmup_steps", group["density_warmup_steps"], ">= 0")
+        require(group["mask_delay"] in (0, 1), "mask_delay", group["mask_delay"], "0 or 1")
+        require(group["selection"] in ("sampled", "exact"), "selection", group["selection"], "'sampled' or 'exact'")
+        require(group["clip"] in ("consistent", "scape"), "clip", group["clip"], "'consistent' or 'scape'")
+
+    def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
+        bits = StateSpec(torch.uint8, packed=True, compressed_only=True)
+        return {
+            "exp_avg": StateSpec(dtype, on="mask"),
+            "residual": StateSpec(dtype, compressed_only=True),
+            "mask": bits,
+            "next_mask": bits,
+            "threshold": StateSpec(torch.float64, compressed_only=True, scalar=True),
+        }
+
+    def _report(self, verdict: Any, comm: Any) -> None:
+        super()._report(verdict, comm)
+        held = [pair for b in self._buckets for pair in zip(b.cache["held"], compressed_lengths(b), strict=True)]
+        masks = sum(self._mask_bytes(bucket, verdict.applied) for bucket in self._buckets)
+        self.stats = ScapeStats(
+            **vars(self.stats),
+            density=sum(n if i is None else len(i) for i, n in held) / max(1, sum(n for _, n in held)),
+            mask_bytes=masks,
+            payload_bytes=self.stats.bytes_sent - masks,
+            mask_overlap=self._mask_overlap,
+        )
+
+    def _mask_bytes(self, bucket: Bucket, applied: bool) -> int:
+        """What this rank handed over of the bucket's mask in the step that has just been counted, if it was applied."""
+        h = bucket.group
+        parts = parts_at(bucket, h["step"] + (h["mask_delay"] if applied else 1), self.comm.size)
+        return message_bytes(parts) if parts and (applied or not h["mask_delay"]) else 0
+
+    def _mask_overlap(self) -> float:
+        overlaps = self.mask_overlaps().values()
+        return sum(shared for shared, _ in overlaps) / max(1, sum(k for _, k in overlaps))
+
+    def mask_overlaps(self) -> dict[str, tuple[int, int]]:
+        """For each compressed tensor, by name: elements that its newest mask shares with the one before, and all of it.
+
+        The newest mask is the next step's with ``mask_delay=1``. Tensors that have had no two masks are left out.
+        """
+        self._runtime.settle()
+        pairs: dict[str, tuple[int, int]] = {}
+        for bucket in self._buckets:
+            newest = bucket.cache.get("index")
+            for i, name in enumerate(bucket.names):
+                if shared := bucket.cache["shared"][i]:
+                    pairs[name] = shared
+                elif newest and newest[i] is not None and bucket.cache["held"][i] is not None:
+                    held = bucket.cache["held"][i]
+                    pairs[name] = int(count_shared(bucket.state["next_mask"][i], held)), len(newest[i])
+        return pairs
+
+    def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
+        return scape(bucket, self.ops, self.comm.rank, self.comm.size)
+
+    def restore(self, bucket: Bucket) -> None:
+        bucket.cache.clear()
+        bucket.cache["held"], bucket.cache["shared"] = ([None] * len(bucket.params) for _ in range(2))
+        lengths, state = compressed_lengths(bucket), bucket.state
+        for i, n in enumerate(lengths):
+            if n and state["exp_avg"][i].numel() == n:
+                fill_ones(state["mask"][i], n)
+            elif n:
+                bucket.cache["held"][i] = per_tensor(positions_of(state["mask"][i]), (n,))[0]
+        if bucket.flat["next_mask"].any():
+            bucket.cache["index"] = per_tensor(positions_of(bucket.flat["next_mask"]), lengths)

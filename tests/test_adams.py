@@ -1,0 +1,72 @@
+"""AdamS against equation 2 written in float64, and what is the class's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracles import AdamSOracle
+from sim import World
+from torch import nn
+
+import compopt
+
+SHAPES = [(64, 80), (80,), (3, 300, 90), ()]
+
+
+def gradients(ranks: int, step: int) -> list[list[torch.Tensor]]:
+    seeds = [torch.Generator().manual_seed(100 * step + rank) for rank in range(ranks)]
+    return [[torch.randn(shape, generator=seed, dtype=torch.float64) for shape in SHAPES] for seed in seeds]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"bias_correction": "adams"}, {"maximize": True}, {"betas": (0.0, 0.9)}])
+def test_equals_equation_2(ranks, options):
+    hyper = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1} | options
+    start = [torch.randn(s, generator=torch.Generator().manual_seed(7), dtype=torch.float64) for s in SHAPES]
+    world, oracle = World(ranks), AdamSOracle(start, ranks, **hyper)
+    params = [[nn.Parameter(w.clone()) for w in start] for _ in range(ranks)]
+    optimizers = [compopt.AdamS(p, process_group=comm, **hyper) for p, comm in zip(params, world.comms, strict=True)]
+    for t in range(50):
+        grads = gradients(ranks, t)
+        for own, given in zip(params, grads, strict=True):
+            for p, g in zip(own, given, strict=True):
+                p.grad = g.clone()
+        world.step(optimizers)
+        oracle.step(grads)
+    for i, wanted in enumerate(oracle.params):
+        torch.testing.assert_close(params[-1][i].detach(), wanted, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(optimizers[-1].state[params[-1][i]]["exp_avg"], oracle.m[i], rtol=1e-11, atol=1e-12)
+
+
+def test_one_state_buffer():
+    p = nn.Parameter(torch.zeros(256, 256))
+    held = {
+        name: t.numel() * t.element_size() / p.numel() for name, t in compopt.AdamS([p]).state[p].items() if t.dim()
+    }
+    assert held == {"exp_avg": 4}
+
+
+def test_the_first_step_of_the_authors_correction_is_31_times_the_learning_rate():
+    def first(correction: str) -> float:
+        p = nn.Parameter(torch.zeros(8))
+        p.grad = torch.ones(8)
+        compopt.AdamS([p], lr=1.0, betas=(0.9, 0.999), weight_decay=0.0, bias_correction=correction).step()
+        return -float(p[0].detach())
+
+    assert first("scape") == pytest.approx(1.0, rel=1e-4)
+    assert first("adams") == pytest.approx(0.001**-0.5, rel=1e-4)
+
+
+def test_a_checkpoint_of_adamw_is_taken_over():
+    p = nn.Parameter(torch.ones(64, 80))
+    dense = torch.optim.AdamW([p])
+    p.grad = torch.randn(64, 80)
+    dense.step()
+    ours = compopt.AdamS([p])
+    ours.load_state_dict(dense.state_dict())
+    assert torch.equal(ours.state[p]["exp_avg"], dense.state[p]["exp_avg"]) and ours.param_groups[0]["step"] == 1
+
+
+def test_bad_correction_is_refused():
+    with pytest.raises(ValueError, match=r"bias_correction must be .* got 'both'"):
+        compopt.AdamS([nn.Parameter(torch.zeros(3))], bias_correction="both")

@@ -1,0 +1,122 @@
+"""The oracle of Radius against facts from elsewhere: hand computation, torch.optim, the paper."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from oracles import RadiusOracle
+from oracles.samples import ADAM, assert_close, mean, random_grads, start, tensor, torch_adamw
+
+
+def radius(ranks: int, **options) -> RadiusOracle:
+    return RadiusOracle(start(), ranks, **{**ADAM, "density": 0.3, "interval": 4, "warmup_steps": 3, **options})
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 2.0}, {"maximize": True}], ids=str)
+def test_radius_at_density_1_is_torch_adamw(ranks: int, options: dict):
+    oracle = radius(ranks, density=1.0, **options)
+    for step, wanted in enumerate(torch_adamw(ranks, 12, **options)):
+        oracle.step(random_grads(ranks, step))
+        assert_close(oracle.params, wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        # t                                        1  2  3  4  5  6  7  8  9
+        ({"warmup_steps": 3, "interval": 4}, "d d r r s s s r s"),  # 3 has no mask yet, 4 and 8 are multiples
+        ({"warmup_steps": 0, "interval": 5}, "r s s s r s s s s"),
+        ({"warmup_steps": 4, "interval": 4}, "d d d r s s s r s"),
+        ({"warmup_steps": 9, "interval": 1}, "d d d d d d d d r"),
+    ],
+)
+def test_radius_phases(options: dict, wanted: str):
+    oracle, seen = radius(1, **options), []
+    for step in range(9):
+        oracle.step(random_grads(1, step))
+        seen.append(oracle.phase[0])
+    assert " ".join(seen) == wanted
+
+
+def test_radius_three_elements_by_hand():
+    """density 1/3 (k = 1), interval 3, betas 1/2, eps 0, decay 1/2, lr 1/10, two ranks, w = (1, 2, 2.2).
+
+    t = 1, resample. G = (2, 1, 1), m_hat = G and v_hat = G^2, so u = 1 + w/2 = (1.5, 2, 2.1): mask 3rd. (|G|: 1st.)
+        m = G/2 = (1, .5, .5), v = G^2/2 = (2, .5, .5), w = (.85, 1.8, 1.99).
+    t = 2, sparse. G = (0, 0, 3); rank 0 keeps (2, 4, 0), rank 1 nothing.
+        m = (.5, .25, 1.75), v = (1, .25, 4.75), both divided by 3/4: m_hat/sqrt(v_hat) = (1, 1, 7/sqrt(19)) / sqrt(3).
+    t = 3, resample. G = ((2, 4, 0) + (2, 0, 0)) / 2 = (2, 2, 0), nothing is kept.
+        m = (1.25, 1.125, .875), v = (2.5, 2.125, 2.375), both divided by 7/8:
+        m_hat/sqrt(v_hat) = (10/7 / sqrt(20/7), 9/7 / sqrt(17/7), 1 / sqrt(19/7)); + w/2 = (1.22, 1.65, 1.51): mask 2nd.
+    """
+    oracle = RadiusOracle(
+        [tensor(1, 2, 2.2)], 2, 0.1, (0.5, 0.5), 0.0, 0.5, density=1 / 3, interval=3, warmup_steps=0, compress=[True]
+    )
+    oracle.step([[tensor(4, 0, 1)], [tensor(0, 2, 1)]])
+    w = tensor(0.85, 1.8, 1.99)
+    assert_close(oracle.params, [w])
+    assert oracle.mask[0].tolist() == [False, False, True]
+
+    oracle.step([[tensor(2, 4, 2)], [tensor(0, 0, 4)]])
+    w = w - 0.1 * (tensor(1, 1, 7 / math.sqrt(19)) / math.sqrt(3) + 0.5 * w)
+    assert_close(oracle.params, [w])
+    assert oracle.residual[0][0].tolist() == [2, 4, 0] and oracle.residual[1][0].tolist() == [0, 0, 0]
+    assert oracle.mask[0].tolist() == [False, False, True]
+
+    oracle.step([[tensor(0, 0, 0)], [tensor(2, 0, 0)]])
+    u = tensor(10 / 7 / math.sqrt(20 / 7), 9 / 7 / math.sqrt(17 / 7), 1 / math.sqrt(19 / 7)) + 0.5 * w
+    assert_close(oracle.params, [w - 0.1 * u])
+    assert oracle.residual[0][0].tolist() == [0, 0, 0]
+    assert oracle.mask[0].tolist() == [False, True, False]
+
+
+def test_radius_residual_scale():
+    """From m: at a resample step the averaged gradient is mean(g) + scale * mean(residual)."""
+    oracle = radius(2, warmup_steps=0, residual_scale=0.25, compress=[True, True, False])
+    for step in range(4):
+        m_before, kept = [m.clone() for m in oracle.m], mean(oracle.residual)
+        oracle.step(random_grads(2, step))
+    assert oracle.phase == "resample" and kept[0].abs().max() > 0
+    average = [(m - 0.9 * before) / 0.1 for m, before in zip(oracle.m, m_before, strict=True)]
+    assert_close(average, [g + 0.25 * e for g, e in zip(mean(random_grads(2, 3)), kept, strict=True)])
+
+
+def test_radius_conserves_gradients():
+    """Averaged gradient (out of m) plus what is kept afterwards equals what came in plus what was kept before."""
+    oracle, phases = radius(3), set()
+    for step in range(14):
+        grads = random_grads(3, step)
+        m_before, kept = [m.clone() for m in oracle.m], mean(oracle.residual)
+        oracle.step(grads)
+        sent = [(m - 0.9 * before) / 0.1 for m, before in zip(oracle.m, m_before, strict=True)]
+        after = [s + e for s, e in zip(sent, mean(oracle.residual), strict=True)]
+        assert_close(after, [g + e for g, e in zip(mean(grads), kept, strict=True)])
+        phases.add(oracle.phase)
+    assert phases == {"dense", "resample", "sparse"}
+
+
+def test_radius_needs_only_the_mean_of_gradients_and_residuals():
+    """N ranks do what one rank with the averaged gradient does: the algorithm is linear in g and residual."""
+    many, one = radius(4, max_grad_norm=1.5), radius(1, max_grad_norm=1.5)
+    for step in range(14):
+        grads = random_grads(4, step)
+        many.step(grads)
+        one.step([mean(grads)])
+        assert_close(many.params, one.params)
+        assert_close(mean(many.residual), one.residual[0])
+
+
+def test_radius_masks_each_compressed_tensor():
+    """k = max(1, round(density * n)) of each tensor; a tensor that is not compressed has no mask and no residual."""
+    oracle = radius(2, warmup_steps=0, density=0.1, compress=[True, True, False])
+    for step in range(3):
+        oracle.step(random_grads(2, step))
+    assert oracle.phase == "sparse"
+    assert oracle.mask[0].sum() == 3 and oracle.mask[1].sum() == 2 and oracle.mask[2] is None
+    assert (oracle.residual[1][0] == 0).sum() == 3
+    assert oracle.residual[0][2].abs().max() == 0
+    tiny = radius(1, warmup_steps=0, density=0.001)
+    tiny.step(random_grads(1, 0))
+    assert [mask.sum().item() for mask in tiny.mask] == [1, 1, 1]

@@ -1,0 +1,156 @@
+"""The oracles of AdamS and SCAPE against facts from elsewhere: hand computation and the paper."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from oracles import AdamSOracle, ScapeOracle
+from oracles.samples import ADAM, SHAPES, assert_close, mean, random_grads, start, tensor
+
+
+@pytest.mark.parametrize(
+    ("bias_correction", "first", "second"),
+    [
+        # t = 1, g = 2: m = 1, v = g^2/4 = 1. Corrected: (1 / .5) / sqrt(1 / .25) = 1; only m: 2 / sqrt(1) = 2.
+        # t = 2, g = 6: m = 3.5, v = .75 * 1^2 + .25 * 36 = 9.75; corrections 1 - .25 = .75 and 1 - .5625 = .4375.
+        #    only m: v = .75 * (1 / .75)^2 + 9 = 31/3.
+        ("scape", 1.0, (3.5 / 0.75) / math.sqrt(9.75 / 0.4375)),
+        ("adams", 2.0, (3.5 / 0.75) / math.sqrt(31 / 3)),
+    ],
+)
+def test_adams_by_hand(bias_correction: str, first: float, second: float):
+    oracle = AdamSOracle([tensor(3)], 2, 1.0, (0.5, 0.75), 0.0, 0.5, bias_correction)
+    oracle.step([[tensor(1)], [tensor(3)]])
+    w = 3 - first - 0.5 * 3
+    assert_close(oracle.params, [tensor(w)])
+    oracle.step([[tensor(6)], [tensor(6)]])
+    assert_close(oracle.params, [tensor(w - second - 0.5 * w)])
+
+
+def test_adams_first_step_of_the_authors_correction():
+    """v is not corrected there: the first update is 1 / sqrt(1 - b2), 31.6 learning rates at b2 = .999."""
+    oracle = AdamSOracle([tensor(0)], 1, 1e-3, (0.9, 0.999), 0.0, 0.0, "adams")
+    oracle.step([[tensor(7)]])
+    assert oracle.params[0].item() == pytest.approx(-0.0316, rel=1e-3)
+
+
+def test_adams_maximize():
+    down, up = AdamSOracle(start(), 2, **ADAM), AdamSOracle(start(), 2, **ADAM, maximize=True)
+    for step in range(5):
+        down.step([[-g for g in own] for own in random_grads(2, step)])
+        up.step(random_grads(2, step))
+    assert_close(up.params, down.params)
+    assert not torch.equal(up.params[0], start()[0])
+
+
+def scape(ranks: int, **options) -> ScapeOracle:
+    owner = [i % ranks for i in range(len(SHAPES))]
+    return ScapeOracle(start(), ranks, **{**ADAM, "owner": owner, "density": 0.3, **options})
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("bias_correction", ["scape", "adams"])
+def test_scape_at_density_1_is_adams(ranks: int, bias_correction: str):
+    oracle = scape(ranks, density=1.0, bias_correction=bias_correction)
+    dense = AdamSOracle(start(), ranks, **ADAM, bias_correction=bias_correction)
+    for step in range(8):
+        oracle.step(random_grads(ranks, step))
+        dense.step(random_grads(ranks, step))
+        assert_close(oracle.params, dense.params, 1e-11)  # ghat = (b - b1 m) / (1 - b1) costs a digit
+        assert oracle.phase == "dense"
+
+
+def test_scape_three_elements_by_hand():
+    """density 1/3 (k = 1), b1 = 1/2, b2 = 3/4, eps next to 0, decay 0, lr 1, two ranks; rank 0 selects.
+
+    t = 1, all ones. x0 = (2, 0, 1), x1 = (0, 2, 3), m = (1, 1, 2). Rank 0's largest is its 1st, though m's is the 3rd.
+        m_hat = (2, 2, 4) and v_hat = ghat^2 = (4, 4, 16): u = (1, 1, 1).
+    t = 2, mask 1st. x0 = m/2 + (2, 0, 8)/2 = (1.5, .5, 5), x1 = m/2 + (0, 2, 0)/2 = (.5, 1.5, 1): b = (1, 0, 0),
+        kept (0, .5, 5) and (0, 1.5, 1); ghat = (1 - 1/2) / (1/2) = 1; v = 3/4 * 1 + 1/4 * 1 = 1;
+        u = (1 / (3/4)) / sqrt(1 / (7/16)) on the 1st, 0 elsewhere. Next mask: the 3rd.
+    t = 3, no gradient. x0 = (.5, .5, 5), x1 = (.5, 1.5, 1): b = (0, 0, 3), ghat = 6 on the 3rd, v = 1/4 * 36 = 9,
+        u = (3 / (7/8)) / sqrt(9 / (37/64)); the 1st and 2nd are kept: (.5, .5, 0), (.5, 1.5, 0).
+    """
+    oracle = ScapeOracle([tensor(0, 0, 0)], 2, 1.0, (0.5, 0.75), 1e-30, 0.0, owner=[0], density=1 / 3)
+    oracle.step([[tensor(4, 0, 2)], [tensor(0, 4, 6)]])
+    assert oracle.m[0].tolist() == [1, 1, 2] and oracle.average[0].tolist() == [2, 2, 4]
+    assert_close(oracle.params, [tensor(-1, -1, -1)])
+    assert oracle.phase == "dense" and oracle.next_mask[0].tolist() == [True, False, False]
+
+    oracle.step([[tensor(2, 0, 8)], [tensor(0, 2, 0)]])
+    w = tensor(-1 - (4 / 3) / math.sqrt(16 / 7), -1, -1)
+    assert_close(oracle.params, [w])
+    assert oracle.m[0].tolist() == [1, 0, 0] and oracle.phase == "sparse"
+    assert oracle.residual[0][0].tolist() == [0, 0.5, 5] and oracle.residual[1][0].tolist() == [0, 1.5, 1]
+    assert oracle.next_mask[0].tolist() == [False, False, True]
+
+    oracle.step([[tensor(0, 0, 0)], [tensor(0, 0, 0)]])
+    assert_close(oracle.params, [w - tensor(0, 0, (24 / 7) / math.sqrt(9 * 64 / 37))])
+    assert oracle.residual[0][0].tolist() == [0.5, 0.5, 0] and oracle.residual[1][0].tolist() == [0.5, 1.5, 0]
+
+
+def test_scape_without_delay_uses_the_owners_mask_of_the_same_step():
+    """As above, t = 1: |x0| = (2, 0, 1) gives the 1st; were rank 1 the owner, |x1| = (0, 2, 3) would give the 3rd."""
+    for owner, on in ((0, [True, False, False]), (1, [False, False, True])):
+        oracle = ScapeOracle([tensor(0, 0, 0)], 2, 1.0, (0.5, 0.75), 1e-30, 0.0, [owner], density=1 / 3, mask_delay=0)
+        oracle.step([[tensor(4, 0, 2)], [tensor(0, 4, 6)]])
+        assert oracle.mask[0].tolist() == on and (oracle.m[0] != 0).tolist() == on and oracle.phase == "sparse"
+
+
+@pytest.mark.parametrize("mask_delay", [0, 1])
+def test_scape_conserves_moments(mask_delay: int):
+    """b1 m + (1 - b1) g + e over the ranks equals m + e afterwards, and ghat is what m was made of."""
+    oracle = scape(3, mask_delay=mask_delay, warmup_steps=2, compress=[True, True, False])
+    for step in range(10):
+        grads, m, kept = random_grads(3, step), oracle.m, mean(oracle.residual)
+        oracle.step(grads)
+        came = [0.9 * m_i + 0.1 * g + e for m_i, g, e in zip(m, mean(grads), kept, strict=True)]
+        assert_close([a + b for a, b in zip(oracle.m, mean(oracle.residual), strict=True)], came)
+        rebuilt = [0.9 * m_i + 0.1 * g for m_i, g in zip(m, oracle.average, strict=True)]
+        assert_close([r * on for r, on in zip(rebuilt, oracle.mask, strict=True)], oracle.m)
+        assert oracle.mask[2].all() and oracle.residual[0][2].abs().max() == 0
+
+
+def test_scape_density_schedule():
+    """Dense for warmup_steps, then one more dense step (k = 0), then density^(k / 4) until it is the density."""
+    oracle = scape(1, density=0.1, warmup_steps=2, density_warmup_steps=4)
+    wanted = [1, 1, 1, 0.1**0.25, 0.1**0.5, 0.1**0.75, 0.1, 0.1]
+    assert [oracle.density_at(t) for t in range(1, 9)] == pytest.approx(wanted)
+    for step, density in enumerate(wanted):
+        oracle.step(random_grads(1, step))
+        assert oracle.mask[0].sum() == round(30 * density)  # the mask *used* at the step
+    assert [scape(1, density=0.1, warmup_steps=2).density_at(t) for t in (2, 3)] == [1, 0.1]
+    assert scape(1, density=lambda t: 1 / t).density_at(4) == 0.25
+
+
+def test_scape_of_equal_gradients_does_not_depend_on_the_number_of_ranks():
+    many, one = scape(2, max_grad_norm=1.0), scape(1, max_grad_norm=1.0)
+    for step in range(8):
+        (own,) = random_grads(1, step)
+        many.step([own, own])
+        one.step([own])
+        assert_close(many.params, one.params)
+        assert_close(many.residual[1], one.residual[0])
+
+
+def test_scape_clip_as_printed_enlarges_the_step_of_an_outlier():
+    """Clipping ghat after m took the outlier shrinks v alone. Rebuilding m from the clipped ghat bounds the step.
+
+    40 steps of g = 1, then g = 1000, m about 101. Not clipped, v is about 50000: u = .43. Clipped to a norm of 1, the
+    outlier is one more g = 1, and u about 1, when m is rebuilt; as printed v is about 1 and m still 101.
+    """
+    steps = {}
+    for clip in ("consistent", "scape", None):
+        oracle = ScapeOracle(
+            [tensor(0)], 1, 1.0, (0.9, 0.95), 0.0, 0.0, [0], 1.0, clip=clip or "scape", max_grad_norm=clip and 1.0
+        )
+        for _ in range(40):
+            oracle.step([[tensor(1)]])
+        before = oracle.params[0].item()
+        oracle.step([[tensor(1000)]])
+        steps[clip] = before - oracle.params[0].item()
+    assert steps["consistent"] == pytest.approx(1, rel=0.1)
+    assert steps["scape"] > 90
+    assert steps[None] == pytest.approx(0.43, rel=0.1)

@@ -1,0 +1,203 @@
+"""Separate and SeparateAdam against Algorithm 1 on dense tensors, and what is their own."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from oracles import SeparateOracle
+from ranks import run_ranks
+from sim import World
+from torch import nn
+
+import compopt
+from compopt._projections import Matrices, projection
+
+SHAPES = [(64, 80), (80,), (128, 64), (3, 40, 48), (10, 10)]
+COMPRESSED = [True, False, True, True, False]
+ADAM = dict(lr=3e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+BASES = {
+    "AdamW": lambda params: torch.optim.AdamW(params, **ADAM),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
+}
+
+
+def gradients(ranks: int, step: int) -> list[list[torch.Tensor]]:
+    seeds = [torch.Generator().manual_seed(100 * step + rank) for rank in range(ranks)]
+    return [[torch.randn(shape, generator=seed, dtype=torch.float64) for shape in SHAPES] for seed in seeds]
+
+
+def start() -> list[torch.Tensor]:
+    seeds = [torch.Generator().manual_seed(i) for i in range(len(SHAPES))]
+    return [torch.randn(shape, generator=seed, dtype=torch.float64) for shape, seed in zip(SHAPES, seeds, strict=True)]
+
+
+def make(ranks: int, base: str = "SeparateAdam", **options):
+    world = World(ranks)
+    params = [[nn.Parameter(w) for w in start()] for _ in range(ranks)]
+    optimizers = [
+        compopt.SeparateAdam(p, process_group=comm, **ADAM, **options)
+        if base == "SeparateAdam"
+        else compopt.Separate(BASES[base](p), process_group=comm, **options)
+        for p, comm in zip(params, world.comms, strict=True)
+    ]
+    return world, params, optimizers
+
+
+def step(world: World, params: list, optimizers: list, grads: list[list[torch.Tensor]]) -> None:
+    for own, given in zip(params, grads, strict=True):
+        for p, g in zip(own, given, strict=True):
+            p.grad = g.clone()
+    world.step(optimizers)
+
+
+def as_drawn(optimizers: list, ratio: float, kind: str):
+    """What the oracle needs: every tensor with its projected dimension last, and the matrices the package draws."""
+    plan = [
+        projection(torch.Size(s), False, ratio, kind, 0.9) if c else None
+        for s, c in zip(SHAPES, COMPRESSED, strict=True)
+    ]
+    bucket = optimizers[0]._buckets[0]
+    order = [len(SHAPES) - 1 - i for i in range(len(SHAPES))]  # a bucket holds its tensors in reverse
+
+    def turned(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [t if q is None else q.matrix(t.contiguous()) for q, t in zip(plan, tensors, strict=True)]
+
+    def random(t: int, i: int) -> torch.Tensor:
+        drawn = Matrices().draw(bucket, order, [plan[j] for j in order], 0, t)[order.index(i)].double()
+        return drawn if kind == "gaussian" else drawn * plan[i].r ** 0.5  # the oracle divides by r
+
+    return turned, random
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("base", ["SeparateAdam", *BASES])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(ratio=8, reset_interval=9),
+        dict(ratio=4, ef_beta=0.95, reset_interval=None, warmup_steps=3, max_grad_norm=20.0),
+        dict(ratio=16, ef_beta=1.0, max_grad_norm=20.0, clip="reconstructed"),
+        dict(ratio=8, projection="orthonormal", ef_beta=0.5, reset_interval=None),
+    ],
+    ids=["auto", "clipped", "no error feedback", "orthonormal"],
+)
+def test_equals_the_oracle(ranks, base, options):
+    world, params, optimizers = make(ranks, base, **options)
+    turned, random = as_drawn(optimizers, options["ratio"], options.get("projection", "gaussian"))
+    said = {k: v for k, v in options.items() if k not in ("ratio", "projection")}
+    oracle = SeparateOracle(
+        turned(start()), ranks, BASES["AdamW" if base == "SeparateAdam" else base], random, compress=COMPRESSED, **said
+    )
+    phases = set()
+    for t in range(20):
+        grads = gradients(ranks, t)
+        step(world, params, optimizers, grads)
+        oracle.step([turned(own) for own in grads])
+        phases.add(oracle.phase)
+        assert optimizers[0].stats.phase == oracle.phase
+        norm = math.sqrt(sum(float(a.square().sum()) for a in oracle.average))
+        if options.get("clip") != "reconstructed":  # there the oracle's is clipped already
+            assert optimizers[0].stats.grad_norm == pytest.approx(norm)
+        for p, wanted in zip(turned(params[-1]), oracle.params, strict=True):
+            torch.testing.assert_close(p.detach(), wanted.detach(), rtol=1e-10, atol=1e-11)
+    assert "projected" in phases
+    for rank, optimizer in enumerate(optimizers):
+        for i in range(len(SHAPES)):
+            if COMPRESSED[i]:
+                residual = turned([optimizer.state[p].get("residual", p) for p in params[rank]])[i]
+                torch.testing.assert_close(residual, oracle.error[rank][i], rtol=1e-10, atol=1e-11)
+
+
+def test_the_mean_of_the_reconstructions_is_the_reconstruction_of_the_mean():
+    """All of it is linear: four ranks train as one does on their mean gradient, errors included."""
+    many, one = make(4, "SGD", ratio=8), make(1, "SGD", ratio=8)
+    for t in range(12):
+        grads = gradients(4, t)
+        step(*many, grads)
+        step(*one, [[torch.stack(same).mean(0) for same in zip(*grads, strict=True)]])
+        for p, q in zip(many[1][3], one[1][0], strict=True):
+            torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-9, atol=1e-10)
+    for p, *others in zip(one[1][0], *many[1], strict=True):
+        if "residual" in one[2][0].state[p]:
+            errors = [o.state[q]["residual"] for o, q in zip(many[2], others, strict=True)]
+            torch.testing.assert_close(
+                torch.stack(errors).mean(0), one[2][0].state[p]["residual"], rtol=1e-9, atol=1e-9
+            )
+
+
+def errors_over(steps: int, **options) -> list[float]:
+    """The error's norm over the gradient's, under stationary gradients; weights stand still."""
+    p = nn.Parameter(torch.zeros(128, 160))
+    optimizer = compopt.SeparateAdam([p], lr=0.0, reset_interval=None, **options)
+    generator = torch.Generator().manual_seed(0)
+    mean, norms = torch.randn(128, 160, generator=generator), []
+    p.grad = torch.empty_like(p)
+    for _ in range(steps):
+        p.grad.normal_(generator=generator).add_(mean)
+        optimizer.step()
+        norms.append(float(optimizer.state[p]["residual"].norm() / p.grad.norm()))
+        if not norms[-1] < 1e6:
+            break
+    return norms
+
+
+@pytest.mark.parametrize("ratio", [8, 16, 64, 128])
+def test_the_error_stays_bounded_with_auto_and_diverges_in_the_printed_direction(ratio):
+    norms = errors_over(2000, ratio=ratio)
+    assert len(norms) == 2000 and max(norms[1000:]) < 1.5 * max(norms[:1000]) and max(norms) < 3 * ratio**0.5
+    auto = projection(torch.Size((128, 160)), False, ratio, "gaussian", "auto").beta
+    with pytest.warns(UserWarning, match="grow without end"):
+        printed = errors_over(2000, ratio=ratio, ef_beta=1 - auto)  # the new error weighs what the old one should
+    assert len(printed) < 300
+
+
+def test_a_stable_number_is_taken_without_a_word_and_orthonormal_is_stable_at_any():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        p = nn.Parameter(torch.zeros(128, 160))
+        compopt.SeparateAdam([p], ratio=16, ef_beta=0.95)
+        norms = errors_over(300, ratio=16, projection="orthonormal")
+    assert max(norms[150:]) < 1.2 * max(norms[:150])
+
+
+def test_bytes_at_ratio_16_are_a_fourteenth_of_dense():
+    block = [(960, 320), (320, 320), (1280, 320), (320, 1280), (320,), (320,)]
+    params = [nn.Parameter(torch.zeros(shape)) for shape in [(256, 320), (64, 320), *block * 2, (256, 320)]]
+    optimizer = compopt.SeparateAdam(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.stats.bytes_sent * 14 <= optimizer.stats.bytes_dense == 4 * sum(p.numel() for p in params)
+
+
+def sharded_run(rank: int) -> list[float]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    whole = [nn.Parameter(torch.randn(shape)) for shape in [(129, 64), (64, 64), (1, 80), (7,)]]
+    parts = [nn.Parameter(distribute_tensor(p.detach(), mesh["shard"], [Shard(0)])) for p in whole]
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    makers = [
+        lambda ps, group: compopt.Separate(torch.optim.SGD(ps, lr=0.1, momentum=0.9), ratio=8, process_group=group),
+        lambda ps, group: compopt.SeparateAdam(ps, ratio=8, process_group=group),
+    ]
+    optimizers = [(make(whole, alone), make(parts, mesh.get_group("replicate"))) for make in makers]
+    for t in range(6):
+        for i, (p, q) in enumerate(zip(whole, parts, strict=True)):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * t + i))
+            q.grad = distribute_tensor(p.grad, mesh["shard"], [Shard(0)])
+        for optimizer in optimizers[t % 2]:
+            optimizer.step()
+            assert optimizer.stats.phase == "projected"
+    return [float((p - q.full_tensor()).abs().max()) for p, q in zip(whole, parts, strict=True)]
+
+
+def test_rows_sharded_over_ranks_train_as_the_whole_does():
+    for differences in run_ranks(sharded_run, 2):
+        assert max(differences) < 1e-5

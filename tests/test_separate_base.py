@@ -1,0 +1,308 @@
+"""Separate as a wrapper: any base, its groups and schedulers, checkpoints, copies; clipping and adaptation."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from sim import Ranks, World
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+import compopt
+from compopt._projections import projection
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.idle = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def loss(model: Net, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return (model(x) - x.flip(1)).square().mean()
+
+
+def wrapped(base, size: int = 2, **options) -> Ranks:
+    settings = {"ratio": 8, **options}
+    return Ranks(
+        size, Net, lambda ps, process_group: compopt.Separate(base(ps), process_group=process_group, **settings)
+    )
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def external(name: str):
+    return lambda params: getattr(pytest.importorskip("torch_optimizer"), name)(params, lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        external("Lamb"),
+        external("AdaBelief"),
+        external("RAdam"),
+        adamw,
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    ],
+    ids=["Lamb", "AdaBelief", "RAdam", "AdamW", "SGD"],
+)
+def test_any_base_trains_and_replicas_stay_equal_to_the_bit(base):
+    ranks = wrapped(base)
+    history = []
+    for _ in range(40):
+        history += ranks.train(loss, 1)
+        ranks.assert_replicas_equal()
+    assert history[-1] < 0.95 * history[0]
+    assert ranks.optimizers[0].stats.phase == "projected"
+
+
+def test_our_own_adams_as_a_base_does_not_average_again():
+    adams = getattr(compopt, "AdamS", None)
+    if adams is None:
+        pytest.skip("AdamS is not in this version")
+    ranks = wrapped(lambda ps: adams(ps, lr=1e-2))
+    history = ranks.train(loss, 30)
+    ranks.assert_replicas_equal()
+    assert history[-1] < history[0]
+    assert all(optimizer.base.comm.size == 1 and optimizer.comm.size == 2 for optimizer in ranks.optimizers)
+
+
+def test_ours_as_a_base_is_alone_while_its_wrapper_averages():
+    """A base of this package has every rank's process group at hand, and must not use it."""
+
+    class Plain(compopt.RadiusAdamW):
+        averaged_state = ()
+
+    world = World(2)
+    params = [[nn.Parameter(torch.ones(64, 64))] for _ in range(2)]
+    bases = [
+        Plain(p, lr=0.1, density=1.0, warmup_steps=0, process_group=c) for p, c in zip(params, world.comms, strict=True)
+    ]
+    optimizers = [compopt.Separate(b, ratio=1, process_group=c) for b, c in zip(bases, world.comms, strict=True)]
+    for rank in range(2):
+        params[rank][0].grad = torch.full((64, 64), rank - 0.25)
+    world.step(optimizers)
+    assert [base.comm.size for base in bases] == [1, 1]
+    assert torch.equal(params[0][0], params[1][0]) and bool((params[0][0] < 1).all())
+
+
+def test_groups_are_the_bases_own_and_schedulers_act_on_it():
+    model = Net()
+    base = torch.optim.SGD(
+        [{"params": model.up.parameters(), "ratio": 4}, {"params": model.down.parameters()}], lr=1.0, momentum=0.9
+    )
+    optimizer = compopt.Separate(base, ratio=16)
+    assert optimizer.param_groups is base.param_groups and isinstance(optimizer, torch.optim.Optimizer)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
+    loss(model, 0, 0).backward()
+    optimizer.step()
+    schedule.step()
+    assert base.param_groups[0]["lr"] == schedule.get_last_lr()[0] != 1.0
+    sizes = [projection(model.up.weight.shape, False, ratio, "gaussian", "auto") for ratio in (4, 16)]
+    biases = model.up.bias.numel() + model.down.bias.numel()
+    payload = (
+        sum(q.m * q.r for q in (sizes[0], projection(model.down.weight.shape, False, 16, "gaussian", "auto"))) + biases
+    )
+    assert 0 < optimizer.stats.bytes_sent - 4 * payload < 200  # and the header
+
+    extra = nn.Parameter(torch.ones(64, 64))
+    optimizer.add_param_group({"params": [extra], "compress": False})
+    extra.grad = torch.ones_like(extra)
+    optimizer.step()
+    assert base.param_groups[2]["params"] == [extra] and not torch.equal(extra, torch.ones(64, 64))
+    assert "residual" not in optimizer.state[extra]
+
+    late = nn.Parameter(torch.ones(64, 64))
+    base.add_param_group({"params": [late]})
+    late.grad = torch.ones_like(late)
+    optimizer.step()
+    assert not torch.equal(late, torch.ones(64, 64)) and optimizer.state[late]["residual"].any()
+
+
+class Watching(torch.optim.SGD):
+    """Notes the gradients it is given."""
+
+    def step(self, closure=None):
+        self.given = [p.grad for group in self.param_groups for p in group["params"]]
+        if getattr(self, "fails", False):
+            raise OSError("the base failed")
+        return super().step(closure)
+
+
+def test_grad_is_the_average_for_the_base_and_the_local_gradient_for_everybody_else():
+    ranks = wrapped(lambda ps: Watching(ps, lr=0.1))
+    ranks.backward(loss)
+    before = [[p.grad for p in model.parameters()] for model in ranks.models]
+    values = [[None if g is None else g.clone() for g in own] for own in before]
+    ranks.world.step(ranks.optimizers)
+    for model, own, kept, optimizer in zip(ranks.models, before, values, ranks.optimizers, strict=True):
+        for p, grad, value in zip(model.parameters(), own, kept, strict=True):
+            assert p.grad is grad and (grad is None or torch.equal(grad, value))
+        names = [name for name, _ in model.named_parameters()]
+        for name, given, grad in zip(names, optimizer.base.given, own, strict=True):
+            assert (given is None) == name.startswith("idle") and (given is None or given is not grad)
+    for a, b in zip(*(optimizer.base.given for optimizer in ranks.optimizers), strict=True):
+        assert a is b is None or torch.equal(a, b)
+
+    ranks.backward(loss)
+    before = [p.grad for p in ranks.models[0].parameters()]
+    for optimizer in ranks.optimizers:
+        optimizer.base.fails = True
+    with pytest.raises(OSError, match="the base failed"):
+        ranks.world.step(ranks.optimizers)
+    assert all(p.grad is grad for p, grad in zip(ranks.models[0].parameters(), before, strict=True))
+
+
+def test_a_bad_gradient_on_one_rank_never_reaches_the_base():
+    ranks = wrapped(lambda ps: Watching(ps, lr=0.1, momentum=0.9))
+    ranks.train(loss, 2)
+    ranks.backward(loss)
+    before = [copy.deepcopy(o.state_dict()) for o in ranks.optimizers]
+    weights = [p.clone() for p in ranks.models[0].parameters()]
+    ranks.models[1].up.weight.grad[3, 5] = float("nan")
+    for optimizer in ranks.optimizers:
+        optimizer.base.fails = True  # if it were called
+    ranks.world.step(ranks.optimizers)
+    assert ranks.optimizers[0].stats.phase == "skipped"
+    assert all(torch.equal(p, w) for p, w in zip(ranks.models[0].parameters(), weights, strict=True))
+    for optimizer, old in zip(ranks.optimizers, before, strict=True):
+        assert_same(optimizer.state_dict(), old)
+
+
+def assert_same(a: dict, b: dict) -> None:
+    """Two state dicts, to the bit."""
+    (left, one), (right, other) = tree_flatten(a), tree_flatten(b)
+    assert one == other
+    for x, y in zip(left, right, strict=True):
+        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
+def through_a_file(state: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_a_checkpoint_carries_both_and_continues_to_the_bit():
+    whole = wrapped(adamw, adaptive=True, adapt_interval=4)
+    whole.train(loss, 6)
+    saved = [(copy.deepcopy(m.state_dict()), through_a_file(o.state_dict())) for _, m, o in whole]
+    whole.train(loss, 6)
+    resumed = wrapped(adamw, adaptive=True, adapt_interval=4)
+    resumed.steps = 6
+    for (weights, state), (_, model, optimizer) in zip(saved, resumed, strict=True):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups is optimizer.base.param_groups
+    resumed.train(loss, 6)
+    for a, b in zip(whole.optimizers, resumed.optimizers, strict=True):
+        assert_same(a.state_dict(), b.state_dict())
+    for p, q in zip(whole.models[1].parameters(), resumed.models[1].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_checkpoint_of_the_base_alone_is_taken_and_one_that_does_not_fit_is_refused_whole():
+    model, wrapped_model = Net(), Net()
+    plain = adamw(model.parameters())
+    loss(model, 0, 0).backward()
+    plain.step()
+    optimizer = compopt.Separate(adamw(wrapped_model.parameters()), ratio=8)
+    optimizer.load_state_dict(through_a_file(plain.state_dict()))
+    assert torch.equal(
+        optimizer.base.state[wrapped_model.up.weight]["exp_avg"], plain.state[model.up.weight]["exp_avg"]
+    )
+
+    loss(wrapped_model, 0, 1).backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    broken = copy.deepcopy(before)
+    broken["state"][0]["residual"] = torch.zeros(3)
+    broken["base"]["state"][0]["exp_avg"] += 1
+    with pytest.raises(ValueError, match="residual"):
+        optimizer.load_state_dict(broken)
+    assert_same(optimizer.state_dict(), before)
+
+
+def test_copies_and_pickles_continue_alike():
+    model = Net()
+    optimizer = compopt.Separate(adamw(model.parameters()), ratio=8)
+    for t in range(3):
+        optimizer.zero_grad()
+        loss(model, 0, t).backward()
+        optimizer.step()
+    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    for net, own in [(model, optimizer), *copies]:
+        own.zero_grad()
+        loss(net, 0, 3).backward()
+        own.step()
+        assert own.param_groups is own.base.param_groups and own.param_groups[0]["params"][0] is net.up.weight
+        assert torch.equal(net.up.weight, model.up.weight) and torch.equal(net.down.weight, model.down.weight)
+
+
+def test_what_cannot_be_wrapped_is_refused():
+    p = nn.Parameter(torch.zeros(64, 64))
+    with pytest.raises(TypeError, match="torch optimizer, got list"):
+        compopt.Separate([p])
+    with pytest.raises(TypeError, match="LBFGS"):
+        compopt.Separate(torch.optim.LBFGS([p]))
+    with pytest.raises(ValueError, match="compresses by itself"):
+        compopt.Separate(compopt.RadiusAdamW([p]))
+
+
+def test_ranks_with_other_bases_are_told():
+    ranks = wrapped(adamw)
+    ranks.optimizers[1].base.param_groups[0]["lr"] = 0.5
+    ranks.backward(loss)
+    with pytest.raises(ValueError, match=r"lr.*rank 1 has .*0\.5"):
+        ranks.world.step(ranks.optimizers)
+
+
+def test_the_local_clip_is_torchs_and_sends_nothing_before_it_is_known():
+    sgd = lambda ps: torch.optim.SGD(ps, lr=10.0)  # noqa: E731
+    clipped, by_hand = wrapped(sgd, max_grad_norm=0.01), wrapped(sgd)
+    for _ in range(5):
+        for ranks in (clipped, by_hand):
+            ranks.backward(loss)
+        for model in by_hand.models:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        for ranks in (clipped, by_hand):
+            ranks.world.step(ranks.optimizers)
+            ranks.steps += 1
+    for p, q in zip(clipped.models[0].parameters(), by_hand.models[0].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    started = clipped.world.comms[0].started
+    clipped.optimizers[0].gradients_ready(clipped.models[0].parameters())
+    assert clipped.world.comms[0].started == started
+
+
+@pytest.mark.parametrize("ef_beta", ["auto", 0.95])
+def test_adaptive_moves_columns_to_where_they_are_missed_and_ranks_agree(ef_beta):
+    """An error much larger than the gradient makes one tensor's reconstruction bad: it gets more columns."""
+    ranks = wrapped(adamw, ratio=8, adaptive=True, adapt_interval=3, ef_beta=ef_beta, reset_interval=None)
+    ranks.train(loss, 2)
+    for optimizer, model in zip(ranks.optimizers, ranks.models, strict=True):
+        optimizer.state[model.up.weight]["residual"].normal_(generator=torch.Generator().manual_seed(0))
+    assert ranks.optimizers[0]._own_groups[0]["adapted"] is None
+    ranks.train(loss, 1)
+    for optimizer in ranks.optimizers:
+        (up, beta), _, (down, other_beta), *_ = optimizer._own_groups[0]["adapted"]
+        assert up < 8 < down and up + down == pytest.approx(16)
+        if ef_beta == "auto":
+            assert beta == other_beta == "auto"
+        else:
+            assert 0.90 <= beta < 0.95 < other_beta <= 0.99
+    assert ranks.optimizers[0]._own_groups[0]["adapted"] == ranks.optimizers[1]._own_groups[0]["adapted"]
+    for _ in range(7):
+        ranks.train(loss, 1)
+        ranks.assert_replicas_equal()
