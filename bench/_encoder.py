@@ -52,9 +52,9 @@ def compressors(tokens: int, hidden: int) -> dict[str, Make]:
 class Block(nn.Module):
     """One post-norm transformer layer, as in BERT. Heads are counted from what is local, so that it can be cut."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.head_width = width // heads
+        self.head_width, self.causal = width // heads, causal
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.out = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -64,7 +64,8 @@ class Block(nn.Module):
         q, k, v = (
             m(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for m in (self.query, self.key, self.value)
         )
-        x = self.norm1(x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = self.norm1(x + self.out(mixed.transpose(1, 2).flatten(2)))
         return self.norm2(x + self.down(F.gelu(self.up(x))))
 
 
@@ -91,9 +92,11 @@ class Head(nn.Module):
         return self.project(x.mean(1) if self.pool else x)
 
 
-def encoder(inputs: int, outputs: int, tokens: int, width: int, layers: int, heads: int, pool: bool = True):
-    """The whole model, as nn.Sequential of embedding, layers and head."""
-    blocks = (Block(width, heads) for _ in range(layers))
+def encoder(
+    inputs: int, outputs: int, tokens: int, width: int, layers: int, heads: int, pool: bool = True, causal: bool = False
+) -> nn.Sequential:
+    """The whole model: embedding, layers and head. With causal=True a token sees only those before it."""
+    blocks = (Block(width, heads, causal) for _ in range(layers))
     return nn.Sequential(Embed(inputs, tokens, width), *blocks, Head(width, outputs, pool))
 
 

@@ -3,7 +3,7 @@
     sudo .venv/bin/python bench/mcbench.py time                      # Table 6: where a step's time goes, by compressor
     .venv/bin/python bench/mcbench.py quality                        # Tables 2 and 5: accuracy at tensor 2 x pipeline 2
 
-Both print their table and save results/mcbench-*.csv and .png beside this file. Without root the links are not shaped.
+Both print their table and save results/mcbench-*.csv beside this file. Without root the links are not shaped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from _encoder import MICRO_BATCHES, Trainer, compressors, encoder
 from _net import Links, sent_bytes
 from _tasks import BATCH, SMALL, digit_accuracy, pretrained, text_accuracy
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage
 
 from compopt.activations import Compressor, MeshRanks
 
@@ -60,13 +59,16 @@ class Clock:
         return wrapper
 
 
-def instrument(part: torch.nn.Module, stage: PipelineStage, clock: Clock) -> None:
-    for module in part.modules():
+def instrument(trainer: Trainer, clock: Clock) -> None:
+    """Let the clock time what this trainer does from now on."""
+    for module in trainer.part.modules():
         if isinstance(module, Compressor):
             module.compress = clock.timed("encode", module.compress)
             module.decompress = clock.timed("decode", module.decompress)
+    stage = trainer.stage
     stage.forward_one_chunk = clock.timed("forward", stage.forward_one_chunk)
     stage.backward_one_chunk = clock.timed("backward", stage.backward_one_chunk)
+    trainer.optimizer.step = clock.timed("optimizer", trainer.optimizer.step)
 
 
 def mesh_of(grid: str):
@@ -83,15 +85,14 @@ def time_rank(grid: str, labels: list[str], steps: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(MICRO_BATCH * MICRO_BATCHES, TIMED["tokens"], TIMED["inputs"])
     y = torch.randint(TIMED["outputs"], (len(x),))
-    rows = {}
+    trainers, taken = {}, defaultdict(list)
     for label in labels:
         torch.manual_seed(0)
-        trainer = Trainer(encoder(**TIMED), mesh, made[label], MICRO_BATCH, F.cross_entropy, 1e-4)
-        trainer.step(x, y)  # torch's pipelining finds out shapes
-        instrument(trainer.part, trainer.stage, clock)
-        trainer.optimizer.step = clock.timed("optimizer", trainer.optimizer.step)
-        taken = []
-        for _ in range(steps + 1):  # the first is not kept
+        trainers[label] = Trainer(encoder(**TIMED), mesh, made[label], MICRO_BATCH, F.cross_entropy, 1e-4)
+        trainers[label].step(x, y)  # torch's pipelining finds out shapes
+        instrument(trainers[label], clock)
+    for _ in range(steps):  # compressors take turns, so that all meet the same minute of the machine
+        for label, trainer in trainers.items():
             dist.barrier()
             clock.total.clear()
             before, start = sent_bytes(), time.perf_counter()
@@ -100,8 +101,10 @@ def time_rank(grid: str, labels: list[str], steps: int) -> None:
             own = {name: clock.total[name] for name in COLUMNS}
             waiting = total - own["forward"] - own["backward"] - own["optimizer"]
             sent = 0 if before is None else sent_bytes() - before
-            taken.append({**own, "total": total, "waiting": waiting, "sent": sent})
-        middle = sorted(taken[1:], key=lambda row: row["total"])[steps // 2]
+            taken[label].append({**own, "total": total, "waiting": waiting, "sent": sent})
+    rows = {}
+    for label in labels:
+        middle = sorted(taken[label], key=lambda row: row["total"])[steps // 2]
         everyone: list = [None] * RANKS
         dist.all_gather_object(everyone, middle)
         rows[label] = {name: statistics.mean(row[name] for row in everyone) for name in [*COLUMNS, "sent"]}
@@ -109,18 +112,15 @@ def time_rank(grid: str, labels: list[str], steps: int) -> None:
         print(json.dumps(rows))
 
 
-def quality(labels: list[str], seeds: list[int], steps: int) -> dict[tuple[str, str], list[float]]:
-    """Accuracy of every compressor on every task, a number a seed."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for seed in seeds:
-        start = pretrained(seed)
-        for label in labels:
-            digit = compressors(BATCH * 16, SMALL["width"])[label]
-            text = compressors(BATCH * 32, SMALL["width"])[label]
-            found[label, "digits"].append(digit_accuracy(digit, seed, steps, start))
-            found[label, "parity"].append(digit_accuracy(digit, seed, steps, start, parity=True))
-            found[label, "text, scratch"].append(text_accuracy(text, seed, steps))
-    return found
+def quality(label: str, seed: int, steps: int, start: torch.nn.Sequential) -> dict[str, float]:
+    """Accuracy of one compressor on every task: two fine-tuned from `start`, one trained from nothing."""
+    digit = compressors(BATCH * 16, SMALL["width"])[label]
+    text = compressors(BATCH * 32, SMALL["width"])[label]
+    return {
+        "digits": digit_accuracy(digit, seed, steps, start),
+        "parity": digit_accuracy(digit, seed, steps, start, parity=True),
+        "text, scratch": text_accuracy(text, seed, steps),
+    }
 
 
 def ask_ranks(options: argparse.Namespace, rate: str | None, *words: str) -> dict:
@@ -155,12 +155,12 @@ def print_times(options: argparse.Namespace) -> None:
 
 
 def print_quality(options: argparse.Namespace) -> None:
-    found = quality(options.labels, options.seeds, options.steps)
-    save("quality", ["compressor", "task", "seed", "steps", "accuracy"], 3, [
-        [label, task, seed, options.steps, f"{value:.2f}"]
-        for (label, task), values in found.items()
-        for seed, value in zip(options.seeds, values, strict=True)
-    ])  # fmt: skip
+    for seed in options.seeds:
+        start = pretrained(seed)
+        for label in options.labels:
+            found = quality(label, seed, options.steps, start)
+            rows = [[label, task, seed, options.steps, f"{value:.2f}"] for task, value in found.items()]
+            save("quality", ["compressor", "task", "seed", "steps", "accuracy"], 3, rows)
     with (RESULTS / "mcbench-quality.csv").open() as file:  # also what earlier runs found
         rows = [row for row in csv.DictReader(file) if row["steps"] == str(options.steps)]
     tasks = list(dict.fromkeys(row["task"] for row in rows))

@@ -266,6 +266,11 @@ class CompressedOptimizer(Optimizer):
                 raise TypeError(
                     f"params holds a complex tensor of shape {tuple(p.shape)} ({p.dtype}): use torch.view_as_real."
                 )
+            if p.is_meta:
+                raise ValueError(
+                    f"params holds a tensor of shape {tuple(p.shape)} on the meta device: call model.to_empty and "
+                    "initialise it before the optimizer is made."
+                )
         self.check_group(group)
 
     def _rebuild(self) -> None:

@@ -34,16 +34,24 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank selects: its range of the mask's bytes, and the pieces of tensors in it."""
+    """What one rank selects: its range of the mask's bytes, and the pieces of tensors in it, ``most`` elements in all.
+
+    ``low`` is how many low bits of a position its code keeps apart; None where bits are smaller than any code.
+    """
 
     first: int
     last: int
     pieces: tuple[Piece, ...]
+    most: int
+    low: int | None
 
-    @property
-    def most(self) -> int:
-        """More elements than this are never selected here."""
-        return sum(piece.most for piece in self.pieces)
+
+class Deal(NamedTuple):
+    """Who selects what. ``coded``: the ranges travel as codes; ``length``: bytes of every rank's message."""
+
+    parts: tuple[Part, ...]
+    coded: bool
+    length: int
 
 
 def offsets_of(lengths: tuple[int, ...]) -> list[int]:
@@ -102,15 +110,20 @@ def set_bits_(bits: Tensor, positions: Tensor) -> None:
 # On the wire
 
 
-def low_bits(part: Part) -> int | None:
-    """How many low bits of a position the code keeps apart; None where bits are smaller than any code."""
-    n, k = 8 * (part.last - part.first), part.most
-    best = min(range(1, 24), key=lambda low: _coded(n, k, low))
-    return best if _coded(n, k, best) < n else None
+def make_deal(ranges: list[tuple[int, int, tuple[Piece, ...]]]) -> Deal:
+    """How these ranges of bytes, one a rank, travel. One rank has nobody to send to, and keeps its bits."""
+    parts = []
+    for first, last, pieces in ranges:
+        n, k = 8 * (last - first), sum(piece.most for piece in pieces)
+        best = min(range(1, 24), key=lambda low: _code_bits(n, k, low))
+        parts.append(Part(first, last, pieces, k, best if _code_bits(n, k, best) < n else None))
+    coded = len(parts) > 1 and all(part.low is not None for part in parts)
+    lengths = [_code_bits(8 * (p.last - p.first), p.most, p.low) // 8 if coded else p.last - p.first for p in parts]
+    return Deal(tuple(parts), coded, max(lengths))
 
 
-def _coded(n: int, k: int, low: int) -> int:
-    """Bits of the code of at most k among n positions."""
+def _code_bits(n: int, k: int, low: int) -> int:
+    """Bits of the code of at most k among n positions: high bits in unary, then a row for each low bit."""
     return _upper(n, k, low) + low * _whole(k)
 
 
@@ -122,55 +135,41 @@ def _whole(n: int) -> int:
     return n + -n % 8
 
 
-def coded(parts: tuple[Part, ...]) -> bool:
-    """Whether the ranges are coded. One rank has nobody to send to, and keeps them as bits."""
-    return len(parts) > 1 and all(low_bits(part) is not None for part in parts)
-
-
-def message_bytes(parts: tuple[Part, ...]) -> int:
-    """Length of every rank's message: that of the longest."""
-    return max(_length(part) if coded(parts) else part.last - part.first for part in parts)
-
-
-def _length(part: Part) -> int:
-    return _coded(8 * (part.last - part.first), part.most, low_bits(part)) // 8
-
-
-def encode(bits: Tensor, parts: tuple[Part, ...], rank: int) -> Tensor:
+def encode(bits: Tensor, deal: Deal, rank: int) -> Tensor:
     """This rank's message, from the bits of its range."""
-    code = _code(positions_of(bits), parts[rank]) if coded(parts) else bits
-    return torch.nn.functional.pad(code, (0, message_bytes(parts) - code.numel()))
+    code = _code(positions_of(bits), deal.parts[rank]) if deal.coded else bits
+    return torch.nn.functional.pad(code, (0, deal.length - code.numel()))
 
 
 def _code(position: Tensor, part: Part) -> Tensor:
-    low, device = low_bits(part), position.device
-    upper = torch.zeros(_upper(8 * (part.last - part.first), part.most, low), dtype=torch.bool, device=device)
-    upper[(position >> low).add_(torch.arange(position.numel(), device=device))] = True
-    planes = torch.zeros(low, _whole(part.most), dtype=torch.bool, device=device)
-    for n, plane in enumerate(planes):
-        plane[: position.numel()] = (position >> n) & 1
-    return bits_of(torch.cat([upper, planes.view(-1)]))
+    k, device = position.numel(), position.device
+    upper = torch.zeros(_upper(8 * (part.last - part.first), part.most, part.low), dtype=torch.bool, device=device)
+    upper[(position >> part.low).add_(torch.arange(k, device=device))] = True
+    rows = torch.zeros(part.low, _whole(part.most), dtype=torch.bool, device=device)
+    for n, row in enumerate(rows):
+        row[:k] = (position >> n) & 1
+    return bits_of(torch.cat([upper, rows.view(-1)]))
 
 
-def decode(row: Tensor, part: Part) -> Tensor:
+def decode(message: Tensor, part: Part) -> Tensor:
     """The positions in a coded range, ascending, int64."""
-    low = low_bits(part)
-    upper = _upper(8 * (part.last - part.first), part.most, low)
-    position = positions_of(row[: upper // 8])
-    position.sub_(torch.arange(position.numel(), device=row.device)).bitwise_left_shift_(low)
-    planes = flags_of(row[upper // 8 : _length(part)]).view(low, -1)[:, : position.numel()]
-    for n, plane in enumerate(planes):
-        position.add_(plane, alpha=1 << n)
+    upper, k = _upper(8 * (part.last - part.first), part.most, part.low) // 8, _whole(part.most)
+    position = positions_of(message[:upper])
+    position.sub_(torch.arange(position.numel(), device=message.device)).bitwise_left_shift_(part.low)
+    rows = flags_of(message[upper : upper + part.low * k // 8]).view(part.low, k)[:, : position.numel()]
+    for n, row in enumerate(rows):
+        position.add_(row, alpha=1 << n)
     return position
 
 
-def assemble(rows: Tensor, parts: tuple[Part, ...]) -> tuple[Tensor, Tensor]:
+def assemble(messages: Tensor, deal: Deal) -> tuple[Tensor, Tensor]:
     """All ranks' messages as the bucket's mask, and its positions among the mask's bits, ascending, int64."""
-    if not coded(parts):
-        bits = torch.cat([row[: part.last - part.first] for row, part in zip(rows, parts, strict=True)])
+    pairs = list(zip(messages, deal.parts, strict=True))
+    if not deal.coded:
+        bits = torch.cat([message[: part.last - part.first] for message, part in pairs])
         return bits, positions_of(bits)
-    positions = torch.cat([decode(row, part).add_(8 * part.first) for row, part in zip(rows, parts, strict=True)])
-    bits = rows.new_empty(parts[-1].last)
+    positions = torch.cat([decode(message, part).add_(8 * part.first) for message, part in pairs])
+    bits = messages.new_empty(deal.parts[-1].last)
     set_bits_(bits, positions)
     return bits, positions
 

@@ -14,7 +14,7 @@ from ._buckets import Bucket
 from ._requests import Payload
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
-BLOCK = 65536  # elements: a few vectors of them stay in a core's own cache between one pass and the next
+BLOCK = 131072  # elements: a few vectors of them stay in a core's own cache between one pass and the next
 Tensors = list[Tensor | None]
 
 
@@ -112,16 +112,27 @@ class Ops:
         )
 
     @staticmethod
-    def adams(group: dict, w: Tensor, g: Tensor, m: Tensor, step: Tensor, clip: float = 1.0, decay: bool = True) -> None:
-        """One AdamS step in place, in blocks that stay in the cache; ``step`` is already counted up."""
-        names = ("betas", "eps", "bias_correction")
-        hyper = {name: group[name] for name in names} | {"lr": float(group["lr"]), "clip": clip}
-        hyper["weight_decay"] = group["weight_decay"] if decay else 0.0
-        blocks = [(w, g, m)]
-        if w.numel() > BLOCK and all(x.is_contiguous() for x in (w, g, m)):
-            blocks = zip(*(x.view(-1).split(BLOCK) for x in (w, g, m)), strict=True)
-        for w_, g_, m_ in blocks:
-            _math.adams_(w_, g_, m_, float(step), **hyper)
+    def adams(
+        group: dict, w: Tensor, g: Tensor, m: Tensor, step: Tensor, clip: float = 1.0, decay: bool = True
+    ) -> None:
+        """One AdamS step in place, in blocks that stay in the cache; ``step`` is already counted up.
+
+        It is an AdamW step whose second moment, before it, is the square of the first.
+        """
+        lr, eps, weight_decay = float(group["lr"]), group["eps"], group["weight_decay"] if decay else 0.0
+        plain = clip == 1 and group["bias_correction"] == "scape" and all(x.is_contiguous() for x in (w, g, m))
+        if not plain:
+            names = ("betas", "bias_correction")
+            hyper = {name: group[name] for name in names} | {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+            return _math.adams_(w, g, m, float(step), clip=clip, **hyper)
+        beta1, beta2 = group["betas"]
+        square = m.new_empty(min(BLOCK, m.numel()))  # not scratch(), where g may be
+        for w_, g_, m_ in zip(*(x.view(-1).split(BLOCK) for x in (w, g, m)), strict=True):
+            v = torch.mul(m_, m_, out=square[: m_.numel()])
+            torch._fused_adamw_(
+                [w_], [g_], [m_], [v], [], [step], lr=lr, beta1=beta1, beta2=beta2, amsgrad=False,
+                weight_decay=weight_decay, eps=eps, maximize=False,
+            )  # fmt: skip
 
     top_k = staticmethod(_math.top_k)
     positions = staticmethod(_math.positions)

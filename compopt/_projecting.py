@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._base import CompressedOptimizer, check_compression, require
+from ._base import CompressedOptimizer
 from ._buckets import Bucket, StateSpec, local
 from ._ops import clip_factor
+from ._options import check_compression, require
 from ._projections import KINDS, Matrices, Plan, Projection, fingerprint, is_sharded, least_beta, projection
 
 

@@ -29,10 +29,11 @@ def adams(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     h, m, step = bucket.group, bucket.state["exp_avg"], bucket.state["step"]
     mean = yield AllReduceMean(ops.pack(bucket, bucket.grads(), negate=h["maximize"]))
     yield Agree(mean, "dense")  # from here on state changes
+    weights = bucket.weights
     for i, present in enumerate(bucket.present(mean)):
         if present:
             step[i] += 1
-            w = bucket.weights[i]
+            w = weights[i]
             ops.adams(h, w, ops.expand(mean.parts[i], None, w), m[i], step[i])
             bucket.publish(i)
 

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from ._base import CompressedOptimizer
 from ._buckets import Bucket, StateSpec
-from ._masks import Piece, count_shared, message_bytes, per_tensor, positions_of
+from ._masks import Piece, count_shared, per_tensor, positions_of
 from ._ops import Ops, clip_factor
 from ._options import check_adams, check_compression, require
 from ._requests import Agree, AllGather, AllReduceMean, Payload, Request
-from ._selection import Selection, compressed_lengths, fill_ones, found, keep_mask, parts_at
+from ._selection import Selection, compressed_lengths, deal_at, fill_ones, found, keep_mask
 from ._stats import Stats
 
 
@@ -44,15 +44,15 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Generator[Request,
     """Algorithm 1, one bucket, one step."""
     h, state, grads = bucket.group, bucket.state, bucket.grads()
     delayed = h["mask_delay"] == 1
-    parts = parts_at(bucket, h["step"] + 1 + delayed, ranks)  # of the mask selected now; None: it is all ones
-    selection = Selection(bucket, ops, parts[rank]) if parts else None
+    deal = deal_at(bucket, h["step"] + 1 + delayed, ranks)  # of the mask selected now; None: it is all ones
+    selection = Selection(bucket, ops, deal, rank) if deal else None
 
     index, bits = bucket.cache.get("index"), bucket.flat["next_mask"]  # found one step ago
-    if parts and not delayed:
+    if deal and not delayed:
         for i, piece in selection.pieces.items():
             selection.take(i, own_x(bucket, i, piece, grads[i]))
-        rows = yield AllGather(selection.message(parts, rank))
-        index, bits = found(bucket, rows, parts)
+        rows = yield AllGather(selection.message())
+        index, bits = found(bucket, rows, deal)
     index = index or [None] * len(grads)
 
     sent = ops.pack(bucket, grads, index, add=state["residual"], scale=1 / (1 - h["betas"][0]), negate=h["maximize"])
@@ -62,9 +62,9 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Generator[Request,
     if delayed:
         bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
         bucket.flat["next_mask"].zero_()
-        if parts:
-            rows = yield AllGather(selection.message(parts, rank))  # awaited when the next step needs it
-            bucket.cache["index"], bits = found(bucket, rows, parts)
+        if deal:
+            rows = yield AllGather(selection.message())  # awaited when the next step needs it
+            bucket.cache["index"], bits = found(bucket, rows, deal)
             bucket.flat["next_mask"].copy_(bits)
 
 
@@ -116,10 +116,10 @@ def moment(bucket: Bucket, i: int, m: Tensor, index: Tensor | None, g: Tensor | 
         if index is not None or selecting:
             e.add_(m, alpha=beta1)
     else:  # where m is not 0, e is: so e can hold m for a moment, and show what of it is at the mask
-        held, at = held.long(), slice(None) if index is None else index.long()
-        before = e[at].clone()
+        held = held.long()
+        before = e.clone() if index is None else e.index_select(0, index)
         e.scatter_(0, held, m)
-        old = e[at] - before
+        old = (e if index is None else e.index_select(0, index)).sub(before)
         e.scatter_(0, held, beta1 * m)
     if g is not None and (index is not None or selecting):
         residual.add_(g, alpha=(beta1 - 1) if bucket.group["maximize"] else (1 - beta1))
@@ -261,8 +261,8 @@ class ScapeAdamS(CompressedOptimizer):
     def _mask_bytes(self, bucket: Bucket, applied: bool) -> int:
         """What this rank handed over of the bucket's mask in the step that has just been counted, if it was applied."""
         h = bucket.group
-        parts = parts_at(bucket, h["step"] + (h["mask_delay"] if applied else 1), self.comm.size)
-        return message_bytes(parts) if parts and (applied or not h["mask_delay"]) else 0
+        deal = deal_at(bucket, h["step"] + (h["mask_delay"] if applied else 1), self.comm.size)
+        return deal.length if deal and (applied or not h["mask_delay"]) else 0
 
     def _mask_overlap(self) -> float:
         overlaps = self.mask_overlaps().values()

@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import CompressedOptimizer, check_adam
+from ._base import CompressedOptimizer
 from ._buckets import Bucket, StateSpec, local
 from ._ops import Ops, clip_factor
+from ._options import check_adam
 from ._projecting import Exchange, Projecting
 from ._projections import pack, reconstruct, squared_norm
 from ._requests import Agree, AllReduceMean, Request
@@ -94,8 +95,8 @@ class SeparateAdam(Projecting):
         warmup_steps: steps averaged dense before compression starts.
         max_grad_norm: clip to this L2 norm, all groups together (None: no clipping).
         clip: what is clipped. "local": each rank's gradient before it is projected; no overlap with backward then.
-            "reconstructed": the averaged gradient; its norm is about sqrt(1 + w) times the true one, so a norm that
-            suits AdamW clips every step.
+            "reconstructed": the averaged gradient; its norm is about sqrt(1 + w) times the true one, so that a norm
+            that suits AdamW clips every step.
         payload_dtype: dtype on the wire (None: the gradient's).
         process_group: the ranks to average over. None: the default group, or one process where there is none.
 
@@ -151,12 +152,11 @@ class Separate(Projecting):
     rank's own. A parameter group of the base may say ``compress``, ``ratio`` and ``ef_beta`` for its tensors.
 
     Args:
-        base: an optimizer over the model's parameters. One of this package that does not compress itself (AdamS) is
-            stopped from averaging. Its other options, such as weight decay, act as ever.
+        base: an optimizer over the model's parameters; one of this package (AdamS) is stopped from averaging.
         ratio, ef_beta, reset_interval, seed, projection, adaptive, adapt_interval, warmup_steps, max_grad_norm, clip,
             payload_dtype, process_group: as in :class:`SeparateAdam`.
 
-    State beside the base's: the residual; and, not saved, one averaged gradient as large as the parameters.
+    State beside the base's: the residual; not saved: one averaged gradient as large as the parameters.
 
     Raises:
         TypeError: base is no optimizer, or one that evaluates the model more than once a step (LBFGS).

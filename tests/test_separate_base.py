@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from sim import Ranks, World
+from sim import Ranks
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
@@ -67,33 +67,17 @@ def test_any_base_trains_and_replicas_stay_equal_to_the_bit(base):
 
 
 def test_our_own_adams_as_a_base_does_not_average_again():
-    adams = getattr(compopt, "AdamS", None)
-    if adams is None:
-        pytest.skip("AdamS is not in this version")
-    ranks = wrapped(lambda ps: adams(ps, lr=1e-2))
+    """It has a process group of its own at hand, and must not use it."""
+
+    def make(params, process_group):
+        base = compopt.AdamS(params, lr=1e-2, process_group=process_group)
+        return compopt.Separate(base, ratio=8, process_group=process_group)
+
+    ranks = Ranks(2, Net, make)
     history = ranks.train(loss, 30)
     ranks.assert_replicas_equal()
     assert history[-1] < history[0]
     assert all(optimizer.base.comm.size == 1 and optimizer.comm.size == 2 for optimizer in ranks.optimizers)
-
-
-def test_ours_as_a_base_is_alone_while_its_wrapper_averages():
-    """A base of this package has every rank's process group at hand, and must not use it."""
-
-    class Plain(compopt.RadiusAdamW):
-        averaged_state = ()
-
-    world = World(2)
-    params = [[nn.Parameter(torch.ones(64, 64))] for _ in range(2)]
-    bases = [
-        Plain(p, lr=0.1, density=1.0, warmup_steps=0, process_group=c) for p, c in zip(params, world.comms, strict=True)
-    ]
-    optimizers = [compopt.Separate(b, ratio=1, process_group=c) for b, c in zip(bases, world.comms, strict=True)]
-    for rank in range(2):
-        params[rank][0].grad = torch.full((64, 64), rank - 0.25)
-    world.step(optimizers)
-    assert [base.comm.size for base in bases] == [1, 1]
-    assert torch.equal(params[0][0], params[1][0]) and bool((params[0][0] < 1).all())
 
 
 def test_groups_are_the_bases_own_and_schedulers_act_on_it():

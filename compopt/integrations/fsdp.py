@@ -29,7 +29,7 @@ ADVICE = (
 def check_meshes(optimizer: CompressedOptimizer) -> None:
     """Raise ValueError where ranks of the optimizer's group hold different shards, or have averaged gradients already.
 
-    Also where a parameter was flattened by FullyShardedDataParallel, or has no storage yet.
+    Also where FullyShardedDataParallel made flat parameters of matrices.
     """
     group = getattr(optimizer.comm, "group", None)
     ours = set(dist.get_process_group_ranks(group)) if group is not None else set()
@@ -46,8 +46,6 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
 
 def _check_mesh(p: Tensor, name: str, ours: set[int]) -> None:
     mesh = p.device_mesh
-    if p.is_meta:
-        raise ValueError(f"{name} is on the meta device: call model.to_empty and initialise it before the optimizer.")
     for dim, (group, placement) in enumerate(zip(mesh.get_all_groups(), p.placements, strict=True)):
         shared = sorted(ours.intersection(dist.get_process_group_ranks(group)))
         if len(shared) < 2:
