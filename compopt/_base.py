@@ -112,7 +112,7 @@ class CompressedOptimizer(Optimizer):
             verdict = yield from self._runtime.step(self._buckets, comm, _bits(settings), self._shards)
         except CommunicationError as error:
             raise CommunicationError(f"step {before + 1} was not applied on rank {comm.rank}: {error}") from error
-        if verdict.resent and not self._warned:
+        if verdict.changed and not self._warned:
             self._warned = True
             warnings.warn(
                 "gradients were changed between backward and step() (a clip or an unscale?), so what was sent during "

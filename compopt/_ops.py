@@ -26,9 +26,9 @@ class Ops:
     def __init__(self) -> None:
         self._scratch: dict[tuple, Tensor] = {}
 
-    def scratch(self, like: Tensor, n: int, dtype: torch.dtype | None = None) -> Tensor:
-        """n elements of memory beside ``like``, contents undefined, valid until the next call."""
-        key = (dtype or like.dtype, like.device)
+    def scratch(self, like: Tensor, n: int, dtype: torch.dtype | None = None, use: str = "") -> Tensor:
+        """n elements of memory beside ``like``, contents undefined, valid until the next call for the same ``use``."""
+        key = (dtype or like.dtype, like.device, use)
         held = self._scratch.get(key)
         if held is None or held.numel() < n:
             held = self._scratch[key] = torch.empty(n, dtype=key[0], device=key[1])
@@ -43,7 +43,7 @@ class Ops:
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:
-        """The bucket's message: ``grads``, or minus them, plus ``scale * add`` (at ``index``, where a tensor has one)."""
+        """The bucket's message: ``grads``, or minus them, plus ``scale * add``, at ``index`` where a tensor has one."""
         index = index or [None] * len(grads)
         lengths = [n if i is None else i.numel() for n, i in zip(bucket.lengths, index, strict=True)]
         payload = bucket.payload(lengths, bucket.group.get("payload_dtype"))
@@ -111,9 +111,8 @@ class Ops:
             w, m, v, max(float(step), 1.0), betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"]
         )
 
-    @staticmethod
     def adams(
-        group: dict, w: Tensor, g: Tensor, m: Tensor, step: Tensor, clip: float = 1.0, decay: bool = True
+        self, group: dict, w: Tensor, g: Tensor, m: Tensor, step: Tensor, clip: float = 1.0, decay: bool = True
     ) -> None:
         """One AdamS step in place, in blocks that stay in the cache; ``step`` is already counted up.
 
@@ -126,7 +125,7 @@ class Ops:
             hyper = {name: group[name] for name in names} | {"lr": lr, "eps": eps, "weight_decay": weight_decay}
             return _math.adams_(w, g, m, float(step), clip=clip, **hyper)
         beta1, beta2 = group["betas"]
-        square = m.new_empty(min(BLOCK, m.numel()))  # not scratch(), where g may be
+        square = self.scratch(m, min(BLOCK, m.numel()), use="square")  # of its own: g may be scratch too
         for w_, g_, m_ in zip(*(x.view(-1).split(BLOCK) for x in (w, g, m)), strict=True):
             v = torch.mul(m_, m_, out=square[: m_.numel()])
             torch._fused_adamw_(

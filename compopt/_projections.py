@@ -72,7 +72,7 @@ def projection(shape: torch.Size, sharded: bool, ratio: float, kind: str, ef_bet
     while split > 1 and math.prod(shape[split:]) < NARROW:
         split -= 1
     rows, columns = math.prod(shape[:split]), math.prod(shape[split:])
-    of_rows = rows < columns and not sharded
+    of_rows = NARROW <= rows < columns and not sharded  # few rows: what is left of them carries too little
     d = rows if of_rows else columns
     r = math.ceil(d / ratio)
     if r >= d:

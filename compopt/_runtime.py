@@ -34,6 +34,7 @@ class Exchange:
         self.pending: Pending | None = None
         self.agree: Agree | None = None
         self.seen: list[tuple[Tensor, int]] | None = None  # gradients and their versions at the end of backward
+        self.prints: list[Tensor] | None = None  # sum and norm of each then, where versions have misled before
         self.advance(None)
 
     def advance(self, answer: object) -> None:
@@ -42,8 +43,14 @@ class Exchange:
         self.agree = request if isinstance(request, Agree) else None
         self.pending = None if self.agree else self.comm.start(request)
 
-    def note_versions(self) -> None:
+    def note_versions(self, with_prints: bool) -> None:
         self.seen = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.bucket.params]
+        self.prints = self._fingerprints() if with_prints else None
+
+    def _fingerprints(self) -> list[Tensor]:
+        wide = torch.promote_types(self.bucket.dtype, torch.float32)
+        grads = [g for g in self.bucket.grads() if g is not None]
+        return [of(g, dtype=wide) for g in grads for of in (torch.sum, torch.linalg.vector_norm)]
 
     @property
     def stale(self) -> bool:
@@ -51,7 +58,11 @@ class Exchange:
         if self.seen is None:
             return True
         now = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.bucket.params]
-        return any(a is not b or v != u for (a, v), (b, u) in zip(self.seen, now, strict=True))
+        touched = any(a is not b or v != u for (a, v), (b, u) in zip(self.seen, now, strict=True))
+        if not touched or self.prints is None:
+            return touched
+        prints = self._fingerprints()  # written to, but changed? Trainer multiplies by 1 to learn a norm
+        return len(prints) != len(self.prints) or not torch.stack(prints).equal(torch.stack(self.prints))
 
     def abandon(self) -> None:
         """Close the generator; wait for what is on the wire, whose memory is used again."""
@@ -70,6 +81,7 @@ class Verdict:
     norm: float = 0.0
     early: int = 0  # buckets whose exchange began in backward and counted
     resent: bool = False  # early payloads were stale and went out again
+    changed: bool = False  # and that was no false alarm
     mismatch: bool = False  # a rank has other settings
     bad: list[str] = field(default_factory=list)  # tensors with a non-finite gradient on some rank
 
@@ -81,6 +93,7 @@ class Runtime:
         self.algorithm = algorithm
         self.early: dict[int, Exchange] = {}
         self.tails: list[Exchange] = []
+        self.touched = False  # gradients were written to after a backward: from then on, look whether they changed
 
     def begin(self, bucket: Bucket, comm: Comm) -> None:
         """Start a bucket in backward. An earlier start of it is given up: a later backward replaces the payload."""
@@ -91,7 +104,7 @@ class Runtime:
 
     def note_versions(self) -> None:
         for exchange in self.early.values():
-            exchange.note_versions()
+            exchange.note_versions(self.touched)
 
     def settle(self) -> None:
         """Finish the generators whose last request was sent behind the commit (masks on the wire).
@@ -149,6 +162,7 @@ class Runtime:
             verdict = self._judge(exchanges)
             yield from self._agree_with(shards, verdict, buckets[-1].device)
             verdict.early, verdict.resent = 0 if resend else len(early), resend
+            verdict.changed, self.touched = resend and self.touched, resend or self.touched
         except Exception:
             for exchange in exchanges:
                 exchange.abandon()

@@ -41,7 +41,7 @@ def adams(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
 class AdamS(CompressedOptimizer):
     r"""AdamS (equation 2 of SCAPE): AdamW's accuracy at half its state, on gradients averaged dense.
 
-    Takes the place of ``torch.optim.AdamW`` in any script; under DistributedDataParallel it averages the gradients itself.
+    Takes the place of ``torch.optim.AdamW`` in any script; under DistributedDataParallel it averages gradients itself.
 
     Args:
         params: parameters, named parameters or groups, as torch takes them.

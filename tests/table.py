@@ -24,14 +24,28 @@ class Case:
     lr: float = 1e-2
     method: str = "adamw"  # which row of the toy problems' table it has to reach, with these options
     problems: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)  # losses to reach instead, where the class differs
     bad: dict[str, list[Any]] = field(default_factory=dict)
+    build: Callable[..., torch.optim.Optimizer] | None = None  # from params and options, where that is not ``cls``
 
     @property
     def name(self) -> str:
         return self.cls.__name__
 
+    @property
+    def new(self) -> Callable[..., torch.optim.Optimizer]:
+        return self.build or self.cls
+
     def make(self, params: Any, **options: Any) -> torch.optim.Optimizer:
-        return self.cls(params, **{"lr": self.lr, **self.compressed, **options})
+        return self.new(params, **{"lr": self.lr, **self.compressed, **options})
+
+
+def around_adamw(params: Any, lr: float = 1e-3, weight_decay: float = 1e-2, maximize: bool = False, **options: Any):
+    return compopt.Separate(torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, maximize=maximize), **options)
+
+
+def adams(params: Any, lr: float) -> torch.optim.Optimizer:
+    return compopt.AdamS(params, lr=lr)  # itself held against its equation in test_adams.py
 
 
 ADAM_BAD = {"lr": [-1.0], "eps": [-1e-8], "betas": [(1.0, 0.9), (0.9, -0.1)], "weight_decay": [-0.1]}
@@ -47,6 +61,43 @@ CASES = [
         problems=dict(density=0.4, interval=10),
         bad=ADAM_BAD | COMMON_BAD | {"density": [0.0, 1.5, -0.1], "interval": [0, -3, 2.5], "residual_scale": [-1.0]},
     ),
-]  # fmt: skip
+    Case(
+        compopt.AdamS,
+        compressed={},
+        lossless={},
+        reference=adams,
+        lr=1e-3,
+        bad=ADAM_BAD | {"bias_correction": ["none"]},
+    ),
+    Case(
+        compopt.ScapeAdamS,
+        compressed=dict(density=0.1, warmup_steps=2, density_warmup_steps=2, selection="exact"),
+        lossless=dict(density=1.0),
+        reference=adams,
+        lr=1e-3,
+        method="scape",
+        problems=dict(density=0.1, density_warmup_steps=0, selection="exact"),
+        limits={"quadratic": 0.1},  # its one matrix is dealt to the ranks in blocks; plain SGD ends at 0.58
+        bad=ADAM_BAD | COMMON_BAD | {"density": [0.0, 1.5], "mask_delay": [2], "selection": ["some"], "clip": ["maybe"]},
+    ),
+    Case(
+        compopt.SeparateAdam,
+        compressed=dict(ratio=8, warmup_steps=2),
+        lossless=dict(ratio=1),
+        reference=torch.optim.AdamW,
+        method="separate",
+        problems=dict(ratio=8),
+        bad=ADAM_BAD | COMMON_BAD | {"ratio": [0.5], "ef_beta": [-0.5, 1.5], "projection": ["other"], "clip": ["maybe"]},
+    ),
+    Case(
+        compopt.Separate,
+        compressed=dict(ratio=8, warmup_steps=2),
+        lossless=dict(ratio=1),
+        reference=torch.optim.AdamW,
+        method="separate",
+        problems=dict(ratio=8),
+        build=around_adamw,
+    ),
+]
 
 by_name = {case.name: case for case in CASES}

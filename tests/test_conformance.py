@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -54,7 +55,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     tensors = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
     for entry in optimizer.state.values():
         tensors += [value.clone() for value in entry.values() if isinstance(value, torch.Tensor)]
-    return tensors + [torch.tensor(group["step"]) for group in optimizer.param_groups]
+    return tensors + [torch.tensor(group["step"]) for group in optimizer._option_groups]
 
 
 def assert_same(before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
@@ -254,8 +255,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_whole(case):
         **saved,
         "param_groups": [{**saved["param_groups"][0], "params": saved["param_groups"][0]["params"][:-1]}],
     }
-    last = max(saved["state"])
-    cut = {**saved, "state": {**saved["state"], last: {**saved["state"][last], "exp_avg": torch.zeros(3)}}}
+    large = ((key, name) for key, entry in saved["state"].items() for name, t in entry.items() if t.numel() > 4096)
+    key, name = list(large)[-1]
+    cut = {**saved, "state": {**saved["state"], key: {**saved["state"][key], name: torch.zeros(3)}}}
     for broken in (shorter, cut, {**saved, "param_groups": []}):
         with pytest.raises(ValueError, match="loaded"):
             optimizer.load_state_dict(broken)
@@ -345,6 +347,8 @@ def test_deepcopy_and_pickle_continue_alike(case):
 
 @every
 def test_low_precision_parameters_have_float32_masters(case):
+    if case.build:
+        pytest.skip("the optimizer around which it is decides how parameters are kept")
     ranks = make_ranks(case, 2, torch.bfloat16, lr=1e-4)
     start = ranks.models[0].up.weight.clone()
     ranks.train(loss, 9)
@@ -357,6 +361,8 @@ def test_low_precision_parameters_have_float32_masters(case):
 
 @every
 def test_bf16_payloads_halve_the_bytes_and_keep_replicas_equal(case):
+    if "payload_dtype" not in inspect.signature(case.cls).parameters:
+        pytest.skip("sends what the gradients are")
     full, half = make_ranks(case, 2), make_ranks(case, 2, payload_dtype=torch.bfloat16)
     for ranks in (full, half):
         ranks.train(loss, 8)
@@ -387,11 +393,11 @@ def test_bad_options_are_refused_by_name_and_value(case):
     for option, values in case.bad.items():
         for value in values:
             with pytest.raises((ValueError, TypeError), match=option) as caught:
-                case.cls([p], **{option: value})
+                case.new([p], **{option: value})
             assert repr(value) in str(caught.value)
     with pytest.raises(TypeError, match="complex"):
-        case.cls([nn.Parameter(torch.zeros(64, 64, dtype=torch.complex64))])
-    optimizer = case.cls([p])
+        case.new([nn.Parameter(torch.zeros(64, 64, dtype=torch.complex64))])
+    optimizer = case.new([p])
     p.grad = torch.zeros(64, 64).to_sparse()
     with pytest.raises(TypeError, match="sparse"):
         optimizer.step()
@@ -438,7 +444,7 @@ def test_survivors_go_on_over_a_smaller_group_from_memory(case, at):
     ranks.shrink([0, 2])
     ranks.train(loss, 5)
     ranks.assert_replicas_equal()
-    assert ranks.optimizers[0].param_groups[0]["step"] == at + 5
+    assert ranks.optimizers[0].stats.step == at + 5
 
 
 @every

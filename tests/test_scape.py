@@ -178,7 +178,7 @@ def test_a_clipped_outlier_makes_no_larger_a_step_and_as_printed_it_does():
     unclipped momentum over a small normaliser; clipping both leaves the step of a gradient that had that norm."""
 
     def moved(clip: str, scale: float, norm: float | None) -> torch.Tensor:
-        world, start, params, optimizers = make(
+        world, _, params, optimizers = make(
             2, [(64, 64)], density=0.1, density_warmup_steps=0, clip=clip, max_grad_norm=norm
         )
         for t in range(6):

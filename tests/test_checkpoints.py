@@ -1,0 +1,198 @@
+"""Checkpoints in the user's hands: torch.distributed.checkpoint over other meshes, and torch.optim.AdamW's own."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from table import CASES, by_name
+from test_fsdp import hsdp, loss, make, train, whole
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import compopt
+
+WRAPPED = "Separate"  # its state dict holds another optimizer's, which torch.distributed.checkpoint does not look into
+EVERY = [case.name for case in CASES if case.name != WRAPPED]
+
+
+def save(folder: str, model: nn.Module, optimizer, **options) -> None:
+    optimizer.consolidate_state()
+    options = StateDictOptions(**options)
+    state = {
+        "model": get_model_state_dict(model, options=options),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    dcp.save(state, checkpoint_id=folder)
+
+
+def load(folder: str, model: nn.Module, optimizer, **options) -> None:
+    options = StateDictOptions(**options)
+    state = {
+        "model": get_model_state_dict(model, options=options),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+
+
+def everything(model: nn.Module, optimizer) -> dict[str, torch.Tensor]:
+    """Parameters and all states, whole, by name. Must be called on all ranks."""
+    found = {"parameters": whole(model)}
+    for n, entry in optimizer.state_dict()["state"].items():
+        for name, value in entry.items():
+            found[f"{n} {name}"] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+    return found
+
+
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """What differs, to the bit."""
+    return [name for name in a if name not in b or not torch.equal(a[name], b[name])]
+
+
+def through_dcp(rank: int, folder: str) -> dict[str, dict[str, list[str]]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    other = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    found = {}
+    for name in EVERY:
+        case, place = by_name[name], str(Path(folder) / name)
+        flat = {"flatten_optimizer_state_dict": name == "RadiusAdamW"}
+        model, optimizer = hsdp(mesh, case.make)
+        train(model, optimizer, range(4), rank)
+        save(place, model, optimizer, **flat)
+        then = everything(model, optimizer)
+        train(model, optimizer, range(4, 8), rank)
+
+        same, again = hsdp(mesh, case.make)
+        load(place, same, again, **flat)
+        loaded = everything(same, again)
+        train(same, again, range(4, 8), rank)
+
+        cut, elsewhere = hsdp(other, case.make)
+        load(place, cut, elsewhere, **flat)
+        found[name] = {
+            "loaded": apart(then, loaded),
+            "resumed": apart(everything(model, optimizer), everything(same, again)),
+            "cut otherwise": [what for what in apart(then, everything(cut, elsewhere)) if "threshold" not in what],
+            "steps": again.stats.step,
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    return run_ranks(through_dcp, 4, str(tmp_path_factory.mktemp("dcp")))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_dcp_brings_everything_back_and_training_goes_on_to_the_bit(sharded, name):
+    for rank in sharded:
+        assert rank[name]["loaded"] == [] and rank[name]["resumed"] == [] and rank[name]["steps"] == 8
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_dcp_cuts_a_checkpoint_for_another_mesh(sharded, name):
+    assert all(rank[name]["cut otherwise"] == [] for rank in sharded)
+
+
+def between_wrappers(rank: int, folder: str) -> dict:
+    """From DDP on two ranks to FSDP over both, and back, through DCP and through a full state dict."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    found = {}
+    for name in ("RadiusAdamW", "ScapeAdamS"):
+        case, place = by_name[name], str(Path(folder) / name)
+        model = DDP(make())
+        optimizer = case.make(model.parameters())
+        train(model, optimizer, range(5), rank)
+        save(place, model, optimizer)
+        then = everything(model, optimizer)
+        full = StateDictOptions(full_state_dict=True)
+        state = get_optimizer_state_dict(model, optimizer, options=full)
+        weights = get_model_state_dict(model, options=full)
+
+        cut, sharded_now = hsdp(mesh, case.make)
+        load(place, cut, sharded_now)
+        found[name, "DCP"] = [what for what in apart(then, everything(cut, sharded_now)) if "threshold" not in what]
+        cut, sharded_now = hsdp(mesh, case.make)
+        set_model_state_dict(cut, weights, options=full)
+        set_optimizer_state_dict(cut, sharded_now, state, options=full)
+        found[name, "full"] = [what for what in apart(then, everything(cut, sharded_now)) if "threshold" not in what]
+        save(place + " back", cut, sharded_now)
+        again = DDP(make())
+        whole_again = case.make(again.parameters())
+        load(place + " back", again, whole_again)
+        found[name, "back"] = [what for what in apart(then, everything(again, whole_again)) if "threshold" not in what]
+        dist.barrier()
+    return found
+
+
+def test_from_ddp_to_fsdp_and_back(tmp_path):
+    for found in run_ranks(between_wrappers, 2, str(tmp_path)):
+        assert len(found) == 6 and not any(found.values()), found
+
+
+def through_a_file(state: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("name", ["RadiusAdamW", "SeparateAdam"])
+def test_a_running_job_adopts_compression_and_drops_it(name):
+    """AdamW for 4 steps, ours without loss for 4, AdamW for 4: the run that never changed, to rounding."""
+    case = by_name[name]
+    wanted, model = make(), make()
+    steady, first = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (wanted, model))
+    train(wanted, steady, range(12), 0)
+    train(model, first, range(4), 0)
+
+    ours = case.new(model.parameters(), lr=0.5, **case.lossless)
+    ours.load_state_dict(through_a_file(first.state_dict()))
+    assert ours.param_groups[0]["lr"] == 1e-2 and ours.param_groups[0]["step"] == 4
+    train(model, ours, range(4, 8), 0)
+
+    last = torch.optim.AdamW(model.parameters(), lr=0.5)
+    last.load_state_dict(through_a_file(ours.state_dict()))
+    train(model, last, range(8, 12), 0)
+    torch.testing.assert_close(whole(model), whole(wanted), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_state_dict_holds_every_state_in_its_parameters_shape(case):
+    model = make(torch.float32)
+    optimizer = case.make(model.parameters())
+    train(model, optimizer, range(6), 0, torch.float32)
+    saved = through_a_file(optimizer.state_dict())
+    for n, p in enumerate(model.parameters()):
+        assert all(value.dim() == 0 or value.shape == p.shape for value in saved["state"][n].values())
+    kept = [{name: value.clone() for name, value in optimizer.state[p].items()} for p in model.parameters()]
+    optimizer.load_state_dict(saved)
+    for p, entry in zip(model.parameters(), kept, strict=True):
+        assert all(torch.equal(optimizer.state[p][name], value) for name, value in entry.items())
+
+
+def test_weights_loaded_after_the_optimizer_was_made_reach_the_masters():
+    model = make(torch.bfloat16)
+    optimizer = compopt.RadiusAdamW(model.parameters(), lr=1e-6, warmup_steps=10)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    loaded = whole(model)
+    loss(model, 0, 0, torch.bfloat16).backward()
+    optimizer.step()
+    assert float((whole(model) - loaded).abs().max()) < 0.1

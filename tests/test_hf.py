@@ -1,0 +1,200 @@
+"""Hugging Face's Trainer and Accelerate, two gloo processes, a small GPT-2 from its configuration; nothing is fetched."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from table import CASES, Case
+from torch.nn.utils import parameters_to_vector
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+EVERY = [case.name for case in CASES]
+STEPS, AT = 9, 5
+
+
+def as_torchrun_would(rank: int) -> None:
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size()}
+    os.environ |= {name: str(value) for name, value in where.items()}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=64, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config)
+
+
+def dataset():
+    tokens = torch.randint(64, (64, 16), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def trainer(folder: Path, model, callbacks=(), steps: int = STEPS, **options):
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, save_steps=AT, logging_steps=2,
+        use_cpu=True, report_to=[], disable_tqdm=True, seed=0, learning_rate=1e-2, max_grad_norm=0.5,
+        lr_scheduler_type="linear",
+    )  # fmt: skip
+    return transformers.Trainer(
+        model=model, args=args, train_dataset=dataset(), callbacks=list(callbacks), **options
+    )
+
+
+def given(case: Case, model) -> dict:
+    """What the Trainer is given: a class and its options, or where that is not all, the optimizer."""
+    if case.build:
+        return {"optimizers": (case.make(model.parameters()), None)}
+    return {"optimizer_cls_and_kwargs": (case.cls, {"lr": case.lr, **case.compressed})}
+
+
+def trained(rank: int, folder: str) -> dict[str, dict]:
+    from compopt.integrations.hf import CompoptCallback
+
+    found = {}
+    for case in CASES:
+        place, model = Path(folder) / case.name, gpt2()
+        whole = trainer(place, model, [CompoptCallback()], **given(case, model))
+        whole.train()
+        first = parameters_to_vector(model.parameters()).detach()
+
+        model = gpt2()
+        again = trainer(place, model, [CompoptCallback()], **given(case, model))
+        again.train(resume_from_checkpoint=str(place / f"checkpoint-{AT}"))
+        second = parameters_to_vector(model.parameters()).detach()
+        theirs = second.clone()
+        dist.broadcast(theirs, 0)
+        optimizer = again.optimizer.optimizer
+        found[case.name] = {
+            "resumed": torch.equal(first, second),
+            "replicas": torch.equal(second, theirs),
+            "early": optimizer.stats.buckets - optimizer.stats.early_buckets,
+            "steps": optimizer.stats.step,
+            "clip": [again.args.max_grad_norm, *(g.get("max_grad_norm") for g in optimizer._option_groups)],
+            "residuals": torch.load(place / f"checkpoint-{AT}" / "optimizer.pt")["param_groups"][0]["residuals"],
+            "logs": [log for log in whole.state.log_history if "loss" in log],
+        }  # fmt: skip
+    return found
+
+
+def other_ways(rank: int, folder: str) -> dict:
+    import accelerate
+    import transformers
+
+    import compopt
+    from compopt.integrations.hf import CompoptCallback
+
+    found, radius = {}, {"lr": 1e-2, "density": 0.1, "interval": 3, "warmup_steps": 1}
+
+    model = gpt2()  # made outside, and no callback: the Trainer clips the local gradient, which was sent already
+    blocks, rest = model.transformer.h.parameters(), [*model.transformer.wte.parameters()]
+    optimizer = compopt.RadiusAdamW([{"params": list(blocks)}, {"params": rest}], **radius)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    plain = trainer(Path(folder) / "plain", model, steps=3, optimizers=(optimizer, schedule))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plain.train()
+    found["plain"] = optimizer.stats.phase, optimizer.stats.resent, sum("changed between" in str(w.message) for w in caught)
+
+    class Asks(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = state.global_step == 2
+
+    for order, late in {"before": False, "after": True}.items():
+        model = gpt2()
+        optimizer = compopt.RadiusAdamW(model.parameters(), **radius)
+        callbacks = [CompoptCallback(), Asks()] if late else [Asks(), CompoptCallback()]
+        asked = trainer(Path(folder) / order, model, callbacks, steps=3, optimizers=(optimizer, None))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            asked.train()
+        found[order] = sum("put CompoptCallback last" in str(w.message) for w in caught)
+
+    model = gpt2()
+    adamw = torch.optim.AdamW(model.parameters())
+    try:
+        trainer(Path(folder) / "adamw", model, [CompoptCallback()], steps=1, optimizers=(adamw, None)).train()
+    except ValueError as error:
+        found["not ours"] = str(error)
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, data = gpt2(), torch.utils.data.DataLoader(dataset(), batch_size=4)
+    optimizer = compopt.RadiusAdamW(model.parameters(), **radius)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
+    for batch in data:
+        optimizer.zero_grad()
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        schedule.step()
+    stats = optimizer.optimizer.stats
+    mine = parameters_to_vector(model.parameters()).detach()
+    theirs = mine.clone()
+    dist.broadcast(theirs, 0)
+    found["accelerate"] = stats.phase, stats.bytes_sent / stats.bytes_dense, torch.equal(mine, theirs)
+    return found
+
+
+def everything(rank: int, folder: str) -> tuple[dict, dict]:
+    as_torchrun_would(rank)
+    return trained(rank, folder), other_ways(rank, folder)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_ranks(everything, 2, str(tmp_path_factory.mktemp("trainer")))
+
+
+@pytest.fixture(scope="module")
+def runs(ranks):
+    return [found for found, _ in ranks]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_interrupted_and_resumed_is_the_uninterrupted_run_to_the_bit(runs, name):
+    assert all(rank[name]["resumed"] and rank[name]["replicas"] and rank[name]["steps"] == STEPS for rank in runs)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_callback_moves_the_clip_so_that_backward_may_send(runs, name):
+    for rank in runs:
+        in_args, *in_groups = rank[name]["clip"]
+        clips_itself = any(norm is not None for norm in in_groups)
+        assert (in_args, set(in_groups)) == ((0.0, {0.5}) if clips_itself else (0.5, {None}))
+        # The Trainer multiplies gradients by 1 to learn their norm; SEPARATE clips locally, after all of backward.
+        assert rank[name]["early"] == (1 if clips_itself and "Separate" not in name else 2) or name == "AdamS"
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_checkpoint_holds_what_all_ranks_owe(runs, name):
+    assert all(rank[name]["residuals"] == "mean" for rank in runs)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_trainers_logs_tell_what_crossed_the_network(runs, name):
+    logs = runs[0][name]["logs"]
+    assert len(logs) >= 4
+    assert all(log["bytes_sent"] > 0 and log["bytes_dense"] > 0 and log["grad_norm"] > 0 for log in logs)
+    assert all(log["skipped_steps"] == 0 and isinstance(log["phase"], str) for log in logs)
+    keeps = bool(next(case for case in CASES if case.name == name).cls.averaged_state)
+    assert (logs[-1]["residual_norm"] > 0) == keeps
+
+
+def test_other_ways_to_train(ranks):
+    for _, found in ranks:
+        assert found["plain"] == ("resample", True, 1)
+        assert found["before"] == 0 and found["after"] == 1
+        assert "needs an optimizer of compopt" in found["not ours"] and "AdamW" in found["not ours"]
+        phase, share, equal = found["accelerate"]
+        assert phase == "sparse" and share < 0.2 and equal
