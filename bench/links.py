@@ -82,8 +82,10 @@ METHODS: dict[str, Factory] = {
     "powersgd": powersgd(4),
     "powersgd32": powersgd(32),
     "radius": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1),
+    "scape": ours("ScapeAdamS", density=0.01, density_warmup_steps=0),
+    "separate": ours("SeparateAdam", ratio=16),
 }
-DEFAULT_METHODS = ["none", "ddp", "powersgd", "radius"]
+DEFAULT_METHODS = ["none", "ddp", "powersgd", "radius", "scape", "separate"]
 DEFAULT_RATES = ["unshaped", "10gbit", "1gbit", "100mbit"]
 
 

@@ -44,10 +44,15 @@ class CompressedOptimizer(Optimizer):
     def __init__(self, params: Iterable, defaults: dict[str, Any], process_group: object = None):
         self._group = process_group
         defaults = {**defaults, "compress": None, "step": 0}
+        self._check_defaults(defaults)
         super().__init__(params, defaults)
         self._build()
         for tell in constructed:
             tell(self)
+
+    def _check_defaults(self, defaults: dict[str, Any]) -> None:
+        """Bad options are told before bad parameters, as torch does."""
+        self.check_group({**defaults, "params": []})
 
     # What a class supplies
 

@@ -12,14 +12,17 @@ def require(good: bool, argument: str, value: object, wanted: str) -> None:
 
 
 def check_adam(group: dict) -> None:
-    """Check the options that every AdamW-like class has."""
+    """Check the options that every AdamW-like class has; the errors begin as torch's own."""
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got {tuple(group['lr'].shape)}.")
-    require(float(group["lr"]) >= 0, "lr", group["lr"], ">= 0")
-    require(group["eps"] >= 0, "eps", group["eps"], ">= 0")
-    require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], ">= 0")
+    for option, name in ("lr", "learning rate"), ("eps", "epsilon value"), ("weight_decay", "weight_decay value"):
+        if not float(group[option]) >= 0:
+            raise ValueError(f"Invalid {name}: {group[option]}: {option} must be >= 0.")
     betas = group["betas"]
-    require(len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", betas, "two numbers in [0, 1)")
+    require(len(betas) == 2, "betas", betas, "two numbers in [0, 1)")
+    for i, beta in enumerate(betas):
+        if not 0 <= beta < 1:
+            raise ValueError(f"Invalid beta parameter at index {i}: {beta}: betas must be two numbers in [0, 1), got {betas!r}.")
 
 
 def check_compression(group: dict) -> None:

@@ -188,6 +188,9 @@ class Separate(Projecting):
         )  # fmt: skip
         super().__init__(base.param_groups, base.defaults, process_group)
 
+    def _check_defaults(self, defaults: dict[str, Any]) -> None:
+        """These are the base's; ours are checked with each group."""
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.base.param_groups

@@ -29,6 +29,9 @@ import compopt
 OPTIMIZERS = {
     "adamw": lambda p, a: torch.optim.AdamW(p, a.lr, fused=True),
     "radius": lambda p, a: compopt.RadiusAdamW(p, a.lr, density=a.density, interval=a.interval, warmup_steps=a.warmup),
+    "adams": lambda p, a: compopt.AdamS(p, a.lr),
+    "scape": lambda p, a: compopt.ScapeAdamS(p, a.lr, density=a.density, warmup_steps=a.warmup, density_warmup_steps=0),
+    "separate": lambda p, a: compopt.SeparateAdam(p, a.lr, ratio=a.ratio, warmup_steps=a.warmup),
 }
 
 
@@ -67,12 +70,12 @@ def parse():
     cli.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS, *baselines.HOOKS])
     cli.add_argument("--batch", type=int, default=8, help="sequences a step, on each rank")
     cli.add_argument("--context", type=int, default=64, help="bytes in a sequence")
-    cli.add_argument("--density", type=float, default=0.4, help="share of the gradient that is sent (radius, topk)")
-    cli.add_argument("--interval", type=int, default=100, help="steps between two selections (radius)")
+    cli.add_argument("--density", type=float, default=0.4, help="share of the gradient that is sent")
     cli.add_argument("--warmup-share", type=float, default=0.15, help="share of the steps sent dense at the start")
     cli.add_argument("--data", help="a file to train on (default: the Python standard library's source)")
     cli.add_argument("--out", help="a JSON file for the results")
-    for name, default in dict(lr=2e-3, steps=1500, layers=4, heads=4, width=128, seed=0, eval_every=100).items():
+    sizes = dict(steps=1500, layers=4, heads=4, width=128, seed=0, eval_every=100)
+    for name, default in dict(lr=2e-3, interval=100, ratio=16.0, **sizes).items():
         cli.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     args = cli.parse_args()
     args.warmup = round(args.warmup_share * args.steps)
@@ -83,8 +86,7 @@ def main():
     args = parse()
     # One process or many, CPU or GPU: torchrun sets these variables; without them this is a group of one.
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available()
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if (cuda := torch.cuda.is_available()) else "cpu")
     if cuda:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -117,8 +119,7 @@ def main():
     bar = tqdm(range(1, args.steps + 1), desc=args.optimizer, disable=None if rank == 0 else True)
     for step in bar:
         begin = time.perf_counter()
-        x, y = next(data)
-        loss = ddp(x.to(device), y.to(device))
+        loss = ddp(*(part.to(device) for part in next(data)))
         loss.backward()
         optimizer.step()
         schedule.step()
@@ -137,8 +138,8 @@ def main():
                 print(args.optimizer, *(f"{name} {value:.4g}" for name, value in evals[-1].items()), flush=True)
 
     if rank == 0 and args.out:
-        result = {"config": vars(args) | {"ranks": world, "device": device.type}, "evals": evals, "phases": phases}
-        result["parameters"] = sum(p.numel() for p in model.parameters())
+        result = {"config": vars(args) | {"ranks": world, "device": device.type}, "evals": evals, "phases": phases,
+                  "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
         result["bytes_per_step"] = {kind: median(sizes) if sizes else None for kind, sizes in sent.items()}
         result["step_ms"] = 1000 * median(seconds)
         Path(args.out).write_text(json.dumps(result, indent=1))

@@ -1,1 +1,2 @@
-"""Triton kernels of compopt, imported as ``compopt_kernels``. Each file is named as its reference in ``compopt/_math.py``."""
+"""Triton kernels of compopt, imported as ``compopt_kernels``. None yet; each file will be named as its
+reference in ``compopt/_math.py``."""

@@ -1,4 +1,4 @@
-"""One thread for all tests: the tensors are small, and spinning threads on a shared machine cost more than they save."""
+"""One thread for all tests: tensors are small, and threads that spin on a shared machine cost more than they save."""
 
 import torch
 

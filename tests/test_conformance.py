@@ -465,5 +465,5 @@ def test_replicas_that_part_are_found(case):
     with torch.no_grad():
         ranks.models[2].up.bias[3] += 1e-6
     ranks.train(loss, 2)
-    with pytest.raises(ValueError, match="rank 2 has .*checksum"):
+    with pytest.raises(ValueError, match=r"rank 2 has .*checksum"):
         ranks.train(loss, 1)

@@ -45,7 +45,11 @@ def info_of(case: Case) -> OptimizerInfo:
     )  # fmt: skip
 
 
-every = pytest.mark.parametrize("info", [info_of(case) for case in CASES if case.build is None], ids=[case.name for case in CASES if case.build is None])
+every = pytest.mark.parametrize(
+    "info",
+    [info_of(case) for case in CASES if case.build is None],
+    ids=[case.name for case in CASES if case.build is None],
+)
 
 
 def configurations(info: OptimizerInfo) -> list[OptimizerInput]:

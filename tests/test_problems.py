@@ -1,6 +1,7 @@
 """Every optimizer of the table reaches the stated loss of every toy problem, on 1 and 4 ranks.
 
-The losses were measured with the oracles written from the papers; plain SGD at its best learning rate does not get there.
+The losses were measured with the oracles written from the papers; plain SGD at its best learning rate does not get
+there.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from sim import Deadlock, Ranks
@@ -81,6 +83,18 @@ def test_a_gradient_changed_after_backward_on_one_rank_makes_all_ranks_send_agai
     assert_same_parameters(changed, without)
 
 
+def test_gradients_that_were_written_to_but_not_changed_go_out_again_once_only(make):
+    """As Hugging Face's Trainer does, which multiplies by 1 to learn a norm."""
+    touched, without = make(), make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(6):
+            train(touched, 1, lambda ranks, _: [p.grad.mul_(1.0) for m in ranks.models for p in m.parameters()])
+            assert touched.optimizers[0].stats.resent == (step == 1)  # nothing is sent early in the first step
+    train(without, 6, overlap=False)
+    assert_same_parameters(touched, without)
+
+
 def test_a_second_backward_replaces_the_payload(make):
     ranks, without = make(), make()
 
@@ -128,8 +142,7 @@ def test_zeroed_gradients_are_not_what_was_sent(make):
     early(ranks)
     for optimizer in ranks.optimizers:
         optimizer.zero_grad()
-    with pytest.warns(UserWarning):
-        ranks.world.step(ranks.optimizers)
+    ranks.world.step(ranks.optimizers)
     for p, old in zip(ranks.models[0].parameters(), before, strict=True):
         assert torch.equal(p, old)  # as torch's AdamW: no gradient, no step
 

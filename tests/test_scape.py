@@ -264,9 +264,10 @@ def test_a_moment_that_does_not_fit_its_mask_is_refused():
     for t in range(3):
         step(world, params, optimizers, gradients(1, t))
     state = copy.deepcopy(optimizers[0].state_dict())
-    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:-1]
-    with pytest.raises(ValueError, match="'exp_avg' of parameter 0"):
-        optimizers[0].load_state_dict(state)
+    for broken in (state["state"][0]["exp_avg"][:-1], torch.zeros(3)):
+        state["state"][0]["exp_avg"] = broken
+        with pytest.raises(ValueError, match="'exp_avg' of parameter 0"):
+            optimizers[0].load_state_dict(state)
 
 
 @pytest.mark.parametrize("density, most", [(0.1, 4.7), (0.01, 4.4)])
