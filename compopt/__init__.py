@@ -3,7 +3,7 @@
 from ._requests import CommunicationError
 from ._stats import Stats
 from .adams import AdamS
-from .integrations import fsdp as _fsdp
+from .integrations import fsdp as _fsdp  # noqa: F401  (looks at every new optimizer)
 from .integrations.ddp import attach
 from .radius import RadiusAdamW
 from .scape import ScapeAdamS

@@ -68,6 +68,9 @@ class CompressedOptimizer(Optimizer):
     def restore(self, bucket: Bucket) -> None:
         """Rebuild what ``bucket.cache`` derives from state, after it was set from outside."""
 
+    def tidy(self, bucket: Bucket) -> None:
+        """Bring state that is kept in a cheaper form during training to what it means, before it is read."""
+
     def before_exchange(self) -> None:
         """Called at the start of a step, when the gradients are what will be sent."""
 
@@ -121,7 +124,8 @@ class CompressedOptimizer(Optimizer):
             self._warned = True
             warnings.warn(
                 "gradients were changed between backward and step() (a clip or an unscale?), so what was sent during "
-                "backward had to be sent again: clip with max_grad_norm= instead, or expect no overlap with backward.",
+                "backward had to be sent again. From now on nothing is sent before step(): clip with max_grad_norm= "
+                "instead to keep communication behind backward.",
                 stacklevel=3,
             )
         if verdict.mismatch:
@@ -151,10 +155,11 @@ class CompressedOptimizer(Optimizer):
         )
 
     def _residual_norm(self) -> float:
+        self._settle()
         flats = [b.flat["residual"] for b in self._buckets if "residual" in b.flat]
         return sum(float(torch.linalg.vector_norm(f)) ** 2 for f in flats) ** 0.5
 
-    _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to step(), which all ranks agree on
+    _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to step(): all ranks agree
 
     def _unscale(self) -> None:
         """Divide by the GradScaler's scale, which may differ between ranks, what it left scaled.
@@ -170,23 +175,26 @@ class CompressedOptimizer(Optimizer):
     # Starting in backward (called by the integrations, on autograd's thread)
 
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
-        """Backward has finished these parameters: start every bucket that is now complete, but the last."""
+        """Backward has finished these parameters: start the buckets that are now complete, but the last.
+
+        In the order of their index, whatever the order in which they get ready: collectives start alike on all ranks.
+        """
         if not self._acquainted or self._scaled or self.comm.size == 1:
             return
         for p in params:
-            bucket = self._bucket_of.get(p)
-            if bucket is None:
-                continue
-            self._ready.setdefault(bucket.index, set()).add(p)
-            if len(self._ready[bucket.index]) == len(bucket.params):
-                del self._ready[bucket.index]
-                if bucket is not self._buckets[-1]:
-                    with torch.no_grad():
-                        self._runtime.begin(bucket, self.comm)
+            if p in self._bucket_of:
+                self._ready.setdefault(self._bucket_of[p].index, set()).add(p)
+        for bucket in self._buckets[self._begun : -1]:
+            if len(self._ready.get(bucket.index, ())) < len(bucket.params):
+                break
+            self._begun += 1
+            with torch.no_grad():
+                self._runtime.begin(bucket, self.comm)
 
     def backward_done(self) -> None:
         """The backward that started buckets has ended: from here on a changed gradient makes its payload stale."""
         self._ready.clear()
+        self._begun = 0
         self._runtime.note_versions()
 
     # Faults
@@ -201,6 +209,8 @@ class CompressedOptimizer(Optimizer):
         chosen again by the next step. The residuals of ranks that are gone are lost; those here stay.
         """
         self._runtime.forget()
+        for bucket in self._buckets:
+            self.tidy(bucket)
         for bucket in self._buckets:
             for name in self.chosen_state:
                 bucket.flat[name].zero_()
@@ -236,7 +246,8 @@ class CompressedOptimizer(Optimizer):
         self._comm: Comm | None = None
         self._counted = 0
         self._acquainted = False
-        self._ready: dict[int, set[Tensor]] = {}
+        self._ready: dict[int, set[Tensor]] = {}  # what the running backward has finished, a bucket
+        self._begun = 0  # and how many buckets it has started
         self._runtime = Runtime(self.algorithm)
         self._buckets = make_buckets(self._option_groups)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.params}
@@ -279,7 +290,7 @@ class CompressedOptimizer(Optimizer):
         self.check_group(group)
 
     def _rebuild(self) -> None:
-        self._runtime.settle()
+        self._settle()
         self._runtime.drop_early()
         comm = self._comm
         self._build()
@@ -308,7 +319,7 @@ class CompressedOptimizer(Optimizer):
         Residuals are the mean over ranks right after :meth:`consolidate_state`, else this rank's own; the groups say
         which, under ``residuals``.
         """
-        self._runtime.settle()
+        self._settle()
         saved = super().state_dict()
         place = {p: n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
         for bucket in self._buckets:
@@ -318,6 +329,12 @@ class CompressedOptimizer(Optimizer):
         for group in saved["param_groups"]:
             group["residuals"] = self._whose_residuals()
         return saved
+
+    def _settle(self) -> None:
+        """Wait for what was sent behind the last commit, and make the state readable."""
+        self._runtime.settle()
+        for bucket in self._buckets:
+            self.tidy(bucket)
 
     def _whose_residuals(self) -> str:
         same = not self.averaged_state or self.comm.size == 1 or self._consolidated == self._option_groups[0]["step"]
@@ -329,7 +346,7 @@ class CompressedOptimizer(Optimizer):
 
         Also takes a checkpoint of ``torch.optim.AdamW``. Raises ValueError, with nothing loaded, when it does not fit.
         """
-        self._runtime.settle()
+        self._settle()
         self._runtime.drop_early()
         _checkpoint.load(self, state_dict)
         self._consolidated = None
@@ -346,7 +363,7 @@ class CompressedOptimizer(Optimizer):
             pass
 
     def consolidate_in_turns(self) -> Generator[Pending, None, None]:
-        self._runtime.settle()
+        self._settle()
         for bucket in self._buckets:
             for name in self.averaged_state:
                 if bucket.flat[name].numel():
@@ -364,7 +381,7 @@ class CompressedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
             raise TypeError("an optimizer with a process_group cannot be pickled: save its state_dict() instead.")
-        self._runtime.settle()
+        self._settle()
         return self._contents()
 
     def _contents(self) -> dict[str, Any]:
@@ -377,7 +394,7 @@ class CompressedOptimizer(Optimizer):
         self._build()
 
     def __deepcopy__(self, memo: dict) -> CompressedOptimizer:
-        self._runtime.settle()
+        self._settle()
         new = type(self).__new__(type(self))
         Optimizer.__setstate__(new, copy.deepcopy(self._contents(), memo))
         new._group = self._group

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._requests import Payload
 
-BUCKET_BYTES = 25 * 2**20  # as DDP's: large enough for the link's bandwidth, small enough to overlap with backward
+BUCKET_BYTES = 8 * 2**20  # of gradients: large enough for the link's bandwidth, small enough to overlap with backward
 COMPRESS_FROM = 4096  # elements; smaller tensors, norm scales and biases are averaged dense
 
 
@@ -153,7 +153,7 @@ class Bucket:
 
 
 def make_buckets(groups: Iterable[dict]) -> list[Bucket]:
-    """Deal the parameters of all groups into buckets of about 25 MiB, in reverse order of registration."""
+    """Deal the parameters of all groups into buckets of about 8 MiB, in reverse order of registration."""
     dealt: list[tuple[dict, list[Tensor], list[str]]] = []
     for group, params, names in reversed(list(_uniform_runs(groups))):
         size = 0

@@ -93,7 +93,7 @@ def connect(group: object) -> Comm:
 
 
 def shard_comms(params: Iterable[Tensor]) -> list[Comm]:
-    """Communicators over the meshes of DTensors, one a mesh dimension: together, the ranks that hold one whole model."""
+    """Communicators over the meshes of DTensors, one a mesh dimension: together, the ranks that hold one model."""
     groups: dict[str, dist.ProcessGroup] = {}
     for mesh in {mesh: None for p in params if (mesh := getattr(p, "device_mesh", None)) is not None}:
         for group in mesh.get_all_groups():
@@ -102,7 +102,7 @@ def shard_comms(params: Iterable[Tensor]) -> list[Comm]:
 
 
 def copies_of(p: Tensor, shards: list[Comm]) -> int:
-    """Among the ranks that hold one whole model, how many hold the same part of ``p``."""
+    """Among the ranks that hold one model, how many hold the same part of ``p``."""
     cut = set()
     if hasattr(p, "device_mesh"):
         groups = p.device_mesh.get_all_groups()

@@ -90,10 +90,9 @@ def scatter(values: Tensor, index: Tensor, out: Tensor) -> None:
     out.zero_().scatter_(0, index.long(), values.to(out.dtype))
 
 
-def keep_rest_(residual: Tensor, g: Tensor, index: Tensor) -> None:
-    """``residual += g`` off the mask, and 0 on it."""
-    residual.add_(g)
-    residual.view(-1).scatter_(0, index.long(), 0)
+def clear_(x: Tensor, index: Tensor) -> None:
+    """0 at ``index``."""
+    x.view(-1).scatter_(0, index.long(), 0)
 
 
 def finite_or_nan(g: Tensor) -> Tensor:

@@ -86,9 +86,8 @@ class Ops:
     def scatter(self, values: Tensor, index: Tensor, out: Tensor) -> None:
         out.zero_().scatter_(0, self._wide(index), values.to(out.dtype))
 
-    def keep_rest_(self, residual: Tensor, g: Tensor, index: Tensor) -> None:
-        residual.add_(g)
-        residual.view(-1).scatter_(0, self._wide(index), 0)
+    def clear_(self, x: Tensor, index: Tensor) -> None:
+        x.view(-1).scatter_(0, self._wide(index), 0)
 
     def _wide(self, index: Tensor) -> Tensor:
         """Positions as int64, which scatter wants, in scratch memory."""

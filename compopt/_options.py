@@ -22,7 +22,9 @@ def check_adam(group: dict) -> None:
     require(len(betas) == 2, "betas", betas, "two numbers in [0, 1)")
     for i, beta in enumerate(betas):
         if not 0 <= beta < 1:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}: betas must be two numbers in [0, 1), got {betas!r}.")
+            raise ValueError(
+                f"Invalid beta parameter at index {i}: {beta}: betas must be two numbers in [0, 1), got {betas!r}."
+            )
 
 
 def check_compression(group: dict) -> None:

@@ -2,7 +2,7 @@
 
 A tensor is seen as a matrix of m rows and d columns, H; ``H R`` with R of shape (d, r) crosses the network, and
 ``scale * (H R) R^T`` is its reconstruction. The smaller side of a tensor is the one projected: as many bytes and as
-much variance for the same ratio, with less to draw and to multiply.
+much variance for the same ratio, with less to draw and to multiply. Unless it has fewer than 64 rows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ._requests import Payload
 Plan = list["Projection | None"]  # for each tensor of a bucket how it is projected; None: sent whole
 KINDS = ("gaussian", "orthonormal")
 NARROW = 64  # last dimensions smaller than this (a convolution's kernel) are joined with those before them
+LARGEST = 2**22  # numbers drawn for a tensor of few rows
 GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64
 
 
@@ -66,16 +67,18 @@ def projection(shape: torch.Size, sharded: bool, ratio: float, kind: str, ef_bet
 
     Of a sharded tensor the columns are projected, whole on every rank, whatever the shard's number of rows.
     """
-    if math.prod(shape) == 0 or not shape:
+    if len(shape) < 2 or math.prod(shape) == 0:
         return None
     split = len(shape) - 1
     while split > 1 and math.prod(shape[split:]) < NARROW:
         split -= 1
     rows, columns = math.prod(shape[:split]), math.prod(shape[split:])
-    of_rows = NARROW <= rows < columns and not sharded  # few rows: what is left of them carries too little
+    few = rows < NARROW  # what would be left of so few carries too little: columns then, unless that takes too much
+    too_wide = few and columns * math.ceil(columns / ratio) > LARGEST
+    of_rows = rows < columns and (not few or too_wide) and not sharded
     d = rows if of_rows else columns
     r = math.ceil(d / ratio)
-    if r >= d:
+    if r >= d or (too_wide and not of_rows):
         return None
     return Projection(rows, columns, of_rows, r, kind, best_beta(kind, d, r) if ef_beta == "auto" else ef_beta)
 

@@ -94,9 +94,12 @@ class Runtime:
         self.early: dict[int, Exchange] = {}
         self.tails: list[Exchange] = []
         self.touched = False  # gradients were written to after a backward: from then on, look whether they changed
+        self.changes = False  # they did: nothing is sent in backward any more
 
     def begin(self, bucket: Bucket, comm: Comm) -> None:
         """Start a bucket in backward. An earlier start of it is given up: a later backward replaces the payload."""
+        if self.changes:
+            return
         self.settle()
         if bucket.index in self.early:
             self.early.pop(bucket.index).abandon()
@@ -162,7 +165,8 @@ class Runtime:
             verdict = self._judge(exchanges)
             yield from self._agree_with(shards, verdict, buckets[-1].device)
             verdict.early, verdict.resent = 0 if resend else len(early), resend
-            verdict.changed, self.touched = resend and self.touched, resend or self.touched
+            verdict.changed = self.changes = (resend and self.touched) or self.changes
+            self.touched |= resend
         except Exception:
             for exchange in exchanges:
                 exchange.abandon()

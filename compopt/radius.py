@@ -47,6 +47,7 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     if t < h["warmup_steps"] or not any(bucket.compressed):
         phase, sent = "dense", ops.pack(bucket, grads)  # line 4
     elif index is None or t % h["interval"] == 0:
+        forget_sent(bucket, ops)
         phase, sent = "resample", ops.pack(bucket, grads, add=state["residual"], scale=h["residual_scale"])  # line 8
     else:
         phase, sent = "sparse", ops.pack(bucket, grads, index)  # line 13
@@ -54,7 +55,8 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
 
     mean = yield AllReduceMean(sent)  # lines 4, 9, 14
     norm = yield Agree(mean, phase)  # one norm, one verdict, over all buckets and ranks; from here on state changes
-    mean.body.mul_(clip_factor(norm, h["max_grad_norm"]))  # line 20
+    if (factor := clip_factor(norm, h["max_grad_norm"])) < 1:
+        mean.body.mul_(factor)  # line 20
 
     masks, weights = [], bucket.weights
     for i, present in enumerate(bucket.present(mean)):
@@ -65,7 +67,8 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
             if resample:
                 state["residual"][i].zero_()  # line 10
             elif index[i] is not None and grads[i] is not None:
-                ops.keep_rest_(state["residual"][i], grads[i], index[i])  # line 16
+                state["residual"][i].add_(grads[i])  # line 16: what was sent is taken off again by forget_sent
+                bucket.cache["sent"] = True
             step += 1
             ops.adamw(h, w, ops.expand(mean.parts[i], index[i], w), m, v, step)  # lines 15, 21, 25
             bucket.publish(i)
@@ -80,6 +83,14 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
         flat = yield Broadcast(torch.cat(masks))  # sent behind the commit, awaited when the next step needs it
         bucket.flat["mask"].copy_(flat)
         remember_positions(bucket, ops)
+
+
+def forget_sent(bucket: Bucket, ops: Ops) -> None:
+    """Line 16, "0 on the mask": once before the residual is read, for all sparse steps that shared this mask."""
+    if bucket.cache.pop("sent", False):
+        for residual, index in zip(bucket.state["residual"], bucket.cache["index"], strict=True):
+            if index is not None:
+                ops.clear_(residual, index)
 
 
 def kept(density: float, n: int) -> int:
@@ -117,8 +128,8 @@ class RadiusAdamW(CompressedOptimizer):
         payload_dtype: dtype on the wire (None: the gradient's).
         process_group: the ranks to average over. None: the default group, or one process where there is none.
 
-    State beside AdamW's two moments: ``residual`` (as large as the parameter) and ``mask`` (1 bit an element), for
-    compressed tensors. Positions are decoded to 4 bytes a selected element while the optimizer lives.
+    State beside AdamW's two moments: ``residual`` (as large as the parameter; until it is saved or sent it also holds
+    what was sent since) and ``mask`` (1 bit an element), for compressed tensors. Positions are decoded to 4 bytes a selected element while the optimizer lives.
 
     Raises:
         ValueError: an option out of its range.
@@ -163,6 +174,9 @@ class RadiusAdamW(CompressedOptimizer):
 
     def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
         return radius(bucket, self.ops)
+
+    def tidy(self, bucket: Bucket) -> None:
+        forget_sent(bucket, self.ops)
 
     def restore(self, bucket: Bucket) -> None:
         bucket.cache.clear()

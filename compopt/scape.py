@@ -285,6 +285,15 @@ class ScapeAdamS(CompressedOptimizer):
                     pairs[name] = int(count_shared(bucket.state["next_mask"][i], held)), len(newest[i])
         return pairs
 
+    def consolidate_in_turns(self) -> Generator:
+        """Residuals become their mean, and each rank's own guesses where to look for a threshold are forgotten.
+
+        So that a run resumed from one rank's checkpoint selects as the run that went on.
+        """
+        yield from super().consolidate_in_turns()
+        for bucket in self._buckets:
+            bucket.flat["threshold"].zero_()
+
     def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
         return scape(bucket, self.ops, self.comm.rank, self.comm.size)
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import CompressedOptimizer
+from ._base import CompressedOptimizer, _plain
 from ._buckets import Bucket, StateSpec, local
 from ._ops import Ops, clip_factor
 from ._options import check_adam
@@ -82,8 +82,8 @@ class SeparateAdam(Projecting):
             say ``compress=False`` or ``True``; by default tensors of at least 2 dimensions and 4096 elements are
             projected, the rest is averaged dense in the same message.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`.
-        ratio: how many times smaller a projected tensor is on the wire. Its smaller side (of a sharded tensor the last
-            dimension), d long, becomes ceil(d / ratio) long; at ratio 1 gradients are averaged dense.
+        ratio: how many times smaller a projected tensor is on the wire. Its smaller side (the last dimension where
+            rows are sharded, or fewer than 64), d long, becomes ceil(d / ratio) long; 1 averages dense.
         ef_beta: weight of the old error in the error feedback. "auto": the most stable, w / (1 + w) with
             w = (d + 1) / r; for orthonormal projections 0, so that nothing is ever dropped. 1: no error feedback.
             A number is taken as given, with a warning where the error would grow without end.
@@ -240,8 +240,8 @@ class Separate(Projecting):
         return specs
 
     def _settings(self) -> list:
-        plain = (bool, int, float, str, tuple, Tensor)
-        base = [{k: _said(v) for k, v in g.items() if isinstance(v, plain)} for g in self.base.param_groups]
+        plain = (bool, int, float, str, tuple, Tensor)  # what is anything else may differ in its address only
+        base = [{k: _plain(v) for k, v in g.items() if isinstance(v, plain)} for g in self.base.param_groups]
         return [*super()._settings(), {"base": type(self.base).__name__}, *base]
 
     def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
@@ -284,6 +284,11 @@ class Separate(Projecting):
 
         Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
         """
+        if "base" not in state_dict and any("residual" in entry for entry in state_dict["state"].values()):
+            raise ValueError(
+                "loaded state dict has residuals but not the base optimizer's state: torch.distributed.checkpoint's "
+                "get_optimizer_state_dict leaves that out. Save optimizer.state_dict() itself."
+            )
         before = self.base.state_dict()
         self.base.load_state_dict(copy.deepcopy(state_dict.get("base", state_dict)))  # torch's would share its tensors
         if "base" not in state_dict:
@@ -298,7 +303,3 @@ class Separate(Projecting):
         contents = super()._contents()
         del contents["param_groups"]
         return {**contents, "base": self.base, "_own_groups": self._own_groups, "_own_defaults": self._own_defaults}
-
-
-def _said(value: object) -> object:
-    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else str(value)

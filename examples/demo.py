@@ -20,6 +20,8 @@ import matplotlib.pyplot as plt
 RUNS = {
     "DDP + AdamW": ["--optimizer", "adamw"],
     "RadiusAdamW": ["--optimizer", "radius", "--density", "0.4", "--interval", "100"],
+    "SeparateAdam": ["--optimizer", "separate", "--ratio", "16"],
+    "ScapeAdamS": ["--optimizer", "scape", "--density", "0.1", "--lr", "1e-3"],
 }
 RANKS = 2
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
@@ -105,7 +107,7 @@ def plot(results: dict[str, dict], path: Path) -> None:
     """Validation loss against steps, and against the bytes a rank has handed over."""
     figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for axis, (key, unit, label) in zip(
-        panels, [("step", 1, "step"), ("bytes", 1e9, "gigabytes sent by each rank")], strict=True
+        panels, [("step", 1, "step"), ("bytes", 1e9, "gigabytes each rank handed to collectives")], strict=True
     ):
         for (name, result), colour in zip(results.items(), COLOURS, strict=False):
             across = [row[key] / unit for row in result["evals"]]
@@ -122,7 +124,7 @@ def plot(results: dict[str, dict], path: Path) -> None:
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--steps", type=int, default=1000)
+    cli.add_argument("--steps", type=int, default=600)
     args = cli.parse_args()
     FOLDER.mkdir(exist_ok=True)
     begin, results = time.perf_counter(), {}

@@ -35,7 +35,7 @@ class Problem:
         evaluate: evaluate(model), the loss on all data, as a float; what the numbers here are about.
         steps, lr: budget of steps; the learning rate to start from, see lr_at. Weight decay is 0.
         budget: loss that AdamW and every compressed method reach and plain SGD, at its best learning rate, does not.
-        reached: what each method reached, the worse of 1 and 4 ranks ("sgd": best of `sgd_lrs`).
+        reached: what each method reached, the worst of the table's runs ("sgd": the best, over `sgd_lrs`).
         sgd_lrs: learning rates tried for plain SGD; the last one diverges or is worse than the one before.
     """
 

@@ -186,6 +186,15 @@ def test_a_state_dict_holds_every_state_in_its_parameters_shape(case):
         assert all(torch.equal(optimizer.state[p][name], value) for name, value in entry.items())
 
 
+def test_a_wrapped_optimizer_refuses_what_dcp_saved_of_it():
+    model = make()
+    optimizer = by_name["Separate"].make(model.parameters())
+    train(model, optimizer, range(2), 0)
+    state = get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(ValueError, match="not the base optimizer's state"):
+        set_optimizer_state_dict(model, optimizer, state)
+
+
 def test_weights_loaded_after_the_optimizer_was_made_reach_the_masters():
     model = make(torch.bfloat16)
     optimizer = compopt.RadiusAdamW(model.parameters(), lr=1e-6, warmup_steps=10)

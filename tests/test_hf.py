@@ -1,8 +1,8 @@
-"""Hugging Face's Trainer and Accelerate, two gloo processes, a small GPT-2 from its configuration; nothing is fetched."""
+"""Hugging Face's Trainer and Accelerate, two gloo processes, a GPT-2 from its configuration; nothing is fetched."""
 
 from __future__ import annotations
 
-import os
+import dataclasses
 import warnings
 from pathlib import Path
 
@@ -10,26 +10,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from table import CASES, Case
+from table import CASES, Case, by_name
+from test_scripts import as_torchrun_would
 from torch.nn.utils import parameters_to_vector
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-EVERY = [case.name for case in CASES]
+SAMPLED = dataclasses.replace(by_name["ScapeAdamS"], compressed=dict(density=0.1, density_warmup_steps=0))
+CASE = {case.name: case for case in CASES} | {"ScapeAdamS, sampled": SAMPLED}  # that one on tensors worth a sample
 STEPS, AT = 9, 5
 
 
-def as_torchrun_would(rank: int) -> None:
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size()}
-    os.environ |= {name: str(value) for name, value in where.items()}
-    os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-
-
-def gpt2():
+def gpt2(width: int = 64):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=64, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=width, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -47,9 +45,7 @@ def trainer(folder: Path, model, callbacks=(), steps: int = STEPS, **options):
         use_cpu=True, report_to=[], disable_tqdm=True, seed=0, learning_rate=1e-2, max_grad_norm=0.5,
         lr_scheduler_type="linear",
     )  # fmt: skip
-    return transformers.Trainer(
-        model=model, args=args, train_dataset=dataset(), callbacks=list(callbacks), **options
-    )
+    return transformers.Trainer(model=model, args=args, train_dataset=dataset(), callbacks=list(callbacks), **options)
 
 
 def given(case: Case, model) -> dict:
@@ -63,20 +59,21 @@ def trained(rank: int, folder: str) -> dict[str, dict]:
     from compopt.integrations.hf import CompoptCallback
 
     found = {}
-    for case in CASES:
-        place, model = Path(folder) / case.name, gpt2()
+    for name, case in CASE.items():
+        width = 128 if case is SAMPLED else 64
+        place, model = Path(folder) / name, gpt2(width)
         whole = trainer(place, model, [CompoptCallback()], **given(case, model))
         whole.train()
         first = parameters_to_vector(model.parameters()).detach()
 
-        model = gpt2()
+        model = gpt2(width)
         again = trainer(place, model, [CompoptCallback()], **given(case, model))
         again.train(resume_from_checkpoint=str(place / f"checkpoint-{AT}"))
         second = parameters_to_vector(model.parameters()).detach()
         theirs = second.clone()
         dist.broadcast(theirs, 0)
         optimizer = again.optimizer.optimizer
-        found[case.name] = {
+        found[name] = {
             "resumed": torch.equal(first, second),
             "replicas": torch.equal(second, theirs),
             "early": [optimizer.stats.buckets, optimizer.stats.early_buckets],
@@ -106,7 +103,8 @@ def other_ways(rank: int, folder: str) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plain.train()
-    found["plain"] = optimizer.stats.phase, optimizer.stats.resent, sum("changed between" in str(w.message) for w in caught)
+    stats, warned = optimizer.stats, sum("changed between" in str(w.message) for w in caught)
+    found["plain"] = stats.phase, stats.resent, warned
 
     class Asks(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -148,7 +146,7 @@ def other_ways(rank: int, folder: str) -> dict:
 
 
 def everything(rank: int, folder: str) -> tuple[dict, dict]:
-    as_torchrun_would(rank)
+    as_torchrun_would(rank, 2)
     return trained(rank, folder), other_ways(rank, folder)
 
 
@@ -162,12 +160,12 @@ def runs(ranks):
     return [found for found, _ in ranks]
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CASE)
 def test_interrupted_and_resumed_is_the_uninterrupted_run_to_the_bit(runs, name):
     assert all(rank[name]["resumed"] and rank[name]["replicas"] and rank[name]["steps"] == STEPS for rank in runs)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CASE)
 def test_the_callback_moves_the_clip_so_that_backward_may_send(runs, name):
     for rank in runs:
         in_args, *in_groups = rank[name]["clip"]
@@ -178,18 +176,18 @@ def test_the_callback_moves_the_clip_so_that_backward_may_send(runs, name):
             assert early == (0 if "Separate" in name else buckets - 1)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CASE)
 def test_the_checkpoint_holds_what_all_ranks_owe(runs, name):
     assert all(rank[name]["residuals"] == "mean" for rank in runs)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CASE)
 def test_the_trainers_logs_tell_what_crossed_the_network(runs, name):
     logs = runs[0][name]["logs"]
     assert len(logs) >= 4
     assert all(log["bytes_sent"] > 0 and log["bytes_dense"] > 0 and log["grad_norm"] > 0 for log in logs)
     assert all(log["skipped_steps"] == 0 and isinstance(log["phase"], str) for log in logs)
-    keeps = bool(next(case for case in CASES if case.name == name).cls.averaged_state)
+    keeps = bool(CASE[name].cls.averaged_state)
     assert (logs[-1]["residual_norm"] > 0) == keeps
 
 

@@ -72,6 +72,13 @@ def test_radius_three_elements_by_hand():
     assert oracle.mask[0].tolist() == [False, True, False]
 
 
+def test_radius_selects_by_magnitude():
+    """First step, decay 1/2: m_hat/sqrt(v_hat) is the sign of g, u = (-1 - 2, 1 + 1/2, 1 + 1): the 1st, not the 3rd."""
+    oracle = RadiusOracle([tensor(-4, 1, 2)], 1, 0.1, (0.5, 0.5), 0.0, 0.5, density=1 / 3, interval=3, warmup_steps=0)
+    oracle.step([[tensor(-1, 3, 3)]])
+    assert oracle.mask[0].tolist() == [True, False, False]
+
+
 def test_radius_residual_scale():
     """From m: at a resample step the averaged gradient is mean(g) + scale * mean(residual)."""
     oracle = radius(2, warmup_steps=0, residual_scale=0.25, compress=[True, True, False])

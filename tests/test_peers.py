@@ -21,9 +21,11 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 
 import compopt
 
-# What fails for both, and why: torch's zero_grad sets gradients to None since 2.0, so the suite's sparse gradient is gone
-# before step() and nothing can refuse it.
+# What fails for both: torch's zero_grad sets gradients to None since 2.0, so the suite's sparse gradient is gone before
+# step() and nothing can refuse it.
 FAIL_FOR_BOTH = {"sparse gradients are refused"}
+# What AdamW alone fails: its load_state_dict keeps the tensors it is given, so that steps write into the loaded dict.
+FAIL_FOR_ADAMW = {f"resumed, constructor {i}" for i in range(4)}
 
 ADAMW = ({"lr": 0.3, "weight_decay": 0.0}, 400)
 ADAMS = ({"lr": 0.1, "weight_decay": 0.0, "eps": 0.3}, 600)  # its update does not shrink with the gradient above eps
@@ -230,8 +232,8 @@ def passed(check: str, name: str) -> bool:
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_at_least_as_well_as_adamw(name, check):
-    assert passed(check, "AdamW") == (check not in FAIL_FOR_BOTH)
-    assert passed(check, name) or check in FAIL_FOR_BOTH
+    assert passed(check, "AdamW") == (check not in FAIL_FOR_BOTH | FAIL_FOR_ADAMW)
+    assert passed(check, name) == (check not in FAIL_FOR_BOTH)
 
 
 def test_every_class_has_an_entry():

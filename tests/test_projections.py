@@ -35,6 +35,8 @@ def draw(shape: tuple[int, ...], ratio: float, kind: str = "gaussian", seed: int
         ((128, 64, 3, 3), False, 576, 128, 8),  # a convolution: its kernel is no matrix
         ((100, 50), False, 100, 50, 4),  # ceil(50 / 16)
         ((2000, 8), False, 2000, 8, 1),  # never less than one column
+        ((40, 640), False, 40, 640, 40),  # few rows: what would be left of them carries too little
+        ((40, 100_000), False, 100_000, 40, 3),  # but 600 million numbers for them are too many
     ],
 )
 def test_what_is_projected(shape, sharded, m, d, r):
@@ -46,8 +48,9 @@ def test_what_is_projected(shape, sharded, m, d, r):
 
 
 def test_what_is_sent_whole():
-    for shape in [(5000,), (), (0, 64), (64, 0), (1, 5000)]:
-        assert projection(torch.Size(shape), False, 16, "gaussian", "auto") is None, shape
+    for shape in [(5000,), (), (0, 64), (64, 0), (5000, 1), (1, 100_000)]:
+        for sharded in (False, True):
+            assert projection(torch.Size(shape), sharded, 16, "gaussian", "auto") is None, shape
     assert projection(torch.Size((64, 64)), False, 1, "gaussian", "auto") is None
 
 

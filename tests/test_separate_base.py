@@ -252,7 +252,8 @@ def test_ranks_with_other_bases_are_told():
         ranks.world.step(ranks.optimizers)
 
 
-def test_the_local_clip_is_torchs_and_sends_nothing_before_it_is_known():
+def test_the_local_clip_is_torchs_and_sends_nothing_before_it_is_known(monkeypatch):
+    monkeypatch.setattr("compopt._buckets.BUCKET_BYTES", 20_000)  # several, so that some could be sent in backward
     sgd = lambda ps: torch.optim.SGD(ps, lr=10.0)  # noqa: E731
     clipped, by_hand = wrapped(sgd, max_grad_norm=0.01), wrapped(sgd)
     for _ in range(5):
@@ -265,9 +266,10 @@ def test_the_local_clip_is_torchs_and_sends_nothing_before_it_is_known():
             ranks.steps += 1
     for p, q in zip(clipped.models[0].parameters(), by_hand.models[0].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    started = clipped.world.comms[0].started
-    clipped.optimizers[0].gradients_ready(clipped.models[0].parameters())
-    assert clipped.world.comms[0].started == started
+    for ranks, sends in ((clipped, False), (by_hand, True)):
+        started = ranks.world.comms[0].started
+        ranks.optimizers[0].gradients_ready(list(ranks.models[0].parameters()))
+        assert (ranks.world.comms[0].started > started) == sends
 
 
 @pytest.mark.parametrize("ef_beta", ["auto", 0.95])

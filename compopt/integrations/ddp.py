@@ -72,7 +72,28 @@ class Handover:
         if all(ref() is not optimizer for ref in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
             self._covered = False
+            if len(self._optimizers) == 1:
+                self._listen()
         optimizer._handed_over = True
+
+    def _listen(self) -> None:
+        """Hear of every gradient as it is finished: sooner than of DDP's buckets of 25 MB."""
+        ref = weakref.ref(self)
+
+        def finished(p: Tensor) -> None:
+            handover = ref()
+            if handover is not None and handover.by_parameter and handover._ddp().require_backward_grad_sync:
+                handover.finished([p])
+
+        for p in self._ddp().parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(finished)
+
+    @property
+    def by_parameter(self) -> bool:
+        """Whether buckets may start at any time in backward: DDP has no collective there, and no other optimizer has."""
+        ddp = self._ddp()
+        return not (ddp.find_unused_parameters or ddp.static_graph) and len(self._optimizers) == 1
 
     def optimizers(self) -> Iterator[CompressedOptimizer]:
         return (optimizer for ref in self._optimizers if (optimizer := ref()) is not None)
@@ -109,7 +130,8 @@ def _hook(state, bucket):  # DDP requires these names and no other annotations
     """Give DDP its bucket back unaveraged; average it as DDP would when no optimizer of ours is left."""
     if next(state.optimizers(), None) is None:
         return allreduce_hook(state._ddp().process_group, bucket)
-    state.finished(bucket.parameters())
+    if not state.by_parameter:
+        state.finished(bucket.parameters())
     done = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done

@@ -53,8 +53,8 @@ def _check_mesh(p: Tensor, name: str, ours: set[int]) -> None:
         where = f"mesh dimension {mesh.mesh_dim_names[dim]!r}" if mesh.mesh_dim_names else f"mesh dimension {dim}"
         if placement.is_replicate():
             raise ValueError(
-                f"the gradient of {name} is averaged over {where} before the optimizer sees it, and process_group holds "
-                f"ranks {shared} of it as well, so nothing would be saved: {ADVICE}"
+                f"the gradient of {name} is averaged over {where} before the optimizer sees it, and process_group "
+                f"holds ranks {shared} of it as well, so nothing would be saved: {ADVICE}"
             )
         raise ValueError(
             f"process_group holds ranks {shared}, which have different shards of {name} ({where}), so their gradients "

@@ -5,8 +5,8 @@
     Trainer(model, args, optimizers=(optimizer, scheduler), callbacks=[CompoptCallback()], ...)
     Trainer(model, args, optimizer_cls_and_kwargs=(compopt.RadiusAdamW, options), callbacks=[CompoptCallback()], ...)
 
-The optimizer trains without the callback too. The callback keeps what the Trainer does around the optimizer from costing
-more than it must: a clip that would touch gradients on their way, and checkpoints with the residuals of rank 0 only.
+The optimizer trains without the callback too. The callback keeps what the Trainer does around it from costing more than
+it must: a clip that would touch gradients on their way, and checkpoints with the residuals of rank 0 only.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class CompoptCallback(TrainerCallback):
                 stacklevel=2,
             )
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         if logs is None or "loss" not in logs or not self._bytes:
             return
         stats = unwrap(optimizer).stats
@@ -95,7 +97,7 @@ def unwrap(optimizer: Any) -> CompressedOptimizer:
     ours = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(ours, CompressedOptimizer):
         raise ValueError(
-            f"CompoptCallback needs an optimizer of compopt, the Trainer has {type(ours).__name__}: pass optimizers= or "
-            "optimizer_cls_and_kwargs= to the Trainer, or leave the callback out."
+            f"CompoptCallback needs an optimizer of compopt, the Trainer has {type(ours).__name__}: pass optimizers= "
+            "or optimizer_cls_and_kwargs= to the Trainer, or leave the callback out."
         )
     return ours

@@ -1,0 +1,56 @@
+"""The pages for users and the source say the same."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import compopt
+
+ROOT = Path(compopt.__file__).parent
+DOCS = ROOT.parent / "docs"
+FILES = [*ROOT.glob("*.py"), *(ROOT / "integrations").glob("*.py")]
+ELSEWHERE = {"_requests", "_masks", "_selection", "_projections", "advise"}  # not what a user of an optimizer meets
+
+
+def texts(node: ast.AST) -> str:
+    return "".join(str(n.value) for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+
+
+def messages(path: Path) -> list[str]:
+    """The fixed words of every error and warning in a file."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        call = node.exc if isinstance(node, ast.Raise) else node
+        raised = isinstance(node, ast.Raise) and isinstance(call, ast.Call)
+        warned = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "warn"
+        if (raised or warned) and call.args:
+            found.append(texts(call.args[0]))
+    return [message for message in found if message]
+
+
+def quoted() -> list[str]:
+    rows = re.findall(r"^\| (`.*?) \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    return [words for row in rows for words in re.findall(r"`([^`]+)`", row)]
+
+
+def test_every_message_in_the_troubleshooting_page_exists():
+    everything = " ".join(message for path in ROOT.rglob("*.py") for message in messages(path))
+    assert [words for words in quoted() if words not in everything] == []
+
+
+def test_every_error_is_in_the_troubleshooting_page():
+    known = [*quoted(), "is not a request a communicator can answer", "needs Hugging Face's transformers"]
+    for path in FILES:
+        if path.stem not in ELSEWHERE:
+            unknown = [message for message in messages(path) if not any(words in message for words in known)]
+            assert unknown == [], path.name
+
+
+def test_pages_link_to_files_that_exist():
+    for page in DOCS.glob("*.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert target.startswith("http") or (DOCS / target).exists(), f"{page.name} links to {target}"
+        for example in re.findall(r"`(examples/\w+\.py)`", page.read_text()):
+            assert (DOCS.parent / example).exists(), f"{page.name} names {example}"
