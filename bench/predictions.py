@@ -2,8 +2,9 @@
 
     sudo .venv/bin/python bench/links.py && .venv/bin/python bench/predictions.py
 
-Inputs, none of them fitted to what is predicted: the step without communication measured beside each method, the rate
-the links were shaped to, and this machine's memory and matrix speed with as many processes busy as there were ranks.
+Inputs: the step without communication measured beside each method, and the rate the links were shaped to. What a
+method computes locally comes twice: from the formulas and this machine's memory and matrix speed with all ranks busy
+("formula"), and as measured once, at the rate of --calibrate, for the prediction of all other rates ("calibrated").
 Unshaped links have no rate: theirs is what the DDP step of the same run implies, so that row is not a prediction.
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import math
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -33,8 +33,7 @@ def costs(work: Workload, ranks: int) -> dict[str, Cost]:
         "powersgd": METHODS["PowerSGD rank 4"](work, ranks),
         "powersgd32": METHODS["PowerSGD rank 4"](work, ranks, rank=32),
         "radius": METHODS["RadiusAdamW"](work, ranks, density=0.4, interval=STEADY),
-        "scape": METHODS["ScapeAdamS"](work, ranks, density=0.1),
-        "scape1": METHODS["ScapeAdamS"](work, ranks, density=0.01),
+        "scape": METHODS["ScapeAdamS"](work, ranks, density=0.01),
         "separate": METHODS["SeparateAdam"](work, ranks, ratio=16),
         "tagc": METHODS["TagcAdamW"](work, ranks),
     }
@@ -45,46 +44,64 @@ def busy_local(_: int) -> tuple[float, float]:
     return measure_local()
 
 
-def predict(rows: list[dict[str, str]], work: Workload) -> list[list]:
-    """[rate, method, measured ms, predicted ms, error %] of every method that links.py timed and the model knows."""
+def link_of(rate: str, step: dict[tuple[str, str], float], dense: Cost, ranks: int) -> float:
+    """Bytes a second of one rank's link."""
+    if rate not in ("unshaped", "loopback"):
+        return bits_per_second(rate) / 8
+    return 2 * (ranks - 1) / ranks * dense.reduced / max(1e-9, step[rate, "ddp"] - step[rate, "none"])
+
+
+def predict(rows: list[dict[str, str]], work: Workload, calibrate: str) -> list[list]:
+    """[rate, method, measured, formula, its error, calibrated, its error] of every method timed; seconds and shares."""
     ranks = int(rows[0]["ranks"])
     with ProcessPoolExecutor(ranks) as pool:
         measured = list(pool.map(busy_local, range(ranks)))
     memory, flops = (min(column) for column in zip(*measured, strict=True))
     step = {(row["rate"], row["method"]): float(row["step_ms"]) / 1e3 for row in rows}
-    found = []
-    for rate in dict.fromkeys(row["rate"] for row in rows):
-        known = costs(work, ranks)
-        compute = step[rate, "none"]
-        if rate == "unshaped":
-            link = 2 * (ranks - 1) / ranks * known["ddp"].reduced / max(1e-9, step[rate, "ddp"] - compute)
-        else:
-            link = bits_per_second(rate) / 8
-        machine = Machine(ranks, link, 50e-6, memory, flops)
+    known = {name: cost for name, cost in costs(work, ranks).items() if any(name == method for _, method in step)}
+    rates = list(dict.fromkeys(rate for rate, _ in step))
+    machines = {r: Machine(ranks, link_of(r, step, known["ddp"], ranks), 50e-6, memory, flops) for r in rates}
+    local, found = {}, []
+    for method, cost in known.items():
+        if (calibrate, method) in step:
+            predicted = step_seconds(machines[calibrate], cost, step[calibrate, "none"])
+            local[method] = step[calibrate, method] - predicted.compute - predicted.exchange
+    for rate in rates:
         for method, cost in known.items():
-            if (rate, method) in step and not (rate == "unshaped" and method == "ddp"):
-                predicted = step_seconds(machine, cost, compute).total
-                error = 100 * (predicted / step[rate, method] - 1)
-                found.append([rate, method, 1e3 * step[rate, method], 1e3 * predicted, error])
+            if (rate, method) not in step or (method == "ddp" and rate in ("unshaped", "loopback")):
+                continue
+            took, predicted = step[rate, method], step_seconds(machines[rate], cost, step[rate, "none"])
+            row = [rate, method, took, predicted.total, predicted.total / took - 1]
+            if method in local and rate != calibrate:
+                again = predicted.compute + predicted.exchange + local[method]
+                row += [again, again / took - 1]
+            found.append(row)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measured", type=Path, default=RESULTS / "links.csv", help="what links.py saved")
+    parser.add_argument("--calibrate", default="1gbit", help="the rate whose steps give each method's local cost")
     options = parser.parse_args()
     if not options.measured.exists():
         parser.error(f"{options.measured} is not there: run bench/links.py first.")
     with options.measured.open() as file:
-        rows = predict(list(csv.DictReader(file)), Workload.of(make_model().named_parameters()))
-    head = ["rate", "method", "measured_ms", "predicted_ms", "error_percent"]
-    print(f"{head[0]:<10}{head[1]:<12}{'measured ms':>13}{'predicted ms':>14}{'error %':>9}")
-    for rate, method, measured, predicted, error in rows:
-        print(f"{rate:<10}{method:<12}{measured:>13.1f}{predicted:>14.1f}{error:>+9.1f}")
-    worst = max((abs(row[-1]) for row in rows), default=math.nan)
-    print(f"\nlargest error {worst:.1f} % over {len(rows)} steps")
+        rows = predict(list(csv.DictReader(file)), Workload.of(make_model().named_parameters()), options.calibrate)
+    print(
+        f"{'rate':<10}{'method':<12}{'measured ms':>13}{'formula ms':>12}{'error':>8}{'calibrated ms':>15}{'error':>8}"
+    )
+    for rate, method, took, *predicted in rows:
+        print(f"{rate:<10}{method:<12}{1e3 * took:>13.1f}{1e3 * predicted[0]:>12.1f}{predicted[1]:>+8.1%}", end="")
+        print(f"{1e3 * predicted[2]:>15.1f}{predicted[3]:>+8.1%}" if len(predicted) == 4 else "")
+    for name, column in (("formula", 4), ("calibrated", 6)):
+        errors = [abs(row[column]) for row in rows if len(row) > column]
+        print(
+            f"largest error, {name}: {max(errors):.1%} over {len(errors)} steps" if errors else f"no {name} prediction"
+        )
+    head = ["rate", "method", "measured_s", "formula_s", "formula_error", "calibrated_s", "calibrated_error"]
     with (options.measured.parent / "predictions.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([head, *([*row[:2], *(f"{value:.2f}" for value in row[2:])] for row in rows)])
+        csv.writer(file).writerows([head, *([*row[:2], *(f"{value:.4f}" for value in row[2:])] for row in rows)])
 
 
 if __name__ == "__main__":

@@ -6,8 +6,12 @@ thread at a time: two threads on one gloo group silently mix results.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,12 +19,29 @@ from torch import Tensor
 
 from ._requests import AllGather, AllReduceMean, Broadcast, CommunicationError, Request, bytes_of
 
+_on_the_wire: set[Pending] = set()
+
+
+@atexit.register
+def _before_exit() -> None:
+    """Let collectives end before the interpreter does: a gloo thread that frees a tensor later aborts the process."""
+    for pending in list(_on_the_wire):
+        with contextlib.suppress(RuntimeError):
+            pending._work.wait(timedelta(seconds=5))
+    if dist.is_available() and Pending.started:
+        time.sleep(0.05)  # a finished collective's tensors are let go a moment after it is waited for
+
 
 class Pending:
     """A collective on its way. ``wait`` returns its result and raises CommunicationError when it failed."""
 
+    started = False  # any, in this process
+
     def __init__(self, what: str, work: dist.Work | None, finish: Callable[[], object]):
         self.what, self._work, self._finish = what, work, finish
+        if work is not None:
+            Pending.started = True
+            _on_the_wire.add(self)
 
     def wait(self) -> object:
         if self._work is not None:
@@ -28,7 +49,13 @@ class Pending:
                 self._work.wait()
             except RuntimeError as error:
                 raise CommunicationError(f"{self.what} failed: {str(error).splitlines()[0]}") from error
+            finally:
+                self.forget()
         return self._finish()
+
+    def forget(self) -> None:
+        """It need not be waited for: it has ended, or its group has."""
+        _on_the_wire.discard(self)
 
 
 class Comm:

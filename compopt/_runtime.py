@@ -128,6 +128,7 @@ class Runtime:
         """Give up everything that is on its way, without waiting: its group is gone."""
         for exchange in [*self.tails, *self.early.values()]:
             exchange.generator.close()
+            exchange.pending.forget()
         self.tails, self.early = [], {}
 
     def drop_early(self) -> None:

@@ -129,7 +129,8 @@ class RadiusAdamW(CompressedOptimizer):
         process_group: the ranks to average over. None: the default group, or one process where there is none.
 
     State beside AdamW's two moments: ``residual`` (as large as the parameter; until it is saved or sent it also holds
-    what was sent since) and ``mask`` (1 bit an element), for compressed tensors. Positions are decoded to 4 bytes a selected element while the optimizer lives.
+    what was sent since) and ``mask`` (1 bit an element), for compressed tensors. Positions are decoded to 4 bytes a
+    selected element while the optimizer lives.
 
     Raises:
         ValueError: an option out of its range.

@@ -27,6 +27,9 @@ class SimPending:
     def ready(self) -> bool:
         return self.number in self.world.answers
 
+    def forget(self) -> None:
+        pass
+
     def wait(self) -> object:
         if (self.rank, self.number) in self.world.failing or self.number in self.world.failing_everywhere:
             raise CommunicationError(f"collective {self.number} was made to fail")

@@ -91,7 +91,7 @@ class Handover:
 
     @property
     def by_parameter(self) -> bool:
-        """Whether buckets may start at any time in backward: DDP has no collective there, and no other optimizer has."""
+        """Whether buckets may start at any time in backward: neither DDP nor another optimizer does there."""
         ddp = self._ddp()
         return not (ddp.find_unused_parameters or ddp.static_graph) and len(self._optimizers) == 1
 
