@@ -4,6 +4,8 @@ Each has `phase` and `bytes_sent` of the last step, as `optimizer.stats` of comp
 those this rank handed to collectives.
 """
 
+import atexit
+import time
 from argparse import Namespace
 
 import torch
@@ -102,4 +104,7 @@ HOOKS = {
 
 def attach(name: str, ddp: DistributedDataParallel, args: Namespace) -> Dense | PowerSGD | TopK:
     """Register the hook called `name`; any other name leaves DDP as it is."""
+    # A gloo thread lets go of a collective's tensors a moment after the collective is over. When the interpreter ends
+    # within that moment the process aborts ("terminate called without an active exception").
+    atexit.register(time.sleep, 0.05)
     return HOOKS[name](ddp, args) if name in HOOKS else Dense(ddp)
