@@ -67,6 +67,11 @@ def unpack_bits(bits: Tensor, n: int) -> Tensor:
     return ((bits.unsqueeze(1) >> shifts) & 1).view(-1)[:n].bool()
 
 
+def kept(density: float, n: int) -> int:
+    """k, the elements of n that are selected: at least one, where there are any."""
+    return min(n, max(1, round(density * n)))
+
+
 def top_k(score: Tensor, k: int) -> Tensor:
     """The packed mask of the k largest elements of ``score``."""
     mask = torch.zeros(score.numel(), dtype=torch.bool, device=score.device)

@@ -11,17 +11,13 @@ from torch import Tensor
 
 from ._buckets import Bucket
 from ._masks import WORD, Deal, Part, Piece, assemble, bits_of, count_shared, encode, make_deal, offsets_of, per_tensor
+from ._math import kept
 from ._ops import Ops
 
 SLACK = 0.05  # a sampled threshold may miss the wanted count by this share of it
 EXACT_BELOW = 16384  # elements: topk costs less than looking for a threshold
 BLOCK = 131072  # elements that stay in a core's cache between two passes
 LOOKS = 12  # thresholds tried before topk decides
-
-
-def kept(density: float, n: int) -> int:
-    """k, the elements of n that are selected: at least one, where there are any."""
-    return min(n, max(1, round(density * n)))
 
 
 @lru_cache(maxsize=256)

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ._base import CompressedOptimizer
 from ._buckets import Bucket, StateSpec
+from ._math import kept
 from ._ops import Ops, clip_factor
 from ._options import check_adam, check_compression, require
 from ._requests import Agree, AllReduceMean, Broadcast, Request
@@ -91,11 +92,6 @@ def forget_sent(bucket: Bucket, ops: Ops) -> None:
         for residual, index in zip(bucket.state["residual"], bucket.cache["index"], strict=True):
             if index is not None:
                 ops.clear_(residual, index)
-
-
-def kept(density: float, n: int) -> int:
-    """k, the elements of n that are selected: at least one, where there are any."""
-    return min(n, max(1, round(density * n)))
 
 
 def remember_positions(bucket: Bucket, ops: Ops) -> None:
