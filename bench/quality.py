@@ -1,11 +1,14 @@
 """Loss on real text after the same number of steps: what compression costs in quality, and what it saves in bytes.
 
-    python bench/quality.py radius              # one table: CSV, PNG, and the text printed
-    python bench/quality.py radius --show       # from the runs that are there, train nothing
-    python bench/quality.py scape --only NAME   # one run of a table
+    python bench/quality.py radius                      # train what is missing of one table, then show it
+    python bench/quality.py scape --only "AdamS" --lr 2e-3
+    python bench/quality.py separate --show             # train nothing: the table and the plot of what is there
 
-Each run is examples/train_gpt.py on two processes, real sockets between them. Runs are kept in runs/quality.
+Each run is examples/train_gpt.py on two processes of one thread, real sockets between them. Runs are kept, a line each,
+in results/quality.jsonl, whatever table they belong to; a table is saved as CSV and PNG beside it.
 """
+
+from __future__ import annotations
 
 import argparse
 import csv
@@ -13,108 +16,141 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-import matplotlib
+from _runs import DENSE, METHODS, TABLES, adamw
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-ROOT = Path(__file__).parent.parent
-KEPT, RESULTS = ROOT / "runs" / "quality", Path(__file__).parent / "results"
-
-# A table: steps, options common to its runs, and its runs. The first is what the others are compared with.
-TABLES = {
-    "radius": (
-        1500,
-        "--lr 1e-3 --warmup-share 0.15",
-        {
-            "AdamW (DDP)": "--optimizer adamw",
-            "RadiusAdamW 0.9": "--optimizer radius --density 0.9 --interval 20",
-            "RadiusAdamW 0.5": "--optimizer radius --density 0.5 --interval 20",
-            "RadiusAdamW 0.4": "--optimizer radius --density 0.4 --interval 20",
-            "RadiusAdamW 0.4, interval 100": "--optimizer radius --density 0.4 --interval 100",
-            "naive top-k 0.4": "--optimizer topk --density 0.4",
-        },
-    ),
-}
+ROOT, RESULTS = Path(__file__).parent.parent, Path(__file__).parent / "results"
+KEPT = RESULTS / "quality.jsonl"
 
 
-def train(table: str, name: str, steps: int, options: str) -> None:
-    """Train one run unless it is there already."""
-    out = path_of(table, name)
-    if out.exists():
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(ROOT / "examples/train_gpt.py"), "--steps", str(steps), *options.split()]
-    print(f"{table}: {name}", flush=True)
-    subprocess.run([*command, "--out", str(out)], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=900)
+def work(name: str, lr: float, steps: int, out: str) -> None:
+    """One rank: train_gpt.py's main, with the optimizer of this run."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import baselines
+    import train_gpt
+
+    method = METHODS[name]
+    words = ["--steps", str(steps), "--lr", str(lr), "--warmup-share", str(DENSE), "--out", out]
+    if isinstance(method, str):
+        hook, setting = method.split()
+        if hook == "powersgd":
+            baselines.POWERSGD_RANK = int(setting)
+        else:
+            words += ["--density", setting]
+        method, optimizer = adamw, hook
+    else:
+        optimizer = name
+    train_gpt.OPTIMIZERS[optimizer] = lambda params, args: method(params, args.lr, args.warmup)
+    sys.argv = ["train_gpt.py", "--optimizer", optimizer, *words]
+    train_gpt.main()
 
 
-def path_of(table: str, name: str) -> Path:
-    return KEPT / table / ("".join(c if c.isalnum() or c == "." else "_" for c in name) + ".json")
+def train(name: str, lr: float, steps: int) -> None:
+    """Train one run in processes of its own and keep its line."""
+    print(f"{name}, lr {lr:g}, {steps} steps", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, "run.json")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        worker = [__file__, "--worker", name, str(lr), str(steps), out]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        subprocess.run([*launcher, *worker], env=env, check=True, timeout=1800)
+        result = json.loads(Path(out).read_text())
+    run = {"run": name, "lr": lr, "steps": steps, "parameters": result["parameters"]}
+    run |= {key: result[key] for key in ("bytes_per_step", "phases")}
+    run["evals"] = [{k: round(e[k], 4) for k in ("step", "bytes", "train_loss", "val_loss")} for e in result["evals"]]
+    with KEPT.open("a") as file:
+        file.write(json.dumps(run) + "\n")
 
 
-def rows(results: dict[str, dict]) -> list[dict]:
-    """One row a run: loss, and bytes of a compressed step and of the whole run, beside the first run's."""
-    first = next(iter(results.values()))
-    dense = first["bytes_per_step"]["dense"]
-    return [
-        {
-            "run": name,
-            "validation_loss": round(r["evals"][-1]["val_loss"], 4),
-            "to_first": round(r["evals"][-1]["val_loss"] / first["evals"][-1]["val_loss"], 4),
-            "bytes_a_step": round(r["bytes_per_step"]["compressed"] or dense),
-            "share_of_dense": round((r["bytes_per_step"]["compressed"] or dense) / dense, 4),
-            "bytes_in_all": r["evals"][-1]["bytes"],
-            "lr": r["config"]["lr"],
-            "steps": r["config"]["steps"],
+def kept() -> dict[tuple[str, float, int], dict]:
+    """All runs there are; of two of the same name, the later."""
+    lines = KEPT.read_text().splitlines() if KEPT.exists() else []
+    runs = [json.loads(line) for line in lines]
+    return {(run["run"], run["lr"], run["steps"]): run for run in runs}
+
+
+def best_of(table: str) -> list[dict]:
+    """A row for each method of the table that has run: its best learning rate, beside the first row."""
+    steps, there, rows = TABLES[table].steps, kept(), []
+    for name, lrs in TABLES[table].rows.items():
+        runs = [there[key] for lr in lrs if (key := (name, lr, steps)) in there]
+        if runs:
+            best = min(runs, key=lambda run: run["evals"][-1]["val_loss"])
+            tried = " ".join(f"{run['lr']:g}" for run in runs)
+            rows.append({**best, "tried": tried, "loss": best["evals"][-1]["val_loss"]})
+    for row in rows:
+        dense = row["bytes_per_step"]["dense"] or 4 * row["parameters"]
+        sent = row["bytes_per_step"]["compressed"] or dense
+        row |= {
+            "bytes": round(sent),
+            "share": sent / (4 * row["parameters"]),
+            "to_first": row["loss"] / rows[0]["loss"],
         }
-        for name, r in results.items()
-    ]
+        row["bytes_in_all"] = row["evals"][-1]["bytes"]
+    return rows
 
 
-def show(table: str, results: dict[str, dict]) -> None:
-    """Print the table, write CSV and PNG."""
-    found = rows(results)
-    RESULTS.mkdir(exist_ok=True)
+def show(table: str, rows: list[dict]) -> None:
+    """Print the table and write it as CSV."""
+    fields = ["run", "loss", "to_first", "bytes", "share", "bytes_in_all", "lr", "tried", "steps"]
     with (RESULTS / f"quality-{table}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, found[0].keys())
+        writer = csv.DictWriter(file, fields, extrasaction="ignore")
         writer.writeheader()
-        writer.writerows(found)
-    print(f"{'run':<42}{'loss':>8}{'to first':>10}{'bytes a step':>14}{'share':>8}")
-    for row in found:
-        print(
-            f"{row['run']:<42}{row['validation_loss']:>8.3f}{row['to_first']:>10.3f}"
-            f"{row['bytes_a_step']:>14,}{row['share_of_dense']:>8.3f}"
-        )
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+        writer.writerows({**r, "to_first": round(r["to_first"], 4), "share": round(r["share"], 4)} for r in rows)
+    print(f"\n{'run, ' + str(rows[0]['steps']) + ' steps':<44}{'lr':>7}{'loss':>8}{'to first':>10}{'share':>8}")
+    for r in rows:
+        print(f"{r['run']:<44}{r['lr']:>7g}{r['loss']:>8.3f}{r['to_first']:>10.3f}{r['share']:>8.4f}")
+
+
+def plot(table: str, rows: list[dict]) -> None:
+    """Loss over steps, and over the bytes sent until then."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
     for axis, (key, unit) in zip(panels, [("step", 1), ("bytes", 1e9)], strict=True):
-        for name, result in results.items():
-            evals = result["evals"][1:]
-            axis.plot([row[key] / unit for row in evals], [row["val_loss"] for row in evals], label=name, linewidth=1.5)
+        for number, row in enumerate(rows):
+            points = row["evals"][1:]
+            style = dict(color=plt.get_cmap("tab20")(number % 20), linewidth=1.4, linestyle="-" if number < 20 else ":")
+            label = f"{row['run']} (lr {row['lr']:g})"
+            axis.plot([e[key] / unit for e in points], [e["val_loss"] for e in points], label=label, **style)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     panels[0].set(xlabel="step", ylabel="validation loss (nats a byte)")
     panels[1].set(xlabel="gigabytes handed to collectives by each rank", xscale="log")
-    panels[0].legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=7)
     figure.savefig(RESULTS / f"quality-{table}.png", dpi=130)
+    plt.close(figure)
 
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("table", choices=TABLES)
-    cli.add_argument("--only", help="train this run of the table and nothing else")
+    cli.add_argument("table", choices=TABLES, nargs="?")
+    cli.add_argument("--only", nargs="+", choices=METHODS, help="train these methods of the table and no others")
+    cli.add_argument("--lr", type=float, nargs="+", help="only these learning rates of the table")
     cli.add_argument("--show", action="store_true", help="train nothing")
+    cli.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     args = cli.parse_args()
-    steps, common, runs = TABLES[args.table]
-    for name, options in runs.items():
-        if not args.show and args.only in (None, name):
-            train(args.table, name, steps, f"{common} {options}")
-    there = {name: path_of(args.table, name) for name in runs if path_of(args.table, name).exists()}
-    if there:
-        show(args.table, {name: json.loads(path.read_text()) for name, path in there.items()})
+    if args.worker:
+        name, lr, steps, out = args.worker
+        work(name, float(lr), int(steps), out)
+        return
+    if args.table is None:
+        cli.error(f"name a table: {', '.join(TABLES)}")
+    RESULTS.mkdir(exist_ok=True)
+    table = TABLES[args.table]
+    for name, lrs in table.rows.items():
+        for lr in lrs:
+            wanted = not args.show and (not args.only or name in args.only) and (not args.lr or lr in args.lr)
+            if wanted and (name, lr, table.steps) not in kept():
+                train(name, lr, table.steps)
+    if rows := best_of(args.table):
+        show(args.table, rows)
+        plot(args.table, rows)
 
 
 if __name__ == "__main__":

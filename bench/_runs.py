@@ -1,0 +1,114 @@
+"""The runs that bench/quality.py compares: what each trains with, and which of them share a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import compopt
+
+DENSE = 0.15  # of the steps, averaged dense at the start; what a run "from scratch" does without
+WEIGHT_DECAY = 1e-2  # of all methods
+
+Make = Callable[[list, float, int], torch.optim.Optimizer]  # from groups, learning rate, dense steps
+
+
+def adamw(groups: list, lr: float, dense: int) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=lr, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+def adams(groups: list, lr: float, dense: int) -> torch.optim.Optimizer:
+    return compopt.AdamS(groups, lr=lr, weight_decay=WEIGHT_DECAY)
+
+
+def sgd(groups: list, lr: float, dense: int) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=100 * lr, momentum=0.9, nesterov=True)
+
+
+def of(cls: str, **options: object) -> Make:
+    """A class of ours, with a dense start unless the options say otherwise."""
+    made = {"weight_decay": WEIGHT_DECAY} | options
+    return lambda groups, lr, dense: getattr(compopt, cls)(groups, lr=lr, **{"warmup_steps": dense, **made})
+
+
+def scape(density: float, **options: object) -> Make:
+    return of("ScapeAdamS", **{"density": density, "density_warmup_steps": 0, **options})
+
+
+def separate(ratio: float, **options: object) -> Make:
+    return of("SeparateAdam", ratio=ratio, **options)
+
+
+def around(base: Make, **options: object) -> Make:
+    return lambda groups, lr, dense: compopt.Separate(base(groups, lr, dense), **{"warmup_steps": dense, **options})
+
+
+def radius(density: float, interval: int = 20, **options: object) -> Make:
+    return of("RadiusAdamW", density=density, interval=interval, **options)
+
+
+# A string names one of torch's hooks, or naive top-k, of examples/baselines.py and its rank or density.
+METHODS: dict[str, Make | str] = {
+    "AdamW (DDP)": adamw,
+    "AdamS": adams,
+    **{f"PowerSGD rank {rank}": f"powersgd {rank}" for rank in (2, 4, 6, 8, 13)},
+    "naive top-k 0.4": "topk 0.4",
+    "RadiusAdamW 0.9": radius(0.9),
+    "RadiusAdamW 0.5": radius(0.5),
+    "RadiusAdamW 0.4": radius(0.4),
+    "RadiusAdamW 0.4, interval 100": radius(0.4, 100),
+    "ScapeAdamS 0.1, as printed, from scratch": scape(0.1, clip="scape", warmup_steps=0),
+    "ScapeAdamS 0.1, ramp of 15 % from scratch": scape(0.1, warmup_steps=0, density_warmup_steps=120),
+    "ScapeAdamS 0.1": scape(0.1),
+    "ScapeAdamS 0.1, no mask delay": scape(0.1, mask_delay=0),
+    "ScapeAdamS 0.1, dense 7 %, ramp of 15 %": scape(0.1, warmup_steps=60, density_warmup_steps=120),
+    "ScapeAdamS 0.01": scape(0.01),
+    "ScapeAdamS 0.01, no mask delay": scape(0.01, mask_delay=0),
+    "SeparateAdam 8": separate(8),
+    "SeparateAdam 16": separate(16),
+    "SeparateAdam 64": separate(64),
+    "SeparateAdam 16, from scratch": separate(16, warmup_steps=0),
+    "SeparateAdam 8, no error feedback": separate(8, ef_beta=1.0),
+    "SeparateAdam 16, no error feedback": separate(16, ef_beta=1.0),
+    "SeparateAdam 64, no error feedback": separate(64, ef_beta=1.0),
+    "SeparateAdam 16, never reset": separate(16, reset_interval=None),
+    "SeparateAdam 16, adaptive": separate(16, adaptive=True, adapt_interval=100),
+    "SeparateAdam 16, orthonormal": separate(16, projection="orthonormal", reset_interval=None),
+    "SeparateAdam 64, orthonormal": separate(64, projection="orthonormal", reset_interval=None),
+    "Separate 16 around AdamS": around(adams, ratio=16),
+    "Separate 16 around SGD": around(sgd, ratio=16),
+}
+
+GRID = (1e-3, 2e-3, 4e-3)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Runs of equal length; the first is what the others are compared with. Each is shown at its best rate."""
+
+    steps: int
+    rows: dict[str, tuple[float, ...]]  # method: learning rates to try
+
+
+TABLES = {
+    "radius": Table(
+        1500,
+        {name: (1e-3,) for name in METHODS if name.startswith(("AdamW", "naive", "Radius"))},
+    ),
+    "scape": Table(
+        800,
+        {"AdamW (DDP)": GRID, "AdamS": GRID, "PowerSGD rank 4": GRID[1:], "ScapeAdamS 0.1": GRID}
+        | {"ScapeAdamS 0.01": GRID}
+        | {name: GRID[1:2] for name in METHODS if name.startswith("ScapeAdamS 0.1, ")}
+        | {"ScapeAdamS 0.01, no mask delay": GRID[1:2]},
+    ),
+    "separate": Table(
+        800,
+        {"AdamW (DDP)": GRID, "SeparateAdam 8": GRID, "SeparateAdam 16": GRID, "SeparateAdam 64": GRID}
+        | {f"PowerSGD rank {rank}": GRID[1:2] for rank in (2, 6, 13)}
+        | {name: GRID[1:2] for name in METHODS if name.startswith("Separate") and "," in name}
+        | {"AdamS": GRID, "Separate 16 around AdamS": GRID, "Separate 16 around SGD": GRID},
+    ),
+}
