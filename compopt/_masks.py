@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._math import set_bits_
+
 WORD = 8  # bytes: ranges begin at whole words of 64 bits
 GATHER_BITS = 0x0102040810204080  # times a word of 8 booleans: their bits, the first lowest, in the highest byte
 SPREAD_BYTE, ONE_BIT_EACH = 0x0101010101010101, -0x7FBFDFEFF7FBFDFF  # a byte in all 8; bit i of byte i (0x8040...01)
@@ -101,12 +103,6 @@ def count_shared(bits: Tensor, positions: Tensor) -> Tensor:
     return (bits.index_select(0, positions >> 3).bitwise_right_shift_(shifts) & 1).sum()
 
 
-def set_bits_(bits: Tensor, positions: Tensor) -> None:
-    """Exactly the bits at ``positions``."""
-    one = torch.ones((), dtype=torch.uint8, device=bits.device)
-    bits.zero_().index_add_(0, positions >> 3, one << (positions & 7).to(torch.uint8))
-
-
 # On the wire
 
 
@@ -135,9 +131,9 @@ def _whole(n: int) -> int:
     return n + -n % 8
 
 
-def encode(bits: Tensor, deal: Deal, rank: int) -> Tensor:
-    """This rank's message, from the bits of its range."""
-    code = _code(positions_of(bits), deal.parts[rank]) if deal.coded else bits
+def encode(positions: Tensor, bits: Tensor, deal: Deal, rank: int) -> Tensor:
+    """This rank's message, from the positions and bits of its range."""
+    code = _code(positions, deal.parts[rank]) if deal.coded else bits
     return torch.nn.functional.pad(code, (0, deal.length - code.numel()))
 
 
@@ -162,13 +158,17 @@ def decode(message: Tensor, part: Part) -> Tensor:
     return position
 
 
-def assemble(messages: Tensor, deal: Deal) -> tuple[Tensor, Tensor]:
-    """All ranks' messages as the bucket's mask, and its positions among the mask's bits, ascending, int64."""
-    pairs = list(zip(messages, deal.parts, strict=True))
+def assemble(messages: Tensor, deal: Deal, rank: int, own: Tensor) -> tuple[Tensor, Tensor]:
+    """All ranks' messages as the bucket's mask, and its positions among the mask's bits, ascending, int64.
+
+    ``own``: the positions in this rank's own range, which it knows.
+    """
+    read = decode if deal.coded else lambda message, part: positions_of(message[: part.last - part.first])
+    pairs = enumerate(zip(messages, deal.parts, strict=True))
+    found = [(own if r == rank else read(message, part)) + 8 * part.first for r, (message, part) in pairs]
+    positions = torch.cat(found) if len(found) > 1 else found[0]
     if not deal.coded:
-        bits = torch.cat([message[: part.last - part.first] for message, part in pairs])
-        return bits, positions_of(bits)
-    positions = torch.cat([decode(message, part).add_(8 * part.first) for message, part in pairs])
+        return torch.cat([m[: p.last - p.first] for m, p in zip(messages, deal.parts, strict=True)]), positions
     bits = messages.new_empty(deal.parts[-1].last)
     set_bits_(bits, positions)
     return bits, positions

@@ -67,6 +67,12 @@ def unpack_bits(bits: Tensor, n: int) -> Tensor:
     return ((bits.unsqueeze(1) >> shifts) & 1).view(-1)[:n].bool()
 
 
+def set_bits_(bits: Tensor, positions: Tensor) -> None:
+    """Exactly the bits at ``positions``."""
+    one = torch.ones((), dtype=torch.uint8, device=bits.device)
+    bits.zero_().index_add_(0, positions >> 3, one << (positions & 7).to(torch.uint8))
+
+
 def kept(density: float, n: int) -> int:
     """k, the elements of n that are selected: at least one, where there are any."""
     return min(n, max(1, round(density * n)))

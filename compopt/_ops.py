@@ -132,6 +132,78 @@ class Ops:
                 weight_decay=weight_decay, eps=eps, maximize=False,
             )  # fmt: skip
 
+    def scape_moment(
+        self, h: dict, e: Tensor, g: Tensor | None, held: Tensor | None, m: Tensor, index: Tensor | None,
+        part: slice | None, guess: float,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Make the residual ``e``, flat, SCAPE's x = b1 m + (1 - b1) g + e (line 10), where somebody needs it.
+
+        ``m`` is the momentum at ``held``, ``index`` what was exchanged (None: everywhere), ``part`` what is selected
+        from now. Returns the momentum at ``index``, and the positions in ``part`` of |x| > guess where they came along.
+        """
+        beta1, wanted = h["betas"][0], index is not None or part is not None
+        if held is None:
+            old = m if index is None else m.index_select(0, index)
+            if wanted:
+                e.add_(m, alpha=beta1)
+        else:  # where m is not 0, e is: so e can hold m for a moment, and show what of it is at the mask
+            held = held.long()
+            before = e.clone() if index is None else e.index_select(0, index)
+            e.scatter_(0, held, m)
+            old = (e if index is None else e.index_select(0, index)).sub(before)
+            e.scatter_(0, held, beta1 * m)
+        if g is not None and wanted:
+            e.view(g.shape).add_(g, alpha=(beta1 - 1) if h["maximize"] else (1 - beta1))
+        return old, None
+
+    def scape_update(
+        self,
+        h: dict,
+        e: Tensor | None,
+        w: Tensor,
+        index: Tensor | None,
+        g: Tensor,
+        m: Tensor,
+        step: Tensor,
+        factor: float,
+    ) -> None:
+        """SCAPE, lines 11 and 16 to 21: what was sent is no longer owed; m and w follow the average ``g`` at ``index``.
+
+        ``e`` is None for a tensor that is not compressed; ``factor`` multiplies g in v alone.
+        """
+        if index is None:
+            if e is not None:
+                e.zero_()
+            return self.adams(h, w, self.expand(g, None, w), m.view(w.shape), step, factor)
+        where = self._wide(index)
+        e.scatter_(0, where, 0)
+        if h["weight_decay"]:
+            w.mul_(1 - float(h["lr"]) * h["weight_decay"])
+        flat = w.reshape(-1)  # a copy where w is not contiguous
+        selected = flat.index_select(0, index)
+        self.adams(h, selected, g.to(w.dtype), m, step, factor, decay=False)
+        flat.scatter_(0, where, selected)
+        if not w.is_contiguous():
+            w.copy_(flat.view(w.shape))
+
+    def above(self, x: Tensor, t: float) -> Tensor:
+        """The positions of |x| > t, ascending, int64."""
+        flags = self.scratch(x, x.numel() + -x.numel() % 8, torch.bool, "flags")
+        flags[x.numel() :] = False
+        shrunk = self.scratch(x, min(BLOCK, x.numel()))
+        for own, x_ in zip(flags[: x.numel()].split(BLOCK), x.split(BLOCK), strict=True):
+            own.copy_(torch.hardshrink(x_, t, out=shrunk[: x_.numel()]))  # several times faster than a comparison
+        words = flags.view(torch.int64)  # of 8 flags each: most are 0, and looking at one is looking at 8
+        item = words.nonzero().view(-1)
+        hit = words.index_select(0, item).view(torch.bool).nonzero().view(-1)
+        return item.index_select(0, hit >> 3).bitwise_left_shift_(3).add_(hit.bitwise_and_(7))
+
+    def bits(self, positions: Tensor, size: int) -> Tensor:
+        """``size`` bytes with the bits at these positions set."""
+        bits = torch.empty(size, dtype=torch.uint8, device=positions.device)
+        _math.set_bits_(bits, positions)
+        return bits
+
     top_k = staticmethod(_math.top_k)
     positions = staticmethod(_math.positions)
 

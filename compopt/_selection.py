@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from ._buckets import Bucket
-from ._masks import WORD, Deal, Part, Piece, assemble, bits_of, count_shared, encode, make_deal, offsets_of, per_tensor
+from ._masks import WORD, Deal, Part, Piece, assemble, count_shared, encode, make_deal, offsets_of, per_tensor
 from ._math import kept
 from ._ops import Ops
 
 SLACK = 0.05  # a sampled threshold may miss the wanted count by this share of it
 EXACT_BELOW = 16384  # elements: topk costs less than looking for a threshold
-BLOCK = 131072  # elements that stay in a core's cache between two passes
+AIM_BELOW = 0.93  # of the threshold that would do: what drifts from step to step then still finds enough
 LOOKS = 12  # thresholds tried before topk decides
 
 
@@ -38,39 +38,40 @@ def deal(lengths: tuple[int, ...], ranks: int, density: float) -> Deal:
     return make_deal([(cuts[rank], cuts[rank + 1], tuple(pieces[rank])) for rank in range(ranks)])
 
 
-def select(x: Tensor, k: int, how: str, guess: float, flags: Tensor, scratch: Tensor) -> float:
-    """Set ``flags`` where |x| is among the k largest, and return the threshold found (0: none).
+def select(
+    x: Tensor, k: int, how: str, ops: Ops, guess: float = 0.0, seen: Tensor | None = None
+) -> tuple[Tensor, float]:
+    """Positions, ascending, of the k largest |x|, and where to look for them the next time (0: nowhere).
 
     "exact" takes k of them. "sampled" tries thresholds, from ``guess`` or a sample of x on, until the count is within
-    5 % of k; where fewer elements are other than 0, it takes those.
+    5 % of k; where fewer elements are other than 0, it takes those. ``seen``: the positions above ``guess``, if known.
     """
     if how == "sampled" and x.numel() > EXACT_BELOW and k:
-        t = _threshold(x, k, guess, flags, scratch)
-        if t is not None:
-            return t
-    flags.zero_()
-    if k:
-        flags[torch.abs(x, out=scratch).topk(k, sorted=False).indices] = True
-    return 0.0
+        found = _sampled(x, k, ops, guess, seen)
+        if found is not None:
+            return found
+    return x.abs().topk(k, sorted=False).indices.sort().values, 0.0
 
 
-def _threshold(x: Tensor, k: int, guess: float, flags: Tensor, scratch: Tensor) -> float | None:
-    """A threshold that about k elements exceed, which are then flagged; None when there is none (many equal values).
+def _sampled(x: Tensor, k: int, ops: Ops, guess: float, seen: Tensor | None) -> tuple[Tensor, float] | None:
+    """About k positions by a threshold, and a guess for the next time; None where no threshold tells (equal values).
 
+    A threshold that lets a few times k through will do: among those a second one is cheap. So the guess aims below.
     Counts fall with a power of the threshold: at first guess as in a normal distribution, then as two looks show.
     """
     looks: list[tuple[float, float]] = []  # logarithms of threshold and count
-    t, power = guess or _of_sample(x, k), min(-0.5, -1.5 * math.log(x.numel() / k))
+    t, power = guess or AIM_BELOW * _of_sample(x, k), min(-0.5, -1.5 * math.log(x.numel() / k))
     for look in range(LOOKS):
-        for own, x_ in zip(flags.split(BLOCK), x.split(BLOCK), strict=True):
-            own.copy_(torch.hardshrink(x_, t, out=scratch[: x_.numel()]))  # several times faster than a comparison
-        count = _count(flags)
+        positions = seen if look == 0 and guess and seen is not None else ops.above(x, t)
+        count = len(positions)
         if abs(count - k) <= SLACK * k:
-            return t * (k / count) ** (1 / power)  # as far as it can be told, what selects k
+            return positions, t * AIM_BELOW * (k / count) ** (1 / power)
         if t == 0 and count < k:
-            return 0.0
+            return positions, 0.0
+        if k < count <= 4 * k and (fewer := _largest_of(x, positions, k)):
+            return fewer
         if t == 0 or (look == 0 and guess and not k / 4 < count < 4 * k):  # a guess too far off, or most of x is 0
-            t = _of_sample(x, k) or float(x.abs().mean())
+            t = AIM_BELOW * (_of_sample(x, k) or float(x.abs().mean()))
             continue
         looks.append((math.log(t), math.log(max(count, 0.5))))
         if len(looks) > 1 and looks[-1][0] != looks[-2][0]:
@@ -79,17 +80,18 @@ def _threshold(x: Tensor, k: int, guess: float, flags: Tensor, scratch: Tensor) 
     return None
 
 
+def _largest_of(x: Tensor, positions: Tensor, k: int) -> tuple[Tensor, float] | None:
+    """Of these positions those of about the k largest |x|, and a guess; None where no threshold tells."""
+    values = x.index_select(0, positions).abs_()
+    sample = values[:: max(1, len(values) // 16384)]
+    t = float(sample.kthvalue(max(1, round(len(sample) * (1 - k / len(values))))).values)
+    chosen = positions.index_select(0, torch.hardshrink(values, t).nonzero().view(-1))
+    return (chosen, AIM_BELOW * t) if abs(len(chosen) - k) <= SLACK * k else None
+
+
 def _of_sample(x: Tensor, k: int) -> float:
     sample = x[:: max(1, x.numel() // 4096)].abs()
     return float(sample.kthvalue(sample.numel() - min(sample.numel() - 1, k * sample.numel() // x.numel())).values)
-
-
-def _count(flags: Tensor) -> int:
-    """How many are set. Words of 8 flags are added 128 at a time, so that no byte overflows."""
-    whole = flags.numel() // 1024 * 1024
-    sums = flags[:whole].view(torch.int64).view(128, -1).sum(0)
-    rest = int(flags[whole:].sum()) if whole < flags.numel() else 0
-    return rest + int(sums.view(torch.uint8).sum())
 
 
 class Selection:
@@ -99,26 +101,32 @@ class Selection:
         self.bucket, self.ops, self.deal, self.rank = bucket, ops, deal, rank
         self.part: Part = deal.parts[rank]
         self.pieces = {piece.tensor: piece for piece in self.part.pieces}
-        self.thresholds: dict[int, float] = {}
+        self.chosen: dict[int, Tensor] = {}  # a tensor's positions, counted from where its piece begins
+        self.guesses: dict[int, float] = {}  # where to look in the next step
 
-    @property
-    def flags(self) -> Tensor:
-        return self.ops.scratch(
-            self.bucket.flat["residual"], 8 * (self.part.last - self.part.first), torch.bool, "flags"
-        )
+    def guess(self, i: int) -> float:
+        return float(self.bucket.state["threshold"][i])
 
-    def take(self, i: int, x: Tensor) -> None:
-        """Select among ``x``, this rank's piece of tensor i."""
-        piece = self.pieces[i]
-        guess = float(self.bucket.state["threshold"][i])  # the last step's
-        end = piece.at + x.numel()
-        self.flags[end : end + -end % 8] = False
-        own, scratch = self.flags[piece.at : end], self.ops.scratch(x, x.numel())
-        how = self.bucket.group["selection"]
-        self.thresholds[i] = select(x, piece.wanted, how, guess, own, scratch)
+    def take(self, i: int, x: Tensor, seen: Tensor | None = None) -> None:
+        """Select among ``x``, this rank's piece of tensor i; ``seen`` as in :func:`select`."""
+        how, wanted = self.bucket.group["selection"], self.pieces[i].wanted
+        self.chosen[i], self.guesses[i] = select(x, wanted, how, self.ops, self.guess(i), seen)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """What was selected, as positions among the bits of this rank's range, int64."""
+        device = self.bucket.device
+        found = [self.chosen[i].long().add_(piece.at) for i, piece in self.pieces.items()]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)
 
     def message(self) -> Tensor:
-        return encode(bits_of(self.flags), self.deal, self.rank)
+        size = self.part.last - self.part.first
+        return encode(self.positions, self.ops.bits(self.positions, size), self.deal, self.rank)
+
+    def found(self, messages: Tensor) -> tuple[list[Tensor | None], Tensor]:
+        """All ranks' selections, as positions in each tensor and as the bucket's bits."""
+        bits, positions = assemble(messages, self.deal, self.rank, self.positions)
+        return per_tensor(positions, compressed_lengths(self.bucket)), bits
 
 
 def density_at(h: dict, t: int) -> float:
@@ -135,12 +143,6 @@ def deal_at(bucket: Bucket, t: int, ranks: int) -> Deal | None:
 
 def compressed_lengths(bucket: Bucket) -> tuple[int, ...]:
     return tuple(n if c else 0 for n, c in zip(bucket.lengths, bucket.compressed, strict=True))
-
-
-def found(bucket: Bucket, messages: Tensor, deal: Deal) -> tuple[list[Tensor | None], Tensor]:
-    """All ranks' selections, as positions in each tensor and as the bucket's bits."""
-    bits, positions = assemble(messages, deal)
-    return per_tensor(positions, compressed_lengths(bucket)), bits
 
 
 def keep_mask(bucket: Bucket, i: int, index: Tensor | None, bits: Tensor) -> None:

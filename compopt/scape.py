@@ -36,7 +36,7 @@ from ._masks import Piece, count_shared, per_tensor, positions_of
 from ._ops import Ops, clip_factor
 from ._options import check_adams, check_compression, require
 from ._requests import Agree, AllGather, AllReduceMean, Payload, Request
-from ._selection import Selection, compressed_lengths, deal_at, fill_ones, found, keep_mask
+from ._selection import Selection, compressed_lengths, deal_at, fill_ones, keep_mask
 from ._stats import Stats
 
 
@@ -52,7 +52,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Generator[Request,
         for i, piece in selection.pieces.items():
             selection.take(i, own_x(bucket, i, piece, grads[i]))
         rows = yield AllGather(selection.message())
-        index, bits = found(bucket, rows, deal)
+        index, bits = selection.found(rows)
     index = index or [None] * len(grads)
 
     sent = ops.pack(bucket, grads, index, add=state["residual"], scale=1 / (1 - h["betas"][0]), negate=h["maximize"])
@@ -64,7 +64,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Generator[Request,
         bucket.flat["next_mask"].zero_()
         if deal:
             rows = yield AllGather(selection.message())  # awaited when the next step needs it
-            bucket.cache["index"], bits = found(bucket, rows, deal)
+            bucket.cache["index"], bits = selection.found(rows)
             bucket.flat["next_mask"].copy_(bits)
 
 
@@ -84,71 +84,28 @@ def commit(
     new, masks = bucket.resize("exp_avg", sizes), bits.split([0 if m is None else len(m) for m in state["mask"]])
     for i, here in enumerate(present):
         piece = selection.pieces.get(i) if selection and h["mask_delay"] == 1 else None
-        if here:
-            state["step"][i] += 1
-        if here and bucket.compressed[i]:
-            m = moment(bucket, i, old[i], index[i], grads[i], piece is not None)
-            if piece:
-                selection.take(i, state["residual"][i].view(-1)[piece.start : piece.stop])  # line 15
-            drop(state["residual"][i].view(-1), index[i])
-            new[i].copy_(m)
-            keep_mask(bucket, i, index[i], masks[i])
-        else:
+        if not here:
             if new is not old:
                 new[i].copy_(old[i])
             if piece:
                 selection.take(i, own_x(bucket, i, piece, None))
-        if here:
-            update(h, ops, weights[i], index[i], mean.parts[i], new[i], state["step"][i], factor)
-            bucket.publish(i)
+            continue
+        state["step"][i] += 1
+        m, e = old[i], None
+        if bucket.compressed[i]:
+            e, held = state["residual"][i].view(-1), bucket.cache["held"][i]
+            part = slice(piece.start, piece.stop) if piece else None
+            guess = selection.guess(i) if piece else 0.0
+            m, seen = ops.scape_moment(h, e, grads[i], held, m, index[i], part, guess)  # line 10
+            if piece:
+                selection.take(i, e[part], seen)  # line 15
+            keep_mask(bucket, i, index[i], masks[i])
+        new[i].copy_(m)
+        ops.scape_update(h, e, weights[i], index[i], mean.parts[i], new[i], state["step"][i], factor)
+        bucket.publish(i)
     if selection:
-        for i, threshold in selection.thresholds.items():
-            state["threshold"][i].fill_(threshold)
-
-
-def moment(bucket: Bucket, i: int, m: Tensor, index: Tensor | None, g: Tensor | None, selecting: bool) -> Tensor:
-    """Make the residual of tensor i line 10's x, and return the momentum ``m`` at ``index`` (None: everywhere)."""
-    beta1, held = bucket.group["betas"][0], bucket.cache["held"][i]
-    residual = bucket.state["residual"][i]
-    e = residual.view(-1)
-    if held is None:
-        old = m if index is None else m.index_select(0, index)
-        if index is not None or selecting:
-            e.add_(m, alpha=beta1)
-    else:  # where m is not 0, e is: so e can hold m for a moment, and show what of it is at the mask
-        held = held.long()
-        before = e.clone() if index is None else e.index_select(0, index)
-        e.scatter_(0, held, m)
-        old = (e if index is None else e.index_select(0, index)).sub(before)
-        e.scatter_(0, held, beta1 * m)
-    if g is not None and (index is not None or selecting):
-        residual.add_(g, alpha=(beta1 - 1) if bucket.group["maximize"] else (1 - beta1))
-    return old
-
-
-def drop(e: Tensor, index: Tensor | None) -> None:
-    """Line 11: what was sent is no longer owed."""
-    if index is None:
-        e.zero_()
-    else:
-        e.scatter_(0, index.long(), 0)
-
-
-def update(
-    h: dict, ops: Ops, w: Tensor, index: Tensor | None, g: Tensor, m: Tensor, step: Tensor, factor: float
-) -> None:
-    """Lines 16 to 21: a tensor's momentum and weights, from the averaged gradient ``g`` at ``index``."""
-    if index is None:
-        ops.adams(h, w, ops.expand(g, None, w), m.view(w.shape), step, factor)
-        return
-    if h["weight_decay"]:
-        w.mul_(1 - float(h["lr"]) * h["weight_decay"])
-    flat = w.reshape(-1)  # a copy where w is not contiguous
-    selected = flat.index_select(0, index)
-    ops.adams(h, selected, g.to(w.dtype), m, step, factor, decay=False)
-    flat.scatter_(0, index.long(), selected)
-    if not w.is_contiguous():
-        w.copy_(flat.view(w.shape))
+        for i, guess in selection.guesses.items():
+            state["threshold"][i].fill_(guess)
 
 
 def own_x(bucket: Bucket, i: int, piece: Piece, g: Tensor | None) -> Tensor:

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from compopt import _masks, _math, _selection
+from compopt import _masks, _math, _ops, _selection
 
+OPS = _ops.choose()
 LENGTHS = (4096, 0, 70 * 80 + 3, 100_003, 17)
 
 
@@ -49,7 +50,7 @@ def test_bits_flags_and_positions(n, density):
     assert torch.equal(_masks.flags_of(bits), flags)
     assert torch.equal(_masks.positions_of(bits), flags.nonzero().view(-1))
     again = torch.full_like(bits, 255)
-    _masks.set_bits_(again, flags.nonzero().view(-1))
+    _math.set_bits_(again, flags.nonzero().view(-1))
     assert torch.equal(again, bits)
 
 
@@ -65,9 +66,10 @@ def test_every_bit_of_a_word_is_found():
 def test_what_the_ranks_send_is_what_all_assemble(ranks, density):
     deal = _selection.deal(LENGTHS, ranks, density)
     flags = [owned(part, rank) for rank, part in enumerate(deal.parts)]
-    messages = [_masks.encode(_masks.bits_of(f.clone()), deal, rank) for rank, f in enumerate(flags)]
+    owns = [f.nonzero().view(-1) for f in flags]
+    messages = [_masks.encode(owns[r], _masks.bits_of(f.clone()), deal, r) for r, f in enumerate(flags)]
     assert {len(message) for message in messages} == {deal.length}
-    bits, positions = _masks.assemble(torch.stack(messages), deal)
+    bits, positions = _masks.assemble(torch.stack(messages), deal, ranks - 1, owns[-1])
     whole = torch.cat(flags)
     assert torch.equal(bits, _math.pack_bits(whole)) and torch.equal(positions, whole.nonzero().view(-1))
     local = _masks.per_tensor(positions, LENGTHS)
@@ -94,7 +96,7 @@ def test_as_many_as_may_ever_be_selected_fit():
     part = deal.parts[1]
     flags = torch.zeros(8 * (part.last - part.first), dtype=torch.bool)
     flags[-part.most :] = True  # the highest positions have the longest code
-    message = _masks.encode(_masks.bits_of(flags.clone()), deal, 1)
+    message = _masks.encode(flags.nonzero().view(-1), _masks.bits_of(flags.clone()), deal, 1)
     assert torch.equal(_masks.decode(message, part), flags.nonzero().view(-1))
 
 
@@ -113,29 +115,38 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize("guess", [0.0, 1e-9, 2.0, 1e9])
 def test_a_sampled_threshold_selects_the_largest_within_5_percent(name, density, guess):
     x = DISTRIBUTIONS[name](generator(3))
-    k, flags = round(density * len(x)), torch.empty(len(x), dtype=torch.bool)
-    t = _selection.select(x, k, "sampled", guess, flags, torch.empty_like(x))
-    count = int(flags.sum())
-    nonzero = int(x.count_nonzero())
-    assert abs(count - k) <= 0.05 * k or (count == nonzero < k)
-    assert x[flags].abs().min() >= x[~flags].abs().max()
-    again = torch.empty_like(flags)
-    _selection.select(x, k, "sampled", t, again, torch.empty_like(x))  # what it returns is a guess for the next step
-    assert abs(int(again.sum()) - k) <= 0.05 * k or int(again.sum()) == nonzero < k
+    k, nonzero = round(density * len(x)), int(x.count_nonzero())
+    chosen, t = _selection.select(x, k, "sampled", OPS, guess)
+    assert abs(len(chosen) - k) <= 0.05 * k or (len(chosen) == nonzero < k)
+    assert torch.equal(chosen, chosen.unique())
+    rest = torch.ones(len(x), dtype=torch.bool).index_fill_(0, chosen, False)
+    assert x[chosen].abs().min() >= x[rest].abs().max()
+    again, _ = _selection.select(x, k, "sampled", OPS, t)  # what it returns is a guess for the next step
+    assert abs(len(again) - k) <= 0.05 * k or len(again) == nonzero < k
+    seen, _ = _selection.select(x, k, "sampled", OPS, t, (x.abs() > t).nonzero().view(-1))
+    assert torch.equal(again, seen)
+
+
+@pytest.mark.parametrize("name", ["normal", "heavy tails"])
+def test_a_guess_from_the_last_step_is_enough(name, monkeypatch):
+    x, looks = DISTRIBUTIONS[name](generator(4)), []
+    _, t = _selection.select(x, 1000, "sampled", OPS)
+    monkeypatch.setattr(OPS, "above", lambda x, t: looks.append(t) or type(OPS).above(OPS, x, t), raising=False)
+    _selection.select(1.05 * x, 1000, "sampled", OPS, t)
+    _selection.select(0.95 * x, 1000, "sampled", OPS, t)
+    assert len(looks) == 2
 
 
 def test_exact_takes_k_and_small_tensors_are_always_exact():
     x = torch.randn(5000, generator=generator(1))
     for how in ("exact", "sampled"):
-        flags = torch.empty(5000, dtype=torch.bool)
-        _selection.select(x, 77, how, 0.0, flags, torch.empty_like(x))
-        assert set(flags.nonzero().view(-1).tolist()) == set(x.abs().topk(77).indices.tolist())
+        chosen, _ = _selection.select(x, 77, how, OPS)
+        assert chosen.tolist() == sorted(x.abs().topk(77).indices.tolist())
 
 
 def test_gradients_that_are_not_finite_select_something_all_the_same():
     for bad in (math.nan, math.inf):
         x = torch.randn(50_000, generator=generator(2))
         x[:40_000] = bad
-        flags = torch.empty(50_000, dtype=torch.bool)
-        _selection.select(x, 500, "sampled", 0.0, flags, torch.empty_like(x))
-        assert 475 <= int(flags.sum()) <= 525
+        chosen, _ = _selection.select(x, 500, "sampled", OPS)
+        assert 475 <= len(chosen) <= 525
