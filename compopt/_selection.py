@@ -68,7 +68,7 @@ def _sampled(x: Tensor, k: int, ops: Ops, guess: float, seen: Tensor | None) -> 
             return positions, t * AIM_BELOW * (k / count) ** (1 / power)
         if t == 0 and count < k:
             return positions, 0.0
-        if k < count <= 4 * k and (fewer := _largest_of(x, positions, k)):
+        if k < count <= 4 * k and (fewer := _largest_of(x, positions, k, ops)):
             return fewer
         if t == 0 or (look == 0 and guess and not k / 4 < count < 4 * k):  # a guess too far off, or most of x is 0
             t = AIM_BELOW * (_of_sample(x, k) or float(x.abs().mean()))
@@ -80,12 +80,11 @@ def _sampled(x: Tensor, k: int, ops: Ops, guess: float, seen: Tensor | None) -> 
     return None
 
 
-def _largest_of(x: Tensor, positions: Tensor, k: int) -> tuple[Tensor, float] | None:
+def _largest_of(x: Tensor, positions: Tensor, k: int, ops: Ops) -> tuple[Tensor, float] | None:
     """Of these positions those of about the k largest |x|, and a guess; None where no threshold tells."""
-    values = x.index_select(0, positions).abs_()
-    sample = values[:: max(1, len(values) // 16384)]
-    t = float(sample.kthvalue(max(1, round(len(sample) * (1 - k / len(values))))).values)
-    chosen = positions.index_select(0, torch.hardshrink(values, t).nonzero().view(-1))
+    values = x.index_select(0, positions)
+    t = _of_sample(values, k)
+    chosen = positions.index_select(0, ops.above(values, t))
     return (chosen, AIM_BELOW * t) if abs(len(chosen) - k) <= SLACK * k else None
 
 
