@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint wheel bench clean
+.PHONY: demo test lint wheel docs bench clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -22,8 +22,11 @@ lint: .venv/ready
 wheel: .venv/ready  ## build the wheel, install it into an empty environment, train one step there
 	$(BIN)/python tests/check_wheel.py
 
+docs: .venv/ready  ## these pages and the reference, from the docstrings, as HTML in docs/_build
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build
+
 bench: .venv/ready  ## step times and bytes over shaped links (root) or loopback
 	$(BIN)/python bench/links.py
 
 clean:
-	rm -rf .venv build dist *.egg-info runs
+	rm -rf .venv build dist docs/_build *.egg-info runs

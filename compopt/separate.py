@@ -143,7 +143,7 @@ class SeparateAdam(Projecting):
 
 
 class Separate(Projecting):
-    """Any torch optimizer, on gradients averaged through a random low-rank projection (SEPARATE, Algorithm 1).
+    """Any torch optimizer, on gradients averaged through a random low-rank projection (SEPARATE, Algorithm 1)::
 
         optimizer = compopt.Separate(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), ratio=16)
 
@@ -153,8 +153,7 @@ class Separate(Projecting):
 
     Args:
         base: an optimizer over the model's parameters; one of this package (AdamS) is stopped from averaging.
-        ratio, ef_beta, reset_interval, seed, projection, adaptive, adapt_interval, warmup_steps, max_grad_norm, clip,
-            payload_dtype, process_group: as in :class:`SeparateAdam`.
+        ratio, ...: all other options are those of :class:`SeparateAdam`.
 
     State beside the base's: the residual; not saved: one averaged gradient as large as the parameters.
 

@@ -1,4 +1,4 @@
-"""Compressed activations for tensor- and pipeline-parallel layers, in torch's own parallelism (MCBench, MLSys 2024).
+"""Compressed activations for tensor- and pipeline-parallel layers, in torch's own parallelism (MCBench, MLSys 2024)::
 
     plan = {"up": ColwiseParallel(), "down": CompressedRowwiseParallel(lambda: AutoEncoder(hidden=1024, code=100))}
     parallelize_module(mlp, mesh["tp"], plan)                                   # torch.distributed.tensor.parallel
@@ -6,7 +6,7 @@
     second = ReceiveCompressed(nn.Sequential(*blocks[6:]), Quantize(8), shape=(8, 128, 1024))
 
 A compressor of your own is one class with three methods. What it sends is `values`, which carry gradients, and a `side`
-tensor that does not (or None); `summable` says that adding up the values of all ranks adds up the activations:
+tensor that does not (or None); `summable` says that adding up the values of all ranks adds up the activations::
 
     class Halves(Compressor):
         summable = True  # the sum of every rank's means is the mean of the sum
