@@ -377,6 +377,9 @@ class CompressedOptimizer(Optimizer):
             "residuals": self._whose_residuals(), "class": type(self).__name__, "format": _checkpoint.FORMAT
         }  # fmt: skip
 
+    def _groups_of(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+        return _checkpoint.groups_of(self, state_dict)
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but dtypes are kept: masks stay bits, residuals as precise as they were. All ranks must load.

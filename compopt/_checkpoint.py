@@ -82,7 +82,8 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
     groups, saved = optimizer._option_groups, groups_of(optimizer, state_dict)
-    written_by = saved[0].get("class", "torch") if saved else "torch"
+    written_by = _writer(optimizer, state_dict)
+    options = [_options(optimizer, group, other) for group, other in zip(groups, saved, strict=True)]
     pairs: list[tuple[Tensor, dict[str, Any]]] = []
     specs = {p: optimizer._specs(bucket) for bucket in optimizer._buckets for p in bucket.params}
     compressed = {p: c for bucket in optimizer._buckets for p, c in zip(bucket.params, bucket.compressed, strict=True)}
@@ -93,7 +94,6 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
             pairs.append((p, _gathered(entry, specs[p], compressed[p])))
     for number, (p, entry) in enumerate(pairs):
         _check(number, p, entry, specs[p], compressed[p])
-    options = [_options(optimizer, group, other) for group, other in zip(groups, saved, strict=True)]
     for other in saved:
         _warn_of_other_ranks(optimizer, other.get("residuals", "mean"))
 
@@ -132,6 +132,21 @@ def groups_of(optimizer: Any, state_dict: dict[str, Any]) -> list[dict[str, Any]
     return saved
 
 
+def _writer(optimizer: Any, state_dict: dict[str, Any]) -> str:
+    """The class that wrote a state dict, "torch" where it does not say, when the optimizer can go on from it."""
+    saved, ours = state_dict["param_groups"], type(optimizer).__name__
+    written_by = saved[0].get("class", "torch") if saved else "torch"
+    for number, entry in state_dict["state"].items():
+        if not isinstance(entry, dict):
+            raise ValueError(f"loaded state of parameter {number} is no dict, but {entry!r}: it is damaged.")
+        if written_by not in ("torch", ours) and (entry.keys() - OF_TORCH):
+            raise ValueError(
+                f"loaded state dict is of {written_by}, and its state {min(entry.keys() - OF_TORCH)!r} is nothing that "
+                f"{ours} goes on from: build {written_by}, or load a checkpoint of {ours} or torch.optim."
+            )
+    return written_by
+
+
 def _options(optimizer: Any, group: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """The saved options of one group, when the optimizer takes them."""
     kept = {k: v for k, v in other.items() if k in group and k not in ("params", "param_names")}
@@ -148,14 +163,7 @@ def _options(optimizer: Any, group: dict[str, Any], other: dict[str, Any]) -> di
 def _check_names(
     number: int, entry: dict, specs: dict[str, StateSpec], compressed: bool, written_by: str, loaded_by: str
 ) -> None:
-    """Raise ValueError when states are missing, or are those of another class."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"loaded state of parameter {number} is a {type(entry).__name__}: it is damaged.")
-    if written_by not in ("torch", loaded_by) and (entry.keys() - OF_TORCH):
-        raise ValueError(
-            f"loaded state dict is of {written_by}, and its state {min(entry.keys() - OF_TORCH)!r} is nothing that "
-            f"{loaded_by} goes on from: build {written_by}, or load a checkpoint of {loaded_by} or torch.optim."
-        )
+    """Raise ValueError when states are missing."""
     ours = written_by == loaded_by  # torch.optim keeps no residuals, and nothing for what never had a gradient
     wanted = {name for name, spec in specs.items() if name != "master" and not spec.compressed_only} | {"step"}
     if ours and compressed:
@@ -165,6 +173,9 @@ def _check_names(
             f"loaded state of parameter {number} lacks {', '.join(sorted(wanted - entry.keys()))}: it is damaged, or "
             f"of an optimizer that {loaded_by} cannot go on from."
         )
+    for name in specs.keys() & entry.keys():
+        if not isinstance(entry[name], Tensor):
+            raise ValueError(f"loaded state {name!r} of parameter {number} is no tensor: it is damaged.")
 
 
 def _check(number: int, p: Tensor, entry: dict[str, Any], specs: dict[str, StateSpec], compressed: bool) -> None:
@@ -177,10 +188,9 @@ def _check(number: int, p: Tensor, entry: dict[str, Any], specs: dict[str, State
         mask = entry.get(specs[name].on)
         if compressed and isinstance(mask, Tensor):
             want = int(sum(((mask >> bit) & 1).sum() for bit in range(8)))
-        have = value.numel() if isinstance(value, Tensor) else -1
-        if have != want:
+        if value.numel() != want:
             raise ValueError(
-                f"loaded state {name!r} of parameter {number} has {have} elements, "
+                f"loaded state {name!r} of parameter {number} has {value.numel()} elements, "
                 f"{want} are needed for shape {tuple(p.shape)}."
             )
         whole = not value.is_floating_point()

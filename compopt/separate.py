@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checkpoint
 from ._base import CompressedOptimizer, _plain
 from ._buckets import Bucket, StateSpec, local
 from ._ops import Ops, clip_factor
@@ -285,8 +284,8 @@ class Separate(Projecting):
 
         Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
         """
-        for part in (state_dict, state_dict.get("base", state_dict)):
-            groups = _checkpoint.groups_of(self, part)
+        groups = self._groups_of(state_dict)
+        self._groups_of(state_dict.get("base", state_dict))
         known = ("torch", type(self.base).__name__)
         if "base" not in state_dict and groups and groups[0].get("class", "torch") not in known:
             raise ValueError(
