@@ -24,10 +24,12 @@ from ._ops import choose
 from ._options import check_adam as check_adam
 from ._options import check_compression as check_compression
 from ._options import require as require
+from ._recovery import catch_up, tell_what_is_lost
 from ._requests import AllReduceMean, CommunicationError, Request
 from ._runtime import Runtime, Verdict
 from ._stats import Stats
 
+FREE = {"params", "param_names", "step", "lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
 constructed: list[Callable[[CompressedOptimizer], None]] = []  # told of every new optimizer (integrations.ddp listens)
 
 
@@ -105,21 +107,29 @@ class CompressedOptimizer(Optimizer):
         self._unscale()
         self.before_exchange()
         comm = self.comm
-        if self._buckets and not self._acquainted:
+        before = self._option_groups[0]["step"] if self._option_groups else 0
+        try:
+            yield from self._step_over(comm, before)
+        except CommunicationError as error:
+            self._acquainted = False  # ranks may be a step apart now: the next one, if any, begins with a handshake
+            raise CommunicationError(f"step {before + 1} was not applied on rank {comm.rank}: {error}") from error
+
+    def _step_over(self, comm: Comm, before: int) -> Generator[Pending, None, None]:
+        yield from self._runtime.settle_in_turns()
+        if self._runtime.lost or self._agreed != self._structure():
+            self._acquainted = self._runtime.lost = False
+            self._runtime.drop_early()
+        if not self._acquainted:
             for bucket in self._buckets:
                 bucket.renew_masters()
             yield from handshake(self, comm)
             self._acquainted = True
         if not self._buckets:
             return
-        before = self._option_groups[0]["step"]
         settings = self._settings()
         if self.check_replicas_every and (before + 1) % self.check_replicas_every == 0:
             settings += describe(self)
-        try:
-            verdict = yield from self._runtime.step(self._buckets, comm, _bits(settings), self._shards)
-        except CommunicationError as error:
-            raise CommunicationError(f"step {before + 1} was not applied on rank {comm.rank}: {error}") from error
+        verdict = yield from self._runtime.step(self._buckets, comm, _bits(settings), self._shards)
         if verdict.changed and not self._warned:
             self._warned = True
             warnings.warn(
@@ -134,6 +144,7 @@ class CompressedOptimizer(Optimizer):
             self.committed()
             for group in self._option_groups:
                 group["step"] += 1
+        self._agreed = self._structure()
         self._report(verdict, comm)
         self._watch_skips(verdict)
 
@@ -181,6 +192,8 @@ class CompressedOptimizer(Optimizer):
         """
         if not self._acquainted or self._scaled or self.comm.size == 1:
             return
+        if not self._ready and self._agreed != self._structure():
+            return
         for p in params:
             if p in self._bucket_of:
                 self._ready.setdefault(self._bucket_of[p].index, set()).add(p)
@@ -205,9 +218,19 @@ class CompressedOptimizer(Optimizer):
     def rebind(self, process_group: object = None) -> None:
         """Go on over another group, from memory: after ranks were lost, or the group was made anew.
 
-        All ranks of the new group call it, at the same step. What was on its way is given up: masks on the wire are
-        chosen again by the next step. The residuals of ranks that are gone are lost; those here stay.
+        All ranks of the new group call it. What was on its way is given up: masks on the wire are chosen again by the
+        next step. Ranks on which the step that failed was not applied, while it was on others, take it over from those:
+        afterwards ``param_groups[0]["step"]`` is the same everywhere. The residuals of ranks that are gone are lost,
+        those here stay; a warning says so.
+
+        Raises ValueError when ranks are more than one step apart, CommunicationError when ranks fail again.
         """
+        for _ in self.rebind_in_turns(process_group):
+            pass
+
+    @torch.no_grad()
+    def rebind_in_turns(self, process_group: object = None) -> Generator[Pending, None, None]:
+        before = self._comm.size if self._comm else 0
         self._runtime.forget()
         for bucket in self._buckets:
             self.tidy(bucket)
@@ -216,6 +239,8 @@ class CompressedOptimizer(Optimizer):
                 bucket.flat[name].zero_()
         self._group, self._comm, self._counted = process_group, None, 0
         self._build()
+        yield from catch_up(self, self.comm)
+        tell_what_is_lost(self, before, self.comm.size)
 
     def _watch_skips(self, verdict: Verdict) -> None:
         self._skipped_in_a_row = 0 if verdict.applied else self._skipped_in_a_row + 1
@@ -246,6 +271,7 @@ class CompressedOptimizer(Optimizer):
         self._comm: Comm | None = None
         self._counted = 0
         self._acquainted = False
+        self._agreed = ""  # the structure all ranks had in the last step
         self._ready: dict[int, set[Tensor]] = {}  # what the running backward has finished, a bucket
         self._begun = 0  # and how many buckets it has started
         self._runtime = Runtime(self.algorithm)
@@ -303,6 +329,11 @@ class CompressedOptimizer(Optimizer):
             *({k: _plain(v) for k, v in g.items() if k not in ("params", "param_names")} for g in self._option_groups),
         ]
 
+    def _structure(self) -> str:
+        """The options that decide what is sent, and so the lengths of messages."""
+        fixed = [{k: v for k, v in group.items() if k not in FREE} for group in self._option_groups]
+        return repr(fixed)
+
     def _check_gradients(self) -> None:
         for bucket in self._buckets:
             for p, name in zip(bucket.params, bucket.names, strict=True):
@@ -317,7 +348,7 @@ class CompressedOptimizer(Optimizer):
         """As torch's, and never communicates. Every state has its parameter's shape: masks are booleans.
 
         Residuals are the mean over ranks right after :meth:`consolidate_state`, else this rank's own; the groups say
-        which, under ``residuals``.
+        which, under ``residuals``, and which ``class`` wrote them in which ``format``.
         """
         self._settle()
         saved = super().state_dict()
@@ -327,7 +358,7 @@ class CompressedOptimizer(Optimizer):
                 entry = saved["state"][place[p]]
                 saved["state"][place[p]] = _checkpoint.spread(bucket, i, self._specs(bucket), entry)
         for group in saved["param_groups"]:
-            group["residuals"] = self._whose_residuals()
+            group.update(self._signature())
         return saved
 
     def _settle(self) -> None:
@@ -339,6 +370,15 @@ class CompressedOptimizer(Optimizer):
     def _whose_residuals(self) -> str:
         same = not self.averaged_state or self.comm.size == 1 or self._consolidated == self._option_groups[0]["step"]
         return "mean" if same else f"rank {self.comm.rank} of {self.comm.size}"
+
+    def _signature(self) -> dict[str, Any]:
+        """What every group of a state dict says of it: whose residuals it holds, who wrote it, and how."""
+        return {
+            "residuals": self._whose_residuals(), "class": type(self).__name__, "format": _checkpoint.FORMAT
+        }  # fmt: skip
+
+    def _groups_of(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+        return _checkpoint.groups_of(self, state_dict)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._buckets import Bucket, StateSpec, laid_out_as, local
+from ._buckets import Bucket, StateSpec, is_compressed, laid_out_as, local
 from ._math import pack_bits, unpack_bits
+
+FORMAT = 1  # of state dicts; written into every group, beside the class. 0: none was written yet
+OF_TORCH = {"step", "exp_avg", "exp_avg_sq"}  # what torch.optim.AdamW keeps
 
 
 def fill(bucket: Bucket, specs: dict[str, StateSpec], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
@@ -78,29 +81,24 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Put ``state_dict``'s groups and tensors into the optimizer, after checking that all of it fits."""
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
-    groups, saved = optimizer._option_groups, state_dict["param_groups"]
-    if len(groups) != len(saved):
-        raise ValueError(f"loaded state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}.")
+    groups, saved = optimizer._option_groups, groups_of(optimizer, state_dict)
+    written_by = _writer(optimizer, state_dict)
+    options = [_options(optimizer, group, other) for group, other in zip(groups, saved, strict=True)]
     pairs: list[tuple[Tensor, dict[str, Any]]] = []
-    for number, (group, other) in enumerate(zip(groups, saved, strict=True)):
-        if len(group["params"]) != len(other["params"]):
-            raise ValueError(
-                f"loaded state dict has {len(other['params'])} parameters in group {number}, "
-                f"the optimizer has {len(group['params'])}."
-            )
-        pairs += [
-            (p, state_dict["state"].get(key, {})) for p, key in zip(group["params"], other["params"], strict=True)
-        ]
-        _warn_of_other_ranks(optimizer, other.get("residuals", "mean"))
     specs = {p: optimizer._specs(bucket) for bucket in optimizer._buckets for p in bucket.params}
     compressed = {p: c for bucket in optimizer._buckets for p, c in zip(bucket.params, bucket.compressed, strict=True)}
-    pairs = [(p, _gathered(entry, specs[p], compressed[p])) for p, entry in pairs]
+    for group, other in zip(groups, saved, strict=True):
+        for p, key in zip(group["params"], other["params"], strict=True):
+            entry = state_dict["state"].get(key, {})
+            _check_names(len(pairs), entry, specs[p], is_compressed(p, other), written_by, type(optimizer).__name__)
+            pairs.append((p, _gathered(entry, specs[p], compressed[p])))
     for number, (p, entry) in enumerate(pairs):
         _check(number, p, entry, specs[p], compressed[p])
+    for other in saved:
+        _warn_of_other_ranks(optimizer, other.get("residuals", "mean"))
 
     counted = max([float(entry.get("step", 0)) for _, entry in pairs], default=0.0)
-    for group, other in zip(groups, saved, strict=True):
-        kept = {k: v for k, v in other.items() if k in group and k not in ("params", "param_names")}
+    for group, other, kept in zip(groups, saved, options, strict=True):
         group.update(kept)
         if "step" not in other:  # from torch.optim: count on from its parameters
             group["step"] = int(counted)
@@ -110,19 +108,96 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         hook(optimizer)
 
 
+def groups_of(optimizer: Any, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+    """The saved groups, when they are as many and as long as the optimizer's, and of a format known here."""
+    for key, kind in ("state", dict), ("param_groups", list):
+        if not isinstance(state_dict, dict) or not isinstance(state_dict.get(key), kind):
+            raise ValueError(f"loaded state dict has no {key!r}: it is no optimizer's state_dict(), or damaged.")
+    groups, saved = optimizer._option_groups, state_dict["param_groups"]
+    if len(groups) != len(saved):
+        raise ValueError(f"loaded state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}.")
+    for number, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        if not isinstance(other, dict) or not isinstance(other.get("params"), list):
+            raise ValueError(f"loaded state dict has no list of parameters in group {number}: it is damaged.")
+        if len(group["params"]) != len(other["params"]):
+            raise ValueError(
+                f"loaded state dict has {len(other['params'])} parameters in group {number}, "
+                f"the optimizer has {len(group['params'])}."
+            )
+        if other.get("format", 0) not in range(FORMAT + 1):
+            raise ValueError(
+                f"loaded state dict has format {other['format']!r}, this compopt reads formats up to {FORMAT}: "
+                "load it with the compopt that wrote it, or a newer one."
+            )
+    return saved
+
+
+def _writer(optimizer: Any, state_dict: dict[str, Any]) -> str:
+    """The class that wrote a state dict, "torch" where it does not say, when the optimizer can go on from it."""
+    saved, ours = state_dict["param_groups"], type(optimizer).__name__
+    written_by = saved[0].get("class", "torch") if saved else "torch"
+    for number, entry in state_dict["state"].items():
+        if not isinstance(entry, dict):
+            raise ValueError(f"loaded state of parameter {number} is no dict, but {entry!r}: it is damaged.")
+        if written_by not in ("torch", ours) and (entry.keys() - OF_TORCH):
+            raise ValueError(
+                f"loaded state dict is of {written_by}, and its state {min(entry.keys() - OF_TORCH)!r} is nothing that "
+                f"{ours} goes on from: build {written_by}, or load a checkpoint of {ours} or torch.optim."
+            )
+    return written_by
+
+
+def _options(optimizer: Any, group: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The saved options of one group, when the optimizer takes them."""
+    kept = {k: v for k, v in other.items() if k in group and k not in ("params", "param_names")}
+    step = kept.get("step", 0)
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"loaded state dict has step {step!r}: a count of steps is needed; it is damaged.")
+    try:
+        optimizer.check_group({**group, **kept})
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"loaded state dict has an option of a wrong type ({error}): it is damaged.") from error
+    return kept
+
+
+def _check_names(
+    number: int, entry: dict, specs: dict[str, StateSpec], compressed: bool, written_by: str, loaded_by: str
+) -> None:
+    """Raise ValueError when states are missing."""
+    ours = written_by == loaded_by  # torch.optim keeps no residuals, and nothing for what never had a gradient
+    wanted = {name for name, spec in specs.items() if name != "master" and not spec.compressed_only} | {"step"}
+    if ours and compressed:
+        wanted |= {name for name, spec in specs.items() if spec.compressed_only}
+    if (ours or entry) and wanted - entry.keys():
+        raise ValueError(
+            f"loaded state of parameter {number} lacks {', '.join(sorted(wanted - entry.keys()))}: it is damaged, or "
+            f"of an optimizer that {loaded_by} cannot go on from."
+        )
+    for name in specs.keys() & entry.keys():
+        if not isinstance(entry[name], Tensor):
+            raise ValueError(f"loaded state {name!r} of parameter {number} is no tensor: it is damaged.")
+
+
 def _check(number: int, p: Tensor, entry: dict[str, Any], specs: dict[str, StateSpec], compressed: bool) -> None:
     for name, value in entry.items():
+        if name == "step" and not (isinstance(value, (Tensor, int, float)) and float(value) >= 0):
+            raise ValueError(f"loaded state 'step' of parameter {number} is {value!r}, no count: it is damaged.")
         if name not in specs:
             continue
         want = specs[name].numel(local(p).numel())
         mask = entry.get(specs[name].on)
         if compressed and isinstance(mask, Tensor):
             want = int(sum(((mask >> bit) & 1).sum() for bit in range(8)))
-        have = value.numel() if isinstance(value, Tensor) else -1
-        if have != want:
+        if value.numel() != want:
             raise ValueError(
-                f"loaded state {name!r} of parameter {number} has {have} elements, "
+                f"loaded state {name!r} of parameter {number} has {value.numel()} elements, "
                 f"{want} are needed for shape {tuple(p.shape)}."
+            )
+        whole = not value.is_floating_point()
+        if whole != (not specs[name].dtype.is_floating_point) or not (whole or value.isfinite().all()):
+            raise ValueError(
+                f"loaded state {name!r} of parameter {number} is of {value.dtype} or not finite, and "
+                f"{specs[name].dtype} is needed: it is damaged."
             )
 
 

@@ -1,7 +1,11 @@
 """The ranks' first words: same class, same settings, same parameters in the same order, gradients not averaged yet.
 
-Runs once, in the first step and after loading a checkpoint or adding a group; later differences in settings show in
-every step's payload and end here too, in ``explain_mismatch``. What crosses is numbers and JSON, never pickles.
+Runs in the first step, and in the step after a checkpoint was loaded, a group added, an option changed that decides
+what is sent, or a collective failed. Other differences in settings show in every step's payload and end here too, in
+``explain_mismatch``. What crosses is numbers and JSON, never pickles.
+
+It is a collective of another kind than the payload's. Where only some ranks come here, nobody's payload meets one of
+another length, on which gloo ends the process: both wait until the group's timeout, and raise.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ def handshake(optimizer: Any, comm: Comm) -> Turns:
     """Raise ValueError when ranks differ, RuntimeError when something else averaged the gradients already."""
     code = zlib.crc32("\n".join(describe(optimizer)).encode())
     words = torch.tensor([code, _fingerprint(optimizer)], dtype=torch.int64)
-    rows = (yield from _gather(words.to(_device(optimizer)), comm)).tolist()
+    rows = (yield from gather(words.to(device_of(optimizer)), comm)).tolist()
     if any(row[0] != code for row in rows):
         yield from explain_mismatch(optimizer, comm)
     prints = {row[1] for row in rows}
@@ -54,10 +58,10 @@ def handshake(optimizer: Any, comm: Comm) -> Turns:
 def explain_mismatch(optimizer: Any, comm: Comm) -> Turns:
     """Exchange the descriptions and raise a ValueError that names the first difference."""
     mine = describe(optimizer)
-    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(_device(optimizer))
-    sizes = (yield from _gather(torch.tensor([text.numel()], device=text.device), comm)).view(-1).tolist()
+    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device_of(optimizer))
+    sizes = (yield from gather(torch.tensor([text.numel()], device=text.device), comm)).view(-1).tolist()
     padded = torch.cat([text, text.new_zeros(max(sizes) - text.numel())])
-    rows = yield from _gather(padded, comm)
+    rows = yield from gather(padded, comm)
     theirs = [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows.cpu(), sizes, strict=True)]
     for rank, lines in enumerate(theirs):
         for a, b in zip(theirs[0] + [""] * len(lines), lines + [""] * len(theirs[0]), strict=False):
@@ -69,14 +73,14 @@ def explain_mismatch(optimizer: Any, comm: Comm) -> Turns:
     raise ValueError("ranks differed in their settings at this step, and nothing was applied: make them equal.")
 
 
-def _gather(tensor: Tensor, comm: Comm) -> Turns:
+def gather(tensor: Tensor, comm: Comm) -> Turns:
     pending = comm.start(AllGather(tensor))
     yield pending
     return pending.wait()
 
 
-def _device(optimizer: Any) -> torch.device:
-    return optimizer._buckets[0].device
+def device_of(optimizer: Any) -> torch.device:
+    return optimizer._buckets[0].device if optimizer._buckets else torch.device("cpu")
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -107,5 +107,5 @@ def clear_(x: Tensor, index: Tensor) -> None:
 
 
 def finite_or_nan(g: Tensor) -> Tensor:
-    """1 when every element of ``g`` is finite, NaN otherwise."""
-    return g.sum(dtype=torch.promote_types(g.dtype, torch.float32)).mul_(0).add_(1)
+    """1 when ``g`` and its squared norm are finite, NaN otherwise: a second moment could not hold such a gradient."""
+    return torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)).mul_(0).add_(1)

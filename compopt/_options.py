@@ -33,6 +33,11 @@ def check_compression(group: dict) -> None:
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")
     require(dtype is None or dtype.is_floating_point, "payload_dtype", dtype, "None or a floating-point dtype")
+    check_compress(group)
+
+
+def check_compress(group: dict) -> None:
+    """Check what a group says of its compression."""
     require(group["compress"] in (None, True, False), "compress", group["compress"], "None, True or False")
 
 

@@ -95,12 +95,15 @@ class Runtime:
         self.tails: list[Exchange] = []
         self.touched = False  # gradients were written to after a backward: from then on, look whether they changed
         self.changes = False  # they did: nothing is sent in backward any more
+        self.lost = False  # a tail failed here, perhaps not on all ranks: payloads may differ in length
 
     def begin(self, bucket: Bucket, comm: Comm) -> None:
         """Start a bucket in backward. An earlier start of it is given up: a later backward replaces the payload."""
         if self.changes:
             return
         self.settle()
+        if self.lost:
+            return
         if bucket.index in self.early:
             self.early.pop(bucket.index).abandon()
         self.early[bucket.index] = Exchange(bucket, self.algorithm, comm)
@@ -120,9 +123,15 @@ class Runtime:
                 answer = exchange.pending.wait()
             except CommunicationError:
                 exchange.generator.close()
+                self.lost = True
                 continue
             with contextlib.suppress(StopIteration):
                 exchange.generator.send(answer)
+
+    def settle_in_turns(self) -> Generator[Pending, None, None]:
+        for exchange in self.tails:
+            yield exchange.pending
+        self.settle()
 
     def forget(self) -> None:
         """Give up everything that is on its way, without waiting: its group is gone."""
@@ -143,9 +152,6 @@ class Runtime:
 
         ``shards``: the ranks that hold the other parts of this rank's model, if any: they step together or not at all.
         """
-        for exchange in self.tails:
-            yield exchange.pending
-        self.settle()
         early, self.early = self.early, {}
         stale = any(exchange.stale for exchange in early.values())
         exchanges: list[Exchange] = list(early.values())
@@ -233,6 +239,7 @@ class Runtime:
                 continue
             except CommunicationError:  # the step is applied; only what was to follow it is lost
                 exchange.generator.close()
+                self.lost = True
                 continue
             self.tails.append(exchange)
 

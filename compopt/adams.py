@@ -20,7 +20,7 @@ from torch import Tensor
 from ._base import CompressedOptimizer
 from ._buckets import Bucket, StateSpec
 from ._ops import Ops
-from ._options import check_adams
+from ._options import check_adams, check_compress
 from ._requests import Agree, AllReduceMean, Request
 
 
@@ -69,6 +69,7 @@ class AdamS(CompressedOptimizer):
 
     def check_group(self, group: dict) -> None:
         check_adams(group)
+        check_compress(group)
 
     def state_specs(self, dtype) -> dict[str, StateSpec]:
         return {"exp_avg": StateSpec(dtype)}

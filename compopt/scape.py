@@ -168,6 +168,7 @@ class ScapeAdamS(CompressedOptimizer):
     """
 
     averaged_state = ("residual",)
+    chosen_state = ("next_mask",)
 
     def __init__(
         self, params, lr: float | Tensor = 3e-4, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,

@@ -272,9 +272,9 @@ class Separate(Projecting):
         """As torch's, of our own state and options, and the base's ``state_dict()`` under "base". No communication."""
         saved = super().state_dict()
         for packed, own in zip(saved["param_groups"], self._own_groups, strict=True):
-            kept = {"params": packed["params"], "residuals": packed["residuals"]}
+            places = packed["params"]
             packed.clear()
-            packed.update({**own, **kept})
+            packed.update({**own, "params": places, **self._signature()})
         return {**saved, "base": self.base.state_dict()}
 
     @torch.no_grad()
@@ -283,6 +283,14 @@ class Separate(Projecting):
 
         Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
         """
+        groups = self._groups_of(state_dict)
+        self._groups_of(state_dict.get("base", state_dict))
+        known = ("torch", type(self.base).__name__)
+        if "base" not in state_dict and groups and groups[0].get("class", "torch") not in known:
+            raise ValueError(
+                f"loaded state dict is of {groups[0]['class']}, from which {type(self.base).__name__} cannot go on: "
+                "load one of Separate or of the base optimizer."
+            )
         if "base" not in state_dict and any("residual" in entry for entry in state_dict["state"].values()):
             raise ValueError(
                 "loaded state dict has residuals but not the base optimizer's state: torch.distributed.checkpoint's "

@@ -163,8 +163,8 @@ class Ranks:
         self.models = [self.models[rank] for rank in survivors]
         self.optimizers = [self.optimizers[rank] for rank in survivors]
         self.world = World(len(survivors))
-        for optimizer, comm in zip(self.optimizers, self.world.comms, strict=True):
-            optimizer.rebind(comm)
+        pairs = zip(self.optimizers, self.world.comms, strict=True)
+        self.world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in pairs])
 
     def __iter__(self) -> Iterator[tuple[int, nn.Module, torch.optim.Optimizer]]:
         return zip(range(self.world.size), self.models, self.optimizers, strict=True)

@@ -1,0 +1,85 @@
+"""After ranks were lost: those that go on are brought level, and what is gone is told.
+
+A rank that dies while a step's messages are on the wire may leave some ranks with all of them and others without. The
+first have then applied the step, the others have not, and no further message could have prevented it. The ranks
+behind take the step over from one that is ahead.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._buckets import local
+from ._comm import Comm
+from ._handshake import Turns, device_of, gather
+from ._requests import Broadcast
+
+
+def catch_up(optimizer: Any, comm: Comm) -> Turns:
+    """Bring ranks that are one step behind to where the others are; their own residuals are lost.
+
+    A residual may have gone out with the step that the others applied, and must not go out again.
+
+    Raises:
+        ValueError: ranks are further apart than the failure of one step can bring them.
+    """
+    saved = optimizer.state_dict()
+    shared = list(_shared(saved, set(optimizer.averaged_state)))
+    words = torch.tensor([saved["param_groups"][0]["step"], len(shared)], device=device_of(optimizer))
+    rows = (yield from gather(words, comm)).tolist()
+    steps = [step for step, _ in rows]
+    ahead, mine = max(steps), steps[comm.rank]
+    if min(steps) == ahead:
+        return
+    if min(steps) < ahead - 1 or len({count for _, count in rows}) > 1:
+        raise ValueError(
+            f"ranks have taken {steps} steps, and a rank can make up for one step only, not the first: load the same "
+            "checkpoint on all of them."
+        )
+    source = steps.index(ahead)
+    params = [local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
+    for tensor in [*params, *shared]:
+        yield from _take_over(tensor, source, comm, words.device)
+    if mine < ahead:
+        lost = optimizer._residual_norm()
+        for group in saved["param_groups"]:
+            group.update(step=ahead, residuals="mean")
+        for entry in saved["state"].values():
+            for name in set(optimizer.averaged_state) & entry.keys():
+                entry[name] = torch.zeros_like(entry[name])
+        optimizer.load_state_dict(saved)
+        warnings.warn(
+            f"rank {comm.rank} had not applied step {ahead}, and took it over from rank {source}: what it held back "
+            f"itself (of norm {lost:.3g}) is lost.",
+            stacklevel=4,
+        )
+
+
+def _shared(saved: dict[str, Any], own: set[str]) -> Iterator[Tensor]:
+    """The tensors of a state dict that are the same on all ranks, in an order that is."""
+    for state in (saved["state"], saved.get("base", {}).get("state", {})):
+        for key in sorted(state):
+            yield from (local(t) for name, t in sorted(state[key].items()) if name not in own and torch.is_tensor(t))
+
+
+def _take_over(tensor: Tensor, source: int, comm: Comm, device: torch.device) -> Turns:
+    numbers = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    message = numbers.to(device).contiguous()
+    pending = comm.start(Broadcast(message, source))
+    yield pending
+    numbers.copy_(pending.wait())
+
+
+def tell_what_is_lost(optimizer: Any, before: int, now: int) -> None:
+    """Warn that ranks are gone, and with them what they held back."""
+    if optimizer.averaged_state and now < before:
+        warnings.warn(
+            f"{before - now} of {before} ranks are gone, and what they held back is lost with them. The {now} that go "
+            f"on keep theirs (on this rank of norm {optimizer._residual_norm():.3g}).",
+            stacklevel=4,
+        )

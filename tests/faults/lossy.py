@@ -1,0 +1,160 @@
+"""Real ranks of which some die, stop or differ: gloo processes that hold one DDP model and optimizer for every class.
+
+Each class has a process group of its own, so that a rank's death is met by all of them at once, and alone by each.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import _context
+from table import CASES
+from test_conformance import data, snapshot
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import compopt
+from compopt import _buckets
+
+
+def connect(file: str, rank: int, size: int, timeout: float) -> list[dist.ProcessGroup]:
+    """The default group, and one for each class."""
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=limit)
+    return [dist.new_group(timeout=limit) for _ in CASES]
+
+
+class Training:
+    """One class on one rank: a model under DDP, in several buckets, and what became of it."""
+
+    def __init__(self, case, group: dist.ProcessGroup):
+        torch.manual_seed(0)
+        self.case, self.told = case, {}
+        self.model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)).double()
+        self.ddp = DDP(self.model, process_group=group)
+        self.optimizer = case.make(self.model.named_parameters(), process_group=group)
+        compopt.attach(self.ddp, self.optimizer)
+
+    @property
+    def taken(self) -> int:
+        return self.optimizer._option_groups[0]["step"]
+
+    def backward(self, rank: int) -> None:
+        """Of the step that comes. Buckets start here."""
+        self.optimizer.zero_grad()
+        x = data(rank, self.taken, torch.float64)
+        (self.ddp(x) - x.flip(1)).square().mean().backward()
+
+    def wrap(self, group: dist.ProcessGroup) -> None:
+        """Under a new DDP, over a new group."""
+        self.optimizer.rebind(group)
+        self.ddp = DDP(self.model, process_group=group)
+        compopt.attach(self.ddp, self.optimizer)
+
+    def checksum(self) -> float:
+        return float(sum(p.detach().abs().sum() for p in self.model.parameters()))
+
+
+@torch.no_grad()
+def attempt(trainings: list[Training]) -> None:
+    """A step of each, all begun before the first is waited for; errors and the seconds they took are noted."""
+    begun = time.monotonic()
+    turns = [training.optimizer.step_in_turns() for training in trainings]
+    for finish in (False, True):
+        for training, turn in zip(trainings, turns, strict=True):
+            if "error" in training.told:
+                continue
+            try:
+                for _ in turn:
+                    if not finish:
+                        break
+            except compopt.CommunicationError as error:
+                training.told.update(error=str(error), seconds=time.monotonic() - begun)
+
+
+def train(trainings: list[Training], rank: int, steps: int) -> None:
+    for training in trainings:
+        for _ in range(steps):
+            training.backward(rank)
+            training.optimizer.step()
+
+
+def _work(rank: int, file: str, size: int, timeout: float, results: Any, function: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    _buckets.BUCKET_BYTES = 60_000
+    try:
+        trainings = [Training(*pair) for pair in zip(CASES, connect(file, rank, size, timeout), strict=True)]
+        results.put((rank, function(rank, trainings, file, *args)))
+        time.sleep(0.2)  # while the queue's thread writes
+        os._exit(0)  # groups of which a rank is gone are not worth a farewell
+    except BaseException:
+        results.put((rank, traceback.format_exc()))
+
+
+def run_lossy(
+    function: Callable[..., Any], size: int, *args: Any, dying: int | None = None, timeout: float = 20,
+    resume_after: tuple[float, ...] = (),
+) -> dict[int, Any]:  # fmt: skip
+    """What ``function(rank, trainings, file, *args)`` returned on each rank but the ``dying``.
+
+    A rank that stops itself is resumed, the n-th time after ``resume_after[n]`` seconds.
+    """
+    results = _context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(Path(folder, "rendezvous"))
+        workers = [
+            _context.Process(target=_work, args=(rank, file, size, timeout, results, function, args))
+            for rank in range(size)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            for seconds in resume_after:
+                _resume(workers, seconds)
+            answers = dict(results.get(timeout=90) for _ in range(size - (dying is not None)))
+            for rank, answer in answers.items():
+                assert not isinstance(answer, str), f"rank {rank}:\n{answer}"
+            if dying is not None:
+                workers[dying].join(5)
+                assert workers[dying].exitcode == -signal.SIGKILL
+        finally:
+            for worker in workers:
+                worker.kill()
+    return answers
+
+
+def _resume(workers: list[multiprocessing.Process], seconds: float) -> None:
+    """Wait until a worker has stopped itself, then ``seconds``, and let it go on."""
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit:
+        for worker in workers:
+            if worker.pid and _state(worker.pid) == "T":
+                time.sleep(seconds)
+                os.kill(worker.pid, signal.SIGCONT)
+                return
+        time.sleep(0.01)
+    raise AssertionError("no rank stopped itself")
+
+
+def _state(pid: int) -> str:
+    path = Path("/proc", str(pid), "stat")
+    return path.read_text().rpartition(")")[2].split()[0] if path.exists() else ""
+
+
+def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    return len(before) == len(after) and all(map(torch.equal, before, after))
+
+
+def state(training: Training) -> list[torch.Tensor]:
+    return snapshot(training.optimizer)

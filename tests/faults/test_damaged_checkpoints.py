@@ -1,0 +1,168 @@
+"""Checkpoints that are cut short, tampered with, of another class or another version: refused whole, and by reason."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from table import CASES, by_name
+from test_conformance import Small, assert_same, every, loss, make_ranks, snapshot, through_a_file
+
+import compopt
+
+Damage = Callable[[dict], object]
+
+
+def first_group(key: str, value: object) -> Damage:
+    return lambda state: state["param_groups"][0].__setitem__(key, value)
+
+
+def entry_of(state: dict) -> dict:
+    """The state of a compressed parameter."""
+    return state["state"][1]
+
+
+def tensors(change: Callable[[dict, str, torch.Tensor], object]) -> Damage:
+    """``change`` applied to the first tensor of a compressed parameter that is more than a count."""
+
+    def damage(state: dict) -> None:
+        entry = entry_of(state)
+        name = next(name for name, value in sorted(entry.items()) if value.dim())
+        change(entry, name, entry[name])
+
+    return damage
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "no state": (lambda s: s.pop("state"), "has no 'state'"),
+    "no groups": (lambda s: s.pop("param_groups"), "has no 'param_groups'"),
+    "groups cut": (lambda s: s["param_groups"].clear(), "0 parameter groups"),
+    "group without parameters": (lambda s: s["param_groups"][0].pop("params"), "no list of parameters"),
+    "parameters cut": (lambda s: s["param_groups"][0]["params"].pop(), "parameters in group 0"),
+    "a parameter's state cut": (lambda s: s["state"].pop(1), "lacks"),
+    "one state cut": (tensors(lambda e, n, t: e.pop(n)), "lacks"),
+    "count cut": (lambda s: entry_of(s).pop("step"), "lacks step"),
+    "count tampered": (lambda s: entry_of(s).update(step=torch.tensor(-4.0)), "'step' of parameter 1"),
+    "count no number": (lambda s: entry_of(s).update(step="4"), "'step' of parameter 1"),
+    "elements cut": (tensors(lambda e, n, t: e.update({n: t.reshape(-1)[:-1].clone()})), "elements"),
+    "other shape": (tensors(lambda e, n, t: e.update({n: torch.zeros(7, 7)})), "elements"),
+    "no tensor": (tensors(lambda e, n, t: e.update({n: [1.0]})), "no tensor"),
+    "not finite": (tensors(lambda e, n, t: e.update({n: torch.full_like(t, float("nan"))})), "not finite"),
+    "other dtype": (tensors(lambda e, n, t: e.update({n: t.to(torch.complex64)})), "complex64"),
+    "state no dict": (lambda s: s["state"].update({1: 3}), "is no dict"),
+    "steps tampered": (first_group("step", -1), "step -1"),
+    "steps no number": (first_group("step", "many"), "step 'many'"),
+    "newer format": (first_group("format", 99), "format 99"),
+    "tampered format": (first_group("format", None), "format None"),
+    "another class": (first_group("class", "ScapeSGD"), "of ScapeSGD"),
+}
+OPTIONS = {"density": 5.0, "ratio": "x", "warmup_steps": -1, "interval": None, "lr": "x", "betas": 3, "compress": "no"}
+
+
+def trained(case, steps: int = 7, size: int = 1):
+    ranks = make_ranks(case, size)
+    ranks.train(loss, steps)
+    return ranks
+
+
+def assert_refused(optimizer, state: object, words: str) -> None:
+    """Neither the optimizer nor one that it wraps is touched."""
+    base = getattr(optimizer, "base", None)
+    before, groups = snapshot(optimizer), copy.deepcopy([{**g, "params": 0} for g in optimizer.param_groups])
+    held = copy.deepcopy(base.state_dict()) if base else {"state": {}}
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(state)
+    assert_same(before, snapshot(optimizer))
+    assert groups == [{**g, "params": 0} for g in optimizer.param_groups]
+    for key, entry in held["state"].items():
+        assert all(torch.equal(value, base.state_dict()["state"][key][name]) for name, value in entry.items())
+
+
+@every
+def test_damage_of_every_kind_is_refused_and_told(case):
+    optimizer = trained(case).optimizers[0]
+    saved, other = through_a_file(trained(case, 4).optimizers[0].state_dict()), trained(case, 2).optimizers[0]
+    for name, (damage, words) in DAMAGES.items():
+        state = copy.deepcopy(saved)
+        if "another class" in name and case.cls is compopt.AdamS:
+            continue  # what it keeps is torch.optim.AdamW's
+        damage(state)
+        try:
+            assert_refused(optimizer, state, words)
+        except Exception as error:
+            raise AssertionError(f"damage: {name}") from error
+    for option, value in OPTIONS.items():
+        if option in saved["param_groups"][0]:
+            state = copy.deepcopy(saved)
+            state["param_groups"][0][option] = value
+            assert_refused(optimizer, state, "must be|[Ii]nvalid|wrong type|could not convert")
+    other.load_state_dict(saved)  # it is whole itself
+    assert_refused(optimizer, [saved], "has no 'state'")
+
+
+@every
+def test_a_file_cut_short_cannot_be_read_and_nothing_else_happens(case):
+    optimizer = trained(case).optimizers[0]
+    before, file = snapshot(optimizer), io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    for length in (0, 100, len(file.getvalue()) // 2, len(file.getvalue()) - 30):
+        with pytest.raises((RuntimeError, EOFError, ValueError)):
+            optimizer.load_state_dict(torch.load(io.BytesIO(file.getvalue()[:length]), weights_only=True))
+    assert_same(before, snapshot(optimizer))
+
+
+@every
+def test_the_base_of_a_wrapper_is_not_half_loaded(case):
+    if not hasattr(case.make(Small().parameters()), "base"):
+        pytest.skip("wraps no optimizer")
+    optimizer, saved = trained(case).optimizers[0], trained(case, 4).optimizers[0].state_dict()
+    for damage, words in (
+        (lambda s: s["base"].pop("state"), "has no 'state'"),
+        (lambda s: s["base"]["param_groups"][0]["params"].pop(), "parameters in group 0"),
+        (lambda s: s.update(base=3), "has no 'state'"),
+    ):
+        state = copy.deepcopy(saved)
+        damage(state)
+        assert_refused(optimizer, state, words)
+
+
+@pytest.mark.parametrize("written", CASES, ids=lambda case: f"written by {case.name}")
+@pytest.mark.parametrize("loaded", CASES, ids=lambda case: f"loaded by {case.name}")
+def test_a_checkpoint_of_another_class_is_refused_or_goes_on(written, loaded):
+    """It goes on only where nothing that was written is left out, as from torch.optim.AdamW: AdamS to ScapeAdamS."""
+    optimizer = trained(loaded).optimizers[0]
+    state = through_a_file(trained(written, 4).optimizers[0].state_dict())
+    fits = written is loaded or (written.name, loaded.name) == ("AdamS", "ScapeAdamS")
+    if not fits:
+        assert_refused(optimizer, state, "is of|has residuals but not|lacks")
+        return
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0].get("step", 4) == 4
+
+
+@every
+def test_the_format_is_in_the_file_and_files_without_it_are_read(case):
+    ranks = trained(case, size=2)
+    states = [through_a_file(optimizer.state_dict()) for optimizer in ranks.optimizers]
+    for state in states:
+        for group in state["param_groups"]:
+            assert group.pop("format") == 1 and group.pop("class") == case.name
+    again = make_ranks(case, 2)
+    for (_, model, optimizer), state, old in zip(again, states, ranks.models, strict=True):
+        model.load_state_dict(old.state_dict())
+        optimizer.load_state_dict(state)
+    again.steps = ranks.steps
+    for both in (ranks, again):
+        both.train(loss, 3)
+    assert_same(snapshot(ranks.optimizers[1]), snapshot(again.optimizers[1]))
+
+
+def test_another_density_is_the_checkpoints():
+    """As in torch.optim, a checkpoint's options are taken; what was chosen by them fits any."""
+    case = by_name["RadiusAdamW"]
+    one, other = trained(case, 7), make_ranks(case, 1, density=0.05)
+    other.optimizers[0].load_state_dict(one.optimizers[0].state_dict())
+    assert other.optimizers[0].param_groups[0]["density"] == 0.4

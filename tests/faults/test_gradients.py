@@ -1,0 +1,117 @@
+"""Gradients that come and go, and gradients in odd memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sim import World
+from test_conformance import assert_same, every, loss, make_ranks, snapshot
+from torch import nn
+
+SHAPES = [(0, 5), (), (80, 70), (8, 16, 8, 8), (1, 4096), (64, 64, 0), (3,)]
+
+
+@every
+def test_presence_that_changes_from_step_to_step_counts_as_zeros(case):
+    absent, zeros = make_ranks(case, 3), make_ranks(case, 3)
+    for step in range(9):
+        for ranks in (absent, zeros):
+            ranks.backward(loss)
+        draw = torch.rand(3, 5, generator=torch.Generator().manual_seed(step)) < 0.4
+        draw[step % 3] = False  # somebody has a gradient for each
+        for rank in range(3):
+            pairs = zip(absent.models[rank].parameters(), zeros.models[rank].parameters(), strict=True)
+            for gone, (p, q) in zip(draw[rank], pairs, strict=False):
+                if gone:
+                    p.grad = None
+                    q.grad.zero_()
+        for ranks in (absent, zeros):
+            ranks.world.step(ranks.optimizers)
+            ranks.steps += 1
+        absent.assert_replicas_equal()
+    for a, b in zip(absent.optimizers, zeros.optimizers, strict=True):
+        assert_same(snapshot(a), snapshot(b))
+
+
+@every
+def test_a_step_without_any_gradient_changes_nothing_but_its_count(case):
+    ranks = make_ranks(case, 2)
+    for at in (3, 1, 1, 2):  # after dense, resampling and sparse steps
+        ranks.train(loss, at)
+        before = [snapshot(optimizer) for optimizer in ranks.optimizers]
+        for optimizer in ranks.optimizers:
+            optimizer.zero_grad()
+        ranks.world.step(ranks.optimizers)
+        for old, optimizer in zip(before, ranks.optimizers, strict=True):
+            parameters = len(optimizer.param_groups[0]["params"])
+            assert_same(old[:parameters], snapshot(optimizer)[:parameters])
+    ranks.train(loss, 2)
+    ranks.assert_replicas_equal()
+
+
+@every
+def test_a_sparse_gradient_is_refused_by_name_before_anything_is_sent(case):
+    ranks = make_ranks(case, 2)
+    ranks.train(loss, 5)
+    ranks.backward(loss)
+    before, started = snapshot(ranks.optimizers[1]), ranks.world.comms[1].started
+    kept = ranks.models[1].down.weight.grad
+    ranks.models[1].down.weight.grad = kept.to_sparse()
+    with pytest.raises(TypeError, match=r"sparse gradient for parameter \d of group 0"):
+        next(ranks.optimizers[1].step_in_turns())
+    assert_same(before, snapshot(ranks.optimizers[1]))
+    assert ranks.world.comms[1].started == started  # so that the step can be taken after all
+    ranks.models[1].down.weight.grad = kept
+    ranks.world.step(ranks.optimizers)
+    ranks.assert_replicas_equal()
+
+
+def odd(g: torch.Tensor) -> torch.Tensor:
+    """The same numbers, in memory that is strided, shared with more, and not at its beginning."""
+    if g.dim() == 0:
+        return torch.stack([g + 1, g])[1]
+    wide = torch.full((2 * g.shape[0] + 1, *g.shape[1:]), 7.0)
+    view = wide[1::2]
+    view.copy_(g)
+    return view.transpose(0, -1).contiguous().transpose(0, -1) if g.dim() == 3 else view
+
+
+@every
+def test_views_strides_and_empty_tensors_step_as_plain_ones(case):
+    def run(form) -> list:
+        world, sets, optimizers = World(2), [], []
+        for rank in range(2):
+            torch.manual_seed(0)
+            sets.append([nn.Parameter(torch.randn(shape)) for shape in SHAPES])
+            optimizers.append(case.make(sets[rank], process_group=world.comms[rank]))
+        for step in range(8):
+            for rank, params in enumerate(sets):
+                draw = torch.Generator().manual_seed(100 * step + rank)
+                for p in params:
+                    p.grad = form(torch.randn(p.shape, generator=draw))
+            world.step(optimizers)
+        for a, b in zip(*sets, strict=True):
+            assert torch.equal(a, b)
+        return snapshot(optimizers[0])
+
+    for plain, strange in zip(run(lambda g: g), run(odd), strict=True):
+        torch.testing.assert_close(plain, strange, rtol=1e-5, atol=1e-6)
+
+
+@every
+def test_a_frozen_layer_joins_and_leaves_again(case):
+    ranks = make_ranks(case, 2)
+
+    def with_idle(model, rank, step):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(7 * step + rank))
+        return loss(model, rank, step) + model.idle(x).square().mean()
+
+    for model in ranks.models:
+        model.idle.requires_grad_(False)
+    for frozen in (True, False, True):
+        for model in ranks.models:
+            model.idle.requires_grad_(not frozen)
+        before = ranks.models[0].idle.weight.detach().clone()
+        ranks.train(loss if frozen else with_idle, 4)
+        assert torch.equal(ranks.models[0].idle.weight, before) == frozen
+        ranks.assert_replicas_equal()

@@ -1,0 +1,159 @@
+"""Ranks that die, stop or differ, in real processes: the others raise in time, are as they were, and go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from lossy import Training, attempt, connect, run_lossy, same, state, train
+from table import CASES
+
+from compopt import _runtime
+
+BEFORE = 6  # steps all three take: the next is a sparse one
+DYING = 1
+
+
+class Dead(Exception):
+    """Stands for a process's end between two lines."""
+
+
+def die(trainings: list[Training], rank: int, when: str) -> None:
+    """Take the step's way up to ``when``, for all classes, and be gone."""
+    for training in trainings:
+        training.backward(rank)
+    if when == "in the exchange":
+        for training in trainings:
+            next(training.optimizer.step_in_turns())
+    elif when == "before the commit":
+
+        def commit(*args):
+            raise Dead
+
+        _runtime.Runtime._commit = commit
+        for training in trainings:
+            with pytest.raises(Dead):
+                training.optimizer.step()
+    elif when == "masks in flight":
+        for training in trainings:
+            training.optimizer.step()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survive(rank: int, trainings: list[Training], file: str, when: str) -> dict:
+    train(trainings, rank, 3)
+    for training in trainings:
+        training.optimizer.consolidate_state()
+    saved = [(t.model.state_dict(), t.optimizer.state_dict()) for t in trainings]
+    saved = [({k: v.clone() for k, v in weights.items()}, optimizer) for weights, optimizer in saved]
+    train(trainings, rank, BEFORE - 3)
+    if rank == DYING:
+        die(trainings, rank, when)
+
+    left = trainings
+    while left:  # at most twice: the step may have been complete on this rank when the other died
+        before = [state(training) for training in left]
+        for training in left:
+            training.told["taken"] = training.taken
+            training.backward(rank)
+        attempt(left)
+        failed = [training for training in left if "error" in training.told]
+        for training, old in zip(left, before, strict=True):
+            if training in failed:
+                training.told["as it was"] = same(old, state(training))
+        left = [training for training in left if training not in failed]
+
+    dist.destroy_process_group()
+    place = rank - (rank > DYING)
+    for training, group in zip(trainings, connect(file + "2", place, 2, 20), strict=True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            training.wrap(group)
+        training.told["warned"] = [str(warning.message) for warning in caught]
+        training.told["level"] = training.taken
+        train([training], rank, 3)
+        training.told.update(then=training.taken, sum=training.checksum(), phase=training.optimizer.stats.phase)
+
+    for training, (weights, optimizer) in zip(trainings, saved, strict=True):
+        training.model.load_state_dict(weights)
+        training.optimizer.load_state_dict(optimizer)
+        train([training], rank, 2)
+        training.told.update(resumed=training.taken, resumed_sum=training.checksum())
+    return {training.case.name: training.told for training in trainings}
+
+
+@pytest.mark.parametrize("when", ["before the step", "in the exchange", "before the commit", "masks in flight"])
+def test_a_killed_rank(when):
+    answers = run_lossy(survive, 3, when, dying=DYING)
+    assert sorted(answers) == [0, 2]
+    for case in CASES:
+        told = [answers[rank][case.name] for rank in (0, 2)]
+        for rank, one in zip((0, 2), told, strict=True):
+            assert one["as it was"] and one["seconds"] < 5
+            assert one["error"].startswith(f"step {one['taken'] + 1} was not applied on rank {rank}: ")
+            assert one["taken"] in ((BEFORE,) if when == "before the step" else (BEFORE, BEFORE + 1))
+            assert any("1 of 3 ranks are gone" in words for words in one["warned"]) == bool(case.cls.averaged_state)
+            if when in ("before the commit", "masks in flight"):
+                assert one["taken"] == BEFORE + 1
+        assert {one["level"] for one in told} == {max(one["taken"] for one in told)}
+        for what in ("then", "sum", "resumed", "resumed_sum"):
+            assert told[0][what] == told[1][what]
+        assert told[0]["then"] == told[0]["level"] + 3 and told[0]["resumed"] == 5
+
+
+def stop(rank: int, trainings: list[Training], file: str) -> dict:
+    train(trainings, rank, BEFORE)
+    for _ in range(2):
+        before = [state(training) for training in trainings]
+        for training in trainings:
+            training.backward(rank)
+        if rank == DYING:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        attempt(trainings)
+        for training, old in zip(trainings, before, strict=True):
+            training.told["as it was"] = same(old, state(training))
+            training.told.setdefault("late", training.checksum())
+    return {training.case.name: training.told for training in trainings}
+
+
+def test_a_rank_that_stops_is_waited_for_until_the_groups_timeout():
+    answers = run_lossy(stop, 2, timeout=2, resume_after=(0.7, 3.5))
+    for case in CASES:
+        awake, stopped = (answers[rank][case.name] for rank in (0, 1))
+        assert awake["late"] == stopped["late"]
+        for rank, one in enumerate((awake, stopped)):
+            assert one["as it was"] and f"step {BEFORE + 2} was not applied on rank {rank}: " in one["error"]
+        assert 1.5 < awake["seconds"] < 4
+
+
+def differ(rank: int, trainings: list[Training], file: str) -> dict:
+    """Half of the classes find that one rank has loaded a checkpoint, or changed an option that decides what is sent."""
+    train(trainings, rank, BEFORE)
+    for training in trainings:
+        if rank == 1 and "density" in training.optimizer._option_groups[0]:
+            training.optimizer._option_groups[0]["density"] = 0.2
+        elif rank == 1:
+            training.optimizer.load_state_dict(training.optimizer.state_dict())
+        training.backward(rank)
+    before = [state(training) for training in trainings]
+    attempt(trainings)
+    for training, old in zip(trainings, before, strict=True):
+        training.told["as it was"] = same(old, state(training))
+    return {training.case.name: training.told for training in trainings}
+
+
+def test_ranks_that_do_different_things_raise_at_the_timeout_and_none_aborts():
+    answers = run_lossy(differ, 2, timeout=2)
+    for case in CASES:
+        for rank in (0, 1):
+            told = answers[rank][case.name]
+            assert told["as it was"] and f"step {BEFORE + 1} was not applied on rank {rank}: " in told["error"]
+            assert told["seconds"] < 5
+
+
+def test_nothing_of_torch_is_left_half_set():
+    assert not dist.is_initialized() and torch.get_num_threads() >= 1

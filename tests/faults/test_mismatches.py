@@ -1,0 +1,136 @@
+"""Ranks that differ are refused in the step in which they meet, and told which parameter or option, and both values."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from sim import World
+from table import CASES, Case
+from test_conformance import Small, assert_same, every, loss, make_ranks, snapshot
+from torch import nn
+
+import compopt
+
+
+def refused(a, b, *words: str) -> None:
+    """Both ranks raise the same ValueError, with all of these words."""
+    world = World(2)
+    heard = []
+    for rank, make in enumerate((a, b)):
+        torch.manual_seed(0)
+        optimizer = make(world.comms[rank])
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.full_like(p, rank + 1.0)
+        before = snapshot(optimizer)
+        heard.append((optimizer, before))
+
+    def listening(optimizer):
+        with pytest.raises(ValueError, match="ranks differ, and nothing was applied") as caught:
+            yield from optimizer.step_in_turns()
+        messages.append(str(caught.value))
+
+    messages: list[str] = []
+    world.run([listening(optimizer) for optimizer, _ in heard])
+    assert len(messages) == 2 and messages[0] == messages[1]
+    for word in ("Rank 0 has", "rank 1 has", *words):
+        assert word in messages[0], messages[0]
+    for optimizer, before in heard:
+        assert_same(before, snapshot(optimizer))
+
+
+def small(case: Case, dtype=torch.float32, **options):
+    return lambda group: case.make(Small(dtype).named_parameters(), process_group=group, **options)
+
+
+@every
+def test_other_parameters(case):
+    def other(order=lambda named: named, width=96):
+        def make(group):
+            model = Small()
+            model.up = nn.Linear(64, width)
+            return case.make(order(list(model.named_parameters())), process_group=group)
+
+        return make
+
+    refused(small(case), other(lambda named: named[::-1]), "scale")  # order
+    refused(small(case), other(width=97), "up.", "(96,", "(97,")
+    refused(small(case), small(case, torch.float64), "torch.float32", "torch.float64")
+    refused(small(case), other(lambda named: named[:-1]), "idle.bias")
+    nothing = lambda group: case.make([{"params": []}], process_group=group)  # noqa: E731
+    refused(small(case), nothing, "nothing")
+
+
+@every
+def test_other_values(case):
+    def moved(group):
+        model = Small()
+        with torch.no_grad():
+            model.down.bias[5] += 1e-3
+        return case.make(model.named_parameters(), process_group=group)
+
+    refused(small(case), moved, "down.bias", "checksum")
+
+
+@every
+def test_other_options(case):
+    refused(small(case), small(case, lr=0.125), "lr", str(case.lr), "0.125")
+    refused(small(case), small(case, weight_decay=0.375), "weight_decay", "0.375")
+    for name, value in {"seed": 7, "density": 0.25, "ratio": 4}.items():
+        if name in inspect.signature(case.cls).parameters:
+            refused(small(case), small(case, **{name: value}), name, str(value))
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_another_class(number):
+    a, b = CASES[number], CASES[number - 1]
+    refused(small(a), small(b), a.name, b.name)
+
+
+@every
+def test_another_count_of_steps(case):
+    """One rank was resumed from another checkpoint."""
+    states = {}
+    for steps in (3, 5):
+        ranks = make_ranks(case, 1)
+        ranks.train(loss, steps)
+        states[steps] = ranks.optimizers[0].state_dict()
+
+    def resumed(steps):
+        def make(group):
+            optimizer = case.make(Small().parameters(), process_group=group)
+            optimizer.load_state_dict(states[steps])
+            return optimizer
+
+        return make
+
+    refused(resumed(3), resumed(5), "step: 3", "step: 5")
+
+
+@every
+def test_options_changed_on_all_ranks_between_steps_are_taken(case):
+    """Also those that change what is sent."""
+    ranks = make_ranks(case, 2)
+    ranks.train(loss, 6)
+    for option, value in {"density": 0.2, "ratio": 4, "interval": 3, "lr": 1e-4, "weight_decay": 0.5}.items():
+        for optimizer in ranks.optimizers:
+            for group in optimizer._option_groups + optimizer.param_groups:
+                if option in group:
+                    group[option] = value
+        ranks.train(loss, 3)
+        ranks.assert_replicas_equal()
+
+
+@pytest.mark.parametrize("option", ["density", "interval"])
+def test_payloads_of_different_lengths_never_meet(option):
+    """An option that decides what is sent, changed on one rank: it then asks before it sends (gloo would abort)."""
+    ranks = make_ranks(next(case for case in CASES if case.cls is compopt.RadiusAdamW), 2)
+    ranks.train(loss, 6)
+    ranks.optimizers[1].param_groups[0][option] = {"density": 0.2, "interval": 1}[option]
+    ranks.backward(loss)
+    first = [next(optimizer.step_in_turns()) for optimizer in ranks.optimizers[:1]]
+    assert first and ranks.world.asked
+    with pytest.raises(AssertionError, match=r"different collectives.*AllGather.*AllReduceMean"):
+        next(ranks.optimizers[1].step_in_turns())
