@@ -86,6 +86,13 @@ class Ops:
     def scatter(self, values: Tensor, index: Tensor, out: Tensor) -> None:
         out.zero_().scatter_(0, self._wide(index), values.to(out.dtype))
 
+    def put(self, x: Tensor, index: Tensor | None, values: Tensor) -> None:
+        """``x = values`` at ``index``, or everywhere."""
+        if index is None:
+            x.view(-1).copy_(values)
+        else:
+            x.view(-1).scatter_(0, self._wide(index), values.to(x.dtype))
+
     def clear_(self, x: Tensor, index: Tensor) -> None:
         x.view(-1).scatter_(0, self._wide(index), 0)
 

@@ -90,7 +90,8 @@ def commit(
             m = moment(bucket, i, old[i], index[i], grads[i], piece is not None)
             if piece:
                 selection.take(i, state["residual"][i].view(-1)[piece.start : piece.stop])  # line 15
-            drop(state["residual"][i].view(-1), index[i])
+            drop(state["residual"][i].view(-1), index[i], mean.dropped_parts[i], 1 - h["betas"][0])
+            bucket.cache["owed"][i] = mean.dropped is not None
             new[i].copy_(m)
             keep_mask(bucket, i, index[i], masks[i])
         else:
@@ -115,7 +116,15 @@ def moment(bucket: Bucket, i: int, m: Tensor, index: Tensor | None, g: Tensor | 
         old = m if index is None else m.index_select(0, index)
         if index is not None or selecting:
             e.add_(m, alpha=beta1)
-    else:  # where m is not 0, e is: so e can hold m for a moment, and show what of it is at the mask
+    elif bucket.cache["owed"][i]:  # e holds m for a moment, and shows what of it is at the mask
+        held, at = held.long(), slice(None) if index is None else index.long()
+        before, owed = e[at].clone(), e[held]
+        e[at] = 0
+        e[held] = m
+        old = e[at].clone()
+        e[at] = before
+        e[held] = owed.add_(m, alpha=beta1)
+    else:  # the same, but e is 0 where m is not
         held = held.long()
         before = e.clone() if index is None else e.index_select(0, index)
         e.scatter_(0, held, m)
@@ -126,9 +135,12 @@ def moment(bucket: Bucket, i: int, m: Tensor, index: Tensor | None, g: Tensor | 
     return old
 
 
-def drop(e: Tensor, index: Tensor | None) -> None:
-    """Line 11: what was sent is no longer owed."""
-    if index is None:
+def drop(e: Tensor, index: Tensor | None, dropped: Tensor | None, unit: float) -> None:
+    """Line 11: what was sent is no longer owed; but for what rounding ``dropped`` of it, in units of ``unit``."""
+    if dropped is not None:
+        dropped.mul_(unit)
+        e.copy_(dropped) if index is None else e.scatter_(0, index.long(), dropped.to(e.dtype))
+    elif index is None:
         e.zero_()
     else:
         e.scatter_(0, index.long(), 0)
@@ -198,7 +210,8 @@ class ScapeAdamS(CompressedOptimizer):
             the normaliser only, as printed: an outlier then makes a larger step.
         max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
             same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
-        payload_dtype: dtype on the wire (None: the gradient's).
+        payload_dtype: dtype on the wire (None: the gradient's). torch.int8 sends 1 byte a value and a scale for each
+            128, rounded at random without bias; what rounding takes off compressed tensors is kept in ``residual``.
         process_group: the ranks to average over. None: the default group, or one process where there is none.
 
     State of a compressed tensor, in bytes an element: ``residual`` 4, ``exp_avg`` 4 x density (it is 0 elsewhere),
@@ -300,6 +313,7 @@ class ScapeAdamS(CompressedOptimizer):
     def restore(self, bucket: Bucket) -> None:
         bucket.cache.clear()
         bucket.cache["held"], bucket.cache["shared"] = ([None] * len(bucket.params) for _ in range(2))
+        bucket.cache["owed"] = [True] * len(bucket.params)  # e may be other than 0 on the mask: rounding leaves that
         lengths, state = compressed_lengths(bucket), bucket.state
         for i, n in enumerate(lengths):
             if n and state["exp_avg"][i].numel() == n:
