@@ -67,6 +67,7 @@ class Bucket:
         self.entries: list[dict[str, Tensor]] = []  # the optimizer's state of each tensor, which shows the views
         self.cache: dict[str, list[Tensor]] = {}  # derived from state, rebuilt when absent, never saved
         self._message: Tensor | None = None
+        self._dropped: Tensor | None = None
 
     @property
     def numel(self) -> int:
@@ -137,12 +138,16 @@ class Bucket:
         return [None if p.grad is None else local(p.grad) for p in self.params]
 
     def payload(self, lengths: list[int], dtype: torch.dtype | None) -> Payload:
-        """An empty payload with ``lengths[i]`` elements for tensor i. Its memory is used again by the next one."""
+        """An empty payload with ``lengths[i]`` elements for tensor i. Its memory is used again by the next one.
+
+        ``dtype``: on the wire; the gradients' where it is None. int8 is for the wire only, see ``_wire``.
+        """
         size = len(self.params) + len(self.control) + sum(lengths)
-        dtype = dtype or self.dtype
-        if self._message is None or self._message.numel() != size or self._message.dtype != dtype:
-            self._message = torch.empty(size, dtype=dtype, device=self.device)
-        payload = Payload(self._message, len(self.params), len(self.control), lengths)
+        seed = (self.group["step"], self.index) if dtype == torch.int8 else None
+        dtype = torch.promote_types(self.dtype, torch.float32) if seed else dtype or self.dtype
+        self._message = _memory(self._message, size, dtype, self.device)
+        self._dropped = _memory(self._dropped, sum(lengths), dtype, self.device) if seed else None
+        payload = Payload(self._message, len(self.params), len(self.control), lengths, seed, self._dropped)
         if self.control:
             payload.control.copy_(torch.tensor(self.control, dtype=dtype))
         return payload
@@ -150,6 +155,12 @@ class Bucket:
     def present(self, payload: Payload) -> list[bool]:
         """For each tensor, whether any rank had a gradient for it (after averaging)."""
         return [value > 0 for value in payload.header.tolist()]
+
+
+def _memory(held: Tensor | None, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``held``, or memory in its place where that does not fit."""
+    fits = held is not None and held.numel() == size and held.dtype == dtype
+    return held if fits else torch.empty(size, dtype=dtype, device=device)
 
 
 def make_buckets(groups: Iterable[dict]) -> list[Bucket]:

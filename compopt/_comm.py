@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._requests import AllGather, AllReduceMean, Broadcast, CommunicationError, Request, bytes_of
+from ._requests import AllGather, AllReduceMean, Broadcast, CommunicationError, Payload, Request, bytes_of
+from ._wire import QuantisedMean
 
 _on_the_wire: set[Pending] = set()
 
@@ -33,7 +34,10 @@ def _before_exit() -> None:
 
 
 class Pending:
-    """A collective on its way. ``wait`` returns its result and raises CommunicationError when it failed."""
+    """A collective on its way. ``wait`` returns its result and raises CommunicationError when it failed.
+
+    Its result may be another Pending: the second of two collectives that together answer a request.
+    """
 
     started = False  # any, in this process
 
@@ -52,6 +56,13 @@ class Pending:
             finally:
                 self.forget()
         return self._finish()
+
+    def drain(self) -> None:
+        """Wait until it uses its memory no more; whatever comes of it."""
+        if self._work is not None:
+            with contextlib.suppress(RuntimeError):
+                self._work.wait()
+            self.forget()
 
     def forget(self) -> None:
         """It need not be waited for: it has ended, or its group has."""
@@ -102,6 +113,8 @@ class Comm:
         raise TypeError(f"{type(request).__name__} is not a request a communicator can answer.")
 
     def _all_reduce_mean(self, request: AllReduceMean, what: str) -> Pending:
+        if isinstance(request.message, Payload) and request.message.seed is not None:
+            return self._quantised_mean(request.message, what)
         tensor: Tensor = request.tensor
         if self.size == 1:
             return Pending(what, None, lambda: request.message)
@@ -112,6 +125,31 @@ class Comm:
             return request.message
 
         return Pending(what, work, finish)
+
+    def _quantised_mean(self, payload: Payload, what: str) -> Pending:
+        job = QuantisedMean(payload, self.rank, self.size)
+        if self.size == 1:
+            job.alone()
+            return Pending(what, None, lambda: payload)
+        sent = job.first()
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+
+        def second() -> Pending:
+            mine = job.second(received)
+            rows = mine.new_empty((self.size, *mine.shape))
+            try:
+                work = dist.all_gather(list(rows.unbind()), mine, group=self.group, async_op=True)
+            except RuntimeError as error:
+                raise CommunicationError(f"{what} could not start: {str(error).splitlines()[0]}") from error
+
+            def finish() -> Payload:
+                job.finish(rows)
+                return payload
+
+            return Pending(what, work, finish)
+
+        return Pending(what, work, second)
 
 
 def connect(group: object) -> Comm:

@@ -86,6 +86,13 @@ class Ops:
     def scatter(self, values: Tensor, index: Tensor, out: Tensor) -> None:
         out.zero_().scatter_(0, self._wide(index), values.to(out.dtype))
 
+    def put(self, x: Tensor, index: Tensor | None, values: Tensor) -> None:
+        """``x = values`` at ``index``, or everywhere."""
+        if index is None:
+            x.view(-1).copy_(values)
+        else:
+            x.view(-1).scatter_(0, self._wide(index), values.to(x.dtype))
+
     def clear_(self, x: Tensor, index: Tensor) -> None:
         x.view(-1).scatter_(0, self._wide(index), 0)
 
@@ -134,19 +141,28 @@ class Ops:
 
     def scape_moment(
         self, h: dict, e: Tensor, g: Tensor | None, held: Tensor | None, m: Tensor, index: Tensor | None,
-        part: slice | None, guess: float,
+        part: slice | None, guess: float, owed: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Make the residual ``e``, flat, SCAPE's x = b1 m + (1 - b1) g + e (line 10), where somebody needs it.
 
         ``m`` is the momentum at ``held``, ``index`` what was exchanged (None: everywhere), ``part`` what is selected
-        from now. Returns the momentum at ``index``, and the positions in ``part`` of |x| > guess where they came along.
+        from now; e is 0 at ``held`` unless ``owed``. Returns the momentum at ``index``, and the positions in ``part``
+        of |x| > guess where they came along.
         """
         beta1, wanted = h["betas"][0], index is not None or part is not None
         if held is None:
             old = m if index is None else m.index_select(0, index)
             if wanted:
                 e.add_(m, alpha=beta1)
-        else:  # where m is not 0, e is: so e can hold m for a moment, and show what of it is at the mask
+        elif owed:  # e holds m for a moment, and shows what of it is at the mask
+            held, at = held.long(), slice(None) if index is None else index.long()
+            before, own = e[at].clone(), e[held]
+            e[at] = 0
+            e[held] = m
+            old = e[at].clone()
+            e[at] = before
+            e[held] = own.add_(m, alpha=beta1)
+        else:  # the same, but e is 0 where m is not
             held = held.long()
             before = e.clone() if index is None else e.index_select(0, index)
             e.scatter_(0, held, m)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -32,7 +33,8 @@ def check_compression(group: dict) -> None:
     require(group["warmup_steps"] >= 0, "warmup_steps", group["warmup_steps"], ">= 0")
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")
-    require(dtype is None or dtype.is_floating_point, "payload_dtype", dtype, "None or a floating-point dtype")
+    known = dtype is None or dtype == torch.int8 or dtype.is_floating_point
+    require(known, "payload_dtype", dtype, "None, torch.int8 or a floating-point dtype")
     check_compress(group)
 
 

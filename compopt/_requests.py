@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._quantise import wire_bytes
+
 
 class Payload:
     """One flat message: a header, then a part for every tensor of the bucket.
@@ -18,23 +20,36 @@ class Payload:
     The header carries, for each tensor, 1 if this rank has a gradient for it, 0 if not, NaN if the gradient is not
     finite; averaging makes it a verdict that all ranks share. ``control`` (empty but in the last bucket of a step)
     carries what the runtime wants agreed: stale early payloads, ranks with other settings.
+
+    With a ``seed`` the body travels as int8 (see ``_wire``), rounded as the seed says. ``dropped``, as long as the
+    body, then holds what rounding took off this rank's share, from when the payload has been averaged.
     """
 
-    def __init__(self, flat: Tensor, tensors: int, control: int, lengths: list[int]):
-        self.flat = flat
+    def __init__(
+        self, flat: Tensor, tensors: int, control: int, lengths: list[int],
+        seed: tuple[int, ...] | None = None, dropped: Tensor | None = None,
+    ):  # fmt: skip
+        self.flat, self.seed, self.dropped = flat, seed, dropped
         self.header = flat[:tensors]
         self.control = flat[tensors : tensors + control]
         self.body = flat[tensors + control :]
         self.parts = list(self.body.split(lengths))
 
+        self.dropped_parts: list[Tensor] | list[None] = (
+            [None] * len(lengths) if dropped is None else list(dropped.split(lengths))
+        )
+
     @property
     def nbytes(self) -> int:
-        return self.flat.numel() * self.flat.element_size()
+        """Bytes of it on the wire."""
+        if self.seed is None:
+            return self.flat.numel() * self.flat.element_size()
+        return wire_bytes([len(part) for part in self.parts], len(self.flat) - len(self.body))
 
 
 @dataclass(slots=True)
 class AllReduceMean:
-    """Mean over ranks, in place. Resumed with the same payload or tensor."""
+    """Mean over ranks, in place. Resumed with the same payload or tensor. A payload with a seed travels as int8."""
 
     message: Payload | Tensor
 
@@ -82,5 +97,7 @@ def bytes_of(request: Request) -> int:
     """Bytes this rank hands to the collective for ``request``."""
     if isinstance(request, Agree):
         return 0
+    if isinstance(request, AllReduceMean) and isinstance(request.message, Payload):
+        return request.message.nbytes
     tensor: torch.Tensor = request.tensor
     return tensor.numel() * tensor.element_size()

@@ -43,6 +43,14 @@ class Exchange:
         self.agree = request if isinstance(request, Agree) else None
         self.pending = None if self.agree else self.comm.start(request)
 
+    def proceed(self) -> None:
+        """Wait for the collective on its way; then either its second stage is on its way, or the generator goes on."""
+        answer = self.pending.wait()
+        if isinstance(answer, Pending):
+            self.pending = answer
+        else:
+            self.advance(answer)
+
     def note_versions(self, with_prints: bool) -> None:
         self.seen = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.bucket.params]
         self.prints = self._fingerprints() if with_prints else None
@@ -67,8 +75,7 @@ class Exchange:
     def abandon(self) -> None:
         """Close the generator; wait for what is on the wire, whose memory is used again."""
         if self.pending is not None:
-            with contextlib.suppress(CommunicationError):
-                self.pending.wait()
+            self.pending.drain()
         self.generator.close()
 
 
@@ -191,7 +198,7 @@ class Runtime:
         while waiting := [exchange for exchange in exchanges if exchange.agree is None]:
             for exchange in waiting:
                 yield exchange.pending
-                exchange.advance(exchange.pending.wait())
+                exchange.proceed()
 
     @staticmethod
     def _judge(exchanges: list[Exchange]) -> Verdict:

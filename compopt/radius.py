@@ -43,15 +43,18 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     """Algorithm 1, one bucket, one step."""
     h, state, grads = bucket.group, bucket.state, bucket.grads()
     index = bucket.cache.get("index")
-    t = h["step"] + 1
+    t, rounds = h["step"] + 1, h["payload_dtype"] == torch.int8
+    if rounds:
+        forget_sent(bucket, ops)
+    owed = state["residual"] if rounds else None  # what rounding dropped, where values are sent the next time
 
     if t < h["warmup_steps"] or not any(bucket.compressed):
-        phase, sent = "dense", ops.pack(bucket, grads)  # line 4
+        phase, sent = "dense", ops.pack(bucket, grads, add=owed)  # line 4
     elif index is None or t % h["interval"] == 0:
         forget_sent(bucket, ops)
         phase, sent = "resample", ops.pack(bucket, grads, add=state["residual"], scale=h["residual_scale"])  # line 8
     else:
-        phase, sent = "sparse", ops.pack(bucket, grads, index)  # line 13
+        phase, sent = "sparse", ops.pack(bucket, grads, index, add=owed)  # line 13
     index = index if phase == "sparse" else [None] * len(grads)
 
     mean = yield AllReduceMean(sent)  # lines 4, 9, 14
@@ -65,10 +68,13 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
         w, m, v, step = weights[i], state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
         before = w.clone() if resample else w
         if present:
-            if resample:
+            if index[i] is not None and grads[i] is not None:
+                state["residual"][i].add_(grads[i])  # line 16: what was sent is taken off again by forget_sent
+            if bucket.compressed[i] and rounds:
+                ops.put(state["residual"][i], index[i], mean.dropped_parts[i])
+            elif resample:
                 state["residual"][i].zero_()  # line 10
             elif index[i] is not None and grads[i] is not None:
-                state["residual"][i].add_(grads[i])  # line 16: what was sent is taken off again by forget_sent
                 bucket.cache["sent"] = True
             step += 1
             ops.adamw(h, w, ops.expand(mean.parts[i], index[i], w), m, v, step)  # lines 15, 21, 25
@@ -121,7 +127,8 @@ class RadiusAdamW(CompressedOptimizer):
         residual_scale: factor on what was held back when it is sent at a resample step; 1 is the paper's.
         max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
             same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
-        payload_dtype: dtype on the wire (None: the gradient's).
+        payload_dtype: dtype on the wire (None: the gradient's). torch.int8 sends 1 byte a value and a scale for each
+            128, rounded at random without bias; what rounding takes off compressed tensors is kept in ``residual``.
         process_group: the ranks to average over. None: the default group, or one process where there is none.
 
     State beside AdamW's two moments: ``residual`` (as large as the parameter; until it is saved or sent it also holds

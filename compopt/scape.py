@@ -96,12 +96,17 @@ def commit(
             e, held = state["residual"][i].view(-1), bucket.cache["held"][i]
             part = slice(piece.start, piece.stop) if piece else None
             guess = selection.guess(i) if piece else 0.0
-            m, seen = ops.scape_moment(h, e, grads[i], held, m, index[i], part, guess)  # line 10
+            owed = bucket.cache["owed"][i]
+            m, seen = ops.scape_moment(h, e, grads[i], held, m, index[i], part, guess, owed)  # line 10
             if piece:
                 selection.take(i, e[part], seen)  # line 15
             keep_mask(bucket, i, index[i], masks[i])
         new[i].copy_(m)
         ops.scape_update(h, e, weights[i], index[i], mean.parts[i], new[i], state["step"][i], factor)
+        if e is not None and mean.dropped is not None:  # by rounding, of what was sent
+            ops.put(e, index[i], mean.dropped_parts[i].mul_(1 - h["betas"][0]))
+        if e is not None:
+            bucket.cache["owed"][i] = mean.dropped is not None
         bucket.publish(i)
     if selection:
         for i, guess in selection.guesses.items():
@@ -155,7 +160,8 @@ class ScapeAdamS(CompressedOptimizer):
             the normaliser only, as printed: an outlier then makes a larger step.
         max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
             same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
-        payload_dtype: dtype on the wire (None: the gradient's).
+        payload_dtype: dtype on the wire (None: the gradient's). torch.int8 sends 1 byte a value and a scale for each
+            128, rounded at random without bias; what rounding takes off compressed tensors is kept in ``residual``.
         process_group: the ranks to average over. None: the default group, or one process where there is none.
 
     State of a compressed tensor, in bytes an element: ``residual`` 4, ``exp_avg`` 4 x density (it is 0 elsewhere),
@@ -258,6 +264,7 @@ class ScapeAdamS(CompressedOptimizer):
     def restore(self, bucket: Bucket) -> None:
         bucket.cache.clear()
         bucket.cache["held"], bucket.cache["shared"] = ([None] * len(bucket.params) for _ in range(2))
+        bucket.cache["owed"] = [True] * len(bucket.params)  # e may be other than 0 on the mask: rounding leaves that
         lengths, state = compressed_lengths(bucket), bucket.state
         for i, n in enumerate(lengths):
             if n and state["exp_avg"][i].numel() == n:

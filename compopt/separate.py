@@ -60,9 +60,13 @@ def separate(
             ghat = target(bucket, i)
             reconstruct(ghat, mean.parts[i], q, R, factor, ops)  # line 4
             apply(bucket, i, ghat)
+            if q is None and residual[i] is not None and mean.dropped is not None:
+                residual[i].view(-1).copy_(mean.dropped_parts[i])
             if q is not None and q.beta < 1:  # line 5
                 if grads[i] is not None:
                     residual[i].add_(grads[i], alpha=(1 - q.beta) * exchange.clipped)
+                if mean.dropped is not None:
+                    own[i].sub_(mean.dropped_parts[i])  # what the others got of it
                 p = own[i].view(q.m, q.r).to(R.dtype)
                 q.matrix(residual[i]).addmm_(p, R.t(), alpha=(q.beta - 1) * q.scale)
         if residual[i] is not None and h["reset_interval"] and t % h["reset_interval"] == 0:
@@ -97,7 +101,8 @@ class SeparateAdam(Projecting):
         clip: what is clipped. "local": each rank's gradient before it is projected; no overlap with backward then.
             "reconstructed": the averaged gradient; its norm is about sqrt(1 + w) times the true one, so that a norm
             that suits AdamW clips every step.
-        payload_dtype: dtype on the wire (None: the gradient's).
+        payload_dtype: dtype on the wire (None: the gradient's). torch.int8 sends 1 byte a value and a scale for each
+            128, rounded at random without bias; what rounding takes off compressed tensors is kept in ``residual``.
         process_group: the ranks to average over. None: the default group, or one process where there is none.
 
     State beside AdamW's two moments: ``residual``, the error, as large as the parameter, for compressed tensors.

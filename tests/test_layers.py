@@ -31,11 +31,13 @@ ALLOWED = {
     "_runtime": {"_comm", "_buckets", "_requests"},
     "_ops": {"_math", "_buckets", "_requests"},
     "_buckets": {"_requests"},
-    "_comm": {"_requests"},
+    "_comm": {"_requests", "_wire"},
+    "_wire": {"_requests", "_quantise"},
     "_math": set(),
     "_options": set(),
     "_stats": set(),
-    "_requests": set(),
+    "_requests": {"_quantise"},
+    "_quantise": set(),
 }
 
 

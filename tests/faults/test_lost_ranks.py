@@ -93,7 +93,7 @@ def test_a_killed_rank(when):
     for case in CASES:
         told = [answers[rank][case.name] for rank in (0, 2)]
         for rank, one in zip((0, 2), told, strict=True):
-            assert one["as it was"] and one["seconds"] < 5
+            assert one["as it was"] and one["seconds"] < 25  # the group's timeout is 20
             assert one["error"].startswith(f"step {one['taken'] + 1} was not applied on rank {rank}: ")
             assert one["taken"] in ((BEFORE,) if when == "before the step" else (BEFORE, BEFORE + 1))
             assert any("1 of 3 ranks are gone" in words for words in one["warned"]) == bool(case.cls.averaged_state)
@@ -131,7 +131,7 @@ def test_a_rank_that_stops_is_waited_for_until_the_groups_timeout():
 
 
 def differ(rank: int, trainings: list[Training], file: str) -> dict:
-    """Half of the classes find that one rank has loaded a checkpoint, or changed an option that decides what is sent."""
+    """Half of the classes find that one rank has loaded a checkpoint, or changed an option of what is sent."""
     train(trainings, rank, BEFORE)
     for training in trainings:
         if rank == 1 and "density" in training.optimizer._option_groups[0]:

@@ -1,0 +1,266 @@
+"""int8 payloads: rounding alone, the mean made of it, and what every optimizer keeps of what rounding takes off."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import test_conformance as conformance
+import torch
+from ranks import run_ranks
+from sim import Ranks, World
+from table import CASES
+from torch import nn
+
+import compopt
+from compopt._quantise import ROW, dequantise, join, layout, quantise, rows_of, spread
+from compopt._requests import AllReduceMean, Payload, bytes_of
+
+INT8 = [
+    dataclasses.replace(case, compressed={**case.compressed, "payload_dtype": torch.int8})
+    for case in CASES
+    if "payload_dtype" in case.bad or case.build
+]
+every = pytest.mark.parametrize("case", INT8, ids=lambda case: case.name)
+
+
+def rounded(x: torch.Tensor, *seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What arrives of rows of x, its scales, and what was dropped."""
+    codes, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
+    quantise(x, codes, scales, dropped, seed)
+    return dequantise(codes, scales, torch.empty_like(x)), scales, dropped
+
+
+def test_rounding_is_unbiased_and_misses_by_less_than_a_unit():
+    x = torch.randn(6, ROW, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 4, 6).unsqueeze(1)
+    errors = []
+    for seed in range(2000):
+        got, scales, dropped = rounded(x, seed)
+        errors.append((got - x) / scales.unsqueeze(1))
+        torch.testing.assert_close(got + dropped, x)
+    errors = torch.stack(errors)
+    assert errors.abs().max() < 1.001
+    moving = errors.std(0) > 1e-2  # the largest of a row is exact
+    z = (errors.mean(0) / errors.std(0) * 2000**0.5)[moving]
+    assert z.abs().max() < 5 and float(z.square().mean()) == pytest.approx(1, abs=0.2)
+    assert errors.mean(0)[~moving].abs().max() < 1e-3
+
+
+def test_rows_out_of_the_ordinary():
+    tiny = torch.finfo(torch.float32).tiny
+    x = torch.zeros(6, ROW)
+    x[1, 5], x[1, 6] = 3e38, 1.0  # one huge value
+    x[2], x[3] = tiny / 4, 100 * tiny  # denormals; normal, but too small for a scale
+    x[4] = torch.linspace(-1, 1, ROW)
+    x[4, 7] = float("inf")
+    x[5, 9] = float("nan")
+    got, scales, dropped = rounded(x, 0)
+    assert not got[0].any() and not dropped[0].any()
+    assert got[1, 5] == pytest.approx(3e38, rel=1e-5) and got[1].isfinite().all() and scales[1] > 2e36
+    for row in (2, 3):
+        assert not got[row].any() and torch.equal(dropped[row], x[row])
+    assert got[4].isnan().all() and got[5].isnan().all()
+    wide, *_ = rounded(x.double() * 1e30, 0)
+    assert wide[1].isnan().all(), "beyond float32 it is not finite"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("lengths", [(), (0, 1), (128, 256), (5, 300, 0, 1, 127, 1000), (100_000,)], ids=str)
+def test_chunks_hold_every_value_once_in_rows_of_one_tensor(lengths, ranks):
+    whole = layout(lengths, ranks)
+    n, flat = sum(lengths), torch.arange(float(sum(lengths)))
+    assert whole.rows == sum(map(rows_of, lengths)) == sum(chunk.rows for chunk in whole.chunks)
+    assert [chunk.start for chunk in whole.chunks[1:]] + [n] == [chunk.stop for chunk in whole.chunks]
+    assert whole.values <= n / ranks + ROW
+    rows = spread(flat, whole.pieces, whole.rows, "test").clone()
+    back = torch.empty(n)
+    for chunk in whole.chunks:
+        own = rows[chunk.first_row : chunk.first_row + chunk.rows].clone()
+        again = spread(flat[chunk.start : chunk.stop], chunk.pieces, chunk.rows, "other")
+        assert torch.equal(own, again)
+        join(own, chunk.pieces, back[chunk.start : chunk.stop])
+    assert torch.equal(back, flat)
+
+
+def payloads(ranks: int, lengths: list[int], dtype: torch.dtype = torch.float32) -> list[Payload]:
+    made = []
+    for rank in range(ranks):
+        flat = torch.randn(5 + sum(lengths), generator=torch.Generator().manual_seed(rank), dtype=dtype)
+        made.append(Payload(flat, 3, 2, lengths, (4, 0), torch.empty(sum(lengths), dtype=dtype)))
+    return made
+
+
+def answer(sent: list[Payload]) -> None:
+    """As the simulator does."""
+    world = World(len(sent))
+    for comm, payload in zip(world.comms, sent, strict=True):
+        comm.start(AllReduceMean(payload))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_mean_and_what_was_dropped_are_what_was_sent(ranks, dtype):
+    lengths = [1000, 3, 0, 640]
+    sent = payloads(ranks, lengths, dtype)
+    meant = torch.stack([payload.flat.clone() for payload in sent]).mean(0)
+    answer(sent)
+    assert all(torch.equal(payload.flat, sent[0].flat) for payload in sent)
+    torch.testing.assert_close(sent[0].flat[:5], meant[:5].float().to(dtype))
+    lost = torch.stack([payload.dropped for payload in sent]).mean(0)
+    torch.testing.assert_close(sent[0].body + lost, meant[5:], rtol=1e-6, atol=1e-6)
+    assert 0 < lost.abs().max() < 0.1
+
+
+def test_bytes():
+    (payload,) = payloads(1, [100_000, 300])
+    assert bytes_of(AllReduceMean(payload)) < 0.26 * 4 * len(payload.flat)
+
+
+def real_mean(rank: int) -> list[list[float]]:
+    from compopt._comm import Comm
+
+    payload = payloads(3, [1000, 3, 0, 640])[rank]
+    pending = Comm().start(AllReduceMean(payload))
+    pending.wait().wait()
+    return [payload.flat.tolist(), payload.dropped.tolist()]
+
+
+def test_real_ranks_give_the_simulators_bits():
+    sent = payloads(3, [1000, 3, 0, 640])
+    answer(sent)
+    assert run_ranks(real_mean, 3) == [[payload.flat.tolist(), payload.dropped.tolist()] for payload in sent]
+
+
+@every
+@pytest.mark.parametrize(
+    "holds",
+    [
+        lambda case: conformance.test_replicas_are_equal_to_the_bit_after_every_step(case, 3),
+        lambda case: conformance.test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(
+            case, 4, float("inf")
+        ),
+        lambda case: conformance.test_a_collective_that_fails_changes_nothing(case, 5),
+        lambda case: conformance.test_no_gradient_on_one_rank_counts_as_zeros(case),
+        lambda case: conformance.test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, 7),
+        lambda case: conformance.test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(case),
+        lambda case: conformance.test_strange_shapes_and_layouts(case),
+        lambda case: conformance.test_deepcopy_and_pickle_continue_alike(case),
+    ],
+    ids=["replicas", "inf", "failure", "absent", "resumed", "consolidated", "shapes", "copies"],
+)
+def test_conformance_holds(case, holds):
+    holds(case)
+
+
+@every
+def test_a_quarter_of_the_bytes_and_nearly_the_same_run(case):
+    full = conformance.make_ranks(case, 2, payload_dtype=None)
+    small = conformance.make_ranks(case, 2)
+    wanted, got = full.train(conformance.loss, 39), small.train(conformance.loss, 39)
+    sent, before = (
+        getattr(s, "payload_bytes", s.bytes_sent) for s in (small.optimizers[0].stats, full.optimizers[0].stats)
+    )
+    assert sent <= 0.27 * before + 4 * 40, "header and control words stay float32"
+    assert got[-1] == pytest.approx(wanted[-1], rel=0.02)
+
+
+def wholes(optimizer: torch.optim.Optimizer, name: str) -> list[torch.Tensor]:
+    """A state of the two compressed matrices, in their shape, as float64."""
+    state = optimizer.state_dict()["state"]
+    return [state[key][name].double() for key in sorted(state) if "residual" in state[key]][:2]
+
+
+def mean_of(ranks: Ranks, read) -> list[torch.Tensor]:
+    return [torch.stack(same).mean(0) for same in zip(*(read(rank) for rank in range(ranks.world.size)), strict=True)]
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [model.up.weight, model.down.weight]
+
+
+def residual_of(ranks: Ranks) -> list[torch.Tensor]:
+    return mean_of(ranks, lambda rank: wholes(ranks.optimizers[rank], "residual"))
+
+
+def gradient_of(ranks: Ranks) -> list[torch.Tensor]:
+    return mean_of(ranks, lambda rank: [p.grad.double() for p in matrices(ranks.models[rank])])
+
+
+def one_step(ranks: Ranks) -> list[torch.Tensor]:
+    """Train a step on simulated ranks; the mean gradient that went in."""
+    ranks.backward(conformance.loss)
+    gradient = gradient_of(ranks)
+    ranks.world.step(ranks.optimizers)
+    ranks.steps += 1
+    return gradient
+
+
+def assert_conserved(came: list[torch.Tensor], went: list[torch.Tensor], kept: list[torch.Tensor]) -> None:
+    for a, b, c in zip(came, went, kept, strict=True):
+        torch.testing.assert_close(b + c, a, rtol=1e-5, atol=1e-6 * float(a.abs().max()))
+
+
+by_name = {case.name: case for case in INT8}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_radius_conserves_what_rounding_drops(size, monkeypatch):
+    """Dense, resample and sparse: what AdamW got and the mean residual are what came in and the residual before."""
+    ranks = conformance.make_ranks(by_name["RadiusAdamW"], size)
+    given: dict[int, torch.Tensor] = {}
+    ops, adamw = ranks.optimizers[0].ops, ranks.optimizers[0].ops.adamw
+
+    def spy(h, w, g, *rest):
+        given[w.data_ptr()] = g.double()
+        adamw(h, w, g, *rest)
+
+    monkeypatch.setattr(ops, "adamw", spy)
+    phases = set()
+    for _ in range(9):
+        before = residual_of(ranks)
+        came = [g + e for g, e in zip(one_step(ranks), before, strict=True)]
+        assert_conserved(came, [given[p.data_ptr()] for p in matrices(ranks.models[0])], residual_of(ranks))
+        phases.add(ranks.optimizers[0].stats.phase)
+    assert phases == {"dense", "resample", "sparse"}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_scape_conserves_what_rounding_drops(size):
+    """Line 10 over the ranks: the new momentum and the mean residual are b1 m + (1 - b1) g + e."""
+    ranks = conformance.make_ranks(by_name["ScapeAdamS"], size)
+    for _ in range(9):
+        before, m = residual_of(ranks), wholes(ranks.optimizers[0], "exp_avg")
+        gradient = one_step(ranks)
+        came = [0.9 * a + 0.1 * g + e for a, g, e in zip(m, gradient, before, strict=True)]
+        assert_conserved(came, wholes(ranks.optimizers[0], "exp_avg"), residual_of(ranks))
+    assert ranks.optimizers[0].stats.phase == "sparse"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("projection", ["gaussian", "orthonormal"])
+def test_separate_feeds_back_what_the_others_got(projection, size):
+    """e <- beta e + (1 - beta) (h - what arrived of it), for the mean over ranks: plain SGD shows what arrived."""
+    options = dict(ratio=8, projection=projection, ef_beta=0.95, warmup_steps=2, payload_dtype=torch.int8)
+
+    def make(params, process_group):
+        return compopt.Separate(torch.optim.SGD(params, lr=1.0), process_group=process_group, **options)
+
+    ranks = Ranks(size, conformance.Small, make)
+    for t in range(6):
+        before, weights = residual_of(ranks), [p.detach().double() for p in matrices(ranks.models[0])]
+        h = [g + e for g, e in zip(one_step(ranks), before, strict=True)]
+        arrived = [w - p.detach().double() for w, p in zip(weights, matrices(ranks.models[0]), strict=True)]
+        beta = 0.95 if t >= 2 else 0.0  # the dense start keeps all that was dropped
+        wanted = [beta * e + (1 - beta) * (x - a) for e, x, a in zip(before, h, arrived, strict=True)]
+        for got, want in zip(residual_of(ranks), wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+
+
+def test_the_dtype_may_change_between_steps():
+    for case in INT8:
+        ranks = conformance.make_ranks(case, 3, payload_dtype=None)
+        for dtype in (torch.int8, None, torch.int8):
+            for optimizer in ranks.optimizers:
+                optimizer._option_groups[0]["payload_dtype"] = dtype
+            ranks.train(conformance.loss, 5)
+            ranks.assert_replicas_equal()
