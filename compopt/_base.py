@@ -267,7 +267,7 @@ class CompressedOptimizer(Optimizer):
     def _build(self) -> None:
         """Lay out buckets and state for the current groups; state that is there already is copied in."""
         self.ops = choose()
-        self.stats = Stats()
+        self.stats = Stats(residual_norm=self._residual_norm)
         self._comm: Comm | None = None
         self._counted = 0
         self._acquainted = False

@@ -29,9 +29,9 @@ from compopt import _buckets
 
 
 def connect(file: str, rank: int, size: int, timeout: float) -> list[dist.ProcessGroup]:
-    """The default group, and one for each class."""
-    limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=limit)
+    """The default group, and one for each class, which waits for ``timeout`` seconds."""
+    patient, limit = timedelta(seconds=60), timedelta(seconds=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=patient)
     return [dist.new_group(timeout=limit) for _ in CASES]
 
 
@@ -103,7 +103,7 @@ def _work(rank: int, file: str, size: int, timeout: float, results: Any, functio
 
 
 def run_lossy(
-    function: Callable[..., Any], size: int, *args: Any, dying: int | None = None, timeout: float = 20,
+    function: Callable[..., Any], size: int, *args: Any, dying: int | None = None, timeout: float = 5,
     resume_after: tuple[float, ...] = (),
 ) -> dict[int, Any]:  # fmt: skip
     """What ``function(rank, trainings, file, *args)`` returned on each rank but the ``dying``.

@@ -7,7 +7,6 @@ import signal
 import warnings
 
 import pytest
-import torch
 import torch.distributed as dist
 from lossy import Training, attempt, connect, run_lossy, same, state, train
 from table import CASES
@@ -16,6 +15,7 @@ from compopt import _runtime
 
 BEFORE = 6  # steps all three take: the next is a sparse one
 DYING = 1
+TIMEOUT = 5  # seconds, of a group: a rank that waits for another survivor hears of a death no sooner
 
 
 class Dead(Exception):
@@ -88,12 +88,12 @@ def survive(rank: int, trainings: list[Training], file: str, when: str) -> dict:
 
 @pytest.mark.parametrize("when", ["before the step", "in the exchange", "before the commit", "masks in flight"])
 def test_a_killed_rank(when):
-    answers = run_lossy(survive, 3, when, dying=DYING)
+    answers = run_lossy(survive, 3, when, dying=DYING, timeout=TIMEOUT)
     assert sorted(answers) == [0, 2]
     for case in CASES:
         told = [answers[rank][case.name] for rank in (0, 2)]
         for rank, one in zip((0, 2), told, strict=True):
-            assert one["as it was"] and one["seconds"] < 25  # the group's timeout is 20
+            assert one["as it was"] and one["seconds"] < TIMEOUT + 3
             assert one["error"].startswith(f"step {one['taken'] + 1} was not applied on rank {rank}: ")
             assert one["taken"] in ((BEFORE,) if when == "before the step" else (BEFORE, BEFORE + 1))
             assert any("1 of 3 ranks are gone" in words for words in one["warned"]) == bool(case.cls.averaged_state)
@@ -131,7 +131,7 @@ def test_a_rank_that_stops_is_waited_for_until_the_groups_timeout():
 
 
 def differ(rank: int, trainings: list[Training], file: str) -> dict:
-    """Half of the classes find that one rank has loaded a checkpoint, or changed an option of what is sent."""
+    """Half of the classes find that one rank has loaded a checkpoint, or changed an option that decides what is sent."""
     train(trainings, rank, BEFORE)
     for training in trainings:
         if rank == 1 and "density" in training.optimizer._option_groups[0]:
@@ -153,7 +153,3 @@ def test_ranks_that_do_different_things_raise_at_the_timeout_and_none_aborts():
             told = answers[rank][case.name]
             assert told["as it was"] and f"step {BEFORE + 1} was not applied on rank {rank}: " in told["error"]
             assert told["seconds"] < 5
-
-
-def test_nothing_of_torch_is_left_half_set():
-    assert not dist.is_initialized() and torch.get_num_threads() >= 1

@@ -1,0 +1,116 @@
+"""After a loss, on simulated ranks: a step that only some had applied, masks that only some received, what is owed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sim import Ranks
+from table import CASES
+from test_conformance import assert_same, every, loss, make_ranks, snapshot
+
+import compopt
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* ranks are gone")
+
+
+def fail_the_step(ranks: Ranks, on: list[int]) -> None:
+    """A step whose collectives fail on some ranks, after the others have their answers."""
+    ranks.backward(loss)
+    start = ranks.world.comms[0].started
+    ranks.world.failing.update((rank, number) for rank in on for number in range(start, start + 9))
+    with pytest.raises(compopt.CommunicationError, match=rf"step {ranks.steps + 1} was not applied on rank {on[0]}"):
+        ranks.world.step(ranks.optimizers)
+    ranks.steps += 1
+
+
+def settled(ranks: Ranks) -> None:
+    for optimizer in ranks.optimizers:
+        optimizer.state_dict()  # waits for masks, which the failures to come are not to meet
+
+
+@every
+@pytest.mark.parametrize("at", [2, 4, 6])
+def test_ranks_behind_take_the_step_over(case, at):
+    """Rank 3 dies; the step is complete on ranks 0 and 2, not on rank 1."""
+    ranks = make_ranks(case, 4)
+    ranks.train(loss, at)
+    settled(ranks)
+    before = snapshot(ranks.optimizers[1])
+    fail_the_step(ranks, on=[1, 3])
+    assert_same(before, snapshot(ranks.optimizers[1]))
+    ahead = [p.detach().clone() for p in ranks.models[0].parameters()]
+    with pytest.warns(UserWarning, match=rf"rank 1 had not applied step {at + 1}, and took it over from rank 0"):
+        ranks.shrink([0, 1, 2])
+    for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
+        assert_same(ahead, [p.detach() for p in model.parameters()])
+        assert optimizer._option_groups[0]["step"] == at + 1
+    shared = [name for name in ("exp_avg", "exp_avg_sq") if name in ranks.optimizers[0].state[ranks.models[0].scale]]
+    for name in shared:
+        for p, q in zip(ranks.models[0].parameters(), ranks.models[1].parameters(), strict=True):
+            a, b = (o.state_dict()["state"] for o in ranks.optimizers[:2])
+            assert all(torch.equal(a[key][name], b[key][name]) for key in a)
+            assert p.shape == q.shape
+    assert ranks.optimizers[1].stats.residual_norm() == 0
+    ranks.train(loss, 6)
+    ranks.assert_replicas_equal()
+
+
+@every
+def test_ranks_that_are_further_apart_are_refused(case):
+    ranks = make_ranks(case, 2)
+    ranks.train(loss, 3)
+    for optimizer, steps in zip(ranks.optimizers, (3, 7), strict=True):
+        for group in optimizer._option_groups:
+            group["step"] = steps
+    with pytest.raises(ValueError, match=r"ranks have taken \[3, 7\] steps"):
+        ranks.shrink([0, 1])
+
+
+@every
+def test_masks_that_reached_some_ranks_only_never_meet_payloads_of_another_length(case):
+    """Rank 1 misses what was sent behind the commit. Until all have asked each other, no payload leaves it."""
+    ranks = make_ranks(case, 3)
+    ranks.train(loss, 5)
+    ranks.backward(loss)
+    tails = [exchange.pending for exchange in ranks.optimizers[1]._runtime.tails]
+    if not tails:
+        pytest.skip("sends nothing behind the commit")
+    ranks.world.failing.update((1, pending.number) for pending in tails)
+    before = snapshot(ranks.optimizers[0])[: len(list(ranks.models[0].parameters()))]
+    with pytest.raises(AssertionError, match=r"different collectives.*AllGather.*AllReduceMean"):  # gloo: a timeout
+        ranks.world.step(ranks.optimizers)
+    assert_same(before, [p.detach() for p in ranks.models[0].parameters()])
+    ranks.shrink([0, 1])
+    ranks.train(loss, 5)
+    ranks.assert_replicas_equal()
+
+
+@every
+def test_what_survivors_owe_stays_and_what_is_gone_is_told(case):
+    ranks = make_ranks(case, 3, torch.float64)
+    ranks.train(loss, 7)
+    settled(ranks)
+    fail_the_step(ranks, on=[0, 1, 2])
+    owed = [optimizer.stats.residual_norm() for optimizer in ranks.optimizers]
+    kept = [snapshot(ranks.optimizers[rank]) for rank in (0, 2)]
+    if case.cls.averaged_state:
+        with pytest.warns(UserWarning, match=rf"1 of 3 ranks are gone.*norm {owed[0]:.3g}"):
+            ranks.shrink([0, 2])
+    else:
+        ranks.shrink([0, 2])
+    for old, optimizer, norm in zip(kept, ranks.optimizers, (owed[0], owed[2]), strict=True):
+        assert optimizer.stats.residual_norm() == norm
+        now = snapshot(optimizer)
+        parameters = len(optimizer.param_groups[0]["params"])
+        assert_same(old[:parameters], now[:parameters])
+
+
+@every
+def test_ranks_may_also_join_an_equal_group_anew(case):
+    """The group was made again with the same ranks: nobody is told of a loss, and the run goes on."""
+    ranks = make_ranks(case, 2)
+    ranks.train(loss, 6)
+    ranks.shrink([0, 1])
+    ranks.train(loss, 4)
+    ranks.assert_replicas_equal()
+    assert len(CASES) and ranks.optimizers[0].stats.step == 10
