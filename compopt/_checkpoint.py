@@ -37,17 +37,25 @@ def fill(bucket: Bucket, specs: dict[str, StateSpec], state: MutableMapping[Tens
             if view is None:
                 continue
             if name in old:
-                view.copy_(local(old[name]).view(view.shape))
+                view.copy_(_own(bucket, i, local(old[name]), spec).view(view.shape))
             elif name == "master":
-                view.copy_(local(p.detach()))
+                view.copy_(bucket.own_part(i) if spec.sharded else local(p.detach()))
             entry[name] = bucket.shown(i, view, _whole(spec, bucket, i))
         state[p] = entry
     bucket.entries = [state[p] for p in bucket.params]
 
 
+def _own(bucket: Bucket, i: int, held: Tensor, spec: StateSpec) -> Tensor:
+    """What this rank keeps of a state that may be whole, as a checkpoint has it."""
+    if not spec.sharded or held.numel() != bucket.lengths[i]:
+        return held
+    start, stop = bucket.shards.own[i]
+    return held.reshape(-1)[start:stop]
+
+
 def _whole(spec: StateSpec, bucket: Bucket, i: int) -> bool:
     """Whether this state of tensor i is kept in the tensor's shape."""
-    return not (spec.packed or spec.scalar or (spec.on and bucket.compressed[i]))
+    return not (spec.packed or spec.scalar or spec.sharded or (spec.on and bucket.compressed[i]))
 
 
 def spread(bucket: Bucket, i: int, specs: dict[str, StateSpec], entry: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +64,12 @@ def spread(bucket: Bucket, i: int, specs: dict[str, StateSpec], entry: dict[str,
     for name, spec in specs.items():
         if name not in entry or spec.scalar or _whole(spec, bucket, i):
             continue
-        if spec.packed:
+        if spec.sharded and bucket.gathered:
+            whole = bucket.gathered[name][i].to(bucket.device)
+        elif spec.sharded:  # the rest is other ranks'
+            start, stop = bucket.shards.own[i]
+            whole = torch.nn.functional.pad(entry[name], (start, bucket.lengths[i] - stop))
+        elif spec.packed:
             whole = unpack_bits(entry[name], bucket.lengths[i])
         else:
             mask = unpack_bits(entry[spec.on], bucket.lengths[i])

@@ -8,8 +8,15 @@ from pathlib import Path
 import compopt
 
 ROOT = Path(compopt.__file__).parent
-ALGORITHMS = {"radius", "scape", "adams", "separate"}
-HELPERS = {"_masks", "_selection", "_projections", "_projecting"}  # of the algorithms, in files of their own
+ALGORITHMS = {"radius", "scape", "adams", "separate", "tagc"}
+HELPERS = {
+    "_masks",
+    "_selection",
+    "_projections",
+    "_projecting",
+    "_shards",
+    "_sketch",
+}  # of the algorithms, in files of their own
 ALLOWED = {
     "algorithm": {"_base", "_ops", "_math", "_buckets", "_requests", "_options", "_stats"} | HELPERS,
     "_base": {
@@ -24,11 +31,12 @@ ALLOWED = {
         "_requests",
         "_stats",
         "_options",
+        "_shards",
     },
     "_handshake": {"_comm", "_requests", "_buckets"},
     "_recovery": {"_handshake", "_comm", "_requests", "_buckets"},
     "_checkpoint": {"_buckets", "_math"},
-    "_runtime": {"_comm", "_buckets", "_requests"},
+    "_runtime": {"_comm", "_buckets", "_requests", "_math"},
     "_ops": {"_math", "_buckets", "_requests"},
     "_buckets": {"_requests"},
     "_comm": {"_requests"},
