@@ -27,7 +27,7 @@ from ._options import require as require
 from ._recovery import catch_up, tell_what_is_lost
 from ._requests import AllReduceMean, CommunicationError, Request
 from ._runtime import Runtime, Verdict
-from ._shards import Shards, gather, move
+from ._shards import Shards
 from ._stats import Stats
 
 FREE = {"params", "param_names", "step", "lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
@@ -255,8 +255,8 @@ class CompressedOptimizer(Optimizer):
         self._build()
         yield from catch_up(self, self.comm)
         if self.sharded:
-            yield from move(self._before, self._buckets, self.comm)
-            self._before = None
+            yield from _checkpoint.move(self._before, self._buckets, self.comm)
+        self._before = None
         tell_what_is_lost(self, before, self.comm.size)
 
     _before: list[Bucket] | None = None  # buckets of before a rebind, while their shards are not yet cut again
@@ -433,7 +433,6 @@ class CompressedOptimizer(Optimizer):
 
     def consolidate_in_turns(self) -> Generator[Pending, None, None]:
         self._settle()
-        yield from self._cut_again()
         for bucket in self._buckets:
             for name in self.averaged_state:
                 if bucket.flat[name].numel():
@@ -442,7 +441,7 @@ class CompressedOptimizer(Optimizer):
                     pending.wait()
             bucket.gathered = {}
             for name in bucket.sharded:
-                bucket.gathered[name] = yield from gather(bucket, name, self.comm)
+                bucket.gathered[name] = yield from _checkpoint.gather(bucket, name, self.comm)
         self._consolidated = self._option_groups[0]["step"]
 
     _consolidated: int | None = None

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ._requests import Payload
-
-if TYPE_CHECKING:
-    from ._shards import Shards
+from ._shards import Shards
 
 BUCKET_BYTES = 8 * 2**20  # of gradients: large enough for the link's bandwidth, small enough to overlap with backward
 COMPRESS_FROM = 4096  # elements; smaller tensors, norm scales and biases are averaged dense

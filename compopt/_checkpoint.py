@@ -8,14 +8,19 @@ it like the parameter, and a checkpoint loads under another wrapper or another n
 from __future__ import annotations
 
 import warnings
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Generator, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ._buckets import Bucket, StateSpec, is_compressed, laid_out_as, local
 from ._math import pack_bits, unpack_bits
+from ._requests import AllGather
+from ._shards import unshard
+
+if TYPE_CHECKING:
+    from ._comm import Comm, Pending
 
 FORMAT = 1  # of state dicts; written into every group, beside the class. 0: none was written yet
 OF_TORCH = {"step", "exp_avg", "exp_avg_sq"}  # what torch.optim.AdamW keeps
@@ -222,3 +227,36 @@ def _warn_of_other_ranks(optimizer: Any, residuals: str) -> None:
             "what the other ranks held back is lost. Call consolidate_state() on all ranks before saving.",
             stacklevel=4,
         )
+
+
+# Sharded state
+
+Gathering = Generator["Pending", None, Any]
+
+
+def gather(bucket: Bucket, name: str, comm: Comm, owners: list[int] | None = None) -> Gathering:
+    """One sharded state of a bucket, whole and in host memory, a vector a tensor. All ranks must ask.
+
+    What nobody has, because its owner is gone, is as in the parameters for masters, 0 otherwise.
+    """
+    shards, flat = bucket.shards, bucket.flat[name]
+    pending = comm.start(AllGather(torch.nn.functional.pad(flat, (0, shards.most - flat.numel()))))
+    yield pending
+    whole = [torch.zeros(n, dtype=flat.dtype) for n in shards.lengths]
+    if name == "master":
+        for w, p in zip(whole, bucket.params, strict=True):
+            w.copy_(local(p.detach()).reshape(-1))
+    unshard(shards, pending.wait().cpu(), whole, owners)
+    return whole
+
+
+def move(old: list[Bucket], new: list[Bucket], comm: Comm) -> Gathering:
+    """Cut the shards of ``old`` buckets again as the ``new`` ones are cut, over the ranks that are left."""
+    pending = comm.start(AllGather(torch.tensor([old[0].shards.rank], device=old[0].device)))
+    yield pending
+    owners = pending.wait().view(-1).tolist()
+    for before, after in zip(old, new, strict=True):
+        for name in before.sharded:
+            whole = yield from gather(before, name, comm, owners)
+            for w, own, (start, stop) in zip(whole, after.state[name], after.shards.own, strict=True):
+                own.copy_(w[start:stop])

@@ -10,18 +10,11 @@ In memory ``optimizer.state`` shows the part of each tensor that this rank owns,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ._buckets import Bucket, local
 from ._masks import cut_bytes, offsets_of
-from ._requests import AllGather
-
-if TYPE_CHECKING:
-    from ._comm import Comm, Pending
 
 Range = tuple[int, int]
 
@@ -57,6 +50,10 @@ class Shards:
     def sizes(self, rank: int) -> list[int]:
         """Elements of each tensor that ``rank`` owns."""
         return [stop - start for start, stop in self.ranges[rank]]
+
+    def compressed_in(self, rank: int) -> int:
+        """Elements of compressed tensors that ``rank`` owns."""
+        return sum(size for size, c in zip(self.sizes(rank), self.compressed, strict=True) if c)
 
     @property
     def most(self) -> int:
@@ -94,34 +91,3 @@ def unshard(shards: Shards, rows: Tensor, into: list[Tensor], owners: list[int] 
         sizes = shards.sizes(owner)
         for part, (start, stop), whole in zip(row[: sum(sizes)].split(sizes), shards.ranges[owner], into, strict=True):
             whole[start:stop].copy_(part)
-
-
-Gathering = Generator["Pending", None, Any]
-
-
-def gather(bucket: Bucket, name: str, comm: Comm, owners: list[int] | None = None) -> Gathering:
-    """One sharded state of a bucket, whole and in host memory, a vector a tensor. All ranks must ask.
-
-    What nobody has, because its owner is gone, is as in the parameters for masters, 0 otherwise.
-    """
-    shards, flat = bucket.shards, bucket.flat[name]
-    pending = comm.start(AllGather(torch.nn.functional.pad(flat, (0, shards.most - flat.numel()))))
-    yield pending
-    whole = [torch.zeros(n, dtype=flat.dtype) for n in shards.lengths]
-    if name == "master":
-        for w, p in zip(whole, bucket.params, strict=True):
-            w.copy_(local(p.detach()).reshape(-1))
-    unshard(shards, pending.wait().cpu(), whole, owners)
-    return whole
-
-
-def move(old: list[Bucket], new: list[Bucket], comm: Comm) -> Gathering:
-    """Cut the shards of ``old`` buckets again as the ``new`` ones are cut, over the ranks that are left."""
-    pending = comm.start(AllGather(torch.tensor([old[0].shards.rank], device=old[0].device)))
-    yield pending
-    owners = pending.wait().view(-1).tolist()
-    for before, after in zip(old, new, strict=True):
-        for name in before.sharded:
-            whole = yield from gather(before, name, comm, owners)
-            for w, own, (start, stop) in zip(whole, after.state[name], after.shards.own, strict=True):
-                own.copy_(w[start:stop])

@@ -35,20 +35,21 @@ from torch import Tensor
 
 from ._base import CompressedOptimizer
 from ._buckets import Bucket, StateSpec, local
-from ._masks import bits_of, per_tensor, positions_of
+from ._masks import bits_of, per_tensor, positions_of, set_bits_
 from ._math import squared_norm
 from ._ops import Ops, clip_factor
 from ._options import check_adam, check_compression, require
 from ._requests import Agree, AllGather, BitOr, Commit, Payload, ReduceScatterMean, Request
 from ._selection import EXACT_BELOW, SLACK, compressed_lengths, select
 from ._shards import unshard
-from ._sketch import Compact
+from ._sketch import Compact, Sketch
 from ._stats import Stats
 
-# Names of the projections to queries, keys and values, as far as they are customary. What follows the attention is
-# a linear layer like any other (section 3.2).
+# The projections to queries, keys and values, by the names that are customary. What follows the attention is a linear
+# layer like any other (section 3.2).
 ATTENTION = re.compile(
-    r"(^|[._])(w?(q|k|v|kv|qk|qkv)|query|key|value|query_key_value|c_attn|in)(_proj|_lin)?(_weight|[._]|$)", re.I
+    r"(^|[._])((w?(q|k|v|kv|qk|qkv)|query|key|value|query_key_value|c_attn)(_proj|_lin)?(\.weight)?|in_proj_weight)$",
+    re.IGNORECASE,
 )
 
 
@@ -60,7 +61,7 @@ def tagc(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     if sparse:
         left = sparsify(bucket, ops, grads)  # lines 1 and 2
         index = yield BitOr(left.bits)  # lines 3 and 4
-        code = Compact(shards, positions_of(index))
+        code = coded(bucket, positions_of(index))
     rows, flat = messages(bucket, ops, grads, left, code)  # line 5
     row = yield ReduceScatterMean(flat, [payload.flat.numel() for payload in rows])  # lines 6 and 9
     mean = rows[shards.rank].over(row)
@@ -87,6 +88,7 @@ def tagc(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
 
 
 Part = tuple[Tensor, Tensor | None]
+Code = Compact | Sketch
 
 
 class Left(NamedTuple):
@@ -112,7 +114,7 @@ def sparsify(bucket: Bucket, ops: Ops, grads: list[Tensor | None]) -> Left:
             if grads[i] is not None:
                 own.add_(grads[i].reshape(-1))
     for r, (first, last) in enumerate(zip(shards.cuts, shards.cuts[1:], strict=False)):
-        n = sum(size for size, c in zip(shards.sizes(r), bucket.compressed, strict=True) if c)
+        n = shards.compressed_in(r)
         part = slice(8 * first, 8 * last)
         k = most_left(h["sparsity"], n)
         wanted = k if n <= EXACT_BELOW else math.floor(k / (1 + SLACK))  # a threshold may find so many more
@@ -121,7 +123,11 @@ def sparsify(bucket: Bucket, ops: Ops, grads: list[Tensor | None]) -> Left:
         flags[part] = False
     packed = bits_of(flags)
     positions = positions_of(packed)
-    return Left(positions, x.index_select(0, positions), packed)
+    values = x.index_select(0, positions)
+    if not values.all():  # line 3: gradients of embeddings are mostly zeros
+        positions, values = positions[values != 0], values[values != 0]
+        set_bits_(packed, positions)
+    return Left(positions, values, packed)
 
 
 def most_left(sparsity: float, n: int) -> int:
@@ -129,15 +135,24 @@ def most_left(sparsity: float, n: int) -> int:
     return min(n, max(1, n - math.ceil(round(sparsity * n, 6))))
 
 
+def coded(bucket: Bucket, index: Tensor) -> Code:
+    """The code of this step's index; a sketch's cells are drawn anew for every bucket and step."""
+    h = bucket.group
+    if h["codec"] == "compact":
+        return Compact(bucket.shards, index)
+    return Sketch(bucket.shards, index, h["sketch_ratio"], 1_000_003 * h["step"] + bucket.index)
+
+
 def messages(
-    bucket: Bucket, ops: Ops, grads: list[Tensor | None], left: Left | None, code: Compact | None
+    bucket: Bucket, ops: Ops, grads: list[Tensor | None], left: Left | None, code: Code | None
 ) -> tuple[list[Payload], Tensor]:
     """A row for every owner: the header, its part of each dense tensor, and of the compressed ones the code."""
     shards = bucket.shards
     dense = [i for i, c in enumerate(bucket.compressed) if not (code and c)]
-    coded = code.sizes if code else [0] * shards.ranks
-    lengths = [[*(shards.sizes(r)[i] for i in dense), coded[r]] for r in range(shards.ranks)]
-    rows, flat = bucket.payloads(lengths, bucket.group["payload_dtype"])
+    sizes = code.sizes if code else [0] * shards.ranks
+    lengths = [[*(shards.sizes(r)[i] for i in dense), sizes[r]] for r in range(shards.ranks)]
+    exact = torch.promote_types(bucket.dtype, torch.float32)  # what peeling needs
+    rows, flat = bucket.payloads(lengths, exact if isinstance(code, Sketch) else bucket.group["payload_dtype"])
     ops.mark(rows[0], grads)
     for r, row in enumerate(rows):
         row.header.copy_(rows[0].header)
@@ -151,11 +166,11 @@ def messages(
     return rows, flat
 
 
-def averaged(bucket: Bucket, mean: Payload, code: Compact | None) -> list[Part]:
+def averaged(bucket: Bucket, mean: Payload, code: Code | None) -> list[Part]:
     """Line 10, for this rank's part of every tensor: values, and where in the part they are (None: everywhere)."""
-    *dense, coded = mean.parts
+    *dense, code_of_mean = mean.parts
     index = bucket.shards.in_own_parts(code.index) if code else [None] * len(bucket.params)
-    sparse = iter(code.decode(coded).split([len(i) for i in index if i is not None]) if code else ())
+    sparse = iter(code.decode(code_of_mean).split([len(i) for i in index if i is not None]) if code else ())
     dense = iter(dense)
     return [(next(dense) if i is None else next(sparse), i) for i in index]
 
@@ -229,7 +244,10 @@ class TagcAdamW(CompressedOptimizer):
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`.
         sparsity: share of each shard's compressed elements that is held back, at least, in [0, 1). The union over ranks
             of what is left is sent, so bytes grow with the number of ranks.
-        codec: "compact" sends the values at the union as they are.
+        codec: "compact" sends the values at the union as they are. "sketch", the paper's, sends a count sketch, in
+            float32 at least. Where it can be decoded it is larger: a table needs 1.22 cells for an element.
+        sketch_ratio: the sketch has a cell for every so many compressed elements of the shard, at least 1. The paper
+            takes 2, 4 and 10 at sparsity 0.8, 0.9 and 0.9875. What does not fit is sent as it is, and counted.
         select: a regular expression; tensors whose name it matches somewhere are compressed. It needs
             ``named_parameters()``. None: tensors of at least 2 dimensions and 4096 elements, but not the projections to
             queries, keys and values where the parameters are named customarily (the paper's selection).
@@ -253,13 +271,14 @@ class TagcAdamW(CompressedOptimizer):
 
     def __init__(
         self, params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, *, sparsity: float = 0.9875, codec: str = "compact", select: str | None = None,
-        warmup_steps: int = 0, max_grad_norm: float | None = None, payload_dtype: torch.dtype | None = None,
-        process_group: object = None, maximize: bool = False,
+        weight_decay: float = 1e-2, *, sparsity: float = 0.9875, codec: str = "compact", sketch_ratio: float = 10,
+        select: str | None = None, warmup_steps: int = 0, max_grad_norm: float | None = None,
+        payload_dtype: torch.dtype | None = None, process_group: object = None, maximize: bool = False,
     ):  # fmt: skip
         defaults = dict(
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, sparsity=sparsity, codec=codec, select=select,
-            warmup_steps=warmup_steps, max_grad_norm=max_grad_norm, payload_dtype=payload_dtype, maximize=maximize,
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, sparsity=sparsity, codec=codec,
+            sketch_ratio=sketch_ratio, select=select, warmup_steps=warmup_steps, max_grad_norm=max_grad_norm,
+            payload_dtype=payload_dtype, maximize=maximize,
         )  # fmt: skip
         super().__init__(params, defaults, process_group)
 
@@ -267,6 +286,7 @@ class TagcAdamW(CompressedOptimizer):
         check_adam(group)
         check_compression(group)
         require(0 <= group["sparsity"] < 1, "sparsity", group["sparsity"], "in [0, 1)")
+        require(group["sketch_ratio"] >= 1, "sketch_ratio", group["sketch_ratio"], ">= 1")
         require(group["codec"] in ("compact", "sketch"), "codec", group["codec"], "'compact' or 'sketch'")
         require(
             group["select"] is None or valid(group["select"]), "select", group["select"], "None or a regular expression"

@@ -97,7 +97,7 @@ CASES = [
         lossless=dict(sparsity=0.0),
         reference=torch.optim.AdamW,
         method="tagc",
-        bad=ADAM_BAD | COMMON_BAD | {"sparsity": [1.0, -0.1], "codec": ["zip"], "select": ["("]},
+        bad=ADAM_BAD | COMMON_BAD | {"sparsity": [1.0, -0.1], "codec": ["zip"], "sketch_ratio": [0.5], "select": ["("]},
     ),
     Case(
         compopt.Separate,

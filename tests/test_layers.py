@@ -9,16 +9,9 @@ import compopt
 
 ROOT = Path(compopt.__file__).parent
 ALGORITHMS = {"radius", "scape", "adams", "separate", "tagc"}
-HELPERS = {
-    "_masks",
-    "_selection",
-    "_projections",
-    "_projecting",
-    "_shards",
-    "_sketch",
-}  # of the algorithms, in files of their own
+HELPERS = {"_masks", "_selection", "_projections", "_projecting", "_sketch"}  # of the algorithms, in files of their own
 ALLOWED = {
-    "algorithm": {"_base", "_ops", "_math", "_buckets", "_requests", "_options", "_stats"} | HELPERS,
+    "algorithm": {"_base", "_ops", "_math", "_buckets", "_requests", "_options", "_stats", "_shards"} | HELPERS,
     "_base": {
         "_runtime",
         "_buckets",
@@ -35,10 +28,12 @@ ALLOWED = {
     },
     "_handshake": {"_comm", "_requests", "_buckets"},
     "_recovery": {"_handshake", "_comm", "_requests", "_buckets"},
-    "_checkpoint": {"_buckets", "_math"},
+    "_shards": {"_masks"},
+    "_masks": set(),
+    "_checkpoint": {"_buckets", "_math", "_shards", "_requests", "_comm"},
     "_runtime": {"_comm", "_buckets", "_requests", "_math"},
     "_ops": {"_math", "_buckets", "_requests"},
-    "_buckets": {"_requests"},
+    "_buckets": {"_requests", "_shards"},
     "_comm": {"_requests"},
     "_math": set(),
     "_options": set(),
