@@ -24,6 +24,7 @@ parameters are gathered before anything is written, so a step is all or nothing 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Generator
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from ._base import CompressedOptimizer
 from ._buckets import Bucket, StateSpec, local
-from ._masks import bits_of, per_tensor, positions_of, set_bits_
+from ._masks import per_tensor, positions_of
 from ._math import squared_norm
 from ._ops import Ops, clip_factor
 from ._options import check_adam, check_compression, require
@@ -101,33 +102,24 @@ class Left(NamedTuple):
 
 def sparsify(bucket: Bucket, ops: Ops, grads: list[Tensor | None]) -> Left:
     """Lines 1 and 2: in every shard, the largest of gradient and accumulator."""
-    h, shards = bucket.group, bucket.shards
-    residual, bits = bucket.flat["residual"], 8 * shards.offsets[-1]
-    x = ops.scratch(residual, bits, use="x").zero_()
-    flags = ops.scratch(residual, bits, torch.bool, "flags")
-    padding = []
+    shards, sparsity = bucket.shards, bucket.group["sparsity"]
+    x = ops.scratch(bucket.flat["residual"], 8 * shards.offsets[-1], use="x").zero_()
     for i, n in enumerate(compressed_lengths(bucket)):
         if n:
-            begin = 8 * shards.offsets[i]
-            own = x[begin : begin + n].copy_(bucket.state["residual"][i].reshape(-1))
-            padding.append(slice(begin + n, 8 * shards.offsets[i + 1]))
+            own = x[8 * shards.offsets[i] :][:n].copy_(bucket.state["residual"][i].reshape(-1))
             if grads[i] is not None:
                 own.add_(grads[i].reshape(-1))
-    for r, (first, last) in enumerate(zip(shards.cuts, shards.cuts[1:], strict=False)):
+    found = []
+    for r, (first, last) in enumerate(itertools.pairwise(shards.cuts)):
         n = shards.compressed_in(r)
-        part = slice(8 * first, 8 * last)
-        k = most_left(h["sparsity"], n)
+        k = most_left(sparsity, n)
         wanted = k if n <= EXACT_BELOW else math.floor(k / (1 + SLACK))  # a threshold may find so many more
-        select(x[part], wanted, "sampled", 0.0, flags[part], ops.scratch(x, 8 * (last - first), use="abs"))
-    for part in padding:
-        flags[part] = False
-    packed = bits_of(flags)
-    positions = positions_of(packed)
+        found.append(select(x[8 * first : 8 * last], wanted, "sampled", ops)[0].add_(8 * first))
+    positions = torch.cat(found)
     values = x.index_select(0, positions)
-    if not values.all():  # line 3: gradients of embeddings are mostly zeros
+    if not values.all():  # line 3: gradients of embeddings are mostly zeros; and so is what is between tensors
         positions, values = positions[values != 0], values[values != 0]
-        set_bits_(packed, positions)
-    return Left(positions, values, packed)
+    return Left(positions, values, ops.bits(positions, shards.offsets[-1]))
 
 
 def most_left(sparsity: float, n: int) -> int:
