@@ -8,6 +8,10 @@ from .integrations.ddp import attach
 from .radius import RadiusAdamW
 from .scape import ScapeAdamS
 from .separate import Separate, SeparateAdam
+from .tagc import TagcAdamW
 
 __version__ = "0.1.0"
-__all__ = ["AdamS", "CommunicationError", "RadiusAdamW", "ScapeAdamS", "Separate", "SeparateAdam", "Stats", "attach"]
+__all__ = [
+    "AdamS", "CommunicationError", "RadiusAdamW", "ScapeAdamS", "Separate", "SeparateAdam", "Stats", "TagcAdamW",
+    "attach",
+]  # fmt: skip

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import _checkpoint
-from ._buckets import Bucket, StateSpec, make_buckets
-from ._comm import Comm, Pending, connect, copies_of, shard_comms
+from ._buckets import Bucket, StateSpec, is_compressed, make_buckets
+from ._comm import Comm, Pending, connect, copies_of, default_ranks, shard_comms
 from ._handshake import describe, explain_mismatch, handshake
 from ._ops import choose
 from ._options import check_adam as check_adam
@@ -27,6 +27,7 @@ from ._options import require as require
 from ._recovery import catch_up, tell_what_is_lost
 from ._requests import AllReduceMean, CommunicationError, Request
 from ._runtime import Runtime, Verdict
+from ._shards import Shards
 from ._stats import Stats
 
 FREE = {"params", "param_names", "step", "lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
@@ -41,6 +42,7 @@ class CompressedOptimizer(Optimizer):
     """
 
     averaged_state: tuple[str, ...] = ()  # per-rank state of which only the mean over ranks ever matters
+    sharded = False  # each rank keeps state of its own shard only, and parameters are gathered in the step
     chosen_state: tuple[str, ...] = ()  # masks that the next step chooses anew where they are lost (all zero)
 
     def __init__(self, params: Iterable, defaults: dict[str, Any], process_group: object = None):
@@ -66,6 +68,10 @@ class CompressedOptimizer(Optimizer):
 
     def check_group(self, group: dict) -> None:
         raise NotImplementedError
+
+    def is_compressed(self, p: Tensor, group: dict, name: str) -> bool:
+        """Whether ``p`` is compressed: what its group says, else matrices and larger of at least 4096 elements."""
+        return is_compressed(p, group)
 
     def restore(self, bucket: Bucket) -> None:
         """Rebuild what ``bucket.cache`` derives from state, after it was set from outside."""
@@ -106,6 +112,7 @@ class CompressedOptimizer(Optimizer):
         self._check_gradients()
         self._unscale()
         self.before_exchange()
+        self._join()
         comm = self.comm
         before = self._option_groups[0]["step"] if self._option_groups else 0
         try:
@@ -116,6 +123,8 @@ class CompressedOptimizer(Optimizer):
 
     def _step_over(self, comm: Comm, before: int) -> Generator[Pending, None, None]:
         yield from self._runtime.settle_in_turns()
+        for bucket in self._buckets:
+            bucket.gathered = {}
         if self._runtime.lost or self._agreed != self._structure():
             self._acquainted = self._runtime.lost = False
             self._runtime.drop_early()
@@ -156,6 +165,7 @@ class CompressedOptimizer(Optimizer):
             phase=phase if verdict.applied else "skipped",
             bytes_sent=sent,
             bytes_dense=sum(bucket.dense_bytes for bucket in self._buckets),
+            parameter_bytes=sum(bucket.parameter_bytes for bucket in self._buckets) if verdict.applied else 0,
             grad_norm=verdict.norm,
             early_buckets=verdict.early,
             buckets=len(self._buckets),
@@ -237,10 +247,25 @@ class CompressedOptimizer(Optimizer):
         for bucket in self._buckets:
             for name in self.chosen_state:
                 bucket.flat[name].zero_()
+            for entry in bucket.entries:
+                for name in bucket.sharded:
+                    del entry[name]
+        self._before = self._before or self._buckets
         self._group, self._comm, self._counted = process_group, None, 0
         self._build()
         yield from catch_up(self, self.comm)
+        if self.sharded:
+            yield from _checkpoint.move(self._before, self._buckets, self.comm)
+        self._before = None
         tell_what_is_lost(self, before, self.comm.size)
+
+    _before: list[Bucket] | None = None  # buckets of before a rebind, while their shards are not yet cut again
+
+    def _join(self) -> None:
+        """Cut state for the ranks there are, where the optimizer was made before torch.distributed was initialised."""
+        late = self.sharded and self._group is None and not self._acquainted
+        if late and self._comm is not None and self.comm.size != default_ranks():
+            self._build()
 
     def _watch_skips(self, verdict: Verdict) -> None:
         self._skipped_in_a_row = 0 if verdict.applied else self._skipped_in_a_row + 1
@@ -275,18 +300,20 @@ class CompressedOptimizer(Optimizer):
         self._ready: dict[int, set[Tensor]] = {}  # what the running backward has finished, a bucket
         self._begun = 0  # and how many buckets it has started
         self._runtime = Runtime(self.algorithm)
-        self._buckets = make_buckets(self._option_groups)
+        self._buckets = make_buckets(self._option_groups, self.is_compressed)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.params}
         self._shards = shard_comms(p for bucket in self._buckets for p in bucket.params)
         for bucket in self._buckets:
             bucket.copies = copies_of(bucket.params[0], self._shards)
+            if self.sharded:
+                bucket.shards = Shards(bucket.lengths, bucket.compressed, self.comm.rank, self.comm.size)
             _checkpoint.fill(bucket, self._specs(bucket), self.state)
             self.restore(bucket)
 
     def _specs(self, bucket: Bucket) -> dict[str, StateSpec]:
         low = bucket.dtype.itemsize < 4
         specs = self.state_specs(torch.float32 if low else bucket.dtype)
-        return {**specs, "master": StateSpec(torch.float32)} if low else specs
+        return {**specs, "master": StateSpec(torch.float32, sharded=self.sharded)} if low else specs
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its options are checked, its state created. All ranks must do so at the same step."""
@@ -325,7 +352,7 @@ class CompressedOptimizer(Optimizer):
     def _settings(self) -> list:
         """What must be the same on all ranks, step for step."""
         return [
-            type(self).__name__,
+            type(self).__name__ + (" (sharded)" if self.sharded else ""),
             *({k: _plain(v) for k, v in g.items() if k not in ("params", "param_names")} for g in self._option_groups),
         ]
 
@@ -368,7 +395,9 @@ class CompressedOptimizer(Optimizer):
             self.tidy(bucket)
 
     def _whose_residuals(self) -> str:
-        same = not self.averaged_state or self.comm.size == 1 or self._consolidated == self._option_groups[0]["step"]
+        own = self.sharded or self.averaged_state
+        whole = all(bucket.gathered or not bucket.sharded for bucket in self._buckets)
+        same = not own or self.comm.size == 1 or (whole and self._consolidated == self._option_groups[0]["step"])
         return "mean" if same else f"rank {self.comm.rank} of {self.comm.size}"
 
     def _signature(self) -> dict[str, Any]:
@@ -410,6 +439,9 @@ class CompressedOptimizer(Optimizer):
                     pending = self.comm.start(AllReduceMean(bucket.flat[name]))
                     yield pending
                     pending.wait()
+            bucket.gathered = {}
+            for name in bucket.sharded:
+                bucket.gathered[name] = yield from _checkpoint.gather(bucket, name, self.comm)
         self._consolidated = self._option_groups[0]["step"]
 
     _consolidated: int | None = None
@@ -426,7 +458,7 @@ class CompressedOptimizer(Optimizer):
 
     def _contents(self) -> dict[str, Any]:
         """What a copy is made from; the rest is rebuilt."""
-        return Optimizer.__getstate__(self)
+        return {**Optimizer.__getstate__(self), "sharded": self.sharded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

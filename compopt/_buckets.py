@@ -6,16 +6,20 @@ finishes them). Each kind of state is one flat tensor a bucket; ``optimizer.stat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ._requests import Payload
+from ._shards import Shards
 
 BUCKET_BYTES = 8 * 2**20  # of gradients: large enough for the link's bandwidth, small enough to overlap with backward
 COMPRESS_FROM = 4096  # elements; smaller tensors, norm scales and biases are averaged dense
+
+
+Chosen = Callable[[Tensor, dict, str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class StateSpec:
     compressed_only: bool = False
     scalar: bool = False  # one element a tensor
     on: str | None = None  # of a compressed tensor only the elements on this mask, which is another, packed state
+    sharded: bool = False  # of each tensor only the elements in this rank's shard, as a vector
 
     def numel(self, n: int) -> int:
         return 1 if self.scalar else (n + 7) // 8 if self.packed else n
@@ -44,7 +49,7 @@ def laid_out_as(p: Tensor, view: Tensor) -> Tensor:
     return type(p).from_local(view, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
-def is_compressed(p: Tensor, group: dict) -> bool:
+def is_compressed(p: Tensor, group: dict, name: str = "") -> bool:
     """Whether ``p`` is compressed: what its group says, else matrices and larger of at least 4096 elements."""
     said = group.get("compress")
     return p.dim() >= 2 and p.numel() >= COMPRESS_FROM if said is None else bool(said)
@@ -53,12 +58,16 @@ def is_compressed(p: Tensor, group: dict) -> bool:
 class Bucket:
     """Tensors of one group, dtype and device. ``index`` is its place in the order in which buckets are exchanged."""
 
-    def __init__(self, index: int, group: dict, params: list[Tensor], names: list[str]):
+    def __init__(self, index: int, group: dict, params: list[Tensor], names: list[str], chosen: Chosen | None = None):
         self.index, self.group, self.params, self.names = index, group, params, names
-        self.compressed = [is_compressed(p, group) for p in params]
+        self.compressed = [(chosen or is_compressed)(p, group, name) for p, name in zip(params, names, strict=True)]
         self.lengths = [local(p).numel() for p in params]
         self.dtype, self.device = params[0].dtype, params[0].device
         self.copies = 1  # ranks that hold the same shards, among those that hold the other shards of the model
+        self.shards: Shards | None = None  # which part of each tensor this rank owns, where state is sharded
+        self.parameter_bytes = 0  # handed over in the last step to gather updated parameters
+        self.sharded: list[str] = []  # the names of sharded state
+        self.gathered: dict[str, list[Tensor]] = {}  # sharded state, whole: from consolidate_state to the next step
         self.control: list[float] = []  # set by the runtime on the last bucket of a step
         self.state: dict[
             str, list[Tensor | None]
@@ -83,14 +92,16 @@ class Bucket:
 
         State that lives on a mask gets the size of what is ``held`` of it.
         """
+        self.sharded += [name] if spec.sharded else []
         has = [c or not spec.compressed_only for c in self.compressed]
-        sizes = [spec.numel(n) if h else 0 for n, h in zip(self.lengths, has, strict=True)]
+        lengths = self.shards.sizes(self.shards.rank) if spec.sharded else self.lengths
+        sizes = [spec.numel(n) if h else 0 for n, h in zip(lengths, has, strict=True)]
         if spec.on:
             sizes = [old[name].numel() if name in old else n for n, old in zip(sizes, held, strict=True)]
         self.flat[name] = torch.zeros(sum(sizes), dtype=spec.dtype, device=self.device)
         views = self.flat[name].split(sizes)
         self.state[name] = [
-            self._shaped(v, p, spec) if h else None for v, p, h in zip(views, self.params, has, strict=True)
+            self._shaped(v, i, spec) if h else None for i, (v, h) in enumerate(zip(views, has, strict=True))
         ]
 
     def resize(self, name: str, sizes: list[int]) -> list[Tensor]:
@@ -104,11 +115,11 @@ class Bucket:
                 entry[name] = self.shown(i, self.state[name][i], not self.compressed[i])
         return self.state[name]
 
-    def _shaped(self, view: Tensor, p: Tensor, spec: StateSpec) -> Tensor:
+    def _shaped(self, view: Tensor, i: int, spec: StateSpec) -> Tensor:
         if spec.scalar:
             return view.view(())
-        flat = spec.packed or (spec.on and is_compressed(p, self.group))
-        return view if flat else view.view(local(p).shape)
+        flat = spec.packed or spec.sharded or (spec.on and self.compressed[i])
+        return view if flat else view.view(local(self.params[i]).shape)
 
     def shown(self, i: int, view: Tensor, whole: bool) -> Tensor:
         """How the optimizer's state shows ``view``: laid out as the parameter where it has the parameter's shape."""
@@ -116,9 +127,15 @@ class Bucket:
 
     def renew_masters(self) -> None:
         """Masters follow parameters that were set from outside: broadcast, or loaded after the optimizer was made."""
-        for p, master in zip(self.params, self.state.get("master", []), strict=False):
-            if not torch.equal(master.to(p.dtype), local(p.detach())):
-                master.copy_(local(p.detach()))
+        for i, master in enumerate(self.state.get("master", [])):
+            p = local(self.params[i].detach()) if self.shards is None else self.own_part(i)
+            if not torch.equal(master.to(p.dtype), p):
+                master.copy_(p)
+
+    def own_part(self, i: int) -> Tensor:
+        """What this rank owns of parameter i, flat; a copy where the parameter is not contiguous."""
+        start, stop = self.shards.own[i]
+        return local(self.params[i].detach()).reshape(-1)[start:stop]
 
     @property
     def weights(self) -> list[Tensor]:
@@ -126,7 +143,9 @@ class Bucket:
         return [self.weight(i) for i in range(len(self.params))]
 
     def weight(self, i: int) -> Tensor:
-        return self.state["master"][i] if "master" in self.state else local(self.params[i].detach())
+        if "master" in self.state:
+            return self.state["master"][i]
+        return local(self.params[i].detach()) if self.shards is None else self.own_part(i)
 
     def publish(self, i: int) -> None:
         """Bring an updated master to its parameter."""
@@ -152,6 +171,19 @@ class Bucket:
             payload.control.copy_(torch.tensor(self.control, dtype=dtype))
         return payload
 
+    def payloads(self, lengths: list[list[int]], dtype: torch.dtype | None) -> tuple[list[Payload], Tensor]:
+        """Empty payloads, one for each rank, with ``lengths[r]`` elements for rank r; and the memory they lie in."""
+        fixed = len(self.params) + len(self.control)
+        sizes = [fixed + sum(row) for row in lengths]
+        flat = torch.empty(sum(sizes), dtype=dtype or self.dtype, device=self.device)
+        rows = [
+            Payload(row, len(self.params), len(self.control), parts)
+            for row, parts in zip(flat.split(sizes), lengths, strict=True)
+        ]
+        for row in rows if self.control else ():
+            row.control.copy_(torch.tensor(self.control, dtype=flat.dtype))
+        return rows, flat
+
     def present(self, payload: Payload) -> list[bool]:
         """For each tensor, whether any rank had a gradient for it (after averaging)."""
         return [value > 0 for value in payload.header.tolist()]
@@ -163,8 +195,11 @@ def _memory(held: Tensor | None, size: int, dtype: torch.dtype, device: torch.de
     return held if fits else torch.empty(size, dtype=dtype, device=device)
 
 
-def make_buckets(groups: Iterable[dict]) -> list[Bucket]:
-    """Deal the parameters of all groups into buckets of about 8 MiB, in reverse order of registration."""
+def make_buckets(groups: Iterable[dict], chosen: Chosen | None = None) -> list[Bucket]:
+    """Deal the parameters of all groups into buckets of about 8 MiB, in reverse order of registration.
+
+    ``chosen(p, group, name)`` says whether a parameter is compressed; by default :func:`is_compressed` does.
+    """
     dealt: list[tuple[dict, list[Tensor], list[str]]] = []
     for group, params, names in reversed(list(_uniform_runs(groups))):
         size = 0
@@ -176,7 +211,7 @@ def make_buckets(groups: Iterable[dict]) -> list[Bucket]:
             dealt[-1][1].append(p)
             dealt[-1][2].append(name)
             size += max(nbytes, 1)
-    return [Bucket(index, *bucket) for index, bucket in enumerate(dealt)]
+    return [Bucket(index, *bucket, chosen) for index, bucket in enumerate(dealt)]
 
 
 def _uniform_runs(groups: Iterable[dict]) -> Iterator[tuple[dict, list[Tensor], list[str]]]:

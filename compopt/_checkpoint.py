@@ -8,14 +8,19 @@ it like the parameter, and a checkpoint loads under another wrapper or another n
 from __future__ import annotations
 
 import warnings
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Generator, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ._buckets import Bucket, StateSpec, is_compressed, laid_out_as, local
 from ._math import pack_bits, unpack_bits
+from ._requests import AllGather
+from ._shards import unshard
+
+if TYPE_CHECKING:
+    from ._comm import Comm, Pending
 
 FORMAT = 1  # of state dicts; written into every group, beside the class. 0: none was written yet
 OF_TORCH = {"step", "exp_avg", "exp_avg_sq"}  # what torch.optim.AdamW keeps
@@ -37,17 +42,25 @@ def fill(bucket: Bucket, specs: dict[str, StateSpec], state: MutableMapping[Tens
             if view is None:
                 continue
             if name in old:
-                view.copy_(local(old[name]).view(view.shape))
+                view.copy_(_own(bucket, i, local(old[name]), spec).view(view.shape))
             elif name == "master":
-                view.copy_(local(p.detach()))
+                view.copy_(bucket.own_part(i) if spec.sharded else local(p.detach()))
             entry[name] = bucket.shown(i, view, _whole(spec, bucket, i))
         state[p] = entry
     bucket.entries = [state[p] for p in bucket.params]
 
 
+def _own(bucket: Bucket, i: int, held: Tensor, spec: StateSpec) -> Tensor:
+    """What this rank keeps of a state that may be whole, as a checkpoint has it."""
+    if not spec.sharded or held.numel() != bucket.lengths[i]:
+        return held
+    start, stop = bucket.shards.own[i]
+    return held.reshape(-1)[start:stop]
+
+
 def _whole(spec: StateSpec, bucket: Bucket, i: int) -> bool:
     """Whether this state of tensor i is kept in the tensor's shape."""
-    return not (spec.packed or spec.scalar or (spec.on and bucket.compressed[i]))
+    return not (spec.packed or spec.scalar or spec.sharded or (spec.on and bucket.compressed[i]))
 
 
 def spread(bucket: Bucket, i: int, specs: dict[str, StateSpec], entry: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +69,12 @@ def spread(bucket: Bucket, i: int, specs: dict[str, StateSpec], entry: dict[str,
     for name, spec in specs.items():
         if name not in entry or spec.scalar or _whole(spec, bucket, i):
             continue
-        if spec.packed:
+        if spec.sharded and bucket.gathered:
+            whole = bucket.gathered[name][i].to(bucket.device)
+        elif spec.sharded:  # the rest is other ranks'
+            start, stop = bucket.shards.own[i]
+            whole = torch.nn.functional.pad(entry[name], (start, bucket.lengths[i] - stop))
+        elif spec.packed:
             whole = unpack_bits(entry[name], bucket.lengths[i])
         else:
             mask = unpack_bits(entry[spec.on], bucket.lengths[i])
@@ -209,3 +227,36 @@ def _warn_of_other_ranks(optimizer: Any, residuals: str) -> None:
             "what the other ranks held back is lost. Call consolidate_state() on all ranks before saving.",
             stacklevel=4,
         )
+
+
+# Sharded state
+
+Gathering = Generator["Pending", None, Any]
+
+
+def gather(bucket: Bucket, name: str, comm: Comm, owners: list[int] | None = None) -> Gathering:
+    """One sharded state of a bucket, whole and in host memory, a vector a tensor. All ranks must ask.
+
+    What nobody has, because its owner is gone, is as in the parameters for masters, 0 otherwise.
+    """
+    shards, flat = bucket.shards, bucket.flat[name]
+    pending = comm.start(AllGather(torch.nn.functional.pad(flat, (0, shards.most - flat.numel()))))
+    yield pending
+    whole = [torch.zeros(n, dtype=flat.dtype) for n in shards.lengths]
+    if name == "master":
+        for w, p in zip(whole, bucket.params, strict=True):
+            w.copy_(local(p.detach()).reshape(-1))
+    unshard(shards, pending.wait().cpu(), whole, owners)
+    return whole
+
+
+def move(old: list[Bucket], new: list[Bucket], comm: Comm) -> Gathering:
+    """Cut the shards of ``old`` buckets again as the ``new`` ones are cut, over the ranks that are left."""
+    pending = comm.start(AllGather(torch.tensor([old[0].shards.rank], device=old[0].device)))
+    yield pending
+    owners = pending.wait().view(-1).tolist()
+    for before, after in zip(old, new, strict=True):
+        for name in before.sharded:
+            whole = yield from gather(before, name, comm, owners)
+            for w, own, (start, stop) in zip(whole, after.state[name], after.shards.own, strict=True):
+                own.copy_(w[start:stop])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -17,7 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._requests import AllGather, AllReduceMean, Broadcast, CommunicationError, Payload, Request, bytes_of
+from ._requests import (
+    AllGather,
+    AllReduceMean,
+    BitOr,
+    Broadcast,
+    CommunicationError,
+    Payload,
+    ReduceScatterMean,
+    Request,
+    bytes_of,
+    mean_of_rows,
+)
 from ._wire import QuantisedMean
 
 _on_the_wire: set[Pending] = set()
@@ -48,14 +60,15 @@ class Pending:
             _on_the_wire.add(self)
 
     def wait(self) -> object:
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise CommunicationError(f"{self.what} failed: {str(error).splitlines()[0]}") from error
-            finally:
-                self.forget()
-        return self._finish()
+        if self._work is None:
+            return self._finish()
+        try:
+            self._work.wait()
+            return self._finish()
+        except RuntimeError as error:
+            raise CommunicationError(f"{self.what} failed: {str(error).splitlines()[0]}") from error
+        finally:
+            self.forget()
 
     def drain(self) -> None:
         """Wait until it uses its memory no more; whatever comes of it."""
@@ -110,6 +123,10 @@ class Comm:
                 source = dist.get_global_rank(self.group, source)
                 work = dist.broadcast(tensor, source, group=self.group, async_op=True)
                 return Pending(what, work, lambda: tensor)
+            case ReduceScatterMean(tensor, sizes):
+                return self._reduce_scatter_mean(tensor, sizes, what)
+            case BitOr(tensor):
+                return self._bit_or(tensor, what)
         raise TypeError(f"{type(request).__name__} is not a request a communicator can answer.")
 
     def _all_reduce_mean(self, request: AllReduceMean, what: str) -> Pending:
@@ -150,6 +167,39 @@ class Comm:
             return Pending(what, work, finish)
 
         return Pending(what, work, second)
+
+    def _reduce_scatter_mean(self, tensor: Tensor, sizes: list[int], what: str) -> Pending:
+        """By all_to_all and a sum: (N-1)/N of the tensor's bytes, where gloo's reduce_scatter moves an all-reduce's."""
+        if self.size == 1:
+            return Pending(what, None, lambda: tensor.clone())
+        received = tensor.new_empty(self.size * sizes[self.rank])
+        counts = [sizes[self.rank]] * self.size
+        work = dist.all_to_all_single(received, tensor, counts, sizes, group=self.group, async_op=True)
+        return Pending(what, work, lambda: mean_of_rows(received.view(self.size, -1)))
+
+    def _bit_or(self, tensor: Tensor, what: str) -> Pending:
+        """An all-reduce where the backend has bitwise or; else segments are exchanged, combined and gathered."""
+        if self.size == 1:
+            return Pending(what, None, lambda: tensor)
+        if self.or_in_backend:
+            work = dist.all_reduce(tensor, dist.ReduceOp.BOR, group=self.group, async_op=True)
+            return Pending(what, work, lambda: tensor)
+        segment = -(-tensor.numel() // self.size)
+        sent = torch.nn.functional.pad(tensor, (0, segment * self.size - tensor.numel()))
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+
+        def finish() -> object:
+            mine = functools.reduce(torch.bitwise_or, received.view(self.size, segment).unbind())
+            dist.all_gather(list(sent.view(self.size, segment).unbind()), mine, group=self.group)
+            return tensor.copy_(sent[: tensor.numel()])
+
+        return Pending(what, work, finish)
+
+    @property
+    def or_in_backend(self) -> bool:
+        """Whether the group's backend has a bitwise or: gloo and MPI, not NCCL."""
+        return dist.get_backend(self.group) in ("gloo", "mpi")
 
 
 def connect(group: object) -> Comm:

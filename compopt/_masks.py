@@ -61,6 +61,11 @@ def offsets_of(lengths: tuple[int, ...]) -> list[int]:
     return [0, *accumulate((n + 7) // 8 for n in lengths)]
 
 
+def cut_bytes(total: int, ranks: int) -> list[int]:
+    """Where each rank's range of ``total`` bytes of mask begins, and at last where they end."""
+    return [total * rank // ranks // WORD * WORD for rank in range(ranks)] + [total]
+
+
 # Bits, flags, positions
 
 

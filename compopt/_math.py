@@ -109,3 +109,9 @@ def clear_(x: Tensor, index: Tensor) -> None:
 def finite_or_nan(g: Tensor) -> Tensor:
     """1 when ``g`` and its squared norm are finite, NaN otherwise: a second moment could not hold such a gradient."""
     return torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)).mul_(0).add_(1)
+
+
+def squared_norm(x: Tensor) -> Tensor:
+    """|x|^2, in float64 where float32 would overflow or x is of lower precision."""
+    fast = torch.dot(x, x) if x.dtype in (torch.float32, torch.float64) else None
+    return fast if fast is not None and fast.isfinite() else x.double().square().sum()

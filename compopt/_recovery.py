@@ -23,13 +23,15 @@ from ._requests import Broadcast
 def catch_up(optimizer: Any, comm: Comm) -> Turns:
     """Bring ranks that are one step behind to where the others are; their own residuals are lost.
 
-    A residual may have gone out with the step that the others applied, and must not go out again.
+    A residual may have gone out with the step that the others applied, and must not go out again. Shards of the moments
+    stay, one step behind.
 
     Raises:
         ValueError: ranks are further apart than the failure of one step can bring them.
     """
     saved = optimizer.state_dict()
-    shared = list(_shared(saved, set(optimizer.averaged_state)))
+    sharded = {name for bucket in optimizer._buckets for name in bucket.sharded}
+    shared = list(_shared(saved, sharded.union(optimizer.averaged_state)))
     words = torch.tensor([saved["param_groups"][0]["step"], len(shared)], device=device_of(optimizer))
     rows = (yield from gather(words, comm)).tolist()
     steps = [step for step, _ in rows]

@@ -34,10 +34,13 @@ class Payload:
         self.control = flat[tensors : tensors + control]
         self.body = flat[tensors + control :]
         self.parts = list(self.body.split(lengths))
-
         self.dropped_parts: list[Tensor] | list[None] = (
             [None] * len(lengths) if dropped is None else list(dropped.split(lengths))
         )
+
+    def over(self, flat: Tensor) -> Payload:
+        """Another message laid out as this one."""
+        return Payload(flat, len(self.header), len(self.control), [len(part) for part in self.parts])
 
     @property
     def nbytes(self) -> int:
@@ -74,19 +77,51 @@ class Broadcast:
 
 
 @dataclass(slots=True)
+class ReduceScatterMean:
+    """Mean over ranks of consecutive rows, row r for rank r: resumed with this rank's row, in memory of its own.
+
+    ``sizes[r]`` is the number of elements of row r, the same on all ranks.
+    """
+
+    tensor: Tensor
+    sizes: list[int]
+
+
+@dataclass(slots=True)
+class BitOr:
+    """Bitwise or over ranks of a tensor of uint8. Resumed with it."""
+
+    tensor: Tensor
+
+
+@dataclass(slots=True)
 class Agree:
     """The end of reading and exchanging: wait for every bucket and for one verdict of all ranks.
 
     Resumed with the L2 norm, over all buckets, of the averaged gradient; from then on state may change. Closed instead
     of resumed when the step is not to be applied. ``squared_norm`` defaults to that of the payload's body.
+
+    ``sharded``: the payload, and so the norm, is of this rank's shard only, and state may change when ``Commit`` is
+    resumed: until then updated parameters are gathered.
     """
 
     payload: Payload
     phase: str
     squared_norm: Tensor | None = None
+    sharded: bool = False
 
 
-Request = AllReduceMean | AllGather | Broadcast | Agree
+@dataclass(slots=True)
+class Commit:
+    """After a sharded ``Agree``: wait until all that was asked for since has arrived, for every bucket."""
+
+
+Request = AllReduceMean | AllGather | Broadcast | ReduceScatterMean | BitOr | Agree | Commit
+
+
+def mean_of_rows(rows: Tensor) -> Tensor:
+    """The mean of ``rows``, in float32 where they are of lower precision."""
+    return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).div_(len(rows))
 
 
 class CommunicationError(RuntimeError):
@@ -95,7 +130,7 @@ class CommunicationError(RuntimeError):
 
 def bytes_of(request: Request) -> int:
     """Bytes this rank hands to the collective for ``request``."""
-    if isinstance(request, Agree):
+    if isinstance(request, Agree | Commit):
         return 0
     if isinstance(request, AllReduceMean) and isinstance(request.message, Payload):
         return request.message.nbytes

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ._buckets import Bucket
 from ._comm import Comm, Pending
-from ._requests import Agree, AllReduceMean, CommunicationError, Request
+from ._math import squared_norm
+from ._requests import Agree, AllReduceMean, Commit, CommunicationError, Request
 
 Algorithm = Callable[[Bucket], Generator[Request, object, None]]
 Waits = Generator[Pending, None, object]  # yields what it is about to wait for: the simulator's scheduling point
@@ -33,6 +34,7 @@ class Exchange:
         self.generator = algorithm(bucket)
         self.pending: Pending | None = None
         self.agree: Agree | None = None
+        self.ready = False  # to commit: what a sharded step gathers after Agree is here
         self.seen: list[tuple[Tensor, int]] | None = None  # gradients and their versions at the end of backward
         self.prints: list[Tensor] | None = None  # sum and norm of each then, where versions have misled before
         self.advance(None)
@@ -40,8 +42,9 @@ class Exchange:
     def advance(self, answer: object) -> None:
         """Resume the generator up to its next request, and start that."""
         request = self.generator.send(answer)
-        self.agree = request if isinstance(request, Agree) else None
-        self.pending = None if self.agree else self.comm.start(request)
+        self.ready = isinstance(request, Commit)
+        self.agree = request if isinstance(request, Agree) else self.agree
+        self.pending = None if isinstance(request, Agree | Commit) else self.comm.start(request)
 
     def proceed(self) -> None:
         """Wait for the collective on its way; then either its second stage is on its way, or the generator goes on."""
@@ -177,16 +180,19 @@ class Runtime:
                         exchanges[i] = Exchange(exchange.bucket, self.algorithm, comm)
                 yield from self._exchange(exchanges)
             verdict = self._judge(exchanges)
-            yield from self._agree_with(shards, verdict, buckets[-1].device)
+            sharded = any(exchange.agree.sharded for exchange in exchanges)
+            yield from self._agree_with([comm, *shards] if sharded else shards, verdict, buckets[-1].device)
             verdict.early, verdict.resent = 0 if resend else len(early), resend
             verdict.changed = self.changes = (resend and self.touched) or self.changes
             self.touched |= resend
+            if verdict.applied and sharded:
+                yield from self._gather(exchanges, verdict.norm)
         except Exception:
             for exchange in exchanges:
                 exchange.abandon()
             raise
         if verdict.applied:
-            self._commit(exchanges, verdict.norm)
+            self._commit(exchanges, verdict.norm)  # a sharded generator has had the norm: it takes no notice of this
         else:
             for exchange in exchanges:
                 exchange.generator.close()
@@ -201,6 +207,16 @@ class Runtime:
                 exchange.proceed()
 
     @staticmethod
+    def _gather(exchanges: list[Exchange], norm: float) -> Waits:
+        """Resume sharded generators with the norm, and wait until each has gathered its updated parameters."""
+        for exchange in exchanges:
+            exchange.advance(norm)
+        while waiting := [exchange for exchange in exchanges if not exchange.ready]:
+            for exchange in waiting:
+                yield exchange.pending
+                exchange.advance(exchange.pending.wait())
+
+    @staticmethod
     def _judge(exchanges: list[Exchange]) -> Verdict:
         """The verdict, from averaged numbers that are the same on every rank."""
         verdict = Verdict(applied=True)
@@ -209,7 +225,7 @@ class Runtime:
             agree = exchange.agree
             marks = agree.payload.header.tolist()
             verdict.bad += [name for name, mark in zip(exchange.bucket.names, marks, strict=True) if mark != mark]
-            squared = _squared_norm(agree.payload.body) if agree.squared_norm is None else agree.squared_norm
+            squared = squared_norm(agree.payload.body) if agree.squared_norm is None else agree.squared_norm
             total += float(squared) / exchange.bucket.copies
             if any(exchange.bucket.compressed):
                 verdict.phases.add(agree.phase)
@@ -249,9 +265,3 @@ class Runtime:
                 self.lost = True
                 continue
             self.tails.append(exchange)
-
-
-def _squared_norm(x: Tensor) -> Tensor:
-    """|x|^2, in float64 where float32 would overflow or x is of lower precision."""
-    fast = torch.dot(x, x) if x.dtype in (torch.float32, torch.float64) else None
-    return fast if fast is not None and fast.isfinite() else x.double().square().sum()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._buckets import Bucket
-from ._masks import WORD, Deal, Part, Piece, assemble, count_shared, encode, make_deal, offsets_of, per_tensor
+from ._masks import Deal, Part, Piece, assemble, count_shared, cut_bytes, encode, make_deal, offsets_of, per_tensor
 from ._math import kept
 from ._ops import Ops
 
@@ -24,7 +24,7 @@ LOOKS = 12  # thresholds tried before topk decides
 def deal(lengths: tuple[int, ...], ranks: int, density: float) -> Deal:
     """Cut the mask of tensors with these lengths (0: not compressed) into one equal range for every rank."""
     offsets = offsets_of(lengths)
-    cuts = [offsets[-1] * rank // ranks // WORD * WORD for rank in range(ranks)] + [offsets[-1]]
+    cuts = cut_bytes(offsets[-1], ranks)
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
     for i, (n, offset) in enumerate(zip(lengths, offsets, strict=False)):
         k, stop = kept(density, n), 0

@@ -11,6 +11,7 @@ class Stats:
     """The last step, as this rank saw it.
 
     ``bytes_sent`` is what this rank handed to collectives since the step before, ``bytes_dense`` what DDP would have.
+    ``parameter_bytes`` is the part of it that went into gathering updated parameters, where state is sharded.
     ``phase`` is what the compressed tensors did: "dense", "skipped" (nothing was applied), or a phase of the class.
     """
 
@@ -18,6 +19,7 @@ class Stats:
     phase: str = "none"
     bytes_sent: int = 0
     bytes_dense: int = 0
+    parameter_bytes: int = 0
     grad_norm: float = 0.0
     early_buckets: int = 0
     buckets: int = 0

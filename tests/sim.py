@@ -5,12 +5,24 @@ A step of four ranks takes milliseconds instead of seconds, nothing is random, a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from compopt._requests import AllGather, AllReduceMean, Broadcast, CommunicationError, Payload, Request, bytes_of
+from compopt._requests import (
+    AllGather,
+    AllReduceMean,
+    BitOr,
+    Broadcast,
+    CommunicationError,
+    Payload,
+    ReduceScatterMean,
+    Request,
+    bytes_of,
+    mean_of_rows,
+)
 from compopt._wire import QuantisedMean
 
 
@@ -84,7 +96,7 @@ class World:
             self.answers.pop(number - 64, None)
 
     def _answer(self, requests: list[Request]) -> list[object]:
-        kinds = {(type(r).__name__, tuple(r.tensor.shape), r.tensor.dtype) for r in requests}
+        kinds = {(type(r).__name__, (*r.tensor.shape, *getattr(r, "sizes", [])), r.tensor.dtype) for r in requests}
         if len(kinds) > 1:
             raise Deadlock(f"ranks started different collectives: {sorted(map(str, kinds))}")
         if self.record:
@@ -103,6 +115,13 @@ class World:
             case Broadcast(_, source):
                 for r in requests:
                     r.tensor.copy_(stacked[source])
+                return [r.tensor for r in requests]
+            case ReduceScatterMean(_, sizes):
+                return [mean_of_rows(rows) for rows in stacked.split(sizes, dim=1)]
+            case BitOr():
+                union = functools.reduce(torch.bitwise_or, stacked.unbind())
+                for r in requests:
+                    r.tensor.copy_(union)
                 return [r.tensor for r in requests]
         raise AssertionError(f"unknown request {requests[0]}")
 

@@ -92,6 +92,14 @@ CASES = [
         bad=ADAM_BAD | COMMON_BAD | {"ratio": [0.5], "ef_beta": [-0.5, 1.5], "projection": ["x"], "clip": ["x"]},
     ),
     Case(
+        compopt.TagcAdamW,
+        compressed=dict(sparsity=0.9, warmup_steps=2),
+        lossless=dict(sparsity=0.0),
+        reference=torch.optim.AdamW,
+        method="tagc",
+        bad=ADAM_BAD | COMMON_BAD | {"sparsity": [1.0, -0.1], "codec": ["zip"], "sketch_ratio": [0.5], "select": ["("]},
+    ),
+    Case(
         compopt.Separate,
         compressed=dict(ratio=8, warmup_steps=2),
         lossless=dict(ratio=1),

@@ -52,6 +52,8 @@ def load(folder: str, model: nn.Module, optimizer, **options) -> None:
 
 def everything(model: nn.Module, optimizer) -> dict[str, torch.Tensor]:
     """Parameters and all states, whole, by name. Must be called on all ranks."""
+    if optimizer.sharded:
+        optimizer.consolidate_state()
     found = {"parameters": whole(model)}
     for n, entry in optimizer.state_dict()["state"].items():
         for name, value in entry.items():

@@ -8,10 +8,10 @@ from pathlib import Path
 import compopt
 
 ROOT = Path(compopt.__file__).parent
-ALGORITHMS = {"radius", "scape", "adams", "separate"}
-HELPERS = {"_masks", "_selection", "_projections", "_projecting"}  # of the algorithms, in files of their own
+ALGORITHMS = {"radius", "scape", "adams", "separate", "tagc"}
+HELPERS = {"_masks", "_selection", "_projections", "_projecting", "_sketch"}  # of the algorithms, in files of their own
 ALLOWED = {
-    "algorithm": {"_base", "_ops", "_math", "_buckets", "_requests", "_options", "_stats"} | HELPERS,
+    "algorithm": {"_base", "_ops", "_math", "_buckets", "_requests", "_options", "_stats", "_shards"} | HELPERS,
     "_base": {
         "_runtime",
         "_buckets",
@@ -24,13 +24,16 @@ ALLOWED = {
         "_requests",
         "_stats",
         "_options",
+        "_shards",
     },
     "_handshake": {"_comm", "_requests", "_buckets"},
     "_recovery": {"_handshake", "_comm", "_requests", "_buckets"},
-    "_checkpoint": {"_buckets", "_math"},
-    "_runtime": {"_comm", "_buckets", "_requests"},
+    "_shards": {"_masks"},
+    "_masks": set(),
+    "_checkpoint": {"_buckets", "_math", "_shards", "_requests", "_comm"},
+    "_runtime": {"_comm", "_buckets", "_requests", "_math"},
     "_ops": {"_math", "_buckets", "_requests"},
-    "_buckets": {"_requests"},
+    "_buckets": {"_requests", "_shards"},
     "_comm": {"_requests", "_wire"},
     "_wire": {"_requests", "_quantise"},
     "_math": set(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracles import RadiusOracle, ScapeOracle, SeparateOracle
+from oracles import RadiusOracle, ScapeOracle, SeparateOracle, TagcOracle
 from oracles.samples import ADAM, SHAPES, assert_close, randn, random_grads, start
 from oracles.training import best_of_sgd, train_dense, train_oracle
 from problems import NAMES, problem
@@ -24,7 +24,12 @@ def separate(ranks: int) -> SeparateOracle:
     )
 
 
-@pytest.mark.parametrize("make", [radius, scape, separate])
+def tagc(ranks: int) -> TagcOracle:
+    whole = [(i, 0, torch.Size(shape).numel()) for i, shape in enumerate(SHAPES)]
+    return TagcOracle(start(), ranks, **ADAM, shards=[whole], sparsity=0.5)
+
+
+@pytest.mark.parametrize("make", [radius, scape, separate, tagc])
 def test_missing_gradients_are_zeros_and_wrong_counts_are_told(make):
     left, right = make(2), make(2)
     first, second = random_grads(2, 0)

@@ -33,6 +33,7 @@ ENTRIES: dict[str, tuple[dict, int, dict, int]] = {  # options and iterations: o
     "AdamW": (*ADAMW, {"lr": 0.05, "weight_decay": 1e-3}, 300),
     "RadiusAdamW": (*ADAMW, {"lr": 0.05, "weight_decay": 1e-3}, 300),
     "SeparateAdam": (*ADAMW, {"lr": 0.05, "weight_decay": 1e-3}, 300),
+    "TagcAdamW": (*ADAMW, {"lr": 0.05, "weight_decay": 1e-3}, 300),
     "Separate": (*ADAMW, {"lr": 0.05, "weight_decay": 1e-3}, 300),
     "AdamS": (*ADAMS, {"lr": 0.02, "weight_decay": 1e-3}, 500),
     "ScapeAdamS": (*ADAMS, {"lr": 0.02, "weight_decay": 1e-3}, 500),

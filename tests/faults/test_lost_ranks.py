@@ -131,7 +131,7 @@ def test_a_rank_that_stops_is_waited_for_until_the_groups_timeout():
 
 
 def differ(rank: int, trainings: list[Training], file: str) -> dict:
-    """Half of the classes find that one rank has loaded a checkpoint, or changed an option that decides what is sent."""
+    """Half of the classes find that one rank has loaded a checkpoint, or changed an option of what is sent."""
     train(trainings, rank, BEFORE)
     for training in trainings:
         if rank == 1 and "density" in training.optimizer._option_groups[0]:

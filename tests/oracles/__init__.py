@@ -7,5 +7,6 @@ a mistake there cannot hide here. Where a paper is wrong the docstring says what
 from .radius import RadiusOracle
 from .scape import AdamSOracle, ScapeOracle
 from .separate import SeparateOracle
+from .tagc import TagcOracle
 
-__all__ = ["AdamSOracle", "RadiusOracle", "ScapeOracle", "SeparateOracle"]
+__all__ = ["AdamSOracle", "RadiusOracle", "ScapeOracle", "SeparateOracle", "TagcOracle"]

@@ -1,0 +1,322 @@
+"""TAGC: transformer-aware gradient compression (Polyakov, Dukhanov and Spirin, EuroMLSys 2025), Algorithm 1 with AdamW.
+
+One shard of a bucket on rank n, owned by rank d; g_n is the rank's gradient of it, acc_n what it held back so far::
+
+     1  g_n <- g_n + acc_n
+     2  g_n, acc_n <- the largest (1 - sparsity) of |g_n|, 0 elsewhere;  what was zeroed
+     3  index_n <- where g_n is not zero, a bit an element
+     4  index <- bitwise or over ranks of index_n
+     5  code_n <- compress(g_n, index)
+     6  reduce(code_n) to rank d
+     8  on rank d:
+     9      code <- mean over ranks of code_n
+    10      G <- decompress(index, code)
+        G <- G * min(1, max_grad_norm / |G|);  AdamW on the shard with G
+        parameters <- all shards, gathered
+
+The paper stops at line 10: the rest is what a sharded AdamW does with it. All shards of a bucket go through these lines
+together, and buckets overlap: while one is on the wire the next is sparsified and indexed (section 3.3).
+
+Where we differ from the authors' code: the or is exact at any number of ranks (they add fields of 1 or 4 bits, which
+carry into their neighbours), at *least* ``sparsity`` is zeroed, of each shard, and nothing is estimated. Updated
+parameters are gathered before anything is written, so a step is all or nothing here too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._base import CompressedOptimizer
+from ._buckets import Bucket, StateSpec, local
+from ._masks import per_tensor, positions_of
+from ._math import squared_norm
+from ._ops import Ops, clip_factor
+from ._options import check_adam, check_compression, require
+from ._requests import Agree, AllGather, BitOr, Commit, Payload, ReduceScatterMean, Request
+from ._selection import EXACT_BELOW, SLACK, compressed_lengths, select
+from ._shards import unshard
+from ._sketch import Compact, Sketch
+from ._stats import Stats
+
+# The projections to queries, keys and values, by the names that are customary. What follows the attention is a linear
+# layer like any other (section 3.2).
+ATTENTION = re.compile(
+    r"(^|[._])((w?(q|k|v|kv|qk|qkv)|query|key|value|query_key_value|c_attn)(_proj|_lin)?(\.weight)?|in_proj_weight)$",
+    re.IGNORECASE,
+)
+
+
+def tagc(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
+    """Algorithm 1, all shards of one bucket, one step."""
+    h, shards, grads = bucket.group, bucket.shards, bucket.grads()
+    sparse = h["step"] >= h["warmup_steps"] and shards.offsets[-1] > 0
+    left = code = None
+    if sparse:
+        left = sparsify(bucket, ops, grads)  # lines 1 and 2
+        index = yield BitOr(left.bits)  # lines 3 and 4
+        code = coded(bucket, positions_of(index))
+    rows, flat = messages(bucket, ops, grads, left, code)  # line 5
+    row = yield ReduceScatterMean(flat, [payload.flat.numel() for payload in rows])  # lines 6 and 9
+    mean = rows[shards.rank].over(row)
+    average = averaged(bucket, mean, code)  # line 10
+    squared = sum(squared_norm(values) for values, _ in average)
+    norm = yield Agree(mean, "sparse" if sparse else "dense", squared, sharded=True)
+    if (factor := clip_factor(norm, h["max_grad_norm"])) < 1:
+        for values, _ in average:
+            values.mul_(factor)
+
+    present = bucket.present(mean)
+    new = updated(bucket, ops, average, present)
+    gathered = (yield AllGather(new)) if shards.ranks > 1 else new.unsqueeze(0)
+    yield Commit()  # from here on state changes
+    for i, here in enumerate(present):
+        if here:
+            bucket.state["step"][i] += 1
+            step_part(bucket, ops, i, average[i], bucket.weight(i), moments(bucket, i))
+    publish(bucket, gathered)
+    if sparse:
+        hold_back(bucket, grads, left, present)
+    bucket.parameter_bytes = new.nbytes if shards.ranks > 1 else 0
+    bucket.cache["counts"] = (len(code.index), code.leftovers) if sparse else (None, 0)
+
+
+Part = tuple[Tensor, Tensor | None]
+Code = Compact | Sketch
+
+
+class Left(NamedTuple):
+    """What line 2 leaves of all shards: values at positions among the bits of the mask, and these bits."""
+
+    positions: Tensor
+    values: Tensor
+    bits: Tensor
+
+
+def sparsify(bucket: Bucket, ops: Ops, grads: list[Tensor | None]) -> Left:
+    """Lines 1 and 2: in every shard, the largest of gradient and accumulator."""
+    shards, sparsity = bucket.shards, bucket.group["sparsity"]
+    x = ops.scratch(bucket.flat["residual"], 8 * shards.offsets[-1], use="x").zero_()
+    for i, n in enumerate(compressed_lengths(bucket)):
+        if n:
+            own = x[8 * shards.offsets[i] :][:n].copy_(bucket.state["residual"][i].reshape(-1))
+            if grads[i] is not None:
+                own.add_(grads[i].reshape(-1))
+    found = []
+    for r, (first, last) in enumerate(itertools.pairwise(shards.cuts)):
+        n = shards.compressed_in(r)
+        k = most_left(sparsity, n)
+        wanted = k if n <= EXACT_BELOW else math.floor(k / (1 + SLACK))  # a threshold may find so many more
+        found.append(select(x[8 * first : 8 * last], wanted, "sampled", ops)[0].add_(8 * first))
+    positions = torch.cat(found)
+    values = x.index_select(0, positions)
+    if not values.all():  # line 3: gradients of embeddings are mostly zeros; and so is what is between tensors
+        positions, values = positions[values != 0], values[values != 0]
+    return Left(positions, values, ops.bits(positions, shards.offsets[-1]))
+
+
+def most_left(sparsity: float, n: int) -> int:
+    """How many of n elements may be left where at least ``sparsity`` of them are zeroed; one where there are any."""
+    return min(n, max(1, n - math.ceil(round(sparsity * n, 6))))
+
+
+def coded(bucket: Bucket, index: Tensor) -> Code:
+    """The code of this step's index; a sketch's cells are drawn anew for every bucket and step."""
+    h = bucket.group
+    if h["codec"] == "compact":
+        return Compact(bucket.shards, index)
+    return Sketch(bucket.shards, index, h["sketch_ratio"], 1_000_003 * h["step"] + bucket.index)
+
+
+def messages(
+    bucket: Bucket, ops: Ops, grads: list[Tensor | None], left: Left | None, code: Code | None
+) -> tuple[list[Payload], Tensor]:
+    """A row for every owner: the header, its part of each dense tensor, and of the compressed ones the code."""
+    shards = bucket.shards
+    dense = [i for i, c in enumerate(bucket.compressed) if not (code and c)]
+    sizes = code.sizes if code else [0] * shards.ranks
+    lengths = [[*(shards.sizes(r)[i] for i in dense), sizes[r]] for r in range(shards.ranks)]
+    exact = torch.promote_types(bucket.dtype, torch.float32)  # what peeling needs
+    rows, flat = bucket.payloads(lengths, exact if isinstance(code, Sketch) else bucket.group["payload_dtype"])
+    ops.mark(rows[0], grads)
+    for r, row in enumerate(rows):
+        row.header.copy_(rows[0].header)
+        for part, i in zip(row.parts, dense, strict=False):
+            if grads[i] is None:
+                part.zero_()
+            else:
+                part.copy_(grads[i].reshape(-1)[slice(*shards.ranges[r][i])])
+    if code:
+        code.fill([row.parts[-1] for row in rows], left.positions, left.values)
+    return rows, flat
+
+
+def averaged(bucket: Bucket, mean: Payload, code: Code | None) -> list[Part]:
+    """Line 10, for this rank's part of every tensor: values, and where in the part they are (None: everywhere)."""
+    *dense, code_of_mean = mean.parts
+    index = bucket.shards.in_own_parts(code.index) if code else [None] * len(bucket.params)
+    sparse = iter(code.decode(code_of_mean).split([len(i) for i in index if i is not None]) if code else ())
+    dense = iter(dense)
+    return [(next(dense) if i is None else next(sparse), i) for i in index]
+
+
+def step_part(bucket: Bucket, ops: Ops, i: int, part: Part, w: Tensor, moments: list[Tensor]) -> None:
+    """AdamW on this rank's part ``w`` of tensor i, in place, with the averaged gradient ``part``."""
+    if w.numel():
+        ops.adamw(bucket.group, w, ops.expand(*part, w), *moments)
+
+
+def moments(bucket: Bucket, i: int) -> list[Tensor]:
+    return [bucket.state[name][i] for name in ("exp_avg", "exp_avg_sq", "step")]
+
+
+def updated(bucket: Bucket, ops: Ops, average: list[Part], present: list[bool]) -> Tensor:
+    """What this rank's shard of the parameters will be, in their dtype; nothing that outlives the step is written."""
+    shards = bucket.shards
+    new = torch.zeros(shards.most, dtype=bucket.dtype, device=bucket.device)
+    for i, out in enumerate(new[: sum(shards.sizes(shards.rank))].split(shards.sizes(shards.rank))):
+        w = bucket.weight(i)
+        if present[i]:
+            m, v, step = moments(bucket, i)
+            w, m, v = (ops.scratch(x, x.numel(), use=use).copy_(x) for x, use in ((w, "w"), (m, "m"), (v, "v")))
+            step_part(bucket, ops, i, average[i], w, [m, v, step + 1])
+        out.copy_(w)
+    return new
+
+
+def publish(bucket: Bucket, rows: Tensor) -> None:
+    """Gathered shards into the parameters."""
+    tensors = [local(p.detach()) for p in bucket.params]
+    flats = [w.view(-1) if w.is_contiguous() else torch.empty_like(w.reshape(-1)) for w in tensors]
+    unshard(bucket.shards, rows, flats)
+    for w, flat in zip(tensors, flats, strict=True):
+        if not w.is_contiguous():
+            w.copy_(flat.view(w.shape))
+
+
+def hold_back(bucket: Bucket, grads: list[Tensor | None], left: Left, present: list[bool]) -> None:
+    """Line 2: the accumulator is what was zeroed."""
+    for i, index in enumerate(per_tensor(left.positions, compressed_lengths(bucket))):
+        if index is not None and present[i]:
+            acc = bucket.state["residual"][i]
+            if grads[i] is not None:
+                acc.add_(grads[i])
+            acc.view(-1).index_fill_(0, index.long(), 0)
+
+
+@dataclass
+class TagcStats(Stats):
+    """Adds what TAGC did in the last step.
+
+    ``density``: share of the compressed elements at which some rank had something to send. ``leftovers``: elements,
+    over all shards, that the sketch could not have given back and that were sent as they are.
+    """
+
+    density: float = 1.0
+    leftovers: int = 0
+
+
+class TagcAdamW(CompressedOptimizer):
+    r"""AdamW with sharded state on gradients that are sparsified, and reduced to the owner of each shard (TAGC).
+
+    Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; its first forward hands its all-reduce over.
+    Each rank keeps the moments of 1/N of the elements, and their float32 masters where parameters are of lower
+    precision; updated parameters are gathered at the end of the step.
+
+    Args:
+        params: parameters, named parameters or groups, as torch takes them. A group may override every option below and
+            say ``compress=False`` or ``True``.
+        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`.
+        sparsity: share of each shard's compressed elements that is held back, at least, in [0, 1). The union over ranks
+            of what is left is sent, so bytes grow with the number of ranks.
+        codec: "compact" sends the values at the union as they are. "sketch", the paper's, sends a count sketch, in
+            float32 at least. Where it can be decoded it is larger: a table needs 1.22 cells for an element.
+        sketch_ratio: the sketch has a cell for every so many compressed elements of the shard, at least 1. The paper
+            takes 2, 4 and 10 at sparsity 0.8, 0.9 and 0.9875. What does not fit is sent as it is, and counted.
+        select: a regular expression; tensors whose name it matches somewhere are compressed. It needs
+            ``named_parameters()``. None: tensors of at least 2 dimensions and 4096 elements, but not the projections to
+            queries, keys and values where the parameters are named customarily (the paper's selection).
+        warmup_steps: steps of plain AdamW before compression starts.
+        max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
+            same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
+        payload_dtype: dtype of gradients on the wire (None: the gradient's).
+        process_group: the ranks to average over. None: the default group, or one process where there is none.
+
+    State: ``exp_avg`` and ``exp_avg_sq`` of this rank's part of each tensor, as vectors that may be empty, and
+    ``residual``, as large as the parameter, of compressed tensors. After :meth:`consolidate_state` a state dict holds
+    the moments of all parts, in the parameters' shapes.
+
+    Raises:
+        ValueError: an option out of its range; ``select`` without names.
+        TypeError: complex parameters, or sparse gradients at a step.
+    """
+
+    sharded = True
+    averaged_state = ("residual",)
+
+    def __init__(
+        self, params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2, *, sparsity: float = 0.9875, codec: str = "compact", sketch_ratio: float = 10,
+        select: str | None = None, warmup_steps: int = 0, max_grad_norm: float | None = None,
+        payload_dtype: torch.dtype | None = None, process_group: object = None, maximize: bool = False,
+    ):  # fmt: skip
+        defaults = dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, sparsity=sparsity, codec=codec,
+            sketch_ratio=sketch_ratio, select=select, warmup_steps=warmup_steps, max_grad_norm=max_grad_norm,
+            payload_dtype=payload_dtype, maximize=maximize,
+        )  # fmt: skip
+        super().__init__(params, defaults, process_group)
+
+    def check_group(self, group: dict) -> None:
+        check_adam(group)
+        check_compression(group)
+        if group["payload_dtype"] == torch.int8:
+            raise ValueError("payload_dtype=torch.int8 is not for TagcAdamW: its payload must be exact; use bfloat16.")
+        require(0 <= group["sparsity"] < 1, "sparsity", group["sparsity"], "in [0, 1)")
+        require(group["sketch_ratio"] >= 1, "sketch_ratio", group["sketch_ratio"], ">= 1")
+        require(group["codec"] in ("compact", "sketch"), "codec", group["codec"], "'compact' or 'sketch'")
+        require(
+            group["select"] is None or valid(group["select"]), "select", group["select"], "None or a regular expression"
+        )
+        if group["select"] is not None and group["params"] and "param_names" not in group:
+            raise ValueError(
+                f"select={group['select']!r} chooses by name, and these parameters have none: pass named_parameters()."
+            )
+
+    def is_compressed(self, p: Tensor, group: dict, name: str) -> bool:
+        if group["compress"] is not None or group["select"] is None:
+            return super().is_compressed(p, group, name) and not (group["compress"] is None and ATTENTION.search(name))
+        return bool(re.search(group["select"], name))
+
+    def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
+        return {
+            "exp_avg": StateSpec(dtype, sharded=True),
+            "exp_avg_sq": StateSpec(dtype, sharded=True),
+            "residual": StateSpec(dtype, compressed_only=True),
+        }
+
+    def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
+        return tagc(bucket, self.ops)
+
+    def _report(self, verdict: Any, comm: Any) -> None:
+        super()._report(verdict, comm)
+        counts = [bucket.cache.get("counts", (None, 0)) for bucket in self._buckets]
+        lengths = [sum(compressed_lengths(bucket)) for bucket in self._buckets]
+        sent = sum(n if union is None else union for n, (union, _) in zip(lengths, counts, strict=True))
+        self.stats = TagcStats(
+            **vars(self.stats), density=sent / max(1, sum(lengths)), leftovers=sum(count for _, count in counts)
+        )
+
+
+def valid(pattern: object) -> bool:
+    try:
+        return bool(re.compile(pattern))
+    except (TypeError, re.error):
+        return False
