@@ -19,6 +19,7 @@ from compopt._requests import AllReduceMean, Payload, bytes_of
 INT8 = [
     dataclasses.replace(case, compressed={**case.compressed, "payload_dtype": torch.int8})
     for case in CASES
+    if case.cls is not compopt.TagcAdamW  # what it sends has to be exact
     if "payload_dtype" in case.bad or case.build
 ]
 every = pytest.mark.parametrize("case", INT8, ids=lambda case: case.name)
