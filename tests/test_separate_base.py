@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
 import pickle
 
 import pytest
 import torch
+from ranks import run_ranks
 from sim import Ranks
 from torch import nn
 from torch.utils._pytree import tree_flatten
@@ -43,6 +45,41 @@ def adamw(params):
 
 def external(name: str):
     return lambda params: getattr(pytest.importorskip("torch_optimizer"), name)(params, lr=1e-2)
+
+
+OUTSIDE = ("Lamb", "AdaBelief", "RAdam")  # of torch-optimizer
+
+
+def train_each(rank: int) -> dict[str, tuple[list[float], str, int]]:
+    """Losses, a digest of the parameters and the bytes of a step, of each base under DDP."""
+    told = {}
+    for name in OUTSIDE:
+        torch.manual_seed(0)
+        model = Net()
+        model.idle.requires_grad_(False)
+        ddp = nn.parallel.DistributedDataParallel(model)
+        used = [p for p in model.parameters() if p.requires_grad]
+        optimizer, losses = compopt.Separate(external(name)(used), ratio=8), []
+        for step in range(40):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
+            value = (ddp(x) - x.flip(1)).square().mean()
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(value.item())
+        weights = torch.cat([p.detach().view(-1) for p in model.parameters()])
+        told[name] = losses, hashlib.sha256(weights.numpy().tobytes()).hexdigest(), optimizer.stats.bytes_sent
+    return told
+
+
+def test_bases_from_torch_optimizer_train_on_two_real_ranks():
+    pytest.importorskip("torch_optimizer")
+    first, second = run_ranks(train_each, 2)
+    for name in OUTSIDE:
+        losses, weights, sent = first[name]
+        assert weights == second[name][1], name
+        assert sum(losses[-5:]) < 0.9 * sum(losses[:5]), (name, losses)  # fresh data every step
+        assert sent < 4 * (64 * 96 * 2) / 6, name
 
 
 @pytest.mark.parametrize(
