@@ -165,5 +165,7 @@ def finite_or_nan(g: Tensor) -> Tensor:
 
 def squared_norm(x: Tensor) -> Tensor:
     """|x|^2, in float64 where float32 would overflow or x is of lower precision."""
+    if x.device.type != "cpu":  # where looking at the first result costs more than a second
+        return torch.linalg.vector_norm(x, dtype=torch.float64).square()
     fast = torch.dot(x, x) if x.dtype in (torch.float32, torch.float64) else None
     return fast if fast is not None and fast.isfinite() else x.double().square().sum()

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BLOCK = 65536 if INTERPRETED else 1024  # elements a program: the interpreter pays by the program, a GPU wants many
+BLOCK = 4096 if INTERPRETED else 1024  # elements a program: the interpreter pays by the program, a GPU wants many
 HEAD = 10  # numbers in front of the table that hold for all its rows
 HEAD_ = tl.constexpr(HEAD)
 N = tl.constexpr(0)  # the field of a row that says how many elements the tensor has
@@ -29,7 +29,7 @@ class Blocks:
     """Tensors of these lengths, cut into blocks of ``size`` elements (a power of 2); none spans two tensors.
 
     ``where``: a row for each block, of the tensor's number and the block's first element. ``of_tensor``: for each block
-    the number of its tensor's first block.
+    the number of its tensor's first block. ``firsts``: ``starts`` where everything is selected.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str, size: int | None = None):
@@ -41,6 +41,7 @@ class Blocks:
         self.count = number.numel()
         start = (torch.arange(self.count) - of_tensor) * self.size
         self.where = torch.stack([number, start], 1).to(device)
+        self.firsts = start.to(device)
         self.of_tensor = of_tensor.to(device)
 
     def run(self, kernel: triton.JITFunction, *arguments: object, **constants: object) -> None:
