@@ -15,6 +15,8 @@ BLOCK = 4096 if INTERPRETED else 1024  # elements a program: the interpreter pay
 HEAD = 10  # numbers in front of the table that hold for all its rows
 HEAD_ = tl.constexpr(HEAD)
 N = tl.constexpr(0)  # the field of a row that says how many elements the tensor has
+# What kernels call. The interpreter would set up the whole language anew at every call of a jitted function.
+inlined = (lambda function: function) if INTERPRETED else triton.jit
 TYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -68,13 +70,13 @@ def table(rows: Sequence[Sequence[Tensor | int | None]], device: torch.device, h
     return whole.pin_memory().to(device, non_blocking=True)  # no wait; the allocator keeps the pinned copy meanwhile
 
 
-@triton.jit
+@inlined
 def scalar(table, i):
     """Number i of the table's head, float64."""
     return tl.load(table + i).to(tl.float64, bitcast=True)
 
 
-@triton.jit
+@inlined
 def own_block(where, table, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     """This program's block, its tensor's row in the table, its elements, and which of them there are."""
     block = tl.program_id(0).to(tl.int64)
@@ -83,27 +85,27 @@ def own_block(where, table, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     return block, row, i, i < tl.load(row + N)
 
 
-@triton.jit
+@inlined
 def given(cell, i):
     """Whether a cell of the table is other than 0, for all elements i (a block: the interpreter wants it so)."""
-    return tl.zeros_like(i) + cell != 0
+    return tl.full(i.shape, 0, tl.int64) + cell != 0
 
 
-@triton.jit
+@inlined
 def read(row, FIELD: tl.constexpr, i, there, TYPE: tl.constexpr):
     """Elements i of the tensor at the address in this field; 0 where it has none."""
     address = tl.load(row + FIELD)
     return tl.load(address.to(tl.pointer_type(TYPE)) + i, mask=there & given(address, i), other=0)
 
 
-@triton.jit
+@inlined
 def write(row, FIELD: tl.constexpr, i, there, values, TYPE: tl.constexpr):
     """Store to the tensor at the address in this field, if there is one."""
     address = tl.load(row + FIELD)
     tl.store(address.to(tl.pointer_type(TYPE)) + i, values.to(TYPE), mask=there & given(address, i))
 
 
-@triton.jit
+@inlined
 def selected(row, FIELD: tl.constexpr, i, there):
     """1 where the packed mask at this field has a bit, or where there is no mask; int32."""
     address = tl.load(row + FIELD)
@@ -111,7 +113,7 @@ def selected(row, FIELD: tl.constexpr, i, there):
     return tl.where(there, (bytes_.to(tl.int32) >> (i & 7).to(tl.int32)) & 1, 0)
 
 
-@triton.jit
+@inlined
 def rank(chosen, starts, block):
     """How many elements of the tensor are selected before each of the block's, given those before the block."""
     return tl.load(starts + block) + tl.cumsum(chosen, 0).to(tl.int64) - chosen

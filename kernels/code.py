@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import Blocks, own_block, rank, selected, table
+from ._blocks import Blocks, inlined, own_block, rank, selected, table
 from .positions import count
 
 BITS = tl.constexpr(1)
 
 
-@triton.jit
+@inlined
 def _set_bit(words, place, which):
     bit = (tl.full(place.shape, 1, tl.int32) << (place & 31).to(tl.int32)).to(tl.int32)
     tl.atomic_or(words + (place >> 5), bit, mask=which, sem="relaxed")

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import BLOCK
+from ._blocks import BLOCK, inlined
 
 
-@triton.jit
+@inlined
 def to_bytes(flags, BLOCK: tl.constexpr):
     """BLOCK numbers, 0 or 1, as BLOCK / 8 bytes, the first in the lowest bit."""
     eight = tl.reshape(flags.to(tl.int32), [BLOCK // 8, 8])

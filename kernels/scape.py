@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import TYPES, Blocks, given, own_block, rank, read, scalar, selected, table, write
+from ._blocks import TYPES, Blocks, given, inlined, own_block, rank, read, scalar, selected, table, write
 
 
 class ScapeRow(NamedTuple):
@@ -48,7 +48,7 @@ BITS, HELD, VALUES, W, OLD, M, STEP, UPDATE, RESIDUAL, GRAD, PUBLIC, X, BEGIN, E
 )
 
 
-@triton.jit
+@inlined
 def _x(row, table, i, there, old, ST: tl.constexpr, GT: tl.constexpr):
     """Line 10: b1 m + (1 - b1) g + e."""
     beta1, sign = scalar(table, 1), scalar(table, 5)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import HEAD, HEAD_, TYPES, Blocks, own_block, rank, read, table, write
+from ._blocks import HEAD, HEAD_, TYPES, Blocks, inlined, own_block, rank, read, table, write
 from .pack_bits import to_bytes
 
 PASSES = ((20, 11), (9, 11), (0, 9))  # of a magnitude's 31 bits: the lowest that is looked at, and how many
@@ -36,7 +36,7 @@ FIELDS, X, BITS = tl.constexpr(4), tl.constexpr(2), tl.constexpr(3)
 BINS_ = tl.constexpr(BINS)
 
 
-@triton.jit
+@inlined
 def _magnitude(row, i, there, TYPE: tl.constexpr):
     """|x| as an integer of 31 bits that is ordered as it is."""
     x = read(row, X, i, there, TYPE).to(tl.float32)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import types
-
 import pytest
 import torch
 from sim import Ranks
 from table import by_name
 from torch import nn
-
-import compopt
 
 SHAPE = (64, 68)
 
