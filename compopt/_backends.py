@@ -29,7 +29,7 @@ def choose(devices: set[str]) -> Ops:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, got {asked!r}.")
     if asked == "auto":
         return _fastest(devices)
-    reason = _missing(asked, devices, interpreter=os.environ.get("TRITON_INTERPRET") == "1")
+    reason = _missing(asked, devices)
     if reason:
         raise RuntimeError(f"{VARIABLE}={asked} cannot run here: {reason}. Unset it, or name another back end.")
     return _make(asked, devices)
@@ -37,7 +37,7 @@ def choose(devices: set[str]) -> Ops:
 
 def _fastest(devices: set[str]) -> Ops:
     for name in ("triton", "apex"):
-        if not _missing(name, devices, interpreter=False):
+        if not (_missing(name, devices) or _interpreted(name)):
             try:
                 return _make(name, devices)
             except Exception as error:  # no compiler, another driver: that only shows when a kernel is built
@@ -48,12 +48,15 @@ def _fastest(devices: set[str]) -> Ops:
     return _make("torch", devices)
 
 
-def _missing(name: str, devices: set[str], interpreter: bool) -> str:
+def _interpreted(name: str) -> bool:
+    """Triton's interpreter computes on the CPU, a thousand times slower than anything else: for tests."""
+    return name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _missing(name: str, devices: set[str]) -> str:
     """What the back end needs and is not here; nothing where it can be tried."""
-    if name == "apex" and "cuda" not in devices:
+    if name in ("apex", "triton") and "cuda" not in devices and not _interpreted(name):
         return "no parameter is on a CUDA device"
-    if name == "triton" and "cuda" not in devices and not interpreter:
-        return "no parameter is on a CUDA device, and TRITON_INTERPRET is not 1"
     needs = {"triton": ["triton"], "apex": ["amp_C", "apex", "apex.optimizers"]}.get(name, [])
     absent = [module for module in needs if not _installed(module)]
     return f"the module {absent[0]} is not installed" if absent else ""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import amp_C
 import torch
-from apex.multi_tensor_apply import multi_tensor_applier
 from torch import Tensor
 
 from ._ops import Ops
@@ -17,13 +15,20 @@ class ApexOps(Ops):
 
     name = "apex"
 
+    def __init__(self, devices: set[str] = frozenset()) -> None:
+        import amp_C
+        from apex.multi_tensor_apply import multi_tensor_applier
+
+        super().__init__(devices)
+        self._adam, self._apply = amp_C.multi_tensor_adam, multi_tensor_applier
+
     def adamw(self, group: dict, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
         fits = w.is_cuda and w.dtype == g.dtype == torch.float32 and w.is_contiguous() and g.is_contiguous()
         if not fits:
             return super().adamw(group, w, g, m, v, step)
         overflow = self.scratch(w, 1, torch.int32, "overflow").zero_()
         beta1, beta2 = group["betas"]
-        multi_tensor_applier(
-            amp_C.multi_tensor_adam, overflow, [[-g if group["maximize"] else g], [w], [m], [v]], float(group["lr"]),
+        self._apply(
+            self._adam, overflow, [[-g if group["maximize"] else g], [w], [m], [v]], float(group["lr"]),
             beta1, beta2, group["eps"], int(step), DECOUPLED, CORRECTED, group["weight_decay"],
         )  # fmt: skip

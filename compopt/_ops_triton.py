@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ._buckets import Bucket, local, upload
+from ._masks import Deal, Part, code_of
 from ._math import kept
 from ._ops import HYPER, Ops, Tensors
 from ._requests import Payload
@@ -26,13 +27,11 @@ class TritonOps(Ops):
     def __init__(self, devices: set[str] = frozenset()) -> None:
         super().__init__(devices)
         self._blocks: dict[int, kernels.Blocks] = {}
-        device = "cpu" if kernels.INTERPRETED else "cuda"
-        kernels.pack_bits(
-            torch.ones(8, dtype=torch.bool, device=device)
-        )  # a machine that cannot build one says so here
+        self.device = "cpu" if kernels.INTERPRETED else "cuda"
+        kernels.pack_bits(torch.ones(8, dtype=torch.bool, device=self.device))  # where none can be built, raise now
 
     def fuses(self, bucket: Bucket) -> bool:
-        return bucket.device.type == ("cpu" if kernels.INTERPRETED else "cuda")
+        return bucket.device.type == self.device
 
     def blocks(self, bucket: Bucket) -> kernels.Blocks:
         if bucket.index not in self._blocks:
@@ -87,6 +86,63 @@ class TritonOps(Ops):
         bring_back(bucket, weights, present)
         return self.largest(scores, [kept(h["density"], n) for n in lengths])
 
+    @staticmethod
+    def scape_selection(bucket: Bucket, ops: TritonOps, deal: Deal, rank: int) -> ScapeSelection:
+        return ScapeSelection(bucket, ops, deal, rank)
+
+    def scape_commit(
+        self, bucket: Bucket, mean: Payload, bits: Tensors, held: Tensors, old: list[Tensor], factor: float,
+        selection: ScapeSelection | None,
+    ) -> None:  # fmt: skip
+        """SCAPE, lines 10, 11 and 16 to 21, for all tensors, and line 15 where a selection is given.
+
+        ``bits``: the masks of what was exchanged; ``old``: the momenta, at ``held``. None is a mask of ones.
+        """
+        h, state, present = bucket.group, bucket.state, bucket.present(mean)
+        new = state["exp_avg"]
+        if old is new and any(b is not None for b in (*bits, *held)):  # places change: not in the same memory
+            old = list(bucket.flat["exp_avg"].clone().split([m.numel() for m in new]))
+        held_starts = self.starts(bucket, held)
+        if selection:
+            selection.take(bucket.grads(), held, old, held_starts)
+        weights, own = contiguous_weights(bucket), flattened(bucket.grads())
+        count_up(bucket, present)
+        rows = [
+            kernels.ScapeRow(
+                n, bits[i], held[i], old[i], mean.parts[i], weights[i], new[i], state["step"][i], int(present[i]),
+                state["residual"][i], own[i], published(bucket, i),
+            )
+            for i, n in enumerate(bucket.lengths)
+        ]  # fmt: skip
+        kernels.scape(
+            self.blocks(bucket), mean.starts, held_starts, rows, lr=float(h["lr"]), betas=h["betas"], eps=h["eps"],
+            weight_decay=h["weight_decay"], bias_correction=h["bias_correction"], clip=factor, maximize=h["maximize"],
+        )  # fmt: skip
+        for i, here in enumerate(present):
+            if not here and new[i] is not old[i]:
+                new[i].copy_(old[i].view_as(new[i]))
+        bring_back(bucket, weights, present)
+
+    def adams(
+        self, group: dict, w: Tensor, g: Tensor, m: Tensor, step: Tensor, clip: float = 1.0, decay: bool = True
+    ) -> None:
+        if w.device.type != self.device or not all(x.is_contiguous() for x in (w, g, m)):
+            return super().adams(group, w, g, m, step, clip, decay)
+        blocks = kernels.Blocks([w.numel()], w.device)
+        row = kernels.ScapeRow(w.numel(), None, None, m, g, w, m, step, 1)
+        kernels.scape(
+            blocks, blocks.firsts, blocks.firsts, [row], lr=float(group["lr"]), betas=group["betas"], eps=group["eps"],
+            weight_decay=group["weight_decay"] if decay else 0.0, bias_correction=group["bias_correction"], clip=clip,
+        )  # fmt: skip
+
+    def positions(self, bits: Tensor, n: int) -> Tensor:
+        """As the reference; how many there are is not known, so this waits for the device."""
+        if bits.device.type != self.device:
+            return super().positions(bits, n)
+        blocks = kernels.Blocks([n], bits.device)
+        size = int(kernels.unpack_bits(bits, n).sum())
+        return kernels.positions(blocks, [bits], kernels.count(blocks, [bits]), [size])[0]
+
     def largest(self, xs: Iterable[Tensor], ks: Iterable[int]) -> list[Tensor]:
         """For each tensor the packed mask of its k elements of largest magnitude."""
         rows = [
@@ -96,6 +152,73 @@ class TritonOps(Ops):
         if rows:
             kernels.top_k(kernels.Blocks([row.n for row in rows], rows[0].x.device), rows)
         return [row.bits for row in rows]
+
+
+class ScapeSelection:
+    """What this rank selects of one bucket in one step: exactly as many as are wanted, so that all sizes are known.
+
+    The counterpart of ``_selection.Selection``, for all tensors at once.
+    """
+
+    def __init__(self, bucket: Bucket, ops: TritonOps, deal: Deal, rank: int):
+        self.bucket, self.ops, self.deal = bucket, ops, deal
+        self.part: Part = deal.parts[rank]
+        self.bits = torch.empty(self.part.last - self.part.first, dtype=torch.uint8, device=bucket.device)
+
+    def take(
+        self, grads: Tensors, held: Tensors | None = None, old: Tensors | None = None, starts: Tensor | None = None
+    ) -> None:
+        """Select, by line 10's x. ``old``: the momenta, at ``held``, and ``starts`` of that; None: the optimizer's."""
+        bucket, state, pieces = self.bucket, self.bucket.state, self.part.pieces
+        if held is None:
+            held = [None if i is None else m for m, i in zip(state["mask"], bucket.cache["held"], strict=True)]
+            old, starts = state["exp_avg"], self.ops.starts(bucket, held)
+        sizes = [piece.stop - piece.start for piece in pieces]
+        xs = self.ops.scratch(bucket.flat["residual"], sum(sizes), use="x").split(sizes)
+        own = {piece.tensor: (x, piece.start, piece.stop) for piece, x in zip(pieces, xs, strict=True)}
+        rows = [
+            kernels.ScapeRow(n, None, held[i], old[i], None, None, None, None, 0, state["residual"][i], g, None,
+                             *own.get(i, (None, 0, 0)))
+            for i, (n, g) in enumerate(zip(bucket.lengths, flattened(grads), strict=True))
+        ]  # fmt: skip
+        h = bucket.group
+        kernels.moment(self.ops.blocks(bucket), starts, rows, betas=h["betas"], maximize=h["maximize"])
+        wanted = [
+            kernels.TopKRow(x.numel(), piece.wanted, x, self.bits[piece.at // 8 :])
+            for piece, x in zip(pieces, xs, strict=True)
+        ]
+        if wanted:
+            kernels.top_k(kernels.Blocks(sizes, bucket.device), wanted)
+
+    def message(self) -> Tensor:
+        """This rank's bits, coded where codes are smaller."""
+        if self.deal.coded:
+            return kernels.encode(self.bits, self.deal.length, *code_of(self.part))
+        return torch.nn.functional.pad(self.bits, (0, self.deal.length - self.bits.numel()))
+
+    def found(self, messages: Tensor) -> tuple[Tensors, Tensor]:
+        """All ranks' selections, as positions in each tensor and as the bucket's bits."""
+        deal, bucket = self.deal, self.bucket
+        words = torch.zeros((deal.parts[-1].last + 3) // 4, dtype=torch.int32, device=bucket.device)
+        bits = words.view(torch.uint8)[: deal.parts[-1].last]
+        if deal.coded:
+            rows = []
+            for message, part in zip(messages, deal.parts, strict=True):
+                upper, row_bits, low = code_of(part)
+                rows.append(kernels.CodeRow(upper, message, 8 * part.first, row_bits, low))
+            kernels.decode(rows, words)
+        else:
+            torch.cat([m[: p.last - p.first] for m, p in zip(messages, deal.parts, strict=True)], out=bits)
+        sizes = [0] * len(bucket.lengths)
+        for piece in (piece for part in deal.parts for piece in part.pieces):
+            sizes[piece.tensor] += piece.wanted
+        ours = [i for i, size in enumerate(sizes) if bucket.compressed[i]]
+        masks = bits.split([0 if m is None else len(m) for m in bucket.state["mask"]])
+        blocks = kernels.Blocks([bucket.lengths[i] for i in ours], bucket.device)
+        own = [masks[i] for i in ours]
+        found = kernels.positions(blocks, own, kernels.count(blocks, own), [sizes[i] for i in ours])
+        index = dict(zip(ours, found, strict=True))
+        return [index.get(i) for i in range(len(sizes))], bits
 
 
 def flattened(tensors: Tensors) -> Tensors:

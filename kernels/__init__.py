@@ -8,7 +8,7 @@ Without a GPU the kernels run in Triton's interpreter: TRITON_INTERPRET=1, set b
 
 from ._blocks import INTERPRETED, Blocks
 from .adamw import AdamWRow, adamw
-from .code import decode, encode
+from .code import CodeRow, decode, encode
 from .compact import compact
 from .pack_bits import pack_bits, unpack_bits
 from .positions import count, positions
@@ -16,6 +16,6 @@ from .scape import ScapeRow, moment, scape
 from .top_k import TopKRow, top_k
 
 __all__ = [
-    "INTERPRETED", "AdamWRow", "Blocks", "ScapeRow", "TopKRow", "adamw", "compact", "count", "decode", "encode",
-    "moment", "pack_bits", "positions", "scape", "top_k", "unpack_bits",
+    "INTERPRETED", "AdamWRow", "Blocks", "CodeRow", "ScapeRow", "TopKRow", "adamw", "compact", "count", "decode",
+    "encode", "moment", "pack_bits", "positions", "scape", "top_k", "unpack_bits",
 ]  # fmt: skip

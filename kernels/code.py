@@ -6,12 +6,15 @@ Of the j-th selected position the high bits are one set bit, at their value plus
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import Blocks, inlined, own_block, rank, selected, table
+from ._blocks import Blocks, inlined, own_block, rank, read, selected, table
 from .positions import count
 
 BITS = tl.constexpr(1)
@@ -33,17 +36,34 @@ def _encode(where, table, starts, words, upper, row_bits, LOW: tl.constexpr, BLO
         _set_bit(words, upper + n * row_bits + j, ours & (((i >> n) & 1) == 1))
 
 
+class CodeRow(NamedTuple):
+    """One coded range: ``upper`` bits of the run of high bits, at the begin of ``message``; then rows of low bits.
+
+    ``first``: the bit of the mask that the range begins with. ``row_bits`` and ``low`` as for ``encode``.
+    """
+
+    upper: int
+    message: Tensor
+    first: int
+    row_bits: int
+    low: int
+
+
+FIELDS, FIRST, ROW_BITS, LOW_BITS = (tl.constexpr(f) for f in (len(CodeRow._fields), 2, 3, 4))
+
+
 @triton.jit
-def _decode(where, table, starts, message, words, first, upper, row_bits, LOW: tl.constexpr, BLOCK: tl.constexpr):
-    block, row, i, there = own_block(where, table, 2, BLOCK)
+def _decode(where, table, starts, words, BLOCK: tl.constexpr):
+    block, row, i, there = own_block(where, table, FIELDS, BLOCK)
+    upper, row_bits, low = tl.load(row), tl.load(row + ROW_BITS), tl.load(row + LOW_BITS)
     chosen = selected(row, BITS, i, there)
     j, ours = rank(chosen, starts, block), chosen == 1
-    position = (i - j) << LOW
-    for n in range(LOW):
+    position = (i - j) << low
+    for n in range(low):
         at = upper + n * row_bits + j
-        byte = tl.load(message + (at >> 3), mask=ours, other=0).to(tl.int64)
+        byte = read(row, BITS, at >> 3, ours, tl.uint8).to(tl.int64)
         position += ((byte >> (at & 7)) & 1) << n
-    _set_bit(words, first + position, ours)
+    _set_bit(words, tl.load(row + FIRST) + position, ours)
 
 
 def encode(bits: Tensor, length: int, upper: int, row_bits: int, low: int, block: int | None = None) -> Tensor:
@@ -63,10 +83,9 @@ def encode(bits: Tensor, length: int, upper: int, row_bits: int, low: int, block
     return words.view(torch.uint8)[:length]
 
 
-def decode(
-    message: Tensor, words: Tensor, first: int, upper: int, row_bits: int, low: int, block: int | None = None
-) -> None:
-    """Set the bits that ``message`` codes, from bit ``first`` on, in ``words``: a packed mask as int32, there 0."""
-    blocks = Blocks([upper], message.device, block)
-    rows = table([[upper, message]], message.device)
-    blocks.run(_decode, rows, count(blocks, [message]), message, words, first, upper, row_bits, LOW=low)
+def decode(rows: Sequence[CodeRow], words: Tensor, block: int | None = None) -> None:
+    """Set the bits that the messages code in ``words``: a packed mask as int32, with these bits 0."""
+    device = words.device
+    blocks = Blocks([row.upper for row in rows], device, block)
+    starts = count(blocks, [row.message for row in rows])
+    blocks.run(_decode, table(rows, device), starts, words)

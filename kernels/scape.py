@@ -28,12 +28,12 @@ class ScapeRow(NamedTuple):
     n: int
     bits: Tensor | None
     held: Tensor | None
-    values: Tensor
-    w: Tensor
     old: Tensor
-    m: Tensor
-    step: Tensor
-    update: int
+    values: Tensor | None = None
+    w: Tensor | None = None
+    m: Tensor | None = None
+    step: Tensor | None = None
+    update: int = 0
     residual: Tensor | None = None
     grad: Tensor | None = None
     public: Tensor | None = None
@@ -43,7 +43,7 @@ class ScapeRow(NamedTuple):
 
 
 FIELDS = tl.constexpr(len(ScapeRow._fields))
-BITS, HELD, VALUES, W, OLD, M, STEP, UPDATE, RESIDUAL, GRAD, PUBLIC, X, BEGIN, END = (
+BITS, HELD, OLD, VALUES, W, M, STEP, UPDATE, RESIDUAL, GRAD, PUBLIC, X, BEGIN, END = (
     tl.constexpr(f) for f in range(1, 15)
 )
 
@@ -127,7 +127,7 @@ def scape(
 def _types(rows: Sequence[ScapeRow]) -> dict[str, tl.dtype]:
     """Of state and of gradients."""
     grads = [row.grad.dtype for row in rows if row.grad is not None]
-    return {"ST": TYPES[rows[0].w.dtype], "GT": TYPES[grads[0] if grads else torch.float32]}
+    return {"ST": TYPES[rows[0].old.dtype], "GT": TYPES[grads[0] if grads else torch.float32]}
 
 
 def _head(

@@ -156,7 +156,7 @@ def test_scape(device, grad, bias_correction, clip, maximize):
     x = [torch.zeros(b - a, device=device) for a, b in part]
     rows = [
         kernels.ScapeRow(
-            n, bits[i], held_bits[i], values[i], ours_w[i], old[i], new[i], steps[i], int(i != 3), ours_e[i], grads[i],
+            n, bits[i], held_bits[i], old[i], values[i], ours_w[i], new[i], steps[i], int(i != 3), ours_e[i], grads[i],
             None, x[i], *part[i],
         )
         for i, n in enumerate(LENGTHS)
@@ -210,16 +210,17 @@ def test_code(device, density):
     deal = _selection.deal(lengths, 2, density)
     assert deal.coded
     words = torch.zeros((deal.parts[-1].last + 3) // 4, dtype=torch.int32, device=device)
-    whole = []
+    whole, rows = [], []
     for rank, part in enumerate(deal.parts):
         n = 8 * (part.last - part.first)
         flags = torch.zeros(n, dtype=torch.bool)
         flags[torch.randperm(n, generator=random)[: part.most]] = True
         bits, whole = _math.pack_bits(flags), [*whole, flags]
-        upper, row_bits = _masks._upper(n, part.most, part.low), _masks._whole(part.most)
-        message = kernels.encode(bits.to(device), deal.length, upper, row_bits, part.low, block=1024)
-        assert torch.equal(message.cpu(), _masks.encode(bits, deal, rank))
-        kernels.decode(message, words, 8 * part.first, upper, row_bits, part.low, block=1024)
+        upper, row_bits, low = _masks.code_of(part)
+        message = kernels.encode(bits.to(device), deal.length, upper, row_bits, low, block=1024)
+        assert torch.equal(message.cpu(), _masks.encode(flags.nonzero().view(-1), bits, deal, rank))
+        rows.append(kernels.CodeRow(upper, message, 8 * part.first, row_bits, low))
+    kernels.decode(rows, words, block=1024)
     assert torch.equal(words.view(torch.uint8)[: deal.parts[-1].last].cpu(), _math.pack_bits(torch.cat(whole)))
 
 
