@@ -13,7 +13,6 @@ import warnings
 
 from ._ops import Ops
 
-VARIABLE = "COMPOPT_BACKEND"
 NAMES = ("auto", "torch", "triton", "compile", "apex")
 
 
@@ -24,14 +23,14 @@ def choose(devices: set[str]) -> Ops:
         ValueError: COMPOPT_BACKEND is no back end's name.
         RuntimeError: it names one that cannot run here.
     """
-    asked = os.environ.get(VARIABLE, "auto")
+    asked = os.environ.get("COMPOPT_BACKEND", "auto")
     if asked not in NAMES:
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, got {asked!r}.")
+        raise ValueError(f"COMPOPT_BACKEND must be one of {', '.join(NAMES)}, got {asked!r}.")
     if asked == "auto":
         return _fastest(devices)
     reason = _missing(asked, devices)
     if reason:
-        raise RuntimeError(f"{VARIABLE}={asked} cannot run here: {reason}. Unset it, or name another back end.")
+        raise RuntimeError(f"COMPOPT_BACKEND={asked} cannot run here: {reason}. Unset it, or name another back end.")
     return _make(asked, devices)
 
 

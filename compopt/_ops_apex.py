@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ._ops import Ops
 
+DEVICE = "cuda"
 DECOUPLED, CORRECTED = 1, 1  # weight decay as in AdamW; moments divided by 1 - beta^t
 
 
@@ -23,7 +24,9 @@ class ApexOps(Ops):
         self._adam, self._apply = amp_C.multi_tensor_adam, multi_tensor_applier
 
     def adamw(self, group: dict, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
-        fits = w.is_cuda and w.dtype == g.dtype == torch.float32 and w.is_contiguous() and g.is_contiguous()
+        fits = (
+            w.device.type == DEVICE and w.dtype == g.dtype == torch.float32 and w.is_contiguous() and g.is_contiguous()
+        )
         if not fits:
             return super().adamw(group, w, g, m, v, step)
         overflow = self.scratch(w, 1, torch.int32, "overflow").zero_()

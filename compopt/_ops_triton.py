@@ -26,17 +26,15 @@ class TritonOps(Ops):
 
     def __init__(self, devices: set[str] = frozenset()) -> None:
         super().__init__(devices)
-        self._blocks: dict[int, kernels.Blocks] = {}
         self.device = "cpu" if kernels.INTERPRETED else "cuda"
         kernels.pack_bits(torch.ones(8, dtype=torch.bool, device=self.device))  # where none can be built, raise now
 
     def fuses(self, bucket: Bucket) -> bool:
         return bucket.device.type == self.device
 
-    def blocks(self, bucket: Bucket) -> kernels.Blocks:
-        if bucket.index not in self._blocks:
-            self._blocks[bucket.index] = kernels.Blocks(bucket.lengths, bucket.device)
-        return self._blocks[bucket.index]
+    @staticmethod
+    def blocks(bucket: Bucket) -> kernels.Blocks:
+        return kernels.cut(tuple(bucket.lengths), bucket.device)
 
     def starts(self, bucket: Bucket, bits: Tensors) -> Tensor:
         """For each block how many elements of its tensor are selected before it; no mask: all are."""
@@ -128,7 +126,7 @@ class TritonOps(Ops):
     ) -> None:
         if w.device.type != self.device or not all(x.is_contiguous() for x in (w, g, m)):
             return super().adams(group, w, g, m, step, clip, decay)
-        blocks = kernels.Blocks([w.numel()], w.device)
+        blocks = kernels.cut((w.numel(),), w.device)
         row = kernels.ScapeRow(w.numel(), None, None, m, g, w, m, step, 1)
         kernels.scape(
             blocks, blocks.firsts, blocks.firsts, [row], lr=float(group["lr"]), betas=group["betas"], eps=group["eps"],
@@ -139,7 +137,7 @@ class TritonOps(Ops):
         """As the reference; how many there are is not known, so this waits for the device."""
         if bits.device.type != self.device:
             return super().positions(bits, n)
-        blocks = kernels.Blocks([n], bits.device)
+        blocks = kernels.cut((n,), bits.device)
         size = int(kernels.unpack_bits(bits, n).sum())
         return kernels.positions(blocks, [bits], kernels.count(blocks, [bits]), [size])[0]
 
@@ -150,7 +148,7 @@ class TritonOps(Ops):
             for x, k in zip(xs, ks, strict=True)
         ]
         if rows:
-            kernels.top_k(kernels.Blocks([row.n for row in rows], rows[0].x.device), rows)
+            kernels.top_k(kernels.cut(tuple(row.n for row in rows), rows[0].x.device), rows)
         return [row.bits for row in rows]
 
 
@@ -188,7 +186,7 @@ class ScapeSelection:
             for piece, x in zip(pieces, xs, strict=True)
         ]
         if wanted:
-            kernels.top_k(kernels.Blocks(sizes, bucket.device), wanted)
+            kernels.top_k(kernels.cut(tuple(sizes), bucket.device), wanted)
 
     def message(self) -> Tensor:
         """This rank's bits, coded where codes are smaller."""
@@ -214,7 +212,7 @@ class ScapeSelection:
             sizes[piece.tensor] += piece.wanted
         ours = [i for i, size in enumerate(sizes) if bucket.compressed[i]]
         masks = bits.split([0 if m is None else len(m) for m in bucket.state["mask"]])
-        blocks = kernels.Blocks([bucket.lengths[i] for i in ours], bucket.device)
+        blocks = kernels.cut(tuple(bucket.lengths[i] for i in ours), bucket.device)
         own = [masks[i] for i in ours]
         found = kernels.positions(blocks, own, kernels.count(blocks, own), [sizes[i] for i in ours])
         index = dict(zip(ours, found, strict=True))

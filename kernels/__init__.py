@@ -6,7 +6,7 @@ row a tensor, and a list of blocks; each program takes one block. Offsets are 64
 Without a GPU the kernels run in Triton's interpreter: TRITON_INTERPRET=1, set before this package is imported.
 """
 
-from ._blocks import INTERPRETED, Blocks
+from ._blocks import INTERPRETED, Blocks, cut
 from .adamw import AdamWRow, adamw
 from .code import CodeRow, decode, encode
 from .compact import compact
@@ -16,6 +16,6 @@ from .scape import ScapeRow, moment, scape
 from .top_k import TopKRow, top_k
 
 __all__ = [
-    "INTERPRETED", "AdamWRow", "Blocks", "CodeRow", "ScapeRow", "TopKRow", "adamw", "compact", "count", "decode",
+    "INTERPRETED", "AdamWRow", "Blocks", "CodeRow", "ScapeRow", "TopKRow", "adamw", "compact", "count", "cut", "decode",
     "encode", "moment", "pack_bits", "positions", "scape", "top_k", "unpack_bits",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -34,7 +35,7 @@ class Blocks:
     the number of its tensor's first block. ``firsts``: ``starts`` where everything is selected.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str, size: int | None = None):
+    def __init__(self, lengths: Sequence[int], device: torch.device, size: int | None = None):
         self.lengths, self.size = tuple(lengths), size or BLOCK
         per_tensor = torch.tensor([-(-n // self.size) for n in lengths], dtype=torch.int64)
         firsts = per_tensor.cumsum(0) - per_tensor
@@ -42,9 +43,9 @@ class Blocks:
         of_tensor = firsts[number]
         self.count = number.numel()
         start = (torch.arange(self.count) - of_tensor) * self.size
-        self.where = torch.stack([number, start], 1).to(device)
-        self.firsts = start.to(device)
-        self.of_tensor = of_tensor.to(device)
+        self.where = upload(torch.stack([number, start], 1), device)
+        self.firsts = upload(start, device)
+        self.of_tensor = upload(of_tensor, device)
 
     def run(self, kernel: triton.JITFunction, *arguments: object, **constants: object) -> None:
         """Launch the kernel on every block; nothing to do where all tensors are empty."""
@@ -64,10 +65,18 @@ def table(rows: Sequence[Sequence[Tensor | int | None]], device: torch.device, h
     """
     cells = [0 if cell is None else cell if isinstance(cell, int) else cell.data_ptr() for row in rows for cell in row]
     fixed = torch.tensor([*head, *[0.0] * (HEAD - len(head))], dtype=torch.float64).view(torch.int64)
-    whole = torch.cat([fixed, torch.tensor(cells, dtype=torch.int64)])
-    if device.type == "cpu":
-        return whole
-    return whole.pin_memory().to(device, non_blocking=True)  # no wait; the allocator keeps the pinned copy meanwhile
+    return upload(torch.cat([fixed, torch.tensor(cells, dtype=torch.int64)]), device)
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device without waiting for it: the allocator keeps the pinned copy for as long as it is read."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=1024)
+def cut(lengths: tuple[int, ...], device: torch.device) -> Blocks:
+    """The blocks of these lengths; the same object for the same lengths."""
+    return Blocks(lengths, device)
 
 
 @inlined

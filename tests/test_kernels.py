@@ -17,15 +17,6 @@ COARSE = 1e-2  # of what is stored in 16 bits: the interpreter cuts off where a 
 HYPER = dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request) -> torch.device:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    if (request.param == "cpu") != kernels.INTERPRETED:
-        pytest.skip("kernels run either on the GPU or in the interpreter, TRITON_INTERPRET=1")
-    return torch.device(request.param)
-
-
 class Draw:
     """Random tensors, a list for all tensors of a bucket."""
 
