@@ -48,7 +48,7 @@ def _fastest(devices: set[str]) -> Ops:
 
 
 def _interpreted(name: str) -> bool:
-    """Triton's interpreter computes on the CPU, a thousand times slower than anything else: for tests."""
+    """Triton's interpreter computes on the CPU, and slowly: it is for tests."""
     return name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
