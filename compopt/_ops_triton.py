@@ -82,6 +82,9 @@ class TritonOps(Ops):
             self.blocks(bucket), mean.starts, rows, lr=float(h["lr"]), **{name: h[name] for name in HYPER}
         )  # fmt: skip
         bring_back(bucket, weights, present)
+        if mean.dropped is not None:  # by rounding, of what was sent: it is owed again
+            for i in (i for i, here in enumerate(present) if here and bucket.compressed[i]):
+                self.put(state["residual"][i], index[i], mean.dropped_parts[i])
         return self.largest(scores, [kept(h["density"], n) for n in lengths])
 
     @staticmethod

@@ -96,6 +96,7 @@ def commit(
         for i, here in enumerate(present):
             if here and bucket.compressed[i]:
                 keep_mask(bucket, i, index[i], masks[i])
+                owe(bucket, ops, mean, i, index[i])
         return
     for i, here in enumerate(present):
         piece = selection.pieces.get(i) if selection and h["mask_delay"] == 1 else None
@@ -118,14 +119,20 @@ def commit(
             keep_mask(bucket, i, index[i], masks[i])
         new[i].copy_(m)
         ops.scape_update(h, e, weights[i], index[i], mean.parts[i], new[i], state["step"][i], factor)
-        if e is not None and mean.dropped is not None:  # by rounding, of what was sent
-            ops.put(e, index[i], mean.dropped_parts[i].mul_(1 - h["betas"][0]))
         if e is not None:
-            bucket.cache["owed"][i] = mean.dropped is not None
+            owe(bucket, ops, mean, i, index[i])
         bucket.publish(i)
     if selection:
         for i, guess in selection.guesses.items():
             state["threshold"][i].fill_(guess)
+
+
+def owe(bucket: Bucket, ops: Ops, mean: Payload, i: int, index: Tensor | None) -> None:
+    """What rounding took off what tensor i sent is owed again."""
+    if mean.dropped is not None:
+        dropped = mean.dropped_parts[i].mul_(1 - bucket.group["betas"][0])
+        ops.put(bucket.state["residual"][i].view(-1), index, dropped)
+    bucket.cache["owed"][i] = mean.dropped is not None
 
 
 def masks_of(bucket: Bucket, bits: Tensor) -> list[Tensor]:
