@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import _checkpoint
+from ._backends import choose
 from ._buckets import Bucket, StateSpec, is_compressed, make_buckets
 from ._comm import Comm, Pending, connect, copies_of, default_ranks, shard_comms
 from ._handshake import describe, explain_mismatch, handshake
-from ._ops import choose
 from ._options import check_adam as check_adam
 from ._options import check_compression as check_compression
 from ._options import require as require
@@ -291,7 +291,7 @@ class CompressedOptimizer(Optimizer):
 
     def _build(self) -> None:
         """Lay out buckets and state for the current groups; state that is there already is copied in."""
-        self.ops = choose()
+        self.ops = choose({p.device.type for g in self._option_groups for p in g["params"]})
         self.stats = Stats(residual_norm=self._residual_norm)
         self._comm: Comm | None = None
         self._counted = 0
@@ -354,6 +354,7 @@ class CompressedOptimizer(Optimizer):
         return [
             type(self).__name__ + (" (sharded)" if self.sharded else ""),
             *({k: _plain(v) for k, v in g.items() if k not in ("params", "param_names")} for g in self._option_groups),
+            {"backend": self.backend},  # two round differently, and select differently among equals
         ]
 
     def _structure(self) -> str:

@@ -42,6 +42,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def upload(numbers: list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device. Nobody waits: a pinned copy is read when the device comes to it."""
+    tensor = torch.tensor(numbers, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def laid_out_as(p: Tensor, view: Tensor) -> Tensor:
     """This rank's part of a state as a DTensor with the mesh and placements of ``p``; as it is where p is none."""
     if not hasattr(p, "to_local"):
@@ -168,7 +174,7 @@ class Bucket:
         self._dropped = _memory(self._dropped, sum(lengths), dtype, self.device) if seed else None
         payload = Payload(self._message, len(self.params), len(self.control), lengths, seed, self._dropped)
         if self.control:
-            payload.control.copy_(torch.tensor(self.control, dtype=dtype))
+            payload.control.copy_(upload(self.control, dtype, self.device))
         return payload
 
     def payloads(self, lengths: list[list[int]], dtype: torch.dtype | None) -> tuple[list[Payload], Tensor]:
@@ -181,12 +187,13 @@ class Bucket:
             for row, parts in zip(flat.split(sizes), lengths, strict=True)
         ]
         for row in rows if self.control else ():
-            row.control.copy_(torch.tensor(self.control, dtype=flat.dtype))
+            row.control.copy_(upload(self.control, flat.dtype, self.device))
         return rows, flat
 
     def present(self, payload: Payload) -> list[bool]:
         """For each tensor, whether any rank had a gradient for it (after averaging)."""
-        return [value > 0 for value in payload.header.tolist()]
+        marks = payload.header.tolist() if payload.marks is None else payload.marks
+        return [mark > 0 for mark in marks]
 
 
 def _memory(held: Tensor | None, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

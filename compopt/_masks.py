@@ -136,6 +136,11 @@ def _whole(n: int) -> int:
     return n + -n % 8
 
 
+def code_of(part: Part) -> tuple[int, int, int]:
+    """How a range is coded: bits of the run of high bits, bits of a row of low bits, and how many rows."""
+    return _upper(8 * (part.last - part.first), part.most, part.low), _whole(part.most), part.low
+
+
 def encode(positions: Tensor, bits: Tensor, deal: Deal, rank: int) -> Tensor:
     """This rank's message, from the positions and bits of its range."""
     code = _code(positions, deal.parts[rank]) if deal.coded else bits

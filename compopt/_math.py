@@ -54,6 +54,58 @@ def adams_factors(step: float, betas: tuple[float, float], bias_correction: str)
     return betas[1] / second, (1 - betas[1]) / second, first
 
 
+def compact(
+    g: Tensor, index: Tensor | None, out: Tensor, add: Tensor | None = None, scale: float = 1.0, sign: float = 1.0
+) -> None:
+    """``out = (sign * g + scale * add)[index]``, in out's dtype; None: all elements."""
+    x = sign * g.reshape(-1).to(torch.promote_types(g.dtype, torch.float32))
+    if add is not None:
+        x = x.add_(add.reshape(-1), alpha=scale)
+    out.copy_(x if index is None else x.index_select(0, index))
+
+
+def radius_(
+    w: Tensor, m: Tensor, v: Tensor, residual: Tensor, g: Tensor, values: Tensor, index: Tensor, step: float, **hyper
+) -> None:
+    """Radius, lines 15 to 25 of a sparse step: AdamW on ``values`` at ``index`` and 0 elsewhere, and the residual.
+
+    ``g`` is the rank's own gradient: where it was not sent it is held back. ``hyper`` as for ``adamw_``.
+    """
+    average = torch.zeros_like(w)
+    scatter(values, index, average.view(-1))
+    adamw_(w, average, m, v, step, **hyper)
+    residual.add_(g)
+    clear_(residual, index)
+
+
+def moment(
+    residual: Tensor, g: Tensor, m: Tensor, held: Tensor, *, betas: tuple[float, float], maximize: bool = False
+) -> Tensor:
+    """SCAPE, line 10: ``b1 m + (1 - b1) g + e``, with m given at the positions ``held``."""
+    x = residual.reshape(-1).add(g.reshape(-1), alpha=(betas[0] - 1) if maximize else (1 - betas[0]))
+    return x.index_add_(0, held, m, alpha=betas[0])
+
+
+def scape_(
+    w: Tensor, residual: Tensor, g: Tensor, m: Tensor, held: Tensor, values: Tensor, index: Tensor, step: float, *,
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool = False, **adams,
+) -> Tensor:  # fmt: skip
+    """SCAPE, lines 10, 11 and 16 to 21, in place; returns the new momentum, at ``index``.
+
+    ``m``: the old one, at ``held``. ``values``: the averaged gradient at ``index``. ``adams``: ``bias_correction`` and
+    ``clip`` of ``adams_``.
+    """
+    x = moment(residual, g, m, held, betas=betas, maximize=maximize)
+    new = torch.zeros_like(x).index_copy_(0, held, m).index_select(0, index)
+    residual.copy_(x.view(residual.shape))
+    clear_(residual, index)
+    w.mul_(1 - lr * weight_decay)
+    selected = w.view(-1).index_select(0, index)
+    adams_(selected, values.to(w.dtype), new, step, lr=lr, betas=betas, eps=eps, weight_decay=0.0, **adams)
+    w.view(-1).index_copy_(0, index, selected)
+    return new
+
+
 def pack_bits(mask: Tensor) -> Tensor:
     """n booleans as ceil(n/8) bytes, the first element in the lowest bit."""
     whole = torch.nn.functional.pad(mask.view(-1).to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
@@ -113,5 +165,7 @@ def finite_or_nan(g: Tensor) -> Tensor:
 
 def squared_norm(x: Tensor) -> Tensor:
     """|x|^2, in float64 where float32 would overflow or x is of lower precision."""
+    if x.device.type != "cpu":  # where looking at the first result costs more than a second
+        return torch.linalg.vector_norm(x, dtype=torch.float64).square()
     fast = torch.dot(x, x) if x.dtype in (torch.float32, torch.float64) else None
     return fast if fast is not None and fast.isfinite() else x.double().square().sum()

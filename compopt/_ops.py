@@ -1,7 +1,7 @@
-"""The one place where a back end is chosen: fused kernels where they apply, else the reference of ``_math``.
+"""What algorithms compute with: PyTorch's own operators here, kernels in ``_ops_triton``, and so on.
 
-``choose`` is called once, at construction; ``optimizer.backend`` shows what it chose. The functions here also walk the
-tensors of a bucket, so that an algorithm reads as its paper does.
+``_backends`` chooses. The functions here also walk the tensors of a bucket, so that an algorithm reads as its paper
+does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ class Ops:
 
     name = "torch"
 
-    def __init__(self) -> None:
+    def __init__(self, devices: set[str] = frozenset()) -> None:
         self._scratch: dict[tuple, Tensor] = {}
+
+    def fuses(self, bucket: Bucket) -> bool:
+        """Whether kernels commit this bucket as a whole (``radius_commit``)."""
+        return False
 
     def scratch(self, like: Tensor, n: int, dtype: torch.dtype | None = None, use: str = "") -> Tensor:
         """n elements of memory beside ``like``, contents undefined, valid until the next call for the same ``use``."""
@@ -42,8 +46,12 @@ class Ops:
         add: Tensors | None = None,
         scale: float = 1.0,
         negate: bool = False,
+        bits: Tensors | None = None,
     ) -> Payload:
-        """The bucket's message: ``grads``, or minus them, plus ``scale * add``, at ``index`` where a tensor has one."""
+        """The bucket's message: ``grads``, or minus them, plus ``scale * add``, at ``index`` where a tensor has one.
+
+        ``bits``: the packed masks that ``index`` was decoded from, for kernels that read these.
+        """
         index = index or [None] * len(grads)
         lengths = [n if i is None else i.numel() for n, i in zip(bucket.lengths, index, strict=True)]
         payload = bucket.payload(lengths, bucket.group.get("payload_dtype"))
@@ -109,6 +117,13 @@ class Ops:
         torch._fused_adamw_(
             [w], [g], [m], [v], [], [step], lr=float(group["lr"]), beta1=beta1, beta2=beta2, amsgrad=False, **hyper
         )
+
+    def adamw_and_add(
+        self, group: dict, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, residual: Tensor, add: Tensor
+    ) -> None:
+        """``adamw``, and ``residual += add``: a fused back end does both in one pass."""
+        residual.add_(add)
+        self.adamw(group, w, g, m, v, step)
 
     @staticmethod
     def adamw_update(group: dict, w: Tensor, m: Tensor, v: Tensor, step: Tensor) -> Tensor:
@@ -222,11 +237,6 @@ class Ops:
 
     top_k = staticmethod(_math.top_k)
     positions = staticmethod(_math.positions)
-
-
-def choose() -> Ops:
-    """The back end for this machine."""
-    return Ops()
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:

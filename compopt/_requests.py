@@ -37,6 +37,8 @@ class Payload:
         self.dropped_parts: list[Tensor] | list[None] = (
             [None] * len(lengths) if dropped is None else list(dropped.split(lengths))
         )
+        self.marks: list[float] | None = None  # the averaged header, once it has been read
+        self.starts: Tensor | None = None  # for kernels: how much of its tensor is sent before each block
 
     def over(self, flat: Tensor) -> Payload:
         """Another message laid out as this one."""

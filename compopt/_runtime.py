@@ -172,14 +172,16 @@ class Runtime:
                     exchanges.append(Exchange(bucket, self.algorithm, comm))
             exchanges.sort(key=lambda exchange: exchange.bucket.index)
             yield from self._exchange(exchanges)
-            resend = bool(exchanges[-1].agree.payload.control[0] > 0)
+            norms, control = self._read(exchanges)
+            resend = control[0] > 0
             if resend:
                 for i, exchange in enumerate(exchanges):
                     if exchange.bucket.index in early:
                         exchange.abandon()
                         exchanges[i] = Exchange(exchange.bucket, self.algorithm, comm)
                 yield from self._exchange(exchanges)
-            verdict = self._judge(exchanges)
+                norms, control = self._read(exchanges)
+            verdict = self._judge(exchanges, norms, control[1:])
             sharded = any(exchange.agree.sharded for exchange in exchanges)
             yield from self._agree_with([comm, *shards] if sharded else shards, verdict, buckets[-1].device)
             verdict.early, verdict.resent = 0 if resend else len(early), resend
@@ -217,21 +219,37 @@ class Runtime:
                 exchange.advance(exchange.pending.wait())
 
     @staticmethod
-    def _judge(exchanges: list[Exchange]) -> Verdict:
+    def _read(exchanges: list[Exchange]) -> tuple[list[float], list[float]]:
+        """The squared norm of every bucket's average, and the control words; the payloads' ``marks`` are set.
+
+        All at once, on the host: on a GPU this is where a step waits for the device, and the only place.
+        """
+        words = []
+        for agree in (exchange.agree for exchange in exchanges):
+            squared = squared_norm(agree.payload.body) if agree.squared_norm is None else agree.squared_norm
+            words += [squared.double().view(1), agree.payload.header.double()]
+        words.append(exchanges[-1].agree.payload.control.double())
+        numbers = torch.cat([word.to(words[-1].device) for word in words]).tolist()
+        norms, at = [], 0
+        for payload in (exchange.agree.payload for exchange in exchanges):
+            end = at + 1 + len(payload.header)
+            norms.append(numbers[at])
+            payload.marks, at = numbers[at + 1 : end], end
+        return norms, numbers[at:]
+
+    @staticmethod
+    def _judge(exchanges: list[Exchange], norms: list[float], settings: list[float]) -> Verdict:
         """The verdict, from averaged numbers that are the same on every rank."""
         verdict = Verdict(applied=True)
         total = 0.0
-        for exchange in exchanges:
-            agree = exchange.agree
-            marks = agree.payload.header.tolist()
+        for exchange, squared in zip(exchanges, norms, strict=True):
+            marks = exchange.agree.payload.marks
             verdict.bad += [name for name, mark in zip(exchange.bucket.names, marks, strict=True) if mark != mark]
-            squared = squared_norm(agree.payload.body) if agree.squared_norm is None else agree.squared_norm
-            total += float(squared) / exchange.bucket.copies
+            total += squared / exchange.bucket.copies
             if any(exchange.bucket.compressed):
-                verdict.phases.add(agree.phase)
-        settings = exchanges[-1].agree.payload.control[1:]
+                verdict.phases.add(exchange.agree.phase)
         half = len(settings) // 2  # bits and their complements: both present on average means that ranks differ
-        verdict.mismatch = bool(((settings[:half] > 0) & (settings[half:] > 0)).any())
+        verdict.mismatch = any(a > 0 and b > 0 for a, b in zip(settings[:half], settings[half:], strict=True))
         verdict.norm = total**0.5
         if total != total or total == float("inf"):
             verdict.bad = verdict.bad or ["the average over ranks"]

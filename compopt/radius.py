@@ -36,7 +36,7 @@ from ._buckets import Bucket, StateSpec
 from ._math import kept
 from ._ops import Ops, clip_factor
 from ._options import check_adam, check_compression, require
-from ._requests import Agree, AllReduceMean, Broadcast, Request
+from ._requests import Agree, AllReduceMean, Broadcast, Payload, Request
 
 
 def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
@@ -54,7 +54,7 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
         forget_sent(bucket, ops)
         phase, sent = "resample", ops.pack(bucket, grads, add=state["residual"], scale=h["residual_scale"])  # line 8
     else:
-        phase, sent = "sparse", ops.pack(bucket, grads, index, add=owed)  # line 13
+        phase, sent = "sparse", ops.pack(bucket, grads, index, add=owed, bits=state["mask"])  # line 13
     index = index if phase == "sparse" else [None] * len(grads)
 
     mean = yield AllReduceMean(sent)  # lines 4, 9, 14
@@ -62,34 +62,47 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     if (factor := clip_factor(norm, h["max_grad_norm"])) < 1:
         mean.body.mul_(factor)  # line 20
 
-    masks, weights = [], bucket.weights
-    for i, present in enumerate(bucket.present(mean)):
-        resample = phase == "resample" and bucket.compressed[i]
-        w, m, v, step = weights[i], state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
-        before = w.clone() if resample else w
-        if present:
-            if index[i] is not None and grads[i] is not None:
-                state["residual"][i].add_(grads[i])  # line 16: what was sent is taken off again by forget_sent
-            if bucket.compressed[i] and rounds:
-                ops.put(state["residual"][i], index[i], mean.dropped_parts[i])
-            elif resample:
-                state["residual"][i].zero_()  # line 10
-            elif index[i] is not None and grads[i] is not None:
-                bucket.cache["sent"] = True
-            step += 1
-            ops.adamw(h, w, ops.expand(mean.parts[i], index[i], w), m, v, step)  # lines 15, 21, 25
-            bucket.publish(i)
-        if resample:
-            masks.append(
-                ops.top_k(ops.adamw_update(h, before, m, v, step).abs_(), kept(h["density"], w.numel()))
-            )  # line 22
-
+    if ops.fuses(bucket):
+        masks = ops.radius_commit(bucket, mean, phase, grads, index)  # what follows, in a kernel
+    else:
+        masks = commit(bucket, ops, mean, phase, index, grads)
     if phase == "resample":
         bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
         bucket.flat["mask"].zero_()
         flat = yield Broadcast(torch.cat(masks))  # sent behind the commit, awaited when the next step needs it
         bucket.flat["mask"].copy_(flat)
         remember_positions(bucket, ops)
+
+
+def commit(
+    bucket: Bucket, ops: Ops, mean: Payload, phase: str, index: list[Tensor | None], grads: list[Tensor | None]
+) -> list[Tensor]:
+    """Lines 10, 15, 16 and 21 to 25 for every tensor that has a gradient on any rank; returns line 22's masks."""
+    h, state, masks, weights = bucket.group, bucket.state, [], bucket.weights
+    rounds = mean.dropped is not None
+    for i, present in enumerate(bucket.present(mean)):
+        resample = phase == "resample" and bucket.compressed[i]
+        w, m, v, step = weights[i], state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
+        before = w.clone() if resample else w
+        if present:
+            step += 1
+            average = ops.expand(mean.parts[i], index[i], w)  # line 15
+            if held_back := index[i] is not None and grads[i] is not None:  # lines 16, 21, 25
+                ops.adamw_and_add(h, w, average, m, v, step, state["residual"][i], grads[i])
+            else:
+                ops.adamw(h, w, average, m, v, step)  # lines 21, 25
+            if bucket.compressed[i] and rounds:
+                ops.put(state["residual"][i], index[i], mean.dropped_parts[i])
+            elif resample:
+                state["residual"][i].zero_()  # line 10
+            elif held_back:
+                bucket.cache["sent"] = True  # what was sent is taken off again by forget_sent
+            bucket.publish(i)
+        if resample:
+            masks.append(
+                ops.top_k(ops.adamw_update(h, before, m, v, step).abs_(), kept(h["density"], w.numel()))
+            )  # line 22
+    return masks
 
 
 def forget_sent(bucket: Bucket, ops: Ops) -> None:

@@ -45,17 +45,24 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Generator[Request,
     h, state, grads = bucket.group, bucket.state, bucket.grads()
     delayed = h["mask_delay"] == 1
     deal = deal_at(bucket, h["step"] + 1 + delayed, ranks)  # of the mask selected now; None: it is all ones
-    selection = Selection(bucket, ops, deal, rank) if deal else None
+    fused = ops.fuses(bucket)  # kernels that take all tensors of the bucket at once
+    selection = (ops.scape_selection if fused else Selection)(bucket, ops, deal, rank) if deal else None
 
     index, bits = bucket.cache.get("index"), bucket.flat["next_mask"]  # found one step ago
     if deal and not delayed:
-        for i, piece in selection.pieces.items():
-            selection.take(i, own_x(bucket, i, piece, grads[i]))
+        if fused:
+            selection.take(grads)
+        else:
+            for i, piece in selection.pieces.items():
+                selection.take(i, own_x(bucket, i, piece, grads[i]))
         rows = yield AllGather(selection.message())
         index, bits = selection.found(rows)
     index = index or [None] * len(grads)
 
-    sent = ops.pack(bucket, grads, index, add=state["residual"], scale=1 / (1 - h["betas"][0]), negate=h["maximize"])
+    sent = ops.pack(
+        bucket, grads, index, add=state["residual"], scale=1 / (1 - h["betas"][0]), negate=h["maximize"],
+        bits=masks_of(bucket, bits),
+    )  # fmt: skip
     mean = yield AllReduceMean(sent)  # line 14
     norm = yield Agree(mean, "sparse" if any(i is not None for i in index) else "dense")  # from here on state changes
     commit(bucket, ops, mean, index, bits, clip_factor(norm, h["max_grad_norm"]), selection)
@@ -81,7 +88,16 @@ def commit(
     old = state["exp_avg"]
     sizes = [len(m.view(-1)) if not here else n if i is None else len(i)
              for m, here, n, i in zip(old, present, bucket.lengths, index, strict=True)]  # fmt: skip
-    new, masks = bucket.resize("exp_avg", sizes), bits.split([0 if m is None else len(m) for m in state["mask"]])
+    new, masks = bucket.resize("exp_avg", sizes), masks_of(bucket, bits)
+    if ops.fuses(bucket):
+        chosen = [None if i is None else m for m, i in zip(masks, index, strict=True)]
+        held = [None if i is None else m for m, i in zip(state["mask"], bucket.cache["held"], strict=True)]
+        ops.scape_commit(bucket, mean, chosen, held, old, factor, selection if h["mask_delay"] == 1 else None)
+        for i, here in enumerate(present):
+            if here and bucket.compressed[i]:
+                keep_mask(bucket, i, index[i], masks[i])
+                owe(bucket, ops, mean, i, index[i])
+        return
     for i, here in enumerate(present):
         piece = selection.pieces.get(i) if selection and h["mask_delay"] == 1 else None
         if not here:
@@ -103,14 +119,25 @@ def commit(
             keep_mask(bucket, i, index[i], masks[i])
         new[i].copy_(m)
         ops.scape_update(h, e, weights[i], index[i], mean.parts[i], new[i], state["step"][i], factor)
-        if e is not None and mean.dropped is not None:  # by rounding, of what was sent
-            ops.put(e, index[i], mean.dropped_parts[i].mul_(1 - h["betas"][0]))
         if e is not None:
-            bucket.cache["owed"][i] = mean.dropped is not None
+            owe(bucket, ops, mean, i, index[i])
         bucket.publish(i)
     if selection:
         for i, guess in selection.guesses.items():
             state["threshold"][i].fill_(guess)
+
+
+def owe(bucket: Bucket, ops: Ops, mean: Payload, i: int, index: Tensor | None) -> None:
+    """What rounding took off what tensor i sent is owed again."""
+    if mean.dropped is not None:
+        dropped = mean.dropped_parts[i].mul_(1 - bucket.group["betas"][0])
+        ops.put(bucket.state["residual"][i].view(-1), index, dropped)
+    bucket.cache["owed"][i] = mean.dropped is not None
+
+
+def masks_of(bucket: Bucket, bits: Tensor) -> list[Tensor]:
+    """A bucket's mask cut into its tensors' (empty for those that are not compressed)."""
+    return list(bits.split([0 if m is None else len(m) for m in bucket.state["mask"]]))
 
 
 def own_x(bucket: Bucket, i: int, piece: Piece, g: Tensor | None) -> Tensor:

@@ -1,2 +1,21 @@
-"""Triton kernels of compopt, imported as ``compopt_kernels``. None yet; each file will be named as its
-reference in ``compopt/_math.py``."""
+"""Triton kernels of compopt, imported as ``compopt_kernels``: a file an operation, references in ``compopt/_math.py``.
+
+A launch works on all tensors of a bucket. Gradients and weights lie anywhere, so a kernel gets a table of addresses, a
+row a tensor, and a list of blocks; each program takes one block. Offsets are 64 bits wide, maths is float32 at least.
+
+Without a GPU the kernels run in Triton's interpreter: TRITON_INTERPRET=1, set before this package is imported.
+"""
+
+from ._blocks import INTERPRETED, Blocks, cut
+from .adamw import AdamWRow, adamw
+from .code import CodeRow, decode, encode
+from .compact import compact
+from .pack_bits import pack_bits, unpack_bits
+from .positions import count, positions
+from .scape import ScapeRow, moment, scape
+from .top_k import TopKRow, top_k
+
+__all__ = [
+    "INTERPRETED", "AdamWRow", "Blocks", "CodeRow", "ScapeRow", "TopKRow", "adamw", "compact", "count", "cut", "decode",
+    "encode", "moment", "pack_bits", "positions", "scape", "top_k", "unpack_bits",
+]  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 from compopt import _masks, _math, _ops, _selection
 
-OPS = _ops.choose()
+OPS = _ops.Ops()
 LENGTHS = (4096, 0, 70 * 80 + 3, 100_003, 17)
 
 

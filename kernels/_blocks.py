@@ -1,0 +1,128 @@
+"""How a launch is laid out: blocks of several tensors, and a table that says where each tensor's data lie."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BLOCK = 4096 if INTERPRETED else 1024  # elements a program: the interpreter pays by the program, a GPU wants many
+HEAD = 10  # numbers in front of the table that hold for all its rows
+HEAD_ = tl.constexpr(HEAD)
+N = tl.constexpr(0)  # the field of a row that says how many elements the tensor has
+# What kernels call. The interpreter would set up the whole language anew at every call of a jitted function.
+inlined = (lambda function: function) if INTERPRETED else triton.jit
+TYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}
+
+
+class Blocks:
+    """Tensors of these lengths, cut into blocks of ``size`` elements (a power of 2); none spans two tensors.
+
+    ``where``: a row for each block, of the tensor's number and the block's first element. ``of_tensor``: for each block
+    the number of its tensor's first block. ``firsts``: ``starts`` where everything is selected.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device, size: int | None = None):
+        self.lengths, self.size = tuple(lengths), size or BLOCK
+        per_tensor = torch.tensor([-(-n // self.size) for n in lengths], dtype=torch.int64)
+        firsts = per_tensor.cumsum(0) - per_tensor
+        number = torch.arange(len(lengths)).repeat_interleave(per_tensor)
+        of_tensor = firsts[number]
+        self.count = number.numel()
+        start = (torch.arange(self.count) - of_tensor) * self.size
+        self.where = upload(torch.stack([number, start], 1), device)
+        self.firsts = upload(start, device)
+        self.of_tensor = upload(of_tensor, device)
+
+    def run(self, kernel: triton.JITFunction, *arguments: object, **constants: object) -> None:
+        """Launch the kernel on every block; nothing to do where all tensors are empty."""
+        if self.count:
+            kernel[(self.count,)](self.where, *arguments, BLOCK=self.size, **constants)
+
+    def starts(self, counts: Tensor) -> Tensor:
+        """From a number for each block, the sum of those before it in its tensor."""
+        before = counts.cumsum(0, dtype=torch.int64).sub_(counts)
+        return before - before.index_select(0, self.of_tensor)
+
+
+def table(rows: Sequence[Sequence[Tensor | int | None]], device: torch.device, head: Sequence[float] = ()) -> Tensor:
+    """What a kernel has to know of each tensor, on the device: addresses (0: there is none) and integers.
+
+    The numbers of ``head`` come first, as float64.
+    """
+    cells = [0 if cell is None else cell if isinstance(cell, int) else cell.data_ptr() for row in rows for cell in row]
+    fixed = torch.tensor([*head, *[0.0] * (HEAD - len(head))], dtype=torch.float64).view(torch.int64)
+    return upload(torch.cat([fixed, torch.tensor(cells, dtype=torch.int64)]), device)
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device without waiting for it: the allocator keeps the pinned copy for as long as it is read."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=1024)
+def cut(lengths: tuple[int, ...], device: torch.device) -> Blocks:
+    """The blocks of these lengths; the same object for the same lengths."""
+    return Blocks(lengths, device)
+
+
+@inlined
+def scalar(table, i):
+    """Number i of the table's head, float64."""
+    return tl.load(table + i).to(tl.float64, bitcast=True)
+
+
+@inlined
+def own_block(where, table, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's block, its tensor's row in the table, its elements, and which of them there are."""
+    block = tl.program_id(0).to(tl.int64)
+    row = table + HEAD_ + tl.load(where + 2 * block) * FIELDS
+    i = tl.load(where + 2 * block + 1) + tl.arange(0, BLOCK)
+    return block, row, i, i < tl.load(row + N)
+
+
+@inlined
+def given(cell, i):
+    """Whether a cell of the table is other than 0, for all elements i (a block: the interpreter wants it so)."""
+    return tl.full(i.shape, 0, tl.int64) + cell != 0
+
+
+@inlined
+def read(row, FIELD: tl.constexpr, i, there, TYPE: tl.constexpr):
+    """Elements i of the tensor at the address in this field; 0 where it has none."""
+    address = tl.load(row + FIELD)
+    return tl.load(address.to(tl.pointer_type(TYPE)) + i, mask=there & given(address, i), other=0)
+
+
+@inlined
+def write(row, FIELD: tl.constexpr, i, there, values, TYPE: tl.constexpr):
+    """Store to the tensor at the address in this field, if there is one."""
+    address = tl.load(row + FIELD)
+    tl.store(address.to(tl.pointer_type(TYPE)) + i, values.to(TYPE), mask=there & given(address, i))
+
+
+@inlined
+def selected(row, FIELD: tl.constexpr, i, there):
+    """1 where the packed mask at this field has a bit, or where there is no mask; int32."""
+    address = tl.load(row + FIELD)
+    bytes_ = tl.load(address.to(tl.pointer_type(tl.uint8)) + (i >> 3), mask=there & given(address, i), other=255)
+    return tl.where(there, (bytes_.to(tl.int32) >> (i & 7).to(tl.int32)) & 1, 0)
+
+
+@inlined
+def rank(chosen, starts, block):
+    """How many elements of the tensor are selected before each of the block's, given those before the block."""
+    return tl.load(starts + block) + tl.cumsum(chosen, 0).to(tl.int64) - chosen

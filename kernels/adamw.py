@@ -1,0 +1,86 @@
+"""AdamW from an averaged gradient that is only known at a packed mask, and Radius's residual, in one pass over all.
+
+No dense gradient is made in between. Reference: ``_math.radius_``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._blocks import TYPES, Blocks, given, own_block, rank, read, scalar, selected, table, write
+
+
+class AdamWRow(NamedTuple):
+    """One tensor; all are contiguous. None: it has no such thing.
+
+    ``values``: the averaged gradient at ``bits`` (None: everywhere). ``residual``: 0 on the mask, plus ``grad`` off it.
+    ``update``: 0 leaves w, m, v and the residual as they are. ``score``: gets |what AdamW subtracts, over lr|.
+    ``public``: a copy of ``w`` in lower precision.
+    """
+
+    n: int
+    bits: Tensor | None
+    values: Tensor
+    w: Tensor
+    m: Tensor
+    v: Tensor
+    step: Tensor
+    update: int
+    residual: Tensor | None = None
+    grad: Tensor | None = None
+    score: Tensor | None = None
+    public: Tensor | None = None
+
+
+FIELDS = tl.constexpr(len(AdamWRow._fields))
+BITS, VALUES, W, M, V, STEP, UPDATE, RESIDUAL, GRAD, SCORE, PUBLIC = (tl.constexpr(f) for f in range(1, 12))
+
+
+@triton.jit
+def _adamw(
+    where, table, starts, ST: tl.constexpr, VT: tl.constexpr, GT: tl.constexpr, PT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    block, row, i, there = own_block(where, table, FIELDS, BLOCK)
+    lr, beta1, beta2, eps = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
+    decay, sign, log1, log2 = scalar(table, 4), scalar(table, 5), scalar(table, 6), scalar(table, 7)
+    step = tl.maximum(tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))), 1.0).to(tl.float64)
+    first = (1 - tl.exp(step * log1)).to(ST)
+    second = tl.sqrt(1 - tl.exp(step * log2)).to(ST)
+    updates = there & given(tl.load(row + UPDATE), i)
+
+    chosen = selected(row, BITS, i, there)
+    g = sign.to(ST) * read(row, VALUES, rank(chosen, starts, block), chosen == 1, VT).to(ST)
+    w, m, v = read(row, W, i, there, ST), read(row, M, i, there, ST), read(row, V, i, there, ST)
+    m = tl.where(updates, m + (1 - beta1).to(ST) * (g - m), m)
+    v = tl.where(updates, beta2.to(ST) * v + (1 - beta2).to(ST) * g * g, v)
+    ratio = m / (tl.sqrt(v) / second + eps.to(ST)) / first
+    write(row, SCORE, i, there, tl.abs(ratio + decay.to(ST) * w), ST)
+    w = w * (1 - lr * decay).to(ST) - lr.to(ST) * ratio
+    write(row, W, i, updates, w, ST)
+    write(row, M, i, updates, m, ST)
+    write(row, V, i, updates, v, ST)
+    write(row, PUBLIC, i, updates, w, PT)
+    held = read(row, RESIDUAL, i, updates, ST) + read(row, GRAD, i, updates, GT).to(ST)
+    write(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, held), ST)
+
+
+def adamw(
+    blocks: Blocks, starts: Tensor, rows: Sequence[AdamWRow], *, lr: float, betas: tuple[float, float], eps: float,
+    weight_decay: float, maximize: bool = False,
+) -> None:  # fmt: skip
+    """One AdamW step of all tensors; each ``step`` is already counted up. ``starts``: ``count`` of the rows' bits."""
+    grads = [row.grad.dtype for row in rows if row.grad is not None]
+    public = [row.public.dtype for row in rows if row.public is not None]
+    state = rows[0].w.dtype
+    head = [lr, *betas, eps, weight_decay, -1.0 if maximize else 1.0, *(math.log(b) if b else -math.inf for b in betas)]
+    blocks.run(
+        _adamw, table(rows, blocks.where.device, head), starts, ST=TYPES[state], VT=TYPES[rows[0].values.dtype],
+        GT=TYPES[grads[0] if grads else torch.float32], PT=TYPES[public[0] if public else torch.float32],
+    )  # fmt: skip

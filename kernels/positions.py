@@ -1,0 +1,51 @@
+"""Positions of a packed mask's bits. Reference: ``_math.positions``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._blocks import TYPES, Blocks, own_block, rank, selected, table, write
+
+BITS, OUT = tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _count(where, table, counts, BLOCK: tl.constexpr):
+    block, row, i, there = own_block(where, table, 2, BLOCK)
+    tl.store(counts + block, tl.sum(selected(row, BITS, i, there), 0))
+
+
+@triton.jit
+def _positions(where, table, starts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    block, row, i, there = own_block(where, table, 3, BLOCK)
+    chosen = selected(row, BITS, i, there)
+    write(row, OUT, rank(chosen, starts, block), chosen == 1, i, TYPE)
+
+
+def count(blocks: Blocks, bits: Sequence[Tensor | None]) -> Tensor:
+    """For each block the number of its tensor's elements selected before it, int64.
+
+    ``bits``: a packed mask for each tensor; None: all its elements are selected.
+    """
+    device = blocks.where.device
+    counts = torch.empty(blocks.count, dtype=torch.int32, device=device)
+    blocks.run(_count, table(list(zip(blocks.lengths, bits, strict=True)), device), counts)
+    return blocks.starts(counts)
+
+
+def positions(blocks: Blocks, bits: Sequence[Tensor], starts: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The selected positions of each tensor, ascending: int32, int64 where any tensor needs it.
+
+    ``starts``: what ``count`` returned. ``sizes``: how many there are; known beforehand, so that nobody waits.
+    """
+    device = blocks.where.device
+    dtype = torch.int32 if max(blocks.lengths, default=0) < 2**31 else torch.int64
+    found = list(torch.empty(sum(sizes), dtype=dtype, device=device).split(list(sizes)))
+    rows = table(list(zip(blocks.lengths, bits, found, strict=True)), device)
+    blocks.run(_positions, rows, starts, TYPE=TYPES[dtype])
+    return found

@@ -1,0 +1,138 @@
+"""SCAPE's commit (Algorithm 1, lines 10 to 21) in one pass over residual, gradient and weights.
+
+References: ``_math.moment``, ``_math.scape_``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._blocks import TYPES, Blocks, given, inlined, own_block, rank, read, scalar, selected, table, write
+
+
+class ScapeRow(NamedTuple):
+    """One tensor; all are contiguous. None: it has no such thing.
+
+    ``values``: the averaged gradient at ``bits`` (None: everywhere). ``old``: the momentum at ``held`` (None:
+    everywhere); ``m`` gets the new one, at ``bits``. ``update``: 0 leaves everything as it is. ``x`` gets line 10's x
+    of the elements ``begin`` to ``end``. ``public``: a copy of ``w`` in lower precision.
+    """
+
+    n: int
+    bits: Tensor | None
+    held: Tensor | None
+    old: Tensor
+    values: Tensor | None = None
+    w: Tensor | None = None
+    m: Tensor | None = None
+    step: Tensor | None = None
+    update: int = 0
+    residual: Tensor | None = None
+    grad: Tensor | None = None
+    public: Tensor | None = None
+    x: Tensor | None = None
+    begin: int = 0
+    end: int = 0
+
+
+FIELDS = tl.constexpr(len(ScapeRow._fields))
+BITS, HELD, OLD, VALUES, W, M, STEP, UPDATE, RESIDUAL, GRAD, PUBLIC, X, BEGIN, END = (
+    tl.constexpr(f) for f in range(1, 15)
+)
+
+
+@inlined
+def _x(row, table, i, there, old, ST: tl.constexpr, GT: tl.constexpr):
+    """Line 10: b1 m + (1 - b1) g + e."""
+    beta1, sign = scalar(table, 1), scalar(table, 5)
+    g = sign.to(ST) * read(row, GRAD, i, there, GT).to(ST)
+    return read(row, RESIDUAL, i, there, ST) + (1 - beta1).to(ST) * g + beta1.to(ST) * old
+
+
+@triton.jit
+def _moment(where, table, held_starts, ST: tl.constexpr, GT: tl.constexpr, BLOCK: tl.constexpr):
+    block, row, i, there = own_block(where, table, FIELDS, BLOCK)
+    begin = tl.load(row + BEGIN)
+    inside = there & (i >= begin) & (i < tl.load(row + END))
+    held = selected(row, HELD, i, there)
+    old = read(row, OLD, rank(held, held_starts, block), inside & (held == 1), ST)
+    write(row, X, i - begin, inside, _x(row, table, i, inside, old, ST, GT), ST)
+
+
+@triton.jit
+def _scape(
+    where, table, starts, held_starts, ST: tl.constexpr, VT: tl.constexpr, GT: tl.constexpr, PT: tl.constexpr,
+    ADAMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block, row, i, there = own_block(where, table, FIELDS, BLOCK)
+    lr, beta1, beta2, eps = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
+    decay, log1, log2, clip = scalar(table, 4), scalar(table, 6), scalar(table, 7), scalar(table, 8)
+    step = tl.maximum(tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))), 1.0).to(tl.float64)
+    first = 1 - tl.exp(step * log1)
+    if ADAMS:
+        of_old, of_new = beta2 / (first * first), 1 - beta2
+    else:
+        second = 1 - tl.exp(step * log2)
+        of_old, of_new = beta2 / second, (1 - beta2) / second
+    updates = there & given(tl.load(row + UPDATE), i)
+
+    chosen, held = selected(row, BITS, i, there), selected(row, HELD, i, there)
+    sent, at = updates & (chosen == 1), rank(chosen, starts, block)
+    old = read(row, OLD, rank(held, held_starts, block), updates & (held == 1), ST)
+    g, w = read(row, VALUES, at, sent, VT).to(ST), read(row, W, i, updates, ST)
+    denominator = tl.sqrt(of_old.to(ST) * old * old + (of_new * clip * clip).to(ST) * g * g) + eps.to(ST)
+    m = old + (1 - beta1).to(ST) * (g - old)
+    change = tl.where(sent, (lr / first).to(ST) * m / denominator, 0.0)
+    w = w * (1 - lr * decay).to(ST) - change
+    x = _x(row, table, i, updates, old, ST, GT)
+    write(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, x), ST)
+    write(row, M, at, sent, m, ST)
+    write(row, W, i, updates, w, ST)
+    write(row, PUBLIC, i, updates, w, PT)
+
+
+def moment(
+    blocks: Blocks, held_starts: Tensor, rows: Sequence[ScapeRow], *, betas: tuple[float, float], maximize: bool = False
+) -> None:
+    """Line 10 for what this rank selects from: x of every row that has one. ``held_starts``: ``count`` of ``held``."""
+    blocks.run(
+        _moment, table(rows, blocks.where.device, _head(betas=betas, maximize=maximize)), held_starts, **_types(rows)
+    )
+
+
+def scape(
+    blocks: Blocks, starts: Tensor, held_starts: Tensor, rows: Sequence[ScapeRow], *, lr: float,
+    betas: tuple[float, float], eps: float, weight_decay: float, bias_correction: str = "scape", clip: float = 1.0,
+    maximize: bool = False,
+) -> None:  # fmt: skip
+    """Lines 10, 11 and 16 to 21 for all tensors; each ``step`` is already counted up, ``values`` already negated.
+
+    ``clip`` multiplies the averaged gradient in v alone (line 18 as printed). ``maximize`` negates the own gradient.
+    """
+    public = [row.public.dtype for row in rows if row.public is not None]
+    blocks.run(
+        _scape, table(rows, blocks.where.device, _head(lr, betas, eps, weight_decay, clip, maximize)), starts,
+        held_starts, VT=TYPES[rows[0].values.dtype], PT=TYPES[public[0] if public else torch.float32],
+        ADAMS=bias_correction == "adams", **_types(rows),
+    )  # fmt: skip
+
+
+def _types(rows: Sequence[ScapeRow]) -> dict[str, tl.dtype]:
+    """Of state and of gradients."""
+    grads = [row.grad.dtype for row in rows if row.grad is not None]
+    return {"ST": TYPES[rows[0].old.dtype], "GT": TYPES[grads[0] if grads else torch.float32]}
+
+
+def _head(
+    lr: float = 0.0, betas: tuple[float, float] = (0.0, 0.0), eps: float = 0.0, weight_decay: float = 0.0,
+    clip: float = 1.0, maximize: bool = False,
+) -> list[float]:  # fmt: skip
+    logs = [math.log(beta) if beta else -math.inf for beta in betas]
+    return [lr, *betas, eps, weight_decay, -1.0 if maximize else 1.0, *logs, clip]

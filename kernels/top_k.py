@@ -1,0 +1,110 @@
+"""Exactly the k elements of largest magnitude, as bits, without anybody waiting. Reference: ``_math.top_k``.
+
+A radix selection: the bits of |x|, as a float32, are looked at 11, 11 and 9 at a time from the top, each pass counting
+how many elements fall into each bin and going on in the bin that holds the k-th. That leaves the k-th magnitude itself
+and how many of those equal to it are wanted; these are taken in the order of their position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._blocks import HEAD, HEAD_, TYPES, Blocks, inlined, own_block, rank, read, table, write
+from .pack_bits import to_bytes
+
+PASSES = ((20, 11), (9, 11), (0, 9))  # of a magnitude's 31 bits: the lowest that is looked at, and how many
+BINS = 2048
+CHUNKS = 16  # blocks a program counts before it adds to the bins that all share
+
+
+class TopKRow(NamedTuple):
+    """One tensor, of which ``k`` are selected; ``bits`` gets the mask, whole bytes."""
+
+    n: int
+    k: int
+    x: Tensor
+    bits: Tensor
+
+
+FIELDS, X, BITS = tl.constexpr(4), tl.constexpr(2), tl.constexpr(3)
+BINS_ = tl.constexpr(BINS)
+
+
+@inlined
+def _magnitude(row, i, there, TYPE: tl.constexpr):
+    """|x| as an integer of 31 bits that is ordered as it is."""
+    x = read(row, X, i, there, TYPE).to(tl.float32)
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _histogram(
+    where, table, prefix, bins, SHIFT: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr, PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    number = tl.load(where + 2 * block)
+    row = table + HEAD_ + number * FIELDS
+    start, n = tl.load(where + 2 * block + 1), tl.load(row)
+    above = tl.load(prefix + number)
+    total = tl.zeros([BINS_], tl.int32)
+    for chunk in range(tl.cdiv(tl.minimum(n - start, BLOCK), PART)):
+        i = start + chunk * PART + tl.arange(0, PART)
+        key = _magnitude(row, i, i < n, TYPE)
+        counted = (i < n) & ((key >> (SHIFT + WIDTH)) == above)
+        total += tl.histogram((key >> SHIFT) & (BINS_ - 1 if WIDTH == 11 else (1 << WIDTH) - 1), BINS_, mask=counted)
+    at = number * BINS_ + tl.arange(0, BINS_)
+    tl.atomic_add(bins + at, total.to(tl.int64), mask=total > 0, sem="relaxed")
+
+
+@triton.jit
+def _descend(prefix, wanted, bins, WIDTH: tl.constexpr):
+    """Go on in the bin that holds the wanted-th largest; those in higher bins are selected."""
+    t = tl.program_id(0)
+    b = tl.arange(0, BINS_)
+    counts, want = tl.load(bins + t.to(tl.int64) * BINS_ + b), tl.load(wanted + t)
+    at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+    chosen = tl.minimum(tl.sum((at_least >= want).to(tl.int32), 0) - 1, (1 << WIDTH) - 1)  # the highest, where none is
+    tl.store(wanted + t, want - tl.sum(tl.where(b > chosen, counts, 0), 0))
+    tl.store(prefix + t, (tl.load(prefix + t) << WIDTH) + chosen)
+
+
+@triton.jit
+def _count_equal(where, table, prefix, counts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    block, row, i, there = own_block(where, table, FIELDS, BLOCK)
+    equal = there & (_magnitude(row, i, there, TYPE) == tl.load(prefix + tl.load(where + 2 * block)))
+    tl.store(counts + block, tl.sum(equal.to(tl.int32), 0))
+
+
+@triton.jit
+def _select(where, table, prefix, wanted, starts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    block, row, i, there = own_block(where, table, FIELDS, BLOCK)
+    number = tl.load(where + 2 * block)
+    key, last = _magnitude(row, i, there, TYPE), tl.load(prefix + number)
+    equal = (there & (key == last)).to(tl.int32)
+    taken = (equal == 1) & (rank(equal, starts, block) < tl.load(wanted + number))
+    flags = (there & (key > last)) | taken
+    at = tl.load(where + 2 * block + 1) // 8 + tl.arange(0, BLOCK // 8)
+    write(row, BITS, at, at < (tl.load(row) + 7) // 8, to_bytes(flags, BLOCK), tl.uint8)
+
+
+def top_k(blocks: Blocks, rows: Sequence[TopKRow]) -> None:
+    """The k largest |x| of each row, k of 0 to n, as a packed mask in ``row.bits``. NaN counts as the largest."""
+    device = blocks.where.device
+    addresses, kind = table(rows, device), TYPES[rows[0].x.dtype]
+    wide = Blocks(blocks.lengths, device, blocks.size * CHUNKS)
+    wanted = table([[row.k] for row in rows], device)[HEAD:].clone()
+    prefix = torch.zeros(len(rows), dtype=torch.int32, device=device)
+    for shift, width in PASSES:
+        bins = torch.zeros(len(rows) * BINS, dtype=torch.int64, device=device)
+        wide.run(_histogram, addresses, prefix, bins, SHIFT=shift, WIDTH=width, TYPE=kind, PART=blocks.size)
+        _descend[(len(rows),)](prefix, wanted, bins, WIDTH=width)
+    counts = torch.empty(blocks.count, dtype=torch.int32, device=device)
+    blocks.run(_count_equal, addresses, prefix, counts, TYPE=kind)
+    blocks.run(_select, addresses, prefix, wanted, blocks.starts(counts), TYPE=kind)

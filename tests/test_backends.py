@@ -1,0 +1,185 @@
+"""The back ends: which one is chosen, and that all compute the same."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+
+import pytest
+import torch
+from sim import Ranks, World
+from table import by_name
+from torch import nn
+
+import compopt
+from compopt import _backends, _math, _ops_apex
+from compopt._ops import Ops
+
+SHAPE = (64, 68)
+
+
+class Net(nn.Module):
+    """Two matrices that are compressed, one of them transposed in memory, and a vector that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(SHAPE)), nn.Parameter(torch.randn(SHAPE[::-1]).t())
+        self.scale, self.unused = nn.Parameter(torch.ones(SHAPE[1])), nn.Parameter(torch.randn(SHAPE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.a).tanh() * self.scale) @ self.b.t()
+
+
+def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(8, SHAPE[0], generator=torch.Generator().manual_seed(10 * step + rank)).to(model.a.device)
+    return (model(x) - x).square().mean()
+
+
+def trained(backend: str, monkeypatch, name: str, device: str = "cpu", steps: int = 5, **options) -> Ranks:
+    """Two ranks in lockstep."""
+    monkeypatch.setenv("COMPOPT_BACKEND", backend)
+    world = Ranks(2, lambda: Net().to(device), lambda params, **o: by_name[name].make(params, **options, **o))
+    assert {o.backend for o in world.optimizers} == {backend}
+    world.train(loss, steps)
+    world.assert_replicas_equal()
+    return world
+
+
+def assert_same(ours: Ranks, theirs: Ranks, tolerance: float = 1e-5) -> None:
+    for mine, yours in zip(ours.optimizers, theirs.optimizers, strict=True):
+        assert mine.stats.phase == yours.stats.phase and mine.stats.bytes_sent == yours.stats.bytes_sent
+        a, b = mine.state_dict(), yours.state_dict()
+        for key in (k for k, state in a["state"].items() if state["step"]):  # without a gradient all are equally large
+            for name, value in a["state"][key].items():
+                torch.testing.assert_close(value, b["state"][key][name], rtol=tolerance, atol=tolerance)
+    for p, q in zip(ours.models[0].parameters(), theirs.models[0].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+
+TRITON = {  # each class twice: what it does in all its phases, and the options that its kernels see
+    "RadiusAdamW": [
+        {"warmup_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5, "residual_scale": 0.5, "lr": 1e-3}
+    ],
+    "ScapeAdamS": [
+        {"warmup_steps": 1, "lr": 1e-3, "mask_delay": 0, "bias_correction": "adams", "steps": 3},
+        {"warmup_steps": 1, "lr": 1e-3, "max_grad_norm": 0.5, "clip": "scape", "maximize": True},
+    ],
+    "AdamS": [{"steps": 2}],
+}
+
+
+@pytest.mark.parametrize("name, options", [(name, options) for name, all_ in TRITON.items() for options in all_])
+def test_triton_equals_torch(monkeypatch, device, name, options):
+    plain, ours = (trained(backend, monkeypatch, name, device, **options) for backend in ("torch", "triton"))
+    assert_same(ours, plain)
+
+
+def test_triton_brings_float32_masters_to_bfloat16_parameters(monkeypatch, device):
+    monkeypatch.setenv("COMPOPT_BACKEND", "triton")
+    p = nn.Parameter(torch.randn(SHAPE, device=device).bfloat16())
+    optimizer = compopt.RadiusAdamW([p], lr=0.1, warmup_steps=0)
+    before = p.detach().clone()
+    for _ in range(2):
+        p.square().sum().backward()
+        optimizer.step()
+    assert optimizer.stats.phase == "sparse" and not torch.equal(p, before)
+    torch.testing.assert_close(p.float(), optimizer.state[p]["master"], rtol=1e-2, atol=1e-2)  # it cuts off
+
+
+def test_compile_equals_torch(monkeypatch):
+    """RadiusAdamW's and AdamS's loops; needs a C++ compiler, and half a minute the first time."""
+    for name, options in {"RadiusAdamW": {"warmup_steps": 1}, "ScapeAdamS": {"bias_correction": "adams"}}.items():
+        plain, ours = (trained(backend, monkeypatch, name, lr=1e-3, **options) for backend in ("torch", "compile"))
+        assert_same(ours, plain)
+
+
+def parameters(device: str = "cpu") -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(SHAPE, device=device))]
+
+
+def test_pytorchs_operators_where_there_is_nothing_better(monkeypatch):
+    monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
+    assert compopt.RadiusAdamW(parameters()).backend == "torch"
+
+
+def test_what_cannot_be_had_is_refused_in_words(monkeypatch):
+    monkeypatch.setenv("COMPOPT_BACKEND", "fast")
+    with pytest.raises(ValueError, match=r"COMPOPT_BACKEND must be one of auto, torch, .* got 'fast'"):
+        compopt.AdamS(parameters())
+    monkeypatch.setenv("COMPOPT_BACKEND", "apex")
+    with pytest.raises(RuntimeError, match="apex cannot run here: no parameter is on a CUDA device"):
+        compopt.AdamS(parameters())
+    monkeypatch.setenv("COMPOPT_BACKEND", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match="triton cannot run here: no parameter is on a CUDA device"):
+        compopt.AdamS(parameters())
+
+
+@pytest.fixture
+def apex(monkeypatch) -> list[tuple]:
+    """Stand-ins for NVIDIA's modules; what was asked of them."""
+    calls: list[tuple] = []
+
+    def adam(chunk, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay):
+        calls.append((mode, bias_correction, step))
+        for g, w, m, v in zip(*lists, strict=True):
+            _math.adamw_(w, g, m, v, step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+
+    modules = {name: types.ModuleType(name) for name in ("amp_C", "apex", "apex.optimizers", "apex.multi_tensor_apply")}
+    for name, module in modules.items():
+        module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
+        monkeypatch.setitem(sys.modules, name, module)
+    modules["amp_C"].multi_tensor_adam = adam
+    modules["apex.multi_tensor_apply"].multi_tensor_applier = lambda op, overflow, lists, *rest: op(
+        2048, overflow, lists, *rest
+    )
+    return calls
+
+
+def test_apex_is_taken_on_cuda_where_triton_is_not(monkeypatch, apex):
+    """There is no CUDA here: the device is said to be one, and the tensors are told to look so to the choice only."""
+    monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    chosen = _backends.choose({"cuda"})
+    assert chosen.name == "apex" and _backends.choose({"cpu"}).name == "torch"
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": True}
+    w, g, m, v = (torch.rand(100, generator=torch.Generator().manual_seed(i)) for i in range(4))
+    plain = [x.clone() for x in (w, m, v)]
+    step = torch.tensor(3.0)
+    Ops().adamw(group, plain[0], g, *plain[1:], step)
+    monkeypatch.setattr(_ops_apex, "DEVICE", "cpu")
+    chosen.adamw(group, w, g, m, v, step)
+    assert apex == [(1, 1, 3)]
+    for ours, theirs in zip((w, m, v), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_back_end_that_is_installed_but_does_not_run_gives_way(monkeypatch):
+    """What a CUDA machine without a compiler looks like."""
+    monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    pytest.importorskip("triton")
+
+    def broken(name: str, devices: set[str]) -> Ops:
+        if name != "torch":
+            raise RuntimeError("Failed to find C compiler")
+        return Ops()
+
+    monkeypatch.setattr(_backends, "_make", broken)
+    with pytest.warns(UserWarning, match="triton back end is installed but does not run.* Failed to find C compiler"):
+        assert _backends.choose({"cuda"}).name == "torch"
+
+
+def test_ranks_with_different_back_ends_are_refused(monkeypatch):
+    world = World(2)
+    optimizers = []
+    for rank, backend in enumerate(("torch", "torch")):
+        monkeypatch.setenv("COMPOPT_BACKEND", backend)
+        torch.manual_seed(0)
+        (p,) = parameters()
+        p.grad = torch.full_like(p, rank + 1.0)
+        optimizers.append(compopt.AdamS([p], process_group=world.comms[rank]))
+    optimizers[1].ops.name = "triton"
+    with pytest.raises(ValueError, match=r"backend: 'torch'.*backend: 'triton'"):
+        world.step(optimizers)

@@ -1,0 +1,233 @@
+"""Every Triton kernel against its reference in ``_math``: on a GPU, or in Triton's interpreter where there is none."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from compopt import _masks, _math, _selection
+
+kernels = pytest.importorskip("compopt_kernels", reason="needs triton")
+
+LENGTHS = [8 * 40, 0, 1, 999, 1024 + 7]
+SIZES = [256, 1024]  # of a block: several a tensor, and several tensors' worth
+COARSE = 1e-2  # of what is stored in 16 bits: the interpreter cuts off where a GPU rounds
+HYPER = dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+
+
+class Draw:
+    """Random tensors, a list for all tensors of a bucket."""
+
+    def __init__(self, device: torch.device, seed: int = 0):
+        self.device, self.random = device, torch.Generator().manual_seed(seed)
+
+    def one(self, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(n, generator=self.random).to(self.device, dtype)
+
+    def some(self, dtype: torch.dtype = torch.float32, lengths=LENGTHS) -> list[torch.Tensor]:
+        return [self.one(n, dtype) for n in lengths]
+
+    def masks(self, density: float, dense: int | None = None) -> tuple[list, list, list]:
+        """Packed masks, positions, and their numbers; none for tensor ``dense``."""
+        flags = [torch.rand(n, generator=self.random) < density for n in LENGTHS]
+        bits = [_math.pack_bits(f).to(self.device) for f in flags]
+        index = [f.nonzero().view(-1).to(self.device) for f in flags]
+        if dense is not None:
+            bits[dense], index[dense] = None, torch.arange(LENGTHS[dense], device=self.device)
+        return bits, index, [len(i) for i in index]
+
+
+def close(ours: list, theirs: list, tolerance: float = 2e-6) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("n", [0, 1, 8, 1000, 4096 + 7])
+def test_bits(device, n):
+    mask = torch.rand(n, generator=torch.Generator().manual_seed(n)).to(device) < 0.3
+    bits = kernels.pack_bits(mask, block=256)
+    assert torch.equal(bits, _math.pack_bits(mask))
+    assert torch.equal(kernels.unpack_bits(bits, n, block=256), mask)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+def test_positions(device, size, density):
+    bits, index, sizes = Draw(device).masks(density)
+    blocks = kernels.Blocks(LENGTHS, device, size)
+    found = kernels.positions(blocks, bits, kernels.count(blocks, bits), sizes)
+    assert [f.dtype for f in found] == [torch.int32] * len(LENGTHS)
+    close(found, [i.int() for i in index])
+
+
+@pytest.mark.parametrize("size, dtype", [(256, torch.float32), (1024, torch.bfloat16), (1024, torch.float16)])
+def test_compact(device, dtype, size):
+    draw = Draw(device)
+    bits, index, sizes = draw.masks(0.3, dense=3)
+    grads, add, blocks = draw.some(dtype), draw.some(), kernels.Blocks(LENGTHS, device, size)
+    add[4] = None
+    parts = [torch.empty(k, device=device, dtype=dtype) for k in sizes]
+    marks = list(torch.ones(len(LENGTHS), device=device, dtype=dtype))
+    expected = [torch.empty_like(part) for part in parts]
+    for g, i, out, extra in zip(grads, index, expected, add, strict=True):
+        _math.compact(g, i, out, extra, 2.0, -1.0)
+    kernels.compact(blocks, bits, kernels.count(blocks, bits), grads, parts, marks, add, 2.0, -1.0)
+    close(parts, expected, 1e-6 if dtype == torch.float32 else COARSE)
+    assert [float(mark) for mark in marks] == [1.0] * 5
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_compact_marks_what_is_not_finite_sent_or_not(device, bad):
+    draw = Draw(device)
+    bits, _, sizes = draw.masks(0.0)
+    grads, blocks = draw.some(), kernels.Blocks(LENGTHS, device, 256)
+    grads[4][-1], grads[2] = bad, None
+    parts = [torch.empty(k, device=device) for k in sizes]
+    marks = torch.ones(5, device=device)
+    kernels.compact(blocks, bits, kernels.count(blocks, bits), grads, parts, list(marks), [None] * 5, 1.0, 1.0)
+    assert marks.isfinite().tolist() == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("size, grad", [(256, torch.float32), (1024, torch.bfloat16), (1024, torch.float16)])
+def test_adamw(device, size, grad):
+    """A sparse step of Radius; a dense tensor and one without a gradient beside it."""
+    draw = Draw(device)
+    bits, index, sizes = draw.masks(0.3, dense=3)
+    w, m, v, residual = draw.some(), draw.some(), [x.square() for x in draw.some()], draw.some()
+    grads, values = draw.some(grad), draw.some(torch.bfloat16, sizes)
+    steps = [torch.tensor(float(s), device=device) for s in (1, 2, 3, 4, 5)]
+    public = [x.bfloat16() for x in w]
+    ours = [[x.clone() for x in state] for state in (w, m, v, residual, public)]
+    for i in (0, 1, 3):
+        _math.radius_(w[i], m[i], v[i], residual[i], grads[i], values[i], index[i], float(steps[i]), **HYPER)
+    _math.radius_(w[4], m[4], v[4], residual[4], grads[4], values[4], index[4], 5.0, **HYPER)
+    rows = [
+        kernels.AdamWRow(
+            n, bits[i], values[i], ours[0][i], ours[1][i], ours[2][i], steps[i], int(i != 2), ours[3][i], grads[i],
+            None, ours[4][i],
+        )
+        for i, n in enumerate(LENGTHS)
+    ]  # fmt: skip
+    blocks = kernels.Blocks(LENGTHS, device, size)
+    kernels.adamw(blocks, kernels.count(blocks, bits), rows, **HYPER)
+    for mine, reference in zip(ours, (w, m, v, residual), strict=False):
+        close(mine, reference)
+    close([x.float() for x in ours[4]], ours[0], COARSE)
+
+
+def test_adamw_scores_what_it_is_about_to_subtract(device):
+    draw, n = Draw(device), 1000
+    w, g, m, v = draw.one(n), draw.one(n), draw.one(n), draw.one(n).square()
+    before, score, step = w.clone(), torch.empty(n, device=device), torch.tensor(3.0, device=device)
+    blocks = kernels.Blocks([n], device, 256)
+    row = kernels.AdamWRow(n, None, g, w, m, v, step, 1, score=score)
+    kernels.adamw(blocks, kernels.count(blocks, [None]), [row], **HYPER, maximize=True)
+    hyper = {k: HYPER[k] for k in ("betas", "eps", "weight_decay")}
+    close([score], [_math.adamw_update(before, m, v, 3.0, **hyper).abs()])
+    assert float(m.sub(g).norm()) > float(m.add(g).norm())  # maximised: against g
+
+
+@pytest.mark.parametrize(
+    "bias_correction, clip, maximize, grad",
+    [("scape", 0.5, True, torch.float32), ("adams", 1.0, False, torch.bfloat16), ("scape", 1.0, False, torch.float16)],
+)
+def test_scape(device, grad, bias_correction, clip, maximize):
+    draw = Draw(device)
+    bits, index, sizes = draw.masks(0.2, dense=3)
+    held_bits, held, held_sizes = draw.masks(0.1, dense=0)
+    w, residual, grads = draw.some(), draw.some(), draw.some(grad)
+    old, values = draw.some(lengths=held_sizes), draw.some(torch.bfloat16, sizes)
+    steps = [torch.tensor(float(s), device=device) for s in (1, 2, 3, 4, 5)]
+    options = dict(bias_correction=bias_correction, clip=clip, maximize=maximize)
+    ours_w, ours_e = [x.clone() for x in w], [x.clone() for x in residual]
+    new = [torch.zeros(k, device=device) for k in sizes]
+    part = [(n // 4 // 8 * 8, n // 2) for n in LENGTHS]
+    x = [torch.zeros(b - a, device=device) for a, b in part]
+    rows = [
+        kernels.ScapeRow(
+            n, bits[i], held_bits[i], old[i], values[i], ours_w[i], new[i], steps[i], int(i != 3), ours_e[i], grads[i],
+            None, x[i], *part[i],
+        )
+        for i, n in enumerate(LENGTHS)
+    ]  # fmt: skip
+    blocks = kernels.Blocks(LENGTHS, device, 1024)
+    starts, held_starts = kernels.count(blocks, bits), kernels.count(blocks, held_bits)
+    kernels.moment(blocks, held_starts, rows, betas=HYPER["betas"], maximize=maximize)
+    kernels.scape(blocks, starts, held_starts, rows, **HYPER, **options)
+    for i, n in enumerate(LENGTHS):
+        full = _math.moment(residual[i], grads[i], old[i], held[i], betas=HYPER["betas"], maximize=maximize)
+        close([x[i]], [full[slice(*part[i])]])
+        expected = new[i].zero_() if i == 3 else None  # left as it was
+        if i != 3 and n:
+            expected = _math.scape_(
+                w[i], residual[i], grads[i], old[i], held[i], values[i], index[i], float(steps[i]), **HYPER, **options
+            )
+            close([new[i]], [expected], 1e-5)
+    close(ours_w, w, 1e-5)
+    close(ours_e, residual)
+
+
+@pytest.mark.parametrize("case", ["normal", "ties", "zeros", "huge and tiny"])
+def test_top_k(device, case):
+    """Exactly k, and none left out is larger than one taken."""
+    draw = Draw(device)
+    xs = draw.some()
+    if case == "ties":
+        xs = [x.round() for x in xs]
+    if case == "zeros":
+        xs = [x * (x > 1.5) for x in xs]
+    if case == "huge and tiny":
+        xs = [x * torch.logspace(-42, 36, max(1, len(x)), dtype=torch.float64)[: len(x)].to(device).float() for x in xs]
+    for density in (0.0, 0.3, 1.0):
+        ks = [round(density * n) for n in LENGTHS]
+        bits = [torch.full(((n + 7) // 8,), 255, dtype=torch.uint8, device=device) for n in LENGTHS]
+        rows = [kernels.TopKRow(n, k, x, b) for n, k, x, b in zip(LENGTHS, ks, xs, bits, strict=True)]
+        kernels.top_k(kernels.Blocks(LENGTHS, device, 1024), rows)
+        for n, k, x, b in zip(LENGTHS, ks, xs, bits, strict=True):
+            flags = _math.unpack_bits(b, len(b) * 8)
+            assert int(flags.sum()) == k and not flags[n:].any()
+            if 0 < k < n:
+                assert x[flags[:n]].abs().min() >= x[~flags[:n]].abs().max()
+                if case == "normal":
+                    assert torch.equal(b, _math.top_k(x.abs(), k))
+
+
+@pytest.mark.parametrize("density", [0.2, 0.01, 1e-3])
+def test_code(device, density):
+    """The bytes are the reference's, and both ranges come back into one mask."""
+    lengths, random = (20_000, 4096), torch.Generator().manual_seed(1)
+    deal = _selection.deal(lengths, 2, density)
+    assert deal.coded
+    words = torch.zeros((deal.parts[-1].last + 3) // 4, dtype=torch.int32, device=device)
+    whole, rows = [], []
+    for rank, part in enumerate(deal.parts):
+        n = 8 * (part.last - part.first)
+        flags = torch.zeros(n, dtype=torch.bool)
+        flags[torch.randperm(n, generator=random)[: part.most]] = True
+        bits, whole = _math.pack_bits(flags), [*whole, flags]
+        upper, row_bits, low = _masks.code_of(part)
+        message = kernels.encode(bits.to(device), deal.length, upper, row_bits, low, block=1024)
+        assert torch.equal(message.cpu(), _masks.encode(flags.nonzero().view(-1), bits, deal, rank))
+        rows.append(kernels.CodeRow(upper, message, 8 * part.first, row_bits, low))
+    kernels.decode(rows, words, block=1024)
+    assert torch.equal(words.view(torch.uint8)[: deal.parts[-1].last].cpu(), _math.pack_bits(torch.cat(whole)))
+
+
+def test_offsets_beyond_two_to_the_31(device):
+    """Only the last block of a tensor that nobody can count with 32 bits; its memory is never touched elsewhere."""
+    n = 2**31 + 1000
+    g, bits = torch.empty(n, dtype=torch.bfloat16, device=device), torch.empty(n // 8, dtype=torch.uint8, device=device)
+    blocks = kernels.Blocks([n], device, 1 << 20)
+    blocks.where, blocks.of_tensor, blocks.count = blocks.where[-1:], blocks.of_tensor[:1], 1
+    tail = 1000
+    g[-tail:] = torch.arange(tail, device=device)
+    bits[-tail // 8 :] = 0b10000001
+    part, mark = torch.empty(2 * tail // 8, device=device), torch.ones(1, device=device)
+    starts = kernels.count(blocks, [bits])
+    kernels.compact(blocks, [bits], starts, [g], [part], [mark], [None], 1.0, 1.0)
+    index = torch.arange(tail, device=device).view(-1, 8)[:, [0, 7]].reshape(-1)
+    assert torch.equal(part, g[-tail:].index_select(0, index).float()) and mark.item() == 1
+    (found,) = kernels.positions(blocks, [bits], starts, [len(part)])
+    assert found.dtype == torch.int64 and torch.equal(found, index + 2**31)
