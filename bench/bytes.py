@@ -3,32 +3,36 @@
     python bench/bytes.py                      # GPT-2's four small shapes up to 355 M: 2 minutes, 8 GB
     python bench/bytes.py --sizes 124M
 
-Nothing crosses a network: torch's fake process group answers every collective, the optimizers select and count as
-always, masks included. Saves results/bytes.csv.
+Nothing crosses a network: two ranks run in lockstep in the tests' simulator, on the same parameters to save memory,
+and select, encode and count as always, masks included. Saves results/bytes.csv.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compopt
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from sim import World
+
 RESULTS = Path(__file__).parent / "results"
 SIZES = {"10M": (8, 320, 256, 64), "124M": (12, 768, 50257, 1024), "355M": (24, 1024, 50257, 1024)}
-SPARSE = dict(density_warmup_steps=0)
-METHODS = {
-    "ScapeAdamS 0.1": lambda p: compopt.ScapeAdamS(p, density=0.1, **SPARSE),
-    "ScapeAdamS 0.01": lambda p: compopt.ScapeAdamS(p, density=0.01, **SPARSE),
-    "ScapeAdamS 0.01, bf16": lambda p: compopt.ScapeAdamS(p, density=0.01, payload_dtype=torch.bfloat16, **SPARSE),
-    "SeparateAdam 16": lambda p: compopt.SeparateAdam(p, ratio=16),
-    "RadiusAdamW 0.4": lambda p: compopt.RadiusAdamW(p, density=0.4, warmup_steps=0),
+METHODS = {  # class and options
+    "ScapeAdamS 0.1": (compopt.ScapeAdamS, dict(density=0.1, density_warmup_steps=0)),
+    "ScapeAdamS 0.01": (compopt.ScapeAdamS, dict(density=0.01, density_warmup_steps=0)),
+    "ScapeAdamS 0.01, bf16": (
+        compopt.ScapeAdamS,
+        dict(density=0.01, density_warmup_steps=0, payload_dtype=torch.bfloat16),
+    ),
+    "SeparateAdam 16": (compopt.SeparateAdam, dict(ratio=16)),
+    "RadiusAdamW 0.4": (compopt.RadiusAdamW, dict(density=0.4, warmup_steps=0)),
 }
 STEPS = 4  # of zeros; dense where there is no mask yet; two more
 
@@ -50,21 +54,24 @@ def main() -> None:
     cli.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     cli.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     args = cli.parse_args()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     rows = []
     for size in args.sizes:
         for name in args.methods:
             torch.manual_seed(0)
             params = list(gpt(*SIZES[size]))
-            optimizer = METHODS[name](params)
+            world = World(2)
+            make, options = METHODS[name]
+            optimizers = [make(params, process_group=comm, **options) for comm in world.comms]
             for step in range(STEPS):
-                optimizer.step()
+                world.step(optimizers)
                 for p in params if step == 0 else ():  # not before: the first step refuses equal gradients on all ranks
                     p.grad.normal_()
-            dense, sent = 4 * sum(p.numel() for p in params), optimizer.stats.bytes_sent
-            rows.append({"parameters": dense // 4, "method": name, "bytes": sent, "times_fewer": round(dense / sent, 1)})
+            dense, sent = 4 * sum(p.numel() for p in params), optimizers[0].stats.bytes_sent
+            rows.append(
+                {"parameters": dense // 4, "method": name, "bytes": sent, "times_fewer": round(dense / sent, 1)}
+            )
             print(f"{size:>5}  {name:<24}{sent:>14,} bytes  {dense / sent:>7.1f} x fewer", flush=True)
-            del params, optimizer
+            del params, optimizers, world
     if set(args.sizes) == set(SIZES) and set(args.methods) == set(METHODS):
         with (RESULTS / "bytes.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, rows[0].keys())

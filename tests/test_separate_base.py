@@ -78,7 +78,7 @@ def test_bases_from_torch_optimizer_train_on_two_real_ranks():
     for name in OUTSIDE:
         losses, weights, sent = first[name]
         assert weights == second[name][1], name
-        assert sum(losses[-5:]) < 0.9 * sum(losses[:5]), (name, losses)  # fresh data every step
+        assert sum(losses[-5:]) < 0.95 * sum(losses[:5]), (name, losses)  # fresh data every step
         assert sent < 4 * (64 * 96 * 2) / 6, name
 
 
