@@ -71,7 +71,7 @@ def ours(name: str, **settings: object) -> Factory:
     def make(model: nn.Module, group: dist.ProcessGroup) -> Method:
         optimizer_class = getattr(importlib.import_module("compopt"), name)
         wrapped = DDP(model, process_group=group)
-        return wrapped, optimizer_class(model.parameters(), lr=LEARNING_RATE, process_group=group, **settings)
+        return wrapped, optimizer_class(model.named_parameters(), lr=LEARNING_RATE, process_group=group, **settings)
 
     return make
 
@@ -84,6 +84,12 @@ METHODS: dict[str, Factory] = {
     "radius": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1),
     "scape": ours("ScapeAdamS", density=0.01, density_warmup_steps=0),
     "separate": ours("SeparateAdam", ratio=16),
+    **{f"tagc{level}": ours("TagcAdamW", sparsity=level) for level in (0.8, 0.9, 0.9875)},
+    **{
+        f"tagc{level}sketch": ours("TagcAdamW", sparsity=level, codec="sketch", sketch_ratio=ratio)
+        for level, ratio in {0.8: 2, 0.9: 4, 0.9875: 10}.items()
+    },
+    "scape-sharded": ours("ScapeAdamS", density=0.01, density_warmup_steps=0, sharded=True),
 }
 DEFAULT_METHODS = ["none", "ddp", "powersgd", "radius", "scape", "separate"]
 DEFAULT_RATES = ["unshaped", "10gbit", "1gbit", "100mbit"]

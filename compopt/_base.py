@@ -43,6 +43,7 @@ class CompressedOptimizer(Optimizer):
 
     averaged_state: tuple[str, ...] = ()  # per-rank state of which only the mean over ranks ever matters
     sharded = False  # each rank keeps state of its own shard only, and parameters are gathered in the step
+    whole_masters = False  # though state is sharded: every rank updates all of them
     chosen_state: tuple[str, ...] = ()  # masks that the next step chooses anew where they are lost (all zero)
 
     def __init__(self, params: Iterable, defaults: dict[str, Any], process_group: object = None):
@@ -249,7 +250,7 @@ class CompressedOptimizer(Optimizer):
                 bucket.flat[name].zero_()
             for entry in bucket.entries:
                 for name in bucket.sharded:
-                    del entry[name]
+                    entry.pop(name, None)
         self._before = self._before or self._buckets
         self._group, self._comm, self._counted = process_group, None, 0
         self._build()
@@ -313,7 +314,11 @@ class CompressedOptimizer(Optimizer):
     def _specs(self, bucket: Bucket) -> dict[str, StateSpec]:
         low = bucket.dtype.itemsize < 4
         specs = self.state_specs(torch.float32 if low else bucket.dtype)
-        return {**specs, "master": StateSpec(torch.float32, sharded=self.sharded)} if low else specs
+        return (
+            {**specs, "master": StateSpec(torch.float32, sharded=self.sharded and not self.whole_masters)}
+            if low
+            else specs
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its options are checked, its state created. All ranks must do so at the same step."""

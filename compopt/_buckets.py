@@ -31,6 +31,7 @@ class StateSpec:
     compressed_only: bool = False
     scalar: bool = False  # one element a tensor
     on: str | None = None  # of a compressed tensor only the elements on this mask, which is another, packed state
+    optional: bool = False  # 0 where a checkpoint lacks it
     sharded: bool = False  # of each tensor only the elements in this rank's shard, as a vector
 
     def numel(self, n: int) -> int:
@@ -134,7 +135,7 @@ class Bucket:
     def renew_masters(self) -> None:
         """Masters follow parameters that were set from outside: broadcast, or loaded after the optimizer was made."""
         for i, master in enumerate(self.state.get("master", [])):
-            p = local(self.params[i].detach()) if self.shards is None else self.own_part(i)
+            p = self.own_part(i) if "master" in self.sharded else local(self.params[i].detach())
             if not torch.equal(master.to(p.dtype), p):
                 master.copy_(p)
 
@@ -152,6 +153,10 @@ class Bucket:
         if "master" in self.state:
             return self.state["master"][i]
         return local(self.params[i].detach()) if self.shards is None else self.own_part(i)
+
+    def whole_weight(self, i: int) -> Tensor:
+        """Parameter i, or its master, where that is whole on every rank."""
+        return self.state["master"][i] if "master" in self.state else local(self.params[i].detach())
 
     def publish(self, i: int) -> None:
         """Bring an updated master to its parameter."""

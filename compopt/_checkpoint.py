@@ -185,7 +185,7 @@ def _check_names(
     ours = written_by == loaded_by  # torch.optim keeps no residuals, and nothing for what never had a gradient
     wanted = {name for name, spec in specs.items() if name != "master" and not spec.compressed_only} | {"step"}
     if ours and compressed:
-        wanted |= {name for name, spec in specs.items() if spec.compressed_only}
+        wanted |= {name for name, spec in specs.items() if spec.compressed_only and not spec.optional}
     if (ours or entry) and wanted - entry.keys():
         raise ValueError(
             f"loaded state of parameter {number} lacks {', '.join(sorted(wanted - entry.keys()))}: it is damaged, or "
@@ -235,14 +235,15 @@ Gathering = Generator["Pending", None, Any]
 
 
 def gather(bucket: Bucket, name: str, comm: Comm, owners: list[int] | None = None) -> Gathering:
-    """One sharded state of a bucket, whole and in host memory, a vector a tensor. All ranks must ask.
+    """One sharded state of a bucket, whole and in host memory, a vector a tensor that has it. All ranks must ask.
 
     What nobody has, because its owner is gone, is as in the parameters for masters, 0 otherwise.
     """
     shards, flat = bucket.shards, bucket.flat[name]
     pending = comm.start(AllGather(torch.nn.functional.pad(flat, (0, shards.most - flat.numel()))))
     yield pending
-    whole = [torch.zeros(n, dtype=flat.dtype) for n in shards.lengths]
+    has = [part is not None for part in bucket.state[name]]
+    whole = [torch.zeros(n, dtype=flat.dtype) if h else None for n, h in zip(shards.lengths, has, strict=True)]
     if name == "master":
         for w, p in zip(whole, bucket.params, strict=True):
             w.copy_(local(p.detach()).reshape(-1))
@@ -259,4 +260,5 @@ def move(old: list[Bucket], new: list[Bucket], comm: Comm) -> Gathering:
         for name in before.sharded:
             whole = yield from gather(before, name, comm, owners)
             for w, own, (start, stop) in zip(whole, after.state[name], after.shards.own, strict=True):
-                own.copy_(w[start:stop])
+                if own is not None:
+                    own.copy_(w[start:stop])

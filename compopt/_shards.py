@@ -85,9 +85,14 @@ def _within(offset: int, first: int, last: int, n: int) -> Range:
     return start, stop
 
 
-def unshard(shards: Shards, rows: Tensor, into: list[Tensor], owners: list[int] | None = None) -> None:
-    """Write gathered shards into the flattened tensors ``into``; row r is that of rank ``owners[r]``, or of rank r."""
+def unshard(shards: Shards, rows: Tensor, into: list[Tensor | None], owners: list[int] | None = None) -> None:
+    """Write gathered shards into the flattened tensors ``into``; row r is that of rank ``owners[r]``, or of rank r.
+
+    None for tensors that have no part in the rows.
+    """
     for row, owner in zip(rows, owners or range(shards.ranks), strict=True):
-        sizes = shards.sizes(owner)
-        for part, (start, stop), whole in zip(row[: sum(sizes)].split(sizes), shards.ranges[owner], into, strict=True):
-            whole[start:stop].copy_(part)
+        at = 0
+        for (start, stop), whole in zip(shards.ranges[owner], into, strict=True):
+            if whole is not None:
+                whole[start:stop].copy_(row[at : at + stop - start])
+                at += stop - start

@@ -37,6 +37,7 @@ from ._ops import Ops, clip_factor
 from ._options import check_adams, check_compression, require
 from ._requests import Agree, AllGather, AllReduceMean, Payload, Request
 from ._selection import Selection, compressed_lengths, deal_at, fill_ones, keep_mask
+from ._sharded_scape import sharded_scape
 from ._stats import Stats
 
 
@@ -191,6 +192,11 @@ class ScapeAdamS(CompressedOptimizer):
             128, rounded at random without bias; what rounding takes off compressed tensors is kept in ``residual``.
         process_group: the ranks to average over. None: the default group, or one process where there is none.
 
+        sharded: each rank keeps the momentum of 1/N of the elements, dense (Algorithm 2). Gradients at the mask are
+            reduced to the owner of each element, updated parameters at the mask gathered: as many bytes, and every rank
+            updates 1/N of them. Float32 masters, where parameters are of lower precision, stay whole on every rank:
+            what is off the mask decays there, in float32.
+
     State of a compressed tensor, in bytes an element: ``residual`` 4, ``exp_avg`` 4 x density (it is 0 elsewhere),
     ``mask`` and ``next_mask`` 1/8 each, ``threshold`` one number. Beside it live the positions of both masks, decoded,
     4 x density each, and scratch memory of 1 byte an element of one bucket and 4 of the largest tensor.
@@ -202,14 +208,16 @@ class ScapeAdamS(CompressedOptimizer):
 
     averaged_state = ("residual",)
     chosen_state = ("next_mask",)
+    whole_masters = True
 
     def __init__(
         self, params, lr: float | Tensor = 3e-4, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
         weight_decay: float = 0.1, *, density: float = 0.1, warmup_steps: int = 0, density_warmup_steps: int = 1000,
         mask_delay: int = 1, selection: str = "sampled", clip: str = "consistent", bias_correction: str = "scape",
         max_grad_norm: float | None = None, payload_dtype: torch.dtype | None = None, process_group: object = None,
-        maximize: bool = False,
+        maximize: bool = False, sharded: bool = False,
     ):  # fmt: skip
+        self.sharded = sharded
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, density=density, warmup_steps=warmup_steps,
             density_warmup_steps=density_warmup_steps, mask_delay=mask_delay, selection=selection, clip=clip,
@@ -229,8 +237,12 @@ class ScapeAdamS(CompressedOptimizer):
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
         bits = StateSpec(torch.uint8, packed=True, compressed_only=True)
+        own = {
+            "exp_avg": StateSpec(dtype, sharded=True),
+            "common": StateSpec(dtype, sharded=True, compressed_only=True, optional=True),
+        }
         return {
-            "exp_avg": StateSpec(dtype, on="mask"),
+            **(own if self.sharded else {"exp_avg": StateSpec(dtype, on="mask")}),
             "residual": StateSpec(dtype, compressed_only=True),
             "mask": bits,
             "next_mask": bits,
@@ -245,7 +257,7 @@ class ScapeAdamS(CompressedOptimizer):
             **vars(self.stats),
             density=sum(n if i is None else len(i) for i, n in held) / max(1, sum(n for _, n in held)),
             mask_bytes=masks,
-            payload_bytes=self.stats.bytes_sent - masks,
+            payload_bytes=self.stats.bytes_sent - masks - self.stats.parameter_bytes,
             mask_overlap=self._mask_overlap,
         )
 
@@ -284,8 +296,16 @@ class ScapeAdamS(CompressedOptimizer):
         yield from super().consolidate_in_turns()
         for bucket in self._buckets:
             bucket.flat["threshold"].zero_()
+            for i, common in enumerate(bucket.gathered.get("common", [])):
+                if common is not None:  # what it stands for is the same in every rank's residual
+                    bucket.state["residual"][i].view(-1).add_(common.to(bucket.device))
+                    common.zero_()
+            if self.sharded:
+                bucket.flat["common"].zero_()
 
     def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
+        if self.sharded:
+            return sharded_scape(bucket, self.ops)
         return scape(bucket, self.ops, self.comm.rank, self.comm.size)
 
     def restore(self, bucket: Bucket) -> None:
@@ -294,7 +314,7 @@ class ScapeAdamS(CompressedOptimizer):
         bucket.cache["owed"] = [True] * len(bucket.params)  # e may be other than 0 on the mask: rounding leaves that
         lengths, state = compressed_lengths(bucket), bucket.state
         for i, n in enumerate(lengths):
-            if n and state["exp_avg"][i].numel() == n:
+            if n and (not state["mask"][i].any() if self.sharded else state["exp_avg"][i].numel() == n):
                 fill_ones(state["mask"][i], n)
             elif n:
                 bucket.cache["held"][i] = per_tensor(positions_of(state["mask"][i]), (n,))[0]

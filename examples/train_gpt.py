@@ -32,6 +32,7 @@ OPTIMIZERS = {
     "adams": lambda p, a: compopt.AdamS(p, a.lr),
     "scape": lambda p, a: compopt.ScapeAdamS(p, a.lr, density=a.density, warmup_steps=a.warmup, density_warmup_steps=0),
     "separate": lambda p, a: compopt.SeparateAdam(p, a.lr, ratio=a.ratio, warmup_steps=a.warmup),
+    "tagc": lambda p, a: compopt.TagcAdamW(p, a.lr, sparsity=1 - a.density, warmup_steps=a.warmup),
 }
 
 
@@ -91,13 +92,12 @@ def main():
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if cuda else "gloo", **alone)
-
     train, val = corpus.load(args.data)
     data = corpus.batches(train, args.batch, args.context, seed=1000 * args.seed + 1 + rank)  # its own on each rank
     torch.manual_seed(args.seed)
     model = GPT(args.layers, args.width, args.heads, args.context).to(device)
     ddp = DistributedDataParallel(model)
-    matrices, scales = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
+    matrices, scales = ([(n, p) for n, p in model.named_parameters() if (p.dim() >= 2) == m] for m in (True, False))
     params = [{"params": matrices}, {"params": scales, "weight_decay": 0.0}]
     optimizer = OPTIMIZERS.get(args.optimizer, OPTIMIZERS["adamw"])(params, args)
     baseline = baselines.attach(args.optimizer, ddp, args)

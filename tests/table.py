@@ -27,10 +27,16 @@ class Case:
     limits: dict[str, float] = field(default_factory=dict)  # losses to reach instead, where the class differs
     bad: dict[str, list[Any]] = field(default_factory=dict)
     build: Callable[..., torch.optim.Optimizer] | None = None  # from params and options, where that is not ``cls``
+    form: str = ""  # of a class that has several
 
     @property
     def name(self) -> str:
-        return self.cls.__name__
+        return f"{self.cls.__name__}{self.form and ', '}{self.form}"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank keeps state of its own shard only."""
+        return self.cls.sharded or self.compressed.get("sharded", False)
 
     @property
     def new(self) -> Callable[..., torch.optim.Optimizer]:
@@ -107,6 +113,18 @@ CASES = [
         method="separate",
         problems=dict(ratio=8),
         build=around_adamw,
+    ),
+]
+
+# Other forms of the classes, which take the tests of conformance only.
+FORMS = [
+    Case(
+        compopt.ScapeAdamS,
+        compressed=dict(density=0.1, warmup_steps=2, density_warmup_steps=2, selection="exact", sharded=True),
+        lossless=dict(density=1.0, sharded=True),
+        reference=adams,
+        lr=1e-3,
+        form="sharded",
     ),
 ]
 

@@ -9,7 +9,14 @@ import compopt
 
 ROOT = Path(compopt.__file__).parent
 ALGORITHMS = {"radius", "scape", "adams", "separate", "tagc"}
-HELPERS = {"_masks", "_selection", "_projections", "_projecting", "_sketch"}  # of the algorithms, in files of their own
+HELPERS = {
+    "_masks",
+    "_selection",
+    "_projections",
+    "_projecting",
+    "_sketch",
+    "_sharded_scape",
+}  # of the algorithms, in files of their own
 ALLOWED = {
     "algorithm": {"_base", "_ops", "_math", "_buckets", "_requests", "_options", "_stats", "_shards"} | HELPERS,
     "_base": {
