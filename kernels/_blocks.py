@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -50,7 +51,8 @@ class Blocks:
     def run(self, kernel: triton.JITFunction, *arguments: object, **constants: object) -> None:
         """Launch the kernel on every block; nothing to do where all tensors are empty."""
         if self.count:
-            kernel[(self.count,)](self.where, *arguments, BLOCK=self.size, **constants)
+            with on(self.where.device):
+                kernel[(self.count,)](self.where, *arguments, BLOCK=self.size, **constants)
 
     def starts(self, counts: Tensor) -> Tensor:
         """From a number for each block, the sum of those before it in its tensor."""
@@ -68,9 +70,20 @@ def table(rows: Sequence[Sequence[Tensor | int | None]], device: torch.device, h
     return upload(torch.cat([fixed, torch.tensor(cells, dtype=torch.int64)]), device)
 
 
+def on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """To the device without waiting for it: the allocator keeps the pinned copy for as long as it is read."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def alignment(blocks: Blocks, *columns: Sequence[Tensor | None]) -> int:
+    """16 where all lengths and all addresses in these columns are multiples of it, else 1."""
+    cells = [t.data_ptr() for column in columns for t in column if t is not None]
+    return 16 if all(number % 16 == 0 for number in (*blocks.lengths, *cells)) else 1
 
 
 @lru_cache(maxsize=1024)
@@ -86,12 +99,15 @@ def scalar(table, i):
 
 
 @inlined
-def own_block(where, table, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's block, its tensor's row in the table, its elements, and which of them there are."""
+def own_block(where, table, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """This program's block, its tensor's row in the table, its elements, and which of them there are.
+
+    ``ALIGN``, here and below: what lengths and addresses are multiples of; 16 lets a thread load four numbers at once.
+    """
     block = tl.program_id(0).to(tl.int64)
     row = table + HEAD_ + tl.load(where + 2 * block) * FIELDS
-    i = tl.load(where + 2 * block + 1) + tl.arange(0, BLOCK)
-    return block, row, i, i < tl.load(row + N)
+    i = tl.multiple_of(tl.load(where + 2 * block + 1), ALIGN) + tl.arange(0, BLOCK)
+    return block, row, i, i < tl.multiple_of(tl.load(row + N), ALIGN)
 
 
 @inlined
@@ -101,17 +117,19 @@ def given(cell, i):
 
 
 @inlined
-def read(row, FIELD: tl.constexpr, i, there, TYPE: tl.constexpr):
+def read(row, FIELD: tl.constexpr, i, there, TYPE: tl.constexpr, ALIGN: tl.constexpr = 1):
     """Elements i of the tensor at the address in this field; 0 where it has none."""
     address = tl.load(row + FIELD)
-    return tl.load(address.to(tl.pointer_type(TYPE)) + i, mask=there & given(address, i), other=0)
+    pointer = tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGN)
+    return tl.load(pointer + i, mask=there & given(address, i), other=0)
 
 
 @inlined
-def write(row, FIELD: tl.constexpr, i, there, values, TYPE: tl.constexpr):
+def write(row, FIELD: tl.constexpr, i, there, values, TYPE: tl.constexpr, ALIGN: tl.constexpr = 1):
     """Store to the tensor at the address in this field, if there is one."""
     address = tl.load(row + FIELD)
-    tl.store(address.to(tl.pointer_type(TYPE)) + i, values.to(TYPE), mask=there & given(address, i))
+    pointer = tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGN)
+    tl.store(pointer + i, values.to(TYPE), mask=there & given(address, i))
 
 
 @inlined

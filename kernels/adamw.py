@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import TYPES, Blocks, given, own_block, rank, read, scalar, selected, table, write
+from ._blocks import TYPES, Blocks, alignment, given, own_block, rank, read, scalar, selected, table, write
 
 
 class AdamWRow(NamedTuple):
@@ -39,15 +39,17 @@ class AdamWRow(NamedTuple):
     public: Tensor | None = None
 
 
+WHOLE = ("w", "m", "v", "residual", "grad", "score", "public")  # read or written from one end to the other
 FIELDS = tl.constexpr(len(AdamWRow._fields))
 BITS, VALUES, W, M, V, STEP, UPDATE, RESIDUAL, GRAD, SCORE, PUBLIC = (tl.constexpr(f) for f in range(1, 12))
 
 
 @triton.jit
 def _adamw(
-    where, table, starts, ST: tl.constexpr, VT: tl.constexpr, GT: tl.constexpr, PT: tl.constexpr, BLOCK: tl.constexpr
+    where, table, starts, ST: tl.constexpr, VT: tl.constexpr, GT: tl.constexpr, PT: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    block, row, i, there = own_block(where, table, FIELDS, BLOCK)
+    block, row, i, there = own_block(where, table, FIELDS, BLOCK, ALIGN)
     lr, beta1, beta2, eps = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
     decay, sign, log1, log2 = scalar(table, 4), scalar(table, 5), scalar(table, 6), scalar(table, 7)
     step = tl.maximum(tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))), 1.0).to(tl.float64)
@@ -57,18 +59,19 @@ def _adamw(
 
     chosen = selected(row, BITS, i, there)
     g = sign.to(ST) * read(row, VALUES, rank(chosen, starts, block), chosen == 1, VT).to(ST)
-    w, m, v = read(row, W, i, there, ST), read(row, M, i, there, ST), read(row, V, i, there, ST)
+    w, m = read(row, W, i, there, ST, ALIGN), read(row, M, i, there, ST, ALIGN)
+    v = read(row, V, i, there, ST, ALIGN)
     m = tl.where(updates, m + (1 - beta1).to(ST) * (g - m), m)
     v = tl.where(updates, beta2.to(ST) * v + (1 - beta2).to(ST) * g * g, v)
     ratio = m / (tl.sqrt(v) / second + eps.to(ST)) / first
-    write(row, SCORE, i, there, tl.abs(ratio + decay.to(ST) * w), ST)
+    write(row, SCORE, i, there, tl.abs(ratio + decay.to(ST) * w), ST, ALIGN)
     w = w * (1 - lr * decay).to(ST) - lr.to(ST) * ratio
-    write(row, W, i, updates, w, ST)
-    write(row, M, i, updates, m, ST)
-    write(row, V, i, updates, v, ST)
-    write(row, PUBLIC, i, updates, w, PT)
-    held = read(row, RESIDUAL, i, updates, ST) + read(row, GRAD, i, updates, GT).to(ST)
-    write(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, held), ST)
+    write(row, W, i, updates, w, ST, ALIGN)
+    write(row, M, i, updates, m, ST, ALIGN)
+    write(row, V, i, updates, v, ST, ALIGN)
+    write(row, PUBLIC, i, updates, w, PT, ALIGN)
+    held = read(row, RESIDUAL, i, updates, ST, ALIGN) + read(row, GRAD, i, updates, GT, ALIGN).to(ST)
+    write(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, held), ST, ALIGN)
 
 
 def adamw(
@@ -83,4 +86,5 @@ def adamw(
     blocks.run(
         _adamw, table(rows, blocks.where.device, head), starts, ST=TYPES[state], VT=TYPES[rows[0].values.dtype],
         GT=TYPES[grads[0] if grads else torch.float32], PT=TYPES[public[0] if public else torch.float32],
+        ALIGN=alignment(blocks, *([getattr(row, name) for row in rows] for name in WHOLE)),
     )  # fmt: skip

@@ -9,18 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import TYPES, Blocks, own_block, rank, read, scalar, selected, table, write
+from ._blocks import TYPES, Blocks, alignment, own_block, rank, read, scalar, selected, table, write
 
 BITS, G, ADD, OUT, MARK = (tl.constexpr(field) for field in range(1, 6))
 
 
 @triton.jit
 def _compact(
-    where, table, starts, GT: tl.constexpr, ST: tl.constexpr, OT: tl.constexpr, BLOCK: tl.constexpr
+    where, table, starts, GT: tl.constexpr, ST: tl.constexpr, OT: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    block, row, i, there = own_block(where, table, 6, BLOCK)
+    block, row, i, there = own_block(where, table, 6, BLOCK, ALIGN)
     sign, scale = scalar(table, 0).to(ST), scalar(table, 1).to(ST)
-    g = read(row, G, i, there, GT).to(ST)
+    g = read(row, G, i, there, GT, ALIGN).to(ST)
     chosen = selected(row, BITS, i, there)
     add = read(row, ADD, i, chosen == 1, ST)
     write(row, OUT, rank(chosen, starts, block), chosen == 1, sign * g + scale * add, OT)
@@ -50,4 +51,5 @@ def compact(
     blocks.run(
         _compact, table(rows, blocks.where.device, [sign, scale]), starts,
         GT=TYPES[gradient], ST=TYPES[wide], OT=TYPES[parts[0].dtype],
+        ALIGN=alignment(blocks, grads),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import BLOCK, inlined
+from ._blocks import BLOCK, inlined, on
 
 
 @inlined
@@ -38,7 +38,8 @@ def pack_bits(mask: Tensor, block: int = BLOCK) -> Tensor:
     n = mask.numel()
     bits = torch.empty((n + 7) // 8, dtype=torch.uint8, device=mask.device)
     if n:
-        _pack[(triton.cdiv(n, block),)](mask.reshape(-1).view(torch.uint8), bits, n, BLOCK=block)
+        with on(mask.device):
+            _pack[(triton.cdiv(n, block),)](mask.reshape(-1).view(torch.uint8), bits, n, BLOCK=block)
     return bits
 
 
@@ -46,5 +47,6 @@ def unpack_bits(bits: Tensor, n: int, block: int = BLOCK) -> Tensor:
     """ceil(n/8) bytes as n booleans."""
     mask = torch.empty(n, dtype=torch.uint8, device=bits.device)
     if n:
-        _unpack[(triton.cdiv(n, block),)](bits, mask, n, BLOCK=block)
+        with on(bits.device):
+            _unpack[(triton.cdiv(n, block),)](bits, mask, n, BLOCK=block)
     return mask.view(torch.bool)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import TYPES, Blocks, given, inlined, own_block, rank, read, scalar, selected, table, write
+from ._blocks import TYPES, Blocks, alignment, given, inlined, own_block, rank, read, scalar, selected, table, write
 
 
 class ScapeRow(NamedTuple):
@@ -42,6 +42,7 @@ class ScapeRow(NamedTuple):
     end: int = 0
 
 
+WHOLE = ("w", "residual", "grad", "public")  # read or written from one end to the other
 FIELDS = tl.constexpr(len(ScapeRow._fields))
 BITS, HELD, OLD, VALUES, W, M, STEP, UPDATE, RESIDUAL, GRAD, PUBLIC, X, BEGIN, END = (
     tl.constexpr(f) for f in range(1, 15)
@@ -49,11 +50,11 @@ BITS, HELD, OLD, VALUES, W, M, STEP, UPDATE, RESIDUAL, GRAD, PUBLIC, X, BEGIN, E
 
 
 @inlined
-def _x(row, table, i, there, old, ST: tl.constexpr, GT: tl.constexpr):
+def _x(row, table, i, there, old, ST: tl.constexpr, GT: tl.constexpr, ALIGN: tl.constexpr):
     """Line 10: b1 m + (1 - b1) g + e."""
     beta1, sign = scalar(table, 1), scalar(table, 5)
-    g = sign.to(ST) * read(row, GRAD, i, there, GT).to(ST)
-    return read(row, RESIDUAL, i, there, ST) + (1 - beta1).to(ST) * g + beta1.to(ST) * old
+    g = sign.to(ST) * read(row, GRAD, i, there, GT, ALIGN).to(ST)
+    return read(row, RESIDUAL, i, there, ST, ALIGN) + (1 - beta1).to(ST) * g + beta1.to(ST) * old
 
 
 @triton.jit
@@ -63,15 +64,15 @@ def _moment(where, table, held_starts, ST: tl.constexpr, GT: tl.constexpr, BLOCK
     inside = there & (i >= begin) & (i < tl.load(row + END))
     held = selected(row, HELD, i, there)
     old = read(row, OLD, rank(held, held_starts, block), inside & (held == 1), ST)
-    write(row, X, i - begin, inside, _x(row, table, i, inside, old, ST, GT), ST)
+    write(row, X, i - begin, inside, _x(row, table, i, inside, old, ST, GT, 1), ST)
 
 
 @triton.jit
 def _scape(
     where, table, starts, held_starts, ST: tl.constexpr, VT: tl.constexpr, GT: tl.constexpr, PT: tl.constexpr,
-    ADAMS: tl.constexpr, BLOCK: tl.constexpr,
+    ADAMS: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    block, row, i, there = own_block(where, table, FIELDS, BLOCK)
+    block, row, i, there = own_block(where, table, FIELDS, BLOCK, ALIGN)
     lr, beta1, beta2, eps = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
     decay, log1, log2, clip = scalar(table, 4), scalar(table, 6), scalar(table, 7), scalar(table, 8)
     step = tl.maximum(tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))), 1.0).to(tl.float64)
@@ -86,16 +87,16 @@ def _scape(
     chosen, held = selected(row, BITS, i, there), selected(row, HELD, i, there)
     sent, at = updates & (chosen == 1), rank(chosen, starts, block)
     old = read(row, OLD, rank(held, held_starts, block), updates & (held == 1), ST)
-    g, w = read(row, VALUES, at, sent, VT).to(ST), read(row, W, i, updates, ST)
+    g, w = read(row, VALUES, at, sent, VT).to(ST), read(row, W, i, updates, ST, ALIGN)
     denominator = tl.sqrt(of_old.to(ST) * old * old + (of_new * clip * clip).to(ST) * g * g) + eps.to(ST)
     m = old + (1 - beta1).to(ST) * (g - old)
     change = tl.where(sent, (lr / first).to(ST) * m / denominator, 0.0)
     w = w * (1 - lr * decay).to(ST) - change
-    x = _x(row, table, i, updates, old, ST, GT)
-    write(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, x), ST)
+    x = _x(row, table, i, updates, old, ST, GT, ALIGN)
+    write(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, x), ST, ALIGN)
     write(row, M, at, sent, m, ST)
-    write(row, W, i, updates, w, ST)
-    write(row, PUBLIC, i, updates, w, PT)
+    write(row, W, i, updates, w, ST, ALIGN)
+    write(row, PUBLIC, i, updates, w, PT, ALIGN)
 
 
 def moment(
@@ -120,7 +121,8 @@ def scape(
     blocks.run(
         _scape, table(rows, blocks.where.device, _head(lr, betas, eps, weight_decay, clip, maximize)), starts,
         held_starts, VT=TYPES[rows[0].values.dtype], PT=TYPES[public[0] if public else torch.float32],
-        ADAMS=bias_correction == "adams", **_types(rows),
+        ADAMS=bias_correction == "adams",
+        ALIGN=alignment(blocks, *([getattr(row, name) for row in rows] for name in WHOLE)), **_types(rows),
     )  # fmt: skip
 
 

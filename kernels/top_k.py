@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import HEAD, HEAD_, TYPES, Blocks, inlined, own_block, rank, read, table, write
+from ._blocks import HEAD, HEAD_, TYPES, Blocks, inlined, on, own_block, rank, read, table, write
 from .pack_bits import to_bytes
 
 PASSES = ((20, 11), (9, 11), (0, 9))  # of a magnitude's 31 bits: the lowest that is looked at, and how many
@@ -104,7 +104,8 @@ def top_k(blocks: Blocks, rows: Sequence[TopKRow]) -> None:
     for shift, width in PASSES:
         bins = torch.zeros(len(rows) * BINS, dtype=torch.int64, device=device)
         wide.run(_histogram, addresses, prefix, bins, SHIFT=shift, WIDTH=width, TYPE=kind, PART=blocks.size)
-        _descend[(len(rows),)](prefix, wanted, bins, WIDTH=width)
+        with on(device):
+            _descend[(len(rows),)](prefix, wanted, bins, WIDTH=width)
     counts = torch.empty(blocks.count, dtype=torch.int32, device=device)
     blocks.run(_count_equal, addresses, prefix, counts, TYPE=kind)
     blocks.run(_select, addresses, prefix, wanted, blocks.starts(counts), TYPE=kind)

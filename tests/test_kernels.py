@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -231,3 +236,27 @@ def test_offsets_beyond_two_to_the_31(device):
     assert torch.equal(part, g[-tail:].index_select(0, index).float()) and mark.item() == 1
     (found,) = kernels.positions(blocks, [bits], starts, [len(part)])
     assert found.dtype == torch.int64 and torch.equal(found, index + 2**31)
+
+
+def test_every_kernel_compiles_for_a_gpu():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).parent / "check_kernels.py"
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "compiled" in done.stdout, done.stderr[-3000:]
+
+
+def test_the_benchmark_runs_every_kernel(device, capsys, monkeypatch):
+    spec = importlib.util.spec_from_file_location("gpu_kernels", Path(__file__).parent.parent / "bench/gpu_kernels.py")
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    found = bench.operations(1 << 13, device)
+    for operation in found.values():
+        operation.run()
+    kinds = {name.split()[0] for name in found}
+    assert kinds == {"copy", "pack_bits", "unpack_bits", "count", "positions", "compact", "adamw", "scape", "top_k",
+                     "encode", "decode"}  # fmt: skip
+    assert all(operation.nbytes > 0 for operation in found.values())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_kernels.py"])
+    bench.main()
+    assert capsys.readouterr().out == "no GPU\n"

@@ -1,0 +1,202 @@
+"""Triton kernels and whole steps on a CUDA device: bytes a second beside a copy's, steps beside torch's fused AdamW.
+
+    python bench/gpu_kernels.py                    # both tables; a minute or two
+    python bench/gpu_kernels.py --elements 1e8 --parameters 1e9
+
+A kernel's bytes are those it cannot do without: each input read once, each output written once, whole cache lines not
+counted. The copy is measured in the same run, on as many elements. Saves results/kernels.csv and results/gpu_step.csv.
+Without a CUDA device it says "no GPU" and ends well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import compopt
+from compopt import _masks, _math
+from compopt._selection import deal
+
+RESULTS = Path(__file__).parent / "results"
+REPEATS, SETTLE = 20, 5
+HYPER = dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+OPTIMIZERS: dict[str, Callable] = {
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "RadiusAdamW 0.4, sparse": lambda p: compopt.RadiusAdamW(p, density=0.4, interval=10**6, warmup_steps=1),
+    "ScapeAdamS 0.1": lambda p: compopt.ScapeAdamS(p, density=0.1, density_warmup_steps=0),
+    "ScapeAdamS 0.01": lambda p: compopt.ScapeAdamS(p, density=0.01, density_warmup_steps=0),
+    "AdamS": lambda p: compopt.AdamS(p),
+}
+
+
+class Operation(NamedTuple):
+    """Something to time, and the bytes it reads and writes."""
+
+    run: Callable[[], object]
+    nbytes: float
+
+
+def operations(n: int, device: torch.device) -> dict[str, Operation]:
+    """Every kernel on n float32 elements in four tensors, and a copy of as many. ``n`` is a multiple of 32."""
+    import compopt_kernels as kernels
+
+    lengths = (n // 8, n // 8, n // 4, n // 2)
+    blocks = kernels.cut(lengths, device)
+
+    def draw(sizes=lengths) -> list[Tensor]:
+        return [torch.randn(size, device=device) for size in sizes]
+
+    def masks(density: float) -> tuple[list[Tensor], Tensor, list[int]]:
+        flags = [torch.rand(size, device=device) < density for size in lengths]
+        bits = [kernels.pack_bits(f) for f in flags]
+        return bits, kernels.count(blocks, bits), [int(f.sum()) for f in flags]
+
+    w, g, m, e = draw(), draw(), draw(), draw()
+    v, flags = [x.square() for x in draw()], torch.rand(n, device=device) < 0.4
+    bits, step, marks = kernels.pack_bits(flags), torch.ones((), device=device), list(torch.ones(4, device=device))
+    whole, other = torch.cat(g), torch.cat(w)
+    found = {
+        "copy": Operation(lambda: other.copy_(whole), 8 * n),
+        "pack_bits": Operation(lambda: kernels.pack_bits(flags), n + n / 8),
+        "unpack_bits": Operation(lambda: kernels.unpack_bits(bits, n), n + n / 8),
+    }
+    for density in (0.4, 0.01):
+        own, starts, sizes = masks(density)
+        k, values, tops = sum(sizes), draw(sizes), [torch.empty_like(b) for b in own]
+        radius = [
+            kernels.AdamWRow(*row) for row in zip(lengths, own, values, w, m, v, [step] * 4, [1] * 4, e, g, strict=True)
+        ]
+        held, held_starts, held_sizes = masks(density)
+        old = draw(held_sizes)
+        scape = [
+            kernels.ScapeRow(*row)
+            for row in zip(lengths, own, held, old, values, w, draw(sizes), [step] * 4, [1] * 4, e, g, strict=True)
+        ]
+        top = [kernels.TopKRow(*row) for row in zip(lengths, sizes, e, tops, strict=True)]
+        found |= {
+            f"count {density}": Operation(lambda own=own: kernels.count(blocks, own), n / 8),
+            f"positions {density}": Operation(
+                lambda own=own, starts=starts, sizes=sizes: kernels.positions(blocks, own, starts, sizes), n / 8 + 4 * k
+            ),
+            f"compact {density}": Operation(
+                lambda own=own, starts=starts, values=values: kernels.compact(
+                    blocks, own, starts, g, values, marks, e, 1.0, 1.0
+                ),
+                4 * n + n / 8 + 8 * k,
+            ),
+            f"adamw (Radius) {density}": Operation(
+                lambda starts=starts, rows=radius: kernels.adamw(blocks, starts, rows, **HYPER),
+                36 * n + n / 8 + 4 * k,
+            ),
+            f"scape {density}": Operation(
+                lambda starts=starts, held_starts=held_starts, rows=scape: kernels.scape(
+                    blocks, starts, held_starts, rows, **HYPER
+                ),
+                20 * n + n / 4 + 12 * k,
+            ),
+            f"top_k {density}": Operation(lambda rows=top: kernels.top_k(blocks, rows), 20 * n + n / 8),
+        }
+    return found | codes(n, device)
+
+
+def codes(n: int, device: torch.device) -> dict[str, Operation]:
+    """Coding one rank's range of a mask of n elements at 1 %, and decoding both ranks'."""
+    import compopt_kernels as kernels
+
+    part, other = (given := deal((n,), 2, 0.01)).parts
+    coded = _masks.code_of(part)
+    flags = torch.rand(8 * (part.last - part.first), device=device) < 0.01
+    flags[flags.nonzero()[part.most :]] = False
+    bits = _math.pack_bits(flags)
+    message = kernels.encode(bits, given.length, *coded)
+    upper, row_bits, low = coded
+    rows = [kernels.CodeRow(upper, message, 8 * p.first, row_bits, low) for p in (part, other)]
+    words = torch.zeros((other.last + 3) // 4, dtype=torch.int32, device=device)
+    return {
+        "encode 0.01": Operation(lambda: kernels.encode(bits, given.length, *coded), len(bits) + given.length),
+        "decode 0.01": Operation(lambda: kernels.decode(rows, words), 2 * given.length + 4 * len(words)),
+    }
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    """The median of a few runs on the device, after some that do not count."""
+    times = []
+    for i in range(SETTLE + REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        if i >= SETTLE:
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def kernel_table(elements: int, device: torch.device) -> list[dict]:
+    rows, copied = [], 0.0
+    for name, operation in operations(elements, device).items():
+        ms = milliseconds(operation.run)
+        rate = operation.nbytes / ms / 1e6
+        copied = copied or rate
+        rows.append({"kernel": name, "ms": round(ms, 3), "gb_s": round(rate), "to_copy": round(rate / copied, 2)})
+        print(f"{name:<24}{ms:>9.3f} ms{rate:>8.0f} GB/s{rate / copied:>7.2f} x copy", flush=True)
+    return rows
+
+
+def shapes(parameters: int) -> list[tuple[int, ...]]:
+    """Matrices and vectors as a GPT of 24 layers has them, about so many elements in all."""
+    width = int((parameters / (24 * 12)) ** 0.5) // 64 * 64
+    return [shape for _ in range(24) for shape in ((3 * width, width), (width, width), (4 * width, width),
+                                                   (width, 4 * width), (width,), (width,))]  # fmt: skip
+
+
+def step_table(parameters: int, device: torch.device) -> list[dict]:
+    rows, first = [], 0.0
+    for name, make in OPTIMIZERS.items():
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes(parameters)]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer = make(params)
+        ms = milliseconds(optimizer.step)
+        first = first or ms
+        backend = getattr(optimizer, "backend", "torch")
+        rows.append({"optimizer": name, "backend": backend, "ms": round(ms, 3), "to_adamw": round(ms / first, 2)})
+        print(f"{name:<24}{backend:<8}{ms:>9.3f} ms{ms / first:>7.2f} x fused AdamW", flush=True)
+        del optimizer, params
+        torch.cuda.empty_cache()
+    return rows
+
+
+def save(name: str, rows: list[dict]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / name).open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--elements", type=float, default=2**26, help="of a kernel's tensors")
+    cli.add_argument("--parameters", type=float, default=355e6, help="of the steps' model")
+    args = cli.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU")
+        return
+    device = torch.device("cuda")
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {args.elements:.0f} elements\n")
+    save("kernels.csv", kernel_table(int(args.elements) // 32 * 32, device))
+    print(f"\nstep() of one process, about {args.parameters:.0f} parameters\n")
+    save("gpu_step.csv", step_table(int(args.parameters), device))
+
+
+if __name__ == "__main__":
+    main()

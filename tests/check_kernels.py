@@ -1,0 +1,67 @@
+"""Compile every kernel for a GPU that need not be here, and say how many there were.
+
+The interpreter runs what Triton would refuse, a type that does not fit for one. Run without TRITON_INTERPRET.
+"""
+
+import re
+import sys
+
+import compopt_kernels
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGET = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    "where": "*i64", "table": "*i64", "starts": "*i64", "held_starts": "*i64", "wanted": "*i64", "bins": "*i64",
+    "counts": "*i32", "words": "*i32", "prefix": "*i32", "mask": "*u8", "bits": "*u8", "n": "i64", "upper": "i32",
+    "row_bits": "i32",
+}  # fmt: skip
+F32, BF16 = tl.float32, tl.bfloat16
+WIDE = dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16)
+LOW = dict(ST=F32, VT=BF16, GT=BF16, PT=BF16, ALIGN=1)
+CASES = {
+    "positions._count": [{}],
+    "positions._positions": [dict(TYPE=tl.int32), dict(TYPE=tl.int64)],
+    "pack_bits._pack": [{}],
+    "pack_bits._unpack": [{}],
+    "compact._compact": [dict(GT=BF16, ST=F32, OT=BF16, ALIGN=1), dict(GT=F32, ST=F32, OT=F32, ALIGN=16)],
+    "adamw._adamw": [WIDE, LOW],
+    "scape._moment": [dict(ST=F32, GT=BF16)],
+    "scape._scape": [WIDE | {"ADAMS": False}, LOW | {"ADAMS": True}],
+    "top_k._histogram": [dict(SHIFT=20, WIDTH=11, TYPE=F32, PART=1024), dict(SHIFT=0, WIDTH=9, TYPE=F32, PART=1024)],
+    "top_k._descend": [dict(WIDTH=11), dict(WIDTH=9)],
+    "top_k._count_equal": [dict(TYPE=F32)],
+    "top_k._select": [dict(TYPE=F32)],
+    "code._encode": [dict(LOW=6)],
+    "code._decode": [{}],
+}
+
+
+def compiled(kernel: triton.JITFunction, constants: dict) -> str:
+    """The kernel's PTX."""
+    if "BLOCK" in kernel.arg_names:
+        constants = constants | {"BLOCK": 16 * 1024 if "PART" in constants else 1024}
+    signature = {name: "constexpr" if name in constants else POINTERS[name] for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    return triton.compile(ASTSource(kernel, signature, constexprs=places), target=TARGET).asm["ptx"]
+
+
+done = 0
+for name, cases in CASES.items():
+    module, function = name.split(".")
+    kernel = getattr(sys.modules[f"{compopt_kernels.__name__}.{module}"], function)
+    for constants in cases:
+        ptx, done = compiled(kernel, constants), done + 1
+        if constants.get("ALIGN") == 16:
+            assert re.search(r"ld\.global\.v4", ptx), f"{name} loads one number at a time"
+kernels = {
+    f"{module}.{name}"
+    for module in ("positions", "pack_bits", "compact", "adamw", "scape", "top_k", "code")
+    for name, value in vars(sys.modules[f"{compopt_kernels.__name__}.{module}"]).items()
+    if isinstance(value, triton.JITFunction) and value.fn.__module__.endswith(module) and "BLOCK" in value.arg_names
+}
+inlined = {"pack_bits.to_bytes"}
+assert kernels - inlined <= set(CASES), f"not compiled: {kernels - inlined - set(CASES)}"
+print(f"{done} compiled")
