@@ -208,12 +208,16 @@ class CompressedOptimizer(Optimizer):
         for p in params:
             if p in self._bucket_of:
                 self._ready.setdefault(self._bucket_of[p].index, set()).add(p)
+        before = self._begun
         for bucket in self._buckets[self._begun : -1]:
             if len(self._ready.get(bucket.index, ())) < len(bucket.params):
                 break
             self._begun += 1
             with torch.no_grad():
                 self._runtime.begin(bucket, self.comm)
+        if self._begun > before:
+            with torch.no_grad():
+                self._runtime.proceed(bucket.index for bucket in self._buckets[:before])
 
     def backward_done(self) -> None:
         """The backward that started buckets has ended: from here on a changed gradient makes its payload stale."""

@@ -33,6 +33,7 @@ class StateSpec:
     on: str | None = None  # of a compressed tensor only the elements on this mask, which is another, packed state
     optional: bool = False  # 0 where a checkpoint lacks it
     sharded: bool = False  # of each tensor only the elements in this rank's shard, as a vector
+    of: Callable[[Tensor], int] | None = None  # elements for a parameter, where that does not follow from n; flat
 
     def numel(self, n: int) -> int:
         return 1 if self.scalar else (n + 7) // 8 if self.packed else n
@@ -82,8 +83,7 @@ class Bucket:
         self.flat: dict[str, Tensor] = {}
         self.entries: list[dict[str, Tensor]] = []  # the optimizer's state of each tensor, which shows the views
         self.cache: dict[str, list[Tensor]] = {}  # derived from state, rebuilt when absent, never saved
-        self._message: Tensor | None = None
-        self._dropped: Tensor | None = None
+        self._held: dict[str, Tensor] = {}
 
     @property
     def numel(self) -> int:
@@ -103,7 +103,9 @@ class Bucket:
         has = [c or not spec.compressed_only for c in self.compressed]
         lengths = self.shards.sizes(self.shards.rank) if spec.sharded else self.lengths
         sizes = [spec.numel(n) if h else 0 for n, h in zip(lengths, has, strict=True)]
-        if spec.on:
+        if spec.of:
+            sizes = [spec.of(p) if h else 0 for p, h in zip(self.params, has, strict=True)]
+        elif spec.on:
             sizes = [old[name].numel() if name in old else n for n, old in zip(sizes, held, strict=True)]
         self.flat[name] = torch.zeros(sum(sizes), dtype=spec.dtype, device=self.device)
         views = self.flat[name].split(sizes)
@@ -125,7 +127,7 @@ class Bucket:
     def _shaped(self, view: Tensor, i: int, spec: StateSpec) -> Tensor:
         if spec.scalar:
             return view.view(())
-        flat = spec.packed or spec.sharded or (spec.on and self.compressed[i])
+        flat = spec.packed or spec.sharded or spec.of or (spec.on and self.compressed[i])
         return view if flat else view.view(local(self.params[i]).shape)
 
     def shown(self, i: int, view: Tensor, whole: bool) -> Tensor:
@@ -167,17 +169,17 @@ class Bucket:
         """This rank's gradients; None where backward left none."""
         return [None if p.grad is None else local(p.grad) for p in self.params]
 
-    def payload(self, lengths: list[int], dtype: torch.dtype | None) -> Payload:
-        """An empty payload with ``lengths[i]`` elements for tensor i. Its memory is used again by the next one.
+    def payload(self, lengths: list[int], dtype: torch.dtype | None, use: int = 0) -> Payload:
+        """An empty payload with ``lengths[i]`` elements for tensor i. The next one for this ``use`` has its memory.
 
         ``dtype``: on the wire; the gradients' where it is None. int8 is for the wire only, see ``_wire``.
         """
         size = len(self.params) + len(self.control) + sum(lengths)
-        seed = (self.group["step"], self.index) if dtype == torch.int8 else None
+        seed = (self.group["step"], self.index, use) if dtype == torch.int8 else None
         dtype = torch.promote_types(self.dtype, torch.float32) if seed else dtype or self.dtype
-        self._message = _memory(self._message, size, dtype, self.device)
-        self._dropped = _memory(self._dropped, sum(lengths), dtype, self.device) if seed else None
-        payload = Payload(self._message, len(self.params), len(self.control), lengths, seed, self._dropped)
+        message = self._memory(f"message {use}", size, dtype)
+        dropped = self._memory(f"dropped {use}", sum(lengths), dtype) if seed else None
+        payload = Payload(message, len(self.params), len(self.control), lengths, seed, dropped)
         if self.control:
             payload.control.copy_(upload(self.control, dtype, self.device))
         return payload
@@ -195,16 +197,17 @@ class Bucket:
             row.control.copy_(upload(self.control, flat.dtype, self.device))
         return rows, flat
 
+    def _memory(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        """Memory kept under ``name``, made anew where it does not fit."""
+        held = self._held.get(name)
+        if held is None or held.numel() != size or held.dtype != dtype:
+            held = self._held[name] = torch.empty(size, dtype=dtype, device=self.device)
+        return held
+
     def present(self, payload: Payload) -> list[bool]:
         """For each tensor, whether any rank had a gradient for it (after averaging)."""
         marks = payload.header.tolist() if payload.marks is None else payload.marks
         return [mark > 0 for mark in marks]
-
-
-def _memory(held: Tensor | None, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``held``, or memory in its place where that does not fit."""
-    fits = held is not None and held.numel() == size and held.dtype == dtype
-    return held if fits else torch.empty(size, dtype=dtype, device=device)
 
 
 def make_buckets(groups: Iterable[dict], chosen: Chosen | None = None) -> list[Bucket]:

@@ -41,6 +41,8 @@ def fill(bucket: Bucket, specs: dict[str, StateSpec], state: MutableMapping[Tens
             view = bucket.state[name][i]
             if view is None:
                 continue
+            if name in old and spec.of and old[name].numel() != view.numel():
+                continue  # it begins anew
             if name in old:
                 view.copy_(_own(bucket, i, local(old[name]), spec).view(view.shape))
             elif name == "master":
@@ -60,14 +62,15 @@ def _own(bucket: Bucket, i: int, held: Tensor, spec: StateSpec) -> Tensor:
 
 def _whole(spec: StateSpec, bucket: Bucket, i: int) -> bool:
     """Whether this state of tensor i is kept in the tensor's shape."""
-    return not (spec.packed or spec.scalar or spec.sharded or (spec.on and bucket.compressed[i]))
+    kept_small = spec.packed or spec.scalar or spec.sharded or spec.of
+    return not (kept_small or (spec.on and bucket.compressed[i]))
 
 
 def spread(bucket: Bucket, i: int, specs: dict[str, StateSpec], entry: dict[str, Any]) -> dict[str, Any]:
     """The state of tensor i as a state dict has it: all in the tensor's shape."""
     p, spread_out = bucket.params[i].detach(), dict(entry)
     for name, spec in specs.items():
-        if name not in entry or spec.scalar or _whole(spec, bucket, i):
+        if name not in entry or spec.scalar or spec.of or _whole(spec, bucket, i):
             continue
         if spec.sharded and bucket.gathered:
             whole = bucket.gathered[name][i].to(bucket.device)
@@ -206,7 +209,7 @@ def _check(number: int, p: Tensor, entry: dict[str, Any], specs: dict[str, State
         mask = entry.get(specs[name].on)
         if compressed and isinstance(mask, Tensor):
             want = int(sum(((mask >> bit) & 1).sum() for bit in range(8)))
-        if value.numel() != want:
+        if value.numel() != want and not specs[name].of:
             raise ValueError(
                 f"loaded state {name!r} of parameter {number} has {value.numel()} elements, "
                 f"{want} are needed for shape {tuple(p.shape)}."

@@ -48,13 +48,14 @@ def _before_exit() -> None:
 class Pending:
     """A collective on its way. ``wait`` returns its result and raises CommunicationError when it failed.
 
-    Its result may be another Pending: the second of two collectives that together answer a request.
+    Its result may be another Pending: the second of two collectives that together answer a request. ``more``: what it
+    leads to is another collective, before the step is agreed upon.
     """
 
     started = False  # any, in this process
 
-    def __init__(self, what: str, work: dist.Work | None, finish: Callable[[], object]):
-        self.what, self._work, self._finish = what, work, finish
+    def __init__(self, what: str, work: dist.Work | None, finish: Callable[[], object], more: bool = False):
+        self.what, self._work, self._finish, self.more = what, work, finish, more
         if work is not None:
             Pending.started = True
             _on_the_wire.add(self)
@@ -131,7 +132,7 @@ class Comm:
 
     def _all_reduce_mean(self, request: AllReduceMean, what: str) -> Pending:
         if isinstance(request.message, Payload) and request.message.seed is not None:
-            return self._quantised_mean(request.message, what)
+            return self._quantised_mean(request.message, what, request.more)
         tensor: Tensor = request.tensor
         if self.size == 1:
             return Pending(what, None, lambda: request.message)
@@ -141,9 +142,9 @@ class Comm:
             torch.div(tensor, self.size, out=tensor)
             return request.message
 
-        return Pending(what, work, finish)
+        return Pending(what, work, finish, request.more)
 
-    def _quantised_mean(self, payload: Payload, what: str) -> Pending:
+    def _quantised_mean(self, payload: Payload, what: str, more: bool) -> Pending:
         job = QuantisedMean(payload, self.rank, self.size)
         if self.size == 1:
             job.alone()
@@ -164,9 +165,9 @@ class Comm:
                 job.finish(rows)
                 return payload
 
-            return Pending(what, work, finish)
+            return Pending(what, work, finish, more)
 
-        return Pending(what, work, second)
+        return Pending(what, work, second, more=True)
 
     def _reduce_scatter_mean(self, tensor: Tensor, sizes: list[int], what: str) -> Pending:
         """By all_to_all and a sum: (N-1)/N of the tensor's bytes, where gloo's reduce_scatter moves an all-reduce's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,12 +20,14 @@ from ._projections import KINDS, Matrices, Plan, Projection, fingerprint, is_sha
 class Exchange:
     """How one bucket is projected at one step.
 
-    ``plan`` says how each tensor is (None: averaged whole), ``draw`` makes the matrices, ``clipped`` is the factor on
-    the local gradient, ``found`` takes the cosines of Algorithm 3 at a step that adapts to them.
+    ``plan`` says how each tensor is (None: averaged whole), ``draw`` makes the random matrices, ``bases`` gives what
+    tracked tensors begin with (None: others), ``clipped`` is the factor on the local gradient, ``found`` takes the
+    cosines of Algorithm 3 at a step that adapts to them.
     """
 
     plan: Plan
     draw: Callable[[], list[Tensor | None]]
+    bases: list[Tensor | None]
     clipped: float
     found: Callable[[dict[Tensor, float]], None] | None
 
@@ -42,9 +44,12 @@ class Projecting(CompressedOptimizer):
         require(
             beta == "auto" or (not isinstance(beta, str) and 0 <= beta <= 1), "ef_beta", beta, '"auto" or in [0, 1]'
         )
-        require(
-            reset is None or (reset >= 1 and int(reset) == reset), "reset_interval", reset, "None or an integer >= 1"
-        )
+        good = reset in (None, "auto") or (not isinstance(reset, str) and reset >= 1 and int(reset) == reset)
+        require(good, "reset_interval", reset, 'None, "auto" or an integer >= 1')
+        rank = group["rank"]
+        require(rank >= 1 and int(rank) == rank, "rank", rank, "an integer >= 1")
+        tracked = group["projection"] == "tracked"
+        require(not (tracked and group["adaptive"]), "adaptive", True, "False with projection='tracked'")
         require(group["projection"] in KINDS, "projection", group["projection"], " or ".join(map(repr, KINDS)))
         require(group["adapt_interval"] >= 1, "adapt_interval", group["adapt_interval"], "an integer >= 1")
         require(group["clip"] in ("local", "reconstructed"), "clip", group["clip"], "'local' or 'reconstructed'")
@@ -56,6 +61,17 @@ class Projecting(CompressedOptimizer):
     def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
         return {"residual": StateSpec(dtype, compressed_only=True)}
 
+    def _specs(self, bucket: Bucket) -> dict[str, StateSpec]:
+        specs = super()._specs(bucket)
+        if bucket.group["projection"] != "tracked":
+            return specs
+
+        def size(p: Tensor) -> int:
+            q = self._projection(p, bucket.group)
+            return 0 if q is None else q.m * q.r
+
+        return {**specs, "basis": replace(specs["residual"], of=size, optional=True)}
+
     def exchange(self, bucket: Bucket) -> Exchange:
         """How ``bucket`` is projected at the step that comes."""
         h = bucket.group
@@ -63,11 +79,33 @@ class Projecting(CompressedOptimizer):
         numbers = [self._numbers[p][0] for p in bucket.params]
         adapts = h["adaptive"] and t % h["adapt_interval"] == 0 and any(plan)
 
+        drawn = [None if q is None or q.kind == "tracked" else q for q in plan]
+
         def draw() -> list[Tensor | None]:
-            return self._matrices.draw(bucket, numbers, plan, h["seed"], t)
+            return self._matrices.draw(bucket, numbers, drawn, h["seed"], t)
 
         clipped = clip_factor(self._norm, h["max_grad_norm"]) if h["clip"] == "local" else 1.0
-        return Exchange(plan, draw, clipped, self._cosines.update if adapts else None)
+        bases = self._bases(bucket, numbers, plan, t)
+        return Exchange(plan, draw, bases, clipped, self._cosines.update if adapts else None)
+
+    def _bases(self, bucket: Bucket, numbers: list[int], plan: Plan, t: int) -> list[Tensor | None]:
+        """What each tracked tensor's last step left; at first random numbers. Valid until matrices are drawn."""
+        tracked = [q is not None and q.kind == "tracked" for q in plan]
+        warm = bucket.cache["warm"]
+        first = [
+            replace(q, rows=q.m, columns=q.d) if yes and not w else None
+            for q, yes, w in zip(plan, tracked, warm, strict=True)
+        ]
+        drawn = self._matrices.draw(bucket, numbers, first, bucket.group["seed"], t)
+        return [
+            None if not yes else bucket.state["basis"][i].view(plan[i].m, plan[i].r) if warm[i] else drawn[i]
+            for i, yes in enumerate(tracked)
+        ]
+
+    def restore(self, bucket: Bucket) -> None:
+        """A basis that is not zero has been found by a step."""
+        bases = bucket.state.get("basis", [None] * len(bucket.params))
+        bucket.cache["warm"] = [basis is not None and bool(basis.any()) for basis in bases]
 
     def _plan(self, bucket: Bucket) -> Plan:
         h = bucket.group
@@ -79,7 +117,7 @@ class Projecting(CompressedOptimizer):
         ratio, beta = h["ratio"], h["ef_beta"]
         if h["adapted"]:
             ratio, beta = h["adapted"][self._numbers[p][1]]
-        return projection(local(p).shape, is_sharded(p), ratio, h["projection"], beta)
+        return projection(local(p).shape, is_sharded(p), ratio, h["projection"], beta, h["rank"])
 
     def _build(self) -> None:
         self._matrices = Matrices()

@@ -21,7 +21,7 @@ from ._ops import Ops
 from ._requests import Payload
 
 Plan = list["Projection | None"]  # for each tensor of a bucket how it is projected; None: sent whole
-KINDS = ("gaussian", "orthonormal")
+KINDS = ("gaussian", "orthonormal", "tracked")
 NARROW = 64  # last dimensions smaller than this (a convolution's kernel) are joined with those before them
 LARGEST = 2**22  # numbers drawn for a tensor of few rows
 GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64
@@ -60,12 +60,19 @@ class Projection:
         matrix = tensor.view(self.rows, self.columns)
         return matrix.t() if self.of_rows else matrix
 
+    def of_part(self, part: Tensor) -> Tensor:
+        """Its part of a payload as the (m, r) matrix H R. Values of one size follow each other: they share scales."""
+        return part.view(self.r, self.m).t() if self.kind == "tracked" else part.view(self.m, self.r)
+
 
 @lru_cache(maxsize=4096)
-def projection(shape: torch.Size, sharded: bool, ratio: float, kind: str, ef_beta: float | str) -> Projection | None:
+def projection(
+    shape: torch.Size, sharded: bool, ratio: float, kind: str, ef_beta: float | str, rank: int = 16
+) -> Projection | None:
     """How a tensor of this (local) shape is projected; None when it is sent whole.
 
-    Of a sharded tensor the columns are projected, whole on every rank, whatever the shard's number of rows.
+    Of a sharded tensor the columns are projected, whole on every rank, whatever the shard's number of rows. A tracked
+    one's rows are projected to ``rank``: each shard is a matrix of its own.
     """
     if len(shape) < 2 or math.prod(shape) == 0:
         return None
@@ -73,6 +80,10 @@ def projection(shape: torch.Size, sharded: bool, ratio: float, kind: str, ef_bet
     while split > 1 and math.prod(shape[split:]) < NARROW:
         split -= 1
     rows, columns = math.prod(shape[:split]), math.prod(shape[split:])
+    if kind == "tracked":
+        r = min(rank, rows, columns)
+        whole = r * (rows + columns) >= rows * columns
+        return None if whole else Projection(rows, columns, True, r, kind, 0.0 if ef_beta == "auto" else ef_beta)
     few = rows < NARROW  # what would be left of so few carries too little: columns then, unless that takes too much
     too_wide = few and columns * math.ceil(columns / ratio) > LARGEST
     of_rows = rows < columns and (not few or too_wide) and not sharded
@@ -189,22 +200,28 @@ def _mix(x: Tensor, shifted: Tensor) -> None:
 
 def pack(
     bucket: Bucket, ops: Ops, grads: list[Tensor | None], plan: Plan, matrices: list[Tensor | None], clipped: float,
-    cosines: bool,
+    cosines: bool, agreed: Payload | None,
 ) -> Payload:  # fmt: skip
-    """The bucket's message: p of every projected tensor, the other gradients whole, the cosines if asked for."""
+    """The bucket's message: p of every projected tensor, the other gradients whole, the cosines if asked for.
+
+    ``agreed``: a payload before this one, whose header and control words are the ranks' mean already.
+    """
     lengths = [n if q is None else q.m * q.r for n, q in zip(bucket.lengths, plan, strict=True)]
     payload = bucket.payload(lengths + [len(plan)] * cosines, bucket.group["payload_dtype"])
-    ops.mark(payload, grads)
+    if agreed is None:
+        ops.mark(payload, grads)
+    else:
+        payload.header.copy_(agreed.header)
+        payload.control.copy_(agreed.control)
     for i, (g, q, R) in enumerate(zip(grads, plan, matrices, strict=True)):
         part = payload.parts[i]
         if q is not None:
             error = bucket.state["residual"][i]
-            h = ops.scratch(error, error.numel()).view(error.shape)
-            h.copy_(error) if g is None else torch.add(error, g, alpha=clipped, out=h)
+            h = scaled_sum(error, g, clipped, ops)
             if part.dtype == R.dtype:
-                torch.mm(q.matrix(h), R, out=part.view(q.m, q.r))
+                torch.mm(q.matrix(h), R, out=q.of_part(part))
             else:
-                part.copy_((q.matrix(h) @ R).view(-1))
+                q.of_part(part).copy_(q.matrix(h) @ R)
         elif g is None:
             part.zero_()
         else:
@@ -216,9 +233,15 @@ def pack(
     return payload
 
 
+def scaled_sum(error: Tensor, g: Tensor | None, scale: float, ops: Ops) -> Tensor:
+    """``error + scale * g``, contiguous. Scratch memory."""
+    h = ops.scratch(error, error.numel()).view(error.shape)
+    return h.copy_(error) if g is None else torch.add(error, g, alpha=scale, out=h)
+
+
 def cosine(g: Tensor, part: Tensor, q: Projection, R: Tensor) -> Tensor:
     """Between this rank's gradient and the reconstruction of what it sends."""
-    reconstruction = part.view(q.m, q.r).to(R.dtype) @ R.t()
+    reconstruction = q.of_part(part).to(R.dtype) @ R.t()
     g = q.matrix(g.contiguous()).to(R.dtype)
     length = torch.linalg.vector_norm(g) * torch.linalg.vector_norm(reconstruction)
     return (g * reconstruction).sum() / length.clamp_min(torch.finfo(R.dtype).tiny)
@@ -229,7 +252,7 @@ def reconstruct(out: Tensor, part: Tensor, q: Projection | None, R: Tensor | Non
     if q is None:
         out.view(-1).copy_(part).mul_(factor)
         return
-    p = part.view(q.m, q.r).to(R.dtype).mul_(q.scale * factor)
+    p = q.of_part(part).to(R.dtype) * (q.scale * factor)
     if out.dtype == R.dtype:
         torch.mm(p, R.t(), out=q.matrix(out))
     else:
@@ -247,7 +270,7 @@ def squared_norm(mean: Payload, plan: Plan, grams: list[Tensor | None]) -> Tenso
             if q is None:
                 squares.append(part.to(dtype).square().sum())
             else:
-                p = part.view(q.m, q.r).to(dtype) * q.scale
+                p = q.of_part(part).to(dtype) * q.scale
                 squares.append((p @ gram.to(dtype)).mul_(p).sum())
         return torch.stack(squares).sum()
 

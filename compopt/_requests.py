@@ -54,9 +54,13 @@ class Payload:
 
 @dataclass(slots=True)
 class AllReduceMean:
-    """Mean over ranks, in place. Resumed with the same payload or tensor. A payload with a seed travels as int8."""
+    """Mean over ranks, in place. Resumed with the same payload or tensor. A payload with a seed travels as int8.
+
+    ``more``: another exchange follows before Agree; in backward the runtime does not wait for the step to go on.
+    """
 
     message: Payload | Tensor
+    more: bool = False
 
     @property
     def tensor(self) -> Tensor:

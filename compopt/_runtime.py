@@ -11,7 +11,7 @@ since); if so, all ranks send the early buckets again. No extra collective, no r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -117,6 +117,17 @@ class Runtime:
         if bucket.index in self.early:
             self.early.pop(bucket.index).abandon()
         self.early[bucket.index] = Exchange(bucket, self.algorithm, comm)
+
+    def proceed(self, buckets: Iterable[int]) -> None:
+        """In backward: let exchanges begun before that take several collectives start their next.
+
+        It waits for the one under way, so that all ranks start them in the same order; a failure shows in the step.
+        """
+        for index in buckets:
+            exchange = self.early.get(index)
+            if exchange is not None and exchange.pending is not None and exchange.pending.more:
+                with contextlib.suppress(CommunicationError):
+                    exchange.proceed()
 
     def note_versions(self) -> None:
         for exchange in self.early.values():

@@ -32,6 +32,7 @@ from ._options import check_adam
 from ._projecting import Exchange, Projecting
 from ._projections import pack, reconstruct, squared_norm
 from ._requests import Agree, AllReduceMean, Request
+from ._tracking import follow, track
 
 
 def separate(
@@ -44,16 +45,19 @@ def separate(
     """
     h, grads, residual, plan = bucket.group, bucket.grads(), bucket.state["residual"], exchange.plan
     t = h["step"] + 1
-    matrices = exchange.draw()
-    sent = pack(bucket, ops, grads, plan, matrices, exchange.clipped, cosines=exchange.found is not None)  # lines 1, 2
+    tracked, agreed = yield from track(bucket, ops, grads, plan, exchange.bases, exchange.clipped)
+    matrices = join(tracked, exchange.draw())
+    sent = pack(bucket, ops, grads, plan, matrices, exchange.clipped, exchange.found is not None, agreed)  # lines 1, 2
     grams = [None if R is None else R.t() @ R for R in matrices]
     own = [None if q is None else part.clone() for q, part in zip(plan, sent.parts, strict=False)]
     mean = yield AllReduceMean(sent)  # line 3
     squared = squared_norm(mean, plan, grams) if any(plan) else None
     norm = yield Agree(mean, "projected" if any(plan) else "dense", squared)  # from here on state changes
     factor = clip_factor(norm, h["max_grad_norm"]) if h["clip"] == "reconstructed" else 1.0
-    matrices = exchange.draw()  # the same again: what is drawn is not kept while the payload travels
+    matrices = join(tracked, exchange.draw())  # the same again: what is drawn is not kept while the payload travels
     present = bucket.present(mean)
+    follow(bucket, plan, mean, present)
+    reset = resets(h, t)
     for i, (q, R) in enumerate(zip(plan, matrices, strict=True)):
         if present[i]:
             bucket.state["step"][i] += 1
@@ -67,13 +71,25 @@ def separate(
                     residual[i].add_(grads[i], alpha=(1 - q.beta) * exchange.clipped)
                 if mean.dropped is not None:
                     own[i].sub_(mean.dropped_parts[i])  # what the others got of it
-                p = own[i].view(q.m, q.r).to(R.dtype)
+                p = q.of_part(own[i]).to(R.dtype)
                 q.matrix(residual[i]).addmm_(p, R.t(), alpha=(q.beta - 1) * q.scale)
-        if residual[i] is not None and h["reset_interval"] and t % h["reset_interval"] == 0:
+        if reset and residual[i] is not None:
             residual[i].zero_()
     if exchange.found is not None:
         cosines = zip(bucket.params, mean.parts[-1].tolist(), present, plan, strict=True)
         exchange.found({p: cosine for p, cosine, any_rank, q in cosines if any_rank and q is not None})
+
+
+def join(some: list[Tensor | None], others: list[Tensor | None]) -> list[Tensor | None]:
+    return [b if a is None else a for a, b in zip(some, others, strict=True)]
+
+
+def resets(h: dict, t: int) -> bool:
+    """Whether the error is forgotten after step t: "auto" never forgets what a contraction has left."""
+    interval = h["reset_interval"]
+    if interval == "auto":
+        interval = None if h["projection"] == "tracked" else 128
+    return interval is not None and t % interval == 0
 
 
 class SeparateAdam(Projecting):
@@ -91,9 +107,13 @@ class SeparateAdam(Projecting):
         ef_beta: weight of the old error in the error feedback. "auto": the most stable, w / (1 + w) with
             w = (d + 1) / r; for orthonormal projections 0, so that nothing is ever dropped. 1: no error feedback.
             A number is taken as given, with a warning where the error would grow without end.
-        reset_interval: steps after which the error is forgotten (None: never).
+        reset_interval: steps after which the error is forgotten (None: never). "auto": 128; never when tracked.
         seed: the matrices follow from it, the step and the tensor's number; the same on all ranks.
-        projection: "gaussian", unbiased, or "orthonormal", the projection on the same space: a contraction.
+        projection: "gaussian", unbiased; "orthonormal", the projection on the same space: a contraction; or "tracked",
+            the projection on a space that follows the gradient's largest singular vectors (PowerSGD's power iteration):
+            two smaller exchanges, one after the other. It keeps most of the gradient; see ``_tracking``.
+        rank: columns of a tracked tensor's factors; ``ratio`` says nothing then. A tensor of rows x columns takes
+            rank * (rows + columns) values on the wire. Sharded rows are tracked shard by shard.
         adaptive: let ratio (and ef_beta, where it is a number) of every tensor follow how well it is reconstructed,
             against the mean over tensors, every ``adapt_interval`` steps (G-SEPARATE, Algorithm 3).
         warmup_steps: steps averaged dense before compression starts.
@@ -105,7 +125,8 @@ class SeparateAdam(Projecting):
             128, rounded at random without bias; what rounding takes off compressed tensors is kept in ``residual``.
         process_group: the ranks to average over. None: the default group, or one process where there is none.
 
-    State beside AdamW's two moments: ``residual``, the error, as large as the parameter, for compressed tensors.
+    State beside AdamW's two moments: ``residual``, the error, as large as the parameter, for compressed tensors; of a
+    tracked one also ``basis``, rank * columns.
 
     Raises:
         ValueError: an option out of its range.
@@ -115,13 +136,14 @@ class SeparateAdam(Projecting):
     def __init__(
         self, params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 1e-2, *, ratio: float = 16, ef_beta: float | str = "auto",
-        reset_interval: int | None = 128, seed: int = 0, projection: str = "gaussian", adaptive: bool = False,
-        adapt_interval: int = 2000, warmup_steps: int = 0, max_grad_norm: float | None = None, clip: str = "local",
+        reset_interval: int | str | None = "auto", seed: int = 0, projection: str = "gaussian", rank: int = 16,
+        adaptive: bool = False, adapt_interval: int = 2000, warmup_steps: int = 0,
+        max_grad_norm: float | None = None, clip: str = "local",
         payload_dtype: torch.dtype | None = None, process_group: object = None, maximize: bool = False,
     ):  # fmt: skip
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, ratio=ratio, ef_beta=ef_beta,
-            reset_interval=reset_interval, seed=seed, projection=projection, adaptive=adaptive,
+            reset_interval=reset_interval, seed=seed, projection=projection, rank=rank, adaptive=adaptive,
             adapt_interval=adapt_interval, adapted=None, warmup_steps=warmup_steps, max_grad_norm=max_grad_norm,
             clip=clip, payload_dtype=payload_dtype,
         )  # fmt: skip
@@ -154,13 +176,14 @@ class Separate(Projecting):
 
     ``param_groups`` are the base's own, so LR schedulers act on it; ``state_dict()`` holds the base's under "base".
     While the base steps, ``p.grad`` is the averaged gradient (None where no rank had one); before and after it is this
-    rank's own. A parameter group of the base may say ``compress``, ``ratio`` and ``ef_beta`` for its tensors.
+    rank's own. A parameter group of the base may say ``compress``, ``ratio``, ``rank`` and ``ef_beta`` for its tensors.
 
     Args:
         base: an optimizer over the model's parameters; one of this package (AdamS) is stopped from averaging.
         ratio, ...: all other options are those of :class:`SeparateAdam`.
 
-    State beside the base's: the residual; not saved: one averaged gradient as large as the parameters.
+    State beside the base's: the residual, and the basis of tracked tensors. Not saved: one averaged gradient as large
+    as the parameters.
 
     Raises:
         TypeError: base is no optimizer, or one that evaluates the model more than once a step (LBFGS).
@@ -169,8 +192,9 @@ class Separate(Projecting):
 
     def __init__(
         self, base: torch.optim.Optimizer, *, ratio: float = 16, ef_beta: float | str = "auto",
-        reset_interval: int | None = 128, seed: int = 0, projection: str = "gaussian", adaptive: bool = False,
-        adapt_interval: int = 2000, warmup_steps: int = 0, max_grad_norm: float | None = None, clip: str = "local",
+        reset_interval: int | str | None = "auto", seed: int = 0, projection: str = "gaussian", rank: int = 16,
+        adaptive: bool = False, adapt_interval: int = 2000, warmup_steps: int = 0,
+        max_grad_norm: float | None = None, clip: str = "local",
         payload_dtype: torch.dtype | None = None, process_group: object = None,
     ):  # fmt: skip
         if not isinstance(base, torch.optim.Optimizer):
@@ -187,7 +211,7 @@ class Separate(Projecting):
         self._own_groups: list[dict[str, Any]] = []
         self._own_defaults = dict(
             ratio=ratio, ef_beta=ef_beta, reset_interval=reset_interval, seed=seed, projection=projection,
-            adaptive=adaptive, adapt_interval=adapt_interval, adapted=None, warmup_steps=warmup_steps,
+            rank=rank, adaptive=adaptive, adapt_interval=adapt_interval, adapted=None, warmup_steps=warmup_steps,
             max_grad_norm=max_grad_norm, clip=clip, payload_dtype=payload_dtype, compress=None, step=0,
         )  # fmt: skip
         super().__init__(base.param_groups, base.defaults, process_group)
@@ -213,7 +237,8 @@ class Separate(Projecting):
         if new:
             self.base.add_param_group(param_group)
         group = self.param_groups[-1] if new else param_group
-        said = {name: group[name] for name in ("param_names", "compress", "ratio", "ef_beta") if name in group}
+        names = ("param_names", "compress", "ratio", "rank", "ef_beta")
+        said = {name: group[name] for name in names if name in group}
         own = {**self._own_defaults, **said, "params": group["params"]}
         try:
             self._admit(own)

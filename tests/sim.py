@@ -33,6 +33,8 @@ class Deadlock(AssertionError):
 class SimPending:
     """A collective that is answered once every rank has started its own."""
 
+    more = False  # ranks run one after the other here: none may wait for another in its backward
+
     def __init__(self, world: World, number: int, rank: int):
         self.world, self.number, self.rank = world, number, rank
 

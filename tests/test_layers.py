@@ -14,6 +14,7 @@ HELPERS = {
     "_selection",
     "_projections",
     "_projecting",
+    "_tracking",
     "_sketch",
     "_sharded_scape",
 }  # of the algorithms, in files of their own

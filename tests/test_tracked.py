@@ -1,0 +1,281 @@
+"""projection="tracked": PowerSGD's equations, what is conserved, warm starts, shards, and backward's shadow."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import test_conformance as conformance
+import torch
+from oracles.powersgd import PowerSGDOracle
+from ranks import run_ranks
+from sim import Ranks, World
+from table import by_name
+from torch import nn
+
+import compopt
+from compopt._projections import projection
+from compopt._tracking import orthonormal
+
+SHAPES = [(64, 80), (80,), (128, 64), (96, 3, 40), (10, 10)]
+MATRICES = {0: (64, 80), 2: (128, 64), 3: (96, 120)}
+RANK = 3
+
+
+def gradients(ranks: int, step: int) -> list[list[torch.Tensor]]:
+    seeds = [torch.Generator().manual_seed(100 * step + rank) for rank in range(ranks)]
+    return [[torch.randn(shape, generator=seed, dtype=torch.float64) for shape in SHAPES] for seed in seeds]
+
+
+def start() -> list[torch.Tensor]:
+    seeds = [torch.Generator().manual_seed(i) for i in range(len(SHAPES))]
+    return [torch.randn(shape, generator=seed, dtype=torch.float64) for shape, seed in zip(SHAPES, seeds, strict=True)]
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def make(ranks: int, **options):
+    world = World(ranks)
+    params = [[nn.Parameter(w) for w in start()] for _ in range(ranks)]
+    optimizers = [
+        compopt.Separate(sgd(p), projection="tracked", rank=RANK, process_group=comm, **options)
+        for p, comm in zip(params, world.comms, strict=True)
+    ]
+    return world, params, optimizers
+
+
+def step(world: World, params: list, optimizers: list, grads: list[list[torch.Tensor]]) -> None:
+    for own, given in zip(params, grads, strict=True):
+        for p, g in zip(own, given, strict=True):
+            p.grad = g.clone()
+    world.step(optimizers)
+
+
+def first_bases(optimizer) -> dict[int, torch.Tensor]:
+    """The random Q that the first step begins with, for each matrix."""
+    (bucket,) = optimizer._buckets
+    optimizer._own_groups[0]["step"], t = 0, optimizer._own_groups[0]["step"]
+    bases = [None if Q is None else Q.clone() for Q in optimizer.exchange(bucket).bases]
+    optimizer._own_groups[0]["step"] = t
+    last = len(SHAPES) - 1  # a bucket holds its tensors in reverse
+    return {i: bases[last - i] for i in MATRICES}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_equals_the_equations_of_powersgd(ranks):
+    world, params, optimizers = make(ranks)
+    bases = first_bases(optimizers[0])
+    flat = [w.view(MATRICES.get(i, w.shape)) for i, w in enumerate(start())]
+    oracle = PowerSGDOracle(flat, ranks, sgd, lambda i: bases.get(i))
+    for t in range(8):
+        grads = gradients(ranks, t)
+        step(world, params, optimizers, grads)
+        oracle.step([[g.view(w.shape) for g, w in zip(own, flat, strict=True)] for own in grads])
+        assert optimizers[0].stats.phase == "projected"
+        norm = float(torch.stack([a.square().sum() for a in oracle.average]).sum().sqrt())
+        assert optimizers[0].stats.grad_norm == pytest.approx(norm)
+        for p, wanted in zip(params[-1], oracle.params, strict=True):
+            torch.testing.assert_close(p.detach().view(wanted.shape), wanted.detach(), rtol=1e-9, atol=1e-9)
+    for rank, optimizer in enumerate(optimizers):
+        for i in MATRICES:
+            residual = optimizer.state[params[rank][i]]["residual"].view(MATRICES[i])
+            torch.testing.assert_close(residual, oracle.error[rank][i], rtol=1e-8, atol=1e-8)
+
+
+def test_the_two_errors_have_one_mean():
+    """A rank's own miss and its distance from the average: the same run, but the second grows on every rank."""
+    matrices = [torch.zeros(64, 80, dtype=torch.float64)]
+    begin = torch.randn(80, RANK, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ours, printed = (PowerSGDOracle(matrices, 3, sgd, lambda i: begin, averaged_error=flag) for flag in (False, True))
+    for t in range(20):
+        for oracle in (ours, printed):
+            oracle.step([own[:1] for own in gradients(3, t)])
+        torch.testing.assert_close(ours.average, printed.average, rtol=1e-7, atol=1e-9)
+    own, others = (torch.stack([e[0].norm() for e in oracle.error]).mean() for oracle in (ours, printed))
+    assert own < others
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("dtype", [None, torch.int8], ids=str)
+def test_what_came_is_what_was_applied_and_what_is_kept(ranks, dtype):
+    """The mean of g + e is the averaged gradient plus the mean of the new e, to float32, int8 included."""
+    world, params, optimizers = make(ranks, payload_dtype=dtype)
+    for own in (group for optimizer in optimizers for group in optimizer.base.param_groups):
+        own.update(lr=1.0, momentum=0.0)
+
+    def kept(i: int) -> torch.Tensor:
+        states = [optimizer.state[own[i]] for optimizer, own in zip(optimizers, params, strict=True)]
+        return torch.stack([state["residual"] for state in states]).mean(0)
+
+    for t in range(6):
+        grads = gradients(ranks, t)
+        before = {i: (kept(i).clone(), params[0][i].detach().clone()) for i in MATRICES}
+        step(world, params, optimizers, grads)
+        for i, (e, w) in before.items():
+            came = torch.stack([own[i] for own in grads]).mean(0) + e
+            torch.testing.assert_close((w - params[0][i].detach()) + kept(i), came, rtol=1e-5, atol=1e-5)
+            assert kept(i).any()
+
+
+def test_it_follows_a_gradient_of_low_rank():
+    """At the third step all of a stationary gradient of rank 3 arrives; a random projection gets little of it."""
+    g = torch.randn(96, 5, generator=torch.Generator().manual_seed(0))[:, :RANK] @ torch.randn(RANK, 64)
+    caught = {}
+    for kind in ("tracked", "orthonormal"):
+        p = nn.Parameter(torch.zeros(96, 64))
+        optimizer = compopt.Separate(torch.optim.SGD([p], lr=1.0), ratio=12, projection=kind, rank=RANK, ef_beta=1.0)
+        for _ in range(3):
+            before, p.grad = p.detach().clone(), g.clone()
+            optimizer.step()
+        caught[kind] = float((before - p.detach() - g).norm() / g.norm())
+    assert caught["tracked"] < 1e-4 and caught["orthonormal"] > 0.5
+
+
+def test_columns_are_orthonormal_whatever_comes():
+    generator = torch.Generator().manual_seed(0)
+    same = torch.randn(40, 1, generator=generator).expand(40, 3)
+    matrices = [torch.randn(40, 3, generator=generator), None, torch.zeros(40, 3), same, torch.randn(7, 2)]
+    for matrix, found in zip(matrices, orthonormal(matrices), strict=True):
+        if matrix is None:
+            assert found is None
+            continue
+        torch.testing.assert_close(found.t() @ found, torch.eye(found.shape[1]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found @ (found.t() @ matrix), matrix, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_tracked():
+    assert projection(torch.Size((320, 960)), False, 16, "tracked", "auto", 16).r == 16
+    conv = projection(torch.Size((128, 64, 3, 3)), True, 16, "tracked", "auto", 16)
+    assert (conv.d, conv.m, conv.r, conv.beta) == (128, 576, 16, 0.0)
+    few_rows = projection(torch.Size((2, 4096)), True, 16, "tracked", "auto", 16)
+    assert few_rows is None or few_rows.r * (2 + 4096) < 2 * 4096
+    for shape in [(64, 64), (5000,), (1, 4096), (0, 64)]:
+        assert projection(torch.Size(shape), False, 16, "tracked", "auto", 32) is None, shape
+
+
+def test_bytes_are_rank_times_the_sides():
+    p = nn.Parameter(torch.zeros(960, 320))
+    for dtype, size in ((None, 4), (torch.int8, 1 + 4 / 128)):
+        optimizer = compopt.SeparateAdam([p], projection="tracked", rank=16, payload_dtype=dtype)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        words = optimizer.stats.bytes_sent - size * 16 * (960 + 320)
+        assert 0 < words < 300, "headers and control words"
+
+
+TRACKED = dict(projection="tracked", rank=4)
+CASES = [
+    dataclasses.replace(by_name[name], compressed={**by_name[name].compressed, **TRACKED, **more})
+    for name in ("SeparateAdam", "Separate")
+    for more in ({}, {"payload_dtype": torch.int8})
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name + ("-int8" * ("payload_dtype" in case.compressed)))
+@pytest.mark.parametrize(
+    "holds",
+    [
+        lambda case: conformance.test_replicas_are_equal_to_the_bit_after_every_step(case, 3),
+        lambda case: conformance.test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(
+            case, 4, float("nan")
+        ),
+        lambda case: conformance.test_a_collective_that_fails_changes_nothing(case, 5),
+        lambda case: conformance.test_no_gradient_on_one_rank_counts_as_zeros(case),
+        lambda case: conformance.test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, 7),
+        lambda case: conformance.test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(case),
+        lambda case: conformance.test_survivors_go_on_over_a_smaller_group_from_memory(case, 4),
+        lambda case: conformance.test_a_layer_unfrozen_later_joins(case),
+        lambda case: conformance.test_strange_shapes_and_layouts(case),
+        lambda case: conformance.test_deepcopy_and_pickle_continue_alike(case),
+    ],
+    ids=["replicas", "nan", "failure", "absent", "resumed", "consolidated", "fewer", "unfrozen", "shapes", "copies"],
+)
+def test_conformance_holds(case, holds):
+    holds(case)
+
+
+def test_a_checkpoint_of_another_rank_begins_its_basis_anew():
+    def make(rank: int) -> Ranks:
+        def build(params, process_group):
+            return compopt.SeparateAdam(params, projection="tracked", rank=rank, process_group=process_group)
+
+        return Ranks(1, conformance.Small, build)
+
+    saved, other = make(4), make(8)
+    saved.train(conformance.loss, 3)
+    other.optimizers[0].load_state_dict(saved.optimizers[0].state_dict())
+    assert other.optimizers[0].param_groups[0]["rank"] == 4
+    other.optimizers[0].param_groups[0]["rank"] = 8
+    other.optimizers[0]._rebuild()
+    other.train(conformance.loss, 2)
+
+
+def test_it_is_refused_where_it_makes_no_sense():
+    p = nn.Parameter(torch.zeros(64, 64))
+    for options in (dict(rank=0), dict(rank=1.5), dict(adaptive=True)):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            compopt.SeparateAdam([p], projection="tracked", **options)
+
+
+def early_and_late(rank: int) -> dict[str, list]:
+    """The same run with buckets that start in backward and without; and local shards against plain tensors."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    from compopt import _buckets
+
+    _buckets.BUCKET_BYTES = 40_000
+    found: dict[str, list] = {}
+    for name, dtype in (("float32", None), ("int8", torch.int8)):
+        ends, begun = [], []
+        for overlap in (True, False):
+            torch.manual_seed(0)
+            net = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6)))
+            model = DDP(net) if overlap else net
+            optimizer = compopt.SeparateAdam(
+                net.parameters(), lr=1e-2, projection="tracked", rank=4, warmup_steps=1, payload_dtype=dtype
+            )
+            proceed = type(optimizer._runtime).proceed
+
+            def spy(buckets, runtime=optimizer._runtime, proceed=proceed, comm=optimizer.comm, begun=begun):
+                before = comm.bytes_sent
+                proceed(runtime, buckets)
+                begun.append(comm.bytes_sent - before)  # what proceed started anew
+
+            optimizer._runtime.proceed = spy
+            for t in range(5):
+                x = torch.randn(8, 96, generator=torch.Generator().manual_seed(10 * t + rank))
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(torch.cat([p.detach().view(-1) for p in net.parameters()]))
+        found[name] = [torch.equal(*ends), sum(begun) > 0, float(ends[0].double().sum())]
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    local = nn.Parameter(torch.randn(65 - rank, 96, generator=torch.Generator().manual_seed(rank)))
+    shard = nn.Parameter(
+        DTensor.from_local(local.detach().clone(), mesh["shard"], [Shard(0)], shape=(129, 96), stride=(96, 1))
+    )
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    options = dict(lr=1e-2, projection="tracked", rank=4, payload_dtype=torch.int8)
+    ours = compopt.SeparateAdam([shard], process_group=mesh.get_group("replicate"), **options)
+    plain = compopt.SeparateAdam([local], process_group=alone, **options)
+    for t in range(4):
+        local.grad = torch.randn(local.shape, generator=torch.Generator().manual_seed(10 * t + rank))
+        shard.grad = DTensor.from_local(local.grad.clone(), mesh["shard"], [Shard(0)], shape=(129, 96), stride=(96, 1))
+        ours.step()
+        plain.step()
+    found["sharded"] = [torch.equal(shard.to_local(), local), ours.stats.phase]
+    return found
+
+
+def test_it_runs_in_backwards_shadow_and_on_sharded_rows():
+    first, second = run_ranks(early_and_late, 2)
+    for name in ("float32", "int8"):
+        same, proceeded, checksum = first[name]
+        assert same and proceeded and checksum == second[name][2], name
+    assert first["sharded"] == second["sharded"] == [True, "projected"]
