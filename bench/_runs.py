@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import int8
 
 import compopt
 
@@ -49,6 +50,10 @@ def radius(density: float, interval: int = 20, **options: object) -> Make:
     return of("RadiusAdamW", density=density, interval=interval, **options)
 
 
+def tracked(rank: int, **options: object) -> Make:
+    return of("SeparateAdam", projection="tracked", rank=rank, **options)
+
+
 # A string names one of torch's hooks, or naive top-k, of examples/baselines.py and its rank or density.
 METHODS: dict[str, Make | str] = {
     "AdamW (DDP)": adamw,
@@ -77,6 +82,18 @@ METHODS: dict[str, Make | str] = {
     "SeparateAdam 16, adaptive": separate(16, adaptive=True, adapt_interval=100),
     "SeparateAdam 16, orthonormal": separate(16, projection="orthonormal", reset_interval=None),
     "SeparateAdam 64, orthonormal": separate(64, projection="orthonormal", reset_interval=None),
+    **{f"SeparateAdam tracked {rank}": tracked(rank) for rank in (4, 8, 16)},
+    **{f"SeparateAdam tracked {rank}, int8": tracked(rank, payload_dtype=int8) for rank in (4, 8, 16, 32)},
+    **{
+        f"Separate tracked {rank} around AdamS, int8": around(
+            adams, projection="tracked", rank=rank, payload_dtype=int8
+        )
+        for rank in (4, 8, 16, 32)
+    },
+    "RadiusAdamW 0.4, int8": radius(0.4, payload_dtype=int8),
+    "ScapeAdamS 0.1, int8": scape(0.1, payload_dtype=int8),
+    "ScapeAdamS 0.01, int8": scape(0.01, payload_dtype=int8),
+    "SeparateAdam 16, int8": separate(16, payload_dtype=int8),
     "Separate 16 around AdamS": around(adams, ratio=16),
     "Separate 16 around SGD": around(sgd, ratio=16),
 }

@@ -76,6 +76,18 @@ def ours(name: str, **settings: object) -> Factory:
     return make
 
 
+def tracked(rank: int) -> Factory:
+    """PowerSGD's factors as int8, around AdamS: rank 16 takes the bytes of rank 4 in float32."""
+
+    def make(model: nn.Module, group: dist.ProcessGroup) -> Method:
+        compopt = importlib.import_module("compopt")
+        base = compopt.AdamS(model.parameters(), lr=LEARNING_RATE)
+        options = dict(projection="tracked", rank=rank, payload_dtype=torch.int8, warmup_steps=1)
+        return DDP(model, process_group=group), compopt.Separate(base, process_group=group, **options)
+
+    return make
+
+
 METHODS: dict[str, Factory] = {
     "none": alone,
     "ddp": ddp,
@@ -90,6 +102,9 @@ METHODS: dict[str, Factory] = {
         for level, ratio in {0.8: 2, 0.9: 4, 0.9875: 10}.items()
     },
     "scape-sharded": ours("ScapeAdamS", density=0.01, density_warmup_steps=0, sharded=True),
+    "tracked16": tracked(16),
+    "tracked4": tracked(4),
+    "radius8bit": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1, payload_dtype=torch.int8),
 }
 DEFAULT_METHODS = ["none", "ddp", "powersgd", "radius", "scape", "separate"]
 DEFAULT_RATES = ["unshaped", "10gbit", "1gbit", "100mbit"]

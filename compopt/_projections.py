@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -171,7 +171,7 @@ def gaussian_quantiles() -> Tensor:
     return torch.cat([half, -half])
 
 
-@lru_cache(maxsize=2)
+@cache
 def fingerprint(kind: str) -> str:
     """A checksum of what this machine draws: ranks whose arithmetic differs must not train together."""
     bucket = Bucket(0, {}, [torch.empty(64, 64)], ["probe"])

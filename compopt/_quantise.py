@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -27,7 +27,7 @@ _memory: dict[tuple, Tensor] = {}  # scratch, used within one call
 
 
 class Piece(NamedTuple):
-    """``n`` values of one part: ``at`` in the payload's body or chunk, ``row`` the first of the rows they fill."""
+    """``n`` values without a gap between rows: ``at`` in the body or chunk, ``row`` the first of the rows they fill."""
 
     at: int
     row: int
@@ -68,13 +68,28 @@ def layout(lengths: tuple[int, ...], ranks: int) -> Layout:
     """Rows begin anew with every part, so that no scale is shared by two tensors. Chunks are cut between rows."""
     ends, row_ends = list(accumulate(lengths)), list(accumulate(map(rows_of, lengths)))
     values, rows = (ends[-1], row_ends[-1]) if lengths else (0, 0)
-    whole = tuple(Piece(end - n, row - rows_of(n), n) for n, end, row in zip(lengths, ends, row_ends, strict=True) if n)
+    parts = (Piece(end - n, row - rows_of(n), n) for n, end, row in zip(lengths, ends, row_ends, strict=True) if n)
+    whole = tuple(_joined(parts))
     cuts = [(0, 0), *(_cut(values * rank // ranks, whole) for rank in range(1, ranks)), (values, rows)]
     chunks = tuple(
         Chunk(start, stop, first, last - first, tuple(_within(whole, start, stop, first)))
         for (start, first), (stop, last) in pairwise(cuts)
     )
     return Layout(rows, whole, chunks, max(c.stop - c.start for c in chunks), max(c.rows for c in chunks))
+
+
+def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Parts that end with a row are one piece with the next."""
+    last: Piece | None = None
+    for piece in pieces:
+        if last is not None and last.n % ROW == 0:
+            last = Piece(last.at, last.row, last.n + piece.n)
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last
 
 
 def _cut(value: int, pieces: tuple[Piece, ...]) -> tuple[int, int]:
