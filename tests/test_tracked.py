@@ -279,3 +279,33 @@ def test_it_runs_in_backwards_shadow_and_on_sharded_rows():
         same, proceeded, checksum = first[name]
         assert same and proceeded and checksum == second[name][2], name
     assert first["sharded"] == second["sharded"] == [True, "projected"]
+
+
+def test_a_gradient_clipped_after_backward_on_one_rank_makes_all_send_again(monkeypatch):
+    """Early payloads are stale on all ranks: both factors go out anew, of the gradients as they are."""
+    from compopt import _buckets
+
+    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 20_000)
+    options = dict(lr=1e-2, projection="tracked", rank=4, payload_dtype=torch.int8)
+    runs = [
+        Ranks(
+            2,
+            conformance.Small,
+            lambda ps, process_group: compopt.SeparateAdam(ps, process_group=process_group, **options),
+        )
+        for _ in range(2)
+    ]
+    for t in range(4):
+        for early, ranks in enumerate(runs):
+            ranks.backward(conformance.loss)
+            for _, model, optimizer in ranks if early else ():
+                optimizer.gradients_ready(reversed(list(model.parameters())))
+                optimizer.backward_done()
+            if t == 2:
+                nn.utils.clip_grad_norm_(ranks.models[1].parameters(), 1e-3)
+            ranks.world.step(ranks.optimizers)
+            ranks.steps += 1
+            ranks.assert_replicas_equal()
+        assert runs[1].optimizers[0].stats.resent == (t == 2)
+    for p, q in zip(runs[0].models[0].parameters(), runs[1].models[0].parameters(), strict=True):
+        assert torch.equal(p, q)
