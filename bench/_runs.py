@@ -58,8 +58,8 @@ def tracked(rank: int, **options: object) -> Make:
 METHODS: dict[str, Make | str] = {
     "AdamW (DDP)": adamw,
     "AdamS": adams,
-    **{f"PowerSGD rank {rank}": f"powersgd {rank}" for rank in (2, 4, 6, 8, 13)},
-    "naive top-k 0.4": "topk 0.4",
+    **{f"PowerSGD rank {rank}": f"powersgd {rank}" for rank in (1, 2, 4, 6, 8, 13, 16, 32)},
+    **{f"naive top-k {density}": f"topk {density}" for density in (0.4, 0.05, 0.025, 0.01, 0.005)},
     "RadiusAdamW 0.9": radius(0.9),
     "RadiusAdamW 0.5": radius(0.5),
     "RadiusAdamW 0.4": radius(0.4),
@@ -82,7 +82,7 @@ METHODS: dict[str, Make | str] = {
     "SeparateAdam 16, adaptive": separate(16, adaptive=True, adapt_interval=100),
     "SeparateAdam 16, orthonormal": separate(16, projection="orthonormal", reset_interval=None),
     "SeparateAdam 64, orthonormal": separate(64, projection="orthonormal", reset_interval=None),
-    **{f"SeparateAdam tracked {rank}": tracked(rank) for rank in (4, 8, 16)},
+    **{f"SeparateAdam tracked {rank}": tracked(rank) for rank in (1, 2, 4, 8, 16)},
     **{f"SeparateAdam tracked {rank}, int8": tracked(rank, payload_dtype=int8) for rank in (4, 8, 16, 32)},
     **{
         f"Separate tracked {rank} around AdamS, int8": around(
@@ -90,10 +90,11 @@ METHODS: dict[str, Make | str] = {
         )
         for rank in (4, 8, 16, 32)
     },
-    "RadiusAdamW 0.4, int8": radius(0.4, payload_dtype=int8),
-    "ScapeAdamS 0.1, int8": scape(0.1, payload_dtype=int8),
-    "ScapeAdamS 0.01, int8": scape(0.01, payload_dtype=int8),
-    "SeparateAdam 16, int8": separate(16, payload_dtype=int8),
+    "RadiusAdamW 0.1": radius(0.1),
+    **{f"RadiusAdamW {density}, int8": radius(density, payload_dtype=int8) for density in (0.4, 0.2, 0.1)},
+    "ScapeAdamS 0.05": scape(0.05),
+    **{f"ScapeAdamS {density}, int8": scape(density, payload_dtype=int8) for density in (0.01, 0.05, 0.1, 0.2)},
+    **{f"SeparateAdam {ratio}, int8": separate(ratio, payload_dtype=int8) for ratio in (4, 8, 16)},
     "Separate 16 around AdamS": around(adams, ratio=16),
     "Separate 16 around SGD": around(sgd, ratio=16),
 }
@@ -125,7 +126,7 @@ TABLES = {
         800,
         {"AdamW (DDP)": GRID, "SeparateAdam 8": GRID, "SeparateAdam 16": GRID, "SeparateAdam 64": GRID}
         | {f"PowerSGD rank {rank}": GRID[1:2] for rank in (2, 6, 13)}
-        | {name: GRID[1:2] for name in METHODS if name.startswith("Separate") and "," in name}
+        | {name: GRID[1:2] for name in METHODS if name.startswith("Separate") and "," in name and "int8" not in name}
         | {"AdamS": GRID, "Separate 16 around AdamS": GRID, "Separate 16 around SGD": GRID},
     ),
 }

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from _runs import DENSE, METHODS, TABLES, adamw
 
@@ -25,14 +26,24 @@ ROOT, RESULTS = Path(__file__).parent.parent, Path(__file__).parent / "results"
 KEPT = RESULTS / "quality.jsonl"
 
 
-def work(name: str, lr: float, steps: int, out: str) -> None:
+class Run(NamedTuple):
+    """What a run is known by."""
+
+    name: str
+    lr: float
+    steps: int
+    ranks: int = 2
+    seed: int = 0
+
+
+def work(name: str, lr: float, steps: int, seed: int, out: str) -> None:
     """One rank: train_gpt.py's main, with the optimizer of this run."""
     sys.path.insert(0, str(ROOT / "examples"))
     import baselines
     import train_gpt
 
     method = METHODS[name]
-    words = ["--steps", str(steps), "--lr", str(lr), "--warmup-share", str(DENSE), "--out", out]
+    words = ["--steps", str(steps), "--lr", str(lr), "--warmup-share", str(DENSE), "--seed", str(seed), "--out", out]
     if isinstance(method, str):
         hook, setting = method.split()
         if hook == "powersgd":
@@ -47,35 +58,35 @@ def work(name: str, lr: float, steps: int, out: str) -> None:
     train_gpt.main()
 
 
-def train(name: str, lr: float, steps: int) -> None:
+def train(run: Run) -> None:
     """Train one run in processes of its own and keep its line."""
-    print(f"{name}, lr {lr:g}, {steps} steps", flush=True)
+    print(f"{run.name}, lr {run.lr:g}, {run.steps} steps, {run.ranks} ranks, seed {run.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "run.json")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        worker = [__file__, "--worker", name, str(lr), str(steps), out]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)]
+        worker = [str(ROOT / "bench/quality.py"), "--worker", run.name, *map(str, (run.lr, run.steps, run.seed)), out]
         env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        subprocess.run([*launcher, *worker], env=env, check=True, timeout=1800)
+        subprocess.run([*launcher, *worker], env=env, check=True, timeout=900 + 4 * run.steps)
         result = json.loads(Path(out).read_text())
-    run = {"run": name, "lr": lr, "steps": steps, "parameters": result["parameters"]}
-    run |= {key: result[key] for key in ("bytes_per_step", "phases")}
-    run["evals"] = [{k: round(e[k], 4) for k in ("step", "bytes", "train_loss", "val_loss")} for e in result["evals"]]
+    line = {"run": run.name, "lr": run.lr, "steps": run.steps, "ranks": run.ranks, "seed": run.seed}
+    line |= {key: result[key] for key in ("parameters", "bytes_per_step", "phases")}
+    line["evals"] = [{k: round(e[k], 4) for k in ("step", "bytes", "train_loss", "val_loss")} for e in result["evals"]]
     with KEPT.open("a") as file:
-        file.write(json.dumps(run) + "\n")
+        file.write(json.dumps(line) + "\n")
 
 
-def kept() -> dict[tuple[str, float, int], dict]:
+def kept() -> dict[Run, dict]:
     """All runs there are; of two of the same name, the later."""
     lines = KEPT.read_text().splitlines() if KEPT.exists() else []
     runs = [json.loads(line) for line in lines]
-    return {(run["run"], run["lr"], run["steps"]): run for run in runs}
+    return {Run(r["run"], r["lr"], r["steps"], r.get("ranks", 2), r.get("seed", 0)): r for r in runs}
 
 
 def best_of(table: str) -> list[dict]:
     """A row for each method of the table that has run: its best learning rate, beside the first row."""
     steps, there, rows = TABLES[table].steps, kept(), []
     for name, lrs in TABLES[table].rows.items():
-        runs = [there[key] for lr in lrs if (key := (name, lr, steps)) in there]
+        runs = [there[key] for lr in lrs if (key := Run(name, lr, steps)) in there]
         if runs:
             best = min(runs, key=lambda run: run["evals"][-1]["val_loss"])
             tried = " ".join(f"{run['lr']:g}" for run in runs)
@@ -133,11 +144,11 @@ def main() -> None:
     cli.add_argument("--only", nargs="+", choices=METHODS, help="train these methods of the table and no others")
     cli.add_argument("--lr", type=float, nargs="+", help="only these learning rates of the table")
     cli.add_argument("--show", action="store_true", help="train nothing")
-    cli.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    cli.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     args = cli.parse_args()
     if args.worker:
-        name, lr, steps, out = args.worker
-        work(name, float(lr), int(steps), out)
+        name, lr, steps, seed, out = args.worker
+        work(name, float(lr), int(steps), int(seed), out)
         return
     if args.table is None:
         cli.error(f"name a table: {', '.join(TABLES)}")
@@ -146,8 +157,8 @@ def main() -> None:
     for name, lrs in table.rows.items():
         for lr in lrs:
             wanted = not args.show and (not args.only or name in args.only) and (not args.lr or lr in args.lr)
-            if wanted and (name, lr, table.steps) not in kept():
-                train(name, lr, table.steps)
+            if wanted and (run := Run(name, lr, table.steps)) not in kept():
+                train(run)
     if rows := best_of(args.table):
         show(args.table, rows)
         plot(args.table, rows)
