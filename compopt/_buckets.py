@@ -33,7 +33,7 @@ class StateSpec:
     on: str | None = None  # of a compressed tensor only the elements on this mask, which is another, packed state
     optional: bool = False  # 0 where a checkpoint lacks it
     sharded: bool = False  # of each tensor only the elements in this rank's shard, as a vector
-    of: Callable[[Tensor], int] | None = None  # elements for a parameter, where that does not follow from n; flat
+    of: Callable[[Tensor], int] | None = None  # elements for a parameter, fewer than n; flat
 
     def numel(self, n: int) -> int:
         return 1 if self.scalar else (n + 7) // 8 if self.packed else n

@@ -41,15 +41,21 @@ def fill(bucket: Bucket, specs: dict[str, StateSpec], state: MutableMapping[Tens
             view = bucket.state[name][i]
             if view is None:
                 continue
-            if name in old and spec.of and old[name].numel() != view.numel():
-                continue  # it begins anew
-            if name in old:
+            if name in old and spec.of:
+                _begin(view, local(old[name]).reshape(-1), bucket.lengths[i])
+            elif name in old:
                 view.copy_(_own(bucket, i, local(old[name]), spec).view(view.shape))
             elif name == "master":
                 view.copy_(bucket.own_part(i) if spec.sharded else local(p.detach()))
             entry[name] = bucket.shown(i, view, _whole(spec, bucket, i))
         state[p] = entry
     bucket.entries = [state[p] for p in bucket.params]
+
+
+def _begin(view: Tensor, held: Tensor, n: int) -> None:
+    """Copy the first elements of a state that ``spread`` made ``n`` long; what does not fit begins anew, at 0."""
+    if held.numel() in (view.numel(), n):
+        view.copy_(held[: view.numel()])
 
 
 def _own(bucket: Bucket, i: int, held: Tensor, spec: StateSpec) -> Tensor:
@@ -70,13 +76,15 @@ def spread(bucket: Bucket, i: int, specs: dict[str, StateSpec], entry: dict[str,
     """The state of tensor i as a state dict has it: all in the tensor's shape."""
     p, spread_out = bucket.params[i].detach(), dict(entry)
     for name, spec in specs.items():
-        if name not in entry or spec.scalar or spec.of or _whole(spec, bucket, i):
+        if name not in entry or spec.scalar or _whole(spec, bucket, i):
             continue
         if spec.sharded and bucket.gathered:
             whole = bucket.gathered[name][i].to(bucket.device)
         elif spec.sharded:  # the rest is other ranks'
             start, stop = bucket.shards.own[i]
             whole = torch.nn.functional.pad(entry[name], (start, bucket.lengths[i] - stop))
+        elif spec.of:  # shorter than the tensor
+            whole = torch.nn.functional.pad(entry[name], (0, bucket.lengths[i] - entry[name].numel()))
         elif spec.packed:
             whole = unpack_bits(entry[name], bucket.lengths[i])
         else:

@@ -33,8 +33,8 @@ def check_compression(group: dict) -> None:
     require(group["warmup_steps"] >= 0, "warmup_steps", group["warmup_steps"], ">= 0")
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")
-    known = dtype is None or dtype == torch.int8 or dtype.is_floating_point
-    require(known, "payload_dtype", dtype, "None, torch.int8 or a floating-point dtype")
+    known = dtype is None or dtype == torch.int8 or (dtype.is_floating_point and dtype.itemsize >= 2)
+    require(known, "payload_dtype", dtype, "None, torch.int8 or a floating-point dtype of 16 bits or more")
     check_compress(group)
 
 

@@ -8,7 +8,8 @@ One matrix of m rows and d columns on rank n at step t; g_n is its local gradien
     4  ghat <- p R^T / r                                       # to the base optimizer
     5  e_n <- beta e_n + (1 - beta) (h_n - p_n R^T / r);  e_n <- 0 when t % reset_interval == 0
 
-With ``projection="orthonormal"`` R is replaced by orthonormal columns Q that span the same space, and 1/r by 1.
+With ``projection="orthonormal"`` R is replaced by orthonormal columns Q that span the same space, and 1/r by 1; with
+"tracked" by columns that follow the gradient, which takes an exchange more (see ``_tracking``).
 
 Where we differ from the paper: beta weights the *old* error. As printed it weights the new one, and with
 w = (d + 1) / r, about the ratio, the squared error grows by beta_old^2 + (1 - beta_old)^2 w a step: without end at the

@@ -55,7 +55,7 @@ def adams(params: Any, lr: float) -> torch.optim.Optimizer:
 
 
 ADAM_BAD = {"lr": [-1.0], "eps": [-1e-8], "betas": [(1.0, 0.9), (0.9, -0.1)], "weight_decay": [-0.1]}
-COMMON_BAD = {"warmup_steps": [-1], "max_grad_norm": [0.0, -1.0], "payload_dtype": [torch.int32]}
+COMMON_BAD = {"warmup_steps": [-1], "max_grad_norm": [0.0, -1.0], "payload_dtype": [torch.int32, torch.float8_e4m3fn]}
 
 CASES = [
     Case(

@@ -230,21 +230,26 @@ def early_and_late(rank: int) -> dict[str, list]:
 
     _buckets.BUCKET_BYTES = 40_000
     found: dict[str, list] = {}
-    for name, dtype in (("float32", None), ("int8", torch.int8)):
+    tracked = dict(lr=1e-2, projection="tracked", rank=4, warmup_steps=1)
+    sparse = dict(lr=1e-2, density=0.3, interval=2, warmup_steps=1, payload_dtype=torch.int8)
+    makers = {
+        "tracked": lambda params: compopt.SeparateAdam(params, **tracked),
+        "tracked, int8": lambda params: compopt.SeparateAdam(params, payload_dtype=torch.int8, **tracked),
+        "Radius, int8": lambda params: compopt.RadiusAdamW(params, **sparse),
+    }
+    for name, make in makers.items():
         ends, begun = [], []
         for overlap in (True, False):
             torch.manual_seed(0)
             net = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6)))
             model = DDP(net) if overlap else net
-            optimizer = compopt.SeparateAdam(
-                net.parameters(), lr=1e-2, projection="tracked", rank=4, warmup_steps=1, payload_dtype=dtype
-            )
+            optimizer = make(net.parameters())
             proceed = type(optimizer._runtime).proceed
 
-            def spy(buckets, runtime=optimizer._runtime, proceed=proceed, comm=optimizer.comm, begun=begun):
-                before = comm.bytes_sent
+            def spy(buckets, runtime=optimizer._runtime, proceed=proceed, begun=begun):
+                before = [exchange.pending for exchange in runtime.early.values()]
                 proceed(runtime, buckets)
-                begun.append(comm.bytes_sent - before)  # what proceed started anew
+                begun.append(before != [exchange.pending for exchange in runtime.early.values()])
 
             optimizer._runtime.proceed = spy
             for t in range(5):
@@ -253,7 +258,7 @@ def early_and_late(rank: int) -> dict[str, list]:
                 optimizer.step()
                 optimizer.zero_grad()
             ends.append(torch.cat([p.detach().view(-1) for p in net.parameters()]))
-        found[name] = [torch.equal(*ends), sum(begun) > 0, float(ends[0].double().sum())]
+        found[name] = [torch.equal(*ends), any(begun), float(ends[0].double().sum())]
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     local = nn.Parameter(torch.randn(65 - rank, 96, generator=torch.Generator().manual_seed(rank)))
@@ -269,16 +274,21 @@ def early_and_late(rank: int) -> dict[str, list]:
         shard.grad = DTensor.from_local(local.grad.clone(), mesh["shard"], [Shard(0)], shape=(129, 96), stride=(96, 1))
         ours.step()
         plain.step()
-    found["sharded"] = [torch.equal(shard.to_local(), local), ours.stats.phase]
+        if t == 1:  # on from its state dict, where all states are laid out as the parameter
+            saved = ours.state_dict()
+            ours = compopt.SeparateAdam([shard], process_group=mesh.get_group("replicate"), **options)
+            ours.load_state_dict(saved)
+            laid_out = [value.placements == shard.placements for value in saved["state"][0].values() if value.dim()]
+    found["sharded"] = [torch.equal(shard.to_local(), local), ours.stats.phase, len(laid_out), all(laid_out)]
     return found
 
 
 def test_it_runs_in_backwards_shadow_and_on_sharded_rows():
     first, second = run_ranks(early_and_late, 2)
-    for name in ("float32", "int8"):
+    for name in ("tracked", "tracked, int8", "Radius, int8"):
         same, proceeded, checksum = first[name]
         assert same and proceeded and checksum == second[name][2], name
-    assert first["sharded"] == second["sharded"] == [True, "projected"]
+    assert first["sharded"] == second["sharded"] == [True, "projected", 4, True]
 
 
 def test_a_gradient_clipped_after_backward_on_one_rank_makes_all_send_again(monkeypatch):
