@@ -21,6 +21,7 @@ from ._backends import choose
 from ._buckets import Bucket, StateSpec, is_compressed, make_buckets
 from ._comm import Comm, Pending, connect, copies_of, default_ranks, shard_comms
 from ._handshake import describe, explain_mismatch, handshake
+from ._offload import Offload
 from ._options import check_adam as check_adam
 from ._options import check_compression as check_compression
 from ._options import require as require
@@ -43,6 +44,7 @@ class CompressedOptimizer(Optimizer):
 
     averaged_state: tuple[str, ...] = ()  # per-rank state of which only the mean over ranks ever matters
     sharded = False  # each rank keeps state of its own shard only, and parameters are gathered in the step
+    offload: str | None = None  # what of the state lives in host memory: "residual", "all" (masters too), or nothing
     whole_masters = False  # though state is sharded: every rank updates all of them
     chosen_state: tuple[str, ...] = ()  # masks that the next step chooses anew where they are lost (all zero)
 
@@ -130,6 +132,7 @@ class CompressedOptimizer(Optimizer):
             self._acquainted = self._runtime.lost = False
             self._runtime.drop_early()
         if not self._acquainted:
+            self._offload.finish()
             for bucket in self._buckets:
                 bucket.renew_masters()
             yield from handshake(self, comm)
@@ -249,6 +252,7 @@ class CompressedOptimizer(Optimizer):
         self._runtime.forget()
         for bucket in self._buckets:
             self.tidy(bucket)
+        self._offload.finish()
         for bucket in self._buckets:
             for name in self.chosen_state:
                 bucket.flat[name].zero_()
@@ -306,10 +310,12 @@ class CompressedOptimizer(Optimizer):
         self._begun = 0  # and how many buckets it has started
         self._runtime = Runtime(self.algorithm)
         self._buckets = make_buckets(self._option_groups, self.is_compressed)
+        self._offload = Offload({"residual": ("residual",), "all": ("residual", "master")}.get(self.offload, ()))
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.params}
         self._shards = shard_comms(p for bucket in self._buckets for p in bucket.params)
         for bucket in self._buckets:
             bucket.copies = copies_of(bucket.params[0], self._shards)
+            bucket.offload = self._offload if self._offload.names else None
             if self.sharded:
                 bucket.shards = Shards(bucket.lengths, bucket.compressed, self.comm.rank, self.comm.size)
             _checkpoint.fill(bucket, self._specs(bucket), self.state)
@@ -403,6 +409,7 @@ class CompressedOptimizer(Optimizer):
         self._runtime.settle()
         for bucket in self._buckets:
             self.tidy(bucket)
+        self._offload.finish()
 
     def _whose_residuals(self) -> str:
         own = self.sharded or self.averaged_state
@@ -446,9 +453,10 @@ class CompressedOptimizer(Optimizer):
         for bucket in self._buckets:
             for name in self.averaged_state:
                 if bucket.flat[name].numel():
-                    pending = self.comm.start(AllReduceMean(bucket.flat[name]))
+                    flat = bucket.flat[name].to(bucket.device)
+                    pending = self.comm.start(AllReduceMean(flat))
                     yield pending
-                    pending.wait()
+                    bucket.flat[name].copy_(pending.wait())
             bucket.gathered = {}
             for name in bucket.sharded:
                 bucket.gathered[name] = yield from _checkpoint.gather(bucket, name, self.comm)
@@ -468,7 +476,7 @@ class CompressedOptimizer(Optimizer):
 
     def _contents(self) -> dict[str, Any]:
         """What a copy is made from; the rest is rebuilt."""
-        return {**Optimizer.__getstate__(self), "sharded": self.sharded}
+        return {**Optimizer.__getstate__(self), "sharded": self.sharded, "offload": self.offload}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._offload import Offload
 from ._requests import Payload
 from ._shards import Shards
 
@@ -76,6 +77,7 @@ class Bucket:
         self.parameter_bytes = 0  # handed over in the last step to gather updated parameters
         self.sharded: list[str] = []  # the names of sharded state
         self.gathered: dict[str, list[Tensor]] = {}  # sharded state, whole: from consolidate_state to the next step
+        self.offload: Offload | None = None  # what of the state is in host memory
         self.control: list[float] = []  # set by the runtime on the last bucket of a step
         self.state: dict[
             str, list[Tensor | None]
@@ -107,7 +109,10 @@ class Bucket:
             sizes = [spec.of(p) if h else 0 for p, h in zip(self.params, has, strict=True)]
         elif spec.on:
             sizes = [old[name].numel() if name in old else n for n, old in zip(sizes, held, strict=True)]
-        self.flat[name] = torch.zeros(sum(sizes), dtype=spec.dtype, device=self.device)
+        host = self.offload is not None and name in self.offload.names
+        self.flat[name] = torch.zeros(sum(sizes), dtype=spec.dtype, device="cpu" if host else self.device)
+        if host and self.device.type == "cuda":
+            self.flat[name] = self.flat[name].pin_memory()
         views = self.flat[name].split(sizes)
         self.state[name] = [
             self._shaped(v, i, spec) if h else None for i, (v, h) in enumerate(zip(views, has, strict=True))
@@ -134,11 +139,34 @@ class Bucket:
         """How the optimizer's state shows ``view``: laid out as the parameter where it has the parameter's shape."""
         return laid_out_as(self.params[i].detach(), view) if whole else view
 
+    def each(self, name: str, write: bool = False) -> Iterator[Tensor | None]:
+        """One kind of state, a tensor at a time, on the bucket's device.
+
+        What is offloaded is there until the next is asked for, and with ``write`` then stored. All others are the
+        state itself.
+        """
+        if self.offload is None or name not in self.offload.names:
+            return iter(self.state[name])
+        return self.offload.each(name, self.state[name], self.device, write)
+
+    def each_weight(self) -> Iterator[Tensor]:
+        """What a step updates, whole, a tensor at a time: parameters, or their float32 masters."""
+        if "master" in self.state:
+            return self.each("master", write=True)
+        return (local(p.detach()) for p in self.params)
+
+    def fetch(self, name: str, i: int, at: Tensor | slice) -> Tensor:
+        """A copy, on the bucket's device, of some elements of a state of tensor i."""
+        if self.offload is not None:
+            self.offload.finish()
+        x = self.state[name][i].reshape(-1)
+        return x[at if isinstance(at, slice) else at.to(x.device)].to(self.device, copy=True)
+
     def renew_masters(self) -> None:
         """Masters follow parameters that were set from outside: broadcast, or loaded after the optimizer was made."""
         for i, master in enumerate(self.state.get("master", [])):
             p = self.own_part(i) if "master" in self.sharded else local(self.params[i].detach())
-            if not torch.equal(master.to(p.dtype), p):
+            if not torch.equal(master.to(p.device, p.dtype), p):
                 master.copy_(p)
 
     def own_part(self, i: int) -> Tensor:
@@ -156,14 +184,16 @@ class Bucket:
             return self.state["master"][i]
         return local(self.params[i].detach()) if self.shards is None else self.own_part(i)
 
-    def whole_weight(self, i: int) -> Tensor:
-        """Parameter i, or its master, where that is whole on every rank."""
-        return self.state["master"][i] if "master" in self.state else local(self.params[i].detach())
-
-    def publish(self, i: int) -> None:
-        """Bring an updated master to its parameter."""
+    def fetch_weight(self, i: int, at: Tensor | slice) -> Tensor:
+        """A copy of some elements of parameter i, or of its master where that is whole on every rank."""
         if "master" in self.state:
-            local(self.params[i].detach()).copy_(self.weight(i))
+            return self.fetch("master", i, at)
+        return local(self.params[i].detach()).reshape(-1)[at].clone()
+
+    def publish(self, i: int, master: Tensor | None = None) -> None:
+        """Bring an updated master to its parameter; ``master`` is where it is while it is offloaded."""
+        if "master" in self.state:
+            local(self.params[i].detach()).copy_(self.weight(i) if master is None else master)
 
     def grads(self) -> list[Tensor | None]:
         """This rank's gradients; None where backward left none."""

@@ -30,7 +30,7 @@ class TritonOps(Ops):
         kernels.pack_bits(torch.ones(8, dtype=torch.bool, device=self.device))  # where none can be built, raise now
 
     def fuses(self, bucket: Bucket) -> bool:
-        return bucket.device.type == self.device
+        return bucket.device.type == self.device and bucket.offload is None
 
     @staticmethod
     def blocks(bucket: Bucket) -> kernels.Blocks:

@@ -78,7 +78,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
 def own_x(bucket: Bucket, i: int, g: Tensor | None) -> Tensor:
     """x_n + b1 m + c on this rank's part of tensor i, in memory of its own."""
     state, (start, stop), beta1 = bucket.state, bucket.shards.own[i], bucket.group["betas"][0]
-    x = state["residual"][i].view(-1)[start:stop] + state["common"][i]
+    x = bucket.fetch("residual", i, slice(start, stop)).add_(state["common"][i])
     if g is not None:
         x.add_(g.reshape(-1)[start:stop], alpha=(beta1 - 1) if bucket.group["maximize"] else (1 - beta1))
     return x.add_(state["exp_avg"][i], alpha=beta1)
@@ -124,10 +124,11 @@ class Exchanged:
         ranks = range(bucket.shards.ranks)
         rows, flat = bucket.payloads([self.sizes(rank) for rank in ranks], h["payload_dtype"])
         ops.mark(rows[0], grads)
-        for rank, row in enumerate(rows):
+        for row in rows[1:]:
             row.header.copy_(rows[0].header)
-            for i, (part, g) in enumerate(zip(row.parts, grads, strict=True)):
-                at, e = self.at(i, rank), bucket.state["residual"][i]
+        for i, (g, e) in enumerate(zip(grads, bucket.each("residual"), strict=True)):
+            for rank, row in enumerate(rows):
+                at, part = self.at(i, rank), row.parts[i]
                 part.zero_() if g is None else part.copy_(g.reshape(-1)[at])
                 if h["maximize"]:
                     part.neg_()
@@ -154,7 +155,7 @@ class Exchanged:
         momenta: list[Tensor | None] = []
         for i, g in enumerate(average):
             own = self.at(i, bucket.shards.rank)
-            w = bucket.whole_weight(i).reshape(-1)[own].clone()
+            w = bucket.fetch_weight(i, own)
             m = bucket.state["exp_avg"][i][self.own(i)].clone() if present[i] else None
             if present[i] and w.numel():
                 g = g * factor if consistent else g
@@ -175,7 +176,8 @@ class Exchanged:
                 zip(gathered, map(self.sizes, range(bucket.shards.ranks)), strict=True)]  # fmt: skip
         masks = bits.split([0 if m is None else len(m) for m in bucket.state["mask"]])
         grads, decay = bucket.grads(), 1 - float(h["lr"]) * h["weight_decay"]
-        for i, here in enumerate(present):
+        streamed = zip(present, bucket.each("residual", write=True), bucket.each_weight(), strict=True)
+        for i, (here, e, w) in enumerate(streamed):
             selecting = selection is not None and i in selection.pieces
             if not here:
                 if selecting:
@@ -183,10 +185,10 @@ class Exchanged:
                 continue
             bucket.state["step"][i] += 1
             if bucket.compressed[i]:
-                self._hold_back(i, grads[i], selection if selecting else None)
+                self._hold_back(i, e.view(-1), grads[i], selection if selecting else None)
                 keep_mask(bucket, i, self.index[i], masks[i])
             bucket.state["exp_avg"][i].zero_()[self.own(i)] = momenta[i]
-            w, values = bucket.whole_weight(i), torch.cat([row[i] for row in rows])
+            values = torch.cat([row[i] for row in rows])
             if self.index[i] is None:
                 w.copy_(values.view(w.shape))
             else:
@@ -194,12 +196,12 @@ class Exchanged:
                 flat.scatter_(0, self.index[i].long(), values)
                 if not w.is_contiguous():
                     w.copy_(flat.view(w.shape))
-            bucket.publish(i)
+            bucket.publish(i, w)
 
-    def _hold_back(self, i: int, g: Tensor | None, selection: Selection | None) -> None:
+    def _hold_back(self, i: int, e: Tensor, g: Tensor | None, selection: Selection | None) -> None:
         """e and c of a compressed tensor; the next mask's part is selected in between."""
         state, h, (start, stop) = self.bucket.state, self.bucket.group, self.bucket.shards.own[i]
-        e, c = state["residual"][i].view(-1), state["common"][i]
+        c = state["common"][i]
         c.add_(state["exp_avg"][i], alpha=h["betas"][0])
         if g is not None and (selection or self.index[i] is not None):
             e.view(g.shape).add_(g, alpha=(h["betas"][0] - 1) if h["maximize"] else (1 - h["betas"][0]))

@@ -46,13 +46,16 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     t, rounds = h["step"] + 1, h["payload_dtype"] == torch.int8
     if rounds:
         forget_sent(bucket, ops)
-    owed = state["residual"] if rounds else None  # what rounding dropped, where values are sent the next time
+    owed = bucket.each("residual") if rounds else None  # what rounding dropped, where values are sent the next time
 
     if t < h["warmup_steps"] or not any(bucket.compressed):
         phase, sent = "dense", ops.pack(bucket, grads, add=owed)  # line 4
     elif index is None or t % h["interval"] == 0:
         forget_sent(bucket, ops)
-        phase, sent = "resample", ops.pack(bucket, grads, add=state["residual"], scale=h["residual_scale"])  # line 8
+        phase, sent = (
+            "resample",
+            ops.pack(bucket, grads, add=bucket.each("residual"), scale=h["residual_scale"]),
+        )  # line 8
     else:
         phase, sent = "sparse", ops.pack(bucket, grads, index, add=owed, bits=state["mask"])  # line 13
     index = index if phase == "sparse" else [None] * len(grads)
@@ -80,7 +83,8 @@ def commit(
     """Lines 10, 15, 16 and 21 to 25 for every tensor that has a gradient on any rank; returns line 22's masks."""
     h, state, masks, weights = bucket.group, bucket.state, [], bucket.weights
     rounds = mean.dropped is not None
-    for i, present in enumerate(bucket.present(mean)):
+    residuals = bucket.each("residual", write=True) if rounds or phase != "dense" else iter(state["residual"])
+    for i, (present, residual) in enumerate(zip(bucket.present(mean), residuals, strict=True)):
         resample = phase == "resample" and bucket.compressed[i]
         w, m, v, step = weights[i], state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
         before = w.clone() if resample else w
@@ -88,13 +92,13 @@ def commit(
             step += 1
             average = ops.expand(mean.parts[i], index[i], w)  # line 15
             if held_back := index[i] is not None and grads[i] is not None:  # lines 16, 21, 25
-                ops.adamw_and_add(h, w, average, m, v, step, state["residual"][i], grads[i])
+                ops.adamw_and_add(h, w, average, m, v, step, residual, grads[i])
             else:
                 ops.adamw(h, w, average, m, v, step)  # lines 21, 25
             if bucket.compressed[i] and rounds:
-                ops.put(state["residual"][i], index[i], mean.dropped_parts[i])
+                ops.put(residual, index[i], mean.dropped_parts[i])
             elif resample:
-                state["residual"][i].zero_()  # line 10
+                residual.zero_()  # line 10
             elif held_back:
                 bucket.cache["sent"] = True  # what was sent is taken off again by forget_sent
             bucket.publish(i)
@@ -108,7 +112,7 @@ def commit(
 def forget_sent(bucket: Bucket, ops: Ops) -> None:
     """Line 16, "0 on the mask": once before the residual is read, for all sparse steps that shared this mask."""
     if bucket.cache.pop("sent", False):
-        for residual, index in zip(bucket.state["residual"], bucket.cache["index"], strict=True):
+        for residual, index in zip(bucket.each("residual", write=True), bucket.cache["index"], strict=True):
             if index is not None:
                 ops.clear_(residual, index)
 
@@ -143,6 +147,8 @@ class RadiusAdamW(CompressedOptimizer):
         payload_dtype: dtype on the wire (None: the gradient's). torch.int8 sends 1 byte a value and a scale for each
             128, rounded at random without bias; what rounding takes off compressed tensors is kept in ``residual``.
         process_group: the ranks to average over. None: the default group, or one process where there is none.
+        offload: "residual" keeps it in host memory (pinned, with CUDA), 4 bytes an element. Tensor by tensor it passes
+            through two device buffers as large as the largest; copies run beside the work on the tensor between.
 
     State beside AdamW's two moments: ``residual`` (as large as the parameter; until it is saved or sent it also holds
     what was sent since) and ``mask`` (1 bit an element), for compressed tensors. Positions are decoded to 4 bytes a
@@ -160,8 +166,10 @@ class RadiusAdamW(CompressedOptimizer):
         self, params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 1e-2, *, density: float = 0.4, interval: int = 200, warmup_steps: int = 1000,
         residual_scale: float = 1.0, max_grad_norm: float | None = None, payload_dtype: torch.dtype | None = None,
-        process_group: object = None, maximize: bool = False,
+        process_group: object = None, maximize: bool = False, offload: str | None = None,
     ):  # fmt: skip
+        require(offload in (None, "residual"), "offload", offload, "None or 'residual'")
+        self.offload = offload
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, density=density, interval=interval,
             warmup_steps=warmup_steps, residual_scale=residual_scale, max_grad_norm=max_grad_norm,

@@ -43,7 +43,7 @@ from ._stats import Stats
 
 def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Generator[Request, object, None]:
     """Algorithm 1, one bucket, one step."""
-    h, state, grads = bucket.group, bucket.state, bucket.grads()
+    h, grads = bucket.group, bucket.grads()
     delayed = h["mask_delay"] == 1
     deal = deal_at(bucket, h["step"] + 1 + delayed, ranks)  # of the mask selected now; None: it is all ones
     fused = ops.fuses(bucket)  # kernels that take all tensors of the bucket at once
@@ -61,7 +61,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Generator[Request,
     index = index or [None] * len(grads)
 
     sent = ops.pack(
-        bucket, grads, index, add=state["residual"], scale=1 / (1 - h["betas"][0]), negate=h["maximize"],
+        bucket, grads, index, add=bucket.each("residual"), scale=1 / (1 - h["betas"][0]), negate=h["maximize"],
         bits=masks_of(bucket, bits),
     )  # fmt: skip
     mean = yield AllReduceMean(sent)  # line 14
@@ -82,7 +82,7 @@ def commit(
 ) -> None:  # fmt: skip
     """Lines 10 to 21, for every tensor that has a gradient on any rank; the other tensors stay as they are."""
     h, state, present = bucket.group, bucket.state, bucket.present(mean)
-    weights, grads = bucket.weights, bucket.grads()
+    grads = bucket.grads()
     if h["clip"] == "consistent" and factor != 1:
         mean.body.mul_(factor)
         factor = 1.0
@@ -97,9 +97,10 @@ def commit(
         for i, here in enumerate(present):
             if here and bucket.compressed[i]:
                 keep_mask(bucket, i, index[i], masks[i])
-                owe(bucket, ops, mean, i, index[i])
+                owe(bucket, ops, mean, i, index[i], state["residual"][i])
         return
-    for i, here in enumerate(present):
+    streamed = zip(present, bucket.each("residual", write=True), bucket.each_weight(), strict=True)
+    for i, (here, e, w) in enumerate(streamed):
         piece = selection.pieces.get(i) if selection and h["mask_delay"] == 1 else None
         if not here:
             if new is not old:
@@ -108,9 +109,9 @@ def commit(
                 selection.take(i, own_x(bucket, i, piece, None))
             continue
         state["step"][i] += 1
-        m, e = old[i], None
-        if bucket.compressed[i]:
-            e, held = state["residual"][i].view(-1), bucket.cache["held"][i]
+        m = old[i]
+        if e is not None:
+            e, held = e.view(-1), bucket.cache["held"][i]
             part = slice(piece.start, piece.stop) if piece else None
             guess = selection.guess(i) if piece else 0.0
             owed = bucket.cache["owed"][i]
@@ -119,20 +120,20 @@ def commit(
                 selection.take(i, e[part], seen)  # line 15
             keep_mask(bucket, i, index[i], masks[i])
         new[i].copy_(m)
-        ops.scape_update(h, e, weights[i], index[i], mean.parts[i], new[i], state["step"][i], factor)
+        ops.scape_update(h, e, w, index[i], mean.parts[i], new[i], state["step"][i], factor)
         if e is not None:
-            owe(bucket, ops, mean, i, index[i])
-        bucket.publish(i)
+            owe(bucket, ops, mean, i, index[i], e)
+        bucket.publish(i, w)
     if selection:
         for i, guess in selection.guesses.items():
             state["threshold"][i].fill_(guess)
 
 
-def owe(bucket: Bucket, ops: Ops, mean: Payload, i: int, index: Tensor | None) -> None:
+def owe(bucket: Bucket, ops: Ops, mean: Payload, i: int, index: Tensor | None, residual: Tensor) -> None:
     """What rounding took off what tensor i sent is owed again."""
     if mean.dropped is not None:
         dropped = mean.dropped_parts[i].mul_(1 - bucket.group["betas"][0])
-        ops.put(bucket.state["residual"][i].view(-1), index, dropped)
+        ops.put(residual, index, dropped)
     bucket.cache["owed"][i] = mean.dropped is not None
 
 
@@ -145,7 +146,7 @@ def own_x(bucket: Bucket, i: int, piece: Piece, g: Tensor | None) -> Tensor:
     """Line 10's x on a piece of tensor i, in memory of its own."""
     beta1, held, m = bucket.group["betas"][0], bucket.cache["held"][i], bucket.state["exp_avg"][i]
     _, a, b, *_ = piece
-    x = bucket.state["residual"][i].view(-1)[a:b].clone()
+    x = bucket.fetch("residual", i, slice(a, b))
     if g is not None:
         x.add_(g.reshape(-1)[a:b], alpha=(beta1 - 1) if bucket.group["maximize"] else (1 - beta1))
     if held is None:
@@ -196,6 +197,9 @@ class ScapeAdamS(CompressedOptimizer):
             reduced to the owner of each element, updated parameters at the mask gathered: as many bytes, and every rank
             updates 1/N of them. Float32 masters, where parameters are of lower precision, stay whole on every rank:
             what is off the mask decays there, in float32.
+        offload: "residual" keeps it in host memory (pinned, with CUDA), 4 bytes an element. Tensor by tensor it passes
+            through two device buffers as large as the largest; copies run beside the work on the tensor between. "all"
+            does the same with float32 masters.
 
     State of a compressed tensor, in bytes an element: ``residual`` 4, ``exp_avg`` 4 x density (it is 0 elsewhere),
     ``mask`` and ``next_mask`` 1/8 each, ``threshold`` one number. Beside it live the positions of both masks, decoded,
@@ -215,9 +219,10 @@ class ScapeAdamS(CompressedOptimizer):
         weight_decay: float = 0.1, *, density: float = 0.1, warmup_steps: int = 0, density_warmup_steps: int = 1000,
         mask_delay: int = 1, selection: str = "sampled", clip: str = "consistent", bias_correction: str = "scape",
         max_grad_norm: float | None = None, payload_dtype: torch.dtype | None = None, process_group: object = None,
-        maximize: bool = False, sharded: bool = False,
+        maximize: bool = False, sharded: bool = False, offload: str | None = None,
     ):  # fmt: skip
-        self.sharded = sharded
+        require(offload in (None, "residual", "all"), "offload", offload, "None, 'residual' or 'all'")
+        self.sharded, self.offload = sharded, offload
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, density=density, warmup_steps=warmup_steps,
             density_warmup_steps=density_warmup_steps, mask_delay=mask_delay, selection=selection, clip=clip,
@@ -229,6 +234,10 @@ class ScapeAdamS(CompressedOptimizer):
     def check_group(self, group: dict) -> None:
         check_adams(group)
         check_compression(group)
+        exact = self.sharded and group["payload_dtype"] == torch.int8
+        require(
+            not exact, "payload_dtype", group["payload_dtype"], "None or a floating-point dtype where state is sharded"
+        )
         require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
         require(group["density_warmup_steps"] >= 0, "density_warmup_steps", group["density_warmup_steps"], ">= 0")
         require(group["mask_delay"] in (0, 1), "mask_delay", group["mask_delay"], "0 or 1")

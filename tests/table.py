@@ -102,7 +102,6 @@ CASES = [
         compressed=dict(sparsity=0.9, warmup_steps=2),
         lossless=dict(sparsity=0.0),
         reference=torch.optim.AdamW,
-        method="tagc",
         bad=ADAM_BAD | COMMON_BAD | {"sparsity": [1.0, -0.1], "codec": ["zip"], "sketch_ratio": [0.5], "select": ["("]},
     ),
     Case(

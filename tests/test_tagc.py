@@ -67,7 +67,7 @@ def test_equals_the_oracle(name, ranks):
     world, start, params, optimizers = make(ranks, **OPTIONS[name])
     given = {k: v for k, v in OPTIONS[name].items() if k not in ("codec", "sketch_ratio")}
     oracle = TagcOracle(start, ranks, **HYPER, **given, shards=CUTS[ranks], compress=COMPRESSED)
-    for t in range(12):
+    for t in range(7):
         grads = gradients(ranks, t)
         step(world, params, optimizers, grads)
         oracle.step(grads)

@@ -1,0 +1,195 @@
+"""Offloaded state: no wait is missing from the double buffer, results do not change, and the device keeps less."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+
+import pytest
+import torch
+from sim import Ranks
+from test_conformance import Small, assert_same, loss, snapshot
+from torch import nn
+
+import compopt
+from compopt._offload import DoubleBuffer
+
+ORDERS = list(itertools.permutations(("in", "work", "out")))
+WAITS = [("work", "in"), ("out", "work"), ("in", "out"), ("in", "work")]  # who waits for whom
+
+
+class Delayed:
+    """Three streams that run only when ``finish`` is called: as far as events allow, those first in ``order`` first.
+
+    What ``forget`` names, a stream and the stream of the event, is not waited for.
+    """
+
+    def __init__(self, order: tuple[str, ...], forget: tuple[str, str] | None = None):
+        self.order, self.forget = order, forget
+        self.queue: dict[str, list] = {name: [] for name in order}
+        self.done = dict.fromkeys(order, 0)
+
+    def _put(self, stream: str, entry: object) -> tuple[str, int]:
+        self.queue[stream].append(entry)
+        return stream, len(self.queue[stream])
+
+    def _wait(self, stream: str, event: tuple[str, int] | None) -> None:
+        if event is not None and self.forget != (stream, event[0]):
+            self._put(stream, event)
+
+    def copy(self, stream, to, source, after):
+        self._wait(stream, after)
+        return self._put(stream, lambda: to.copy_(source))
+
+    def work(self, function):
+        return self._put("work", function)
+
+    def worked(self):
+        return "work", len(self.queue["work"])
+
+    def hold(self, event):
+        self._wait("work", event)
+
+    def finish(self) -> None:
+        while any(self._advance(stream) for stream in self.order):
+            pass
+        assert all(self.done[name] == len(queue) for name, queue in self.queue.items()), "streams wait for each other"
+
+    def _advance(self, stream: str) -> bool:
+        """One step of a stream, if it can take one."""
+        at = self.done[stream]
+        if at == len(self.queue[stream]):
+            return False
+        entry = self.queue[stream][at]
+        if isinstance(entry, tuple):
+            if self.done[entry[0]] < entry[1]:
+                return False
+        else:
+            entry()
+        self.done[stream] += 1
+        return True
+
+
+def passes(streams: Delayed) -> bool:
+    """Whether tensors are what they should be after work on them, a look at them, and more work."""
+    random = torch.Generator().manual_seed(0)
+    host = [torch.randn(n, generator=random) if n else None for n in (5, 0, 9, 7, 3, 8, 1)]
+    wanted = [None if t is None else t.clone() for t in host]
+    buffer, seen = DoubleBuffer(streams, torch.float32, torch.device("cpu")), []
+    for number, (write, scale) in enumerate([(True, 2.0), (True, -3.0), (False, 0.0), (True, 0.5)]):
+        for i, x in enumerate(buffer.each(host, write)):
+            if x is None:
+                continue
+            if write:
+                streams.work(lambda x=x, scale=scale, number=number: x.mul_(scale).add_(number))
+                wanted[i].mul_(scale).add_(number)
+            else:
+                seen.append((torch.full_like(x, torch.nan), wanted[i].clone()))
+                streams.work(lambda x=x, copy=seen[-1][0]: copy.copy_(x))
+    streams.finish()
+    pairs = [pair for pair in zip(host, wanted, strict=True) if pair[0] is not None] + seen
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_whichever_stream_is_ahead_tensors_pass_whole(order):
+    assert passes(Delayed(order))
+
+
+@pytest.mark.parametrize("wait", WAITS, ids=" for ".join)
+def test_no_wait_can_be_left_out(wait):
+    assert not all(passes(Delayed(order, wait)) for order in ORDERS)
+
+
+RADIUS = (compopt.RadiusAdamW, dict(density=0.3, interval=4, warmup_steps=2))
+SCAPE = (compopt.ScapeAdamS, dict(density=0.1, density_warmup_steps=3))
+FORMS = {
+    "radius": (*RADIUS, "residual", torch.float32),
+    "radius, int8": (RADIUS[0], {**RADIUS[1], "payload_dtype": torch.int8}, "residual", torch.float32),
+    "scape": (*SCAPE, "residual", torch.float32),
+    "scape, no delay": (SCAPE[0], {**SCAPE[1], "mask_delay": 0}, "residual", torch.float32),
+    "scape, bf16": (*SCAPE, "all", torch.bfloat16),
+    "scape, sharded": (SCAPE[0], {**SCAPE[1], "sharded": True}, "all", torch.bfloat16),
+}
+
+
+def run(cls, options: dict, offload: str | None, dtype: torch.dtype, device: str = "cpu", steps: int = 9) -> Ranks:
+    ranks = Ranks(
+        2, lambda: Small(dtype).to(device),
+        lambda params, process_group: cls(
+            params, lr=1e-3, process_group=process_group, offload=offload, **options
+        ),
+    )  # fmt: skip
+    ranks.train(loss if device == "cpu" else on_cuda, steps)
+    return ranks
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_offloaded_or_not_steps_are_the_same_to_the_bit(name):
+    cls, options, offload, dtype = FORMS[name]
+    here, there = run(cls, options, None, dtype), run(cls, options, offload, dtype)
+    for ranks in (here, there):
+        ranks.world.consolidate(ranks.optimizers)
+        ranks.train(loss, 2)
+    for a, b in zip(here.optimizers, there.optimizers, strict=True):
+        assert_same(snapshot(a), snapshot(b))
+        assert b.stats.residual_norm() == a.stats.residual_norm() > 0
+    again = copy.deepcopy(there.optimizers[0])
+    assert again.offload == offload and again._buckets[0].offload.names == there.optimizers[0]._buckets[0].offload.names
+    with pytest.raises(ValueError, match=r"offload must be .*, got 'some'"):
+        cls([nn.Parameter(torch.zeros(64, 64))], offload="some")
+
+
+def storages() -> dict[int, int]:
+    """All live tensors' memory: address to bytes."""
+    gc.collect()
+    live = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in live if x.untyped_storage().nbytes()}
+
+
+def test_the_device_keeps_what_the_paper_says_and_what_is_selected():
+    """n/4 bytes of masks and two buffers of 4 P; the paper's other 2 P are masks a byte an element, here positions.
+
+    Beside them: momentum and payload, 4 bytes an element selected, and two masks' positions, 4 each.
+    """
+    density, shapes = 0.02, 30 * [(64, 64)]
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    n, largest = sum(p.numel() for p in params), max(p.numel() for p in params)
+    for p in params:
+        p.grad = torch.empty_like(p)
+    before = storages()
+    optimizer = compopt.ScapeAdamS(params, density=density, density_warmup_steps=0, offload="residual")
+    for step in range(3):
+        for p in params:
+            p.grad.normal_(generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    optimizer._settle()
+    host = {b.flat["residual"].untyped_storage().data_ptr() for b in optimizer._buckets}
+    held = {at: size for at, size in storages().items() if at not in before and at not in host}
+    masks = sum(b.flat[name].nbytes for b in optimizer._buckets for name in ("mask", "next_mask"))
+    buffers = sum(x.nbytes for double in optimizer._offload.buffers.values() for x in double.buffers)
+    assert (masks, buffers) == (n / 4, 8 * largest)
+    selected = 4 * 4 * density * n
+    scratch = sum(x.nbytes for x in optimizer.ops._scratch.values())
+    assert scratch < 5 * largest
+    assert masks + buffers <= sum(held.values()) - scratch <= n / 4 + 10 * largest + 1.1 * selected
+    assert 4 * n > 2 * sum(held.values())  # which the residual alone would take
+
+
+def on_cuda(model: Small, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + rank)).to(model.scale)
+    return (model(x) - x.flip(1)).square().mean()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", FORMS)
+def test_on_a_gpu_offloaded_steps_are_the_same(name, monkeypatch):
+    monkeypatch.setenv("COMPOPT_BACKEND", "torch")  # kernels take no offloaded buckets
+    cls, options, offload, dtype = FORMS[name]
+    here, there = (run(cls, options, how, dtype, "cuda") for how in (None, offload))
+    for a, b in zip(here.optimizers, there.optimizers, strict=True):
+        for p, q in zip(here.models[0].parameters(), there.models[0].parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+        assert b._buckets[0].flat["residual"].is_pinned() and a._buckets[0].flat["residual"].is_cuda
