@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint wheel docs bench clean
+.PHONY: demo test properties soak lint wheel docs bench clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -14,6 +14,12 @@ demo: .venv/ready  ## the same small GPT with DDP + AdamW and with compressed op
 
 test: .venv/ready  ## everything, in a few minutes on two cores
 	$(BIN)/pytest -q
+
+properties: .venv/ready  ## hypothesis draws 2000 new examples of models, options and faults
+	COMPOPT_EXAMPLES=2000 $(BIN)/pytest -q tests/faults/test_properties.py
+
+soak: .venv/ready  ## 20,000 steps on four simulated ranks with random faults
+	COMPOPT_SOAK=20000 $(BIN)/pytest -q tests/faults/test_soak.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .

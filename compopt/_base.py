@@ -241,7 +241,8 @@ class CompressedOptimizer(Optimizer):
         afterwards ``param_groups[0]["step"]`` is the same everywhere. The residuals of ranks that are gone are lost,
         those here stay; a warning says so.
 
-        Raises ValueError when ranks are more than one step apart, CommunicationError when ranks fail again.
+        Raises ValueError when ranks are more than one step apart, or sharded state would have to go to more ranks;
+        CommunicationError when ranks fail again.
         """
         for _ in self.rebind_in_turns(process_group):
             pass
@@ -249,6 +250,11 @@ class CompressedOptimizer(Optimizer):
     @torch.no_grad()
     def rebind_in_turns(self, process_group: object = None) -> Generator[Pending, None, None]:
         before = self._comm.size if self._comm else 0
+        if self.sharded and (now := connect(process_group).size) > before:
+            raise ValueError(
+                f"rebind of {type(self).__name__} goes to as many ranks or fewer, got {now} after {before}: its state "
+                "is cut into shards, so load a consolidated checkpoint on all ranks instead."
+            )
         self._runtime.forget()
         for bucket in self._buckets:
             self.tidy(bucket)

@@ -28,7 +28,7 @@ Turns = Generator[Pending, None, Any]
 def describe(optimizer: Any) -> list[str]:
     """Everything that must be equal on all ranks, a line each."""
     name, *groups = optimizer._settings()
-    lines = [f"class: {name}"]
+    lines = [f"class: {name}", f"check_replicas_every: {optimizer.check_replicas_every}"]
     for number, group in enumerate(groups):
         lines += [f"group {number}, {key}: {value!r}" for key, value in sorted(group.items())]
     for bucket in optimizer._buckets:

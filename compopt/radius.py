@@ -70,6 +70,7 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     else:
         masks = commit(bucket, ops, mean, phase, index, grads)
     if phase == "resample":
+        masks = keep_where_absent(bucket, bucket.present(mean), masks)
         bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
         bucket.flat["mask"].zero_()
         flat = yield Broadcast(torch.cat(masks))  # sent behind the commit, awaited when the next step needs it
@@ -107,6 +108,19 @@ def commit(
                 ops.top_k(ops.adamw_update(h, before, m, v, step).abs_(), kept(h["density"], w.numel()))
             )  # line 22
     return masks
+
+
+def keep_where_absent(bucket: Bucket, present: list[bool], masks: list[Tensor]) -> list[Tensor]:
+    """The new masks, but the old one of a tensor without a gradient on any rank.
+
+    What it owes stays, off the old mask; on a new one it would be taken for sent.
+    """
+    compressed = [i for i, c in enumerate(bucket.compressed) if c]
+    old = [bucket.state["mask"][i] for i in compressed]
+    return [
+        mask.clone() if not present[i] and mask.any() else new
+        for i, mask, new in zip(compressed, old, masks, strict=True)
+    ]
 
 
 def forget_sent(bucket: Bucket, ops: Ops) -> None:

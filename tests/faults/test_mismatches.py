@@ -83,6 +83,16 @@ def test_other_options(case):
             refused(small(case), small(case, **{name: value}), name, str(value))
 
 
+@every
+def test_replicas_checked_on_some_ranks_only(case):
+    def checking(group):
+        optimizer = small(case)(group)
+        optimizer.check_replicas_every = 1
+        return optimizer
+
+    refused(small(case), checking, "check_replicas_every: 0", "check_replicas_every: 1")
+
+
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_another_class(number):
     a, b = CASES[number], CASES[number - 1]

@@ -1,0 +1,23 @@
+"""A tensor that no rank has a gradient for, in the step that chooses masks: what it owes is not lost."""
+
+from __future__ import annotations
+
+import torch
+from conservation import LAWS, Ledger
+from test_conformance import every, loss, make_ranks
+
+
+@every
+def test_a_tensor_absent_for_a_step_is_conserved(case):
+    for missing in (4, 6):  # counted from 0; RadiusAdamW chooses its masks anew in the fifth step
+        ranks = make_ranks(case, 2, torch.float64)
+        for step in range(9):
+            ranks.backward(loss)
+            if step == missing:
+                for model in ranks.models:
+                    model.up.weight.grad = None
+            books = Ledger(case, ranks.optimizers) if case.method in LAWS and step >= missing else None
+            ranks.world.step(ranks.optimizers)
+            ranks.steps += 1
+            assert books is None or books.check() < 1e-9
+        ranks.assert_replicas_equal()
