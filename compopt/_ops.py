@@ -236,7 +236,10 @@ class Ops:
         return bits
 
     top_k = staticmethod(_math.top_k)
-    positions = staticmethod(_math.positions)
+
+    def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
+        """The selected positions of a packed mask, ascending. ``size``: how many, where that is known."""
+        return _math.positions(bits, n)
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:

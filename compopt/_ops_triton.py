@@ -136,12 +136,12 @@ class TritonOps(Ops):
             weight_decay=group["weight_decay"] if decay else 0.0, bias_correction=group["bias_correction"], clip=clip,
         )  # fmt: skip
 
-    def positions(self, bits: Tensor, n: int) -> Tensor:
-        """As the reference; how many there are is not known, so this waits for the device."""
+    def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
+        """As the reference; where ``size`` is not known this waits for the device."""
         if bits.device.type != self.device:
-            return super().positions(bits, n)
+            return super().positions(bits, n, size)
         blocks = kernels.cut((n,), bits.device)
-        size = int(kernels.unpack_bits(bits, n).sum())
+        size = int(kernels.unpack_bits(bits, n).sum()) if size is None else size
         return kernels.positions(blocks, [bits], kernels.count(blocks, [bits]), [size])[0]
 
     def largest(self, xs: Iterable[Tensor], ks: Iterable[int]) -> list[Tensor]:

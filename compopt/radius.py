@@ -73,9 +73,10 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
         masks = keep_where_absent(bucket, bucket.present(mean), masks)
         bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
         bucket.flat["mask"].zero_()
+        sizes = [kept(h["density"], n) for n in bucket.lengths]
         flat = yield Broadcast(torch.cat(masks))  # sent behind the commit, awaited when the next step needs it
         bucket.flat["mask"].copy_(flat)
-        remember_positions(bucket, ops)
+        remember_positions(bucket, ops, sizes)
 
 
 def commit(
@@ -131,13 +132,17 @@ def forget_sent(bucket: Bucket, ops: Ops) -> None:
                 ops.clear_(residual, index)
 
 
-def remember_positions(bucket: Bucket, ops: Ops) -> None:
-    """Decode the packed masks once; a step then gathers by position. Nothing to do while there is no mask."""
+def remember_positions(bucket: Bucket, ops: Ops, sizes: list[int] | None = None) -> None:
+    """Decode the packed masks once; a step then gathers by position. Nothing to do while there is no mask.
+
+    ``sizes``: how many each selects, where that is known: masks that have just been chosen, and so are there.
+    """
     masks = bucket.state.get("mask", [])
     pairs = [(m, n) for m, n in zip(masks, bucket.lengths, strict=bool(masks)) if m is not None]
-    if pairs and all(n == 0 or m.any() for m, n in pairs):
+    if pairs and (sizes or all(n == 0 or m.any() for m, n in pairs)):
         bucket.cache["index"] = [
-            None if m is None else ops.positions(m, n) for m, n in zip(masks, bucket.lengths, strict=True)
+            None if m is None else ops.positions(m, n, size)
+            for m, n, size in zip(masks, bucket.lengths, sizes or [None] * len(masks), strict=True)
         ]
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import types
+import warnings
 
 import pytest
 import torch
 from sim import Ranks, World
 from table import by_name
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
-from compopt import _backends, _math, _ops_apex
+from compopt import _backends, _math, _ops_apex, _runtime
 from compopt._ops import Ops
 
 SHAPE = (64, 68)
@@ -183,3 +185,60 @@ def test_ranks_with_different_back_ends_are_refused(monkeypatch):
     optimizers[1].ops.name = "triton"
     with pytest.raises(ValueError, match=r"backend: 'torch'.*backend: 'triton'"):
         world.step(optimizers)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operators that make the host wait for a GPU: those whose result, or its size, it has to know."""
+
+    NAMES = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim", "_unique2", "is_nonzero"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        indices = args[1] if name == "index" else []
+        if name in self.NAMES or any(i is not None and i.dtype == torch.bool for i in indices):
+            self.seen.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["RadiusAdamW", "ScapeAdamS"])
+def test_a_compressed_step_waits_for_the_device_once(monkeypatch, device, name):
+    """For the verdict, a list of numbers. Everything else stays on the device, sizes are known beforehand."""
+    monkeypatch.setenv("COMPOPT_BACKEND", "triton")
+    model = Net().to(device)
+    options = {"RadiusAdamW": {"warmup_steps": 0}, "ScapeAdamS": {"density": 0.1, "density_warmup_steps": 0}}
+    optimizer = getattr(compopt, name)(model.parameters(), **options[name])
+    monkeypatch.setattr(_runtime, "squared_norm", lambda x: torch.linalg.vector_norm(x, dtype=torch.float64).square())
+    lists, brought = [], torch.Tensor.tolist  # the norm as on a GPU: on the CPU it looks whether float32 overflowed
+    for step in range(4):
+        optimizer.zero_grad()
+        loss(model, 0, step).backward()
+        if step == 1:  # the first greets the other ranks
+            monkeypatch.setattr(torch.Tensor, "tolist", lambda t: lists.append(t.shape) or brought(t))
+        with Waits() as waits:
+            optimizer.step()
+        assert step == 0 or (optimizer.stats.phase == "sparse" and waits.seen == [])
+    assert len(lists) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["RadiusAdamW", "ScapeAdamS"])
+def test_cuda_sees_one_wait_a_step(monkeypatch, device, name):
+    """The same, as CUDA counts it."""
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    monkeypatch.setenv("COMPOPT_BACKEND", "triton")
+    model = Net().to(device)
+    optimizer = by_name[name].make(model.parameters(), warmup_steps=1)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss(model, 0, step).backward()
+        torch.cuda.set_sync_debug_mode("warn" if step == 4 else "default")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in caught if "synchronizing" in str(w.message)]) == 1
