@@ -31,6 +31,7 @@ ALLOWED = {
         "_requests",
         "_stats",
         "_options",
+        "_when",
         "_shards",
     },
     "_handshake": {"_comm", "_requests", "_buckets"},
@@ -50,6 +51,7 @@ ALLOWED = {
     "_math": set(),
     "_options": set(),
     "_stats": set(),
+    "_when": {"_comm", "_requests"},
     "_requests": {"_quantise"},
     "_quantise": set(),
 }
