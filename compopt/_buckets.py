@@ -195,6 +195,13 @@ class Bucket:
         if "master" in self.state:
             local(self.params[i].detach()).copy_(self.weight(i) if master is None else master)
 
+    @property
+    def owes(self) -> bool:
+        """Whether a dense step has to send what compressed ones before it held back."""
+        if "owes" not in self.cache:
+            self.cache["owes"] = bool(self.flat["residual"].any()) if "residual" in self.flat else False
+        return self.cache["owes"]
+
     def grads(self) -> list[Tensor | None]:
         """This rank's gradients; None where backward left none."""
         return [None if p.grad is None else local(p.grad) for p in self.params]

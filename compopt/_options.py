@@ -30,6 +30,8 @@ def check_adam(group: dict) -> None:
 
 def check_compression(group: dict) -> None:
     """Check the options that every compressing class has."""
+    when = group.setdefault("when", "always")  # an older checkpoint does not say
+    require(when in ("always", "auto"), "when", when, "'always' or 'auto'")
     require(group["warmup_steps"] >= 0, "warmup_steps", group["warmup_steps"], ">= 0")
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")

@@ -226,8 +226,9 @@ def pack(
             part.zero_()
         else:
             part.copy_(g.reshape(-1)).mul_(clipped)
-        if q is None and payload.dropped is not None and bucket.state["residual"][i] is not None:
-            part.add_(bucket.state["residual"][i].view(-1))  # what rounding dropped
+        held_back = payload.dropped is not None or (bucket.owes and bucket.group["projection"] != "gaussian")
+        if q is None and held_back and bucket.state["residual"][i] is not None:
+            part.add_(bucket.state["residual"][i].view(-1))  # what rounding dropped, or a contraction left over
         if cosines:
             payload.parts[-1][i] = 0.0 if q is None or g is None else cosine(g, part, q, R)
     return payload

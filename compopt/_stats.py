@@ -12,6 +12,7 @@ class Stats:
 
     ``bytes_sent`` is what this rank handed to collectives since the step before, ``bytes_dense`` what DDP would have.
     ``parameter_bytes`` is the part of it that went into gathering updated parameters, where state is sharded.
+    ``when`` is what ``when="auto"`` has found out, with the seconds of a step of each kind.
     ``phase`` is what the compressed tensors did: "dense", "skipped" (nothing was applied), or a phase of the class.
     """
 
@@ -26,4 +27,5 @@ class Stats:
     resent: bool = False
     skipped: int = 0
     reason: str = ""
+    when: str = ""
     residual_norm: Callable[[], float] = field(default=lambda: 0.0, repr=False)

@@ -49,6 +49,9 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     owed = bucket.each("residual") if rounds else None  # what rounding dropped, where values are sent the next time
 
     if t < h["warmup_steps"] or not any(bucket.compressed):
+        if bucket.owes:  # the dense start was taken up again
+            forget_sent(bucket, ops)
+            owed = bucket.each("residual")
         phase, sent = "dense", ops.pack(bucket, grads, add=owed)  # line 4
     elif index is None or t % h["interval"] == 0:
         forget_sent(bucket, ops)
@@ -69,6 +72,7 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
         masks = ops.radius_commit(bucket, mean, phase, grads, index)  # what follows, in a kernel
     else:
         masks = commit(bucket, ops, mean, phase, index, grads)
+    settled(bucket, mean, phase, rounds)
     if phase == "resample":
         masks = keep_where_absent(bucket, bucket.present(mean), masks)
         bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
@@ -124,6 +128,16 @@ def keep_where_absent(bucket: Bucket, present: list[bool], masks: list[Tensor]) 
     ]
 
 
+def settled(bucket: Bucket, mean: Payload, phase: str, rounds: bool) -> None:
+    """Note whether residuals are owed, beside what rounding drops; a dense step has sent them."""
+    present = bucket.present(mean)
+    if phase == "dense" and bucket.owes and not rounds:
+        for residual, here in zip(bucket.each("residual", write=True), present, strict=True):
+            if here and residual is not None:
+                residual.zero_()
+    bucket.cache["owes"] = phase == "sparse" or (bucket.owes and not all(present))
+
+
 def forget_sent(bucket: Bucket, ops: Ops) -> None:
     """Line 16, "0 on the mask": once before the residual is read, for all sparse steps that shared this mask."""
     if bucket.cache.pop("sent", False):
@@ -165,6 +179,8 @@ class RadiusAdamW(CompressedOptimizer):
             same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
         payload_dtype: dtype on the wire (None: the gradient's). torch.int8 sends 1 byte a value and a scale for each
             128, rounded at random without bias; what rounding takes off compressed tensors is kept in ``residual``.
+        when: "always", or "auto": time dense and compressed steps at the start, and stay dense where compression does
+            not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where there is none.
         offload: "residual" keeps it in host memory (pinned, with CUDA), 4 bytes an element. Tensor by tensor it passes
             through two device buffers as large as the largest; copies run beside the work on the tensor between.
@@ -185,14 +201,14 @@ class RadiusAdamW(CompressedOptimizer):
         self, params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 1e-2, *, density: float = 0.4, interval: int = 200, warmup_steps: int = 1000,
         residual_scale: float = 1.0, max_grad_norm: float | None = None, payload_dtype: torch.dtype | None = None,
-        process_group: object = None, maximize: bool = False, offload: str | None = None,
+        when: str = "always", process_group: object = None, maximize: bool = False, offload: str | None = None,
     ):  # fmt: skip
         require(offload in (None, "residual"), "offload", offload, "None or 'residual'")
         self.offload = offload
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, density=density, interval=interval,
             warmup_steps=warmup_steps, residual_scale=residual_scale, max_grad_norm=max_grad_norm,
-            payload_dtype=payload_dtype, maximize=maximize,
+            payload_dtype=payload_dtype, when=when, maximize=maximize,
         )  # fmt: skip
         super().__init__(params, defaults, process_group)
 

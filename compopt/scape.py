@@ -191,6 +191,8 @@ class ScapeAdamS(CompressedOptimizer):
             same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
         payload_dtype: dtype on the wire (None: the gradient's). torch.int8 sends 1 byte a value and a scale for each
             128, rounded at random without bias; what rounding takes off compressed tensors is kept in ``residual``.
+        when: "always", or "auto": time dense and compressed steps at the start, and stay dense where compression does
+            not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where there is none.
 
         sharded: each rank keeps the momentum of 1/N of the elements, dense (Algorithm 2). Gradients at the mask are
@@ -218,15 +220,15 @@ class ScapeAdamS(CompressedOptimizer):
         self, params, lr: float | Tensor = 3e-4, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
         weight_decay: float = 0.1, *, density: float = 0.1, warmup_steps: int = 0, density_warmup_steps: int = 1000,
         mask_delay: int = 1, selection: str = "sampled", clip: str = "consistent", bias_correction: str = "scape",
-        max_grad_norm: float | None = None, payload_dtype: torch.dtype | None = None, process_group: object = None,
-        maximize: bool = False, sharded: bool = False, offload: str | None = None,
+        max_grad_norm: float | None = None, payload_dtype: torch.dtype | None = None, when: str = "always",
+        process_group: object = None, maximize: bool = False, sharded: bool = False, offload: str | None = None,
     ):  # fmt: skip
         require(offload in (None, "residual", "all"), "offload", offload, "None, 'residual' or 'all'")
         self.sharded, self.offload = sharded, offload
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, density=density, warmup_steps=warmup_steps,
             density_warmup_steps=density_warmup_steps, mask_delay=mask_delay, selection=selection, clip=clip,
-            bias_correction=bias_correction, max_grad_norm=max_grad_norm, payload_dtype=payload_dtype,
+            bias_correction=bias_correction, max_grad_norm=max_grad_norm, payload_dtype=payload_dtype, when=when,
             maximize=maximize,
         )  # fmt: skip
         super().__init__(params, defaults, process_group)

@@ -67,6 +67,8 @@ def separate(
             apply(bucket, i, ghat)
             if q is None and residual[i] is not None and mean.dropped is not None:
                 residual[i].view(-1).copy_(mean.dropped_parts[i])
+            elif q is None and residual[i] is not None and bucket.owes:
+                residual[i].zero_()  # sent, or mere noise: an unbiased projection owes nothing
             if q is not None and q.beta < 1:  # line 5
                 if grads[i] is not None:
                     residual[i].add_(grads[i], alpha=(1 - q.beta) * exchange.clipped)
@@ -76,6 +78,7 @@ def separate(
                 q.matrix(residual[i]).addmm_(p, R.t(), alpha=(q.beta - 1) * q.scale)
         if reset and residual[i] is not None:
             residual[i].zero_()
+    bucket.cache["owes"] = any(plan) or (bucket.owes and not all(present))
     if exchange.found is not None:
         cosines = zip(bucket.params, mean.parts[-1].tolist(), present, plan, strict=True)
         exchange.found({p: cosine for p, cosine, any_rank, q in cosines if any_rank and q is not None})
@@ -124,6 +127,8 @@ class SeparateAdam(Projecting):
             that suits AdamW clips every step.
         payload_dtype: dtype on the wire (None: the gradient's). torch.int8 sends 1 byte a value and a scale for each
             128, rounded at random without bias; what rounding takes off compressed tensors is kept in ``residual``.
+        when: "always", or "auto": time dense and compressed steps at the start, and stay dense where compression does
+            not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where there is none.
 
     State beside AdamW's two moments: ``residual``, the error, as large as the parameter, for compressed tensors; of a
@@ -139,14 +144,14 @@ class SeparateAdam(Projecting):
         weight_decay: float = 1e-2, *, ratio: float = 16, ef_beta: float | str = "auto",
         reset_interval: int | str | None = "auto", seed: int = 0, projection: str = "gaussian", rank: int = 16,
         adaptive: bool = False, adapt_interval: int = 2000, warmup_steps: int = 0,
-        max_grad_norm: float | None = None, clip: str = "local",
+        max_grad_norm: float | None = None, clip: str = "local", when: str = "always",
         payload_dtype: torch.dtype | None = None, process_group: object = None, maximize: bool = False,
     ):  # fmt: skip
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, ratio=ratio, ef_beta=ef_beta,
             reset_interval=reset_interval, seed=seed, projection=projection, rank=rank, adaptive=adaptive,
             adapt_interval=adapt_interval, adapted=None, warmup_steps=warmup_steps, max_grad_norm=max_grad_norm,
-            clip=clip, payload_dtype=payload_dtype,
+            clip=clip, payload_dtype=payload_dtype, when=when,
         )  # fmt: skip
         super().__init__(params, defaults, process_group)
 
@@ -195,7 +200,7 @@ class Separate(Projecting):
         self, base: torch.optim.Optimizer, *, ratio: float = 16, ef_beta: float | str = "auto",
         reset_interval: int | str | None = "auto", seed: int = 0, projection: str = "gaussian", rank: int = 16,
         adaptive: bool = False, adapt_interval: int = 2000, warmup_steps: int = 0,
-        max_grad_norm: float | None = None, clip: str = "local",
+        max_grad_norm: float | None = None, clip: str = "local", when: str = "always",
         payload_dtype: torch.dtype | None = None, process_group: object = None,
     ):  # fmt: skip
         if not isinstance(base, torch.optim.Optimizer):
@@ -213,7 +218,7 @@ class Separate(Projecting):
         self._own_defaults = dict(
             ratio=ratio, ef_beta=ef_beta, reset_interval=reset_interval, seed=seed, projection=projection,
             rank=rank, adaptive=adaptive, adapt_interval=adapt_interval, adapted=None, warmup_steps=warmup_steps,
-            max_grad_norm=max_grad_norm, clip=clip, payload_dtype=payload_dtype, compress=None, step=0,
+            max_grad_norm=max_grad_norm, clip=clip, payload_dtype=payload_dtype, when=when, compress=None, step=0,
         )  # fmt: skip
         super().__init__(base.param_groups, base.defaults, process_group)
 

@@ -84,6 +84,11 @@ def tagc(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     publish(bucket, gathered)
     if sparse:
         hold_back(bucket, grads, left, present)
+    elif bucket.owes:
+        for residual, here in zip(bucket.state["residual"], present, strict=True):
+            if here and residual is not None:
+                residual.zero_()
+    bucket.cache["owes"] = sparse or (bucket.owes and not all(present))
     bucket.parameter_bytes = new.nbytes if shards.ranks > 1 else 0
     bucket.cache["counts"] = (len(code.index), code.leftovers) if sparse else (None, 0)
 
@@ -153,6 +158,8 @@ def messages(
                 part.zero_()
             else:
                 part.copy_(grads[i].reshape(-1)[slice(*shards.ranges[r][i])])
+            if bucket.owes and bucket.compressed[i]:  # the dense start was taken up again
+                part.add_(bucket.state["residual"][i].reshape(-1)[slice(*shards.ranges[r][i])])
     if code:
         code.fill([row.parts[-1] for row in rows], left.positions, left.values)
     return rows, flat
@@ -247,6 +254,8 @@ class TagcAdamW(CompressedOptimizer):
         max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
             same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
         payload_dtype: dtype of gradients on the wire (None: the gradient's).
+        when: "always", or "auto": time dense and compressed steps at the start, and stay dense where compression does
+            not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where there is none.
 
     State: ``exp_avg`` and ``exp_avg_sq`` of this rank's part of each tensor, as vectors that may be empty, and
@@ -265,12 +274,13 @@ class TagcAdamW(CompressedOptimizer):
         self, params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 1e-2, *, sparsity: float = 0.9875, codec: str = "compact", sketch_ratio: float = 10,
         select: str | None = None, warmup_steps: int = 0, max_grad_norm: float | None = None,
-        payload_dtype: torch.dtype | None = None, process_group: object = None, maximize: bool = False,
+        payload_dtype: torch.dtype | None = None,
+        when: str = "always", process_group: object = None, maximize: bool = False,
     ):  # fmt: skip
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, sparsity=sparsity, codec=codec,
             sketch_ratio=sketch_ratio, select=select, warmup_steps=warmup_steps, max_grad_norm=max_grad_norm,
-            payload_dtype=payload_dtype, maximize=maximize,
+            payload_dtype=payload_dtype, when=when, maximize=maximize,
         )  # fmt: skip
         super().__init__(params, defaults, process_group)
 

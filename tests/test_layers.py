@@ -32,6 +32,7 @@ ALLOWED = {
         "_requests",
         "_stats",
         "_options",
+        "_when",
         "_shards",
     },
     "_handshake": {"_comm", "_requests", "_buckets"},
@@ -52,6 +53,7 @@ ALLOWED = {
     "_math": set(),
     "_options": set(),
     "_stats": set(),
+    "_when": {"_comm", "_requests"},
     "_requests": {"_quantise"},
     "_quantise": set(),
 }

@@ -1,0 +1,87 @@
+"""when="auto": dense where compressed steps are not faster; nothing that was held back is lost on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sim import Ranks
+from table import CASES, by_name
+from torch import nn
+
+import compopt
+from compopt import _when
+
+COMPRESSING = [case for case in CASES if "warmup_steps" in case.compressed]
+every = pytest.mark.parametrize("case", COMPRESSING, ids=lambda case: case.name)
+STEPS = 40
+
+
+def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return (model(x) - x.roll(1, 1)).square().mean()
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+
+
+def train(case, dense: float, compressed: float, monkeypatch, size: int = 2, **options) -> Ranks:
+    """Ranks that believe their steps to take these seconds."""
+    now = [0.0]
+    monkeypatch.setattr(_when.time, "perf_counter", lambda: now[0])
+    ranks = Ranks(size, make_model, lambda ps, process_group: case.make(ps, process_group=process_group, **options))
+    ranks.phases = []
+
+    def one_step() -> None:
+        group = ranks.optimizers[0]._option_groups[0]
+        ahead = group["step"] + (case.cls is compopt.RadiusAdamW)  # which counts its dense steps from 1
+        now[0] += dense if ahead < group["warmup_steps"] else compressed
+        ranks.train(loss, 1)
+        ranks.phases.append(ranks.optimizers[0].stats.phase)
+
+    ranks.one_step = one_step
+    return ranks
+
+
+@every
+def test_it_stays_dense_where_compressed_steps_are_slower(case, monkeypatch):
+    ranks = train(case, 1.0, 1.1, monkeypatch, when="auto")
+    for _ in range(STEPS):
+        ranks.one_step()
+    assert set(ranks.phases[:11]) == {"dense"} and set(ranks.phases[-5:]) == {"dense"}
+    assert set(ranks.phases) != {"dense"}
+    for optimizer in ranks.optimizers:
+        assert optimizer.stats.when.startswith("dense: a compressed step took 1100.0 ms, a dense one 1000.0 ms")
+        assert optimizer.stats.residual_norm() == 0
+        again = case.make(make_model().parameters(), when="auto")
+        again.load_state_dict(optimizer.state_dict())
+        assert again._trial is None and again._option_groups[0]["warmup_steps"] == _when.FOREVER
+    ranks.assert_replicas_equal()
+
+
+@every
+def test_it_compresses_where_that_is_faster(case, monkeypatch):
+    ranks = train(case, 1.0, 0.9, monkeypatch, when="auto")
+    for _ in range(STEPS):
+        ranks.one_step()
+    assert "dense" not in ranks.phases[14:] and ranks.optimizers[1].stats.when.startswith("compressed: ")
+    ranks.assert_replicas_equal()
+
+
+@pytest.mark.parametrize("name", ["RadiusAdamW", "TagcAdamW"])
+def test_what_was_held_back_goes_out_with_the_first_dense_step(name, monkeypatch):
+    """Its gradient in the first moment is that of the step plus the residual."""
+    ranks = train(by_name[name], 1.0, 1.1, monkeypatch, size=1, when="auto")
+    optimizer, p = ranks.optimizers[0], ranks.models[0][0].weight
+    while not (optimizer.stats.when and optimizer.stats.phase == "dense"):
+        saved = optimizer.state_dict()["state"][0]
+        before, residual = saved["exp_avg"].clone(), saved["residual"].clone()
+        ranks.one_step()
+    assert residual.abs().max() > 0 and optimizer.stats.residual_norm() == 0
+    expected = before.view(p.shape).lerp(p.grad + residual, 0.1)
+    torch.testing.assert_close(optimizer.state_dict()["state"][0]["exp_avg"].view(p.shape), expected)
+
+
+def test_it_says_what_it_cannot_take():
+    with pytest.raises(ValueError, match="when must be 'always' or 'auto', got 'sometimes'"):
+        compopt.RadiusAdamW(make_model().parameters(), when="sometimes")
