@@ -18,6 +18,11 @@ from torch import Tensor
 LAWS = ("adamw", "radius", "scape", "separate")  # of Case.method; a method without one is not held to any
 
 
+def held_to_one(case: Case, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this says what the case conserves: not where moments are cut into shards, and a rank sees its own."""
+    return case.method in LAWS and not optimizer.sharded
+
+
 def everywhere(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conservation import LAWS, Ledger, everywhere
+from conservation import Ledger, everywhere, held_to_one
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sim import World
@@ -96,7 +96,11 @@ class Run:
         for step, event in enumerate(self.example.events):
             self.backward(step, {0, 1} if event == "absent" else set())
             getattr(self, event.replace(" ", "_"))(step)
-            books = Ledger(self.example.case, self.optimizers) if self.example.case.method in LAWS else None
+            books = (
+                Ledger(self.example.case, self.optimizers)
+                if held_to_one(self.example.case, self.optimizers[0])
+                else None
+            )
             self.world.step(self.optimizers)
             assert all(optimizer.stats.phase != "skipped" for optimizer in self.optimizers)
             if books and self.example.dtype == torch.float64:

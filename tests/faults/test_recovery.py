@@ -41,8 +41,10 @@ def test_ranks_behind_take_the_step_over(case, at):
     settled(alike)
     started = alike.world.comms[0].started
     alike.train(loss, 1)
-    exchanges = alike.world.comms[0].started - started if case.cls.sharded else 1  # the last gathers the parameters
-    fail_the_step(ranks, on=[1, 3], first=exchanges - 1)
+    first = 0
+    if ranks.optimizers[0].sharded:  # the last message that the step waits for brings the parameters
+        first = alike.world.comms[0].started - started - len(alike.optimizers[0]._runtime.tails) - 1
+    fail_the_step(ranks, on=[1, 3], first=first)
     assert_same(before, snapshot(ranks.optimizers[1]))
     ahead = [p.detach().clone() for p in ranks.models[0].parameters()]
     with pytest.warns(UserWarning, match=rf"rank 1 had not applied step {at + 1}, and took it over from rank 0"):
@@ -52,7 +54,7 @@ def test_ranks_behind_take_the_step_over(case, at):
         assert optimizer._option_groups[0]["step"] == at + 1
     a, b = (optimizer.state_dict()["state"] for optimizer in ranks.optimizers[:2])
     for key, name in ((key, name) for key in a for name in ("exp_avg", "exp_avg_sq") if name in a[key]):
-        assert case.cls.sharded or torch.equal(a[key][name], b[key][name])
+        assert ranks.optimizers[0].sharded or torch.equal(a[key][name], b[key][name])
     assert ranks.optimizers[1].stats.residual_norm() == 0
     ranks.train(loss, 6)
     ranks.assert_replicas_equal()
@@ -80,7 +82,9 @@ def test_masks_that_reached_some_ranks_only_never_meet_payloads_of_another_lengt
         pytest.skip("sends nothing behind the commit")
     ranks.world.failing.update((1, pending.number) for pending in tails)
     before = snapshot(ranks.optimizers[0])[: len(list(ranks.models[0].parameters()))]
-    with pytest.raises(AssertionError, match=r"different collectives.*AllGather.*AllReduceMean"):  # gloo: a timeout
+    with pytest.raises(
+        AssertionError, match=r"different collectives.*AllGather.*(AllReduceMean|ReduceScatterMean)"
+    ):  # gloo: a timeout
         ranks.world.step(ranks.optimizers)
     assert_same(before, [p.detach() for p in ranks.models[0].parameters()])
     ranks.shrink([0, 1])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conservation import LAWS, Ledger, everywhere
+from conservation import Ledger, everywhere, held_to_one
 from sim import World
 from table import CASES
 from test_properties import Example, Run
@@ -35,7 +35,7 @@ class Soak(Run):
         self.optimizers.pop(dead)
         self.join(self.optimizers)
         self.world.consolidate(self.optimizers)
-        if self.example.case.cls.sharded:  # nobody's shards fit any more
+        if self.optimizers[0].sharded:  # nobody's shards fit any more
             with pytest.raises(ValueError, match="goes to as many ranks or fewer"):
                 next(self.optimizers[0].rebind_in_turns(World(4).comms[0]))
             old, self.world = self.optimizers[0], World(4)
@@ -87,13 +87,13 @@ def test_soak(case, capsys):
             counts[event] = counts.get(event, 0) + 1
             run.backward(step, {0, 1} if event == "absent" else set())
             getattr(run, event.replace(" ", "_"))(step)
-            audited = case.method in LAWS and (event != "nothing" or dice.random() < 0.1)
+            audited = held_to_one(case, run.optimizers[0]) and (event != "nothing" or dice.random() < 0.1)
             books = Ledger(case, run.optimizers) if audited else None
             run.world.step(run.optimizers)
             if books:
                 worst = max(worst, books.check())
             run.assert_equal_replicas(step)
-            if step == max(FIRST, STEPS // 10):
+            if step == max(FIRST, STEPS // 2):  # the allocator has settled by then
                 held = tensors(run), memory()
     grown, more = tensors(run) - held[0], memory() - held[1]
     with capsys.disabled():
