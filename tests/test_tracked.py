@@ -173,6 +173,7 @@ CASES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.* ranks are gone")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name + ("-int8" * ("payload_dtype" in case.compressed)))
 @pytest.mark.parametrize(
     "holds",
