@@ -95,6 +95,7 @@ METHODS: dict[str, Make | str] = {
     "ScapeAdamS 0.05": scape(0.05),
     **{f"ScapeAdamS {density}, int8": scape(density, payload_dtype=int8) for density in (0.01, 0.05, 0.1, 0.2)},
     **{f"SeparateAdam {ratio}, int8": separate(ratio, payload_dtype=int8) for ratio in (4, 8, 16)},
+    **{f"TagcAdamW {sparsity}": of("TagcAdamW", sparsity=sparsity) for sparsity in (0.8, 0.9, 0.9875)},
     "Separate 16 around AdamS": around(adams, ratio=16),
     "Separate 16 around SGD": around(sgd, ratio=16),
 }
@@ -121,6 +122,11 @@ TABLES = {
         | {"ScapeAdamS 0.01": GRID}
         | {name: GRID[1:2] for name in METHODS if name.startswith("ScapeAdamS 0.1, ")}
         | {"ScapeAdamS 0.01, no mask delay": GRID[1:2]},
+    ),
+    "tagc": Table(
+        800,
+        {"AdamW (DDP)": GRID, "PowerSGD rank 4": GRID[1:]}
+        | {name: GRID[1:] for name in METHODS if name.startswith("Tagc")},
     ),
     "separate": Table(
         800,
