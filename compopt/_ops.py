@@ -119,10 +119,22 @@ class Ops:
         )
 
     def adamw_and_add(
-        self, group: dict, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, residual: Tensor, add: Tensor
+        self,
+        group: dict,
+        w: Tensor,
+        g: Tensor,
+        m: Tensor,
+        v: Tensor,
+        step: Tensor,
+        residual: Tensor,
+        add: Tensor | None,
     ) -> None:
-        """``adamw``, and ``residual += add``: a fused back end does both in one pass."""
-        residual.add_(add)
+        """``adamw``, and ``residual += add`` (None: nothing): a fused back end does both in one pass.
+
+        w, m and v must not depend on ``add``, not even by rounding: it is this rank's own.
+        """
+        if add is not None:
+            residual.add_(add)
         self.adamw(group, w, g, m, v, step)
 
     @staticmethod

@@ -27,10 +27,19 @@ class CompiledOps(Ops):
             _try(device)
 
     def adamw_and_add(
-        self, group: dict, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, residual: Tensor, add: Tensor
+        self,
+        group: dict,
+        w: Tensor,
+        g: Tensor,
+        m: Tensor,
+        v: Tensor,
+        step: Tensor,
+        residual: Tensor,
+        add: Tensor | None,
     ) -> None:
-        if not _fits(w, g, m, v, residual, add):
+        if not _fits(w, g, m, v, residual):  # the same on all ranks, whatever ``add`` is on this one
             return super().adamw_and_add(group, w, g, m, v, step, residual, add)
+        add = self.scratch(w, w.numel(), use="add").zero_() if add is None else add.to(w.dtype).contiguous()
         (beta1, beta2), t, lr = group["betas"], float(step), float(group["lr"])
         factors = [
             1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**t), group["eps"],

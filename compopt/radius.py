@@ -74,10 +74,9 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
         masks = commit(bucket, ops, mean, phase, index, grads)
     settled(bucket, mean, phase, rounds)
     if phase == "resample":
-        masks = keep_where_absent(bucket, bucket.present(mean), masks)
+        masks, sizes = keep_where_absent(bucket, bucket.present(mean), masks)
         bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
         bucket.flat["mask"].zero_()
-        sizes = [kept(h["density"], n) for n in bucket.lengths]
         flat = yield Broadcast(torch.cat(masks))  # sent behind the commit, awaited when the next step needs it
         bucket.flat["mask"].copy_(flat)
         remember_positions(bucket, ops, sizes)
@@ -97,7 +96,7 @@ def commit(
         if present:
             step += 1
             average = ops.expand(mean.parts[i], index[i], w)  # line 15
-            if held_back := index[i] is not None and grads[i] is not None:  # lines 16, 21, 25
+            if index[i] is not None:  # lines 16, 21, 25
                 ops.adamw_and_add(h, w, average, m, v, step, residual, grads[i])
             else:
                 ops.adamw(h, w, average, m, v, step)  # lines 21, 25
@@ -105,7 +104,7 @@ def commit(
                 ops.put(residual, index[i], mean.dropped_parts[i])
             elif resample:
                 residual.zero_()  # line 10
-            elif held_back:
+            elif index[i] is not None and grads[i] is not None:
                 bucket.cache["sent"] = True  # what was sent is taken off again by forget_sent
             bucket.publish(i)
         if resample:
@@ -115,17 +114,21 @@ def commit(
     return masks
 
 
-def keep_where_absent(bucket: Bucket, present: list[bool], masks: list[Tensor]) -> list[Tensor]:
+def keep_where_absent(
+    bucket: Bucket, present: list[bool], masks: list[Tensor]
+) -> tuple[list[Tensor], list[int | None]]:
     """The new masks, but the old one of a tensor without a gradient on any rank.
 
-    What it owes stays, off the old mask; on a new one it would be taken for sent.
+    What it owes stays, off the old mask; on a new one it would be taken for sent. Returned with how many elements of
+    each tensor are selected, which an old mask does not tell.
     """
-    compressed = [i for i, c in enumerate(bucket.compressed) if c]
-    old = [bucket.state["mask"][i] for i in compressed]
-    return [
-        mask.clone() if not present[i] and mask.any() else new
-        for i, mask, new in zip(compressed, old, masks, strict=True)
-    ]
+    sizes: list[int | None] = [kept(bucket.group["density"], n) for n in bucket.lengths]
+    masks = masks.copy()
+    for place, i in enumerate(i for i, c in enumerate(bucket.compressed) if c):
+        old = bucket.state["mask"][i]
+        if not present[i] and old.any():
+            masks[place], sizes[i] = old.clone(), None
+    return masks, sizes
 
 
 def settled(bucket: Bucket, mean: Payload, phase: str, rounds: bool) -> None:
@@ -146,10 +149,10 @@ def forget_sent(bucket: Bucket, ops: Ops) -> None:
                 ops.clear_(residual, index)
 
 
-def remember_positions(bucket: Bucket, ops: Ops, sizes: list[int] | None = None) -> None:
+def remember_positions(bucket: Bucket, ops: Ops, sizes: list[int | None] | None = None) -> None:
     """Decode the packed masks once; a step then gathers by position. Nothing to do while there is no mask.
 
-    ``sizes``: how many each selects, where that is known: masks that have just been chosen, and so are there.
+    ``sizes``: of masks that have just been chosen, and so are there: how many each selects, None where nobody knows.
     """
     masks = bucket.state.get("mask", [])
     pairs = [(m, n) for m, n in zip(masks, bucket.lengths, strict=bool(masks)) if m is not None]

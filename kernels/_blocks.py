@@ -49,10 +49,14 @@ class Blocks:
         self.of_tensor = upload(of_tensor, device)
 
     def run(self, kernel: triton.JITFunction, *arguments: object, **constants: object) -> None:
-        """Launch the kernel on every block; nothing to do where all tensors are empty."""
+        """Launch the kernel on every block; nothing to do where all tensors are empty.
+
+        Ranks have to compute the same bits, also where their memory's layout, or a gradient that is missing, makes
+        them run variants of a kernel: so no multiplication and addition are fused into one rounding.
+        """
         if self.count:
             with on(self.where.device):
-                kernel[(self.count,)](self.where, *arguments, BLOCK=self.size, **constants)
+                kernel[(self.count,)](self.where, *arguments, BLOCK=self.size, enable_fp_fusion=False, **constants)
 
     def starts(self, counts: Tensor) -> Tensor:
         """From a number for each block, the sum of those before it in its tensor."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._blocks import TYPES, Blocks, own_block, rank, selected, table, write
 
-BITS, OUT = tl.constexpr(1), tl.constexpr(2)
+BITS, OUT, SIZE = (tl.constexpr(f) for f in (1, 2, 3))
 
 
 @triton.jit
@@ -22,9 +22,10 @@ def _count(where, table, counts, BLOCK: tl.constexpr):
 
 @triton.jit
 def _positions(where, table, starts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
-    block, row, i, there = own_block(where, table, 3, BLOCK)
+    block, row, i, there = own_block(where, table, 4, BLOCK)
     chosen = selected(row, BITS, i, there)
-    write(row, OUT, rank(chosen, starts, block), chosen == 1, i, TYPE)
+    at = rank(chosen, starts, block)
+    write(row, OUT, at, (chosen == 1) & (at < tl.load(row + SIZE)), i, TYPE)
 
 
 def count(blocks: Blocks, bits: Sequence[Tensor | None]) -> Tensor:
@@ -41,11 +42,12 @@ def count(blocks: Blocks, bits: Sequence[Tensor | None]) -> Tensor:
 def positions(blocks: Blocks, bits: Sequence[Tensor], starts: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """The selected positions of each tensor, ascending: int32, int64 where any tensor needs it.
 
-    ``starts``: what ``count`` returned. ``sizes``: how many there are; known beforehand, so that nobody waits.
+    ``starts``: what ``count`` returned. ``sizes``: how many there are; known beforehand, so that nobody waits. No more
+    than these are written.
     """
     device = blocks.where.device
     dtype = torch.int32 if max(blocks.lengths, default=0) < 2**31 else torch.int64
     found = list(torch.empty(sum(sizes), dtype=dtype, device=device).split(list(sizes)))
-    rows = table(list(zip(blocks.lengths, bits, found, strict=True)), device)
+    rows = table(list(zip(blocks.lengths, bits, found, sizes, strict=True)), device)
     blocks.run(_positions, rows, starts, TYPE=TYPES[dtype])
     return found

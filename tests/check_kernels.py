@@ -45,7 +45,9 @@ def compiled(kernel: triton.JITFunction, constants: dict) -> str:
         constants = constants | {"BLOCK": 16 * 1024 if "PART" in constants else 1024}
     signature = {name: "constexpr" if name in constants else POINTERS[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    return triton.compile(ASTSource(kernel, signature, constexprs=places), target=TARGET).asm["ptx"]
+    return triton.compile(ASTSource(kernel, signature, constexprs=places), TARGET, {"enable_fp_fusion": False}).asm[
+        "ptx"
+    ]
 
 
 done = 0

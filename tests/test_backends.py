@@ -96,6 +96,18 @@ def test_compile_equals_torch(monkeypatch):
         assert_same(ours, plain)
 
 
+def test_a_rank_without_a_gradient_computes_the_same_bits(monkeypatch):
+    """A gradient of its own, or none, must not choose between two loops that round differently."""
+    monkeypatch.setenv("COMPOPT_BACKEND", "compile")
+    ranks = Ranks(2, Net, lambda params, **o: by_name["RadiusAdamW"].make(params, warmup_steps=0, **o))
+    for _ in range(4):
+        ranks.backward(loss)
+        ranks.models[1].a.grad = None
+        ranks.world.step(ranks.optimizers)
+    assert ranks.optimizers[0].stats.phase == "sparse"
+    ranks.assert_replicas_equal()
+
+
 def parameters(device: str = "cpu") -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(SHAPE, device=device))]
 
