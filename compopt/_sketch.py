@@ -30,11 +30,9 @@ class Compact:
     def __init__(self, shards: Shards, index: Tensor):
         self.index, self.sizes = index, shards.counts(index)
 
-    def fill(self, parts: list[Tensor], positions: Tensor, values: Tensor) -> None:
-        """Write ``values`` at ``positions``, some of the index, and zeros at the rest of it, for every owner."""
-        every = values.new_zeros(self.index.numel())
-        every[torch.searchsorted(self.index, positions)] = values
-        for part, own in zip(parts, every.split(self.sizes), strict=True):
+    def fill(self, parts: list[Tensor], values: Tensor) -> None:
+        """Write for every owner its part of ``values``, this rank's at the index."""
+        for part, own in zip(parts, values.split(self.sizes), strict=True):
             part.copy_(own)
 
     def decode(self, code: Tensor) -> Tensor:
@@ -74,14 +72,12 @@ class Sketch:
         cells = number % third.clamp(min=1) + third * torch.arange(3, device=device).unsqueeze(1) + base
         return cells, 1 - 2 * (hashed & 1)
 
-    def fill(self, parts: list[Tensor], positions: Tensor, values: Tensor) -> None:
-        """Write this rank's tables and leftovers, of ``values`` at ``positions``, for every owner."""
-        every = values.new_zeros(self.index.numel())
-        every[torch.searchsorted(self.index, positions)] = values
+    def fill(self, parts: list[Tensor], values: Tensor) -> None:
+        """Write for every owner the table and the leftovers of ``values``, this rank's at the index."""
         tables = values.new_zeros(sum(self.tables))
-        inside = every.masked_fill(self.left, 0)
+        inside = values.masked_fill(self.left, 0)
         tables.index_add_(0, self.cells.reshape(-1), (inside * self.signs).reshape(-1))
-        stuck = every[self.left].split(self.stuck)
+        stuck = values[self.left].split(self.stuck)
         for part, table, rest in zip(parts, tables.split(self.tables), stuck, strict=True):
             part[: len(table)].copy_(table)
             part[len(table) :].copy_(rest)

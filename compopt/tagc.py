@@ -108,10 +108,12 @@ class Left(NamedTuple):
 def sparsify(bucket: Bucket, ops: Ops, grads: list[Tensor | None]) -> Left:
     """Lines 1 and 2: in every shard, the largest of gradient and accumulator."""
     shards, sparsity = bucket.shards, bucket.group["sparsity"]
-    x = ops.scratch(bucket.flat["residual"], 8 * shards.offsets[-1], use="x").zero_()
+    x = ops.scratch(bucket.flat["residual"], 8 * shards.offsets[-1], use="x")
     for i, n in enumerate(compressed_lengths(bucket)):
         if n:
-            own = x[8 * shards.offsets[i] :][:n].copy_(bucket.state["residual"][i].reshape(-1))
+            whole = x[8 * shards.offsets[i] : 8 * shards.offsets[i + 1]]
+            whole[n:] = 0
+            own = whole[:n].copy_(bucket.state["residual"][i].reshape(-1))
             if grads[i] is not None:
                 own.add_(grads[i].reshape(-1))
     found = []
@@ -161,7 +163,9 @@ def messages(
             if bucket.owes and bucket.compressed[i]:  # the dense start was taken up again
                 part.add_(bucket.state["residual"][i].reshape(-1)[slice(*shards.ranges[r][i])])
     if code:
-        code.fill([row.parts[-1] for row in rows], left.positions, left.values)
+        own = ops.scratch(bucket.flat["residual"], 8 * shards.offsets[-1], use="x").zero_()
+        own.scatter_(0, left.positions, left.values)  # 0 at what only other ranks have left
+        code.fill([row.parts[-1] for row in rows], own.index_select(0, code.index))
     return rows, flat
 
 
@@ -187,8 +191,9 @@ def moments(bucket: Bucket, i: int) -> list[Tensor]:
 def updated(bucket: Bucket, ops: Ops, average: list[Part], present: list[bool]) -> Tensor:
     """What this rank's shard of the parameters will be, in their dtype; nothing that outlives the step is written."""
     shards = bucket.shards
-    new = torch.zeros(shards.most, dtype=bucket.dtype, device=bucket.device)
-    for i, out in enumerate(new[: sum(shards.sizes(shards.rank))].split(shards.sizes(shards.rank))):
+    new, sizes = torch.empty(shards.most, dtype=bucket.dtype, device=bucket.device), shards.sizes(shards.rank)
+    new[sum(sizes) :] = 0
+    for i, out in enumerate(new[: sum(sizes)].split(sizes)):
         w = bucket.weight(i)
         if present[i]:
             m, v, step = moments(bucket, i)

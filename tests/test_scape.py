@@ -396,15 +396,17 @@ def test_sharded_whichever_collective_fails_nothing_has_changed(late):
     for optimizer in optimizers:
         optimizer._settle()
     kept = [[p.detach().clone() for p in own] for own in params]
-    state = [{k: v.clone() for k, v in o.state[own[0]].items()} for o, own in zip(optimizers, params, strict=True)]
+    state = [
+        [{k: v.clone() for k, v in o.state[p].items()} for p in own] for o, own in zip(optimizers, params, strict=True)
+    ]
     world.failing_everywhere.add(world.comms[0].started + late)
     if late < 3:  # gradients, norm, parameters; what follows are the masks, without which a step is dense
         with pytest.raises(compopt.CommunicationError, match="step 4 was not applied"):
             step(world, params, optimizers, gradients(2, 3))
         for rank in range(2):
             assert all(torch.equal(p, q) for p, q in zip(params[rank], kept[rank], strict=True))
-            now = optimizers[rank].state[params[rank][0]]
-            assert all(torch.equal(now[name], before) for name, before in state[rank].items())
+            for p, entry in zip(params[rank], state[rank], strict=True):
+                assert all(torch.equal(optimizers[rank].state[p][name], before) for name, before in entry.items())
     for t in range(3, 6):
         step(world, params, optimizers, gradients(2, t))
     assert all(torch.equal(p, q) for p, q in zip(*params, strict=True)) and optimizers[0].stats.step == 6

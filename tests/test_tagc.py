@@ -127,6 +127,21 @@ def test_nothing_is_lost(codec, ranks):
     assert optimizers[0].stats.residual_norm() > 0
 
 
+def test_what_is_held_back_of_a_tensor_waits_while_it_has_no_gradient():
+    world, _, params, optimizers = make(2, sparsity=0.9)
+    for t in range(3):
+        step(world, params, optimizers, gradients(2, t))
+    kept = [
+        {name: value.clone() for name, value in o.state[own[2]].items()}
+        for o, own in zip(optimizers, params, strict=True)
+    ]
+    before = params[0][2].detach().clone()
+    step(world, params, optimizers, [[None if i == 2 else g for i, g in enumerate(own)] for own in gradients(2, 3)])
+    for optimizer, own, entry in zip(optimizers, params, kept, strict=True):
+        assert torch.equal(own[2], before)
+        assert all(torch.equal(optimizer.state[own[2]][name], value) for name, value in entry.items())
+
+
 def fields_added(bits: list[torch.Tensor], width: int) -> torch.Tensor:
     """The authors' index: one field of ``width`` bits an element, packed into bytes, and the bytes added up."""
     each = 8 // width
@@ -180,14 +195,16 @@ def test_whichever_collective_fails_nothing_has_changed(late):
     for t in range(2):
         step(world, params, optimizers, gradients(2, t))
     kept = [[p.detach().clone() for p in own] for own in params]
-    state = [{k: v.clone() for k, v in o.state[own[0]].items()} for o, own in zip(optimizers, params, strict=True)]
+    state = [
+        [{k: v.clone() for k, v in o.state[p].items()} for p in own] for o, own in zip(optimizers, params, strict=True)
+    ]
     world.failing_everywhere.add(world.comms[0].started + late)
     with pytest.raises(compopt.CommunicationError, match="step 3 was not applied"):
         step(world, params, optimizers, gradients(2, 2))
     for rank in range(2):
         assert all(torch.equal(p, q) for p, q in zip(params[rank], kept[rank], strict=True))
-        now = optimizers[rank].state[params[rank][0]]
-        assert all(torch.equal(now[name], before) for name, before in state[rank].items())
+        for p, entry in zip(params[rank], state[rank], strict=True):
+            assert all(torch.equal(optimizers[rank].state[p][name], before) for name, before in entry.items())
     step(world, params, optimizers, gradients(2, 2))
     assert all(torch.equal(p, q) for p, q in zip(*params, strict=True)) and optimizers[0].stats.step == 3
 
