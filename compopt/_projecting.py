@@ -182,3 +182,11 @@ class Projecting(CompressedOptimizer):
             q = projection(local(p).shape, is_sharded(p), ratio, group["projection"], beta)
             beta = max(min(beta * (1 + better), 0.99), 0.90, least_beta(q) if q else 0.0)
         return ratio, beta
+
+
+def resets(h: dict, t: int) -> bool:
+    """Whether the error is forgotten after step t: "auto" never forgets what a contraction has left."""
+    interval = h["reset_interval"]
+    if interval == "auto":
+        interval = None if h["projection"] == "tracked" else 128
+    return interval is not None and t % interval == 0

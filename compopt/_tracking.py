@@ -69,6 +69,11 @@ def orthonormal(matrices: Matrices) -> Matrices:
     return found
 
 
+def join(some: list[Tensor | None], others: list[Tensor | None]) -> list[Tensor | None]:
+    """The tracked matrices, and for other tensors the drawn ones."""
+    return [b if a is None else a for a, b in zip(some, others, strict=True)]
+
+
 def follow(bucket: Bucket, plan: Plan, mean: Payload, present: list[bool]) -> None:
     """Line 5, for the tensors that have had a gradient."""
     tracked = [q is not None and q.kind == "tracked" and here for q, here in zip(plan, present, strict=True)]

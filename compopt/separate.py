@@ -30,10 +30,10 @@ from ._base import CompressedOptimizer, _plain
 from ._buckets import Bucket, StateSpec, local
 from ._ops import Ops, clip_factor
 from ._options import check_adam
-from ._projecting import Exchange, Projecting
+from ._projecting import Exchange, Projecting, resets
 from ._projections import pack, reconstruct, squared_norm
 from ._requests import Agree, AllReduceMean, Request
-from ._tracking import follow, track
+from ._tracking import follow, join, track
 
 
 def separate(
@@ -82,18 +82,6 @@ def separate(
     if exchange.found is not None:
         cosines = zip(bucket.params, mean.parts[-1].tolist(), present, plan, strict=True)
         exchange.found({p: cosine for p, cosine, any_rank, q in cosines if any_rank and q is not None})
-
-
-def join(some: list[Tensor | None], others: list[Tensor | None]) -> list[Tensor | None]:
-    return [b if a is None else a for a, b in zip(some, others, strict=True)]
-
-
-def resets(h: dict, t: int) -> bool:
-    """Whether the error is forgotten after step t: "auto" never forgets what a contraction has left."""
-    interval = h["reset_interval"]
-    if interval == "auto":
-        interval = None if h["projection"] == "tracked" else 128
-    return interval is not None and t % interval == 0
 
 
 class SeparateAdam(Projecting):
