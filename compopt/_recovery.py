@@ -80,8 +80,9 @@ def _take_over(tensor: Tensor, source: int, comm: Comm, device: torch.device) ->
 def tell_what_is_lost(optimizer: Any, before: int, now: int) -> None:
     """Warn that ranks are gone, and with them what they held back."""
     if optimizer.averaged_state and now < before:
+        shards = " The moments of their shards begin again at zero." if optimizer.sharded else ""
         warnings.warn(
             f"{before - now} of {before} ranks are gone, and what they held back is lost with them. The {now} that go "
-            f"on keep theirs (on this rank of norm {optimizer._residual_norm():.3g}).",
+            f"on keep theirs (on this rank of norm {optimizer._residual_norm():.3g}).{shards}",
             stacklevel=4,
         )

@@ -12,13 +12,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt import _buckets
+from compopt import _base, _buckets
 from compopt._comm import Comm
 from compopt._requests import BitOr, ReduceScatterMean
 from compopt._shards import Shards
 
 CLASSES = {
     "tagc": functools.partial(compopt.TagcAdamW, sparsity=0.9, warmup_steps=2),
+    "early": functools.partial(compopt.TagcAdamW, sparsity=0.9, warmup_steps=2),
     "sketch": functools.partial(compopt.TagcAdamW, sparsity=0.9, codec="sketch", sketch_ratio=4),
     "scape": functools.partial(compopt.ScapeAdamS, density=0.1, density_warmup_steps=0, sharded=True),
 }
@@ -83,7 +84,12 @@ def trained(rank: int) -> dict[str, list]:
     found = {}
     for name, make in CLASSES.items():
         model = DDP(Net())
-        optimizer = make(model.named_parameters(), lr=1e-2)
+        if name == "early":  # made when there were no other ranks yet
+            _base.connect, connect = lambda group: Comm(alone=True), _base.connect
+            optimizer = make(model.named_parameters(), lr=1e-2)
+            _base.connect = connect
+        else:
+            optimizer = make(model.named_parameters(), lr=1e-2)
         losses = []
         for step in range(10):
             loss = model(batch(step)).square().mean()
