@@ -309,16 +309,16 @@ class Separate(Projecting):
         """
         groups = self._groups_of(state_dict)
         self._groups_of(state_dict.get("base", state_dict))
+        if "base" not in state_dict and any("residual" in entry for entry in state_dict["state"].values()):
+            raise ValueError(
+                "loaded state dict has residuals but not the base optimizer's state: torch.distributed.checkpoint's "
+                "get_optimizer_state_dict leaves that out. Save optimizer.state_dict() itself."
+            )
         known = ("torch", type(self.base).__name__)
         if "base" not in state_dict and groups and groups[0].get("class", "torch") not in known:
             raise ValueError(
                 f"loaded state dict is of {groups[0]['class']}, from which {type(self.base).__name__} cannot go on: "
                 "load one of Separate or of the base optimizer."
-            )
-        if "base" not in state_dict and any("residual" in entry for entry in state_dict["state"].values()):
-            raise ValueError(
-                "loaded state dict has residuals but not the base optimizer's state: torch.distributed.checkpoint's "
-                "get_optimizer_state_dict leaves that out. Save optimizer.state_dict() itself."
             )
         before = self.base.state_dict()
         self.base.load_state_dict(copy.deepcopy(state_dict.get("base", state_dict)))  # torch's would share its tensors

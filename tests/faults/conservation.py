@@ -15,6 +15,8 @@ import torch
 from table import Case
 from torch import Tensor
 
+from compopt._projecting import resets
+
 LAWS = ("adamw", "radius", "scape", "separate")  # of Case.method; a method without one is not held to any
 
 
@@ -68,7 +70,7 @@ class Ledger:
         """The largest relative difference between the two sides, over all tensors."""
         first, worst = self.optimizers[0], 0.0
         group = first._option_groups[0]
-        reset = group.get("reset_interval") and group["step"] % group["reset_interval"] == 0
+        reset = "reset_interval" in group and resets(group, group["step"])
         after, residuals = moments(first), mean_residuals(self.optimizers)
         for p, g, m, r, m_, r_ in zip(everywhere(first), self.g, self.m, self.r, after, residuals, strict=True):
             if g is None:  # no rank had a gradient
