@@ -35,14 +35,14 @@ import torch
 from torch import Tensor
 
 from ._base import CompressedOptimizer
-from ._buckets import Bucket, StateSpec, local
+from ._buckets import Bucket, StateSpec
 from ._masks import per_tensor, positions_of
 from ._math import squared_norm
 from ._ops import Ops, clip_factor
 from ._options import check_adam, check_compression, require
 from ._requests import Agree, AllGather, BitOr, Commit, Payload, ReduceScatterMean, Request
 from ._selection import EXACT_BELOW, SLACK, compressed_lengths, select
-from ._shards import unshard
+from ._sharded_adamw import Part, commit, updated
 from ._sketch import Compact, Sketch
 from ._stats import Stats
 
@@ -77,11 +77,7 @@ def tagc(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     new = updated(bucket, ops, average, present)
     gathered = (yield AllGather(new)) if shards.ranks > 1 else new.unsqueeze(0)
     yield Commit()  # from here on state changes
-    for i, here in enumerate(present):
-        if here:
-            bucket.state["step"][i] += 1
-            step_part(bucket, ops, i, average[i], bucket.weight(i), moments(bucket, i))
-    publish(bucket, gathered)
+    commit(bucket, ops, average, present, gathered)
     if sparse:
         hold_back(bucket, grads, left, present)
     elif bucket.owes:
@@ -93,7 +89,6 @@ def tagc(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     bucket.cache["counts"] = (len(code.index), code.leftovers) if sparse else (None, 0)
 
 
-Part = tuple[Tensor, Tensor | None]
 Code = Compact | Sketch
 
 
@@ -176,41 +171,6 @@ def averaged(bucket: Bucket, mean: Payload, code: Code | None) -> list[Part]:
     sparse = iter(code.decode(code_of_mean).split([len(i) for i in index if i is not None]) if code else ())
     dense = iter(dense)
     return [(next(dense) if i is None else next(sparse), i) for i in index]
-
-
-def step_part(bucket: Bucket, ops: Ops, i: int, part: Part, w: Tensor, moments: list[Tensor]) -> None:
-    """AdamW on this rank's part ``w`` of tensor i, in place, with the averaged gradient ``part``."""
-    if w.numel():
-        ops.adamw(bucket.group, w, ops.expand(*part, w), *moments)
-
-
-def moments(bucket: Bucket, i: int) -> list[Tensor]:
-    return [bucket.state[name][i] for name in ("exp_avg", "exp_avg_sq", "step")]
-
-
-def updated(bucket: Bucket, ops: Ops, average: list[Part], present: list[bool]) -> Tensor:
-    """What this rank's shard of the parameters will be, in their dtype; nothing that outlives the step is written."""
-    shards = bucket.shards
-    new, sizes = torch.empty(shards.most, dtype=bucket.dtype, device=bucket.device), shards.sizes(shards.rank)
-    new[sum(sizes) :] = 0
-    for i, out in enumerate(new[: sum(sizes)].split(sizes)):
-        w = bucket.weight(i)
-        if present[i]:
-            m, v, step = moments(bucket, i)
-            w, m, v = (ops.scratch(x, x.numel(), use=use).copy_(x) for x, use in ((w, "w"), (m, "m"), (v, "v")))
-            step_part(bucket, ops, i, average[i], w, [m, v, step + 1])
-        out.copy_(w)
-    return new
-
-
-def publish(bucket: Bucket, rows: Tensor) -> None:
-    """Gathered shards into the parameters."""
-    tensors = [local(p.detach()) for p in bucket.params]
-    flats = [w.view(-1) if w.is_contiguous() else torch.empty_like(w.reshape(-1)) for w in tensors]
-    unshard(bucket.shards, rows, flats)
-    for w, flat in zip(tensors, flats, strict=True):
-        if not w.is_contiguous():
-            w.copy_(flat.view(w.shape))
 
 
 def hold_back(bucket: Bucket, grads: list[Tensor | None], left: Left, present: list[bool]) -> None:

@@ -17,6 +17,7 @@ HELPERS = {
     "_tracking",
     "_sketch",
     "_sharded_scape",
+    "_sharded_adamw",
 }  # of the algorithms, in files of their own
 ALLOWED = {
     "algorithm": {"_base", "_ops", "_math", "_buckets", "_requests", "_options", "_stats", "_shards"} | HELPERS,
