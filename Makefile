@@ -13,7 +13,7 @@ demo: .venv/ready  ## the same small GPT with DDP + AdamW and with compressed op
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready  ## everything, in a few minutes on two cores
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist worksteal
 
 properties: .venv/ready  ## hypothesis draws 2000 new examples of models, options and faults
 	COMPOPT_EXAMPLES=2000 $(BIN)/pytest -q tests/faults/test_properties.py
