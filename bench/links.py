@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 RESULTS = Path(__file__).parent / "results"
 LEARNING_RATE = 3e-4
+TRIAL = 32  # the same, for what first finds out whether compression pays
 SETTLE = 4  # untimed steps before a method's first block: past its dense warm-up and first selection
 
 Method = tuple[nn.Module, torch.optim.Optimizer]
@@ -102,6 +103,15 @@ METHODS: dict[str, Factory] = {
         for level, ratio in {0.8: 2, 0.9: 4, 0.9875: 10}.items()
     },
     "scape-sharded": ours("ScapeAdamS", density=0.01, density_warmup_steps=0, sharded=True),
+    **{
+        f"{name}-auto": ours(cls, when="auto", **settings)
+        for name, cls, settings in (
+            ("radius", "RadiusAdamW", dict(density=0.4, interval=200, warmup_steps=1)),
+            ("scape", "ScapeAdamS", dict(density=0.01, density_warmup_steps=0)),
+            ("separate", "SeparateAdam", dict(ratio=16)),
+            ("tagc", "TagcAdamW", {}),
+        )
+    },
     "tracked16": tracked(16),
     "tracked4": tracked(4),
     "radius8bit": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1, payload_dtype=torch.int8),
@@ -163,7 +173,7 @@ def work(methods: list[str], rounds: int, steps: int) -> None:
     runners = []
     for name in methods:
         runners.append(Runner(name, dist.new_group(), batches))
-        for _ in range(SETTLE):
+        for _ in range(TRIAL if name.endswith("-auto") else SETTLE):
             runners[-1].step()
     for _ in range(rounds):
         for runner in runners:

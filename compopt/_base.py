@@ -22,15 +22,12 @@ from ._buckets import Bucket, StateSpec, is_compressed, make_buckets
 from ._comm import Comm, Pending, connect, copies_of, default_ranks, shard_comms
 from ._handshake import describe, explain_mismatch, handshake
 from ._offload import Offload
-from ._options import check_adam as check_adam
-from ._options import check_compression as check_compression
-from ._options import require as require
 from ._recovery import catch_up, tell_what_is_lost
 from ._requests import AllReduceMean, CommunicationError, Request
 from ._runtime import Runtime, Verdict
 from ._shards import Shards
 from ._stats import Stats
-from ._when import FOREVER, Trial
+from ._when import trial
 
 FREE = {"params", "param_names", "step", "lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
 constructed: list[Callable[[CompressedOptimizer], None]] = []  # told of every new optimizer (integrations.ddp listens)
@@ -161,7 +158,10 @@ class CompressedOptimizer(Optimizer):
         self._agreed = self._structure()
         self._report(verdict, comm)
         if self._trial is not None:
-            yield from self._try(verdict, comm)
+            groups, device = self._option_groups, self._buckets[-1].device
+            watch = self._trial.watch(groups, verdict.phases, verdict.applied, comm, device)
+            self.stats.when = self._found = yield from watch
+            self._trial = None if self._found else self._trial
         self._watch_skips(verdict)
 
     def _report(self, verdict: Verdict, comm: Comm) -> None:
@@ -182,21 +182,6 @@ class CompressedOptimizer(Optimizer):
             residual_norm=self._residual_norm,
             when=self._found,
         )
-
-    def _try(self, verdict: Verdict, comm: Comm) -> Generator[Pending, None, None]:
-        """With ``when="auto"``: time this step; at the end of the trial stay dense where that is faster."""
-        groups, device = self._option_groups, self._buckets[-1].device
-        ramp = max(group["warmup_steps"] + group.get("density_warmup_steps", 0) for group in groups)
-        dense = verdict.phases <= {"dense"}
-        if not self._trial.watch(verdict.phases, verdict.applied and (dense or groups[0]["step"] > ramp), device):
-            return
-        dense, compressed = yield from self._trial.verdict(comm, device)
-        self._trial, pays = None, compressed < dense
-        for group in groups:
-            group["when"] = "always"  # from now on
-            group["warmup_steps"] = group["warmup_steps"] if pays else FOREVER
-        found = f"a compressed step took {1000 * compressed:.1f} ms, a dense one {1000 * dense:.1f} ms"
-        self.stats.when = self._found = f"{'compressed' if pays else 'dense'}: {found}"
 
     def _residual_norm(self) -> float:
         self._settle()
@@ -334,7 +319,7 @@ class CompressedOptimizer(Optimizer):
         self._ready: dict[int, set[Tensor]] = {}  # what the running backward has finished, a bucket
         self._begun = 0  # and how many buckets it has started
         self._runtime = Runtime(self.algorithm)
-        self._begin_trial()
+        self._trial = trial(self._option_groups)
         self._buckets = make_buckets(self._option_groups, self.is_compressed)
         self._offload = Offload({"residual": ("residual",), "all": ("residual", "master")}.get(self.offload, ()))
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.params}
@@ -346,15 +331,6 @@ class CompressedOptimizer(Optimizer):
                 bucket.shards = Shards(bucket.lengths, bucket.compressed, self.comm.rank, self.comm.size)
             _checkpoint.fill(bucket, self._specs(bucket), self.state)
             self.restore(bucket)
-
-    def _begin_trial(self) -> None:
-        """With ``when="auto"`` the dense start is long enough to be timed."""
-        self._trial = None
-        undecided = [group for group in self._option_groups if group.get("when") == "auto"]
-        if undecided and self._option_groups:
-            self._trial = Trial()
-            for group in undecided:
-                group["warmup_steps"] = max(group["warmup_steps"], self._trial.least_warmup(group))
 
     def _specs(self, bucket: Bucket) -> dict[str, StateSpec]:
         low = bucket.dtype.itemsize < 4

@@ -21,6 +21,14 @@ FOREVER = 2**62  # steps
 WAITS = ("resample",)  # phases that are neither: dense, and rare
 
 
+def trial(groups: list[dict]) -> Trial | None:
+    """Begin one where a group says "auto": its dense start is then long enough to be timed."""
+    undecided = [group for group in groups if group.get("when") == "auto"]
+    for group in undecided:
+        group["warmup_steps"] = max(group["warmup_steps"], group["step"] + SKIP + TIMED + 2)
+    return Trial() if undecided else None
+
+
 class Trial:
     """The times of dense and of compressed steps, until both are known."""
 
@@ -28,25 +36,32 @@ class Trial:
         self._seconds: dict[str, list[float]] = {"dense": [], "compressed": []}
         self._kind, self._since = "", 0.0
 
-    def least_warmup(self, group: dict) -> int:
-        """Dense steps, from where the optimizer is, that the trial needs."""
-        return group["step"] + SKIP + TIMED + 2
+    def watch(
+        self, groups: list[dict], phases: set[str], applied: bool, comm: Comm, device: torch.device
+    ) -> Generator[Pending, None, str]:
+        """Take the time of the step that has just ended; at the end of the trial write the verdict into the groups.
 
-    def watch(self, phases: set[str], counts: bool, device: torch.device) -> bool:
-        """Take the time of the step that has just ended; whether both kinds are known.
-
-        ``counts``: the step is a typical one of its kind.
+        Returns what was found, in words; nothing while the trial goes on.
         """
         kind = "dense" if phases <= {"dense"} else "compressed"
+        settled = max(group["warmup_steps"] + group.get("density_warmup_steps", 0) for group in groups)
+        typical = applied and not phases & set(WAITS) and (kind == "dense" or groups[0]["step"] > settled)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # in the steps of a trial only
         now = time.perf_counter()
-        if counts and kind == self._kind and not phases & set(WAITS):
+        if typical and kind == self._kind:
             self._seconds[kind].append(now - self._since)
         self._kind, self._since = kind, now
-        return all(len(seconds) >= SKIP + TIMED for seconds in self._seconds.values())
+        if any(len(seconds) < SKIP + TIMED for seconds in self._seconds.values()):
+            return ""
+        dense, compressed = yield from self._averages(comm, device)
+        for group in groups:
+            group["when"] = "always"  # from now on
+            group["warmup_steps"] = group["warmup_steps"] if compressed < dense else FOREVER
+        found = f"a compressed step took {1000 * compressed:.1f} ms, a dense one {1000 * dense:.1f} ms"
+        return f"{'compressed' if compressed < dense else 'dense'}: {found}"
 
-    def verdict(self, comm: Comm, device: torch.device) -> Generator[Pending, None, tuple[float, float]]:
+    def _averages(self, comm: Comm, device: torch.device) -> Generator[Pending, None, tuple[float, float]]:
         """Seconds of a dense and of a compressed step, the same on all ranks."""
         medians = [statistics.median(seconds[SKIP:]) for seconds in self._seconds.values()]
         pending = comm.start(AllReduceMean(torch.tensor(medians, dtype=torch.float32, device=device)))
