@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 RUNS = {
     "DDP + AdamW": ["--optimizer", "adamw"],
     "RadiusAdamW": ["--optimizer", "radius", "--density", "0.4", "--interval", "100"],
-    "SeparateAdam": ["--optimizer", "separate", "--ratio", "16"],
+    "SeparateAdam tracked": ["--optimizer", "tracked"],
     "ScapeAdamS": ["--optimizer", "scape", "--density", "0.1", "--lr", "1e-3"],
 }
 RANKS = 2

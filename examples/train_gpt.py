@@ -32,8 +32,10 @@ OPTIMIZERS = {
     "adams": lambda p, a: compopt.AdamS(p, a.lr),
     "scape": lambda p, a: compopt.ScapeAdamS(p, a.lr, density=a.density, warmup_steps=a.warmup, density_warmup_steps=0),
     "separate": lambda p, a: compopt.SeparateAdam(p, a.lr, ratio=a.ratio, warmup_steps=a.warmup),
+    "tracked": lambda p, a: compopt.SeparateAdam(
+        p, a.lr, projection="tracked", payload_dtype=torch.int8, warmup_steps=a.warmup),
     "tagc": lambda p, a: compopt.TagcAdamW(p, a.lr, sparsity=1 - a.density, warmup_steps=a.warmup),
-}
+}  # fmt: skip
 
 
 class Block(nn.Module):
@@ -69,13 +71,11 @@ class GPT(nn.Module):
 def parse():
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS, *baselines.HOOKS])
-    cli.add_argument("--batch", type=int, default=8, help="sequences a step, on each rank")
-    cli.add_argument("--context", type=int, default=64, help="bytes in a sequence")
     cli.add_argument("--density", type=float, default=0.4, help="share of the gradient that is sent")
     cli.add_argument("--warmup-share", type=float, default=0.15, help="share of the steps sent dense at the start")
     cli.add_argument("--data", help="a file to train on (default: the Python standard library's source)")
     cli.add_argument("--out", help="a JSON file for the results")
-    sizes = dict(steps=1500, layers=4, heads=4, width=128, seed=0, eval_every=100)
+    sizes = dict(batch=8, context=64, steps=1500, layers=4, heads=4, width=128, seed=0, eval_every=100)
     for name, default in dict(lr=2e-3, interval=100, ratio=16.0, **sizes).items():
         cli.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     args = cli.parse_args()
