@@ -5,6 +5,7 @@
 Inputs: the step without communication measured beside each method, and the rate the links were shaped to. What a
 method computes locally comes twice: from the formulas and this machine's memory and matrix speed with all ranks busy
 ("formula"), and as measured once, at the rate of --calibrate, for the prediction of all other rates ("calibrated").
+Gradients travel while backward goes on, in as many buckets as the optimizer makes; the last leaves at its end.
 Unshaped links have no rate: theirs is what the DDP step of the same run implies, so that row is not a prediction.
 """
 
@@ -19,10 +20,12 @@ import torch
 from _model import make_model
 from _net import bits_per_second
 
-from compopt.costmodel import METHODS, Cost, Machine, Workload, step_seconds
+from compopt.costmodel import METHODS, Cost, Machine, Step, Workload, step_seconds
 from compopt.costmodel.measure import measure_local
 
 RESULTS = Path(__file__).parent / "results"
+BACKWARD = 2 / 3  # of a step without communication: two of its three passes over the layers
+BUCKETS = 5  # of 8 MiB for 10 M parameters
 STEADY = 10**9  # links.py times sparse steps only: a mask that is never drawn again
 
 
@@ -51,6 +54,12 @@ def link_of(rate: str, step: dict[tuple[str, str], float], dense: Cost, ranks: i
     return 2 * (ranks - 1) / ranks * dense.reduced / max(1e-9, step[rate, "ddp"] - step[rate, "none"])
 
 
+def with_overlap(machine: Machine, cost: Cost, compute: float) -> Step:
+    """All buckets but the last may travel during backward, each from when it is ready."""
+    alone = step_seconds(machine, cost, compute)
+    return step_seconds(machine, cost, compute, (1 - 1 / BUCKETS) * min(BACKWARD * compute, alone.exchange))
+
+
 def predict(rows: list[dict[str, str]], work: Workload, calibrate: str) -> list[list]:
     """[rate, method, measured, formula, its error, calibrated, its error] of every method timed; seconds and shares."""
     ranks = int(rows[0]["ranks"])
@@ -64,13 +73,13 @@ def predict(rows: list[dict[str, str]], work: Workload, calibrate: str) -> list[
     local, found = {}, []
     for method, cost in known.items():
         if (calibrate, method) in step:
-            predicted = step_seconds(machines[calibrate], cost, step[calibrate, "none"])
+            predicted = with_overlap(machines[calibrate], cost, step[calibrate, "none"])
             local[method] = step[calibrate, method] - predicted.compute - predicted.exchange
     for rate in rates:
         for method, cost in known.items():
             if (rate, method) not in step or (method == "ddp" and rate in ("unshaped", "loopback")):
                 continue
-            took, predicted = step[rate, method], step_seconds(machines[rate], cost, step[rate, "none"])
+            took, predicted = step[rate, method], with_overlap(machines[rate], cost, step[rate, "none"])
             row = [rate, method, took, predicted.total, predicted.total / took - 1]
             if method in local and rate != calibrate:
                 again = predicted.compute + predicted.exchange + local[method]

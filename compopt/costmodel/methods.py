@@ -10,7 +10,7 @@ import torch
 
 FLOAT = 4  # gradients, payloads and optimizer state are fp32
 TOP_K = 25 * FLOAT  # bytes an element that torch.topk costs on a CPU: 18 to 32 passes
-THRESHOLD = 28  # bytes an element of a sampled threshold: two looks of 14 (shrink, flag, count)
+THRESHOLD = 60  # bytes an element that PyTorch's operators move for a sampled threshold: flags, words, positions
 
 
 @dataclass(frozen=True)
