@@ -66,7 +66,8 @@ def check(folder: Path, optimizer: str, ranks: int) -> None:
     assert result["phases"] == PHASES[optimizer]
     dense, sizes = 4 * result["parameters"], result["bytes_per_step"]
     parameters = dense / ranks if optimizer == "tagc" else 0  # what gathers them, in every step
-    assert dense <= sizes["dense"] - parameters <= 1.02 * dense
+    least, most = (0.25, 0.27) if optimizer == "tracked" else (1, 1.02)  # which rounds its dense steps to int8 too
+    assert least * dense <= sizes["dense"] - parameters <= most * dense
     if PHASES[optimizer] == {"dense": 6}:
         assert 6 * dense <= last["bytes"] <= 1.02 * 6 * dense and sizes["compressed"] is None
     else:
