@@ -168,15 +168,14 @@ class Ops:
 
     def scape_moment(
         self, h: dict, e: Tensor, g: Tensor | None, held: Tensor | None, m: Tensor, index: Tensor | None,
-        part: slice | None, guess: float, owed: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        selecting: bool, owed: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Make the residual ``e``, flat, SCAPE's x = b1 m + (1 - b1) g + e (line 10), where somebody needs it.
 
-        ``m`` is the momentum at ``held``, ``index`` what was exchanged (None: everywhere), ``part`` what is selected
-        from now; e is 0 at ``held`` unless ``owed``. Returns the momentum at ``index``, and the positions in ``part``
-        of |x| > guess where they came along.
+        ``m`` is the momentum at ``held``, ``index`` what was exchanged (None: everywhere); ``selecting``: this rank
+        selects from x now; e is 0 at ``held`` unless ``owed``. Returns the momentum at ``index``.
         """
-        beta1, wanted = h["betas"][0], index is not None or part is not None
+        beta1, wanted = h["betas"][0], index is not None or selecting
         if held is None:
             old = m if index is None else m.index_select(0, index)
             if wanted:
@@ -197,7 +196,7 @@ class Ops:
             e.scatter_(0, held, beta1 * m)
         if g is not None and wanted:
             e.view(g.shape).add_(g, alpha=(beta1 - 1) if h["maximize"] else (1 - beta1))
-        return old, None
+        return old
 
     def scape_update(
         self,

@@ -38,22 +38,20 @@ def deal(lengths: tuple[int, ...], ranks: int, density: float) -> Deal:
     return make_deal([(cuts[rank], cuts[rank + 1], tuple(pieces[rank])) for rank in range(ranks)])
 
 
-def select(
-    x: Tensor, k: int, how: str, ops: Ops, guess: float = 0.0, seen: Tensor | None = None
-) -> tuple[Tensor, float]:
+def select(x: Tensor, k: int, how: str, ops: Ops, guess: float = 0.0) -> tuple[Tensor, float]:
     """Positions, ascending, of the k largest |x|, and where to look for them the next time (0: nowhere).
 
     "exact" takes k of them. "sampled" tries thresholds, from ``guess`` or a sample of x on, until the count is within
-    5 % of k; where fewer elements are other than 0, it takes those. ``seen``: the positions above ``guess``, if known.
+    5 % of k; where fewer elements are other than 0, it takes those.
     """
     if how == "sampled" and x.numel() > EXACT_BELOW and k:
-        found = _sampled(x, k, ops, guess, seen)
+        found = _sampled(x, k, ops, guess)
         if found is not None:
             return found
     return x.abs().topk(k, sorted=False).indices.sort().values, 0.0
 
 
-def _sampled(x: Tensor, k: int, ops: Ops, guess: float, seen: Tensor | None) -> tuple[Tensor, float] | None:
+def _sampled(x: Tensor, k: int, ops: Ops, guess: float) -> tuple[Tensor, float] | None:
     """About k positions by a threshold, and a guess for the next time; None where no threshold tells (equal values).
 
     A threshold that lets a few times k through will do: among those a second one is cheap. So the guess aims below.
@@ -62,7 +60,7 @@ def _sampled(x: Tensor, k: int, ops: Ops, guess: float, seen: Tensor | None) -> 
     looks: list[tuple[float, float]] = []  # logarithms of threshold and count
     t, power = guess or AIM_BELOW * _of_sample(x, k), min(-0.5, -1.5 * math.log(x.numel() / k))
     for look in range(LOOKS):
-        positions = seen if look == 0 and guess and seen is not None else ops.above(x, t)
+        positions = ops.above(x, t)
         count = len(positions)
         if abs(count - k) <= SLACK * k:
             return positions, t * AIM_BELOW * (k / count) ** (1 / power)
@@ -103,13 +101,11 @@ class Selection:
         self.chosen: dict[int, Tensor] = {}  # a tensor's positions, counted from where its piece begins
         self.guesses: dict[int, float] = {}  # where to look in the next step
 
-    def guess(self, i: int) -> float:
-        return float(self.bucket.state["threshold"][i])
-
-    def take(self, i: int, x: Tensor, seen: Tensor | None = None) -> None:
-        """Select among ``x``, this rank's piece of tensor i; ``seen`` as in :func:`select`."""
+    def take(self, i: int, x: Tensor) -> None:
+        """Select among ``x``, this rank's piece of tensor i."""
         how, wanted = self.bucket.group["selection"], self.pieces[i].wanted
-        self.chosen[i], self.guesses[i] = select(x, wanted, how, self.ops, self.guess(i), seen)
+        guess = float(self.bucket.state["threshold"][i])
+        self.chosen[i], self.guesses[i] = select(x, wanted, how, self.ops, guess)
 
     @cached_property
     def positions(self) -> Tensor:

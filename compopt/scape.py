@@ -112,12 +112,11 @@ def commit(
         m = old[i]
         if e is not None:
             e, held = e.view(-1), bucket.cache["held"][i]
-            part = slice(piece.start, piece.stop) if piece else None
-            guess = selection.guess(i) if piece else 0.0
-            owed = bucket.cache["owed"][i]
-            m, seen = ops.scape_moment(h, e, grads[i], held, m, index[i], part, guess, owed)  # line 10
+            m = ops.scape_moment(
+                h, e, grads[i], held, m, index[i], piece is not None, bucket.cache["owed"][i]
+            )  # line 10
             if piece:
-                selection.take(i, e[part], seen)  # line 15
+                selection.take(i, e[piece.start : piece.stop])  # line 15
             keep_mask(bucket, i, index[i], masks[i])
         new[i].copy_(m)
         ops.scape_update(h, e, w, index[i], mean.parts[i], new[i], state["step"][i], factor)
