@@ -1,8 +1,8 @@
 """The back end of an optimizer: chosen once, when it is made, and shown as ``optimizer.backend``.
 
-"triton" where parameters are on a CUDA device and triton is installed, else "apex" where NVIDIA's apex is, else
-"torch". The environment variable COMPOPT_BACKEND names one; it is the only way to get "compile", which takes a C++
-compiler and half a minute, and the "triton" of the interpreter. All ranks have to choose the same.
+On CUDA devices "triton" where triton is installed, else "apex" where NVIDIA's apex is; on the CPU "native" where there
+is a C compiler; else "torch". The environment variable COMPOPT_BACKEND names one; it is the only way to get "compile",
+which takes a C++ compiler and half a minute, and the "triton" of the interpreter. All ranks have to choose the same.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import importlib.util
 import os
 import warnings
 
+from ._native import compiler
 from ._ops import Ops
 
-NAMES = ("auto", "torch", "triton", "compile", "apex")
+NAMES = ("auto", "torch", "native", "triton", "compile", "apex")
 
 
 def choose(devices: set[str]) -> Ops:
@@ -35,7 +36,7 @@ def choose(devices: set[str]) -> Ops:
 
 
 def _fastest(devices: set[str]) -> Ops:
-    for name in ("triton", "apex"):
+    for name in ("triton", "apex", "native"):
         if not (_missing(name, devices) or _interpreted(name)):
             try:
                 return _make(name, devices)
@@ -56,6 +57,10 @@ def _missing(name: str, devices: set[str]) -> str:
     """What the back end needs and is not here; nothing where it can be tried."""
     if name in ("apex", "triton") and "cuda" not in devices and not _interpreted(name):
         return "no parameter is on a CUDA device"
+    if name == "native" and devices != {"cpu"}:
+        return "not all parameters are on the CPU"
+    if name == "native" and compiler() is None:
+        return "there is no C compiler ($CC, cc, gcc, clang)"
     needs = {"triton": ["triton"], "apex": ["amp_C", "apex", "apex.optimizers"]}.get(name, [])
     absent = [module for module in needs if not _installed(module)]
     return f"the module {absent[0]} is not installed" if absent else ""
@@ -73,6 +78,8 @@ def _make(name: str, devices: set[str]) -> Ops:
     """Imported only when chosen: triton takes a second, and need not be installed."""
     if name == "triton":
         from ._ops_triton import TritonOps as Chosen
+    elif name == "native":
+        from ._ops_native import NativeOps as Chosen
     elif name == "compile":
         from ._ops_compile import CompiledOps as Chosen
     elif name == "apex":

@@ -92,15 +92,18 @@ class TritonOps(Ops):
         return ScapeSelection(bucket, ops, deal, rank)
 
     def scape_commit(
-        self, bucket: Bucket, mean: Payload, bits: Tensors, held: Tensors, old: list[Tensor], factor: float,
+        self, bucket: Bucket, mean: Payload, index: Tensors, bits: list[Tensor], old: list[Tensor], factor: float,
         selection: ScapeSelection | None,
     ) -> None:  # fmt: skip
         """SCAPE, lines 10, 11 and 16 to 21, for all tensors, and line 15 where a selection is given.
 
-        ``bits``: the masks of what was exchanged; ``old``: the momenta, at ``held``. None is a mask of ones.
+        ``index``: what was exchanged (None: everything), and ``bits``, its masks; ``old``: the momenta, where they were
+        held until now.
         """
         h, state, present = bucket.group, bucket.state, bucket.present(mean)
-        new = state["exp_avg"]
+        new, masks = state["exp_avg"], state["mask"]
+        bits = [None if i is None else b for b, i in zip(bits, index, strict=True)]
+        held = [None if i is None else m for m, i in zip(masks, bucket.cache["held"], strict=True)]
         if old is new and any(b is not None for b in (*bits, *held)):  # places change: not in the same memory
             old = list(bucket.flat["exp_avg"].clone().split([m.numel() for m in new]))
         held_starts = self.starts(bucket, held)

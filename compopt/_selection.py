@@ -124,6 +124,19 @@ class Selection:
         return per_tensor(positions, compressed_lengths(self.bucket)), bits
 
 
+def own_x(bucket: Bucket, i: int, piece: Piece, g: Tensor | None) -> Tensor:
+    """Line 10's x on a piece of tensor i, in memory of its own."""
+    beta1, held, m = bucket.group["betas"][0], bucket.cache["held"][i], bucket.state["exp_avg"][i]
+    _, a, b, *_ = piece
+    x = bucket.fetch("residual", i, slice(a, b))
+    if g is not None:
+        x.add_(g.reshape(-1)[a:b], alpha=(beta1 - 1) if bucket.group["maximize"] else (1 - beta1))
+    if held is None:
+        return x.add_(m[a:b], alpha=beta1)
+    first, last = torch.searchsorted(held, torch.tensor([a, b], dtype=held.dtype, device=held.device)).tolist()
+    return x.index_add_(0, held[first:last] - a, m[first:last], alpha=beta1)
+
+
 def density_at(h: dict, t: int) -> float:
     """Density of the mask that step t uses: 1 in the warm-up, then falling."""
     k, ramp = t - h["warmup_steps"] - 1, h["density_warmup_steps"]
@@ -150,6 +163,18 @@ def keep_mask(bucket: Bucket, i: int, index: Tensor | None, bits: Tensor) -> Non
     elif held is not None:
         fill_ones(mask, bucket.lengths[i])
     bucket.cache["held"][i] = index
+
+
+def keep_masks(bucket: Bucket, present: list[bool], index: list[Tensor | None], masks: list[Tensor | None]) -> None:
+    """The same for all compressed tensors that are ``present``, at once where all masks are those of one step ago."""
+    ours = [i for i, compressed in enumerate(bucket.compressed) if compressed]
+    if masks is bucket.state["next_mask"] and all(present[i] and index[i] is not None for i in ours):
+        bucket.flat["mask"].copy_(bucket.flat["next_mask"])
+        bucket.cache["held"] = list(index)
+        return
+    for i in ours:
+        if present[i]:
+            keep_mask(bucket, i, index[i], masks[i])
 
 
 def fill_ones(mask: Tensor, n: int) -> None:

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from ._base import CompressedOptimizer
 from ._buckets import Bucket, StateSpec
-from ._masks import Piece, count_shared, per_tensor, positions_of
+from ._masks import count_shared, per_tensor, positions_of
 from ._ops import Ops, clip_factor
 from ._options import check_adams, check_compression, require
 from ._requests import Agree, AllGather, AllReduceMean, Payload, Request
-from ._selection import Selection, compressed_lengths, deal_at, fill_ones, keep_mask
+from ._selection import Selection, compressed_lengths, deal_at, fill_ones, keep_mask, keep_masks, own_x
 from ._sharded_scape import sharded_scape
 from ._stats import Stats
 
@@ -49,7 +49,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Generator[Request,
     fused = ops.fuses(bucket)  # kernels that take all tensors of the bucket at once
     selection = (ops.scape_selection if fused else Selection)(bucket, ops, deal, rank) if deal else None
 
-    index, bits = bucket.cache.get("index"), bucket.flat["next_mask"]  # found one step ago
+    index, masks = bucket.cache.get("index"), bucket.state["next_mask"]  # found one step ago
     if deal and not delayed:
         if fused:
             selection.take(grads)
@@ -58,15 +58,16 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Generator[Request,
                 selection.take(i, own_x(bucket, i, piece, grads[i]))
         rows = yield AllGather(selection.message())
         index, bits = selection.found(rows)
+        masks = list(bits.split([0 if m is None else m.numel() for m in masks]))
     index = index or [None] * len(grads)
 
     sent = ops.pack(
         bucket, grads, index, add=bucket.each("residual"), scale=1 / (1 - h["betas"][0]), negate=h["maximize"],
-        bits=masks_of(bucket, bits),
+        bits=masks,
     )  # fmt: skip
     mean = yield AllReduceMean(sent)  # line 14
     norm = yield Agree(mean, "sparse" if any(i is not None for i in index) else "dense")  # from here on state changes
-    commit(bucket, ops, mean, index, bits, clip_factor(norm, h["max_grad_norm"]), selection)
+    commit(bucket, ops, mean, index, masks, clip_factor(norm, h["max_grad_norm"]), selection)
     if delayed:
         bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
         bucket.flat["next_mask"].zero_()
@@ -77,7 +78,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Generator[Request,
 
 
 def commit(
-    bucket: Bucket, ops: Ops, mean: Payload, index: list[Tensor | None], bits: Tensor, factor: float,
+    bucket: Bucket, ops: Ops, mean: Payload, index: list[Tensor | None], masks: list[Tensor | None], factor: float,
     selection: Selection | None,
 ) -> None:  # fmt: skip
     """Lines 10 to 21, for every tensor that has a gradient on any rank; the other tensors stay as they are."""
@@ -87,16 +88,14 @@ def commit(
         mean.body.mul_(factor)
         factor = 1.0
     old = state["exp_avg"]
-    sizes = [len(m.view(-1)) if not here else n if i is None else len(i)
+    sizes = [m.numel() if not here else n if i is None else i.numel()
              for m, here, n, i in zip(old, present, bucket.lengths, index, strict=True)]  # fmt: skip
-    new, masks = bucket.resize("exp_avg", sizes), masks_of(bucket, bits)
+    new = bucket.resize("exp_avg", sizes)
     if ops.fuses(bucket):
-        chosen = [None if i is None else m for m, i in zip(masks, index, strict=True)]
-        held = [None if i is None else m for m, i in zip(state["mask"], bucket.cache["held"], strict=True)]
-        ops.scape_commit(bucket, mean, chosen, held, old, factor, selection if h["mask_delay"] == 1 else None)
-        for i, here in enumerate(present):
-            if here and bucket.compressed[i]:
-                keep_mask(bucket, i, index[i], masks[i])
+        ops.scape_commit(bucket, mean, index, masks, old, factor, selection if h["mask_delay"] == 1 else None)
+        keep_masks(bucket, present, index, masks)
+        for i, (here, compressed) in enumerate(zip(present, bucket.compressed, strict=True)):
+            if here and compressed:
                 owe(bucket, ops, mean, i, index[i], state["residual"][i])
         return
     streamed = zip(present, bucket.each("residual", write=True), bucket.each_weight(), strict=True)
@@ -134,24 +133,6 @@ def owe(bucket: Bucket, ops: Ops, mean: Payload, i: int, index: Tensor | None, r
         dropped = mean.dropped_parts[i].mul_(1 - bucket.group["betas"][0])
         ops.put(residual, index, dropped)
     bucket.cache["owed"][i] = mean.dropped is not None
-
-
-def masks_of(bucket: Bucket, bits: Tensor) -> list[Tensor]:
-    """A bucket's mask cut into its tensors' (empty for those that are not compressed)."""
-    return list(bits.split([0 if m is None else len(m) for m in bucket.state["mask"]]))
-
-
-def own_x(bucket: Bucket, i: int, piece: Piece, g: Tensor | None) -> Tensor:
-    """Line 10's x on a piece of tensor i, in memory of its own."""
-    beta1, held, m = bucket.group["betas"][0], bucket.cache["held"][i], bucket.state["exp_avg"][i]
-    _, a, b, *_ = piece
-    x = bucket.fetch("residual", i, slice(a, b))
-    if g is not None:
-        x.add_(g.reshape(-1)[a:b], alpha=(beta1 - 1) if bucket.group["maximize"] else (1 - beta1))
-    if held is None:
-        return x.add_(m[a:b], alpha=beta1)
-    first, last = torch.searchsorted(held, torch.tensor([a, b], dtype=held.dtype, device=held.device)).tolist()
-    return x.index_add_(0, held[first:last] - a, m[first:last], alpha=beta1)
 
 
 @dataclass
@@ -204,7 +185,8 @@ class ScapeAdamS(CompressedOptimizer):
 
     State of a compressed tensor, in bytes an element: ``residual`` 4, ``exp_avg`` 4 x density (it is 0 elsewhere),
     ``mask`` and ``next_mask`` 1/8 each, ``threshold`` one number. Beside it live the positions of both masks, decoded,
-    4 x density each, and scratch memory of 1 byte an element of one bucket and 4 of the largest tensor.
+    4 x density each, and scratch memory of 1 byte an element of one bucket and 4 of the largest tensor ("native": of 45
+    bytes an element selected of the largest tensor).
 
     Raises:
         ValueError: an option out of its range.

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 
 STEP = """
 import torch, compopt
+from compopt._native import compiler
 p = torch.nn.Parameter(torch.randn(64, 64))
 optimizer = compopt.RadiusAdamW([p], lr=0.1, warmup_steps=0, interval=100)
 before = p.detach().clone()
@@ -16,6 +17,7 @@ for _ in range(2):
     p.square().sum().backward()
     optimizer.step()
 assert optimizer.stats.phase == "sparse", optimizer.stats
+assert optimizer.backend == ("native" if compiler() else "torch"), optimizer.backend
 assert not torch.equal(p, before) and "site-packages" in compopt.__file__, compopt.__file__
 print("wheel", compopt.__version__, "trains:", optimizer.stats.phase)
 """

@@ -1,0 +1,137 @@
+// SCAPE, lines 10, 11 and 15 to 21, and AdamS: compopt/_math.py, scape_ and adams_; scape.py has the numbered lines.
+
+#include "common.h"
+
+int64_t above(const float *x, int64_t n, int64_t base, float t, int32_t *out, int64_t count, int64_t room);
+float settle(int64_t k, int64_t count, float t, const int32_t *scratch, int32_t *out);
+double largest(const float *x, int64_t n, int64_t k, double guess, int32_t *scratch, int32_t *out);
+int64_t room_for(int64_t k);
+
+typedef struct {
+    int64_t n;
+    float *w, *e;            // e is NULL for a tensor that is not compressed
+    const float *g;          // this rank's gradient
+    const int32_t *held;     // where the old momentum is; NULL: everywhere
+    int64_t holding;
+    const float *old;        // the old momentum, at `held`
+    const int32_t *index;    // what was exchanged; NULL: everything
+    int64_t k;
+    const float *mean;       // the averaged gradient, at `index`
+    float *m, *step;         // the new momentum, at `index`; the number of this step, still to be counted up; NULL: no step of this tensor
+    double *guess;           // where to look for the largest |x|
+    int64_t start, stop;     // the piece among whose elements this rank selects,
+    int64_t wanted;          // how many,
+    int32_t *chosen;         // and the positions, counted from `start`
+} Scape;
+
+typedef struct {
+    double lr, beta1, beta2, eps, decay, clip, alpha, authors;  // alpha: of g in x; authors: bias_correction="adams"
+} Hyper;
+
+typedef struct {
+    float beta1, old, new, rate, eps, shrink;
+} Factors;
+
+static Factors factors(const Hyper *h, double step) {
+    const double first = 1 - pow(h->beta1, step), second = 1 - pow(h->beta2, step);
+    const double old = h->authors ? h->beta2 / (first * first) : h->beta2 / second;
+    const double new = (h->authors ? 1 - h->beta2 : (1 - h->beta2) / second) * h->clip * h->clip;
+    return (Factors){h->beta1, old, new, h->lr / first, h->eps, 1 - h->lr * h->decay};
+}
+
+// Lines 18 to 21 for elements that lie side by side: m and w follow the averaged gradient; w has decayed already.
+static void adams_run(Factors f, float *restrict w, const float *restrict old, const float *restrict mean,
+                      float *restrict m, int64_t n) {
+    const float fresh = 1 - f.beta1;
+    for (int64_t i = 0; i < n; i++) {
+        const float root = sqrtf(f.old * old[i] * old[i] + f.new * mean[i] * mean[i]) + f.eps;
+        const float now = old[i] + fresh * (mean[i] - old[i]);
+        w[i] -= f.rate * now / root;
+        m[i] = now;
+    }
+}
+
+// What is gathered of one tensor at `index` and put back when all of it is there: x, the weights, the old momentum.
+typedef struct {
+    float *sent, *picked, *before;
+} Gathered;
+
+// Line 10 and the decay of weights for one block, in one loop: e becomes x. `dense` is the old momentum.
+static void moment(float *restrict e, const float *restrict g, const float *restrict dense, float *restrict w,
+                   int64_t size, float alpha, Factors f) {
+    if (g)
+        for (int64_t i = 0; i < size; i++) {
+            e[i] = e[i] + alpha * g[i] + f.beta1 * dense[i];
+            w[i] *= f.shrink;
+        }
+    else
+        for (int64_t i = 0; i < size; i++) {
+            e[i] += f.beta1 * dense[i];
+            w[i] *= f.shrink;
+        }
+}
+
+// The guess led nowhere: the largest among all. What was sent goes back into x for as long as that takes.
+static double searched(const Scape *row, const float *sent, int32_t *scratch) {
+    for (int64_t j = 0; row->index && j < row->k; j++) row->e[row->index[j]] = sent[j];
+    const double next = largest(row->e + row->start, row->stop - row->start, row->wanted, 0, scratch, row->chosen);
+    for (int64_t j = 0; row->index && j < row->k; j++) row->e[row->index[j]] = 0;
+    return next;
+}
+
+static void scape_row(const Scape *row, const Hyper *hyper, int32_t *scratch, Gathered at) {
+    const Factors f = factors(hyper, *row->step += 1);
+    const float t = row->guess ? (float)*row->guess : 0;
+    const int64_t room = row->chosen ? room_for(row->wanted) : 0;
+    const int32_t *const held = row->held, *const index = row->index;
+    float *const e = row->e, *const w = row->w, dense[BLOCK] = {0};
+    int64_t h = 0, j = 0, count = 0;
+    for (int64_t a = 0; a < row->n; a += BLOCK) {
+        const int64_t b = smaller(a + BLOCK, row->n), size = b - a, held_before = h;
+        const float *const old = held ? dense : row->old + a;
+        for (; held && h < row->holding && held[h] < b; h++) dense[held[h] - a] = row->old[h];
+        if (e) {
+            moment(e + a, row->g ? row->g + a : NULL, old, w + a, size, hyper->alpha, f);
+            const int64_t start = a > row->start ? a : row->start, stop = smaller(b, row->stop);
+            if (t > 0 && start < stop)  // line 15
+                count = above(e + start, stop - start, start - row->start, t, scratch, count, room);
+        } else {
+            for (int64_t i = a; i < b; i++) w[i] *= f.shrink;
+        }
+        if (!index) {
+            float before[BLOCK];
+            memcpy(before, old, size * sizeof(float));  // it may be where the new one goes
+            adams_run(f, w + a, before, row->mean + a, row->m + a, size);
+        }
+        for (; index && j < row->k && index[j] < b; j++) {
+            const int32_t i = index[j];
+            at.before[j] = old[i - a];
+            at.picked[j] = w[i];
+            at.sent[j] = e[i];
+            e[i] = 0;  // line 11
+        }
+        for (int64_t i = held_before; i < h; i++) dense[held[i] - a] = 0;
+    }
+    if (row->chosen) {
+        const float next = t > 0 ? settle(row->wanted, count, t, scratch, row->chosen) : -1;
+        *row->guess = next >= 0 ? next : searched(row, at.sent, scratch);
+    }
+    if (index) {
+        adams_run(f, at.picked, at.before, row->mean, row->m, row->k);
+        for (j = 0; j < row->k; j++) w[index[j]] = at.picked[j];
+    } else if (e) {
+        memset(e, 0, row->n * sizeof(float));  // line 11
+    }
+}
+
+// `scratch` and `gathered` are for one thread: two times room_for() the most that a row wants, three times `most`, the
+// most that a row exchanges.
+void scape(const Scape *rows, int64_t first, int64_t last, const Hyper *hyper, int32_t *scratch, float *gathered,
+           int64_t most) {
+    const Gathered at = {gathered, gathered + most, gathered + 2 * most};
+    for (int64_t r = first; r < last; r++)
+        if (rows[r].step) scape_row(rows + r, hyper, scratch, at);
+}
+
+// One AdamS step of one tensor.
+void adams(const Scape *row, const Hyper *hyper) { scape_row(row, hyper, NULL, (Gathered){0}); }

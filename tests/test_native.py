@@ -1,0 +1,231 @@
+"""The C passes against their references; and that they compute the same bits whatever the processor, on any threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sim import Ranks
+from table import by_name
+from test_backends import assert_same, trained
+from torch import nn
+
+import compopt
+from compopt import _backends, _masks, _math, _native, _selection
+from compopt._native import Table, at
+from compopt._ops_native import NativeOps, ScapeSelection, range_of
+
+pytestmark = pytest.mark.skipif(_native.compiler() is None, reason="needs a C compiler")
+SHAPES = [(64, 68), (17,), (300, 70), (1, 5), (2500, 4)]  # blocks of 1024 elements end within tensors
+
+
+class Net(nn.Module):
+    """Tensors of many sizes; the last has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in SHAPES)
+        self.unused = nn.Parameter(torch.randn(64, 65))
+
+
+def loss(model: Net, rank: int, step: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(1 + 10 * step + rank)
+    return sum(((p - torch.randn(p.shape, generator=random)) ** 2).sum() for p in model.many)
+
+
+RUNS = [
+    ("AdamS", {}),
+    ("AdamS", {"bias_correction": "adams", "maximize": True}),
+    ("RadiusAdamW", {"warmup_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5, "residual_scale": 0.5}),
+    ("RadiusAdamW", {"warmup_steps": 0, "interval": 100, "payload_dtype": torch.int8}),
+    ("ScapeAdamS", {"density": 0.01, "selection": "exact"}),
+    ("ScapeAdamS", {"mask_delay": 0, "bias_correction": "adams", "selection": "exact"}),
+    ("ScapeAdamS", {"max_grad_norm": 0.5, "clip": "scape", "maximize": True, "selection": "exact"}),
+    ("ScapeAdamS", {"payload_dtype": torch.bfloat16, "selection": "exact"}),
+    ("ScapeAdamS", {"payload_dtype": torch.int8, "density": 0.2, "selection": "exact"}),
+    ("SeparateAdam", {}),
+    ("TagcAdamW", {}),
+]
+
+
+def run(monkeypatch, name: str, backend: str, options: dict, steps: int = 6) -> Ranks:
+    options = {"density_warmup_steps": 0, "warmup_steps": 1} | options if name == "ScapeAdamS" else options
+    with monkeypatch.context() as patch:
+        patch.setattr("test_backends.Net", Net)
+        patch.setattr("test_backends.loss", loss)
+        return trained(backend, patch, name, lr=1e-2, steps=steps, **options)
+
+
+def same(ours: Ranks, theirs: Ranks, tolerance: float) -> None:
+    """As for other back ends; but where to look for a threshold is each one's own affair."""
+    for optimizer in ours.optimizers + theirs.optimizers:
+        for bucket in optimizer._buckets:
+            if "threshold" in bucket.flat:
+                bucket.flat["threshold"].zero_()
+    assert_same(ours, theirs, tolerance)
+
+
+@pytest.mark.parametrize("name, options", RUNS)
+def test_native_equals_torch(monkeypatch, name, options):
+    plain, ours = (run(monkeypatch, name, backend, options) for backend in ("torch", "native"))
+    if "payload_dtype" not in options:
+        return same(ours, plain, 1e-5)
+    for p, q in zip(ours.models[0].parameters(), plain.models[0].parameters(), strict=True):
+        apart = (p - q).abs() > 1e-3  # a last bit that differs is now and then rounded the other way on the wire
+        assert apart.sum() <= 1e-3 * p.numel()
+
+
+@pytest.fixture
+def portable(monkeypatch) -> None:
+    """The library as a processor without wide vectors gets it."""
+    _native.load.cache_clear()
+    monkeypatch.setattr(_native, "TARGETS", [["-DPORTABLE"]])
+    yield
+    _native.load.cache_clear()
+
+
+@pytest.mark.parametrize("name, options", [RUNS[2], RUNS[5], RUNS[6]])
+def test_every_processor_computes_the_same_bits(monkeypatch, request, name, options):
+    ours = run(monkeypatch, name, "native", options)
+    request.getfixturevalue("portable")
+    same(run(monkeypatch, name, "native", options), ours, 0.0)
+
+
+@pytest.mark.parametrize(
+    "name, options", [("RadiusAdamW", {"warmup_steps": 1, "interval": 3}), RUNS[5], ("ScapeAdamS", {})]
+)
+def test_threads_change_nothing(monkeypatch, name, options):
+    ours = run(monkeypatch, name, "native", options)
+    torch.set_num_threads(3)
+    try:
+        same(run(monkeypatch, name, "native", options), ours, 0.0)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture
+def ops() -> NativeOps:
+    return NativeOps()
+
+
+CROWDS = {
+    "normal": torch.randn(40_000, generator=torch.Generator().manual_seed(0)),
+    "two values": torch.tensor([1.0, -2.0]).repeat(15_000),
+    "mostly zero": torch.randn(40_000, generator=torch.Generator().manual_seed(1)) * (torch.arange(40_000) % 50 == 0),
+    "all equal": torch.full((20_000,), -3.0),
+    "tiny": torch.tensor([1e-42, -0.0, 3e-45, 1.0]),
+    "wide": torch.logspace(-38, 38, 30_011),
+}
+
+
+@pytest.mark.parametrize("crowd", CROWDS)
+@pytest.mark.parametrize("guess", [0.0, 1e-30, 0.5, 1e30])
+def test_the_largest_are_found_wherever_one_looks_first(ops, crowd, guess):
+    x = CROWDS[crowd]
+    for k in {1, 3, len(x) // 100 + 1, len(x) // 2, len(x)}:
+        out = torch.empty(k, dtype=torch.int32)
+        found = ops.largest(x, k, guess, at(out))
+        assert found == pytest.approx(0.93 * float(x.abs().topk(k).values[-1]), rel=1e-6, abs=1e-44)
+        assert (out[1:] > out[:-1]).all()
+        assert torch.equal(x.abs()[out.long()].sort().values, x.abs().topk(k).values.sort().values)
+        equal = (x.abs() == x.abs()[out.long()].min()).nonzero().view(-1)  # of equal ones the first
+        taken = equal[torch.isin(equal, out.long())]
+        assert torch.equal(taken, equal[: len(taken)])
+
+
+@pytest.mark.parametrize("n, k", [(8, 1), (1000, 300), (40_000, 400)])
+def test_top_k_and_positions(ops, n, k):
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n)).abs()
+    bits = ops.top_k(x, k)
+    assert torch.equal(bits, _math.top_k(x, k))
+    assert torch.equal(ops.positions(bits, n), _math.positions(bits, n))
+    assert torch.equal(ops.positions(bits, n, k), _math.positions(bits, n))
+
+
+@pytest.mark.parametrize("ranks, density", [(1, 0.01), (2, 0.01), (3, 0.2), (5, 0.001)])
+def test_masks_cross_the_network_as_the_reference_has_them(ops, ranks, density):
+    lengths = (4096, 70 * 80 + 3, 40_003)
+    deal = _selection.deal(lengths, ranks, density)
+    params = [nn.Parameter(torch.zeros(n, 1)) for n in reversed(lengths)]  # a bucket takes the last first
+    (bucket,) = compopt.ScapeAdamS(params)._buckets
+    random = torch.Generator().manual_seed(ranks)
+    selections, messages, global_bits = [], [], []
+    for rank, part in enumerate(deal.parts):
+        selection = ScapeSelection(bucket, ops, deal, rank)
+        chosen = [torch.randperm(p.stop - p.start, generator=random)[: p.wanted].sort().values for p in part.pieces]
+        selection.positions.copy_(torch.cat(chosen))
+        own = torch.cat([c + piece.at for c, piece in zip(chosen, part.pieces, strict=True)])
+        bits = torch.zeros(part.last - part.first, dtype=torch.uint8)
+        _math.set_bits_(bits, own)
+        expected = _masks.encode(own, bits, deal, rank)
+        if not deal.coded:
+            assert len(expected) == deal.length
+        assert torch.equal(selection.message(), expected)
+        selections.append(selection)
+        messages.append(expected)
+        global_bits.append(bits)
+    for selection in selections:
+        index, bits = selection.found(torch.stack(messages))
+        assert torch.equal(bits, torch.cat(global_bits))
+        own = bits.split([(n + 7) // 8 for n in lengths])
+        for i, (n, b) in enumerate(zip(lengths, own, strict=True)):
+            assert torch.equal(index[i], _math.positions(b, n))
+
+
+def test_a_code_that_says_more_than_was_agreed_writes_nothing_beyond(ops):
+    """What another rank sends is not trusted with memory."""
+    deal = _selection.deal((40_000,), 2, 0.01)
+    (piece,) = deal.parts[0].pieces
+    out, bits = torch.full((piece.wanted + 8,), -1, dtype=torch.int32), torch.zeros(5000, dtype=torch.uint8)
+    row = Table([at(out), piece.wanted, piece.at, piece.start])
+    message = torch.full((deal.length,), 255, dtype=torch.uint8)
+    part = deal.parts[0]
+    ops.library.decode(at(message), part.last - part.first, range_of(part), row, 1, at(bits))
+    assert (out[piece.wanted :] == -1).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_what_is_not_finite_is_marked_wherever_it_is(ops, bad):
+    params = [nn.Parameter(torch.zeros(50, 100)) for _ in range(3)]
+    (bucket,) = by_name["ScapeAdamS"].make(params)._buckets
+    for at_element in (0, 2047, 4999):
+        grads = [torch.ones(50, 100), torch.ones(50, 100), None]
+        grads[0].view(-1)[at_element] = bad
+        index = [torch.tensor([7], dtype=torch.int32)] * 3
+        payload = ops.pack(bucket, grads, index)
+        assert payload.header.isnan().tolist() == [True, False, False]
+        assert payload.header[1:].tolist() == [1.0, 0.0] and payload.body.tolist()[1:] == [1.0, 0.0]
+
+
+def test_it_is_taken_on_the_cpu_where_there_is_a_compiler(monkeypatch):
+    monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
+    assert _backends.choose({"cpu"}).name == "native"
+    assert _backends.choose({"cpu", "meta"}).name == "torch"
+    monkeypatch.setattr(_backends, "compiler", lambda: None)
+    assert _backends.choose({"cpu"}).name == "torch"
+    monkeypatch.setenv("COMPOPT_BACKEND", "native")
+    with pytest.raises(RuntimeError, match="native cannot run here: there is no C compiler"):
+        _backends.choose({"cpu"})
+
+
+def test_a_compiler_that_fails_gives_way(monkeypatch, tmp_path):
+    monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho no disk >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _native.load.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="native back end is installed but does not run.* no disk"):
+            assert _backends.choose({"cpu"}).name == "torch"
+        assert not list(tmp_path.glob("compopt/*"))
+    finally:
+        _native.load.cache_clear()
+
+
+def test_the_library_is_built_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    built = _native._built(_native.compiler())
+    stamp = built.stat().st_mtime_ns
+    assert _native._built(_native.compiler()) == built and built.stat().st_mtime_ns == stamp
+    assert [p.name for p in (tmp_path / "compopt").iterdir()] == [built.name]
