@@ -25,7 +25,7 @@ import torch.distributed as dist
 from _model import Batches, make_model
 from _net import Links, bits_per_second, sent_bytes
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 RESULTS = Path(__file__).parent / "results"
@@ -48,6 +48,13 @@ def alone(model: nn.Module, group: dist.ProcessGroup) -> Method:
 
 def ddp(model: nn.Module, group: dist.ProcessGroup) -> Method:
     return DDP(model, process_group=group), fused_adamw(model)
+
+
+def ddp_bf16(model: nn.Module, group: dist.ProcessGroup) -> Method:
+    """DDP with PyTorch's hook that sends gradients as bfloat16."""
+    wrapped = DDP(model, process_group=group)
+    wrapped.register_comm_hook(group, default_hooks.bf16_compress_hook)
+    return wrapped, fused_adamw(model)
 
 
 def powersgd(rank: int) -> Factory:
@@ -92,6 +99,7 @@ def tracked(rank: int) -> Factory:
 METHODS: dict[str, Factory] = {
     "none": alone,
     "ddp": ddp,
+    "ddp-bf16": ddp_bf16,
     "powersgd": powersgd(4),
     "powersgd32": powersgd(32),
     "radius": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1),
@@ -102,6 +110,11 @@ METHODS: dict[str, Factory] = {
         f"tagc{level}sketch": ours("TagcAdamW", sparsity=level, codec="sketch", sketch_ratio=ratio)
         for level, ratio in {0.8: 2, 0.9: 4, 0.9875: 10}.items()
     },
+    **{
+        f"tagc{level}bf16": ours("TagcAdamW", sparsity=level, payload_dtype=torch.bfloat16)
+        for level in (0.8, 0.9, 0.9875)
+    },
+    "sharded": ours("TagcAdamW", warmup_steps=10**9),  # dense: what TAGC is without its compression
     "scape-sharded": ours("ScapeAdamS", density=0.01, density_warmup_steps=0, sharded=True),
     **{
         f"{name}-auto": ours(cls, when="auto", **settings)

@@ -234,6 +234,15 @@ class Bucket:
             row.control.copy_(upload(self.control, flat.dtype, self.device))
         return rows, flat
 
+    def memory(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        """Memory for one step, contents undefined. A CPU keeps it for the next: new pages cost more than copies.
+
+        On a GPU nothing is kept: its allocator is quick, and memory is dear.
+        """
+        if self.device.type != "cpu":
+            return torch.empty(size, dtype=dtype, device=self.device)
+        return self._memory(name, size, dtype)
+
     def _memory(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         """Memory kept under ``name``, made anew where it does not fit."""
         held = self._held.get(name)

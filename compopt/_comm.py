@@ -112,10 +112,10 @@ class Comm:
         match request:
             case AllReduceMean():
                 return self._all_reduce_mean(request, what)
-            case AllGather(tensor):
-                rows = tensor.new_empty((self.size, *tensor.shape))
+            case AllGather(tensor, into):
                 if self.size == 1:
                     return Pending(what, None, lambda: tensor.unsqueeze(0))
+                rows = tensor.new_empty((self.size, *tensor.shape)) if into is None else into
                 work = dist.all_gather(list(rows.unbind()), tensor.contiguous(), group=self.group, async_op=True)
                 return Pending(what, work, lambda: rows)
             case Broadcast(tensor, source):
@@ -184,7 +184,7 @@ class Comm:
             return Pending(what, None, lambda: tensor)
         if self.or_in_backend:
             work = dist.all_reduce(tensor, dist.ReduceOp.BOR, group=self.group, async_op=True)
-            return Pending(what, work, lambda: tensor)
+            return Pending(what, work, lambda: tensor, more=True)
         segment = -(-tensor.numel() // self.size)
         sent = torch.nn.functional.pad(tensor, (0, segment * self.size - tensor.numel()))
         received = torch.empty_like(sent)
@@ -195,7 +195,7 @@ class Comm:
             dist.all_gather(list(sent.view(self.size, segment).unbind()), mine, group=self.group)
             return tensor.copy_(sent[: tensor.numel()])
 
-        return Pending(what, work, finish)
+        return Pending(what, work, finish, more=True)
 
     @property
     def or_in_backend(self) -> bool:

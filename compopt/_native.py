@@ -91,8 +91,11 @@ def _processor() -> bytes:
 
 
 def at(tensor: Tensor | None) -> int:
-    """Where a tensor's memory begins, 0 for None. It is contiguous, and must outlive the call."""
-    return 0 if tensor is None else tensor.data_ptr()
+    """Where a tensor's memory begins, 0 for None. It is contiguous, and must outlive the call.
+
+    A tensor of no elements has no memory, and is still something else than none: it gets an address nobody reads.
+    """
+    return 0 if tensor is None else tensor.data_ptr() or 8
 
 
 class Table:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import _math
 from ._buckets import Bucket
+from ._masks import positions_of
 from ._requests import Payload
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
@@ -71,14 +72,16 @@ class Ops:
                 part.add_(extra.view(-1) if i is None else extra.view(-1).index_select(0, i), alpha=scale)
         return payload
 
+    @classmethod
+    def mark(cls, payload: Payload, grads: Tensors) -> None:
+        """Write the header."""
+        payload.header.copy_(cls.marks(grads, payload.header))
+
     @staticmethod
-    def mark(payload: Payload, grads: list[Tensor | None]) -> None:
-        """Write the header: 1 for a finite gradient, NaN for one that is not, 0 for none."""
-        marks = [
-            payload.header.new_zeros(()) if g is None else _math.finite_or_nan(g).to(payload.header.dtype)
-            for g in grads
-        ]
-        payload.header.copy_(torch.stack(marks))
+    def marks(grads: Tensors, like: Tensor) -> Tensor:
+        """For every gradient 1 if it is finite, NaN if it is not, 0 if there is none."""
+        zero = like.new_zeros(())
+        return torch.stack([zero if g is None else _math.finite_or_nan(g).to(zero.dtype) for g in grads])
 
     def expand(self, values: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
         """An averaged gradient as a dense tensor like ``like``, zero where nothing was exchanged. Scratch memory."""
@@ -136,6 +139,31 @@ class Ops:
         if add is not None:
             residual.add_(add)
         self.adamw(group, w, g, m, v, step)
+
+    def adamw_ahead(
+        self, group: dict, w: Tensor, g: Tensor, index: Tensor | None, m: Tensor, v: Tensor, step: Tensor, out: Tensor
+    ) -> None:
+        """Into ``out`` what AdamW would make of ``w`` by ``g`` at ``index``; w, m, v and ``step`` stay as they are."""
+        w, m, v = (self.scratch(x, x.numel(), use=use).copy_(x) for x, use in ((w, "w"), (m, "m"), (v, "v")))
+        self.adamw(group, w, self.expand(g, index, w), m, v, step + 1)
+        out.copy_(w)
+
+    def adamw_moments(
+        self, group: dict, w: Tensor, g: Tensor, index: Tensor | None, m: Tensor, v: Tensor, step: Tensor
+    ) -> None:
+        """Of such a step all but the update of ``w``."""
+        step += 1
+        self.adamw(group, self.scratch(w, w.numel(), use="w"), self.expand(g, index, w), m, v, step)
+
+    def add_up(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
+        """``out = grad + add``, flat, where there is an ``out``; returns the marks of all gradients (see ``mark``)."""
+        for g, more, to in zip(grads, add, out, strict=True):
+            if to is not None:
+                to.copy_(more.reshape(-1))
+            if to is not None and g is not None:
+                to.add_(g.reshape(-1))
+        exact = torch.promote_types(bucket.dtype, torch.float32)
+        return self.marks(grads, torch.empty(0, dtype=exact, device=bucket.device))
 
     @staticmethod
     def adamw_update(group: dict, w: Tensor, m: Tensor, v: Tensor, step: Tensor) -> Tensor:
@@ -240,6 +268,10 @@ class Ops:
         hit = words.index_select(0, item).view(torch.bool).nonzero().view(-1)
         return item.index_select(0, hit >> 3).bitwise_left_shift_(3).add_(hit.bitwise_and_(7))
 
+    def largest_of(self, x: Tensor, k: int) -> Tensor | None:
+        """The positions, ascending, of the k largest |x|, int64; None where looking for a threshold is cheaper."""
+        return None
+
     def bits(self, positions: Tensor, size: int) -> Tensor:
         """``size`` bytes with the bits at these positions set."""
         bits = torch.empty(size, dtype=torch.uint8, device=positions.device)
@@ -247,6 +279,7 @@ class Ops:
         return bits
 
     top_k = staticmethod(_math.top_k)
+    set_bits_of = staticmethod(positions_of)  # their positions, int64
 
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
         """The selected positions of a packed mask, ascending. ``size``: how many, where that is known."""

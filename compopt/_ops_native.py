@@ -91,21 +91,59 @@ class NativeOps(Ops):
             mask = state["mask"][i] if phase == "sparse" else None
             rows += (
                 n, at(weights[i]), at(state["exp_avg"][i]), at(state["exp_avg_sq"][i]),
-                at(state["step"][i] if present[i] else None), at(values[i]), at(mask), len(values[i]),
-                at(state["residual"][i] if compressed[i] else None), at(own[i]), at(score.get(i)),
+                at(state["step"][i] if present[i] else None), at(values[i]), at(mask), 0, len(values[i]),
+                at(state["residual"][i] if compressed[i] else None), at(own[i]), at(score.get(i)), 0, 0,
             )  # fmt: skip
         for i in scored:
             if not present[i]:
                 moments = (state[name][i] for name in ("exp_avg", "exp_avg_sq", "step"))
                 score[i].copy_(self.adamw_update(h, weights[i], *moments).abs_().view(-1))
-        (beta1, beta2), sign = h["betas"], -1.0 if h["maximize"] else 1.0
-        table = Table(rows)
-        hyper = Table([float(h["lr"]), beta1, beta2, h["eps"], h["weight_decay"], sign], "d")
+        table, hyper = Table(rows), adamw_options(h)
         self.over_rows(bucket, lambda first, last, _: self.library.adamw(table, first, last, hyper))
         if mean.dropped is not None:  # by rounding, of what was sent: it is owed again
             for i in (i for i, here in enumerate(present) if here and bucket.compressed[i]):
                 self.put(state["residual"][i], index[i], mean.dropped_parts[i])
         return [self.top_k(x, kept(h["density"], n)) for x, n in zip(scores, lengths, strict=True)]
+
+    def adamw_ahead(
+        self, group: dict, w: Tensor, g: Tensor, index: Tensor | None, m: Tensor, v: Tensor, step: Tensor, out: Tensor
+    ) -> None:
+        if not plain(w, g, m, v, out):
+            return super().adamw_ahead(group, w, g, index, m, v, step, out)
+        self._adamw_part(group, w, g, index, m, v, step, at(out), 0)
+
+    def adamw_moments(
+        self, group: dict, w: Tensor, g: Tensor, index: Tensor | None, m: Tensor, v: Tensor, step: Tensor
+    ) -> None:
+        if not plain(w, g, m, v):
+            return super().adamw_moments(group, w, g, index, m, v, step)
+        self._adamw_part(group, w, g, index, m, v, step, 0, 1)
+
+    def _adamw_part(
+        self, group: dict, w: Tensor, g: Tensor, index: Tensor | None, m: Tensor, v: Tensor, step: Tensor, ahead: int,
+        moments: int,
+    ) -> None:  # fmt: skip
+        index = None if index is None else index.int()
+        row = (w.numel(), at(w), at(m), at(v), at(step), at(g), 0, at(index), g.numel(), 0, 0, 0, ahead, moments)
+        self.library.adamw(Table(row), 0, 1, adamw_options(group))
+
+    def add_up(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
+        marks, rows = torch.empty(len(grads)), []
+        if not plain(*(x for x in (*grads, *add, *out) if x is not None)):
+            return super().add_up(bucket, grads, add, out)
+        for r, (n, g, more, to) in enumerate(zip(bucket.lengths, grads, add, out, strict=True)):
+            nothing = at(marks) if to is None else 0  # positions, none of them
+            rows += (n, at(g), at(more), nothing, 0, 0 if to is None else n, at(to), at(marks) + 4 * r)
+        table = Table(rows)
+        self.over_rows(bucket, lambda first, last, _: self.library.pack(table, first, last, 1.0, 1.0))
+        return marks
+
+    def largest_of(self, x: Tensor, k: int) -> Tensor | None:
+        if not plain(x) or x.numel() >= 2**31:
+            return None
+        out = torch.empty(k, dtype=torch.int32)
+        self.largest(x, k, 0.0, at(out))
+        return out.long()
 
     @staticmethod
     def scape_selection(bucket: Bucket, ops: NativeOps, deal: Deal, rank: int) -> ScapeSelection:
@@ -179,12 +217,16 @@ class NativeOps(Ops):
         self.library.encode(Table([at(found), k, 0]), 1, None, at(bits))
         return bits
 
+    def set_bits_of(self, bits: Tensor) -> Tensor:
+        return self.positions(bits, 8 * bits.numel()).long()
+
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
         if not bits.is_contiguous() or bits.device.type != "cpu" or n >= 2**31:
             return super().positions(bits, n, size)
-        out = self.scratch(bits, n, torch.int32, "positions") if size is None else torch.empty(size, dtype=torch.int32)
-        found = self.library.positions(at(bits), len(bits), at(out))
-        return out[:found].clone() if size is None else out
+        size = self.library.positions(at(bits), bits.numel(), None) if size is None else size
+        out = torch.empty(size, dtype=torch.int32)
+        self.library.positions(at(bits), bits.numel(), at(out))
+        return out
 
 
 class ScapeSelection:
@@ -262,6 +304,11 @@ class ScapeSelection:
             )
         index = positions.split(sizes)
         return [i if c else None for i, c in zip(index, bucket.compressed, strict=True)], bits
+
+
+def adamw_options(h: dict) -> Table:
+    (beta1, beta2), sign = h["betas"], -1.0 if h["maximize"] else 1.0
+    return Table([float(h["lr"]), beta1, beta2, h["eps"], h["weight_decay"], sign], "d")
 
 
 def range_of(part: Part) -> Table:

@@ -69,9 +69,10 @@ class AllReduceMean:
 
 @dataclass(slots=True)
 class AllGather:
-    """Resumed with a tensor of shape ``(ranks, *tensor.shape)``, row r from rank r."""
+    """Resumed with a tensor of shape ``(ranks, *tensor.shape)``, row r from rank r. ``into``: memory for it, if any."""
 
     tensor: Tensor
+    into: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -95,7 +96,7 @@ class ReduceScatterMean:
 
 @dataclass(slots=True)
 class BitOr:
-    """Bitwise or over ranks of a tensor of uint8. Resumed with it."""
+    """Bitwise or over ranks of a tensor of uint8. Resumed with it. What is at these bits is exchanged next."""
 
     tensor: Tensor
 

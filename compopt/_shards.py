@@ -85,14 +85,17 @@ def _within(offset: int, first: int, last: int, n: int) -> Range:
     return start, stop
 
 
-def unshard(shards: Shards, rows: Tensor, into: list[Tensor | None], owners: list[int] | None = None) -> None:
+def unshard(
+    shards: Shards, rows: Tensor, into: list[Tensor | None], owners: list[int] | None = None, add: bool = False
+) -> None:
     """Write gathered shards into the flattened tensors ``into``; row r is that of rank ``owners[r]``, or of rank r.
 
-    None for tensors that have no part in the rows.
+    None for tensors that have no part in the rows. ``add``: they are added to what is there.
     """
     for row, owner in zip(rows, owners or range(shards.ranks), strict=True):
         at = 0
         for (start, stop), whole in zip(shards.ranges[owner], into, strict=True):
             if whole is not None:
-                whole[start:stop].copy_(row[at : at + stop - start])
+                own = row[at : at + stop - start]
+                whole[start:stop].add_(own) if add else whole[start:stop].copy_(own)
                 at += stop - start

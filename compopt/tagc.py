@@ -36,13 +36,13 @@ from torch import Tensor
 
 from ._base import CompressedOptimizer
 from ._buckets import Bucket, StateSpec
-from ._masks import per_tensor, positions_of
+from ._masks import per_tensor
 from ._math import squared_norm
 from ._ops import Ops, clip_factor
 from ._options import check_adam, check_compression, require
-from ._requests import Agree, AllGather, BitOr, Commit, Payload, ReduceScatterMean, Request
+from ._requests import Agree, BitOr, Commit, Payload, ReduceScatterMean, Request
 from ._selection import EXACT_BELOW, SLACK, compressed_lengths, select
-from ._sharded_adamw import Part, commit, updated
+from ._sharded_adamw import Part, commit, gather, updated
 from ._sketch import Compact, Sketch
 from ._stats import Stats
 
@@ -62,7 +62,7 @@ def tagc(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     if sparse:
         left = sparsify(bucket, ops, grads)  # lines 1 and 2
         index = yield BitOr(left.bits)  # lines 3 and 4
-        code = coded(bucket, positions_of(index))
+        code = coded(bucket, ops.set_bits_of(index))
     rows, flat = messages(bucket, ops, grads, left, code)  # line 5
     row = yield ReduceScatterMean(flat, [payload.flat.numel() for payload in rows])  # lines 6 and 9
     mean = rows[shards.rank].over(row)
@@ -75,7 +75,7 @@ def tagc(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
 
     present = bucket.present(mean)
     new = updated(bucket, ops, average, present)
-    gathered = (yield AllGather(new)) if shards.ranks > 1 else new.unsqueeze(0)
+    gathered = (yield gather(bucket, new)) if shards.ranks > 1 else new.unsqueeze(0)
     yield Commit()  # from here on state changes
     commit(bucket, ops, average, present, gathered)
     if sparse:
@@ -85,7 +85,6 @@ def tagc(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
             if here and residual is not None:
                 residual.zero_()
     bucket.cache["owes"] = sparse or (bucket.owes and not all(present))
-    bucket.parameter_bytes = new.nbytes if shards.ranks > 1 else 0
     bucket.cache["counts"] = (len(code.index), code.leftovers) if sparse else (None, 0)
 
 
@@ -98,19 +97,20 @@ class Left(NamedTuple):
     positions: Tensor
     values: Tensor
     bits: Tensor
+    marks: Tensor  # of all gradients, finite or not
 
 
 def sparsify(bucket: Bucket, ops: Ops, grads: list[Tensor | None]) -> Left:
     """Lines 1 and 2: in every shard, the largest of gradient and accumulator."""
     shards, sparsity = bucket.shards, bucket.group["sparsity"]
     x = ops.scratch(bucket.flat["residual"], 8 * shards.offsets[-1], use="x")
+    whole: list[Tensor | None] = [None] * len(grads)
     for i, n in enumerate(compressed_lengths(bucket)):
         if n:
-            whole = x[8 * shards.offsets[i] : 8 * shards.offsets[i + 1]]
-            whole[n:] = 0
-            own = whole[:n].copy_(bucket.state["residual"][i].reshape(-1))
-            if grads[i] is not None:
-                own.add_(grads[i].reshape(-1))
+            first, last = 8 * shards.offsets[i], 8 * shards.offsets[i + 1]
+            whole[i] = x[first : first + n]
+            x[first + n : last] = 0
+    marks = ops.add_up(bucket, grads, bucket.state["residual"], whole)
     found = []
     for r, (first, last) in enumerate(itertools.pairwise(shards.cuts)):
         n = shards.compressed_in(r)
@@ -121,7 +121,7 @@ def sparsify(bucket: Bucket, ops: Ops, grads: list[Tensor | None]) -> Left:
     values = x.index_select(0, positions)
     if not values.all():  # line 3: gradients of embeddings are mostly zeros; and so is what is between tensors
         positions, values = positions[values != 0], values[values != 0]
-    return Left(positions, values, ops.bits(positions, shards.offsets[-1]))
+    return Left(positions, values, ops.bits(positions, shards.offsets[-1]), marks)
 
 
 def most_left(sparsity: float, n: int) -> int:
@@ -147,9 +147,9 @@ def messages(
     lengths = [[*(shards.sizes(r)[i] for i in dense), sizes[r]] for r in range(shards.ranks)]
     exact = torch.promote_types(bucket.dtype, torch.float32)  # what peeling needs
     rows, flat = bucket.payloads(lengths, exact if isinstance(code, Sketch) else bucket.group["payload_dtype"])
-    ops.mark(rows[0], grads)
+    marks = left.marks if left else ops.marks(grads, flat)
     for r, row in enumerate(rows):
-        row.header.copy_(rows[0].header)
+        row.header.copy_(marks)
         for part, i in zip(row.parts, dense, strict=False):
             if grads[i] is None:
                 part.zero_()
@@ -158,8 +158,8 @@ def messages(
             if bucket.owes and bucket.compressed[i]:  # the dense start was taken up again
                 part.add_(bucket.state["residual"][i].reshape(-1)[slice(*shards.ranges[r][i])])
     if code:
-        own = ops.scratch(bucket.flat["residual"], 8 * shards.offsets[-1], use="x").zero_()
-        own.scatter_(0, left.positions, left.values)  # 0 at what only other ranks have left
+        own = ops.scratch(bucket.flat["residual"], 8 * shards.offsets[-1], use="x")
+        own.index_fill_(0, code.index, 0).scatter_(0, left.positions, left.values)  # 0 at what only others have left
         code.fill([row.parts[-1] for row in rows], own.index_select(0, code.index))
     return rows, flat
 
@@ -218,7 +218,8 @@ class TagcAdamW(CompressedOptimizer):
         warmup_steps: steps of plain AdamW before compression starts.
         max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
             same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
-        payload_dtype: dtype of gradients on the wire (None: the gradient's).
+        payload_dtype: dtype of gradients on the wire (None: the gradient's). With torch.bfloat16 float32 parameters are
+            gathered as their updates in bfloat16: half as many bytes.
         when: "always", or "auto": time dense and compressed steps at the start, and stay dense where compression does
             not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where there is none.

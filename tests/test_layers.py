@@ -42,7 +42,7 @@ ALLOWED = {
     "_masks": set(),
     "_checkpoint": {"_buckets", "_math", "_shards", "_requests", "_comm"},
     "_runtime": {"_comm", "_buckets", "_requests", "_math"},
-    "_ops": {"_math", "_buckets", "_requests"},
+    "_ops": {"_math", "_masks", "_buckets", "_requests"},
     "_ops_triton": {"_ops", "_math", "_masks", "_buckets", "_requests"},
     "_ops_compile": {"_ops", "_math"},
     "_ops_apex": {"_ops"},

@@ -332,3 +332,20 @@ def test_masters_are_the_same_whoever_owns_them():
         found.append(params[-1])
     for a, b in itertools.combinations(found, 2):
         assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def test_updates_of_float32_parameters_are_gathered_in_bfloat16_with_such_a_payload():
+    """Half the bytes; replicas stay equal; each update is right to bfloat16's 8 bits."""
+    runs = {}
+    for dtype in (None, torch.bfloat16):
+        world, start, params, optimizers = make(2, dtype=torch.float32, payload_dtype=dtype, warmup_steps=9)
+        given = [[g.bfloat16().float() for g in own] for own in gradients(2, 0, dtype=torch.float32)]
+        step(world, params, optimizers, given)
+        for p, q in zip(*params, strict=True):
+            assert torch.equal(p, q)
+        runs[dtype] = optimizers[0].stats.parameter_bytes, [p - w for p, w in zip(params[0], start, strict=True)]
+    (whole, exact), (half, rounded) = runs.values()
+    assert 2 * half == whole
+    for a, b in zip(exact, rounded, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=1e-6)  # AdamW divides by a root of rounded gradients too
+        assert not torch.equal(a, b)

@@ -5,21 +5,29 @@
 typedef struct {
     int64_t n;
     float *w, *m, *v, *step;  // the number of this step, still to be counted up; NULL: no step of this tensor
-    const float *mean;        // the averaged gradient at `mask`
-    const uint8_t *mask;      // NULL: everywhere
+    const float *mean;        // the averaged gradient
+    const uint8_t *mask;      // at these bits,
+    const int32_t *index;     // or at these positions; neither: everywhere
     int64_t k;
     float *residual;          // NULL for a tensor that is not compressed, or in a dense step
     const float *g;           // this rank's gradient
     float *score;             // the sizes of the updates, where somebody chooses by them
+    float *ahead;             // what w would become: then nothing else is written
+    int64_t moments;          // 1: nothing but the moments is
 } AdamW;
 
 typedef struct {
     double lr, beta1, beta2, eps, decay, sign;
 } Hyper;
 
-// A block of the averaged gradient as a dense vector, 0 off the mask; count is how many values came before.
+// A block of the averaged gradient as a dense vector, 0 where there is none of it; count is how many values came before.
 static int64_t expand(const AdamW *row, int64_t a, int64_t size, int64_t count, float *restrict out) {
     int64_t i = 0;
+    if (row->index) {
+        memset(out, 0, size * sizeof(float));
+        for (; count < row->k && row->index[count] < a + size; count++) out[row->index[count] - a] = row->mean[count];
+        return count;
+    }
 #if defined(__AVX512F__) && !defined(PORTABLE)
     for (; i + LANES <= size && count + LANES <= row->k; i += LANES) {
         const __mmask16 some = sixteen(row->mask, a + i);
@@ -45,33 +53,53 @@ static void hold_back(float *restrict residual, const float *restrict g, const u
     for (; i < size; i++) residual[i] = on(mask, a + i) ? 0 : g ? residual[i] + g[i] : residual[i];
 }
 
+typedef struct {
+    float beta2, new1, new2, eps, by_root, shrink, rate;
+} Factors;
+
+// Moments after a step, and their ratio.
+static inline float follow(float *m, float *v, float g, Factors f) {
+    *m += f.new1 * (g - *m);
+    *v = f.beta2 * *v + f.new2 * g * g;
+    return *m / (sqrtf(*v) * f.by_root + f.eps);
+}
+
 static void adamw_row(const AdamW *row, const Hyper *h) {
-    const double step = *row->step += 1, first = 1 - pow(h->beta1, step);
-    const float beta2 = h->beta2, new1 = 1 - h->beta1, new2 = 1 - h->beta2, eps = h->eps, sign = h->sign;
-    const float by_first = 1 / first, by_root = 1 / sqrt(1 - pow(h->beta2, step));
-    const float decay = h->decay, shrink = 1 - h->lr * h->decay, rate = h->lr / first;
-    float mean[BLOCK], ratio[BLOCK];
+    const double step = *row->step + 1, first = 1 - pow(h->beta1, step), second = 1 - pow(h->beta2, step);
+    const Factors f = {h->beta2,        1 - h->beta1,          1 - h->beta2,  h->eps,
+                       1 / sqrt(second), 1 - h->lr * h->decay, h->lr / first};
+    const float by_first = 1 / first, decay = h->decay, sign = h->sign;
+    float mean[BLOCK];
     int64_t count = 0;
     for (int64_t a = 0; a < row->n; a += BLOCK) {
         const int64_t size = smaller(BLOCK, row->n - a);
-        if (row->mask)
-            count = expand(row, a, size, count, mean);
-        else
-            memcpy(mean, row->mean + a, size * sizeof(float));
+        float *restrict const w = row->w + a, *restrict const m = row->m + a, *restrict const v = row->v + a;
+        const float *restrict const g = row->mask || row->index ? mean : row->mean + a;
+        if (row->mask || row->index) count = expand(row, a, size, count, mean);
         if (row->residual && row->mask)
             hold_back(row->residual + a, row->g ? row->g + a : NULL, row->mask, a, size);
         else if (row->residual)
             memset(row->residual + a, 0, size * sizeof(float));
-        float *restrict const w = row->w + a, *restrict const m = row->m + a, *restrict const v = row->v + a;
-        for (int64_t i = 0; i < size; i++) {
-            const float g = sign * mean[i];
-            m[i] += new1 * (g - m[i]);
-            v[i] = beta2 * v[i] + new2 * g * g;
-            ratio[i] = m[i] / (sqrtf(v[i]) * by_root + eps);
+        if (row->ahead) {
+            float *restrict const out = row->ahead + a;
+            for (int64_t i = 0; i < size; i++) {
+                float new_m = m[i], new_v = v[i];
+                out[i] = f.shrink * w[i] - f.rate * follow(&new_m, &new_v, sign * g[i], f);
+            }
+        } else if (row->moments) {
+            for (int64_t i = 0; i < size; i++) follow(m + i, v + i, sign * g[i], f);
+        } else if (row->score) {
+            float *restrict const score = row->score + a;
+            for (int64_t i = 0; i < size; i++) {
+                const float ratio = follow(m + i, v + i, sign * g[i], f);
+                score[i] = fabsf(ratio * by_first + decay * w[i]);
+                w[i] = f.shrink * w[i] - f.rate * ratio;
+            }
+        } else {
+            for (int64_t i = 0; i < size; i++) w[i] = f.shrink * w[i] - f.rate * follow(m + i, v + i, sign * g[i], f);
         }
-        for (int64_t i = 0; row->score && i < size; i++) row->score[a + i] = fabsf(ratio[i] * by_first + decay * w[i]);
-        for (int64_t i = 0; i < size; i++) w[i] = shrink * w[i] - rate * ratio[i];
     }
+    if (!row->ahead) *row->step += 1;
 }
 
 void adamw(const AdamW *rows, int64_t first, int64_t last, const Hyper *hyper) {

@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-enum { BLOCK = 1024, LANES = 16 };  // elements: a block is whole bytes of a mask
+enum { BLOCK = 512, LANES = 16 };  // elements: a block is whole bytes of a mask
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 

@@ -42,10 +42,14 @@ void encode(const Chosen *pieces, int64_t many, const Code *code, uint8_t *messa
         }                                                                \
     }
 
-// Positions of the bits of a mask; returns how many.
+// Positions of the bits of a mask, where there is an `out`; returns how many.
 int64_t positions(const uint8_t *mask, int64_t bytes, int32_t *out) {
     int64_t n = 0;
-    EACH_BIT(mask, bytes, i, out[n++] = (int32_t)i;)
+    if (out) {
+        EACH_BIT(mask, bytes, i, out[n++] = (int32_t)i;)
+    } else {
+        for (int64_t i = 0; i < bytes; i++) n += __builtin_popcount(mask[i]);
+    }
     return n;
 }
 
