@@ -104,3 +104,9 @@ def over_links(
         outputs = links.run(worker, timeout=timeout)
     gathered = json.loads(outputs[0].splitlines()[-1])
     return rate if shaped else "loopback", list(zip(*gathered, strict=True))
+
+
+def warn_if_busy(cpu_share: float) -> None:
+    """Say so if steps without communication did not get their core to themselves."""
+    if cpu_share < 0.9:
+        print(f"Other work kept this machine busy: without communication a step got {cpu_share:.0%} of its core.")

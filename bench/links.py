@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from _model import Batches, make_model
 from _net import bits_per_second
-from _turns import Runner, over_links, take_turns
+from _turns import Runner, over_links, take_turns, warn_if_busy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -184,9 +184,8 @@ def show(rows: list[dict]) -> None:
             for (key, (_, form)), width in zip(COLUMNS.items(), widths, strict=True)
         ]
         print(f"{row['method']:<11}{''.join(cells)}  {row['phase'] or '-'}", flush=True)
-    share = rows[0]["cpu_share"]
-    if rows[0]["method"] == "none" and share < 0.9:
-        print(f"Other work kept this machine busy: without communication a step got {share:.0%} of its core.")
+    if rows[0]["method"] == "none":
+        warn_if_busy(rows[0]["cpu_share"])
 
 
 def save(rows: list[dict]) -> None:

@@ -36,13 +36,14 @@ import torch.distributed as dist
 from _clock import RATE, put_on, reached
 from _net import Links, bits_per_second
 from _runs import TABLES, WEIGHT_DECAY, parts
-from _turns import Runner, over_links, take_turns
+from _turns import Runner, over_links, take_turns, warn_if_busy
 from quality import RESULTS, ROOT
 from torch.nn.parallel import DistributedDataParallel
 
 TABLE = "time_to_loss"
 ALONE = "no communication"  # each rank by itself
 LEVELS = (1.05, 1.1, 1.2)  # times AdamW's last loss
+YARDSTICK = "AdamW (DDP)"
 SHORTER = (200, 400)  # steps of AdamW runs, their learning rate falling in that time: dense, and stopping earlier
 BURST = 32 * 1024  # bytes
 SETTLE = 4  # untimed steps: past the first selection, and PowerSGD's two dense steps
@@ -114,6 +115,7 @@ def measure(names: list[str], rate: str, rounds: int, steps: int) -> None:
             line["iqr"] = {phase: round(spread(times), 5) for phase, times in mine.items()}
             line["timed"] = {phase: len(times) // 2 for phase, times in mine.items()}
             file.write(json.dumps(line) + "\n")
+    warn_if_busy(statistics.mean(result["cpu_share"] for result in gathered[0]))
     if label != rate:
         raise SystemExit(f"The links were not shaped: kept as {label!r}; show it with --rate {label} --show.")
 
@@ -150,7 +152,7 @@ def validate(names: list[str], rate: str) -> None:
 def shorter(lr: float) -> list[dict]:
     """Kept runs of AdamW over fewer steps, at the rate that was best."""
     there = quality.kept()
-    runs = [there[key] for steps in SHORTER if (key := quality.Run("AdamW (DDP)", lr, steps)) in there]
+    runs = [there[key] for steps in SHORTER if (key := quality.Run(YARDSTICK, lr, steps)) in there]
     return [{**run, "loss": run["evals"][-1]["val_loss"], "bytes_in_all": run["evals"][-1]["bytes"]} for run in runs]
 
 
@@ -227,6 +229,10 @@ def main() -> None:
         validate(args.validate, args.rate)
         return
     if not args.show:
+        best = quality.best_of(TABLE)[0]["lr"]
+        for steps in SHORTER:
+            if (run := quality.Run(YARDSTICK, best, steps)) not in quality.kept():
+                quality.train(run)
         measure(args.methods, args.rate, args.rounds, args.steps)
     if rows := table(args.rate):
         show(rows, args.rate)
