@@ -161,6 +161,9 @@ def table(rate: str) -> list[dict]:
     rows = quality.best_of(TABLE)
     rows += shorter(rows[0]["lr"])
     put_on(rows, rate)
+    for row in rows:
+        if row["steps"] in SHORTER:
+            row["run"] += f", {row['steps']} steps"
     if untimed := [row["run"] for row in rows if "dense_s" not in row]:
         print(f"Not timed at {rate} yet: {', '.join(untimed)}.")
     first = rows[0]["loss"]
