@@ -31,8 +31,13 @@ wheel: .venv/ready  ## build the wheel, install it into an empty environment, tr
 docs: .venv/ready  ## these pages and the reference, from the docstrings, as HTML in docs/_build
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build
 
-bench: .venv/ready  ## step times and bytes over shaped links (root) or loopback
-	$(BIN)/python bench/links.py
+bench: .venv/ready  ## ten minutes: step() alone, steps over shaped links (root) or loopback, tables of the runs that are kept
+	$(BIN)/python bench/step.py
+	$(BIN)/python bench/links.py --rates 100mbit unshaped
+	for table in radius scape separate tagc; do $(BIN)/python bench/quality.py $$table --show || exit; done
+	$(BIN)/python bench/quality_per_byte.py --show
+	$(BIN)/python bench/time_to_loss.py --show
+	@echo "What these figures mean, and where compression loses: bench/RESULTS.md"
 
 clean:
 	rm -rf .venv build dist docs/_build *.egg-info runs

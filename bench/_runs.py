@@ -100,7 +100,15 @@ METHODS: dict[str, Make | str] = {
     "Separate 16 around SGD": around(sgd, ratio=16),
 }
 
+
+def parts(name: str) -> tuple[Make, str, str]:
+    """What makes a method's optimizer; its hook of examples/baselines.py and the hook's setting, or "" twice."""
+    method = METHODS[name]
+    return (adamw, *method.split()) if isinstance(method, str) else (method, "", "")
+
+
 GRID = (1e-3, 2e-3, 4e-3)
+ADAMS_GRID = (5e-4, *GRID)  # AdamS wants a smaller one than AdamW
 
 
 @dataclass(frozen=True)
@@ -118,8 +126,8 @@ TABLES = {
     ),
     "scape": Table(
         800,
-        {"AdamW (DDP)": GRID, "AdamS": GRID, "PowerSGD rank 4": GRID[1:], "ScapeAdamS 0.1": GRID}
-        | {"ScapeAdamS 0.01": GRID}
+        {"AdamW (DDP)": GRID, "AdamS": ADAMS_GRID, "PowerSGD rank 4": GRID[1:]}
+        | {"ScapeAdamS 0.1": ADAMS_GRID, "ScapeAdamS 0.01": ADAMS_GRID}
         | {name: GRID[1:2] for name in METHODS if name.startswith("ScapeAdamS 0.1, ")}
         | {"ScapeAdamS 0.01, no mask delay": GRID[1:2]},
     ),
@@ -134,5 +142,11 @@ TABLES = {
         | {f"PowerSGD rank {rank}": GRID[1:2] for rank in (2, 6, 13)}
         | {name: GRID[1:2] for name in METHODS if name.startswith("Separate") and "," in name and "int8" not in name}
         | {"AdamS": GRID, "Separate 16 around AdamS": GRID, "Separate 16 around SGD": GRID},
+    ),
+    "time_to_loss": Table(
+        800,
+        {"AdamW (DDP)": GRID[1:], "AdamS": ADAMS_GRID[:-1], "PowerSGD rank 4": GRID[1:], "naive top-k 0.025": GRID[1:]}
+        | {"RadiusAdamW 0.4": GRID, "ScapeAdamS 0.1": ADAMS_GRID[:-1], "ScapeAdamS 0.01": ADAMS_GRID[:-1]}
+        | {"SeparateAdam 16": GRID[1:], "SeparateAdam tracked 16, int8": GRID[1:], "TagcAdamW 0.9875": GRID[1:]},
     ),
 }

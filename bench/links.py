@@ -3,9 +3,8 @@
     sudo .venv/bin/python bench/links.py                                   # the default table, under six minutes
     sudo .venv/bin/python bench/links.py --rates 100mbit --methods none ddp powersgd32 --ranks 4
 
-All methods of one rate share one set of processes and take turns, block by block, so that a ratio compares steps
-of the same minute on the same machine. One untimed step opens each block: it absorbs what the method before left in
-flight. Prints a table per rate and saves results/links.csv and results/links.png beside this file.
+All methods of one rate share one set of processes and take turns, block by block (_turns.py). Prints a table per rate
+and saves results/links.csv and results/links.png beside this file.
 """
 
 from __future__ import annotations
@@ -13,17 +12,16 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from _model import Batches, make_model
-from _net import Links, bits_per_second, sent_bytes
+from _net import bits_per_second
+from _turns import Runner, over_links, take_turns, warn_if_busy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -133,75 +131,23 @@ DEFAULT_METHODS = ["none", "ddp", "powersgd", "radius", "scape", "separate"]
 DEFAULT_RATES = ["unshaped", "10gbit", "1gbit", "100mbit"]
 
 
-class Runner:
-    """One method in one rank: its own model and process group, and what its timed steps measured."""
-
-    def __init__(self, name: str, group: dist.ProcessGroup, batches: Batches) -> None:
-        self.model, self.optimizer = METHODS[name](make_model(), group)
-        self.name, self.batches = name, batches
-        self.seconds: list[float] = []
-        self.cpu_seconds = 0.0  # of the timed steps, all threads
-        self.counted: list[int] = []  # what the optimizer itself says it sent, where it says so
-        self.phases: set[str] = set()
-        self.sent: int | None = 0  # bytes of all timed steps on this rank's socket
-
-    def step(self) -> None:
-        self.model(*self.batches.next()).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def block(self, steps: int) -> None:
-        dist.barrier()
-        self.step()
-        before, cpu = sent_bytes(), time.process_time()
-        for _ in range(steps):
-            start = time.perf_counter()
-            self.step()
-            self.seconds.append(time.perf_counter() - start)
-            if hasattr(self.optimizer, "stats"):
-                self.counted.append(self.optimizer.stats.bytes_sent)
-                self.phases.add(self.optimizer.stats.phase)
-        after = sent_bytes()
-        self.cpu_seconds += time.process_time() - cpu
-        self.sent = None if before is None or after is None else self.sent + after - before
-
-    def result(self) -> dict:
-        steps = len(self.seconds)
-        return {
-            "method": self.name,
-            "seconds": self.seconds,
-            "cpu_share": self.cpu_seconds / sum(self.seconds),
-            "bytes": None if self.sent is None else self.sent / steps,
-            "counted": statistics.median(self.counted) if self.counted else None,
-            "phases": sorted(self.phases),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-        }
-
-
 def work(methods: list[str], rounds: int, steps: int) -> None:
-    """One rank: build every method, settle it, time blocks in turn; rank 0 prints all ranks' results as JSON."""
+    """One rank: build every method, settle it, time blocks in turn."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    batches = Batches(dist.get_rank())
-    runners = []
+    batches, runners = Batches(dist.get_rank()), []
     for name in methods:
-        runners.append(Runner(name, dist.new_group(), batches))
+        runners.append(Runner(name, *METHODS[name](make_model(), dist.new_group()), batches.next))
         for _ in range(TRIAL if name.endswith("-auto") else SETTLE):
             runners[-1].step()
-    for _ in range(rounds):
-        for runner in runners:
-            runner.block(steps)
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [runner.result() for runner in runners])
-    if dist.get_rank() == 0:
-        print(json.dumps(gathered))
+    take_turns(runners, rounds, steps)
     dist.destroy_process_group()
 
 
-def summarise(rate: str, ranks: int, gathered: list[list[dict]]) -> list[dict]:
+def summarise(rate: str, ranks: int, gathered: list[tuple[dict, ...]]) -> list[dict]:
     """One row per method: medians over all timed steps of all ranks, ratios within this run."""
     rows = []
-    for results in zip(*gathered, strict=True):
+    for results in gathered:
         seconds = [second for result in results for second in result["seconds"]]
         low, middle, high = statistics.quantiles(seconds, n=4)
         first = results[0]
@@ -215,9 +161,9 @@ def summarise(rate: str, ranks: int, gathered: list[list[dict]]) -> list[dict]:
                 "iqr_ms": 1e3 * (high - low),
                 "socket_bytes": sent,
                 "socket_bytes_per_parameter": None if sent is None else sent / first["parameters"],
-                "counted_bytes": first["counted"],
+                "counted_bytes": statistics.median(first["counted"]) if first["counted"] else None,
                 "cpu_share": statistics.mean(result["cpu_share"] for result in results),
-                "phase": "+".join(first["phases"]),
+                "phase": "+".join(sorted(set(first["phases"]))),
             }
         )
     step = {row["method"]: row["step_ms"] for row in rows}
@@ -251,9 +197,8 @@ def show(rows: list[dict]) -> None:
             for (key, (_, form)), width in zip(COLUMNS.items(), widths, strict=True)
         ]
         print(f"{row['method']:<11}{''.join(cells)}  {row['phase'] or '-'}", flush=True)
-    share = rows[0]["cpu_share"]
-    if rows[0]["method"] == "none" and share < 0.9:
-        print(f"Other work kept this machine busy: without communication a step got {share:.0%} of its core.")
+    if rows[0]["method"] == "none":
+        warn_if_busy(rows[0]["cpu_share"])
 
 
 def save(rows: list[dict]) -> None:
@@ -316,14 +261,11 @@ def main() -> None:
     worker += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
     rows: list[dict] = []
     for rate in options.rates:
-        with Links(options.ranks, None if rate == "unshaped" else rate) as links:
-            shaped = links.private
-            outputs = links.run(worker, timeout=1800)
-        label = rate if shaped else "loopback"
-        measured = summarise(label, options.ranks, json.loads(outputs[0].splitlines()[-1]))
+        label, gathered = over_links(worker, options.ranks, rate)
+        measured = summarise(label, options.ranks, gathered)
         show(measured)
         rows += measured
-        if not shaped:
+        if label == "loopback":
             break  # the other rates would measure loopback again
     save(rows)
 

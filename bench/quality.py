@@ -5,7 +5,8 @@
     python bench/quality.py separate --show             # train nothing: the table and the plot of what is there
 
 Each run is examples/train_gpt.py on two processes of one thread, real sockets between them. Runs are kept, a line each,
-in results/quality.jsonl, whatever table they belong to; a table is saved as CSV and PNG beside it.
+in results/quality.jsonl, whatever table they belong to; a table is saved as CSV and PNG beside it. Where
+bench/time_to_loss.py has timed a method at 100 Mbit/s, the table has its seconds there and the plot a panel of them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from _runs import DENSE, METHODS, TABLES, adamw
+from _clock import RATE, put_on
+from _runs import DENSE, METHODS, TABLES, parts
 
 ROOT, RESULTS = Path(__file__).parent.parent, Path(__file__).parent / "results"
 KEPT = RESULTS / "quality.jsonl"
@@ -42,17 +45,13 @@ def work(name: str, lr: float, steps: int, seed: int, out: str) -> None:
     import baselines
     import train_gpt
 
-    method = METHODS[name]
+    method, hook, setting = parts(name)
     words = ["--steps", str(steps), "--lr", str(lr), "--warmup-share", str(DENSE), "--seed", str(seed), "--out", out]
-    if isinstance(method, str):
-        hook, setting = method.split()
-        if hook == "powersgd":
-            baselines.POWERSGD_RANK = int(setting)
-        else:
-            words += ["--density", setting]
-        method, optimizer = adamw, hook
-    else:
-        optimizer = name
+    if hook == "powersgd":
+        baselines.POWERSGD_RANK = int(setting)
+    elif hook:
+        words += ["--density", setting]
+    optimizer = hook or name
     train_gpt.OPTIMIZERS[optimizer] = lambda params, args: method(params, args.lr, args.warmup)
     sys.argv = ["train_gpt.py", "--optimizer", optimizer, *words]
     train_gpt.main()
@@ -104,37 +103,50 @@ def best_of(table: str) -> list[dict]:
 
 
 def show(table: str, rows: list[dict]) -> None:
-    """Print the table and write it as CSV."""
-    fields = ["run", "loss", "to_first", "bytes", "share", "bytes_in_all", "lr", "tried", "steps"]
+    """Print the table and write it as CSV; seconds of the whole run where its phases were timed."""
+    fields = ["run", "loss", "to_first", "bytes", "share", "bytes_in_all", "seconds", "lr", "tried", "steps"]
+    for r in rows:
+        r["seconds"] = round(r["evals"][-1]["seconds"], 1) if "seconds" in r["evals"][-1] else None
     with (RESULTS / f"quality-{table}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fields, extrasaction="ignore")
         writer.writeheader()
         writer.writerows({**r, "to_first": round(r["to_first"], 4), "share": round(r["share"], 4)} for r in rows)
-    print(f"\n{'run, ' + str(rows[0]['steps']) + ' steps':<44}{'lr':>7}{'loss':>8}{'to first':>10}{'share':>8}")
+    heads = f"{'lr':>7}{'loss':>8}{'to first':>10}{'share':>8}{'s at ' + RATE:>14}"
+    print(f"\n{'run, ' + str(rows[0]['steps']) + ' steps':<44}{heads}")
     for r in rows:
-        print(f"{r['run']:<44}{r['lr']:>7g}{r['loss']:>8.3f}{r['to_first']:>10.3f}{r['share']:>8.4f}")
+        seconds = "-" if r["seconds"] is None else f"{r['seconds']:.0f}"
+        print(f"{r['run']:<44}{r['lr']:>7g}{r['loss']:>8.3f}{r['to_first']:>10.3f}{r['share']:>8.4f}{seconds:>14}")
 
 
-def plot(table: str, rows: list[dict]) -> None:
-    """Loss over steps, and over the bytes sent until then."""
+PANELS = {  # key of an evaluation: label, unit, scale
+    "step": ("step", 1, "linear"),
+    "bytes": ("gigabytes handed to collectives by each rank", 1e9, "log"),
+    "seconds": ("seconds at {rate}, composed of measured step times", 1, "linear"),
+}
+
+
+def draw(rows: list[dict], keys: Sequence[str], path: Path, rate: str = RATE) -> None:
+    """Loss over what the keys name, a panel each; a run without seconds is left out where they are drawn."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
-    for axis, (key, unit) in zip(panels, [("step", 1), ("bytes", 1e9)], strict=True):
+    figure, panels = plt.subplots(1, len(keys), figsize=(5 * len(keys) + 2, 5), sharey=True, layout="constrained")
+    for axis, key in zip(panels, keys, strict=True):
+        label, unit, scale = PANELS[key]
         for number, row in enumerate(rows):
-            points = row["evals"][1:]
+            points = [e for e in row["evals"] if key in e]
             style = dict(color=plt.get_cmap("tab20")(number % 20), linewidth=1.4, linestyle="-" if number < 20 else ":")
-            label = f"{row['run']} (lr {row['lr']:g})"
-            axis.plot([e[key] / unit for e in points], [e["val_loss"] for e in points], label=label, **style)
+            name = f"{row['run']} (lr {row['lr']:g})" if axis is panels[0] else None
+            axis.plot([e[key] / unit for e in points], [e["val_loss"] for e in points], label=name, **style)
+        axis.set(xlabel=label.format(rate=rate), xscale=scale)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    panels[0].set(xlabel="step", ylabel="validation loss (nats a byte)")
-    panels[1].set(xlabel="gigabytes handed to collectives by each rank", xscale="log")
+    panels[0].set_ylabel("validation loss (nats a byte)")
+    panels[0].set_ylim(top=max(row["evals"][1]["val_loss"] for row in rows))  # all fall alike before
     figure.legend(loc="outside right upper", frameon=False, fontsize=7)
-    figure.savefig(RESULTS / f"quality-{table}.png", dpi=130)
+    figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
@@ -160,8 +172,10 @@ def main() -> None:
             if wanted and (run := Run(name, lr, table.steps)) not in kept():
                 train(run)
     if rows := best_of(args.table):
+        put_on(rows, RATE)
         show(args.table, rows)
-        plot(args.table, rows)
+        timed = [row for row in rows if row["seconds"] is not None]
+        draw(rows, ("step", "bytes", "seconds") if timed else ("step", "bytes"), RESULTS / f"quality-{args.table}.png")
 
 
 if __name__ == "__main__":

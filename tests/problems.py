@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from sim import World
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -223,3 +224,42 @@ NAMES = tuple(_MAKERS)
 def problem(name: str) -> Problem:
     """The problem of that name; built once."""
     return _MAKERS[name]()
+
+
+# What tests against an oracle train: no model, only tensors, and gradients that are noise.
+
+SHAPES = [(64, 80), (80,), (128, 64), (3, 40, 48), (10, 10)]
+COMPRESSED = [True, False, True, True, False]  # at least two dimensions and 4096 elements
+
+Optimizers = list[torch.optim.Optimizer]
+Tensors = list[list[Tensor]]  # a list a rank
+
+
+def weights(shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Where all ranks begin: the i-th tensor is drawn from seed i."""
+    return [torch.randn(shape, generator=_generator(i), dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+def gradients(
+    ranks: int, step: int, shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float64
+) -> Tensors:
+    """A gradient a tensor and rank, other ones each step."""
+    seeds = [_generator(100 * step + rank) for rank in range(ranks)]
+    return [[torch.randn(shape, generator=seed, dtype=dtype) for shape in shapes] for seed in seeds]
+
+
+def replicas(
+    ranks: int, start: list[Tensor], make: Callable[..., torch.optim.Optimizer]
+) -> tuple[World, Tensors, Optimizers]:
+    """A world, each rank's parameters, and each rank's make(parameters, process_group=...)."""
+    world = World(ranks)
+    params = [[nn.Parameter(w.clone()) for w in start] for _ in range(ranks)]
+    return world, params, [make(p, process_group=comm) for p, comm in zip(params, world.comms, strict=True)]
+
+
+def step(world: World, params: Tensors, optimizers: Optimizers, grads: list[list[Tensor | None]]) -> None:
+    """One step of all ranks on these gradients; None is a tensor without one."""
+    for own, given in zip(params, grads, strict=True):
+        for p, g in zip(own, given, strict=True):
+            p.grad = None if g is None else g.clone()
+    world.step(optimizers)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from oracles import AdamSOracle
-from sim import World
+from problems import gradients, replicas, step
 from torch import nn
 
 import compopt
@@ -13,25 +15,16 @@ import compopt
 SHAPES = [(64, 80), (80,), (3, 300, 90), ()]
 
 
-def gradients(ranks: int, step: int) -> list[list[torch.Tensor]]:
-    seeds = [torch.Generator().manual_seed(100 * step + rank) for rank in range(ranks)]
-    return [[torch.randn(shape, generator=seed, dtype=torch.float64) for shape in SHAPES] for seed in seeds]
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"bias_correction": "adams"}, {"maximize": True}, {"betas": (0.0, 0.9)}])
 def test_equals_equation_2(ranks, options):
     hyper = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1} | options
     start = [torch.randn(s, generator=torch.Generator().manual_seed(7), dtype=torch.float64) for s in SHAPES]
-    world, oracle = World(ranks), AdamSOracle(start, ranks, **hyper)
-    params = [[nn.Parameter(w.clone()) for w in start] for _ in range(ranks)]
-    optimizers = [compopt.AdamS(p, process_group=comm, **hyper) for p, comm in zip(params, world.comms, strict=True)]
+    world, params, optimizers = replicas(ranks, start, functools.partial(compopt.AdamS, **hyper))
+    oracle = AdamSOracle(start, ranks, **hyper)
     for t in range(50):
-        grads = gradients(ranks, t)
-        for own, given in zip(params, grads, strict=True):
-            for p, g in zip(own, given, strict=True):
-                p.grad = g.clone()
-        world.step(optimizers)
+        grads = gradients(ranks, t, SHAPES)
+        step(world, params, optimizers, grads)
         oracle.step(grads)
     for i, wanted in enumerate(oracle.params):
         torch.testing.assert_close(params[-1][i].detach(), wanted, rtol=1e-11, atol=1e-12)

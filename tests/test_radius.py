@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from oracles import RadiusOracle
-from sim import World
+from problems import COMPRESSED, SHAPES, gradients, replicas, step, weights
 from torch import nn
 
 import compopt
 from compopt import _math
 
-SHAPES = [(64, 80), (80,), (128, 64), (3, 40, 48), (10, 10)]
-COMPRESSED = [True, False, True, True, False]
-
-
-def gradients(ranks: int, step: int) -> list[list[torch.Tensor]]:
-    seeds = [torch.Generator().manual_seed(100 * step + rank) for rank in range(ranks)]
-    return [[torch.randn(shape, generator=seed, dtype=torch.float64) for shape in SHAPES] for seed in seeds]
-
 
 def make(ranks: int, **options):
-    world = World(ranks)
-    start = [
-        torch.randn(shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
-        for i, shape in enumerate(SHAPES)
-    ]
-    params = [[nn.Parameter(w.clone()) for w in start] for _ in range(ranks)]
-    optimizers = [
-        compopt.RadiusAdamW(p, process_group=comm, **options) for p, comm in zip(params, world.comms, strict=True)
-    ]
+    start = weights()
+    world, params, optimizers = replicas(ranks, start, functools.partial(compopt.RadiusAdamW, **options))
     return world, start, params, optimizers
-
-
-def step(world: World, params: list, optimizers: list, grads: list[list[torch.Tensor]]) -> None:
-    for own, given in zip(params, grads, strict=True):
-        for p, g in zip(own, given, strict=True):
-            p.grad = g.clone()
-    world.step(optimizers)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

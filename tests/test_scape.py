@@ -3,46 +3,26 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 
 import pytest
 import torch
 from oracles import AdamSOracle, ScapeOracle
-from sim import World
+from problems import COMPRESSED, gradients, replicas, step, weights
 from torch import nn
 
 import compopt
 from compopt import _math
 
 SHAPES = [(64, 80), (80,), (128, 64), (3, 41, 47), (10, 10)]
-COMPRESSED = [True, False, True, True, False]
 HYPER = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def gradients(ranks: int, step: int, shapes=SHAPES) -> list[list[torch.Tensor]]:
-    seeds = [torch.Generator().manual_seed(100 * step + rank) for rank in range(ranks)]
-    return [[torch.randn(shape, generator=seed, dtype=torch.float64) for shape in shapes] for seed in seeds]
-
-
 def make(ranks: int, shapes=SHAPES, **options):
-    world, options = World(ranks), {"selection": "exact", **options}
-    start = [
-        torch.randn(shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
-        for i, shape in enumerate(shapes)
-    ]
-    params = [[nn.Parameter(w.clone()) for w in start] for _ in range(ranks)]
-    optimizers = [
-        compopt.ScapeAdamS(p, process_group=comm, **HYPER, **options)
-        for p, comm in zip(params, world.comms, strict=True)
-    ]
+    start, options = weights(shapes), {"selection": "exact", **HYPER, **options}
+    world, params, optimizers = replicas(ranks, start, functools.partial(compopt.ScapeAdamS, **options))
     return world, start, params, optimizers
-
-
-def step(world: World, params: list, optimizers: list, grads: list[list[torch.Tensor]]) -> None:
-    for own, given in zip(params, grads, strict=True):
-        for p, g in zip(own, given, strict=True):
-            p.grad = None if g is None else g.clone()
-    world.step(optimizers)
 
 
 def dense_moment(optimizer, p) -> torch.Tensor:
@@ -111,7 +91,7 @@ def test_density_1_equals_adams(ranks, delay):
     world, start, params, optimizers = make(ranks, density=1.0, mask_delay=delay)
     oracle = AdamSOracle(start, ranks, **HYPER)
     for t in range(20):
-        grads = gradients(ranks, t)
+        grads = gradients(ranks, t, SHAPES)
         step(world, params, optimizers, grads)
         oracle.step(grads)
     for p, wanted in zip(params[-1], oracle.params, strict=True):
@@ -133,7 +113,7 @@ def test_nothing_is_lost(ranks, delay, selection):
         return [sum(each[n : n + ranks]) for n in range(0, len(each), ranks)]
 
     for t in range(12):
-        grads = gradients(ranks, t)
+        grads = gradients(ranks, t, SHAPES)
         before = [x + 0.1 * sum(own[i] for own in grads) for x, i in zip(held(0.9), (0, 2, 3), strict=True)]
         step(world, params, optimizers, grads)
         for came, kept in zip(before, held(1.0), strict=True):
@@ -146,7 +126,7 @@ def test_nothing_is_lost(ranks, delay, selection):
 def test_replicas_and_masks_are_equal_to_the_bit(ranks, options):
     world, _, params, optimizers = make(ranks, density=0.1, density_warmup_steps=6, selection="sampled", **options)
     for t in range(15):
-        step(world, params, optimizers, gradients(ranks, t))
+        step(world, params, optimizers, gradients(ranks, t, SHAPES))
         for own, optimizer in zip(params[1:], optimizers[1:], strict=True):
             optimizer.state_dict()
             optimizers[0].state_dict()
@@ -213,23 +193,23 @@ def test_the_clock_of_the_mask():
     for delay, phases in ((1, ["dense", "sparse"]), (0, ["sparse", "sparse"])):
         world, _, params, optimizers = make(1, density=0.1, density_warmup_steps=0, mask_delay=delay)
         for t, phase in enumerate(phases):
-            step(world, params, optimizers, gradients(1, t))
+            step(world, params, optimizers, gradients(1, t, SHAPES))
             assert optimizers[0].stats.phase == phase
 
 
 def test_a_lost_mask_makes_the_next_step_dense_and_nothing_is_lost_with_it():
     world, _, params, optimizers = make(2, density=0.1, density_warmup_steps=0)
     for t in range(3):
-        step(world, params, optimizers, gradients(2, t))
+        step(world, params, optimizers, gradients(2, t, SHAPES))
     for pending in (exchange.pending for optimizer in optimizers for exchange in optimizer._runtime.tails):
         world.failing_everywhere.add(pending.number)
     p = params[0][0]
     owed = sum(o.state[own[0]]["residual"] for o, own in zip(optimizers, params, strict=True)) / 2
-    wanted = 0.9 * dense_moment(optimizers[0], p) + 0.1 * sum(g[0] for g in gradients(2, 3)) / 2 + owed
-    step(world, params, optimizers, gradients(2, 3))
+    wanted = 0.9 * dense_moment(optimizers[0], p) + 0.1 * sum(g[0] for g in gradients(2, 3, SHAPES)) / 2 + owed
+    step(world, params, optimizers, gradients(2, 3, SHAPES))
     assert optimizers[0].stats.phase == "dense" and optimizers[0].stats.residual_norm() == 0
     torch.testing.assert_close(dense_moment(optimizers[0], p), wanted)
-    step(world, params, optimizers, gradients(2, 4))
+    step(world, params, optimizers, gradients(2, 4, SHAPES))
     assert optimizers[1].stats.phase == "sparse"
 
 
@@ -242,10 +222,10 @@ def test_a_checkpoint_with_a_mask_in_flight_continues_to_the_bit(at, selection):
     for t in range(at):
         step(world, params, optimizers, gradients(2, t, shapes))
     assert all(optimizer._runtime.tails for optimizer in optimizers)  # in flight
-    weights = [[p.detach().clone() for p in own] for own in params]
+    reached = [[p.detach().clone() for p in own] for own in params]
     saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
     again, _, new_params, new = make(2, shapes, **options)
-    for own, held, optimizer, state in zip(new_params, weights, new, saved, strict=True):
+    for own, held, optimizer, state in zip(new_params, reached, new, saved, strict=True):
         for p, w in zip(own, held, strict=True):
             p.data.copy_(w)
         optimizer.load_state_dict(state)
@@ -262,7 +242,7 @@ def test_a_checkpoint_with_a_mask_in_flight_continues_to_the_bit(at, selection):
 def test_a_moment_that_does_not_fit_its_mask_is_refused():
     world, _, params, optimizers = make(1, density=0.1, density_warmup_steps=0)
     for t in range(3):
-        step(world, params, optimizers, gradients(1, t))
+        step(world, params, optimizers, gradients(1, t, SHAPES))
     state = copy.deepcopy(optimizers[0].state_dict())
     for broken in (state["state"][0]["exp_avg"][:-1], torch.zeros(3)):
         state["state"][0]["exp_avg"] = broken
@@ -307,7 +287,7 @@ def test_stats_tell_density_bytes_and_overlap():
 def test_tensors_without_gradients_wait_and_join():
     world, start, params, optimizers = make(2, density=0.1, density_warmup_steps=0)
     for t in range(6):
-        grads = gradients(2, t)
+        grads = gradients(2, t, SHAPES)
         if t % 2 or t < 2:
             for own in grads:
                 own[2] = None
@@ -374,7 +354,7 @@ def test_sharded_state_is_a_share_of_it():
     """Momentum and the common residual: 1/N of the elements on each rank. What crosses is the mask's share."""
     world, _, params, optimizers = make(4, density=0.1, density_warmup_steps=0, sharded=True)
     for t in range(3):
-        step(world, params, optimizers, gradients(4, t))
+        step(world, params, optimizers, gradients(4, t, SHAPES))
     n = sum(p.numel() for p in params[0])
     for optimizer in optimizers:
         held = sum(entry["exp_avg"].numel() for entry in optimizer.state.values())
@@ -392,7 +372,7 @@ def test_sharded_state_is_a_share_of_it():
 def test_sharded_whichever_collective_fails_nothing_has_changed(late):
     world, _, params, optimizers = make(2, density=0.1, density_warmup_steps=0, sharded=True)
     for t in range(3):
-        step(world, params, optimizers, gradients(2, t))
+        step(world, params, optimizers, gradients(2, t, SHAPES))
     for optimizer in optimizers:
         optimizer._settle()
     kept = [[p.detach().clone() for p in own] for own in params]
@@ -402,11 +382,11 @@ def test_sharded_whichever_collective_fails_nothing_has_changed(late):
     world.failing_everywhere.add(world.comms[0].started + late)
     if late < 3:  # gradients, norm, parameters; what follows are the masks, without which a step is dense
         with pytest.raises(compopt.CommunicationError, match="step 4 was not applied"):
-            step(world, params, optimizers, gradients(2, 3))
+            step(world, params, optimizers, gradients(2, 3, SHAPES))
         for rank in range(2):
             assert all(torch.equal(p, q) for p, q in zip(params[rank], kept[rank], strict=True))
             for p, entry in zip(params[rank], state[rank], strict=True):
                 assert all(torch.equal(optimizers[rank].state[p][name], before) for name, before in entry.items())
     for t in range(3, 6):
-        step(world, params, optimizers, gradients(2, t))
+        step(world, params, optimizers, gradients(2, t, SHAPES))
     assert all(torch.equal(p, q) for p, q in zip(*params, strict=True)) and optimizers[0].stats.step == 6

@@ -8,15 +8,13 @@ import warnings
 import pytest
 import torch
 from oracles import SeparateOracle
+from problems import COMPRESSED, SHAPES, gradients, replicas, step, weights
 from ranks import run_ranks
-from sim import World
 from torch import nn
 
 import compopt
 from compopt._projections import Matrices, projection
 
-SHAPES = [(64, 80), (80,), (128, 64), (3, 40, 48), (10, 10)]
-COMPRESSED = [True, False, True, True, False]
 ADAM = dict(lr=3e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
 BASES = {
     "AdamW": lambda params: torch.optim.AdamW(params, **ADAM),
@@ -24,33 +22,13 @@ BASES = {
 }
 
 
-def gradients(ranks: int, step: int) -> list[list[torch.Tensor]]:
-    seeds = [torch.Generator().manual_seed(100 * step + rank) for rank in range(ranks)]
-    return [[torch.randn(shape, generator=seed, dtype=torch.float64) for shape in SHAPES] for seed in seeds]
-
-
-def start() -> list[torch.Tensor]:
-    seeds = [torch.Generator().manual_seed(i) for i in range(len(SHAPES))]
-    return [torch.randn(shape, generator=seed, dtype=torch.float64) for shape, seed in zip(SHAPES, seeds, strict=True)]
-
-
 def make(ranks: int, base: str = "SeparateAdam", **options):
-    world = World(ranks)
-    params = [[nn.Parameter(w) for w in start()] for _ in range(ranks)]
-    optimizers = [
-        compopt.SeparateAdam(p, process_group=comm, **ADAM, **options)
-        if base == "SeparateAdam"
-        else compopt.Separate(BASES[base](p), process_group=comm, **options)
-        for p, comm in zip(params, world.comms, strict=True)
-    ]
-    return world, params, optimizers
+    def separate(params, **group):
+        if base == "SeparateAdam":
+            return compopt.SeparateAdam(params, **ADAM, **group, **options)
+        return compopt.Separate(BASES[base](params), **group, **options)
 
-
-def step(world: World, params: list, optimizers: list, grads: list[list[torch.Tensor]]) -> None:
-    for own, given in zip(params, grads, strict=True):
-        for p, g in zip(own, given, strict=True):
-            p.grad = g.clone()
-    world.step(optimizers)
+    return replicas(ranks, weights(), separate)
 
 
 def as_drawn(optimizers: list, ratio: float, kind: str):
@@ -88,9 +66,8 @@ def test_equals_the_oracle(ranks, base, options):
     world, params, optimizers = make(ranks, base, **options)
     turned, random = as_drawn(optimizers, options["ratio"], options.get("projection", "gaussian"))
     said = {k: v for k, v in options.items() if k not in ("ratio", "projection")}
-    oracle = SeparateOracle(
-        turned(start()), ranks, BASES["AdamW" if base == "SeparateAdam" else base], random, compress=COMPRESSED, **said
-    )
+    inner = BASES["AdamW" if base == "SeparateAdam" else base]
+    oracle = SeparateOracle(turned(weights()), ranks, inner, random, compress=COMPRESSED, **said)
     phases = set()
     for t in range(20):
         grads = gradients(ranks, t)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 
 import pytest
 import torch
 from oracles import TagcOracle
+from problems import COMPRESSED, gradients, replicas, step, weights
 from sim import World
 from torch import nn
 
 import compopt
 
 SHAPES = [(64, 65), (80,), (64, 66), (3, 41, 47), (10, 10)]
-COMPRESSED = [True, False, True, True, False]
 HYPER = {"lr": 3e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 # Compressed tensors lie in reverse order of registration, whole bytes of mask each: 723, 528 and 520. The cuts are at
 # whole words of 8 bytes not above 1771 / 2, and 1771 / 3 and 2 * 1771 / 3.
@@ -25,29 +26,10 @@ CUTS = {
 }
 
 
-def gradients(ranks: int, step: int, shapes=SHAPES, dtype=torch.float64) -> list[list[torch.Tensor]]:
-    seeds = [torch.Generator().manual_seed(100 * step + rank) for rank in range(ranks)]
-    return [[torch.randn(shape, generator=seed, dtype=dtype) for shape in shapes] for seed in seeds]
-
-
 def make(ranks: int, shapes=SHAPES, dtype=torch.float64, **options):
-    world = World(ranks)
-    start = [
-        torch.randn(shape, generator=torch.Generator().manual_seed(i), dtype=dtype) for i, shape in enumerate(shapes)
-    ]
-    params = [[nn.Parameter(w.clone()) for w in start] for _ in range(ranks)]
-    optimizers = [
-        compopt.TagcAdamW(p, process_group=comm, **{**HYPER, **options})
-        for p, comm in zip(params, world.comms, strict=True)
-    ]
+    start, options = weights(shapes, dtype), {**HYPER, **options}
+    world, params, optimizers = replicas(ranks, start, functools.partial(compopt.TagcAdamW, **options))
     return world, start, params, optimizers
-
-
-def step(world: World, params: list, optimizers: list, grads: list[list[torch.Tensor]]) -> None:
-    for own, given in zip(params, grads, strict=True):
-        for p, g in zip(own, given, strict=True):
-            p.grad = None if g is None else g.clone()
-    world.step(optimizers)
 
 
 SKETCH = dict(codec="sketch", sparsity=0.9, sketch_ratio=4)
@@ -68,7 +50,7 @@ def test_equals_the_oracle(name, ranks):
     given = {k: v for k, v in OPTIONS[name].items() if k not in ("codec", "sketch_ratio")}
     oracle = TagcOracle(start, ranks, **HYPER, **given, shards=CUTS[ranks], compress=COMPRESSED)
     for t in range(7):
-        grads = gradients(ranks, t)
+        grads = gradients(ranks, t, SHAPES)
         step(world, params, optimizers, grads)
         oracle.step(grads)
         for own in params:
@@ -117,7 +99,7 @@ def test_nothing_is_lost(codec, ranks):
             sum(o.state[own[i]]["residual"] for o, own in zip(optimizers, params, strict=True)).clone()
             for i in (0, 2, 3)
         ]
-        grads = gradients(ranks, t)
+        grads = gradients(ranks, t, SHAPES)
         step(world, params, optimizers, grads)
         for i, before in zip((0, 2, 3), held, strict=True):
             after = sum(o.state[own[i]]["residual"] for o, own in zip(optimizers, params, strict=True))
@@ -130,13 +112,14 @@ def test_nothing_is_lost(codec, ranks):
 def test_what_is_held_back_of_a_tensor_waits_while_it_has_no_gradient():
     world, _, params, optimizers = make(2, sparsity=0.9)
     for t in range(3):
-        step(world, params, optimizers, gradients(2, t))
+        step(world, params, optimizers, gradients(2, t, SHAPES))
     kept = [
         {name: value.clone() for name, value in o.state[own[2]].items()}
         for o, own in zip(optimizers, params, strict=True)
     ]
     before = params[0][2].detach().clone()
-    step(world, params, optimizers, [[None if i == 2 else g for i, g in enumerate(own)] for own in gradients(2, 3)])
+    missing = [[None if i == 2 else g for i, g in enumerate(own)] for own in gradients(2, 3, SHAPES)]
+    step(world, params, optimizers, missing)
     for optimizer, own, entry in zip(optimizers, params, kept, strict=True):
         assert torch.equal(own[2], before)
         assert all(torch.equal(optimizer.state[own[2]][name], value) for name, value in entry.items())
@@ -180,7 +163,7 @@ def test_the_or_loses_no_index_where_added_fields_do(ranks, shared):
 
 def test_moments_and_masters_are_shared_out_equally():
     world, _, params, optimizers = make(4, dtype=torch.bfloat16, sparsity=0.9)
-    step(world, params, optimizers, gradients(4, 0, dtype=torch.bfloat16))
+    step(world, params, optimizers, gradients(4, 0, SHAPES, torch.bfloat16))
     n = sum(p.numel() for p in params[0])
     for optimizer in optimizers:
         for name in ("exp_avg", "exp_avg_sq", "master"):
@@ -193,31 +176,31 @@ def test_whichever_collective_fails_nothing_has_changed(late):
     """Index, gradients, norm, and the updated parameters: all or nothing."""
     world, _, params, optimizers = make(2, sparsity=0.9)
     for t in range(2):
-        step(world, params, optimizers, gradients(2, t))
+        step(world, params, optimizers, gradients(2, t, SHAPES))
     kept = [[p.detach().clone() for p in own] for own in params]
     state = [
         [{k: v.clone() for k, v in o.state[p].items()} for p in own] for o, own in zip(optimizers, params, strict=True)
     ]
     world.failing_everywhere.add(world.comms[0].started + late)
     with pytest.raises(compopt.CommunicationError, match="step 3 was not applied"):
-        step(world, params, optimizers, gradients(2, 2))
+        step(world, params, optimizers, gradients(2, 2, SHAPES))
     for rank in range(2):
         assert all(torch.equal(p, q) for p, q in zip(params[rank], kept[rank], strict=True))
         for p, entry in zip(params[rank], state[rank], strict=True):
             assert all(torch.equal(optimizers[rank].state[p][name], before) for name, before in entry.items())
-    step(world, params, optimizers, gradients(2, 2))
+    step(world, params, optimizers, gradients(2, 2, SHAPES))
     assert all(torch.equal(p, q) for p, q in zip(*params, strict=True)) and optimizers[0].stats.step == 3
 
 
 def test_a_consolidated_checkpoint_is_whole_and_fits_adamw():
     world, _, params, optimizers = make(3, sparsity=0.0)
     for t in range(3):
-        step(world, params, optimizers, gradients(3, t))
+        step(world, params, optimizers, gradients(3, t, SHAPES))
     world.consolidate(optimizers)
     saved = copy.deepcopy(optimizers[2].state_dict())
     reference = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in params[0]], **HYPER)
     reference.load_state_dict(saved)
-    step(world, params, optimizers, grads := gradients(3, 3))
+    step(world, params, optimizers, grads := gradients(3, 3, SHAPES))
     own = reference.param_groups[0]["params"]
     for i, p in enumerate(own):
         p.grad = sum(grads[rank][i] for rank in range(3)) / 3
@@ -230,7 +213,7 @@ def test_a_consolidated_checkpoint_is_whole_and_fits_adamw():
 def test_after_a_rank_is_lost_the_shards_of_the_others_are_kept():
     world, _, params, optimizers = make(3, sparsity=0.9)
     for t in range(3):
-        step(world, params, optimizers, gradients(3, t))
+        step(world, params, optimizers, gradients(3, t, SHAPES))
     before = [torch.cat([o.state[own[0]]["exp_avg_sq"] for o, own in zip(optimizers, params, strict=True)])]
     lost = slice(len(optimizers[0].state[params[0][0]]["exp_avg_sq"]), None)
     lost = slice(lost.start, lost.start + len(optimizers[1].state[params[1][0]]["exp_avg_sq"]))
@@ -242,7 +225,7 @@ def test_after_a_rank_is_lost_the_shards_of_the_others_are_kept():
     world.consolidate(optimizers)
     saved = optimizers[1].state_dict()["state"][0]["exp_avg_sq"]
     torch.testing.assert_close(saved.view(-1), before[0])
-    step(world, params, optimizers, gradients(2, 3))
+    step(world, params, optimizers, gradients(2, 3, SHAPES))
     assert all(torch.equal(p, q) for p, q in zip(*params, strict=True))
 
 
@@ -250,15 +233,15 @@ def test_after_a_rank_is_lost_the_shards_of_the_others_are_kept():
 def test_a_rank_that_alone_missed_the_parameters_takes_the_step_over(dtype):
     world, _, params, optimizers = make(2, dtype=dtype, sparsity=0.9, lr=1e-3)
     for t in range(3):
-        step(world, params, optimizers, gradients(2, t, dtype=dtype))
+        step(world, params, optimizers, gradients(2, t, SHAPES, dtype))
     world.failing.add((1, world.comms[0].started + 3))  # index, gradients, norm, parameters
     with pytest.raises(compopt.CommunicationError, match="step 4 was not applied on rank 1"):
-        step(world, params, optimizers, gradients(2, 3, dtype=dtype))
+        step(world, params, optimizers, gradients(2, 3, SHAPES, dtype))
     assert [o.param_groups[0]["step"] for o in optimizers] == [4, 3]
     world = World(2)
     with pytest.warns(UserWarning, match="rank 1 had not applied step 4"):
         world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)])
-    step(world, params, optimizers, gradients(2, 4, dtype=dtype))
+    step(world, params, optimizers, gradients(2, 4, SHAPES, dtype))
     assert [o.stats.step for o in optimizers] == [5, 5]
     assert all(torch.equal(p, q) for p, q in zip(*params, strict=True))
 
@@ -325,7 +308,7 @@ def test_masters_are_the_same_whoever_owns_them():
     for ranks in (1, 2, 4):
         world, _, params, optimizers = make(ranks, dtype=torch.bfloat16, sparsity=0.0, lr=1e-3)
         for t in range(4):
-            grads = gradients(1, t, dtype=torch.bfloat16)[0]
+            grads = gradients(1, t, SHAPES, torch.bfloat16)[0]
             for o in optimizers:
                 o._handed_over = True  # bit-identical gradients on purpose
             step(world, params, optimizers, [grads] * ranks)

@@ -8,8 +8,9 @@ import pytest
 import test_conformance as conformance
 import torch
 from oracles.powersgd import PowerSGDOracle
+from problems import gradients, replicas, step, weights
 from ranks import run_ranks
-from sim import Ranks, World
+from sim import Ranks
 from table import by_name
 from torch import nn
 
@@ -22,35 +23,15 @@ MATRICES = {0: (64, 80), 2: (128, 64), 3: (96, 120)}
 RANK = 3
 
 
-def gradients(ranks: int, step: int) -> list[list[torch.Tensor]]:
-    seeds = [torch.Generator().manual_seed(100 * step + rank) for rank in range(ranks)]
-    return [[torch.randn(shape, generator=seed, dtype=torch.float64) for shape in SHAPES] for seed in seeds]
-
-
-def start() -> list[torch.Tensor]:
-    seeds = [torch.Generator().manual_seed(i) for i in range(len(SHAPES))]
-    return [torch.randn(shape, generator=seed, dtype=torch.float64) for shape, seed in zip(SHAPES, seeds, strict=True)]
-
-
 def sgd(params):
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
 def make(ranks: int, **options):
-    world = World(ranks)
-    params = [[nn.Parameter(w) for w in start()] for _ in range(ranks)]
-    optimizers = [
-        compopt.Separate(sgd(p), projection="tracked", rank=RANK, process_group=comm, **options)
-        for p, comm in zip(params, world.comms, strict=True)
-    ]
-    return world, params, optimizers
+    def tracked(params, **group):
+        return compopt.Separate(sgd(params), projection="tracked", rank=RANK, **group, **options)
 
-
-def step(world: World, params: list, optimizers: list, grads: list[list[torch.Tensor]]) -> None:
-    for own, given in zip(params, grads, strict=True):
-        for p, g in zip(own, given, strict=True):
-            p.grad = g.clone()
-    world.step(optimizers)
+    return replicas(ranks, weights(SHAPES), tracked)
 
 
 def first_bases(optimizer) -> dict[int, torch.Tensor]:
@@ -67,10 +48,10 @@ def first_bases(optimizer) -> dict[int, torch.Tensor]:
 def test_equals_the_equations_of_powersgd(ranks):
     world, params, optimizers = make(ranks)
     bases = first_bases(optimizers[0])
-    flat = [w.view(MATRICES.get(i, w.shape)) for i, w in enumerate(start())]
+    flat = [w.view(MATRICES.get(i, w.shape)) for i, w in enumerate(weights(SHAPES))]
     oracle = PowerSGDOracle(flat, ranks, sgd, lambda i: bases.get(i))
     for t in range(8):
-        grads = gradients(ranks, t)
+        grads = gradients(ranks, t, SHAPES)
         step(world, params, optimizers, grads)
         oracle.step([[g.view(w.shape) for g, w in zip(own, flat, strict=True)] for own in grads])
         assert optimizers[0].stats.phase == "projected"
@@ -91,7 +72,7 @@ def test_the_two_errors_have_one_mean():
     ours, printed = (PowerSGDOracle(matrices, 3, sgd, lambda i: begin, averaged_error=flag) for flag in (False, True))
     for t in range(20):
         for oracle in (ours, printed):
-            oracle.step([own[:1] for own in gradients(3, t)])
+            oracle.step([own[:1] for own in gradients(3, t, SHAPES)])
         torch.testing.assert_close(ours.average, printed.average, rtol=1e-7, atol=1e-9)
     own, others = (torch.stack([e[0].norm() for e in oracle.error]).mean() for oracle in (ours, printed))
     assert own < others
@@ -110,7 +91,7 @@ def test_what_came_is_what_was_applied_and_what_is_kept(ranks, dtype):
         return torch.stack([state["residual"] for state in states]).mean(0)
 
     for t in range(6):
-        grads = gradients(ranks, t)
+        grads = gradients(ranks, t, SHAPES)
         before = {i: (kept(i).clone(), params[0][i].detach().clone()) for i in MATRICES}
         step(world, params, optimizers, grads)
         for i, (e, w) in before.items():
