@@ -63,7 +63,6 @@ METHODS: dict[str, Make | str] = {
     "RadiusAdamW 0.9": radius(0.9),
     "RadiusAdamW 0.5": radius(0.5),
     "RadiusAdamW 0.4": radius(0.4),
-    "RadiusAdamW 0.4, interval 100": radius(0.4, 100),
     "ScapeAdamS 0.1, as printed, from scratch": scape(0.1, clip="scape", warmup_steps=0),
     "ScapeAdamS 0.1, ramp of 15 % from scratch": scape(0.1, warmup_steps=0, density_warmup_steps=120),
     "ScapeAdamS 0.1": scape(0.1),
@@ -90,9 +89,14 @@ METHODS: dict[str, Make | str] = {
         )
         for rank in (4, 8, 16, 32)
     },
-    "RadiusAdamW 0.1": radius(0.1),
+    **{f"RadiusAdamW {density}": radius(density) for density in (0.1, 0.2, 0.6, 0.8)},
+    **{
+        f"RadiusAdamW {density}, interval {interval}": radius(density, interval)
+        for density in (0.2, 0.4, 0.6, 0.8)
+        for interval in (100, 400)
+    },
     **{f"RadiusAdamW {density}, int8": radius(density, payload_dtype=int8) for density in (0.4, 0.2, 0.1)},
-    "ScapeAdamS 0.05": scape(0.05),
+    **{f"ScapeAdamS {density}": scape(density) for density in (0.05, 0.2)},
     **{f"ScapeAdamS {density}, int8": scape(density, payload_dtype=int8) for density in (0.01, 0.05, 0.1, 0.2)},
     **{f"SeparateAdam {ratio}, int8": separate(ratio, payload_dtype=int8) for ratio in (4, 8, 16)},
     **{f"TagcAdamW {sparsity}": of("TagcAdamW", sparsity=sparsity) for sparsity in (0.8, 0.9, 0.9875)},
@@ -114,7 +118,8 @@ class Table:
 TABLES = {
     "radius": Table(
         1500,
-        {name: (1e-3,) for name in METHODS if name.startswith(("AdamW", "naive", "Radius"))},
+        {"AdamW (DDP)": (1e-3,), "naive top-k 0.4": (1e-3,), "RadiusAdamW 0.4, interval 100": (1e-3,)}
+        | {f"RadiusAdamW {name}": (1e-3,) for name in ("0.9", "0.5", "0.4", "0.4, int8")},
     ),
     "scape": Table(
         800,
@@ -134,5 +139,17 @@ TABLES = {
         | {f"PowerSGD rank {rank}": GRID[1:2] for rank in (2, 6, 13)}
         | {name: GRID[1:2] for name in METHODS if name.startswith("Separate") and "," in name and "int8" not in name}
         | {"AdamS": GRID, "Separate 16 around AdamS": GRID, "Separate 16 around SGD": GRID},
+    ),
+    "radius-sweep": Table(
+        400,
+        {"AdamW (DDP)": GRID[1:2]}
+        | {
+            f"RadiusAdamW {density}" + ("" if interval == 20 else f", interval {interval}"): GRID[1:2]
+            for density in (0.8, 0.6, 0.4, 0.2)
+            for interval in (20, 100, 400)
+        },
+    ),
+    "scape-sweep": Table(
+        400, {"AdamS": GRID[1:2]} | {f"ScapeAdamS {density}": GRID[1:2] for density in (0.2, 0.1, 0.05, 0.01)}
     ),
 }
