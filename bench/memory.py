@@ -187,10 +187,13 @@ def plot(rows: list[dict]) -> None:
     names = [row["optimizer"] + (f", {row['ranks']} ranks" if "sharded" in row["optimizer"] or "Tagc" in
              row["optimizer"] else "") for row in rows]  # fmt: skip
     left = [0.0] * len(rows)
-    for part, colour in (("saved", "#3b6ea8"), ("beside", "#8fb3d9"), ("peak", "#d9d9d9")):
-        sizes = [float(row.get(part) or 0) for row in rows]
-        axis.barh(names, sizes, left=left, color=colour, label=part)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    size = {part: [float(row.get(part) or 0) for row in rows] for part in PARTS}
+    size["saved"] = [saved - host for saved, host in zip(size["saved"], size["host"], strict=True)]
+    colours = {"saved": "#3b6ea8", "host": "#e0b060", "beside": "#8fb3d9", "peak": "#d9d9d9"}
+    for part, colour in colours.items():
+        label = "saved, in host memory" if part == "host" else part
+        axis.barh(names, size[part], left=left, color=colour, label=label)
+        left = [a + b for a, b in zip(left, size[part], strict=True)]
     worst = [float(row.get("most") or "nan") for row in rows]
     axis.plot(worst, names, "|", color="black", markersize=12, label="most, in any step")
     axis.axvline(8, color="0.4", linestyle=":", linewidth=1)
