@@ -206,6 +206,27 @@ def show(rows: dict[tuple[str, str, int], dict], size: str) -> None:
         print(f"{method:<32}{''.join(cells)}")
 
 
+def slower(row: dict, dense: dict, rate: float) -> bool:
+    """Whether step() and what it receives at ``rate`` bit/s, one after the other, take longer; latency is nothing."""
+    bytes_more = float(row["received"]) - float(dense["received"])
+    ms_more = float(row["ms"]) - float(dense["ms"]) if row.get("ms") else 0.0  # a formula's: bytes alone
+    return ms_more / 1000 + 8 * bytes_more / rate > 0
+
+
+def show_what_pays(rows: dict[tuple[str, str, int], dict], size: str) -> None:
+    """For every rate, the smallest number of ranks at which a method takes longer than dense gradients."""
+    rates = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
+    print(f"\n{size}: slower than dense from so many ranks on" + "".join(f"{name:>14}" for name in rates))
+    for method in list(METHODS)[1:]:
+        pairs = {n: (rows.get((method, size, n)), rows.get(("AdamS, dense", size, n))) for n in RANKS}
+        there = {n: pair for n, pair in pairs.items() if all(pair)}
+        cells = []
+        for rate in rates.values():
+            found = [n for n, pair in there.items() if slower(*pair, rate)]
+            cells.append(f"{found[0] if found else f'not to {max(there)}' if there else '?':>14}")
+        print(f"{method:<45}{''.join(cells)}")
+
+
 def plot(rows: dict[tuple[str, str, int], dict], size: str) -> None:
     """Left the bytes a rank receives over the number of ranks, right the time of its step."""
     import matplotlib
@@ -270,6 +291,7 @@ def main() -> None:
     rows = saved_rows()
     for size in SIZES:
         show(rows, size)
+        show_what_pays(rows, size)
     plot(rows, "10M")
 
 
