@@ -45,9 +45,9 @@ class Fleet(Comm):
     """All ranks of a fake group. Give it to an optimizer as ``process_group``, then call ``follow(optimizer)``.
 
     ``handed``, ``sent`` and ``received`` count bytes since ``reset``, by kind: payload, header (marks of presence and
-    control words, as often as they go out), masks, parameters. Handed over is what collectives are given. Sent and
-    received is what crosses this rank's link each way where an all-reduce is a ring, a gather passes on every message,
-    and a broadcast is passed on once.
+    control words, as often as they go out), masks, gathered (parameters). Handed over is what collectives are given.
+    Sent and received is what crosses this rank's link each way where an all-reduce is a ring, a gather passes on every
+    message, and a broadcast is passed on once.
     """
 
     or_in_backend = True  # as in gloo; a fake group says it has none
@@ -79,7 +79,7 @@ class Fleet(Comm):
     def start(self, request: Request) -> Pending:
         bucket, self.bucket = self.bucket, None
         mask = isinstance(request, AllGather) and request.tensor.dtype == torch.uint8
-        self.kind = KINDS.get(type(request), "masks" if mask else "parameters")
+        self.kind = KINDS.get(type(request), "masks" if mask else "gathered")
         self.words = _header_bytes(request, bucket, self.size) if bucket and self.kind == "payload" else 0
         pending = super().start(request)
         self.kind = "payload"  # what is started while it is waited for is the second half of an int8 mean

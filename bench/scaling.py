@@ -64,7 +64,7 @@ METHODS: dict[str, Made | None] = {
     "PowerSGD 4, formula": None,
     "naive top-k 0.01, formula": None,
 }
-KINDS = ("payload", "header", "masks", "parameters")
+KINDS = ("payload", "header", "masks", "gathered")  # of what is handed over; the last: updated parameters
 COUNTED = ("handed", *KINDS, "sent", "received", "to_dense", "examined", "ms", "union")
 FIELDS = ("method", "size", "parameters", "ranks", *COUNTED)
 

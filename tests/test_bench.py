@@ -79,7 +79,7 @@ def test_one_rank_of_two_hands_over_what_two_simulated_ranks_do(name):
         return
     assert comm.handed.total() == pytest.approx(optimizer.stats.bytes_sent)
     own = 0.5 if "sharded" in name else 0  # half of what is reduced to owners stays here
-    for kind in ("payload", "header", "masks", "parameters"):
+    for kind in ("payload", "header", "masks", "gathered"):
         stays = own * comm.handed[kind] if kind in ("payload", "header") else 0
         assert comm.received[kind] == pytest.approx(comm.handed[kind] - stays, rel=0.02)
 
