@@ -1,6 +1,6 @@
 """What a rank sends, receives and computes in a step, as ranks grow to 4096 and parameters to 124 M.
 
-    python bench/scaling.py                               # every row that is not there yet: half an hour, 5 GB
+    python bench/scaling.py                               # every row that is not there yet: an hour, 5 GB
     python bench/scaling.py --again --sizes 10M --methods "ScapeAdamS 0.01" --ranks 2 64
     python bench/scaling.py --show                        # measure nothing: tables and chart of what is there
 
@@ -12,8 +12,8 @@ on one thread, with what it takes to read the others' messages.
 
 TAGC sends the union of what N ranks leave. How large that is was measured on real text (``unions``: one rank after the
 other, up to 512 in the small model, first sparse step) and given to the other sizes; beyond 512 the figure of 512 is
-used, as a lower bound. A row whose step would take more than a minute is left out. "PowerSGD" and "naive top-k" are
-formulas. Saves results/scaling.csv and .png.
+used, as a lower bound. A row whose step would take more than a minute is left out. Kept as they come, in results/scaling.csv. "PowerSGD" and "naive top-k" are
+formulas. Saves results/scaling.png too.
 """
 
 from __future__ import annotations
@@ -194,14 +194,14 @@ def show(rows: dict[tuple[str, str, int], dict], size: str) -> None:
     """Received bytes for every number of ranks, in MB and as a share of the dense exchange's; ms below."""
     print(
         f"\n{size}: MB received a step (share of dense), ms of processor in step()\n{'':<32}"
-        + "".join(f"{n:>22}" for n in RANKS)
+        + "".join(f"{n:>24}" for n in RANKS)
     )
     for method in METHODS:
         cells = []
         for n in RANKS:
             row = rows.get((method, size, n))
             ms = f"{float(row['ms']):>8.0f}" if row and row["ms"] else f"{'-':>8}"
-            share = f"{float(row['received']) / 1e6:>7.2f} ({float(row['to_dense']):>4.2f})" if row else f"{'-':>14}"
+            share = f"{float(row['received']) / 1e6:>9.2f} ({float(row['to_dense']):>4.2f})" if row else f"{'-':>16}"
             cells.append(share + ms)
         print(f"{method:<32}{''.join(cells)}")
 
