@@ -12,8 +12,8 @@ on one thread, with what it takes to read the others' messages.
 
 TAGC sends the union of what N ranks leave. How large that is was measured on real text (``unions``: one rank after the
 other, up to 512 in the small model, first sparse step) and given to the other sizes; beyond 512 the figure of 512 is
-used, as a lower bound. A row whose step would take more than a minute is left out. Kept as they come, in results/scaling.csv. "PowerSGD" and "naive top-k" are
-formulas. Saves results/scaling.png too.
+used, as a lower bound. "PowerSGD" and "naive top-k" are formulas. A row whose step would take more than a minute is
+left out. Rows are kept as they come, in results/scaling.csv; saves results/scaling.png too.
 """
 
 from __future__ import annotations
