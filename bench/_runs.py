@@ -63,7 +63,6 @@ METHODS: dict[str, Make | str] = {
     "RadiusAdamW 0.9": radius(0.9),
     "RadiusAdamW 0.5": radius(0.5),
     "RadiusAdamW 0.4": radius(0.4),
-    "RadiusAdamW 0.4, interval 100": radius(0.4, 100),
     "ScapeAdamS 0.1, as printed, from scratch": scape(0.1, clip="scape", warmup_steps=0),
     "ScapeAdamS 0.1, ramp of 15 % from scratch": scape(0.1, warmup_steps=0, density_warmup_steps=120),
     "ScapeAdamS 0.1": scape(0.1),
@@ -90,11 +89,17 @@ METHODS: dict[str, Make | str] = {
         )
         for rank in (4, 8, 16, 32)
     },
-    "RadiusAdamW 0.1": radius(0.1),
+    **{f"RadiusAdamW {density}": radius(density) for density in (0.1, 0.2, 0.6, 0.8)},
+    **{
+        f"RadiusAdamW {density}, interval {interval}": radius(density, interval)
+        for density in (0.2, 0.4, 0.6, 0.8)
+        for interval in (100, 400)
+    },
     **{f"RadiusAdamW {density}, int8": radius(density, payload_dtype=int8) for density in (0.4, 0.2, 0.1)},
-    "ScapeAdamS 0.05": scape(0.05),
+    **{f"ScapeAdamS {density}": scape(density) for density in (0.05, 0.2)},
     **{f"ScapeAdamS {density}, int8": scape(density, payload_dtype=int8) for density in (0.01, 0.05, 0.1, 0.2)},
     **{f"SeparateAdam {ratio}, int8": separate(ratio, payload_dtype=int8) for ratio in (4, 8, 16)},
+    "TagcAdamW 0.9875, bf16": of("TagcAdamW", sparsity=0.9875, payload_dtype=torch.bfloat16),
     **{f"TagcAdamW {sparsity}": of("TagcAdamW", sparsity=sparsity) for sparsity in (0.8, 0.9, 0.9875)},
     "Separate 16 around AdamS": around(adams, ratio=16),
     "Separate 16 around SGD": around(sgd, ratio=16),
@@ -122,7 +127,8 @@ class Table:
 TABLES = {
     "radius": Table(
         1500,
-        {name: (1e-3,) for name in METHODS if name.startswith(("AdamW", "naive", "Radius"))},
+        {"AdamW (DDP)": (1e-3,), "naive top-k 0.4": (1e-3,), "RadiusAdamW 0.4, interval 100": (1e-3,)}
+        | {f"RadiusAdamW {name}": (1e-3,) for name in ("0.9", "0.5", "0.4", "0.4, int8")},
     ),
     "scape": Table(
         800,
@@ -148,5 +154,17 @@ TABLES = {
         {"AdamW (DDP)": GRID[1:], "AdamS": ADAMS_GRID[:-1], "PowerSGD rank 4": GRID[1:], "naive top-k 0.025": GRID[1:]}
         | {"RadiusAdamW 0.4": GRID, "ScapeAdamS 0.1": ADAMS_GRID[:-1], "ScapeAdamS 0.01": ADAMS_GRID[:-1]}
         | {"SeparateAdam 16": GRID[1:], "SeparateAdam tracked 16, int8": GRID[1:], "TagcAdamW 0.9875": GRID[1:]},
+    ),
+    "radius-sweep": Table(
+        400,
+        {"AdamW (DDP)": GRID[1:2]}
+        | {
+            f"RadiusAdamW {density}" + ("" if interval == 20 else f", interval {interval}"): GRID[1:2]
+            for density in (0.8, 0.6, 0.4, 0.2)
+            for interval in (20, 100, 400)
+        },
+    ),
+    "scape-sweep": Table(
+        400, {"AdamS": GRID[1:2]} | {f"ScapeAdamS {density}": GRID[1:2] for density in (0.2, 0.1, 0.05, 0.01)}
     ),
 }

@@ -322,7 +322,7 @@ def test_updates_of_float32_parameters_are_gathered_in_bfloat16_with_such_a_payl
     runs = {}
     for dtype in (None, torch.bfloat16):
         world, start, params, optimizers = make(2, dtype=torch.float32, payload_dtype=dtype, warmup_steps=9)
-        given = [[g.bfloat16().float() for g in own] for own in gradients(2, 0, dtype=torch.float32)]
+        given = [[g.bfloat16().float() for g in own] for own in gradients(2, 0, SHAPES, torch.float32)]
         step(world, params, optimizers, given)
         for p, q in zip(*params, strict=True):
             assert torch.equal(p, q)

@@ -1,0 +1,230 @@
+"""Bytes a parameter that each optimizer holds, and takes on top during step(), counted where torch allocates them.
+
+    python bench/memory.py                          # 10 M parameters as one of 2 ranks, all rows: a few minutes
+    python bench/memory.py --ranks 8 --only "ScapeAdamS 0.01, sharded"
+    python bench/memory.py --show                   # measure nothing: the table and the chart of what is there
+
+Every row is a process of its own that builds one optimizer and steps it under torch's profiler, which notes each
+allocation and release. Gradients are there before. The other ranks are made up (_fleet.py): no message takes time, but
+what one rank has in memory is there: messages, masks on their way, what is gathered. Bytes a parameter of:
+
+    saved    what optimizer.state holds, as it is while training
+    beside   what else stays after a compressed step: decoded positions, messages, scratch memory, masks on their way
+    peak     what a compressed step takes on top and gives back
+    most     all of that at the worst moment: the dense start, a step that resamples, or a compressed one
+    host     how much of "saved" is in host memory on a machine with a GPU (offload="residual"); here everything is
+
+Not counted: parameters, gradients and DDP's buckets, 4 each, whatever the optimizer. Of torch's PowerSGD hook only what
+it keeps is counted (it works in gloo's threads, which the profiler does not see). Saves results/memory.csv and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from _fleet import fleet
+from _model import Batches, make_model
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import compopt
+
+RESULTS = Path(__file__).parent / "results"
+STEPS = 8  # zeros as gradients in the first; the last is compressed, and so is the one before it
+DENSE = dict(warmup_steps=1)  # steps; RadiusAdamW then resamples in step 1, 3 and 6
+RADIUS = dict(density=0.4, interval=3, **DENSE)
+LEFT_BY_OTHERS = 0.0125  # of TAGC, by each other rank, where no two leave the same
+
+
+def ours(cls: str, **options: object) -> Callable:
+    return lambda params, comm: getattr(compopt, cls)(params, process_group=comm, **options)
+
+
+def scape(density: float, **options: object) -> Callable:
+    return ours("ScapeAdamS", density=density, density_warmup_steps=0, **DENSE, **options)
+
+
+POWERSGD = "PowerSGD rank 4, AdamW"
+ROWS: dict[str, Callable] = {
+    "AdamW, fused (torch)": lambda params, comm: torch.optim.AdamW([p for _, p in params], fused=True),
+    POWERSGD: None,
+    "AdamS": ours("AdamS"),
+    "RadiusAdamW 0.4": ours("RadiusAdamW", **RADIUS),
+    "RadiusAdamW 0.4, offload": ours("RadiusAdamW", offload="residual", **RADIUS),
+    "RadiusAdamW 0.4, int8": ours("RadiusAdamW", payload_dtype=torch.int8, **RADIUS),
+    "ScapeAdamS 0.1": scape(0.1),
+    "ScapeAdamS 0.1, offload": scape(0.1, offload="residual"),
+    "ScapeAdamS 0.1, sharded": scape(0.1, sharded=True),
+    "ScapeAdamS 0.01": scape(0.01),
+    "ScapeAdamS 0.01, offload": scape(0.01, offload="residual"),
+    "ScapeAdamS 0.01, sharded": scape(0.01, sharded=True),
+    "SeparateAdam 16": ours("SeparateAdam", ratio=16, **DENSE),
+    "SeparateAdam tracked 16": ours("SeparateAdam", projection="tracked", rank=16, **DENSE),
+    "SeparateAdam tracked 16, int8": ours(
+        "SeparateAdam", projection="tracked", rank=16, payload_dtype=torch.int8, **DENSE
+    ),
+    "TagcAdamW 0.9875": ours("TagcAdamW", **DENSE),
+}
+PARTS = ("saved", "beside", "peak", "most", "host")
+
+
+class Allocations:
+    """Bytes that torch allocates on the CPU less those it gives back, over time, while it is entered.
+
+    ``mark(name)`` wraps a span; afterwards ``before[name]`` is what was held when it began, ``most[name]`` the most
+    that was in it, ``held`` what was left at the end: all from the moment of entering on.
+    """
+
+    def __enter__(self) -> Allocations:
+        self._profiler = torch.autograd.profiler.profile(profile_memory=True)
+        self._profiler.__enter__()
+        return self
+
+    def mark(self, name: str) -> torch.autograd.profiler.record_function:
+        return torch.autograd.profiler.record_function(f"span {name}")
+
+    def __exit__(self, *error: object) -> None:
+        self._profiler.__exit__(None, None, None)
+        events = self._profiler.kineto_results.events()
+        spans = [(e.name()[5:], e.start_ns(), e.end_ns()) for e in events if e.name().startswith("span ")]
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        self.before, self.most = {name: 0 for name, *_ in spans}, {}
+        self.held = 0
+        for at, change in changes:
+            self.held += change
+            for name, start, end in spans:
+                if at < start:
+                    self.before[name] = self.held
+                elif at <= end:
+                    self.most[name] = max(self.most.get(name, 0), self.held)
+        self.most = {name: self.most.get(name, before) for name, before in self.before.items()}
+
+
+def bytes_in(tensors: Iterable[torch.Tensor]) -> int:
+    """Of all storages of these, each once."""
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+
+def measure(name: str, ranks: int) -> dict:
+    torch.set_num_threads(1)
+    if name == POWERSGD:
+        return powersgd(name)
+    model = make_model()
+    params = list(model.named_parameters())
+    for _, p in params:
+        p.grad = torch.zeros_like(p)
+    with fleet(ranks, 1 - (1 - LEFT_BY_OTHERS) ** (ranks - 1)) as comm, Allocations() as found:
+        optimizer = ROWS[name](params, comm)
+        if isinstance(optimizer, compopt._base.CompressedOptimizer):
+            comm.follow(optimizer)
+        for step in range(STEPS):
+            with found.mark(str(step)):
+                optimizer.step()
+            for _, p in params:
+                p.grad.normal_(std=1e-2)
+        saved = bytes_in(t for entry in optimizer.state.values() for t in entry.values() if torch.is_tensor(t))
+        offloaded = [b.flat["residual"] for b in optimizer._buckets] if getattr(optimizer, "offload", None) else []
+    last = str(STEPS - 1)
+    held, most = found.before[last], max(found.most.values())
+    sizes = (saved, held - saved, found.most[last] - held, most, bytes_in(offloaded))
+    n = sum(p.numel() for _, p in params)
+    return {"optimizer": name, "ranks": ranks, "parameters": n, **dict(zip(PARTS, (x / n for x in sizes), strict=True))}
+
+
+def powersgd(name: str) -> dict:
+    """What torch's hook keeps: a bucket's error, and two factors a matrix, beside AdamW's state."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = make_model()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=4096)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    batches = Batches(0)
+    for _ in range(4):
+        ddp(*batches.next()).backward()
+    n = sum(p.numel() for p in model.parameters())
+    kept = [*state.error_dict.values(), *state.p_memory_dict.values(), *state.q_memory_dict.values()]
+    dist.destroy_process_group()
+    time.sleep(0.1)  # a gloo thread lets go of a collective's tensors a moment later, and aborts a process that ends
+    return {"optimizer": name, "ranks": 1, "parameters": n, "saved": 8.0, "beside": bytes_in(kept) / n, "host": 0.0}
+
+
+def saved_rows() -> list[dict]:
+    path = RESULTS / "memory.csv"
+    return list(csv.DictReader(path.open())) if path.exists() else []
+
+
+def save(rows: Iterable[dict]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    order = list(ROWS)
+    with (RESULTS / "memory.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["optimizer", "ranks", "parameters", *PARTS])
+        writer.writeheader()
+        writer.writerows(sorted(rows, key=lambda row: (order.index(row["optimizer"]), int(row["ranks"]))))
+
+
+def show(rows: list[dict]) -> None:
+    print(f"{'bytes a parameter':<32}{'ranks':>6}" + "".join(f"{part:>9}" for part in PARTS))
+    for row in rows:
+        cells = [f"{float(row[part]):>9.2f}" if row.get(part) not in (None, "") else f"{'-':>9}" for part in PARTS]
+        print(f"{row['optimizer']:<32}{row['ranks']:>6}" + "".join(cells))
+
+
+def plot(rows: list[dict]) -> None:
+    """A bar for each row: saved, beside and peak one on the other; a mark at the worst moment."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(9, 0.36 * len(rows) + 1.2), layout="constrained")
+    names = [row["optimizer"] + (f", {row['ranks']} ranks" if "sharded" in row["optimizer"] or "Tagc" in
+             row["optimizer"] else "") for row in rows]  # fmt: skip
+    left = [0.0] * len(rows)
+    size = {part: [float(row.get(part) or 0) for row in rows] for part in PARTS}
+    size["saved"] = [saved - host for saved, host in zip(size["saved"], size["host"], strict=True)]
+    colours = {"saved": "#3b6ea8", "host": "#e0b060", "beside": "#8fb3d9", "peak": "#d9d9d9"}
+    for part, colour in colours.items():
+        label = "saved, in host memory" if part == "host" else part
+        axis.barh(names, size[part], left=left, color=colour, label=label)
+        left = [a + b for a, b in zip(left, size[part], strict=True)]
+    worst = [float(row.get("most") or "nan") for row in rows]
+    axis.plot(worst, names, "|", color="black", markersize=12, label="most, in any step")
+    axis.axvline(8, color="0.4", linestyle=":", linewidth=1)
+    axis.invert_yaxis()
+    axis.set(xlabel="bytes a parameter, beside parameters, gradients and DDP's buckets")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.savefig(RESULTS / "memory.png", dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="these rows; the rest is kept")
+    cli.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="more than the first: of sharded state only")
+    cli.add_argument("--show", action="store_true", help="measure nothing")
+    args = cli.parse_args()
+    rows = {(row["optimizer"], int(row["ranks"])): row for row in saved_rows()}
+    jobs = [(n, r) for n in args.only for r in args.ranks
+            if r == args.ranks[0] or "sharded" in n or n.startswith("Tagc")]  # fmt: skip
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for row in () if args.show else (pool.apply(measure, job) for job in jobs):
+            row = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+            print(f"{row['optimizer']}, {row['ranks']} ranks", flush=True)
+            rows[row["optimizer"], row["ranks"]] = row
+            save(rows.values())
+    if not (found := saved_rows()):
+        cli.error("nothing was measured yet: leave --show away")
+    show(found)
+    plot(found)
+
+
+if __name__ == "__main__":
+    main()
