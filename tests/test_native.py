@@ -172,16 +172,18 @@ def test_masks_cross_the_network_as_the_reference_has_them(ops, ranks, density):
             assert torch.equal(index[i], _math.positions(b, n))
 
 
-def test_a_code_that_says_more_than_was_agreed_writes_nothing_beyond(ops):
-    """What another rank sends is not trusted with memory."""
+@pytest.mark.parametrize("byte, last", [(255, 255), (0, 128)])
+def test_a_code_that_says_what_was_not_agreed_writes_nothing_beyond(ops, byte, last):
+    """What another rank sends is not trusted with memory: neither more positions, nor positions too large."""
     deal = _selection.deal((40_000,), 2, 0.01)
-    (piece,) = deal.parts[0].pieces
-    out, bits = torch.full((piece.wanted + 8,), -1, dtype=torch.int32), torch.zeros(5000, dtype=torch.uint8)
+    (piece,), part = deal.parts[0].pieces, deal.parts[0]
+    size = part.last - part.first
+    out, bits = torch.full((piece.wanted + 8,), -1, dtype=torch.int32), torch.zeros(9 * size, dtype=torch.uint8)
+    message = torch.full((deal.length,), byte, dtype=torch.uint8)
+    message[_masks.code_of(part)[0] // 8 - 1] = last  # the last of the runs that tell high bits
     row = Table([at(out), piece.wanted, piece.at, piece.start])
-    message = torch.full((deal.length,), 255, dtype=torch.uint8)
-    part = deal.parts[0]
-    ops.library.decode(at(message), part.last - part.first, range_of(part), row, 1, at(bits))
-    assert (out[piece.wanted :] == -1).all()
+    ops.library.decode(at(message), size, range_of(part), row, 1, at(bits))
+    assert (out[piece.wanted :] == -1).all() and not bits[size:].any()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])

@@ -62,7 +62,7 @@ void decode(const uint8_t *message, int64_t bytes, const Code *code, const Found
         int64_t place = code ? (i - n) << low : i;
         for (int64_t b = 0; b < low; b++) place |= (int64_t)(rows[b * row + n / 8] >> n % 8 & 1) << b;
         while (left == 0 && ++p < many) left = pieces[p].k;
-        if (p == many) return;  // more than was agreed
+        if (p == many || place >= 8 * bytes) return;  // not what was agreed: nothing is written beyond
         pieces[p].found[pieces[p].k - left--] = (int32_t)(place - pieces[p].at + pieces[p].start);
         set(bits, place);
         n++;
