@@ -23,7 +23,7 @@ from _model import Batches, make_model
 from _net import bits_per_second
 from _turns import Runner, over_links, take_turns, warn_if_busy
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 RESULTS = Path(__file__).parent / "results"
@@ -46,13 +46,6 @@ def alone(model: nn.Module, group: dist.ProcessGroup) -> Method:
 
 def ddp(model: nn.Module, group: dist.ProcessGroup) -> Method:
     return DDP(model, process_group=group), fused_adamw(model)
-
-
-def ddp_bf16(model: nn.Module, group: dist.ProcessGroup) -> Method:
-    """DDP with PyTorch's hook that sends gradients as bfloat16."""
-    wrapped = DDP(model, process_group=group)
-    wrapped.register_comm_hook(group, default_hooks.bf16_compress_hook)
-    return wrapped, fused_adamw(model)
 
 
 def powersgd(rank: int) -> Factory:
@@ -97,7 +90,6 @@ def tracked(rank: int) -> Factory:
 METHODS: dict[str, Factory] = {
     "none": alone,
     "ddp": ddp,
-    "ddp-bf16": ddp_bf16,
     "powersgd": powersgd(4),
     "powersgd32": powersgd(32),
     "radius": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1),
