@@ -228,7 +228,7 @@ class Links:
             return
         # A bucket below 64 KiB splits the kernel's large segments; one of 1 ms keeps up with fast rates.
         burst = self.burst or max(64 * 1024, int(bits_per_second(self.rate) / 8 * 1e-3))
-        limits = ("rate", self.rate, "burst", f"{burst}b", "latency", "50ms")
+        limits = ("rate", self.rate, "burst", f"{burst}b", "latency", "200ms")
         _call("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *limits)
 
     def _tear_down(self) -> None:

@@ -1,26 +1,23 @@
 """Bytes that a rank hands over in one compressed step, at the sizes people train, beside a dense float32 gradient.
 
-    python bench/bytes.py                      # GPT-2's four small shapes up to 355 M: 2 minutes, 8 GB
-    python bench/bytes.py --sizes 124M
+    python bench/bytes.py                      # GPT-2's shapes up to 355 M, one of 2 and one of 8 ranks: minutes, 6 GB
+    python bench/bytes.py --sizes 124M --ranks 64
 
-Nothing crosses a network: two ranks run in lockstep in the tests' simulator, on the same parameters to save memory,
-and select, encode and count as always, masks included. Saves results/bytes.csv.
+Nothing crosses a network: one rank runs on a fake process group (_fleet.py), and selects, encodes and counts as always,
+masks included. A rank sends its own part of a mask, so more ranks send less each. Saves results/bytes.csv.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from _fleet import fleet
 
 import compopt
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from sim import World
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = {"10M": (8, 320, 256, 64), "124M": (12, 768, 50257, 1024), "355M": (24, 1024, 50257, 1024)}
@@ -34,7 +31,8 @@ METHODS = {  # class and options
     "SeparateAdam 16": (compopt.SeparateAdam, dict(ratio=16)),
     "RadiusAdamW 0.4": (compopt.RadiusAdamW, dict(density=0.4, warmup_steps=0)),
 }
-STEPS = 4  # of zeros; dense where there is no mask yet; two more
+RANKS = (2, 8)
+STEPS = 3  # of zeros; dense where there is no mask yet; one more
 
 
 def gpt(layers: int, width: int, vocabulary: int, context: int) -> Iterator[torch.nn.Parameter]:
@@ -49,30 +47,36 @@ def gpt(layers: int, width: int, vocabulary: int, context: int) -> Iterator[torc
         yield p
 
 
+def measure(size: str, method: str, ranks: int) -> tuple[int, int]:
+    """Bytes of the dense gradient, and of what one of so many ranks hands over in a compressed step."""
+    torch.manual_seed(0)
+    params = list(gpt(*SIZES[size]))
+    make, options = METHODS[method]
+    with fleet(ranks) as comm:
+        optimizer = make(params, process_group=comm, **options)
+        comm.follow(optimizer)
+        for _ in range(STEPS):
+            optimizer.step()
+            for p in params:
+                p.grad.normal_()
+    return 4 * sum(p.numel() for p in params), optimizer.stats.bytes_sent
+
+
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     cli.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    cli.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
     args = cli.parse_args()
     rows = []
     for size in args.sizes:
         for name in args.methods:
-            torch.manual_seed(0)
-            params = list(gpt(*SIZES[size]))
-            world = World(2)
-            make, options = METHODS[name]
-            optimizers = [make(params, process_group=comm, **options) for comm in world.comms]
-            for step in range(STEPS):
-                world.step(optimizers)
-                for p in params if step == 0 else ():  # not before: the first step refuses equal gradients on all ranks
-                    p.grad.normal_()
-            dense, sent = 4 * sum(p.numel() for p in params), optimizers[0].stats.bytes_sent
-            rows.append(
-                {"parameters": dense // 4, "method": name, "bytes": sent, "times_fewer": round(dense / sent, 1)}
-            )
-            print(f"{size:>5}  {name:<24}{sent:>14,} bytes  {dense / sent:>7.1f} x fewer", flush=True)
-            del params, optimizers, world
-    if set(args.sizes) == set(SIZES) and set(args.methods) == set(METHODS):
+            for ranks in args.ranks:
+                dense, sent = measure(size, name, ranks)
+                fewer = round(dense / sent, 1)
+                rows.append({"parameters": dense // 4, "method": name, "ranks": ranks, "bytes": sent, "fewer": fewer})
+                print(f"{size:>5}  {name:<24}{ranks:>4} ranks{sent:>14,} bytes  {fewer:>7.1f} x fewer", flush=True)
+    if (set(args.sizes), set(args.methods), set(args.ranks)) == (set(SIZES), set(METHODS), set(RANKS)):
         with (RESULTS / "bytes.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, rows[0].keys())
             writer.writeheader()
