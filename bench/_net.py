@@ -97,7 +97,7 @@ class Links:
     Args:
         ranks: number of hosts, one process each (1 to 250).
         rate: what each host may send, and receive, as tc writes it ("100mbit"); None leaves the links unshaped.
-        burst: bytes that may leave ahead of the rate after a pause; None is 64 KiB, or 1 ms at rates where that is
+        burst: bytes that may leave ahead of the rate after a pause; None is 72 KiB, or 1 ms at rates where that is
             more. Messages of that size and below cross as if there were no limit, so where they matter it must be less
             (32 KiB holds 100 Mbit/s within 10 %).
 
@@ -226,8 +226,8 @@ class Links:
     def _shape(self, namespace: str, interface: str) -> None:
         if self.rate is None:
             return
-        # A bucket below 64 KiB splits the kernel's large segments; one of 1 ms keeps up with fast rates.
-        burst = self.burst or max(64 * 1024, int(bits_per_second(self.rate) / 8 * 1e-3))
+        # One that does not hold 64 KiB and a header splits the kernel's segments; one of 1 ms keeps up with fast rates.
+        burst = self.burst or max(72 * 1024, int(bits_per_second(self.rate) / 8 * 1e-3))
         limits = ("rate", self.rate, "burst", f"{burst}b", "latency", "200ms")
         _call("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *limits)
 

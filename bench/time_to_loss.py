@@ -12,7 +12,7 @@ Radius's resampling), all methods in one set of processes and in turns, medians.
 step times of the phases up to s: training steps only, no evaluation, no start-up. --validate trains for real at the
 rate and says how far the composed seconds are from the clock on the wall.
 
-What a token bucket lets through ahead of the rate is 32 KiB here, half of bench/links.py's: most compressed payloads of
+What a token bucket lets through ahead of the rate is 32 KiB here, and 72 in bench/links.py: most compressed payloads of
 this small model would cross in no time. Step times are kept in results/time_to_loss.jsonl, the table and the plot in
 results/time_to_loss-RATE.csv and .png, validations in results/time_to_loss-validation.csv.
 """

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ._buckets import Bucket, local
-from ._masks import Deal, Part, code_of
+from ._masks import Deal
 from ._math import kept
 from ._native import Table, at, load
 from ._ops import Ops, Tensors
 from ._requests import Payload
-from ._selection import own_x
+from ._selection_native import NativeSelection
 
 SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
 
@@ -146,12 +146,12 @@ class NativeOps(Ops):
         return out.long()
 
     @staticmethod
-    def scape_selection(bucket: Bucket, ops: NativeOps, deal: Deal, rank: int) -> ScapeSelection:
-        return ScapeSelection(bucket, ops, deal, rank)
+    def scape_selection(bucket: Bucket, ops: NativeOps, deal: Deal, rank: int) -> NativeSelection:
+        return NativeSelection(bucket, ops, deal, rank)
 
     def scape_commit(
         self, bucket: Bucket, mean: Payload, index: Tensors, bits: list[Tensor], old: list[Tensor], factor: float,
-        selection: ScapeSelection | None,
+        selection: NativeSelection | None,
     ) -> None:  # fmt: skip
         """SCAPE, lines 10, 11 and 16 to 21, for all tensors, and line 15 where a selection is given.
 
@@ -229,92 +229,9 @@ class NativeOps(Ops):
         return out
 
 
-class ScapeSelection:
-    """What this rank selects of one bucket in one step: exactly as many as are wanted, so that all sizes are known.
-
-    The counterpart of ``_selection.Selection``, for all tensors at once.
-    """
-
-    def __init__(self, bucket: Bucket, ops: NativeOps, deal: Deal, rank: int):
-        self.bucket, self.ops, self.deal = bucket, ops, deal
-        self.part: Part = deal.parts[rank]
-        self.pieces = {piece.tensor: piece for piece in self.part.pieces}
-        self.room, total, self.first = 0, 0, {}  # where a tensor's positions begin among all
-        for piece in self.part.pieces:
-            self.first[piece.tensor], total = total, total + piece.wanted
-            self.room = max(self.room, 2 * ops.library.room_for(piece.wanted))
-        self.positions = torch.empty(total, dtype=torch.int32)
-
-    def row(self, i: int) -> tuple[int, ...]:
-        """The end of tensor i's row in the table of a commit: where to look, among what, how many, into where."""
-        piece = self.pieces.get(i)
-        if piece is None:
-            return (0,) * 5
-        return at(self.bucket.state["threshold"][i]), piece.start, piece.stop, piece.wanted, self.at(i)
-
-    def at(self, i: int) -> int:
-        """Where tensor i's positions are, counted from the first element of its piece."""
-        return at(self.positions) + 4 * self.first[i]
-
-    def take(self, grads: Tensors) -> None:
-        """Select by line 10's x of this step, before anything is written."""
-        for i in self.pieces:
-            self.take_one(i, grads[i])
-
-    def take_one(self, i: int, g: Tensor | None) -> None:
-        if i in self.pieces:
-            piece = self.pieces[i]
-            self.ops.largest(own_x(self.bucket, i, piece, g), piece.wanted, 0.0, self.at(i))
-
-    def message(self) -> Tensor:
-        """This rank's bits, coded where codes are smaller."""
-        message, coded, rows = torch.zeros(self.deal.length, dtype=torch.uint8), self.deal.coded, []
-        for i, piece in self.pieces.items():
-            rows += (self.at(i), piece.wanted, piece.at)
-        code = range_of(self.part) if coded else None
-        self.ops.library.encode(Table(rows), len(self.pieces), code, at(message))
-        return message
-
-    def found(self, messages: Tensor) -> tuple[Tensors, Tensor]:
-        """All ranks' selections, as positions in each tensor and as the bucket's bits."""
-        deal, library, bucket = self.deal, self.ops.library, self.bucket
-        pieces = [piece for part in deal.parts for piece in part.pieces]
-        sizes = [0] * len(bucket.lengths)
-        for piece in pieces:
-            sizes[piece.tensor] += piece.wanted
-        positions, bits = (
-            torch.empty(sum(sizes), dtype=torch.int32),
-            torch.zeros(deal.parts[-1].last, dtype=torch.uint8),
-        )
-        many = [sum(piece.wanted for piece in part.pieces) for part in deal.parts]
-        for part, found, message in zip(deal.parts, positions.split(many), messages, strict=True):
-            if part is self.part and not deal.coded:  # what it knows
-                found.copy_(self.positions)
-                bits[part.first : part.last] = message[: part.last - part.first]
-                for piece in part.pieces[:1]:  # only the first of a part can begin within a tensor
-                    found[: piece.wanted] += piece.start
-                continue
-            rows, first = [], at(found)
-            for piece in part.pieces:
-                rows += (first, piece.wanted, piece.at, piece.start)
-                first += 4 * piece.wanted
-            code = range_of(part) if deal.coded else None
-            library.decode(
-                at(message), part.last - part.first, code, Table(rows), len(part.pieces), at(bits) + part.first
-            )
-        index = positions.split(sizes)
-        return [i if c else None for i, c in zip(index, bucket.compressed, strict=True)], bits
-
-
 def adamw_options(h: dict) -> Table:
     (beta1, beta2), sign = h["betas"], -1.0 if h["maximize"] else 1.0
     return Table([float(h["lr"]), beta1, beta2, h["eps"], h["weight_decay"], sign], "d")
-
-
-def range_of(part: Part) -> Table:
-    """How a part is coded, as masks.c reads it."""
-    upper, row, low = code_of(part)
-    return Table([low, upper, row])
 
 
 def plain(*tensors: Tensor) -> bool:

@@ -226,7 +226,8 @@ class TagcAdamW(CompressedOptimizer):
 
     State: ``exp_avg`` and ``exp_avg_sq`` of this rank's part of each tensor, as vectors that may be empty, and
     ``residual``, as large as the parameter, of compressed tensors. After :meth:`consolidate_state` a state dict holds
-    the moments of all parts, in the parameters' shapes.
+    the moments of all parts, in the parameters' shapes. A CPU keeps memory for the exchange between steps: 4 bytes an
+    element, and 4 for each that this rank owns.
 
     Raises:
         ValueError: an option out of its range; ``select`` without names.

@@ -12,7 +12,8 @@ from torch import nn
 import compopt
 from compopt import _backends, _masks, _math, _native, _selection
 from compopt._native import Table, at
-from compopt._ops_native import NativeOps, ScapeSelection, range_of
+from compopt._ops_native import NativeOps
+from compopt._selection_native import NativeSelection, range_of
 
 pytestmark = pytest.mark.skipif(_native.compiler() is None, reason="needs a C compiler")
 SHAPES = [(64, 68), (17,), (300, 70), (1, 5), (2500, 4)]  # blocks of 1024 elements end within tensors
@@ -151,7 +152,7 @@ def test_masks_cross_the_network_as_the_reference_has_them(ops, ranks, density):
     random = torch.Generator().manual_seed(ranks)
     selections, messages, global_bits = [], [], []
     for rank, part in enumerate(deal.parts):
-        selection = ScapeSelection(bucket, ops, deal, rank)
+        selection = NativeSelection(bucket, ops, deal, rank)
         chosen = [torch.randperm(p.stop - p.start, generator=random)[: p.wanted].sort().values for p in part.pieces]
         selection.positions.copy_(torch.cat(chosen))
         own = torch.cat([c + piece.at for c, piece in zip(chosen, part.pieces, strict=True)])
