@@ -20,7 +20,7 @@ typedef struct {
     double lr, beta1, beta2, eps, decay, sign;
 } Hyper;
 
-// A block of the averaged gradient as a dense vector, 0 where there is none of it; count is how many values came before.
+// A block of the averaged gradient as a dense vector, 0 where there is none of it; `count` values came before.
 static int64_t expand(const AdamW *row, int64_t a, int64_t size, int64_t count, float *restrict out) {
     int64_t i = 0;
     if (row->index) {

@@ -18,7 +18,7 @@ typedef struct {
 
 static void set(uint8_t *bits, int64_t i) { bits[i / 8] |= (uint8_t)(1 << i % 8); }
 
-// A rank's message, which is 0 before: high bits of positions in unary, then low bits, a row each; without a code, bits.
+// A rank's message, 0 before: high bits of positions in unary, then low bits, a row each; without a code, bits.
 void encode(const Chosen *pieces, int64_t many, const Code *code, uint8_t *message) {
     const int64_t low = code ? code->low : 0, bytes = code ? code->row / 8 : 0;
     uint8_t *const rows = message + (code ? code->upper / 8 : 0);

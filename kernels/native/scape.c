@@ -17,7 +17,8 @@ typedef struct {
     const int32_t *index;    // what was exchanged; NULL: everything
     int64_t k;
     const float *mean;       // the averaged gradient, at `index`
-    float *m, *step;         // the new momentum, at `index`; the number of this step, still to be counted up; NULL: no step of this tensor
+    float *m, *step;         // the new momentum, at `index`; the number of this step, still to be counted up, or NULL:
+                             // nothing is done with this tensor
     double *guess;           // where to look for the largest |x|
     int64_t start, stop;     // the piece among whose elements this rank selects,
     int64_t wanted;          // how many,
