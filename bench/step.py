@@ -1,10 +1,12 @@
-"""step() alone, one process of one thread: every class beside torch's fused AdamW, in turns, at 10 M parameters.
+"""step() alone, one process of one thread: every class beside torch's fused AdamW, in turns.
 
-    python bench/step.py                       # all rows; a minute
+    python bench/step.py                                    # all rows at 10 M parameters; a minute and a half
+    python bench/step.py --sizes 1M 10M 124M 355M           # a quarter of an hour, 16 GB
     python bench/step.py --only "ScapeAdamS 0.01" --profile
 
-Gradients are those of real batches, made before the clock starts; masks are refreshed within the time. Only the ratios
-mean anything: all rows take turns, step by step. Saves results/step.csv.
+Gradients are those of real batches, made before the clock starts (drawn at random above 10 M parameters); masks are
+refreshed within the time. Only the ratios mean anything: a row and fused AdamW take turns, step by step, after enough
+steps for the residuals to have settled. Saves results/step.csv.
 """
 
 from __future__ import annotations
@@ -16,73 +18,90 @@ import time
 from pathlib import Path
 
 import torch
-from _model import Batches, make_model
+from _model import GPT, Batches
 
 import compopt
 
 RESULTS = Path(__file__).parent / "results"
+FUSED = "AdamW, fused"
 ROWS = {
-    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=3e-4, fused=True),
+    FUSED: lambda p: torch.optim.AdamW(p, lr=3e-4, fused=True),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=3e-4, foreach=True),
     "AdamS": lambda p: compopt.AdamS(p, lr=3e-4),
     "RadiusAdamW 0.4, sparse": lambda p: compopt.RadiusAdamW(p, lr=3e-4, density=0.4, interval=10**6, warmup_steps=1),
     "ScapeAdamS 0.1": lambda p: compopt.ScapeAdamS(p, lr=3e-4, density=0.1, density_warmup_steps=0),
     "ScapeAdamS 0.01": lambda p: compopt.ScapeAdamS(p, lr=3e-4, density=0.01, density_warmup_steps=0),
     "SeparateAdam 16": lambda p: compopt.SeparateAdam(p, lr=3e-4, ratio=16),
 }
-SETTLE, GRADIENTS = 6, 4  # untimed steps before the clock; sets of gradients that are handed out in turn
+SIZES = {"1M": (5, 128, 4), "10M": (8, 320, 5), "124M": (17, 768, 12), "355M": (28, 1024, 16)}  # layers, width, heads
+STEPS = {"1M": (60, 200), "10M": (60, 40), "124M": (30, 12), "355M": (20, 8)}  # untimed, timed
 
 
-def gradients(sets: int) -> list[list[torch.Tensor]]:
-    model, batches = make_model(), Batches(rank=0)
-    found = []
-    for _ in range(sets):
-        model.zero_grad()
-        model(*batches.next()).backward()
-        found.append([p.grad.clone() for p in model.parameters()])
+def gradients(size: str) -> list[list[torch.Tensor]]:
+    """Sets of gradients that are handed out in turn."""
+    torch.manual_seed(0)
+    model, batches, found = GPT(*SIZES[size]), Batches(rank=0), []
+    for _ in range(4 if size in ("1M", "10M") else 2):
+        if size in ("1M", "10M"):
+            model.zero_grad()
+            model(*batches.next()).backward()
+        found.append([torch.randn_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
     return found
 
 
-def measure(names: list[str], steps: int, profile: bool) -> dict[str, list[float]]:
-    pool, seconds = gradients(GRADIENTS), {name: [] for name in names}
-    models = {name: make_model() for name in names}
-    optimizers = {name: ROWS[name](models[name].parameters()) for name in names}
-    for step in range(SETTLE + steps):
+def measure(size: str, row: str, pool: list[list[torch.Tensor]], profile: bool) -> tuple[list[float], list[float]]:
+    """Seconds of steps of this row, and of fused AdamW's beside them."""
+    names = (row, FUSED)
+    params = {name: [torch.nn.Parameter(0.02 * torch.randn(g.shape)) for g in pool[0]] for name in names}
+    optimizers = {name: ROWS[name](params[name]) for name in names}
+    seconds, (settle, steps) = {name: [] for name in names}, STEPS[size]
+    for step in range(settle + steps):
         for name in names:
-            for p, g in zip(models[name].parameters(), pool[step % len(pool)], strict=True):
+            for p, g in zip(params[name], pool[step % len(pool)], strict=True):
                 p.grad = g
             start = time.perf_counter()
             optimizers[name].step()
-            if step >= SETTLE:
+            if step >= settle:
                 seconds[name].append(time.perf_counter() - start)
     if profile:
         with torch.profiler.profile() as found:
-            optimizers[names[-1]].step()
+            optimizers[row].step()
         print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40))
-    return seconds
+    return seconds[row], seconds[FUSED]
 
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="rows, beside AdamW")
-    cli.add_argument("--steps", type=int, default=40)
-    cli.add_argument("--profile", action="store_true", help="show where one step of the last row goes")
+    cli.add_argument("--sizes", nargs="+", choices=SIZES, default=["10M"], help="parameters")
+    cli.add_argument("--profile", action="store_true", help="show where one step of each row goes")
     args = cli.parse_args()
     torch.set_num_threads(1)
-    first, *_ = ROWS
-    names = [first, *(name for name in args.only if name != first)]
-    seconds = measure(names, args.steps, args.profile)
     rows = []
-    for name in names:
-        low, middle, high = (1000 * t for t in statistics.quantiles(seconds[name], n=4))
-        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds[first], strict=True))
-        rows.append({"row": name, "ms": round(middle, 2), "iqr_ms": round(high - low, 2), "to_adamw": round(ratio, 2)})
-        print(f"{name:<28}{middle:>8.1f} ms  IQR {high - low:>5.1f}  {ratio:>6.2f} x fused AdamW")
+    for size in args.sizes:
+        pool = gradients(size)
+        print(f"{size}: {sum(g.numel() for g in pool[0]):,} parameters")
+        for name in args.only:
+            ours, theirs = measure(size, name, pool, args.profile)
+            low, middle, high = (1000 * t for t in statistics.quantiles(ours, n=4))
+            ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+            figures = {"ms": round(middle, 2), "iqr_ms": round(high - low, 2), "to_adamw": round(ratio, 2)}
+            rows.append({"parameters": size, "row": name, **figures})
+            print(f"{name:<28}{middle:>8.1f} ms  IQR {high - low:>5.1f}  {ratio:>6.2f} x fused AdamW")
     if args.only == list(ROWS):
-        RESULTS.mkdir(exist_ok=True)
-        with (RESULTS / "step.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
+        keep(rows)
+
+
+def keep(rows: list[dict]) -> None:
+    """In place of what is there of the same sizes."""
+    path, sizes = RESULTS / "step.csv", {row["parameters"] for row in rows}
+    if path.exists():
+        with path.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row.get("parameters", "10M") not in sizes] + rows
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[-1]))
+        writer.writeheader()
+        writer.writerows(sorted(rows, key=lambda row: list(SIZES).index(row["parameters"])))
 
 
 if __name__ == "__main__":

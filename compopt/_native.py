@@ -15,10 +15,12 @@ import shutil
 import subprocess
 import tempfile
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 # No contraction: whether a processor has fused multiply-add must not show in the bits, which all ranks share.
@@ -33,8 +35,8 @@ SIGNATURES = {  # what a function returns and takes: p memory, n a size, d a num
     "largest": "d pnndpp",
     "room_for": "n n",
     "encode": "- pnpp",
-    "decode": "- pnppnp",
-    "positions": "n pnp",
+    "decode": "n pnppnp",
+    "positions": "n pnnp",
 }
 
 
@@ -98,9 +100,45 @@ def at(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr() or 8
 
 
-class Table:
-    """Numbers of 8 bytes, rows of a struct one after the other: pass it to a C function, which reads them."""
+def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
+    """The same for many, without a call for each."""
+    return [0 if t is None else t.data_ptr() or 8 for t in tensors]
 
-    def __init__(self, numbers: Iterable[int] | Iterable[float], kind: str = "q"):
-        self._numbers = array(kind, numbers)
+
+class Table:
+    """Rows of a C struct: the columns in the order of its fields, a number of 8 bytes a row or one for all rows."""
+
+    def __init__(self, rows: int, **columns: Sequence[int] | int):
+        width = len(columns)
+        self._numbers = array("q", bytes(8 * rows * width))
+        for place, column in enumerate(columns.values()):
+            if column != 0:
+                self._numbers[place::width] = array("q", [column] * rows if isinstance(column, int) else column)
         self._as_parameter_ = ctypes.c_void_p(self._numbers.buffer_info()[0])
+
+
+class Options:
+    """Numbers of one C struct, all of them double."""
+
+    def __init__(self, *numbers: float):
+        self._numbers = array("d", numbers)
+        self._as_parameter_ = ctypes.c_void_p(self._numbers.buffer_info()[0])
+
+
+def over_rows(lengths: Sequence[int], call: Callable[[int, int, int], None]) -> None:
+    """``call(first, last, thread)`` for all rows of a table, on as many threads as PyTorch has."""
+    threads = min(torch.get_num_threads(), len(lengths))
+    if threads == 1:
+        return call(0, len(lengths), 0)
+    total, cuts, done = sum(lengths), [0], 0
+    for i, n in enumerate(lengths):
+        done += n
+        if done * threads >= total * len(cuts):
+            cuts.append(i + 1)
+    ranges = list(zip(cuts, [*cuts[1:-1], len(lengths)], strict=False))
+    list(_pool(threads).map(lambda item: call(*item[1], item[0]), enumerate(ranges)))
+
+
+@lru_cache(maxsize=4)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "compopt")

@@ -39,6 +39,12 @@ class Ops:
             held = self._scratch[key] = torch.empty(n, dtype=key[0], device=key[1])
         return held[:n]
 
+    @staticmethod
+    def message(bucket: Bucket, index: Tensors) -> Payload:
+        """An empty payload for what is at ``index``, all where a tensor has none."""
+        lengths = [n if i is None else i.numel() for n, i in zip(bucket.lengths, index, strict=True)]
+        return bucket.payload(lengths, bucket.group.get("payload_dtype"))
+
     def pack(
         self,
         bucket: Bucket,
@@ -54,8 +60,7 @@ class Ops:
         ``bits``: the packed masks that ``index`` was decoded from, for kernels that read these.
         """
         index = index or [None] * len(grads)
-        lengths = [n if i is None else i.numel() for n, i in zip(bucket.lengths, index, strict=True)]
-        payload = bucket.payload(lengths, bucket.group.get("payload_dtype"))
+        payload = self.message(bucket, index)
         self.mark(payload, grads)
         for part, g, i, extra in zip(payload.parts, grads, index, add or [None] * len(grads), strict=True):
             if g is None:
@@ -193,6 +198,30 @@ class Ops:
                 [w_], [g_], [m_], [v], [], [step], lr=lr, beta1=beta1, beta2=beta2, amsgrad=False,
                 weight_decay=weight_decay, eps=eps, maximize=False,
             )  # fmt: skip
+
+    def adams_commit(self, bucket: Bucket, mean: Payload) -> None:
+        """AdamS for every tensor that has a gradient on any rank."""
+        state, weights = bucket.state, bucket.weights
+        for i, here in enumerate(bucket.present(mean)):
+            if here:
+                w, step = weights[i], state["step"][i]
+                step += 1
+                self.adams(bucket.group, w, self.expand(mean.parts[i], None, w), state["exp_avg"][i], step)
+                bucket.publish(i)
+
+    def scores(self, bucket: Bucket, phase: str) -> dict[int, Tensor]:
+        """Memory for the sizes of the updates of each tensor, by its number, whose mask is chosen by them."""
+        chosen = [i for i, c in enumerate(bucket.compressed) if c and phase == "resample"]
+        lengths = [bucket.lengths[i] for i in chosen]
+        flat = self.scratch(bucket.flat["exp_avg"], sum(lengths), use="score")
+        return dict(zip(chosen, flat.split(lengths), strict=True))
+
+    def owe_again(self, bucket: Bucket, mean: Payload, index: Tensors) -> None:
+        """What rounding took off what was sent into the residuals, which are 0 there."""
+        if mean.dropped is not None:
+            for i, here in enumerate(bucket.present(mean)):
+                if here and bucket.compressed[i]:
+                    self.put(bucket.state["residual"][i], index[i], mean.dropped_parts[i])
 
     def scape_moment(
         self, h: dict, e: Tensor, g: Tensor | None, held: Tensor | None, m: Tensor, index: Tensor | None,

@@ -50,8 +50,7 @@ class TritonOps(Ops):
         nothing: Tensors = [None] * len(grads)
         index = index or nothing
         bits = [None if i is None else b for b, i in zip(bits or nothing, index, strict=True)]
-        lengths = [n if i is None else i.numel() for n, i in zip(bucket.lengths, index, strict=True)]
-        payload = bucket.payload(lengths, bucket.group.get("payload_dtype"))
+        payload = self.message(bucket, index)
         payload.starts = self.starts(bucket, bits)
         present = [0.0 if g is None else 1.0 for g in grads]
         payload.header.copy_(upload(present, payload.flat.dtype, bucket.device))
@@ -65,15 +64,12 @@ class TritonOps(Ops):
         """Radius, lines 10, 15, 16 and 21 to 25, for all tensors; returns line 22's masks."""
         h, state, present = bucket.group, bucket.state, bucket.present(mean)
         compressed = [c and phase != "dense" for c in bucket.compressed]
-        scored = [i for i, c in enumerate(compressed) if c and phase == "resample"]
-        lengths = [bucket.lengths[i] for i in scored]
-        scores = self.scratch(bucket.flat["exp_avg"], sum(lengths), use="score").split(lengths)
-        score, weights, own = dict(zip(scored, scores, strict=True)), contiguous_weights(bucket), flattened(grads)
+        scores, weights, own = self.scores(bucket, phase), contiguous_weights(bucket), flattened(grads)
         rows = [
             kernels.AdamWRow(
                 n, state["mask"][i] if phase == "sparse" else None, mean.parts[i], weights[i],
                 state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i], int(present[i]),
-                state["residual"][i] if compressed[i] else None, own[i], score.get(i), published(bucket, i),
+                state["residual"][i] if compressed[i] else None, own[i], scores.get(i), published(bucket, i),
             )
             for i, n in enumerate(bucket.lengths)
         ]  # fmt: skip
@@ -82,10 +78,8 @@ class TritonOps(Ops):
             self.blocks(bucket), mean.starts, rows, lr=float(h["lr"]), **{name: h[name] for name in HYPER}
         )  # fmt: skip
         bring_back(bucket, weights, present)
-        if mean.dropped is not None:  # by rounding, of what was sent: it is owed again
-            for i in (i for i, here in enumerate(present) if here and bucket.compressed[i]):
-                self.put(state["residual"][i], index[i], mean.dropped_parts[i])
-        return self.largest(scores, [kept(h["density"], n) for n in lengths])
+        self.owe_again(bucket, mean, index)
+        return self.largest(scores.values(), [kept(h["density"], len(x)) for x in scores.values()])
 
     @staticmethod
     def scape_selection(bucket: Bucket, ops: TritonOps, deal: Deal, rank: int) -> ScapeSelection:

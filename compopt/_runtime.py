@@ -141,13 +141,12 @@ class Runtime:
         tails, self.tails = self.tails, []
         for exchange in tails:
             try:
-                answer = exchange.pending.wait()
-            except CommunicationError:
+                exchange.generator.send(exchange.pending.wait())
+            except StopIteration:
+                continue
+            except CommunicationError:  # or what arrived is not what was agreed
                 exchange.generator.close()
                 self.lost = True
-                continue
-            with contextlib.suppress(StopIteration):
-                exchange.generator.send(answer)
 
     def settle_in_turns(self) -> Generator[Pending, None, None]:
         for exchange in self.tails:

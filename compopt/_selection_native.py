@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from ._buckets import Bucket
 from ._masks import Deal, Part, code_of
 from ._native import Table, at
 from ._ops import Ops, Tensors
+from ._requests import CommunicationError
 from ._selection import own_x
 
 
@@ -25,12 +28,17 @@ class NativeSelection:
             self.room = max(self.room, 2 * ops.library.room_for(piece.wanted))
         self.positions = torch.empty(total, dtype=torch.int32)
 
-    def row(self, i: int) -> tuple[int, ...]:
-        """The end of tensor i's row in the table of a commit: where to look, among what, how many, into where."""
-        piece = self.pieces.get(i)
-        if piece is None:
-            return (0,) * 5
-        return at(self.bucket.state["threshold"][i]), piece.start, piece.stop, piece.wanted, self.at(i)
+    def columns(self, present: list[bool]) -> dict[str, list[int]]:
+        """The end of a commit's table: for every tensor where to look, among what, how many, into where."""
+        thresholds = self.bucket.state["threshold"]
+        none = (0,) * 5
+        rows = [
+            (at(thresholds[i]), piece.start, piece.stop, piece.wanted, self.at(i))
+            if here and (piece := self.pieces.get(i))
+            else none
+            for i, here in enumerate(present)
+        ]
+        return dict(zip(("guess", "start", "stop", "wanted", "chosen"), zip(*rows, strict=True), strict=True))
 
     def at(self, i: int) -> int:
         """Where tensor i's positions are, counted from the first element of its piece."""
@@ -48,45 +56,63 @@ class NativeSelection:
 
     def message(self) -> Tensor:
         """This rank's bits, coded where codes are smaller."""
-        message, coded, rows = torch.zeros(self.deal.length, dtype=torch.uint8), self.deal.coded, []
-        for i, piece in self.pieces.items():
-            rows += (self.at(i), piece.wanted, piece.at)
-        code = range_of(self.part) if coded else None
-        self.ops.library.encode(Table(rows), len(self.pieces), code, at(message))
+        message, pieces = torch.zeros(self.deal.length, dtype=torch.uint8), self.part.pieces
+        table = Table(
+            len(pieces),
+            chosen=[self.at(piece.tensor) for piece in pieces],
+            k=[piece.wanted for piece in pieces],
+            at=[piece.at for piece in pieces],
+        )
+        code = range_of(self.part) if self.deal.coded else None
+        self.ops.library.encode(table, len(pieces), code, at(message))
         return message
 
     def found(self, messages: Tensor) -> tuple[Tensors, Tensor]:
-        """All ranks' selections, as positions in each tensor and as the bucket's bits."""
-        deal, library, bucket = self.deal, self.ops.library, self.bucket
-        pieces = [piece for part in deal.parts for piece in part.pieces]
+        """All ranks' selections, as positions in each tensor and as the bucket's bits.
+
+        Raises CommunicationError where a rank selected what was not agreed.
+        """
+        bucket, parts = self.bucket, self.deal.parts
         sizes = [0] * len(bucket.lengths)
-        for piece in pieces:
+        for piece in (piece for part in parts for piece in part.pieces):
             sizes[piece.tensor] += piece.wanted
-        positions, bits = (
-            torch.empty(sum(sizes), dtype=torch.int32),
-            torch.zeros(deal.parts[-1].last, dtype=torch.uint8),
-        )
-        many = [sum(piece.wanted for piece in part.pieces) for part in deal.parts]
-        for part, found, message in zip(deal.parts, positions.split(many), messages, strict=True):
-            if part is self.part and not deal.coded:  # what it knows
-                found.copy_(self.positions)
-                bits[part.first : part.last] = message[: part.last - part.first]
-                for piece in part.pieces[:1]:  # only the first of a part can begin within a tensor
-                    found[: piece.wanted] += piece.start
-                continue
-            rows, first = [], at(found)
-            for piece in part.pieces:
-                rows += (first, piece.wanted, piece.at, piece.start)
-                first += 4 * piece.wanted
-            code = range_of(part) if deal.coded else None
-            library.decode(
-                at(message), part.last - part.first, code, Table(rows), len(part.pieces), at(bits) + part.first
-            )
+        positions = torch.empty(sum(sizes), dtype=torch.int32)
+        bits = torch.zeros(parts[-1].last, dtype=torch.uint8)
+        first = 0
+        for rank, (part, message) in enumerate(zip(parts, messages, strict=True)):
+            wanted = sum(piece.wanted for piece in part.pieces)
+            self._read(rank, message, positions[first : first + wanted], bits[part.first : part.last])
+            first += wanted
         index = positions.split(sizes)
         return [i if c else None for i, c in zip(index, bucket.compressed, strict=True)], bits
+
+    def _read(self, rank: int, message: Tensor, found: Tensor, bits: Tensor) -> None:
+        part, coded = self.deal.parts[rank], self.deal.coded
+        if part is self.part and not coded:  # what it knows
+            found.copy_(self.positions)
+            bits.copy_(message[: len(bits)])
+            for piece in part.pieces[:1]:  # only the first of a part can begin within a tensor
+                found[: piece.wanted] += piece.start
+            return
+        wanted = [piece.wanted for piece in part.pieces]
+        table = Table(
+            len(wanted),
+            found=[at(found) + 4 * before for before in accumulate(wanted, initial=0)][: len(wanted)],
+            k=wanted,
+            at=[piece.at for piece in part.pieces],
+            start=[piece.start for piece in part.pieces],
+            stop=[piece.stop for piece in part.pieces],
+        )
+        code = range_of(part) if coded else None
+        read = self.ops.library.decode(at(message), len(bits), code, table, len(wanted), at(bits))
+        if read != len(found):
+            raise CommunicationError(
+                f"the mask of rank {rank} is not what was agreed: it has other positions than {len(found)} in their "
+                "order. Memory or the network is at fault."
+            )
 
 
 def range_of(part: Part) -> Table:
     """How a part is coded, as masks.c reads it."""
     upper, row, low = code_of(part)
-    return Table([low, upper, row])
+    return Table(1, low=low, upper=upper, row=row)

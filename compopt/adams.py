@@ -26,16 +26,9 @@ from ._requests import Agree, AllReduceMean, Request
 
 def adams(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     """Equation 2, one bucket, one step."""
-    h, m, step = bucket.group, bucket.state["exp_avg"], bucket.state["step"]
-    mean = yield AllReduceMean(ops.pack(bucket, bucket.grads(), negate=h["maximize"]))
+    mean = yield AllReduceMean(ops.pack(bucket, bucket.grads(), negate=bucket.group["maximize"]))
     yield Agree(mean, "dense")  # from here on state changes
-    weights = bucket.weights
-    for i, present in enumerate(bucket.present(mean)):
-        if present:
-            step[i] += 1
-            w = weights[i]
-            ops.adams(h, w, ops.expand(mean.parts[i], None, w), m[i], step[i])
-            bucket.publish(i)
+    ops.adams_commit(bucket, mean)
 
 
 class AdamS(CompressedOptimizer):

@@ -47,7 +47,7 @@ ALLOWED = {
     "_ops_compile": {"_ops", "_math"},
     "_ops_apex": {"_ops"},
     "_ops_native": {"_ops", "_math", "_masks", "_selection_native", "_buckets", "_requests", "_native"},
-    "_selection_native": {"_ops", "_masks", "_selection", "_buckets", "_native"},
+    "_selection_native": {"_ops", "_masks", "_selection", "_buckets", "_native", "_requests"},
     "_native": set(),
     "_backends": {"_ops", "_ops_triton", "_ops_compile", "_ops_apex", "_ops_native", "_native"},
     "_buckets": {"_requests", "_shards", "_offload"},

@@ -25,5 +25,9 @@ static inline uint32_t magnitude(float x) {  // as an integer: it grows with |x|
 static inline int on(const uint8_t *mask, int64_t i) { return mask[i / 8] >> i % 8 & 1; }
 
 #if defined(__AVX512F__) && !defined(PORTABLE)
+static inline __mmask16 beyond(__m512 x, float t) {  // |x| > t
+    return _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(t), _CMP_GT_OQ);
+}
+
 static inline __mmask16 sixteen(const uint8_t *mask, int64_t i) { return (__mmask16)(mask[i / 8] | mask[i / 8 + 1] << 8); }
 #endif

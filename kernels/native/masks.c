@@ -8,8 +8,8 @@ typedef struct {
 } Chosen;
 
 typedef struct {
-    int32_t *found;           // ascending, counted from the first element of the tensor
-    int64_t k, at, start;     // start: where the piece begins in the tensor
+    int32_t *found;             // ascending, counted from the first element of the tensor
+    int64_t k, at, start, stop;  // the piece: how many, where among the bits of its range, which elements of the tensor
 } Found;
 
 typedef struct {
@@ -32,39 +32,51 @@ void encode(const Chosen *pieces, int64_t many, const Code *code, uint8_t *messa
 }
 
 // Runs the body for the position i of every bit that is set.
-#define EACH_BIT(bits, bytes, i, body)                                   \
+#define EACH_BIT(bits, bytes, i, ...)                                    \
     for (int64_t byte_ = 0; byte_ < (bytes); byte_ += 8) {               \
         uint64_t word_ = 0;                                              \
         memcpy(&word_, (bits) + byte_, smaller(8, (bytes) - byte_));     \
         for (; word_; word_ &= word_ - 1) {                              \
             const int64_t i = 8 * byte_ + __builtin_ctzll(word_);        \
-            body                                                         \
+            __VA_ARGS__                                                  \
         }                                                                \
     }
 
-// Positions of the bits of a mask, where there is an `out`; returns how many.
-int64_t positions(const uint8_t *mask, int64_t bytes, int32_t *out) {
-    int64_t n = 0;
+// Positions, of the first n elements, of the bits of a mask: no more than there is room for, into `out`, where there is
+// one. Returns how many.
+int64_t positions(const uint8_t *mask, int64_t n, int64_t room, int32_t *out) {
+    int64_t found = 0;
     if (out) {
-        EACH_BIT(mask, bytes, i, out[n++] = (int32_t)i;)
+        EACH_BIT(mask, (n + 7) / 8, i, {
+            if (i >= n || found == room) return found;
+            out[found++] = (int32_t)i;
+        })
     } else {
-        for (int64_t i = 0; i < bytes; i++) n += __builtin_popcount(mask[i]);
+        for (int64_t i = 0; i < n / 8; i++) found += __builtin_popcount(mask[i]);
+        for (int64_t i = n - n % 8; i < n; i++) found += on(mask, i);
     }
-    return n;
+    return found;
 }
 
-// A rank's message of `bytes` of mask as positions in each tensor, and as `bits`, which are 0 before.
-void decode(const uint8_t *message, int64_t bytes, const Code *code, const Found *pieces, int64_t many, uint8_t *bits) {
+// A rank's message of `bytes` of mask as positions in each tensor, and as `bits`, which are 0 before. Returns how many
+// positions are where the pieces say, in their order: what another rank sends is not trusted with memory. What comes after
+// the first that is not is not read.
+int64_t decode(const uint8_t *message, int64_t bytes, const Code *code, const Found *pieces, int64_t many,
+               uint8_t *bits) {
     const int64_t low = code ? code->low : 0, row = code ? code->row / 8 : 0;
     const uint8_t *const rows = message + (code ? code->upper / 8 : 0);
-    int64_t n = 0, p = -1, left = 0;
+    int64_t n = 0, p = 0, count = 0;
     EACH_BIT(message, code ? code->upper / 8 : bytes, i, {
+        while (p < many && count == pieces[p].k) p++, count = 0;
+        if (p == many) return -1;  // more of them than was agreed
         int64_t place = code ? (i - n) << low : i;
         for (int64_t b = 0; b < low; b++) place |= (int64_t)(rows[b * row + n / 8] >> n % 8 & 1) << b;
-        while (left == 0 && ++p < many) left = pieces[p].k;
-        if (p == many || place >= 8 * bytes) return;  // not what was agreed: nothing is written beyond
-        pieces[p].found[pieces[p].k - left--] = (int32_t)(place - pieces[p].at + pieces[p].start);
+        const int64_t element = place - pieces[p].at + pieces[p].start;
+        const int64_t before = count ? pieces[p].found[count - 1] : pieces[p].start - 1;
+        if (element <= before || element >= pieces[p].stop) return n;
+        pieces[p].found[count++] = (int32_t)element;
         set(bits, place);
         n++;
     })
+    return n;
 }

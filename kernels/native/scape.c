@@ -2,6 +2,7 @@
 
 #include "common.h"
 
+int64_t collect(const float *x, const uint16_t *hits, int64_t base, int32_t *scratch, float *values, int64_t count);
 int64_t above(const float *x, int64_t n, int64_t base, float t, int32_t *out, int64_t count, int64_t room);
 float settle(int64_t k, int64_t count, float t, const int32_t *scratch, int32_t *out);
 double largest(const float *x, int64_t n, int64_t k, double guess, int32_t *scratch, int32_t *out);
@@ -57,19 +58,28 @@ typedef struct {
     float *sent, *picked, *before;
 } Gathered;
 
-// Line 10 and the decay of weights for one block, in one loop: e becomes x. `dense` is the old momentum.
-static void moment(float *restrict e, const float *restrict g, const float *restrict dense, float *restrict w,
-                   int64_t size, float alpha, Factors f) {
-    if (g)
-        for (int64_t i = 0; i < size; i++) {
-            e[i] = e[i] + alpha * g[i] + f.beta1 * dense[i];
-            w[i] *= f.shrink;
+// Line 10 and the decay of weights for one block, in one loop: e becomes x. `dense` is the old momentum. Returns whether it
+// noted in `hits` where |x| > t.
+static int moment(float *restrict e, const float *restrict g, const float *restrict dense, float *restrict w,
+                  int64_t size, float alpha, Factors f, float t, uint16_t *restrict hits) {
+#if defined(__AVX512F__) && !defined(PORTABLE)
+    if (g && size == BLOCK) {
+        const __m512 rate = _mm512_set1_ps(alpha), beta1 = _mm512_set1_ps(f.beta1), shrink = _mm512_set1_ps(f.shrink);
+        for (int64_t i = 0; i < BLOCK; i += LANES) {
+            __m512 x = _mm512_add_ps(_mm512_loadu_ps(e + i), _mm512_mul_ps(rate, _mm512_loadu_ps(g + i)));
+            x = _mm512_add_ps(x, _mm512_mul_ps(beta1, _mm512_loadu_ps(dense + i)));
+            _mm512_storeu_ps(e + i, x);
+            _mm512_storeu_ps(w + i, _mm512_mul_ps(shrink, _mm512_loadu_ps(w + i)));
+            hits[i / LANES] = beyond(x, t);
         }
-    else
-        for (int64_t i = 0; i < size; i++) {
-            e[i] += f.beta1 * dense[i];
-            w[i] *= f.shrink;
-        }
+        return 1;
+    }
+#endif
+    for (int64_t i = 0; i < size; i++) {
+        e[i] = (g ? e[i] + alpha * g[i] : e[i]) + f.beta1 * dense[i];
+        w[i] *= f.shrink;
+    }
+    return 0;
 }
 
 // The guess led nowhere: the largest among all. What was sent goes back into x for as long as that takes.
@@ -92,10 +102,15 @@ static void scape_row(const Scape *row, const Hyper *hyper, int32_t *scratch, Ga
         const float *const old = held ? dense : row->old + a;
         for (; held && h < row->holding && held[h] < b; h++) dense[held[h] - a] = row->old[h];
         if (e) {
-            moment(e + a, row->g ? row->g + a : NULL, old, w + a, size, hyper->alpha, f);
+            uint16_t hits[BLOCK / LANES];
+            const int noted = moment(e + a, row->g ? row->g + a : NULL, old, w + a, size, hyper->alpha, f, t, hits);
             const int64_t start = a > row->start ? a : row->start, stop = smaller(b, row->stop);
-            if (t > 0 && start < stop)  // line 15
-                count = above(e + start, stop - start, start - row->start, t, scratch, count, room);
+            if (t > 0 && start < stop) {  // line 15
+                if (noted && stop - start == BLOCK && count + BLOCK <= room)
+                    count = collect(e + a, hits, a - row->start, scratch, (float *)(scratch + room), count);
+                else
+                    count = above(e + start, stop - start, start - row->start, t, scratch, count, room);
+            }
         } else {
             for (int64_t i = a; i < b; i++) w[i] *= f.shrink;
         }

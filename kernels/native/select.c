@@ -2,40 +2,54 @@
 
 #include "common.h"
 
-static const float AIM = 0.93f;  // of the threshold that would do: what drifts until the next step still finds enough
-
 // How many candidates there is room for in `scratch`: positions, and behind them as many values.
-int64_t room_for(int64_t k) { return 4 * k + 1024; }
+int64_t room_for(int64_t k) { return 4 * k + 4 * BLOCK; }
 
-// Candidates: |x| > t and their positions, from `base` on, into `scratch`, while there is room for 16 more; `count` is how
-// many came before. Returns how many there are, stored or not.
+// How many candidates to look for, so that k are among them after a step has moved them all; the fewer, the more so.
+static int64_t ahead_of(int64_t k) { return k + k / 2 + (int64_t)(16 * sqrt((double)k)); }
+
+#if defined(__AVX512F__) && !defined(PORTABLE)
+// Of a block, what `hits` has bits for.
+int64_t collect(const float *restrict x, const uint16_t *restrict hits, int64_t base, int32_t *restrict scratch,
+                float *restrict values, int64_t count) {
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (int64_t half = 0; half < BLOCK / LANES; half += 16)
+        for (unsigned some = _cvtmask16_u32(_mm256_test_epi16_mask(_mm256_loadu_si256((const __m256i *)(hits + half)),
+                                                                  _mm256_set1_epi16(-1)));
+             some; some &= some - 1) {
+            const int64_t v = half + __builtin_ctz(some);
+            const __m512i place = _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)(base + v * LANES)));
+            // compressed in a register: straight to memory is many times slower on some processors
+            _mm512_storeu_si512(scratch + count, _mm512_maskz_compress_epi32(hits[v], place));
+            _mm512_storeu_ps(values + count, _mm512_maskz_compress_ps(hits[v], _mm512_loadu_ps(x + v * LANES)));
+            count += __builtin_popcount(hits[v]);
+        }
+    return count;
+}
+#endif
+
+// Candidates: |x| > t and their positions, from `base` on, into `scratch`; `count` is how many came before. Returns how
+// many there are, `room` where there is no room for all.
 int64_t above(const float *restrict x, int64_t n, int64_t base, float t, int32_t *restrict scratch, int64_t count,
               int64_t room) {
     float *restrict const values = (float *)(scratch + room);
-    int64_t i = 0;
+    for (int64_t i = 0; i < n; i += BLOCK) {
+        const int64_t size = smaller(BLOCK, n - i);
+        if (count + BLOCK > room) return room;
 #if defined(__AVX512F__) && !defined(PORTABLE)
-    const __m512 limit = _mm512_set1_ps(t);
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    for (; i + LANES <= n; i += LANES) {
-        const __m512 some = _mm512_loadu_ps(x + i);
-        const __mmask16 hit = _mm512_cmp_ps_mask(_mm512_abs_ps(some), limit, _CMP_GT_OQ);
-        if (!hit) continue;
-        if (count + LANES <= room) {  // compressed in a register: straight to memory is many times slower on some CPUs
-            const __m512i place = _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)(base + i)));
-            _mm512_storeu_si512(scratch + count, _mm512_maskz_compress_epi32(hit, place));
-            _mm512_storeu_ps(values + count, _mm512_maskz_compress_ps(hit, some));
+        if (size == BLOCK) {
+            uint16_t hits[BLOCK / LANES];
+            for (int64_t v = 0; v < BLOCK / LANES; v++) hits[v] = beyond(_mm512_loadu_ps(x + i + v * LANES), t);
+            count = collect(x + i, hits, base + i, scratch, values, count);
+            continue;
         }
-        count += __builtin_popcount(hit);
-    }
 #endif
-    for (; i < n; i++)
-        if (fabsf(x[i]) > t) {
-            if (count + LANES <= room) {
-                scratch[count] = (int32_t)(base + i);
-                values[count] = x[i];
-            }
-            count++;
+        for (int64_t j = i; j < i + size; j++) {  // no branch: nobody foresees which are larger
+            scratch[count] = (int32_t)(base + j);
+            values[count] = x[j];
+            count += fabsf(x[j]) > t;
         }
+    }
     return count;
 }
 
@@ -64,32 +78,46 @@ static uint32_t kth(const float *restrict x, int64_t n, int64_t k, int64_t *larg
     return found;
 }
 
-// The same where all magnitudes are known to be at least `least`: most of them lie just above it, so one histogram of the
-// factor of 2 above leaves a few among which to look. They go to `few`, which has room for k.
-static uint32_t kth_from(uint32_t least, const float *restrict x, int64_t n, int64_t k, int64_t *larger,
-                         float *restrict few) {
-    int32_t counts[256] = {0};
+enum { BIN = 1 << 15, NEAR = 16 };  // the width of a bin, as an integer: 0.4 to 0.8 % of a value; bins that tell a slope
+
+// How many of these magnitudes, all of at least `least`, are in each bin above it; the last bin is all beyond.
+static void count_above(uint32_t least, const float *restrict x, int64_t n, int32_t *restrict counts) {
+    memset(counts, 0, 256 * sizeof *counts);
     for (int64_t i = 0; i < n; i++) {
-        const uint32_t bin = (magnitude(x[i]) - least) >> 15;
+        const uint32_t bin = (magnitude(x[i]) - least) / BIN;
         counts[bin < 255 ? bin : 255]++;
     }
+}
+
+// The magnitude above which about `wanted` lie, by these counts; below them as if it went on as in the lowest bins.
+static uint32_t level_of(uint32_t least, const int32_t *counts, int64_t n, int64_t wanted) {
+    int64_t larger = 0, near = 0;
+    if (n >= wanted) return least + (uint32_t)bin_of(counts, wanted, &larger) * BIN;
+    for (int bin = 0; bin < NEAR; bin++) near += counts[bin];
+    const int64_t bins = smaller((wanted - n) * NEAR / (near + 1) + 1, 64);
+    return least > bins * BIN ? least - (uint32_t)bins * BIN : 0;
+}
+
+// kth() by such counts: they leave a few among which to look, which go to `few`, with room for k.
+static uint32_t kth_by(uint32_t least, const int32_t *counts, const float *restrict x, int64_t n, int64_t k,
+                       int64_t *larger, float *restrict few) {
     *larger = 0;
     const int bin = bin_of(counts, k, larger);
     if (bin == 255 || counts[bin] + LANES > k) return kth(x, n, k, larger);
-    const uint32_t low = least + ((uint32_t)bin << 15), width = 1u << 15;
+    const uint32_t low = least + (uint32_t)bin * BIN;
     int64_t size = 0, above_these = 0, i = 0;
 #if defined(__AVX512F__) && !defined(PORTABLE)
     const __m512i all = _mm512_set1_epi32(0x7fffffff), from = _mm512_set1_epi32((int32_t)low);
     for (; i + LANES <= n && size + LANES <= k; i += LANES) {
         const __m512 some = _mm512_loadu_ps(x + i);
         const __m512i over = _mm512_sub_epi32(_mm512_and_si512(_mm512_castps_si512(some), all), from);
-        const __mmask16 hit = _mm512_cmplt_epu32_mask(over, _mm512_set1_epi32((int32_t)width));
+        const __mmask16 hit = _mm512_cmplt_epu32_mask(over, _mm512_set1_epi32(BIN));
         _mm512_storeu_ps(few + size, _mm512_maskz_compress_ps(hit, some));
         size += __builtin_popcount(hit);
     }
 #endif
     for (; i < n; i++)
-        if (magnitude(x[i]) - low < width) few[size++] = x[i];
+        if (magnitude(x[i]) - low < BIN) few[size++] = x[i];
     const uint32_t found = kth(few, size, k - *larger, &above_these);
     *larger += above_these;
     return found;
@@ -125,36 +153,40 @@ static float as_float(uint32_t bits) {
     return x;
 }
 
-// Of the `count` candidates in `scratch`, all above t, the k largest, into `out`. Returns where to look the next time; -1 where the
-// candidates are too few, or there were too many.
+// Of the `count` candidates in `scratch`, all above t, the k largest, into `out`. Returns where to look the next time; -1
+// where the candidates are too few, or there were too many.
 float settle(int64_t k, int64_t count, float t, const int32_t *scratch, int32_t *out) {
-    const int64_t room = room_for(k);
-    const float *const values = (const float *)(scratch + room);
+    const float *const values = (const float *)(scratch + room_for(k));
+    int32_t counts[256];
     int64_t more;
-    if (count < k || count + LANES > room) return -1;
+    if (count < k || count + BLOCK > room_for(k)) return -1;
     if (k == 0) return 0;
-    const uint32_t least = kth_from(magnitude(t), values, count, k, &more, (float *)out);
+    count_above(magnitude(t), values, count, counts);
+    const uint32_t least = kth_by(magnitude(t), counts, values, count, k, &more, (float *)out);
     take(values, scratch, count, k, least, more, out);
-    return AIM * as_float(least);
+    return as_float(level_of(magnitude(t), counts, count, ahead_of(k)));
+}
+
+// Where to look among n, by a sample of them.
+static float sampled(const float *x, int64_t n, int64_t k) {
+    enum { SAMPLE = 4096 };
+    float sample[SAMPLE];
+    int64_t more;
+    const int64_t every = n / SAMPLE, share = ahead_of(k) * SAMPLE / n + 4;
+    for (uint32_t i = 0; i < SAMPLE; i++) sample[i] = x[i * every + (i * 2654435761u >> 8) % every];  // not in columns
+    return as_float(kth(sample, SAMPLE, smaller(share, SAMPLE), &more));
 }
 
 // Positions of the k largest |x|, given where to look (0: nowhere, a sample tells). Returns where to look the next time.
 double largest(const float *x, int64_t n, int64_t k, double guess, int32_t *scratch, int32_t *out) {
-    enum { SAMPLE = 4096 };
     int64_t more;
-    float t = (float)guess;
     if (k == 0) return 0;
-    if (t == 0 && n > 4 * SAMPLE) {
-        float sample[SAMPLE];
-        const int64_t share = k * SAMPLE / n;
-        for (int64_t i = 0; i < SAMPLE; i++) sample[i] = x[i * (n / SAMPLE)];
-        t = AIM * as_float(kth(sample, SAMPLE, share < 1 ? 1 : share, &more));
-    }
-    if (t > 0) {
-        const float next = settle(k, above(x, n, 0, t, scratch, 0, room_for(k)), t, scratch, out);
+    for (int look = 0; look < 2; look++) {
+        const float t = look == 0 ? (float)guess : n > 1 << 14 ? sampled(x, n, k) : 0;
+        const float next = t > 0 ? settle(k, above(x, n, 0, t, scratch, 0, room_for(k)), t, scratch, out) : -1;
         if (next >= 0) return next;
     }
     const uint32_t least = kth(x, n, k, &more);
     take(x, NULL, n, k, least, more, out);
-    return AIM * as_float(least);
+    return as_float(least);
 }
