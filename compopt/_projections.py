@@ -206,8 +206,12 @@ def pack(
 
     ``agreed``: a payload before this one, whose header and control words are the ranks' mean already.
     """
+    residual, dtype = bucket.state["residual"], bucket.group["payload_dtype"]
+    held_back = dtype == torch.int8 or (bucket.owes and bucket.group["projection"] != "gaussian")
+    if clipped == 1 and not cosines and not any(plan):  # in one pass, where the back end has one
+        return ops.pack(bucket, grads, add=residual if held_back else None)
     lengths = [n if q is None else q.m * q.r for n, q in zip(bucket.lengths, plan, strict=True)]
-    payload = bucket.payload(lengths + [len(plan)] * cosines, bucket.group["payload_dtype"])
+    payload = bucket.payload(lengths + [len(plan)] * cosines, dtype)
     if agreed is None:
         ops.mark(payload, grads)
     else:
@@ -216,8 +220,7 @@ def pack(
     for i, (g, q, R) in enumerate(zip(grads, plan, matrices, strict=True)):
         part = payload.parts[i]
         if q is not None:
-            error = bucket.state["residual"][i]
-            h = scaled_sum(error, g, clipped, ops)
+            h = scaled_sum(residual[i], g, clipped, ops)
             if part.dtype == R.dtype:
                 torch.mm(q.matrix(h), R, out=q.of_part(part))
             else:
@@ -226,9 +229,8 @@ def pack(
             part.zero_()
         else:
             part.copy_(g.reshape(-1)).mul_(clipped)
-        held_back = payload.dropped is not None or (bucket.owes and bucket.group["projection"] != "gaussian")
-        if q is None and held_back and bucket.state["residual"][i] is not None:
-            part.add_(bucket.state["residual"][i].view(-1))  # what rounding dropped, or a contraction left over
+        if q is None and held_back and residual[i] is not None:
+            part.add_(residual[i].view(-1))  # what rounding dropped, or a contraction left over
         if cosines:
             payload.parts[-1][i] = 0.0 if q is None or g is None else cosine(g, part, q, R)
     return payload
@@ -249,9 +251,12 @@ def cosine(g: Tensor, part: Tensor, q: Projection, R: Tensor) -> Tensor:
 
 
 def reconstruct(out: Tensor, part: Tensor, q: Projection | None, R: Tensor | None, factor: float, ops: Ops) -> None:
-    """``factor`` times the averaged gradient, into ``out``."""
+    """``factor`` times the averaged gradient, into ``out``, where it may be already."""
     if q is None:
-        out.view(-1).copy_(part).mul_(factor)
+        if out.data_ptr() != part.data_ptr():
+            out.view(-1).copy_(part)
+        if factor != 1:
+            out.mul_(factor)
         return
     p = q.of_part(part).to(R.dtype) * (q.scale * factor)
     if out.dtype == R.dtype:

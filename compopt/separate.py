@@ -38,11 +38,12 @@ from ._tracking import follow, join, track
 
 def separate(
     bucket: Bucket, ops: Ops, exchange: Exchange,
-    target: Callable[[Bucket, int], Tensor], apply: Callable[[Bucket, int, Tensor], None],
+    target: Callable[[Bucket, int, Tensor | None], Tensor], apply: Callable[[Bucket, int, Tensor], None],
 ) -> Generator[Request, object, None]:  # fmt: skip
     """Algorithm 1, one bucket, one step.
 
-    The averaged gradient of tensor i is written to ``target(bucket, i)`` and handed to ``apply``.
+    The averaged gradient of tensor i is written to ``target(bucket, i, whole)`` and handed to ``apply``. ``whole`` is
+    where it is already, of a tensor that is averaged whole.
     """
     h, grads, residual, plan = bucket.group, bucket.grads(), bucket.state["residual"], exchange.plan
     t = h["step"] + 1
@@ -62,7 +63,7 @@ def separate(
     for i, (q, R) in enumerate(zip(plan, matrices, strict=True)):
         if present[i]:
             bucket.state["step"][i] += 1
-            ghat = target(bucket, i)
+            ghat = target(bucket, i, mean.parts[i] if q is None else None)
             reconstruct(ghat, mean.parts[i], q, R, factor, ops)  # line 4
             apply(bucket, i, ghat)
             if q is None and residual[i] is not None and mean.dropped is not None:
@@ -153,9 +154,10 @@ class SeparateAdam(Projecting):
     def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
         return separate(bucket, self.ops, self.exchange(bucket), self.target, self.apply)
 
-    def target(self, bucket: Bucket, i: int) -> Tensor:
+    def target(self, bucket: Bucket, i: int, whole: Tensor | None) -> Tensor:
         w = bucket.weight(i)
-        return self.ops.scratch(w, w.numel()).view(w.shape)
+        fits = whole is not None and whole.dtype == w.dtype
+        return (whole if fits else self.ops.scratch(w, w.numel())).view(w.shape)
 
     def apply(self, bucket: Bucket, i: int, g: Tensor) -> None:
         m, v, step = (bucket.state[name][i] for name in ("exp_avg", "exp_avg_sq", "step"))
@@ -270,7 +272,7 @@ class Separate(Projecting):
     def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
         return separate(bucket, self.ops, self.exchange(bucket), self.target, self.apply)
 
-    def target(self, bucket: Bucket, i: int) -> Tensor:
+    def target(self, bucket: Bucket, i: int, whole: Tensor | None) -> Tensor:
         p = bucket.params[i]
         if p not in self._averages:
             self._averages[p] = torch.empty_like(p.detach(), memory_format=torch.contiguous_format)
