@@ -1,8 +1,8 @@
 """``when="auto"``: stay dense where compression does not pay, as whole training steps say.
 
 The steps of the dense start are timed, from the end of one ``step()`` to the end of the next, and so are the first
-compressed ones; all ranks compare the same averages of their medians. Where compressed steps are not faster the dense
-start has no end. The verdict is kept in the groups' ``warmup_steps``, so that a checkpoint knows it.
+compressed ones; all ranks compare the same averages of their medians. Where compressed steps are not clearly faster,
+by more than such timings err, the dense start has no end. The verdict is kept in the groups' ``warmup_steps``, so that a checkpoint knows it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ._comm import Comm, Pending
 from ._requests import AllReduceMean
 
 SKIP, TIMED = 3, 8  # steps of each kind: not timed (buffers, hooks and masks are made in them), and timed
+CLEARLY = 0.95  # of a dense step: what takes longer gains too little to approximate gradients for
 FOREVER = 2**62  # steps
 WAITS = ("resample",)  # phases that are neither: dense, and rare
 
@@ -55,11 +56,12 @@ class Trial:
         if any(len(seconds) < SKIP + TIMED for seconds in self._seconds.values()):
             return ""
         dense, compressed = yield from self._averages(comm, device)
+        pays = compressed < CLEARLY * dense
         for group in groups:
             group["when"] = "always"  # from now on
-            group["warmup_steps"] = group["warmup_steps"] if compressed < dense else FOREVER
+            group["warmup_steps"] = group["warmup_steps"] if pays else FOREVER
         found = f"a compressed step took {1000 * compressed:.1f} ms, a dense one {1000 * dense:.1f} ms"
-        return f"{'compressed' if compressed < dense else 'dense'}: {found}"
+        return f"{'compressed' if pays else 'dense'}: {found}"
 
     def _averages(self, comm: Comm, device: torch.device) -> Generator[Pending, None, tuple[float, float]]:
         """Seconds of a dense and of a compressed step, the same on all ranks."""

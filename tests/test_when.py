@@ -43,15 +43,18 @@ def train(case, dense: float, compressed: float, monkeypatch, size: int = 2, **o
     return ranks
 
 
+@pytest.mark.parametrize("seconds", [1.1, 0.97])
 @every
-def test_it_stays_dense_where_compressed_steps_are_slower(case, monkeypatch):
-    ranks = train(case, 1.0, 1.1, monkeypatch, when="auto")
+def test_it_stays_dense_where_compressed_steps_are_not_clearly_faster(case, seconds, monkeypatch):
+    ranks = train(case, 1.0, seconds, monkeypatch, when="auto")
     for _ in range(STEPS):
         ranks.one_step()
     assert set(ranks.phases[:11]) == {"dense"} and set(ranks.phases[-5:]) == {"dense"}
     assert set(ranks.phases) != {"dense"}
     for optimizer in ranks.optimizers:
-        assert optimizer.stats.when.startswith("dense: a compressed step took 1100.0 ms, a dense one 1000.0 ms")
+        assert optimizer.stats.when.startswith(
+            f"dense: a compressed step took {1000 * seconds:.1f} ms, a dense one 1000.0 ms"
+        )
         assert optimizer.stats.residual_norm() == 0
         again = case.make(make_model().parameters(), when="auto")
         again.load_state_dict(optimizer.state_dict())
