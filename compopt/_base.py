@@ -6,9 +6,7 @@ A class says which state it keeps (``state_specs``), how one bucket steps (``alg
 
 from __future__ import annotations
 
-import copy
 import warnings
-import zlib
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -16,24 +14,24 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import _checkpoint
+from . import _checkpoint, _recovery
 from ._backends import choose
 from ._buckets import Bucket, StateSpec, is_compressed, make_buckets
 from ._comm import Comm, Pending, connect, copies_of, default_ranks, shard_comms
 from ._handshake import describe, explain_mismatch, handshake
 from ._offload import Offload
-from ._recovery import catch_up, tell_what_is_lost
-from ._requests import AllReduceMean, CommunicationError, Request
+from ._requests import CommunicationError, Request
 from ._runtime import Runtime, Verdict
+from ._saving import Saving
+from ._settings import bits_of, settings_of, structure_of
 from ._shards import Shards
 from ._stats import Stats
 from ._when import trial
 
-FREE = {"params", "param_names", "step", "lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
 constructed: list[Callable[[CompressedOptimizer], None]] = []  # told of every new optimizer (integrations.ddp listens)
 
 
-class CompressedOptimizer(Optimizer):
+class CompressedOptimizer(Saving, Optimizer):
     """Base of the optimizers that average their own gradients, compressed.
 
     A step is all or nothing: when any rank has a non-finite gradient all ranks skip it, and when a collective fails
@@ -45,6 +43,12 @@ class CompressedOptimizer(Optimizer):
     offload: str | None = None  # what of the state lives in host memory: "residual", "all" (masters too), or nothing
     whole_masters = False  # though state is sharded: every rank updates all of them
     chosen_state: tuple[str, ...] = ()  # masks that the next step chooses anew where they are lost (all zero)
+
+    _found = ""  # by a trial of when="auto"
+    _warned = False
+    _skipped_in_a_row = 0
+    _scaled = False  # a GradScaler drives the steps
+    _alone = False  # another optimizer wraps this one and averages for it
 
     def __init__(self, params: Iterable, defaults: dict[str, Any], process_group: object = None):
         self._group = process_group
@@ -126,7 +130,7 @@ class CompressedOptimizer(Optimizer):
         yield from self._runtime.settle_in_turns()
         for bucket in self._buckets:
             bucket.gathered = {}
-        if self._runtime.lost or self._agreed != self._structure():
+        if self._runtime.lost or self._agreed != structure_of(self._option_groups):
             self._acquainted = self._runtime.lost = False
             self._runtime.drop_early()
         if not self._acquainted:
@@ -140,7 +144,7 @@ class CompressedOptimizer(Optimizer):
         settings = self._settings()
         if self.check_replicas_every and (before + 1) % self.check_replicas_every == 0:
             settings += describe(self)
-        verdict = yield from self._runtime.step(self._buckets, comm, _bits(settings), self._shards)
+        verdict = yield from self._runtime.step(self._buckets, comm, bits_of(settings), self._shards)
         if verdict.changed and not self._warned:
             self._warned = True
             warnings.warn(
@@ -155,7 +159,7 @@ class CompressedOptimizer(Optimizer):
             self.committed()
             for group in self._option_groups:
                 group["step"] += 1
-        self._agreed = self._structure()
+        self._agreed = structure_of(self._option_groups)
         self._report(verdict, comm)
         if self._trial is not None:
             groups, device = self._option_groups, self._buckets[-1].device
@@ -210,7 +214,7 @@ class CompressedOptimizer(Optimizer):
         """
         if not self._acquainted or self._scaled or self.comm.size == 1:
             return
-        if not self._ready and self._agreed != self._structure():
+        if not self._ready and self._agreed != structure_of(self._option_groups):
             return
         for p in params:
             if p in self._bucket_of:
@@ -253,30 +257,7 @@ class CompressedOptimizer(Optimizer):
 
     @torch.no_grad()
     def rebind_in_turns(self, process_group: object = None) -> Generator[Pending, None, None]:
-        before = self._comm.size if self._comm else 0
-        if self.sharded and (now := connect(process_group).size) > before:
-            raise ValueError(
-                f"rebind of {type(self).__name__} goes to as many ranks or fewer, got {now} after {before}: its state "
-                "is cut into shards, so load a consolidated checkpoint on all ranks instead."
-            )
-        self._runtime.forget()
-        for bucket in self._buckets:
-            self.tidy(bucket)
-        self._offload.finish()
-        for bucket in self._buckets:
-            for name in self.chosen_state:
-                bucket.flat[name].zero_()
-            for entry in bucket.entries:
-                for name in bucket.sharded:
-                    entry.pop(name, None)
-        self._before = self._before or self._buckets
-        self._group, self._comm, self._counted = process_group, None, 0
-        self._build()
-        yield from catch_up(self, self.comm)
-        if self.sharded:
-            yield from _checkpoint.move(self._before, self._buckets, self.comm)
-        self._before = None
-        tell_what_is_lost(self, before, self.comm.size)
+        yield from _recovery.rebind(self, process_group)
 
     _before: list[Bucket] | None = None  # buckets of before a rebind, while their shards are not yet cut again
 
@@ -376,17 +357,8 @@ class CompressedOptimizer(Optimizer):
         self._comm, self._counted = comm, comm.bytes_sent if comm else 0
 
     def _settings(self) -> list:
-        """What must be the same on all ranks, step for step."""
-        return [
-            type(self).__name__ + (" (sharded)" if self.sharded else ""),
-            *({k: _plain(v) for k, v in g.items() if k not in ("params", "param_names")} for g in self._option_groups),
-            {"backend": self.backend},  # two round differently, and select differently among equals
-        ]
-
-    def _structure(self) -> str:
-        """The options that decide what is sent, and so the lengths of messages."""
-        fixed = [{k: v for k, v in group.items() if k not in FREE} for group in self._option_groups]
-        return repr(fixed)
+        """What must be the same on all ranks, step for step; more of it where a class has more."""
+        return settings_of(self)
 
     def _check_gradients(self) -> None:
         for bucket in self._buckets:
@@ -395,121 +367,3 @@ class CompressedOptimizer(Optimizer):
                     raise TypeError(
                         f"{type(self).__name__} got a sparse gradient for {name}: use dense gradients (sparse=False)."
                     )
-
-    # Checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, and never communicates. Every state has its parameter's shape: masks are booleans.
-
-        Residuals are the mean over ranks right after :meth:`consolidate_state`, else this rank's own; the groups say
-        which, under ``residuals``, and which ``class`` wrote them in which ``format``.
-        """
-        self._settle()
-        saved = super().state_dict()
-        place = {p: n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        for bucket in self._buckets:
-            for i, p in enumerate(bucket.params):
-                entry = saved["state"][place[p]]
-                saved["state"][place[p]] = _checkpoint.spread(bucket, i, self._specs(bucket), entry)
-        for group in saved["param_groups"]:
-            group.update(self._signature())
-        return saved
-
-    def _settle(self) -> None:
-        """Wait for what was sent behind the last commit, and make the state readable."""
-        self._runtime.settle()
-        for bucket in self._buckets:
-            self.tidy(bucket)
-        self._offload.finish()
-
-    def _whose_residuals(self) -> str:
-        own = self.sharded or self.averaged_state
-        whole = all(bucket.gathered or not bucket.sharded for bucket in self._buckets)
-        same = not own or self.comm.size == 1 or (whole and self._consolidated == self._option_groups[0]["step"])
-        return "mean" if same else f"rank {self.comm.rank} of {self.comm.size}"
-
-    def _signature(self) -> dict[str, Any]:
-        """What every group of a state dict says of it: whose residuals it holds, who wrote it, and how."""
-        return {
-            "residuals": self._whose_residuals(), "class": type(self).__name__, "format": _checkpoint.FORMAT
-        }  # fmt: skip
-
-    def _groups_of(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-        return _checkpoint.groups_of(self, state_dict)
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but dtypes are kept: masks stay bits, residuals as precise as they were. All ranks must load.
-
-        Also takes a checkpoint of ``torch.optim.AdamW``. Raises ValueError, with nothing loaded, when it does not fit.
-        """
-        self._settle()
-        self._runtime.drop_early()
-        _checkpoint.load(self, state_dict)
-        self._consolidated = None
-        self._rebuild()
-
-    @torch.no_grad()
-    def consolidate_state(self) -> None:
-        """Replace each rank's residuals by their mean over ranks. All ranks must call it, before ``state_dict``.
-
-        Only the mean ever reaches the model, so training goes on as before, and a checkpoint restores on any number
-        of ranks.
-        """
-        for _ in self.consolidate_in_turns():
-            pass
-
-    def consolidate_in_turns(self) -> Generator[Pending, None, None]:
-        self._settle()
-        for bucket in self._buckets:
-            for name in self.averaged_state:
-                if bucket.flat[name].numel():
-                    flat = bucket.flat[name].to(bucket.device)
-                    pending = self.comm.start(AllReduceMean(flat))
-                    yield pending
-                    bucket.flat[name].copy_(pending.wait())
-            bucket.gathered = {}
-            for name in bucket.sharded:
-                bucket.gathered[name] = yield from _checkpoint.gather(bucket, name, self.comm)
-        self._consolidated = self._option_groups[0]["step"]
-
-    _consolidated: int | None = None
-    _found = ""  # by a trial of when="auto"
-    _warned = False
-    _skipped_in_a_row = 0
-    _scaled = False  # a GradScaler drives the steps
-    _alone = False  # another optimizer wraps this one and averages for it
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._group is not None:
-            raise TypeError("an optimizer with a process_group cannot be pickled: save its state_dict() instead.")
-        self._settle()
-        return self._contents()
-
-    def _contents(self) -> dict[str, Any]:
-        """What a copy is made from; the rest is rebuilt."""
-        return {**Optimizer.__getstate__(self), "sharded": self.sharded, "offload": self.offload}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._group = None
-        self._build()
-
-    def __deepcopy__(self, memo: dict) -> CompressedOptimizer:
-        self._settle()
-        new = type(self).__new__(type(self))
-        Optimizer.__setstate__(new, copy.deepcopy(self._contents(), memo))
-        new._group = self._group
-        new._build()
-        return new
-
-
-def _plain(value: object) -> object:
-    return float(value) if isinstance(value, Tensor) else str(value) if isinstance(value, torch.dtype) else value
-
-
-def _bits(settings: list) -> list[float]:
-    """16 bits of a checksum and their complements, as numbers whose mean over ranks shows any difference."""
-    code = zlib.crc32(repr(settings).encode())
-    bits = [float(code >> i & 1) for i in range(16)]
-    return bits + [1 - b for b in bits]

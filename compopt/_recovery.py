@@ -14,10 +14,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _checkpoint
 from ._buckets import local
-from ._comm import Comm
+from ._comm import Comm, connect
 from ._handshake import Turns, device_of, gather
 from ._requests import Broadcast
+
+
+def rebind(optimizer: Any, process_group: object) -> Turns:
+    """``CompressedOptimizer.rebind``."""
+    before = optimizer._comm.size if optimizer._comm else 0
+    if optimizer.sharded and (now := connect(process_group).size) > before:
+        raise ValueError(
+            f"rebind of {type(optimizer).__name__} goes to as many ranks or fewer, got {now} after {before}: its state "
+            "is cut into shards, so load a consolidated checkpoint on all ranks instead."
+        )
+    optimizer._runtime.forget()
+    for bucket in optimizer._buckets:
+        optimizer.tidy(bucket)
+    optimizer._offload.finish()
+    for bucket in optimizer._buckets:
+        for name in optimizer.chosen_state:
+            bucket.flat[name].zero_()
+        for entry in bucket.entries:
+            for name in bucket.sharded:
+                entry.pop(name, None)
+    optimizer._before = optimizer._before or optimizer._buckets
+    optimizer._group, optimizer._comm, optimizer._counted = process_group, None, 0
+    optimizer._build()
+    yield from catch_up(optimizer, optimizer.comm)
+    if optimizer.sharded:
+        yield from _checkpoint.move(optimizer._before, optimizer._buckets, optimizer.comm)
+    optimizer._before = None
+    tell_what_is_lost(optimizer, before, optimizer.comm.size)
 
 
 def catch_up(optimizer: Any, comm: Comm) -> Turns:
@@ -58,7 +87,7 @@ def catch_up(optimizer: Any, comm: Comm) -> Turns:
         warnings.warn(
             f"rank {comm.rank} had not applied step {ahead}, and took it over from rank {source}: what it held back "
             f"itself (of norm {lost:.3g}) is lost.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -84,5 +113,5 @@ def tell_what_is_lost(optimizer: Any, before: int, now: int) -> None:
         warnings.warn(
             f"{before - now} of {before} ranks are gone, and what they held back is lost with them. The {now} that go "
             f"on keep theirs (on this rank of norm {optimizer._residual_norm():.3g}).{shards}",
-            stacklevel=4,
+            stacklevel=5,
         )

@@ -1,8 +1,9 @@
 """``when="auto"``: stay dense where compression does not pay, as whole training steps say.
 
 The steps of the dense start are timed, from the end of one ``step()`` to the end of the next, and so are the first
-compressed ones; all ranks compare the same averages of their medians. Where compressed steps are not clearly faster,
-by more than such timings err, the dense start has no end. The verdict is kept in the groups' ``warmup_steps``, so that a checkpoint knows it.
+compressed ones; all ranks compare the same averages of their medians. Where compressed steps are not clearly faster, by
+more than such timings err, the dense start has no end. The verdict is kept in the groups' ``warmup_steps``, so that a
+checkpoint knows it.
 """
 
 from __future__ import annotations

@@ -26,13 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import CompressedOptimizer, _plain
+from ._base import CompressedOptimizer
 from ._buckets import Bucket, StateSpec, local
 from ._ops import Ops, clip_factor
 from ._options import check_adam
 from ._projecting import Exchange, Projecting, resets
 from ._projections import pack, reconstruct, squared_norm
 from ._requests import Agree, AllReduceMean, Request
+from ._settings import plain
 from ._tracking import follow, join, track
 
 
@@ -265,8 +266,8 @@ class Separate(Projecting):
         return specs
 
     def _settings(self) -> list:
-        plain = (bool, int, float, str, tuple, Tensor)  # what is anything else may differ in its address only
-        base = [{k: _plain(v) for k, v in g.items() if isinstance(v, plain)} for g in self.base.param_groups]
+        known = (bool, int, float, str, tuple, Tensor)  # what is anything else may differ in its address only
+        base = [{k: plain(v) for k, v in g.items() if isinstance(v, known)} for g in self.base.param_groups]
         return [*super()._settings(), {"base": type(self.base).__name__}, *base]
 
     def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:

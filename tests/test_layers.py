@@ -20,7 +20,8 @@ HELPERS = {
     "_sharded_adamw",
 }  # of the algorithms, in files of their own
 ALLOWED = {
-    "algorithm": {"_base", "_ops", "_math", "_buckets", "_requests", "_options", "_stats", "_shards"} | HELPERS,
+    "algorithm": {"_base", "_ops", "_math", "_buckets", "_requests", "_options", "_stats", "_shards", "_settings"}
+    | HELPERS,
     "_base": {
         "_runtime",
         "_buckets",
@@ -28,6 +29,8 @@ ALLOWED = {
         "_checkpoint",
         "_handshake",
         "_recovery",
+        "_saving",
+        "_settings",
         "_backends",
         "_comm",
         "_requests",
@@ -37,7 +40,9 @@ ALLOWED = {
         "_shards",
     },
     "_handshake": {"_comm", "_requests", "_buckets"},
-    "_recovery": {"_handshake", "_comm", "_requests", "_buckets"},
+    "_recovery": {"_handshake", "_checkpoint", "_comm", "_requests", "_buckets"},
+    "_saving": {"_checkpoint", "_comm", "_requests"},
+    "_settings": set(),
     "_shards": {"_masks"},
     "_masks": set(),
     "_checkpoint": {"_buckets", "_math", "_shards", "_requests", "_comm"},
