@@ -4,7 +4,7 @@
     sudo .venv/bin/python bench/links.py --rates 100mbit --methods none ddp powersgd32 --ranks 4
 
 All methods of one rate share one set of processes and take turns, block by block (_turns.py). Prints a table per rate
-and saves results/links.csv and results/links.png beside this file.
+and saves it in results/ beside this file, as links.csv and links.png or the name that --save gives.
 """
 
 from __future__ import annotations
@@ -64,6 +64,18 @@ def powersgd(rank: int) -> Factory:
     return make
 
 
+def topk(density: float) -> Factory:
+    """Naive top-k of examples/baselines.py: each rank gathers all positions and values, within backward's hooks."""
+
+    def make(model: nn.Module, group: dist.ProcessGroup) -> Method:
+        sys.path.append(str(Path(__file__).parents[1] / "examples"))
+        wrapped = DDP(model)  # it gathers over the default group
+        importlib.import_module("baselines").TopK(wrapped, 0, density)
+        return wrapped, fused_adamw(model)
+
+    return make
+
+
 def ours(name: str, **settings: object) -> Factory:
     """An optimizer of compopt under DDP, which it silences."""
 
@@ -92,6 +104,7 @@ METHODS: dict[str, Factory] = {
     "ddp": ddp,
     "powersgd": powersgd(4),
     "powersgd32": powersgd(32),
+    "topk": topk(0.01),
     "radius": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1),
     "scape": ours("ScapeAdamS", density=0.01, density_warmup_steps=0),
     "separate": ours("SeparateAdam", ratio=16),
@@ -193,17 +206,17 @@ def show(rows: list[dict]) -> None:
         warn_if_busy(rows[0]["cpu_share"])
 
 
-def save(rows: list[dict]) -> None:
+def save(rows: list[dict], name: str) -> None:
     RESULTS.mkdir(exist_ok=True)
-    with open(RESULTS / "links.csv", "w", newline="") as file:
+    with open(RESULTS / f"{name}.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=rows[0].keys())
         writer.writeheader()
         writer.writerows(rows)
-    plot(rows)
-    print(f"\nSaved {RESULTS / 'links.csv'} and links.png")
+    plot(rows, RESULTS / f"{name}.png")
+    print(f"\nSaved {RESULTS / name}.csv and .png")
 
 
-def plot(rows: list[dict]) -> None:
+def plot(rows: list[dict], path: Path) -> None:
     """A panel per rate, a bar per method: step time, labelled with its ratio to no communication."""
     import matplotlib
 
@@ -224,7 +237,7 @@ def plot(rows: list[dict]) -> None:
         panel.margins(y=0.12)
     panels[0][0].set_ylabel("step time, ms")
     figure.suptitle(f"{rows[0]['ranks']} ranks: step time, and its ratio to no communication", fontsize=11)
-    figure.savefig(RESULTS / "links.png", dpi=130)
+    figure.savefig(path, dpi=130)
 
 
 def arguments() -> argparse.Namespace:
@@ -234,6 +247,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=DEFAULT_METHODS, choices=METHODS)
     parser.add_argument("--rounds", type=int, default=3, help="blocks per method")
     parser.add_argument("--steps", type=int, default=2, help="timed steps per block")
+    parser.add_argument("--save", default="links", metavar="NAME", help="name of the CSV and PNG in results/")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 1 or options.rounds * options.steps < 2:
@@ -259,7 +273,7 @@ def main() -> None:
         rows += measured
         if label == "loopback":
             break  # the other rates would measure loopback again
-    save(rows)
+    save(rows, options.save)
 
 
 if __name__ == "__main__":
