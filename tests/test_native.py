@@ -217,7 +217,8 @@ def test_a_mask_that_is_not_what_was_agreed_is_refused(ops, broken, density):
 def test_a_mask_with_more_or_fewer_bits_than_agreed_fills_no_more_than_its_room(ops):
     bits = torch.full((10,), 255, dtype=torch.uint8)
     assert ops.positions(bits, 75, 3).tolist() == [0, 1, 2]
-    assert ops.positions(bits, 75).tolist() == list(range(75))  # what is beyond the tensor is no position
+    assert ops.positions(bits, 75).tolist() == list(range(75))
+    assert ops.positions(bits, 75, 80).tolist() == list(range(75))  # what is beyond the tensor is no position
     assert ops.positions(torch.zeros(10, dtype=torch.uint8), 75, 3).tolist() == []
 
 
