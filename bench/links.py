@@ -217,25 +217,26 @@ def save(rows: list[dict], name: str) -> None:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """A panel per rate, a bar per method: step time, labelled with its ratio to no communication."""
+    """A panel a rate, a bar a method: step time, labelled with its ratio to no communication."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rates = list(dict.fromkeys(row["rate"] for row in rows))
-    figure, panels = plt.subplots(1, len(rates), figsize=(3.2 * len(rates), 3.2), squeeze=False, layout="constrained")
+    rates, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("rate", "method"))
+    size = (1.5 + 2.6 * len(rates), 1 + 0.26 * len(methods))
+    figure, panels = plt.subplots(1, len(rates), figsize=size, squeeze=False, sharey=True, layout="constrained")
     for panel, rate in zip(panels[0], rates, strict=True):
         mine = [row for row in rows if row["rate"] == rate]
-        bars = panel.bar([row["method"] for row in mine], [row["step_ms"] for row in mine])
-        for bar, row in zip(bars, mine, strict=True):
-            bar.set_color("#9a9a9a" if row["method"] == "none" else "#3b6ea8")
-        panel.bar_label(bars, ["" if row["to_none"] is None else f"{row['to_none']:.2f}x" for row in mine], fontsize=8)
+        colours = ["#9a9a9a" if row["method"] == "none" else "#3b6ea8" for row in mine]
+        bars = panel.barh([row["method"] for row in mine], [row["step_ms"] for row in mine], color=colours)
+        labels = ["" if row["to_none"] is None else f"{row['to_none']:.2f}x" for row in mine]
+        panel.bar_label(bars, labels, fontsize=8, padding=2)
         panel.set_title(rate, fontsize=10)
-        panel.tick_params(axis="x", rotation=45)
+        panel.set_xlabel("step time, ms")
         panel.spines[["top", "right"]].set_visible(False)
-        panel.margins(y=0.12)
-    panels[0][0].set_ylabel("step time, ms")
+        panel.margins(x=0.2)
+    panels[0][0].invert_yaxis()
     figure.suptitle(f"{rows[0]['ranks']} ranks: step time, and its ratio to no communication", fontsize=11)
     figure.savefig(path, dpi=130)
 

@@ -256,8 +256,6 @@ class TagcAdamW(CompressedOptimizer):
         check_compression(group)
         if group["payload_dtype"] == torch.int8:
             raise ValueError("payload_dtype=torch.int8 is not for TagcAdamW: its payload must be exact; use bfloat16.")
-        rounded = group["payload_dtype"] == torch.int8
-        require(not rounded, "payload_dtype", group["payload_dtype"], "None or a floating-point dtype: sums stay exact")
         require(0 <= group["sparsity"] < 1, "sparsity", group["sparsity"], "in [0, 1)")
         require(group["sketch_ratio"] >= 1, "sketch_ratio", group["sketch_ratio"], ">= 1")
         require(group["codec"] in ("compact", "sketch"), "codec", group["codec"], "'compact' or 'sketch'")
