@@ -98,7 +98,7 @@ def keep(rows: list[dict]) -> None:
     path, sizes = RESULTS / "step.csv", {row["parameters"] for row in rows}
     if path.exists():
         with path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row.get("parameters", "10M") not in sizes] + rows
+            rows = [row for row in csv.DictReader(file) if row["parameters"] not in sizes] + rows
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[-1]))
         writer.writeheader()

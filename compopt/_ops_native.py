@@ -18,12 +18,10 @@ from ._math import kept
 from ._native import Options, Table, addresses, at, load, over_rows
 from ._ops import Ops, Tensors
 from ._requests import Payload
-from ._selection_native import NativeSelection
+from ._selection_native import CHOICE, NativeSelection
 
-# The struct of scape.c, and what its columns are where nothing is selected.
-SCAPE = ("n", "w", "e", "g", "held", "holding", "old", "index", "k", "mean", "m", "step",
-         "guess", "start", "stop", "wanted", "chosen")  # fmt: skip
-NOT_SELECTING = dict.fromkeys(SCAPE[-5:], 0)
+SCAPE = ("n", "w", "e", "g", "held", "holding", "old", "index", "k", "mean", "m", "step", *CHOICE)  # scape.c's struct
+NOT_SELECTING = dict.fromkeys(CHOICE, 0)
 SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
 
 

@@ -14,6 +14,9 @@ from ._ops import Ops, Tensors
 from ._requests import CommunicationError
 from ._selection import own_x
 
+# The end of scape.c's struct: where to look for the largest, among what, how many, into where.
+CHOICE = ("guess", "start", "stop", "wanted", "chosen")
+
 
 class NativeSelection:
     """What this rank selects in one step: exactly as many as are wanted, so that all sizes are known beforehand."""
@@ -29,16 +32,15 @@ class NativeSelection:
         self.positions = torch.empty(total, dtype=torch.int32)
 
     def columns(self, present: list[bool]) -> dict[str, list[int]]:
-        """The end of a commit's table: for every tensor where to look, among what, how many, into where."""
-        thresholds = self.bucket.state["threshold"]
-        none = (0,) * 5
+        """The end of a commit's table."""
+        thresholds, none = self.bucket.state["threshold"], (0,) * len(CHOICE)
         rows = [
             (at(thresholds[i]), piece.start, piece.stop, piece.wanted, self.at(i))
             if here and (piece := self.pieces.get(i))
             else none
             for i, here in enumerate(present)
         ]
-        return dict(zip(("guess", "start", "stop", "wanted", "chosen"), zip(*rows, strict=True), strict=True))
+        return dict(zip(CHOICE, zip(*rows, strict=True), strict=True))
 
     def at(self, i: int) -> int:
         """Where tensor i's positions are, counted from the first element of its piece."""

@@ -11,9 +11,9 @@ from torch import nn
 
 import compopt
 from compopt import _backends, _masks, _math, _native, _selection
-from compopt._native import at
+from compopt._native import Table, at
 from compopt._ops_native import NativeOps
-from compopt._selection_native import NativeSelection
+from compopt._selection_native import NativeSelection, range_of
 
 pytestmark = pytest.mark.skipif(_native.compiler() is None, reason="needs a C compiler")
 SHAPES = [(64, 68), (17,), (300, 70), (1, 5), (2500, 4)]  # blocks of 1024 elements end within tensors
@@ -212,6 +212,40 @@ def test_a_mask_that_is_not_what_was_agreed_is_refused(ops, broken, density):
         return  # bits cannot be
     with pytest.raises(compopt.CommunicationError, match="the mask of rank 0 is not what was agreed: it has"):
         selection.found(torch.stack(messages))
+
+
+@pytest.mark.parametrize("byte, last", [(255, 255), (0, 128)])
+def test_a_code_that_says_what_was_not_agreed_writes_nothing_beyond(ops, byte, last):
+    """Neither for more positions than agreed, nor for positions too large."""
+    deal = _selection.deal((40_000,), 2, 0.01)
+    (piece,), part = deal.parts[0].pieces, deal.parts[0]
+    size = part.last - part.first
+    out, bits = torch.full((piece.wanted + 8,), -1, dtype=torch.int32), torch.zeros(9 * size, dtype=torch.uint8)
+    message = torch.full((deal.length,), byte, dtype=torch.uint8)
+    message[_masks.code_of(part)[0] // 8 - 1] = last  # the last of the runs that tell high bits
+    row = Table(1, found=at(out), k=piece.wanted, at=piece.at, start=piece.start, stop=piece.stop)
+    assert ops.library.decode(at(message), size, range_of(part), row, 1, at(bits)) != piece.wanted
+    assert (out[piece.wanted :] == -1).all() and not bits[size:].any()
+
+
+def test_a_refused_mask_makes_the_next_step_dense(monkeypatch):
+    """It arrives behind the commit: the step that chose it stands, and training goes on."""
+    monkeypatch.setenv("COMPOPT_BACKEND", "native")
+    options = dict(density=0.1, warmup_steps=1, density_warmup_steps=0)
+    ranks = Ranks(2, Net, lambda ps, process_group: compopt.ScapeAdamS(ps, process_group=process_group, **options))
+    ranks.train(loss, 3)
+
+    def refuse(*_: object) -> None:
+        raise compopt.CommunicationError("the mask of rank 0 is not what was agreed")
+
+    phases = []
+    for found in (refuse, NativeSelection.found, NativeSelection.found):
+        with monkeypatch.context() as patch:  # of the step before: it is read when the next one begins
+            patch.setattr(NativeSelection, "found", found)
+            ranks.train(loss, 1)
+        phases.append(ranks.optimizers[0].stats.phase)
+    assert phases == ["dense", "sparse", "sparse"]
+    ranks.assert_replicas_equal()
 
 
 def test_a_mask_with_more_or_fewer_bits_than_agreed_fills_no_more_than_its_room(ops):
