@@ -228,6 +228,16 @@ def test_a_code_that_says_what_was_not_agreed_writes_nothing_beyond(ops, byte, l
     assert (out[piece.wanted :] == -1).all() and not bits[size:].any()
 
 
+def test_one_position_more_than_agreed_is_not_written(ops):
+    """In order, within the tensor, and still too many."""
+    chosen, bits = torch.tensor([3, 5, 11], dtype=torch.int32), torch.zeros(4, dtype=torch.uint8)
+    ops.library.encode(Table(1, chosen=at(chosen), k=3, at=0), 1, None, at(bits))
+    out, again = torch.full((3,), -1, dtype=torch.int32), torch.zeros(4, dtype=torch.uint8)
+    row = Table(1, found=at(out), k=2, at=0, start=0, stop=32)
+    assert ops.library.decode(at(bits), 4, None, row, 1, at(again)) == -1
+    assert out.tolist() == [3, 5, -1]
+
+
 def test_a_refused_mask_makes_the_next_step_dense(monkeypatch):
     """It arrives behind the commit: the step that chose it stands, and training goes on."""
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
