@@ -1,8 +1,10 @@
-"""`compopt advise`: what each method would make of a training step, and whether that is worth it.
+"""`compopt-advise`: what each method would make of a training step, and whether that is worth it.
 
-    compopt advise --parameters 350M --ranks 8 --link 1gbit --step-time 400
-    torchrun --nproc-per-node 4 -m compopt.advise advise --probe --parameters 350M --step-time 400
-    compopt advise --ranks 8 --link 100mbit --profile train.py --plot speedup.png
+    compopt-advise --parameters 350M --ranks 8 --link 1gbit --step-time 400
+    torchrun --nproc-per-node 4 -m compopt.advise --probe --parameters 350M --step-time 400
+    compopt-advise --ranks 8 --link 100mbit --profile train.py --plot speedup.png
+
+`python -m compopt advise` is the same command. (`compopt` alone cannot be one: bash has a builtin of that name.)
 
 The same from Python: `print(advise(model, ranks=8, link_bits_per_s=1e9, step_s=0.4))`.
 """
@@ -169,18 +171,16 @@ def quantity(text: str, suffix: str = "") -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="compopt", description="Compressed data-parallel optimizers for PyTorch.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("advise", help="predict what compression would make of a training step")
-    command.add_argument("--parameters", type=quantity, help="of the model, for example 350M (or give --profile)")
-    command.add_argument("--ranks", type=int, help="processes that average gradients (or give --probe)")
-    command.add_argument("--link", type=lambda text: quantity(text, "bit"), help="of one rank, for example 1gbit")
-    command.add_argument("--probe", action="store_true", help="measure ranks and link, under torchrun")
-    command.add_argument("--step-time", type=float, metavar="MS", help="of one process, without communication")
-    command.add_argument("--profile", nargs=argparse.REMAINDER, metavar="SCRIPT", help="measure that (give it last)")
-    command.add_argument("--overlap", type=float, default=0.0, metavar="MS", help="of it that hides communication")
-    command.add_argument("--plot", metavar="FILE.png", help="speed-up over link rates")
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description="Predict what compression would make of a training step.")
+    parser.add_argument("--parameters", type=quantity, help="of the model, for example 350M (or give --profile)")
+    parser.add_argument("--ranks", type=int, help="processes that average gradients (or give --probe)")
+    parser.add_argument("--link", type=lambda text: quantity(text, "bit"), help="of one rank, for example 1gbit")
+    parser.add_argument("--probe", action="store_true", help="measure ranks and link, under torchrun")
+    parser.add_argument("--step-time", type=float, metavar="MS", help="of one process, without communication")
+    parser.add_argument("--profile", nargs=argparse.REMAINDER, metavar="SCRIPT", help="measure that (give it last)")
+    parser.add_argument("--overlap", type=float, default=0.0, metavar="MS", help="of it that hides communication")
+    parser.add_argument("--plot", metavar="FILE.png", help="speed-up over link rates")
     return parser
 
 
@@ -202,9 +202,9 @@ def _inputs(options: argparse.Namespace) -> tuple[Workload, Machine, float]:
     return work, Machine(ranks, link / 8, latency, *measure_local()), step_s
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The console script `compopt`."""
-    parser = _parser()
+def main(argv: Sequence[str] | None = None, prog: str = "compopt-advise") -> None:
+    """The command `compopt-advise`; ``argv`` are its arguments, by default the process's."""
+    parser = _parser(prog)
     options = parser.parse_args(argv)
     try:
         work, machine, step_s = _inputs(options)

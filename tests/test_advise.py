@@ -1,4 +1,4 @@
-"""`compopt advise`: what it recommends, what it prints, and the sentence of every mistake."""
+"""`compopt-advise`: what it recommends, what it prints, and the sentence of every mistake."""
 
 from __future__ import annotations
 
@@ -109,7 +109,6 @@ def test_the_console_prints_a_table_and_saves_a_plot(tmp_path, capsys):
     picture = tmp_path / "speedup.png"
     main(
         [
-            "advise",
             "--parameters",
             "10M",
             "--ranks",
@@ -130,7 +129,7 @@ def test_the_console_prints_a_table_and_saves_a_plot(tmp_path, capsys):
 def test_the_console_profiles_a_script(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    main(["advise", "--ranks", "2", "--link", "1gbit", "--profile", str(script), "0.1", "50"])
+    main(["--ranks", "2", "--link", "1gbit", "--profile", str(script), "0.1", "50"])
     assert "0.004096 M parameters" in capsys.readouterr().out
 
 
@@ -152,7 +151,7 @@ GIVEN = ["--parameters", "10M", "--ranks", "4", "--link", "1gbit", "--step-time"
 )
 def test_mistakes_are_sentences(arguments, sentence, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["advise", *arguments])
+        main([*arguments])
     assert ended.value.code == 2 and sentence in " ".join(capsys.readouterr().err.split())
 
 
@@ -166,7 +165,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, capsys):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(SystemExit):
-        main(["advise", *GIVEN, "--plot", "x.png"])
+        main([*GIVEN, "--plot", "x.png"])
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
@@ -174,7 +173,7 @@ def ask_on_a_rank(rank: int) -> str:
     os.environ.update(WORLD_SIZE="2", RANK=str(rank))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        main(["advise", "--probe", "--parameters", "10M", "--step-time", "50"])
+        main(["--probe", "--parameters", "10M", "--step-time", "50"])
     return printed.getvalue()
 
 

@@ -1,0 +1,68 @@
+"""Every command line of README, docs and docstrings, run by bash as it is written there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import compopt
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "compopt/advise.py",
+]
+OURS = r"(?:compopt-advise|python -m compopt)\b"
+QUOTED, INDENTED = re.compile(rf"`({OURS}[^`]*)`"), re.compile(rf"^    ({OURS}.*)$", re.M)
+TARGET = re.compile(r"(?:^    |`)make (\w+)", re.M)
+
+
+def commands() -> list[str]:
+    """Those of ours that say what to compute; a bare name in a sentence is none."""
+    texts = [page.read_text() for page in PAGES]
+    found = [" ".join(words.split()) for text in texts for of in (QUOTED, INDENTED) for words in of.findall(text)]
+    return sorted({line for line in found if "--" in line})
+
+
+def bash(line: str, folder: Path) -> subprocess.CompletedProcess:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONSAFEPATH": "1"}
+    return subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_pages_name_commands():
+    assert any(line.startswith("compopt-advise --parameters") for line in commands())
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if "--profile" not in line])
+def test_bash_runs_it(line, tmp_path):
+    done = bash(line, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "AdamW+DDP" in done.stdout
+
+
+def test_no_shell_has_a_command_of_this_name():
+    """bash has a builtin `compopt`: a command of that name cannot be run."""
+    assert bash("type -t compopt", ROOT).stdout.strip() == "builtin"
+    assert bash("type -t compopt-advise", ROOT).stdout.strip() == "file"
+
+
+def test_python_m_compopt_names_its_commands_and_version(tmp_path):
+    assert bash("python -m compopt --version", tmp_path).stdout.strip() == f"compopt {compopt.__version__}"
+    assert "compopt advise" in bash("python -m compopt advise --help", tmp_path).stdout
+    wrong = bash("python -m compopt advize", tmp_path)
+    assert wrong.returncode == 2 and "invalid choice: 'advize'" in wrong.stderr
+
+
+@pytest.mark.parametrize("target", sorted({name for page in PAGES for name in TARGET.findall(page.read_text())}))
+def test_make_has_every_target_that_is_named(target):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
