@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import conformance
 import pytest
-import test_conformance as conformance
+import test_conformance as steps
+import test_conformance_faults as faults
+import test_conformance_saving as saving
 import torch
 from ranks import run_ranks
 from sim import Ranks, World
@@ -136,16 +139,14 @@ def test_real_ranks_give_the_simulators_bits():
 @pytest.mark.parametrize(
     "holds",
     [
-        lambda case: conformance.test_replicas_are_equal_to_the_bit_after_every_step(case, 3),
-        lambda case: conformance.test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(
-            case, 4, float("inf")
-        ),
-        lambda case: conformance.test_a_collective_that_fails_changes_nothing(case, 5),
-        lambda case: conformance.test_no_gradient_on_one_rank_counts_as_zeros(case),
-        lambda case: conformance.test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, 7),
-        lambda case: conformance.test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(case),
-        lambda case: conformance.test_strange_shapes_and_layouts(case),
-        lambda case: conformance.test_deepcopy_and_pickle_continue_alike(case),
+        lambda case: steps.test_replicas_are_equal_to_the_bit_after_every_step(case, 3),
+        lambda case: faults.test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(case, 4, float("inf")),
+        lambda case: faults.test_a_collective_that_fails_changes_nothing(case, 5),
+        lambda case: steps.test_no_gradient_on_one_rank_counts_as_zeros(case),
+        lambda case: saving.test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, 7),
+        lambda case: saving.test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(case),
+        lambda case: steps.test_strange_shapes_and_layouts(case),
+        lambda case: saving.test_deepcopy_and_pickle_continue_alike(case),
     ],
     ids=["replicas", "inf", "failure", "absent", "resumed", "consolidated", "shapes", "copies"],
 )

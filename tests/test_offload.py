@@ -8,8 +8,8 @@ import itertools
 
 import pytest
 import torch
+from conformance import Small, assert_same, loss, snapshot
 from sim import Ranks
-from test_conformance import Small, assert_same, loss, snapshot
 from torch import nn
 
 import compopt

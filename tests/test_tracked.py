@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import conformance
 import pytest
-import test_conformance as conformance
+import test_conformance as steps
+import test_conformance_faults as faults
+import test_conformance_saving as saving
 import torch
 from oracles.powersgd import PowerSGDOracle
 from problems import gradients, replicas, step, weights
@@ -159,18 +162,16 @@ CASES = [
 @pytest.mark.parametrize(
     "holds",
     [
-        lambda case: conformance.test_replicas_are_equal_to_the_bit_after_every_step(case, 3),
-        lambda case: conformance.test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(
-            case, 4, float("nan")
-        ),
-        lambda case: conformance.test_a_collective_that_fails_changes_nothing(case, 5),
-        lambda case: conformance.test_no_gradient_on_one_rank_counts_as_zeros(case),
-        lambda case: conformance.test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, 7),
-        lambda case: conformance.test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(case),
-        lambda case: conformance.test_survivors_go_on_over_a_smaller_group_from_memory(case, 4),
-        lambda case: conformance.test_a_layer_unfrozen_later_joins(case),
-        lambda case: conformance.test_strange_shapes_and_layouts(case),
-        lambda case: conformance.test_deepcopy_and_pickle_continue_alike(case),
+        lambda case: steps.test_replicas_are_equal_to_the_bit_after_every_step(case, 3),
+        lambda case: faults.test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(case, 4, float("nan")),
+        lambda case: faults.test_a_collective_that_fails_changes_nothing(case, 5),
+        lambda case: steps.test_no_gradient_on_one_rank_counts_as_zeros(case),
+        lambda case: saving.test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, 7),
+        lambda case: saving.test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(case),
+        lambda case: faults.test_survivors_go_on_over_a_smaller_group_from_memory(case, 4),
+        lambda case: steps.test_a_layer_unfrozen_later_joins(case),
+        lambda case: steps.test_strange_shapes_and_layouts(case),
+        lambda case: saving.test_deepcopy_and_pickle_continue_alike(case),
     ],
     ids=["replicas", "nan", "failure", "absent", "resumed", "consolidated", "fewer", "unfrozen", "shapes", "copies"],
 )

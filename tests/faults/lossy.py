@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from conformance import data, snapshot
 from ranks import _context
 from table import CASES
-from test_conformance import data, snapshot
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

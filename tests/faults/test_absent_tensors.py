@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
+from conformance import every, loss, make_ranks
 from conservation import Ledger, held_to_one
-from test_conformance import every, loss, make_ranks
 
 
 @every

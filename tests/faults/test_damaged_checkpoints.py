@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conformance import Small, assert_same, every, loss, make_ranks, snapshot, through_a_file
 from table import CASES, by_name
-from test_conformance import Small, assert_same, every, loss, make_ranks, snapshot, through_a_file
 
 import compopt
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conformance import assert_same, every, loss, make_ranks, snapshot
 from sim import World
-from test_conformance import assert_same, every, loss, make_ranks, snapshot
 from torch import nn
 
 SHAPES = [(0, 5), (), (80, 70), (8, 16, 8, 8), (1, 4096), (64, 64, 0), (3,)]

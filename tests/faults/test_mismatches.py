@@ -6,9 +6,9 @@ import inspect
 
 import pytest
 import torch
+from conformance import Small, assert_same, every, loss, make_ranks, snapshot
 from sim import World
 from table import CASES, Case
-from test_conformance import Small, assert_same, every, loss, make_ranks, snapshot
 from torch import nn
 
 import compopt

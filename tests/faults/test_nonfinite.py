@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
+from conformance import assert_same, every, loss, make_ranks, snapshot
 from sim import Ranks
-from test_conformance import assert_same, every, loss, make_ranks, snapshot
 
 VALUES = (float("inf"), float("nan"), -3e38)  # the last is finite, but its square is not
 PLACES = ("on the mask", "off the mask", "dense")

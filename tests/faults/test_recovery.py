@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conformance import assert_same, every, loss, make_ranks, snapshot
 from sim import Ranks
 from table import CASES
-from test_conformance import assert_same, every, loss, make_ranks, snapshot
 
 import compopt
 

@@ -1,0 +1,65 @@
+"""The model, the data and the ranks of the conformance tests, and what a step may change."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from sim import Ranks
+from table import CASES, FORMS, Case
+from torch import nn
+
+every = pytest.mark.parametrize("case", CASES + FORMS, ids=lambda case: case.name)
+
+
+class Small(nn.Module):
+    """Two matrices that are compressed, the rest not; ``idle`` takes part in no loss."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.scale, self.idle = nn.Parameter(torch.ones(64)), nn.Linear(64, 70)
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu()) * self.scale
+
+
+def data(rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(16, 64, dtype=dtype, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def loss(model: Small, rank: int, step: int) -> torch.Tensor:
+    x = data(rank, step, model.scale.dtype)
+    return (model(x) - x.flip(1)).square().mean()
+
+
+def make_ranks(case: Case, size: int, dtype: torch.dtype = torch.float32, **options) -> Ranks:
+    return Ranks(
+        size,
+        lambda: Small(dtype),
+        lambda params, process_group: case.make(params, process_group=process_group, **options),
+    )
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Copies of everything a step may change."""
+    optimizer.state_dict()  # settles masks that are still on their way
+    tensors = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+    for entry in optimizer.state.values():
+        tensors += [value.clone() for value in entry.values() if isinstance(value, torch.Tensor)]
+    return tensors + [torch.tensor(group["step"]) for group in optimizer._option_groups]
+
+
+def assert_same(before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
+    assert len(before) == len(after)
+    for a, b in zip(before, after, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def through_a_file(state: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

@@ -1,0 +1,133 @@
+"""What every optimizer here owes its users, over the table of classes: bad gradients, lost ranks, wrong options."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conformance import assert_same, every, loss, make_ranks, snapshot
+from torch import nn
+
+import compopt
+
+
+@every
+@pytest.mark.parametrize("at", [0, 2, 4, 8])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(case, at, bad):
+    ranks = make_ranks(case, 3)
+    ranks.train(loss, at)
+    ranks.backward(loss)
+    before = [snapshot(optimizer) for optimizer in ranks.optimizers]
+    ranks.models[1].up.weight.grad[5, 7] = bad
+    ranks.world.step(ranks.optimizers)
+    for old, optimizer in zip(before, ranks.optimizers, strict=True):
+        assert_same(old, snapshot(optimizer))
+        assert optimizer.stats.phase == "skipped" and optimizer.stats.skipped == 1
+        assert "non-finite" in optimizer.stats.reason
+
+    untroubled = make_ranks(case, 3)
+    untroubled.train(loss, at)
+    for both in (ranks, untroubled):  # the step after is the step that would have been
+        both.train(loss, 3)
+    assert_same(snapshot(untroubled.optimizers[0]), snapshot(ranks.optimizers[0]))
+
+
+@every
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_collective_that_fails_changes_nothing(case, at):
+    ranks = make_ranks(case, 2)
+    ranks.train(loss, at)
+    ranks.backward(loss)
+    before = [snapshot(optimizer) for optimizer in ranks.optimizers]
+    ranks.world.failing_everywhere.add(ranks.world.comms[0].started)
+    with pytest.raises(compopt.CommunicationError, match=f"step {at + 1} was not applied"):
+        ranks.world.step(ranks.optimizers)
+    for old, optimizer in zip(before, ranks.optimizers, strict=True):
+        assert_same(old, snapshot(optimizer))
+    ranks.train(loss, 1)
+    ranks.assert_replicas_equal()
+
+
+@every
+def test_bad_options_are_refused_by_name_and_value(case):
+    p = nn.Parameter(torch.zeros(64, 64))
+    for option, values in case.bad.items():
+        for value in values:
+            with pytest.raises((ValueError, TypeError), match=option) as caught:
+                case.new([p], **{option: value})
+            assert repr(value) in str(caught.value)
+    with pytest.raises(TypeError, match="complex"):
+        case.new([nn.Parameter(torch.zeros(64, 64, dtype=torch.complex64))])
+    optimizer = case.new([p])
+    p.grad = torch.zeros(64, 64).to_sparse()
+    with pytest.raises(TypeError, match="sparse"):
+        optimizer.step()
+
+
+@every
+def test_ranks_that_differ_are_told_which_and_how(case):
+    ranks = make_ranks(case, 3)
+    ranks.optimizers[2].param_groups[0]["lr"] = 0.25
+    ranks.backward(loss)
+    with pytest.raises(ValueError, match=r"Rank 0 has .*lr.* rank 2 has .*0\.25"):
+        ranks.world.step(ranks.optimizers)
+
+    ranks = make_ranks(case, 3)
+    ranks.train(loss, 5)
+    ranks.optimizers[1].param_groups[0]["weight_decay"] = 0.75  # later: seen in the payload's control words
+    ranks.backward(loss)
+    before = [snapshot(optimizer) for optimizer in ranks.optimizers]
+    with pytest.raises(ValueError, match=r"weight_decay.* rank 1 has .*0\.75"):
+        ranks.world.step(ranks.optimizers)
+    for old, optimizer in zip(before, ranks.optimizers, strict=True):
+        assert_same(old, snapshot(optimizer))
+
+
+@every
+def test_gradients_that_were_averaged_before_are_refused(case):
+    ranks = make_ranks(case, 2)
+    ranks.backward(lambda model, rank, step: loss(model, 0, step))
+    with pytest.raises(RuntimeError, match=r"compopt\.attach"):
+        ranks.world.step(ranks.optimizers)
+
+
+@every
+@pytest.mark.parametrize("at", [2, 4, 6])
+def test_survivors_go_on_over_a_smaller_group_from_memory(case, at):
+    ranks = make_ranks(case, 3)
+    ranks.train(loss, at)
+    ranks.backward(loss)
+    ranks.world.failing_everywhere.update(range(ranks.world.comms[0].started, ranks.world.comms[0].started + 9))
+    before = [p.detach().clone() for p in ranks.models[0].parameters()]
+    with pytest.raises(compopt.CommunicationError):
+        ranks.world.step(ranks.optimizers)
+    assert_same(before, [p.detach() for p in ranks.models[0].parameters()])
+    ranks.shrink([0, 2])
+    ranks.train(loss, 5)
+    ranks.assert_replicas_equal()
+    assert ranks.optimizers[0].stats.step == at + 5
+
+
+@every
+def test_endless_skipping_is_an_error(case):
+    ranks = make_ranks(case, 2)
+    for optimizer in ranks.optimizers:
+        optimizer.max_skipped = 3
+    with pytest.raises(FloatingPointError, match="3 steps in a row were skipped"):
+        ranks.train(lambda model, rank, step: loss(model, rank, step) * float("nan"), 4)
+
+
+@every
+def test_replicas_that_part_are_found(case):
+    ranks = make_ranks(case, 3)
+    for optimizer in ranks.optimizers:
+        optimizer.check_replicas_every = 4
+    ranks.train(loss, 5)
+    with torch.no_grad():
+        ranks.models[2].up.bias[3] += 1e-6
+    ranks.train(loss, 2)
+    if case.sharded:  # the owner's have taken the place of those that parted
+        ranks.assert_replicas_equal()
+        return
+    with pytest.raises(ValueError, match=r"rank 2 has .*checksum"):
+        ranks.train(loss, 1)

@@ -1,0 +1,107 @@
+"""What every optimizer here owes its users, over the table of classes: checkpoints and copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from conformance import Small, assert_same, every, loss, make_ranks, snapshot, through_a_file
+from sim import Ranks
+
+
+@every
+@pytest.mark.parametrize("at", [2, 4, 5, 7])
+def test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, at):
+    whole = make_ranks(case, 2)
+    whole.train(loss, at)
+    saved = [
+        (copy.deepcopy(model.state_dict()), through_a_file(optimizer.state_dict())) for _, model, optimizer in whole
+    ]
+    whole.train(loss, 6)
+
+    resumed = make_ranks(case, 2)
+    resumed.steps = at
+    for (weights, state), (_, model, optimizer) in zip(saved, resumed, strict=True):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    resumed.train(loss, 6)
+    for a, b in zip(whole.optimizers, resumed.optimizers, strict=True):
+        assert_same(snapshot(a), snapshot(b))
+
+
+@every
+def test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(case):
+    def mean_residual(ranks: Ranks) -> torch.Tensor:
+        names = [o.state_dict() and o.averaged_state for o in ranks.optimizers].pop()
+        flats = [torch.cat([b.flat[n] for b in o._buckets for n in names]) for o in ranks.optimizers]
+        return torch.stack(flats).mean(0)
+
+    ranks = make_ranks(case, 4, torch.float64)
+    if not ranks.optimizers[0].averaged_state:
+        pytest.skip("keeps no residual")
+    ranks.train(loss, 7)
+    if case.sharded:  # what is common to all ranks goes to the owner alone, until then
+        ranks.world.consolidate(ranks.optimizers)
+    wanted = mean_residual(ranks)
+    assert wanted.any()
+    for size in (2, 3):
+        ranks.world.consolidate(ranks.optimizers)
+        weights, state = ranks.models[0].state_dict(), through_a_file(ranks.optimizers[0].state_dict())
+        ranks = make_ranks(case, size, torch.float64)
+        for _, model, optimizer in ranks:
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+        torch.testing.assert_close(mean_residual(ranks), wanted, rtol=1e-12, atol=1e-15)
+    ranks.train(loss, 2)
+    ranks.assert_replicas_equal()
+
+
+@every
+def test_a_residual_of_another_rank_is_loaded_with_a_warning(case):
+    ranks = make_ranks(case, 2)
+    if not ranks.optimizers[0].averaged_state:
+        pytest.skip("keeps no residual")
+    ranks.train(loss, 7)
+    with pytest.warns(UserWarning, match="rank 0 of 2"):
+        ranks.optimizers[1].load_state_dict(ranks.optimizers[0].state_dict())
+
+
+@every
+def test_a_checkpoint_that_does_not_fit_is_refused_whole(case):
+    ranks = make_ranks(case, 1)
+    ranks.train(loss, 7)
+    optimizer = ranks.optimizers[0]
+    saved, before = optimizer.state_dict(), snapshot(optimizer)
+    shorter = {
+        **saved,
+        "param_groups": [{**saved["param_groups"][0], "params": saved["param_groups"][0]["params"][:-1]}],
+    }
+    large = ((key, name) for key, entry in saved["state"].items() for name, t in entry.items() if t.numel() > 4096)
+    key, name = list(large)[-1]
+    cut = {**saved, "state": {**saved["state"], key: {**saved["state"][key], name: torch.zeros(3)}}}
+    for broken in (shorter, cut, {**saved, "param_groups": []}):
+        with pytest.raises(ValueError, match="loaded"):
+            optimizer.load_state_dict(broken)
+        assert_same(before, snapshot(optimizer))
+
+
+@every
+def test_deepcopy_and_pickle_continue_alike(case):
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = case.make(model.parameters())
+    for step in range(6):
+        optimizer.zero_grad()
+        loss(model, 0, step).backward()
+        optimizer.step()
+    for copied_model, copied in (copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))):
+        assert_same(snapshot(optimizer), snapshot(copied))
+        copied.zero_grad()
+        loss(copied_model, 0, 6).backward()
+        copied.step()
+    optimizer.zero_grad()
+    loss(model, 0, 6).backward()
+    optimizer.step()
+    assert_same(snapshot(optimizer), snapshot(copied))
