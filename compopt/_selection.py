@@ -53,6 +53,26 @@ def select(x: Tensor, k: int, how: str, ops: Ops, guess: float = 0.0) -> tuple[T
     return x.abs().topk(k, sorted=False).indices.sort().values, 0.0
 
 
+def largest(x: Tensor, k: int, ops: Ops) -> Tensor:
+    """Positions, ascending, of exactly the k largest |x|; all that are not 0 where these are fewer."""
+    n = x.numel()
+    if k >= n:
+        return torch.arange(n, device=x.device)
+    if (positions := ops.largest_of(x, k)) is not None:
+        return positions
+    if n > EXACT_BELOW and k <= n // 4:  # of more than that topk would sort nearly all of x anyway
+        t = _of_sample(x, min(n, k + k // 2 + n // 1024))
+        for _ in range(LOOKS):
+            candidates = ops.above(x, t)
+            if len(candidates) >= k:
+                chosen = x.index_select(0, candidates).abs_().topk(k, sorted=False).indices
+                return candidates.index_select(0, chosen).sort().values
+            if t == 0:
+                return candidates
+            t = t / 2 if t > float(torch.finfo(x.dtype).tiny) else 0.0
+    return x.abs().topk(k, sorted=False).indices.sort().values
+
+
 def _sampled(x: Tensor, k: int, ops: Ops, guess: float) -> tuple[Tensor, float] | None:
     """About k positions by a threshold, and a guess for the next time; None where no threshold tells (equal values).
 

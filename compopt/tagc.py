@@ -41,7 +41,7 @@ from ._math import squared_norm
 from ._ops import Ops, clip_factor
 from ._options import check_adam, check_compression, require
 from ._requests import Agree, BitOr, Commit, Payload, ReduceScatterMean, Request
-from ._selection import EXACT_BELOW, SLACK, compressed_lengths, select
+from ._selection import compressed_lengths, largest
 from ._sharded_adamw import Part, commit, gather, updated
 from ._sketch import Compact, Sketch
 from ._stats import Stats
@@ -113,10 +113,8 @@ def sparsify(bucket: Bucket, ops: Ops, grads: list[Tensor | None]) -> Left:
     marks = ops.add_up(bucket, grads, bucket.state["residual"], whole)
     found = []
     for r, (first, last) in enumerate(itertools.pairwise(shards.cuts)):
-        n = shards.compressed_in(r)
-        k = most_left(sparsity, n)
-        wanted = k if n <= EXACT_BELOW else math.floor(k / (1 + SLACK))  # a threshold may find so many more
-        found.append(select(x[8 * first : 8 * last], wanted, "sampled", ops)[0].add_(8 * first))
+        k = most_left(sparsity, shards.compressed_in(r)) if sparsity else 8 * (last - first)
+        found.append(largest(x[8 * first : 8 * last], k, ops).add_(8 * first))
     positions = torch.cat(found)
     values = x.index_select(0, positions)
     if not values.all():  # line 3: gradients of embeddings are mostly zeros; and so is what is between tensors

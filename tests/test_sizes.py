@@ -1,0 +1,127 @@
+"""Tensors and shards beside every size at which the code takes another way, in float32, on the back ends there are.
+
+Where nothing is dropped a class must equal its reference, whatever the size; where TAGC drops, it drops what it says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from sim import Ranks
+from table import CASES, FORMS
+from torch import nn
+
+import compopt
+from compopt._selection import largest
+from compopt.tagc import most_left
+
+# Compressed at all; topk in place of a threshold; the table of rounding; a block of a pass; pages of a block.
+SIZES = [4096, 16384, 65536, 131072, 2**20]
+PROJECTIONS = [
+    dataclasses.replace(case, lossless={**case.lossless, **options}, form=options["projection"])
+    for case in CASES
+    if "projection" in case.bad
+    for options in ({"projection": "orthonormal"}, {"projection": "tracked", "rank": 2**20})
+]
+every = pytest.mark.parametrize("case", CASES + FORMS + PROJECTIONS, ids=lambda case: case.name)
+on_each = pytest.mark.parametrize("backend", ["torch", "auto"])
+RUNS = [("auto", 2), ("torch", 1), ("auto", 1), ("torch", 2)]
+
+
+class Beside(nn.Module):
+    """Matrices of one element less than ``owners * size``, as many, and one more; each is a bucket of its own."""
+
+    def __init__(self, size: int, owners: int):
+        super().__init__()
+        start = torch.linspace(-1, 1, size * owners + 1)
+        self.tensors = nn.ParameterList(start[: size * owners + more].clone().view(1, -1) for more in (-1, 0, 1))
+
+
+def slope(model: Beside, rank: int, step: int) -> torch.Tensor:
+    """A loss whose gradient is Gaussian, with zeros among it."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return sum((p * torch.randn(p.shape, generator=generator).clamp_min(-2.5).add(2.5)).sum() for p in model.tensors)
+
+
+def groups(parameters) -> list[dict]:
+    return [{"params": [p]} for p in parameters]
+
+
+@every
+@pytest.mark.parametrize(
+    ("size", "backend", "ranks"), [(size, *run) for size in SIZES for run in (RUNS if size == 4096 else RUNS[:2])]
+)
+def test_what_drops_nothing_equals_the_reference(case, size, backend, ranks, monkeypatch):
+    monkeypatch.setenv("COMPOPT_BACKEND", backend)
+    steps = 4 if size < 65536 else 2
+    owners = ranks if case.sharded else 1
+    dense_start = {"warmup_steps": 1} if "warmup_steps" in case.compressed else {}
+    ours = Ranks(
+        ranks,
+        lambda: Beside(size, owners),
+        lambda params, process_group: case.new(
+            groups(params), lr=case.lr, process_group=process_group, **{**case.lossless, **dense_start}
+        ),
+    )
+    ours.train(slope, steps)
+    model = Beside(size, owners)
+    reference = case.reference(model.parameters(), lr=case.lr)
+    for step in range(steps):
+        reference.zero_grad()
+        (sum(slope(model, rank, step) for rank in range(ranks)) / ranks).backward()
+        reference.step()
+    for p, q in zip(model.parameters(), ours.models[-1].parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-5, atol=1e-3 * case.lr)
+    ours.assert_replicas_equal()
+
+
+@on_each
+@pytest.mark.parametrize(("size", "sparsity"), [(4096, 0.9), (16384, 0.0), (16384, 0.5), (65536, 0.9875), (2**20, 0.9)])
+def test_tagc_leaves_as_many_as_it_says_in_every_shard(size, sparsity, backend, monkeypatch):
+    monkeypatch.setenv("COMPOPT_BACKEND", backend)
+    ours = Ranks(
+        2,
+        lambda: Beside(size, 2),
+        lambda params, process_group: compopt.TagcAdamW(groups(params), sparsity=sparsity, process_group=process_group),
+    )
+    ours.world.record = True
+    for step in range(2):
+        for rank, model in enumerate(ours.models):
+            for p in model.tensors:
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + rank))
+        ours.world.step(ours.optimizers)
+    indices = [sent for kind, sent in ours.world.log if kind == "BitOr"]
+    assert len(indices) == 6
+    for number, sent in enumerate(indices):
+        bucket = ours.optimizers[0]._buckets[number % 3]
+        for bits in sent:
+            for shard in range(2):
+                own = bits[bucket.shards.cuts[shard] : bucket.shards.cuts[shard + 1]]
+                left = int((own.unsqueeze(1) >> torch.arange(8) & 1).sum())
+                assert left == most_left(sparsity, bucket.shards.compressed_in(shard))
+
+
+@on_each
+@pytest.mark.parametrize("what", ["gaussian", "log-normal", "equal", "few", "zeros", "sorted", "two sizes"])
+@pytest.mark.parametrize("share", [1e-4, 0.01, 0.3, 0.97, 1.0])
+def test_the_largest_are_exactly_as_many(what, share, backend, monkeypatch):
+    monkeypatch.setenv("COMPOPT_BACKEND", backend)
+    n = 50_001
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    x = {
+        "gaussian": x,
+        "log-normal": x.mul(3).exp() * x.sign(),
+        "equal": torch.full((n,), -2.5),
+        "few": torch.where(torch.arange(n) % 97 == 0, x, 0),
+        "zeros": torch.zeros(n),
+        "sorted": torch.linspace(-1, 3, n),
+        "two sizes": torch.where(x > 0, 1.0, -1e-6),
+    }[what]
+    k = max(1, round(share * n))
+    found = largest(x, k, compopt.AdamS([nn.Parameter(torch.zeros(1))]).ops)
+    assert torch.equal(found, found.unique())
+    assert len(found) == k or (len(found) < k and len(found) >= int(x.count_nonzero()))
+    chosen = x.abs()[found].sort(descending=True).values
+    assert torch.equal(chosen, x.abs().sort(descending=True).values[: len(found)])
