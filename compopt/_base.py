@@ -95,6 +95,11 @@ class CompressedOptimizer(Saving, Optimizer):
         """The groups that hold the options of this class: ``param_groups``, unless it wraps another optimizer's."""
         return self.param_groups
 
+    @property
+    def _known_options(self) -> set[str]:
+        """The names of these options. Whatever else a group holds is the user's, and nothing here looks at it."""
+        return set(self.defaults)
+
     # Stepping
 
     @torch.no_grad()
@@ -130,7 +135,7 @@ class CompressedOptimizer(Saving, Optimizer):
         yield from self._runtime.settle_in_turns()
         for bucket in self._buckets:
             bucket.gathered = {}
-        if self._runtime.lost or self._agreed != structure_of(self._option_groups):
+        if self._runtime.lost or self._agreed != structure_of(self):
             self._acquainted = self._runtime.lost = False
             self._runtime.drop_early()
         if not self._acquainted:
@@ -159,7 +164,7 @@ class CompressedOptimizer(Saving, Optimizer):
             self.committed()
             for group in self._option_groups:
                 group["step"] += 1
-        self._agreed = structure_of(self._option_groups)
+        self._agreed = structure_of(self)
         self._report(verdict, comm)
         if self._trial is not None:
             groups, device = self._option_groups, self._buckets[-1].device
@@ -214,7 +219,7 @@ class CompressedOptimizer(Saving, Optimizer):
         """
         if not self._acquainted or self._scaled or self.comm.size == 1:
             return
-        if not self._ready and self._agreed != structure_of(self._option_groups):
+        if not self._ready and self._agreed != structure_of(self):
             return
         for p in params:
             if p in self._bucket_of:

@@ -7,6 +7,7 @@ it like the parameter, and a checkpoint loads under another wrapper or another n
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Generator, MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
     from ._comm import Comm, Pending
 
 FORMAT = 1  # of state dicts; written into every group, beside the class. 0: none was written yet
+NOT_OPTIONS = {
+    "params",
+    "param_names",
+    "residuals",
+    "class",
+    "format",
+}  # of a saved group: what it is, and who wrote it
 OF_TORCH = {"step", "exp_avg", "exp_avg_sq"}  # what torch.optim.AdamW keeps
 
 
@@ -177,8 +185,11 @@ def _writer(optimizer: Any, state_dict: dict[str, Any]) -> str:
 
 
 def _options(optimizer: Any, group: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The saved options of one group, when the optimizer takes them."""
-    kept = {k: v for k, v in other.items() if k in group and k not in ("params", "param_names")}
+    """What one saved group says, also what only the user knows of; when the optimizer takes the options it knows.
+
+    The names of parameters stay the optimizer's own: they say what is compressed.
+    """
+    kept = copy.deepcopy({k: v for k, v in other.items() if k not in NOT_OPTIONS})
     step = kept.get("step", 0)
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"loaded state dict has step {step!r}: a count of steps is needed; it is damaged.")

@@ -60,6 +60,8 @@ class Saving:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but dtypes are kept: masks stay bits, residuals as precise as they were. All ranks must load.
 
+        Of groups everything is taken over, but the names of parameters.
+
         Also takes a checkpoint of ``torch.optim.AdamW``. Raises ValueError, with nothing loaded, when it does not fit.
         """
         self._settle()

@@ -33,7 +33,7 @@ from ._options import check_adam
 from ._projecting import Exchange, Projecting, resets
 from ._projections import pack, reconstruct, squared_norm
 from ._requests import Agree, AllReduceMean, Request
-from ._settings import plain
+from ._settings import known_of
 from ._tracking import follow, join, track
 
 
@@ -228,6 +228,10 @@ class Separate(Projecting):
     def _option_groups(self) -> list[dict[str, Any]]:
         return self._own_groups
 
+    @property
+    def _known_options(self) -> set[str]:
+        return set(self._own_defaults)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base, and our options for it. All ranks must do so at the same step."""
         new = all(param_group is not group for group in self.param_groups)
@@ -266,8 +270,7 @@ class Separate(Projecting):
         return specs
 
     def _settings(self) -> list:
-        known = (bool, int, float, str, tuple, Tensor)  # what is anything else may differ in its address only
-        base = [{k: plain(v) for k, v in g.items() if isinstance(v, known)} for g in self.base.param_groups]
+        base = [known_of(group, self.base.defaults) for group in self.base.param_groups]
         return [*super()._settings(), {"base": type(self.base).__name__}, *base]
 
     def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:

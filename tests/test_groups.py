@@ -1,0 +1,103 @@
+"""Groups hold what users and schedulers put there: it is kept, and never makes ranks differ."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from sim import Ranks
+from table import CASES, by_name
+from test_conformance import Small, loss
+from torch.optim.lr_scheduler import LambdaLR
+
+from compopt._settings import plain, structure_of
+
+every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+class Setting:
+    """Its repr holds an address."""
+
+
+def anything(rank: int) -> dict:
+    """What a user may put into a group, unlike on every rank in address, order or value."""
+    return {
+        "initial_lr": 0.1 + rank,
+        "schedule": lambda step: step,
+        "tags": {"body", f"rank {rank}"},
+        "setting": Setting(),
+        "weights": torch.arange(3 + rank),
+    }
+
+
+@every
+def test_a_group_may_hold_anything_and_ranks_do_not_differ_by_it(case):
+    ranks = Ranks(2, Small, lambda ps, process_group: case.make(ps, process_group=process_group))
+    for rank, _, optimizer in ranks:
+        optimizer.param_groups[0].update(anything(rank))
+    ranks.train(loss, 3)
+    for rank, _, optimizer in ranks:  # changed, and no reason for a handshake
+        before = structure_of(optimizer)
+        optimizer.param_groups[0].update(anything(rank + 1))
+        assert structure_of(optimizer) == before
+    ranks.train(loss, 1)
+    assert all(optimizer.stats.step == 4 and optimizer.stats.skipped == 0 for optimizer in ranks.optimizers)
+    ranks.assert_replicas_equal()
+
+
+@every
+def test_what_a_group_holds_survives_a_state_dict_as_torchs_does(case):
+    def make(cls=None, **options):
+        model = Small()
+        return (cls or case.make)(model.parameters(), **options)
+
+    theirs, ours = make(torch.optim.AdamW, lr=0.5), make(lr=0.5)
+    held = {"initial_lr": 0.5, "tags": {"body"}, "schedule": [1, 2], "name": "all"}
+    for optimizer in (theirs, ours):
+        optimizer.param_groups[0].update(copy.deepcopy(held))
+    for new, old in (make(torch.optim.AdamW), theirs), (make(), ours):
+        new.load_state_dict(old.state_dict())
+        assert {key: new.param_groups[0].get(key) for key in held} == held
+        assert new.param_groups[0]["schedule"] is not old.param_groups[0]["schedule"]
+        scheduler = LambdaLR(new, lambda step: 1 / (1 + step), last_epoch=5)
+        assert new.param_groups[0]["lr"] == pytest.approx(0.5 / 7) and scheduler.base_lrs == [0.5]
+        assert not {"residuals", "class", "format"} & new.param_groups[0].keys()
+
+
+def test_a_checkpoint_of_torchs_adamw_comes_back_as_it_was():
+    theirs = torch.optim.AdamW(Small().parameters(), lr=0.5, fused=True)
+    ours = by_name["RadiusAdamW"].make(Small().parameters())
+    ours.load_state_dict(theirs.state_dict())
+    again = torch.optim.AdamW(Small().parameters())
+    again.load_state_dict(ours.state_dict())
+    assert {key: again.param_groups[0][key] for key in theirs.defaults} == theirs.defaults
+
+
+def test_names_of_parameters_stay_the_optimizers_own():
+    case, saved = by_name["TagcAdamW"], None
+    for prefix in ("module.", "other."):
+        named = [(prefix + name, p) for name, p in Small().named_parameters()]
+        optimizer = case.make(named)
+        if saved:
+            optimizer.load_state_dict(saved)
+        saved = optimizer.state_dict()
+        assert optimizer.param_groups[0]["param_names"] == [name for name, _ in named]
+
+
+def test_what_is_compared_reads_the_same_in_every_process():
+    numpy = pytest.importorskip("numpy")
+    values = [numpy.float64(0.25), numpy.int64(3), numpy.bool_(True), torch.tensor(0.25), torch.tensor([1.0, 2.0])]
+    assert [plain(v) for v in values] == [0.25, 3, True, 0.25, (1.0, 2.0)]
+    assert plain([1, 2]) == plain((1, 2)) and plain({"b": 1, "a": 2}) == plain({"a": 2, "b": 1})
+    assert plain(torch.int8) == "torch.int8" and plain(torch.device("cpu")) == "cpu" and plain(None) is None
+    assert "0x" not in repr(plain([Setting(), loss, Setting, lambda: 0]))
+    code = "from compopt._settings import plain; print(plain({'a', 'b', 'c', 'd', ('e', 1)}))"
+    run = [
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True)
+        for seed in "12"
+    ]
+    assert run[0].stdout == run[1].stdout != b""
