@@ -9,14 +9,12 @@ import sys
 
 import pytest
 import torch
+from conformance import Small, every, loss
 from sim import Ranks
-from table import CASES, by_name
-from test_conformance import Small, loss
+from table import by_name
 from torch.optim.lr_scheduler import LambdaLR
 
 from compopt._settings import plain, structure_of
-
-every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 class Setting:
