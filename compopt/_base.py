@@ -149,7 +149,8 @@ class CompressedOptimizer(Saving, Optimizer):
         settings = self._settings()
         if self.check_replicas_every and (before + 1) % self.check_replicas_every == 0:
             settings += describe(self)
-        verdict = yield from self._runtime.step(self._buckets, comm, bits_of(settings), self._shards)
+        words = {"settings": bits_of(settings)}
+        verdict = yield from self._runtime.step(self._buckets, comm, words, self._shards)
         if verdict.changed and not self._warned:
             self._warned = True
             warnings.warn(

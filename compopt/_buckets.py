@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._control import Control
 from ._offload import Offload
 from ._requests import Payload
 from ._shards import Shards
@@ -78,7 +79,7 @@ class Bucket:
         self.sharded: list[str] = []  # the names of sharded state
         self.gathered: dict[str, list[Tensor]] = {}  # sharded state, whole: from consolidate_state to the next step
         self.offload: Offload | None = None  # what of the state is in host memory
-        self.control: list[float] = []  # set by the runtime on the last bucket of a step
+        self.control = Control()  # what its payloads carry beside the header; set by the runtime
         self.state: dict[
             str, list[Tensor | None]
         ] = {}  # name -> a view for each tensor, None where it has no such state
@@ -217,8 +218,7 @@ class Bucket:
         message = self._memory(f"message {use}", size, dtype)
         dropped = self._memory(f"dropped {use}", sum(lengths), dtype) if seed else None
         payload = Payload(message, len(self.params), len(self.control), lengths, seed, dropped)
-        if self.control:
-            payload.control.copy_(upload(self.control, dtype, self.device))
+        self._write_control(payload)
         return payload
 
     def payloads(self, lengths: list[list[int]], dtype: torch.dtype | None) -> tuple[list[Payload], Tensor]:
@@ -230,9 +230,15 @@ class Bucket:
             Payload(row, len(self.params), len(self.control), parts)
             for row, parts in zip(flat.split(sizes), lengths, strict=True)
         ]
-        for row in rows if self.control else ():
-            row.control.copy_(upload(self.control, flat.dtype, self.device))
+        for row in rows:
+            self._write_control(row)
         return rows, flat
+
+    def _write_control(self, payload: Payload) -> None:
+        if self.control:
+            payload.control.copy_(upload(self.control.numbers, payload.flat.dtype, self.device))
+        for at, words in self.control.on_device:
+            payload.control[at].copy_(words)
 
     def memory(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         """Memory for one step, contents undefined. A CPU keeps it for the next: new pages cost more than copies.

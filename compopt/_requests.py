@@ -18,8 +18,8 @@ class Payload:
     """One flat message: a header, then a part for every tensor of the bucket.
 
     The header carries, for each tensor, 1 if this rank has a gradient for it, 0 if not, NaN if the gradient is not
-    finite; averaging makes it a verdict that all ranks share. ``control`` (empty but in the last bucket of a step)
-    carries what the runtime wants agreed: stale early payloads, ranks with other settings.
+    finite; averaging makes it a verdict that all ranks share. ``control`` carries what the runtime wants agreed (see
+    ``_control``): the bucket and step it belongs to; in the last bucket of a step stale payloads, and settings.
 
     With a ``seed`` the body travels as int8 (see ``_wire``), rounded as the seed says. ``dropped``, as long as the
     body, then holds what rounding took off this rank's share, from when the payload has been averaged.

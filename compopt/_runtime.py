@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ._buckets import Bucket
 from ._comm import Comm, Pending
+from ._control import Control, Words, differ
 from ._math import squared_norm
 from ._requests import Agree, AllReduceMean, Commit, CommunicationError, Request
 
@@ -93,6 +94,7 @@ class Verdict:
     resent: bool = False  # early payloads were stale and went out again
     changed: bool = False  # and that was no false alarm
     mismatch: bool = False  # a rank has other settings
+    agreed: dict[str, list[float]] = field(default_factory=dict)  # the mean over ranks of the last bucket's control
     bad: list[str] = field(default_factory=list)  # tensors with a non-finite gradient on some rank
 
 
@@ -166,32 +168,33 @@ class Runtime:
             exchange.abandon()
 
     def step(
-        self, buckets: list[Bucket], comm: Comm, settings: list[float], shards: list[Comm]
+        self, buckets: list[Bucket], comm: Comm, words: dict[str, Words], shards: list[Comm]
     ) -> Generator[Pending, None, Verdict]:
         """One step of all buckets. Raises CommunicationError with nothing applied when a collective failed.
 
+        ``words``: what else is to be agreed, by name (see ``_control``); "settings" are bits that must not differ.
         ``shards``: the ranks that hold the other parts of this rank's model, if any: they step together or not at all.
         """
         early, self.early = self.early, {}
         stale = any(exchange.stale for exchange in early.values())
         exchanges: list[Exchange] = list(early.values())
         try:
-            buckets[-1].control = [float(stale), *settings]
+            buckets[-1].control = Control(stale=[float(stale)], **words)
             for bucket in buckets:
                 if bucket.index not in early:
                     exchanges.append(Exchange(bucket, self.algorithm, comm))
             exchanges.sort(key=lambda exchange: exchange.bucket.index)
             yield from self._exchange(exchanges)
-            norms, control = self._read(exchanges)
-            resend = control[0] > 0
+            norms, agreed = self._read(exchanges)
+            resend = agreed["stale"][0] > 0
             if resend:
                 for i, exchange in enumerate(exchanges):
                     if exchange.bucket.index in early:
                         exchange.abandon()
                         exchanges[i] = Exchange(exchange.bucket, self.algorithm, comm)
                 yield from self._exchange(exchanges)
-                norms, control = self._read(exchanges)
-            verdict = self._judge(exchanges, norms, control[1:])
+                norms, agreed = self._read(exchanges)
+            verdict = self._judge(exchanges, norms, agreed)
             sharded = any(exchange.agree.sharded for exchange in exchanges)
             yield from self._agree_with([comm, *shards] if sharded else shards, verdict, buckets[-1].device)
             verdict.early, verdict.resent = 0 if resend else len(early), resend
@@ -229,7 +232,7 @@ class Runtime:
                 exchange.advance(exchange.pending.wait())
 
     @staticmethod
-    def _read(exchanges: list[Exchange]) -> tuple[list[float], list[float]]:
+    def _read(exchanges: list[Exchange]) -> tuple[list[float], dict[str, list[float]]]:
         """The squared norm of every bucket's average, and the control words; the payloads' ``marks`` are set.
 
         All at once, on the host: on a GPU this is where a step waits for the device, and the only place.
@@ -245,12 +248,12 @@ class Runtime:
             end = at + 1 + len(payload.header)
             norms.append(numbers[at])
             payload.marks, at = numbers[at + 1 : end], end
-        return norms, numbers[at:]
+        return norms, exchanges[-1].bucket.control.read(numbers[at:])
 
     @staticmethod
-    def _judge(exchanges: list[Exchange], norms: list[float], settings: list[float]) -> Verdict:
+    def _judge(exchanges: list[Exchange], norms: list[float], agreed: dict[str, list[float]]) -> Verdict:
         """The verdict, from averaged numbers that are the same on every rank."""
-        verdict = Verdict(applied=True)
+        verdict = Verdict(applied=True, agreed=agreed)
         total = 0.0
         for exchange, squared in zip(exchanges, norms, strict=True):
             marks = exchange.agree.payload.marks
@@ -258,8 +261,7 @@ class Runtime:
             total += squared / exchange.bucket.copies
             if any(exchange.bucket.compressed):
                 verdict.phases.add(exchange.agree.phase)
-        half = len(settings) // 2  # bits and their complements: both present on average means that ranks differ
-        verdict.mismatch = any(a > 0 and b > 0 for a, b in zip(settings[:half], settings[half:], strict=True))
+        verdict.mismatch = differ(agreed["settings"])
         verdict.norm = total**0.5
         if total != total or total == float("inf"):
             verdict.bad = verdict.bad or ["the average over ranks"]

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ._control import bits
+
 # Options that may change from step to step without a word: they change no message's length.
 FREE = {"step", "lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
 
@@ -63,6 +65,4 @@ def plain(value: object) -> object:
 
 def bits_of(settings: list) -> list[float]:
     """16 bits of a checksum and their complements, as numbers whose mean over ranks shows any difference."""
-    code = zlib.crc32(repr(settings).encode())
-    bits = [float(code >> i & 1) for i in range(16)]
-    return bits + [1 - b for b in bits]
+    return bits(zlib.crc32(repr(settings).encode()), 16)
