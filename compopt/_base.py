@@ -26,6 +26,7 @@ from ._saving import Saving
 from ._settings import bits_of, settings_of, structure_of
 from ._shards import Shards
 from ._stats import Stats
+from ._weakly import weakly
 from ._when import trial
 
 constructed: list[Callable[[CompressedOptimizer], None]] = []  # told of every new optimizer (integrations.ddp listens)
@@ -189,7 +190,7 @@ class CompressedOptimizer(Saving, Optimizer):
             resent=verdict.resent,
             skipped=self.stats.skipped + (not verdict.applied),
             reason="" if verdict.applied else "non-finite gradient: " + ", ".join(verdict.bad[:3]),
-            residual_norm=self._residual_norm,
+            residual_norm=weakly(self._residual_norm),
             when=self._found,
         )
 
@@ -298,14 +299,14 @@ class CompressedOptimizer(Saving, Optimizer):
     def _build(self) -> None:
         """Lay out buckets and state for the current groups; state that is there already is copied in."""
         self.ops = choose({p.device.type for g in self._option_groups for p in g["params"]})
-        self.stats = Stats(residual_norm=self._residual_norm)
+        self.stats = Stats(residual_norm=weakly(self._residual_norm))
         self._comm: Comm | None = None
         self._counted = 0
         self._acquainted = False
         self._agreed = ""  # the structure all ranks had in the last step
         self._ready: dict[int, set[Tensor]] = {}  # what the running backward has finished, a bucket
         self._begun = 0  # and how many buckets it has started
-        self._runtime = Runtime(self.algorithm)
+        self._runtime = Runtime(weakly(self.algorithm))
         self._trial = trial(self._option_groups)
         self._buckets = make_buckets(self._option_groups, self.is_compressed)
         self._offload = Offload({"residual": ("residual",), "all": ("residual", "master")}.get(self.offload, ()))

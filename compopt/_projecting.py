@@ -80,9 +80,10 @@ class Projecting(CompressedOptimizer):
         adapts = h["adaptive"] and t % h["adapt_interval"] == 0 and any(plan)
 
         drawn = [None if q is None or q.kind == "tracked" else q for q in plan]
+        matrices = self._matrices
 
         def draw() -> list[Tensor | None]:
-            return self._matrices.draw(bucket, numbers, drawn, h["seed"], t)
+            return matrices.draw(bucket, numbers, drawn, h["seed"], t)
 
         clipped = clip_factor(self._norm, h["max_grad_norm"]) if h["clip"] == "local" else 1.0
         bases = self._bases(bucket, numbers, plan, t)

@@ -39,6 +39,7 @@ from ._requests import Agree, AllGather, AllReduceMean, Payload, Request
 from ._selection import Selection, compressed_lengths, deal_at, fill_ones, keep_mask, keep_masks, own_x
 from ._sharded_scape import sharded_scape
 from ._stats import Stats
+from ._weakly import weakly
 
 
 def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Generator[Request, object, None]:
@@ -250,7 +251,7 @@ class ScapeAdamS(CompressedOptimizer):
             density=sum(n if i is None else len(i) for i, n in held) / max(1, sum(n for _, n in held)),
             mask_bytes=masks,
             payload_bytes=self.stats.bytes_sent - masks - self.stats.parameter_bytes,
-            mask_overlap=self._mask_overlap,
+            mask_overlap=weakly(self._mask_overlap),
         )
 
     def _mask_bytes(self, bucket: Bucket, applied: bool) -> int:

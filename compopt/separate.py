@@ -35,6 +35,7 @@ from ._projections import pack, reconstruct, squared_norm
 from ._requests import Agree, AllReduceMean, Request
 from ._settings import known_of
 from ._tracking import follow, join, track
+from ._weakly import weakly
 
 
 def separate(
@@ -153,7 +154,7 @@ class SeparateAdam(Projecting):
         return {"exp_avg": StateSpec(dtype), "exp_avg_sq": StateSpec(dtype), **super().state_specs(dtype)}
 
     def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
-        return separate(bucket, self.ops, self.exchange(bucket), self.target, self.apply)
+        return separate(bucket, self.ops, self.exchange(bucket), weakly(self.target), weakly(self.apply))
 
     def target(self, bucket: Bucket, i: int, whole: Tensor | None) -> Tensor:
         w = bucket.weight(i)
@@ -274,7 +275,7 @@ class Separate(Projecting):
         return [*super()._settings(), {"base": type(self.base).__name__}, *base]
 
     def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
-        return separate(bucket, self.ops, self.exchange(bucket), self.target, self.apply)
+        return separate(bucket, self.ops, self.exchange(bucket), weakly(self.target), weakly(self.apply))
 
     def target(self, bucket: Bucket, i: int, whole: Tensor | None) -> Tensor:
         p = bucket.params[i]

@@ -20,7 +20,18 @@ HELPERS = {
     "_sharded_adamw",
 }  # of the algorithms, in files of their own
 ALLOWED = {
-    "algorithm": {"_base", "_ops", "_math", "_buckets", "_requests", "_options", "_stats", "_shards", "_settings"}
+    "algorithm": {
+        "_base",
+        "_ops",
+        "_math",
+        "_buckets",
+        "_requests",
+        "_options",
+        "_stats",
+        "_shards",
+        "_settings",
+        "_weakly",
+    }
     | HELPERS,
     "_base": {
         "_runtime",
@@ -38,12 +49,14 @@ ALLOWED = {
         "_options",
         "_when",
         "_shards",
+        "_weakly",
     },
     "_handshake": {"_comm", "_requests", "_buckets"},
     "_recovery": {"_handshake", "_checkpoint", "_comm", "_requests", "_buckets"},
     "_saving": {"_checkpoint", "_comm", "_requests"},
     "_settings": {"_control"},
     "_control": set(),
+    "_weakly": set(),
     "_shards": {"_masks"},
     "_masks": set(),
     "_checkpoint": {"_buckets", "_math", "_shards", "_requests", "_comm"},
