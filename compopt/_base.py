@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from . import _checkpoint, _recovery
 from ._backends import choose
 from ._buckets import Bucket, StateSpec, is_compressed, make_buckets
-from ._comm import Comm, Pending, connect, copies_of, default_ranks, shard_comms
+from ._comm import Comm, Pending, connect, copies_of, has_met_others, shard_comms
 from ._handshake import describe, explain_mismatch, handshake
 from ._offload import Offload
 from ._requests import CommunicationError, Request
@@ -120,11 +120,10 @@ class CompressedOptimizer(Saving, Optimizer):
 
     def step_in_turns(self) -> Generator[Pending, None, None]:
         """The step as a generator that yields each collective it is about to wait for (the simulator's turns)."""
+        comm = self.comm  # first: state may have to be cut anew
         self._check_gradients()
         self._unscale()
         self.before_exchange()
-        self._join()
-        comm = self.comm
         before = self._option_groups[0]["step"] if self._option_groups else 0
         try:
             yield from self._step_over(comm, before)
@@ -268,12 +267,6 @@ class CompressedOptimizer(Saving, Optimizer):
 
     _before: list[Bucket] | None = None  # buckets of before a rebind, while their shards are not yet cut again
 
-    def _join(self) -> None:
-        """Cut state for the ranks there are, where the optimizer was made before torch.distributed was initialised."""
-        late = self.sharded and self._group is None and not self._acquainted
-        if late and self._comm is not None and self.comm.size != default_ranks():
-            self._build()
-
     def _watch_skips(self, verdict: Verdict) -> None:
         self._skipped_in_a_row = 0 if verdict.applied else self._skipped_in_a_row + 1
         if self._skipped_in_a_row >= self.max_skipped:
@@ -286,7 +279,15 @@ class CompressedOptimizer(Saving, Optimizer):
 
     @property
     def comm(self) -> Comm:
-        """The ranks this optimizer averages over; connected when first needed."""
+        """The ranks this optimizer averages over; connected when first needed.
+
+        Without a process group it is this process alone, until there is one: torch.distributed may be initialised
+        after a checkpoint was loaded.
+        """
+        if self._comm is not None and self._group is None and not self._alone and has_met_others(self._comm):
+            self._settle()
+            self._runtime.drop_early()
+            self._build()  # without a communicator: state is cut for the ranks there are now
         if self._comm is None:
             self._comm = Comm(alone=True) if self._alone else connect(self._group)
         return self._comm

@@ -226,6 +226,6 @@ def copies_of(p: Tensor, shards: list[Comm]) -> int:
     return math.prod(comm.size for comm in shards if comm.group.group_name not in cut)
 
 
-def default_ranks() -> int:
-    """Ranks in the default process group; 1 when there is none."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def has_met_others(comm: Comm) -> bool:
+    """Whether torch.distributed was initialised since ``comm`` was made, for a process alone."""
+    return getattr(comm, "group", comm) is None and dist.is_available() and dist.is_initialized()
