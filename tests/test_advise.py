@@ -16,7 +16,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from compopt.advise import advise, main, quantity
 from compopt.costmodel import METHODS, Workload
+from compopt.costmodel.advice import DENSE, pays_below
 from compopt.costmodel.measure import measure_local, profile
+from compopt.probe import main as measure
 
 FAST = (1e12, 1e14)  # memory and matrix products that cost nothing beside the links below
 
@@ -31,38 +33,61 @@ for step in range(int(sys.argv[2])):
 """
 
 
+def asked(parameters: float = 10e6, ranks: int = 4, link: float = 1e8, step_s: float = 0.1, **options: object):
+    return advise(round(parameters), ranks=ranks, link_bits_per_s=link, step_s=step_s, local=FAST, **options)
+
+
 def test_slow_links_want_compression_and_fast_ones_none():
-    slow = advise(10_000_000, ranks=4, link_bits_per_s=1e8, step_s=0.1, local=FAST)
-    assert "Use " in slow.recommendation and max(row.training for row in slow.rows) > 5
-    fast = advise(10_000_000, ranks=4, link_bits_per_s=1e13, step_s=0.1, local=FAST)
-    assert fast.recommendation.startswith("Stay dense") and "bit/s it would pay" in fast.recommendation
+    slow = asked(link=1e8)
+    assert slow.method == "tracked 16, int8" and max(row.run for row in slow.rows) > 5
+    fast = asked(link=1e13)
+    assert fast.method == DENSE and fast.recommendation.startswith("Stay dense") and "a rank one would" in fast.why
+    assert fast.line.startswith("torch.optim.AdamW") and slow.line.startswith("compopt.SeparateAdam")
 
 
 def test_stay_dense_where_compressing_costs_more_than_it_saves():
     advice = advise(10_000_000, ranks=4, link_bits_per_s=10e9, step_s=0.1, local=(1e8, 1e9))
-    assert advice.recommendation.startswith("Stay dense")
+    assert advice.method == DENSE
 
 
 def test_one_rank_has_nobody_to_average_with():
-    assert "one process" in advise(1_000_000, ranks=1, link_bits_per_s=1e6, step_s=0.1, local=FAST).recommendation
+    assert "one process" in asked(ranks=1).recommendation
+    whole = asked(70e9, ranks=16, memory_bytes=80e9, shard=16)
+    assert whole.method == DENSE and "one copy of the model" in whole.why
 
 
 def test_the_recommended_link_is_where_it_starts_to_pay():
-    advice = advise(10_000_000, ranks=4, link_bits_per_s=1e13, step_s=0.1, local=FAST)
-    amount, unit = advice.recommendation.split("about ")[1].split()[:2]
-    rate = float(amount) * {"Gbit/s": 1e9, "Mbit/s": 1e6}[unit]
-    for factor, words in ((0.9, "Use "), (1.3, "Stay dense")):
-        assert advise(
-            10_000_000, ranks=4, link_bits_per_s=rate * factor, step_s=0.1, local=FAST
-        ).recommendation.startswith(words)
+    rate = pays_below(asked(link=1e13).situation)
+    assert asked(link=0.9 * rate).method != DENSE and asked(link=1.3 * rate).method == DENSE
 
 
-def test_warm_up_and_overlap_lower_the_gain():
-    row = {r.method: r for r in advise(10_000_000, ranks=2, link_bits_per_s=1e8, step_s=0.1, local=FAST).rows}
-    assert 1 < row["RadiusAdamW"].training < row["RadiusAdamW"].speedup
-    assert row["ScapeAdamS"].training == row["ScapeAdamS"].speedup
-    hidden = advise(10_000_000, ranks=2, link_bits_per_s=1e8, step_s=0.1, overlap_s=0.1, local=FAST)
-    assert hidden.rows[0].step_s < row["AdamW+DDP"].step_s
+def test_the_dense_start_and_overlap_lower_the_gain():
+    row = {r.method: r for r in asked(ranks=2).rows}
+    assert all(1 < row[name].run < row[name].speedup for name in ("RadiusAdamW", "ScapeAdamS", "tracked 16, int8"))
+    assert row["tracked 4, int8"].run_bytes > METHODS["tracked 4, int8"].start
+    hidden, exposed = asked(overlap_s=0.1).rows[0], asked(overlap_s=0.0).rows[0]
+    assert hidden.step.total < exposed.step.total
+
+
+def test_the_loss_budget_and_memory_decide_what_may_be_advised():
+    assert asked(loss_budget=0.001).method == DENSE
+    assert "times as fast, but had" in asked(loss_budget=0.001).why
+    least = 8 * 10e6 + METHODS[DENSE](Workload.of_size(10_000_000), 4).state  # dense fits, residuals do not
+    tight = asked(memory_bytes=1.01 * least / 0.6, shard=1)
+    fits = {row.method: row.fits for row in tight.rows}
+    assert fits[DENSE] and fits["ScapeAdamS"] and not fits["tracked 16, int8"]
+    assert "does not fit" in str(tight)
+
+
+def test_a_model_that_does_not_fit_is_cut_over_ranks():
+    advice = advise(70_000_000_000, ranks=512, link_bits_per_s=200e9, step_s=10, device="h100")
+    assert advice.situation.shard == 32 and advice.situation.machine.ranks == 16
+    assert "each copy cut over 32 ranks" in str(advice)
+
+
+def test_what_was_measured_given_or_assumed_is_said():
+    text = str(asked(sources={"link": "measured"}))
+    assert "Mbit/s a rank (measured)" in text and "a step (given)" in text and "communication (assumed)" in text
 
 
 def test_a_model_gives_its_own_shapes():
@@ -85,7 +110,8 @@ def test_quantities(text, value):
 
 def test_link_rates_are_written_as_tc_writes_them():
     assert quantity("2.5gbit", "bit") == 2.5e9
-    for text in ("fast", "0mbit", "100", "-1gbit"):
+    assert quantity("1tbit", "bit") == 1e12 and quantity("1T") == 1e12
+    for text in ("fast", "0mbit", "100", "-1gbit", "infgbit", "1e400gbit", "nan"):
         with pytest.raises(argparse.ArgumentTypeError, match="write it like"):
             quantity(text, "bit")
 
@@ -122,7 +148,10 @@ def test_the_console_prints_a_table_and_saves_a_plot(tmp_path, capsys):
         ]
     )
     printed = capsys.readouterr().out
-    assert all(name in printed for name in METHODS) and "10 M parameters on 4 ranks, 100 Mbit/s" in printed
+    assert (
+        all(name in printed for name in METHODS)
+        and "10 M parameters a rank on 4 replicas,\n100 Mbit/s a rank" in printed
+    )
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
@@ -130,7 +159,7 @@ def test_the_console_profiles_a_script(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     main(["--ranks", "2", "--link", "1gbit", "--profile", str(script), "0.1", "50"])
-    assert "0.004096 M parameters" in capsys.readouterr().out
+    assert "4.096 k parameters" in capsys.readouterr().out
 
 
 GIVEN = ["--parameters", "10M", "--ranks", "4", "--link", "1gbit", "--step-time", "100"]
@@ -144,9 +173,17 @@ GIVEN = ["--parameters", "10M", "--ranks", "4", "--link", "1gbit", "--step-time"
         (GIVEN[:6], "The model is missing"),
         ([*GIVEN, "--ranks", "0"], "ranks must be at least 1"),
         ([*GIVEN, "--step-time", "-3"], "compute_s must be positive"),
+        ([*GIVEN, "--step-time", "inf"], "compute_s must be positive and finite"),
         ([*GIVEN, "--overlap", "200"], "overlap_s between 0 and compute_s"),
+        ([*GIVEN, "--overlap", "nan"], "overlap_s between 0 and compute_s"),
+        ([*GIVEN, "--loss-budget", "inf"], "loss_budget must be a share"),
+        ([*GIVEN, "--parameters", "inf"], "write it like 350M"),
+        ([*GIVEN, "--shard", "3"], "shard must divide the 4 ranks"),
+        ([*GIVEN, "--plot", "no/such/folder/x.png"], "there is no folder"),
+        ([*GIVEN, "--device", "abacus"], "invalid choice"),
         ([*GIVEN, "--link", "quick"], "write it like 100mbit"),
-        ([*GIVEN, "--probe"], "start it with torchrun"),
+        ([*GIVEN, "--probed", "nowhere.json"], "cannot be read: No such file"),
+        ([*GIVEN, "--probed", __file__], "is not what compopt.probe writes"),
     ],
 )
 def test_mistakes_are_sentences(arguments, sentence, capsys):
@@ -169,17 +206,27 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, capsys):
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def ask_on_a_rank(rank: int) -> str:
+def probe_on_a_rank(rank: int, folder: str) -> str:
     os.environ.update(WORLD_SIZE="2", RANK=str(rank))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        main(["--probe", "--parameters", "10M", "--step-time", "50"])
+        measure([f"--out={folder}/probe.json"])
     return printed.getvalue()
 
 
-def test_probe_measures_the_link_between_the_running_ranks_and_one_of_them_prints():
-    first, second = run_ranks(ask_on_a_rank, 2)
-    assert "on 2 ranks" in first and "AdamW+DDP" in first and second == ""
+def test_a_probe_measures_the_running_ranks_and_advice_reads_its_file(tmp_path, capsys):
+    first, second = run_ranks(probe_on_a_rank, 2, str(tmp_path))
+    assert "2 ranks, " in first and "GB/s in memory" in first and second == ""
+    main(["--probed", str(tmp_path / "probe.json"), "--parameters", "10M", "--step-time", "50"])
+    printed = capsys.readouterr().out
+    assert "on 2 replicas" in printed and "a rank (measured)" in printed and "(measured)." in printed
+
+
+def test_a_probe_alone_says_how_to_start_it(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit):
+        measure([])
+    assert "start it with torchrun" in capsys.readouterr().err
 
 
 def test_workload_of_a_size_is_about_that_of_a_transformer():

@@ -153,7 +153,7 @@ def test_bytes_a_parameter_are_those_of_the_algorithms():
     assert sent["RadiusAdamW"] == pytest.approx(4 * (0.4 * 199 / 200 + 1 / 200) + 1 / 1600)
     assert sent["ScapeAdamS"] == pytest.approx(0.4 + 0.1 * math.log2(math.e / 0.1) / 8)
     assert sent["SeparateAdam"] == 4 / 16
-    assert sent["TagcAdamW"] == pytest.approx(4 * (1 - 0.9**4) + 1 / 4 + 4)
+    assert sent["TagcAdamW"] == pytest.approx(4 * (1 - 0.9875**4) + 1 / 4 + 4)
     state = {name: cost(work, 4).state / work.parameters for name, cost in METHODS.items()}
     assert state["AdamW+DDP"] == 8 and state["RadiusAdamW"] == 12.125 and state["ScapeAdamS"] == pytest.approx(4.65)
 
@@ -163,7 +163,7 @@ def test_workload_reads_a_model():
     work = Workload.of(model.named_parameters())
     assert work.parameters == 2 * 64 * 128 + 128 + 2 * 128
     assert work.compressed == pytest.approx(2 * 64 * 128 / work.parameters)
-    assert work.columns == 96 and work.perimeter == 2 * (64 + 128)
+    assert work.side == 64 and work.perimeter == 2 * (64 + 128)
 
 
 def test_overlap_hides_only_what_fits_and_masks_only_what_a_step_lasts():

@@ -11,7 +11,14 @@ import compopt
 ROOT = Path(compopt.__file__).parent
 DOCS = ROOT.parent / "docs"
 FILES = [*ROOT.glob("*.py"), *(ROOT / "integrations").glob("*.py")]
-ELSEWHERE = {"_requests", "_masks", "_selection", "_projections", "advise"}  # not what a user of an optimizer meets
+ELSEWHERE = {
+    "_requests",
+    "_masks",
+    "_selection",
+    "_projections",
+    "advise",
+    "probe",
+}  # not what a user of an optimizer meets
 
 
 def texts(node: ast.AST) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .methods import Cost
@@ -29,15 +30,15 @@ class Machine:
         if self.ranks < 1:
             raise ValueError(f"ranks must be at least 1; got {self.ranks}.")
         for name in ("link_bytes_per_s", "memory_bytes_per_s", "flops_per_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive; got {getattr(self, name)}.")
-        if self.latency_s < 0:
-            raise ValueError(f"latency_s must not be negative; got {self.latency_s}.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite; got {getattr(self, name)}.")
+        if not 0 <= self.latency_s < math.inf:
+            raise ValueError(f"latency_s must not be negative, and finite; got {self.latency_s}.")
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one step, by what they go to."""
+    """Seconds of one step, by what they go to: computation, the method's own work, communication it waits for."""
 
     compute: float
     local: float
@@ -59,23 +60,30 @@ def all_gather_seconds(machine: Machine, size: float) -> float:
     return all_reduce_seconds(machine, size) / 2
 
 
+def sent_bytes(machine: Machine, cost: Cost) -> float:
+    """Bytes that leave a rank in a step: 2 (N-1)/N of what is all-reduced, (N-1)/N of what is gathered."""
+    return (machine.ranks - 1) / machine.ranks * (2 * cost.reduced + cost.gathered + cost.hidden)
+
+
 def step_seconds(machine: Machine, cost: Cost, compute_s: float, overlap_s: float = 0.0) -> Step:
     """Predict one step.
 
     Args:
         machine: see `Machine`.
         cost: a row of `METHODS`.
-        compute_s: seconds of a dense step with no communication (forward, backward and AdamW).
+        compute_s: seconds of a dense step with no communication (forward, backward and AdamW). No prediction is below:
+            a method with fewer passes over memory than AdamW is not credited for them.
         overlap_s: seconds of the backward pass during which gradients may already travel.
 
     Raises:
         ValueError: `compute_s` is not positive, or `overlap_s` is not within it.
     """
-    if not compute_s > 0 or not 0 <= overlap_s <= compute_s:
+    if not 0 < compute_s < math.inf or not 0 <= overlap_s <= compute_s:
         raise ValueError(
-            f"compute_s must be positive and overlap_s between 0 and compute_s; got {compute_s} and {overlap_s}."
+            "compute_s must be positive and finite, and overlap_s between 0 and compute_s; "
+            f"got {compute_s} and {overlap_s}."
         )
-    local = cost.traffic / machine.memory_bytes_per_s + cost.flops / machine.flops_per_s
+    local = max(0.0, cost.traffic) / machine.memory_bytes_per_s + cost.flops / machine.flops_per_s
     waited = all_reduce_seconds(machine, cost.reduced) + all_gather_seconds(machine, cost.gathered)
     # Masks travel behind the next forward and backward; what does not fit there is waited for.
     late = max(0.0, all_gather_seconds(machine, cost.hidden) - compute_s)

@@ -1,4 +1,4 @@
-"""What the cost model needs to know of a machine and a script, measured: local speed, the link, seconds a step."""
+"""What the cost model needs to know of a machine and a script, measured: local speed, and seconds a step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..activations import MeshRanks
-from .fitting import fit
 from .methods import Workload
 
 
@@ -23,11 +21,12 @@ def measure_local() -> tuple[float, float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     vector, matrix = torch.ones(1 << 23, device=device), torch.ones(512, 512, device=device)
     copy, product = torch.empty_like(vector), torch.empty_like(matrix)
-    memory = 2 * vector.nbytes / _median_seconds(lambda: copy.copy_(vector), device)
-    return memory, 2 * 512**3 / _median_seconds(lambda: torch.mm(matrix, matrix, out=product), device)
+    memory = 2 * vector.nbytes / median_seconds(lambda: copy.copy_(vector), device)
+    return memory, 2 * 512**3 / median_seconds(lambda: torch.mm(matrix, matrix, out=product), device)
 
 
-def _median_seconds(call: Callable[[], object], device: str, repeats: int = 7) -> float:
+def median_seconds(call: Callable[[], object], device: str, repeats: int = 7) -> float:
+    """Seconds of one call, after two that are not counted."""
     taken = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
@@ -36,28 +35,6 @@ def _median_seconds(call: Callable[[], object], device: str, repeats: int = 7) -
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[2:])
-
-
-def probe() -> tuple[int, float, float]:
-    """Ranks, bit/s of a rank's link and seconds a message, measured with all-reduces over the ranks torchrun started.
-
-    Raises:
-        ValueError: this process was not started by torchrun, or alone.
-    """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size < 2:
-        raise ValueError("--probe measures the link between ranks: start it with torchrun and at least two of them.")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    ranks, points, seconds = MeshRanks.world(device, size), [], []
-    for elements in (256, 1 << 16, 1 << 19, 1 << 21):
-        x = torch.ones(elements, device=device)
-        points.append({"bytes": 2 * (size - 1) / size * x.nbytes, "messages": 2.0 * (size - 1)})
-        seconds.append(_median_seconds(lambda x=x: ranks.sum(x), device))
-    agreed = ranks.sum(torch.tensor(seconds, device=device)) / size  # all ranks must print the same advice
-    found = fit(points, agreed.tolist()).coefficients
-    return size, 8 / max(found["bytes"], 1e-15), found["messages"]
 
 
 class _EnoughError(BaseException):

@@ -1,10 +1,14 @@
-"""What each method sends, keeps and computes: the one table of formulas, per step, averaged over many steps."""
+"""What each method sends, keeps and computes: the one table of formulas, per step, averaged over many steps.
+
+tests/test_costmodel_bytes.py holds the bytes against ``optimizer.stats`` of the classes themselves.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -20,14 +24,14 @@ class Workload:
     Args:
         parameters: how many.
         compressed: share of them in tensors that are compressed (at least 2-D and 4096 elements).
-        columns: last dimension of those tensors, averaged by size. What a projection costs.
+        side: the smaller side of those tensors, averaged by size. What a projection costs.
         perimeter: sum of (rows + columns) over those tensors. What low-rank factors cost.
         large: share of parameters in matrices that are not attention's. What TAGC compresses by default.
     """
 
     parameters: int
     compressed: float
-    columns: float
+    side: float
     perimeter: float
     large: float
 
@@ -37,7 +41,7 @@ class Workload:
         if parameters < 1:
             raise ValueError(f"parameters must be positive; got {parameters}.")
         width = max(8.0, (64 * parameters / 12) ** (1 / 3))
-        return cls(parameters, 0.997, 2 * width, 16 * parameters / (12 * width), 2 / 3)
+        return cls(parameters, 0.997, width, 16 * parameters / (12 * width), 2 / 3)
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> Workload:
@@ -48,11 +52,11 @@ class Workload:
         total = sum(p.numel() for _, p in named)
         chosen = [(name, p) for name, p in named if p.ndim >= 2 and p.numel() >= 4096]
         size = sum(p.numel() for _, p in chosen)
-        columns = sum(p.numel() * p.shape[-1] for _, p in chosen) / max(1, size)
+        side = sum(p.numel() * min(p.shape[-1], p.numel() // p.shape[-1]) for _, p in chosen) / max(1, size)
         perimeter = sum(p.numel() // p.shape[-1] + p.shape[-1] for _, p in chosen)
         attention = ("attn", "attention", "qkv", "q_proj", "k_proj", "v_proj", "o_proj")
         large = sum(p.numel() for name, p in chosen if not any(word in name.lower() for word in attention))
-        return cls(total, size / total, columns, float(perimeter), large / total)
+        return cls(total, size / total, side, float(perimeter), large / total)
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,9 @@ class Cost:
         return self.reduced + self.gathered + self.hidden
 
 
-def _dense(work: Workload, ranks: int) -> Cost:
-    return Cost(reduced=FLOAT * work.parameters, state=8.0 * work.parameters)
+def _dense(work: Workload, ranks: int, width: int = FLOAT) -> Cost:
+    # A narrower message is written and read once more than the gradient.
+    return Cost(width * work.parameters, state=8.0 * work.parameters, traffic=(FLOAT - width) * 3.0 * work.parameters)
 
 
 def _radius(work: Workload, ranks: int, density: float = 0.4, interval: int = 200) -> Cost:
@@ -119,17 +124,28 @@ def _separate(work: Workload, ranks: int, ratio: int = 16) -> Cost:
         reduced=FLOAT * (n / ratio + rest),
         state=8 * work.parameters + 4 * n,
         traffic=40 * n,  # h = g + e, three reads or writes of h and hhat, e, ghat
-        flops=6 * n * work.columns / ratio,
+        flops=6 * n * work.side / ratio,
     )
 
 
-def _tagc(work: Workload, ranks: int, sparsity: float = 0.9) -> Cost:
+def _tracked(work: Workload, ranks: int, rank: int = 16) -> Cost:
+    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    # In int8, with a scale for each 128: both factors of a matrix, and what is not compressed.
+    return Cost(
+        reduced=(1 + FLOAT / 128) * (rank * work.perimeter + rest),
+        state=8 * work.parameters + 4 * n + FLOAT * rank * work.perimeter / 2,
+        traffic=48 * n,  # h = g + e twice, ghat, e and what rounding dropped
+        flops=8 * n * rank + 2 * rank**2 * work.perimeter,  # four products, and two orthonormal bases
+    )
+
+
+def _tagc(work: Workload, ranks: int, sparsity: float = 0.9875, width: int = FLOAT) -> Cost:
     n, rest = work.parameters * work.large, work.parameters * (1 - work.large)
     union = 1 - sparsity**ranks  # independent choices: the worst case
     # Payload and the rest are reduced to their owners, bitmaps go there and back, parameters are gathered.
     return Cost(
         reduced=0.0,
-        gathered=FLOAT * (union * n + rest) + 2 * n / 8 + FLOAT * work.parameters,
+        gathered=width * (union * n + rest) + 2 * n / 8 + width * work.parameters,
         state=8 * work.parameters / ranks + 4 * n,
         traffic=(16 + THRESHOLD + 12 * union) * n - 28 * work.parameters * (1 - 1 / ranks),
     )
@@ -145,12 +161,52 @@ def _powersgd(work: Workload, ranks: int, rank: int = 4) -> Cost:
     )
 
 
-METHODS: dict[str, Callable[..., Cost]] = {
-    "AdamW+DDP": _dense,
-    "RadiusAdamW": _radius,
-    "ScapeAdamS": _scape,
-    "SeparateAdam": _separate,
-    "TagcAdamW": _tagc,
-    "PowerSGD rank 4": _powersgd,
+@dataclass(frozen=True)
+class Method:
+    """One row of the table; calling it with a workload, a number of ranks and options gives its `Cost`.
+
+    Args:
+        cost: the formula, and its options in this row.
+        line: how the optimizer is made in Python.
+        loss: final loss over dense AdamW's in the runs of bench/results (see `MEASURED_ON`); None: not measured.
+        start: share of those runs' steps that were averaged dense first.
+        ours: whether it is a class of this package.
+    """
+
+    cost: Callable[..., Cost]
+    line: str
+    loss: float | None
+    start: float = 0.15
+    ours: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, work: Workload, ranks: int, **options: Any) -> Cost:
+        return self.cost(work, ranks, **{**self.options, **options})
+
+
+MEASURED_ON = "a GPT of 0.9 M parameters, width 128, 800 to 1500 steps, one seed"
+TRACKED = (
+    'compopt.SeparateAdam(params, lr=..., projection="tracked", rank={}, payload_dtype=torch.int8, warmup_steps=...)'
+)
+METHODS: dict[str, Method] = {
+    "AdamW+DDP": Method(_dense, "torch.optim.AdamW(params, lr=...)", 1.0, start=0.0, ours=False),
+    "RadiusAdamW": Method(_radius, "compopt.RadiusAdamW(params, lr=..., density=0.4, warmup_steps=...)", 1.039),
+    "ScapeAdamS": Method(
+        _scape, "compopt.ScapeAdamS(params, lr=..., density=0.1, density_warmup_steps=0, warmup_steps=...)", 1.167
+    ),
+    "SeparateAdam": Method(_separate, "compopt.SeparateAdam(params, lr=..., ratio=16, warmup_steps=...)", 1.142),
+    "tracked 16, int8": Method(_tracked, TRACKED.format(16), 1.008),
+    "tracked 4, int8": Method(_tracked, TRACKED.format(4), 1.053, options={"rank": 4}),
+    "TagcAdamW": Method(_tagc, "compopt.TagcAdamW(named_params, lr=..., sparsity=0.9875, warmup_steps=...)", 1.030),
+    "TagcAdamW, bf16": Method(
+        _tagc,
+        "compopt.TagcAdamW(named_params, lr=..., payload_dtype=torch.bfloat16, warmup_steps=...)",
+        1.029,
+        options={"width": 2},
+    ),
+    "DDP, bf16 hook": Method(
+        _dense, "ddp.register_comm_hook(None, bf16_compress_hook)", None, 0.0, False, {"width": 2}
+    ),
+    "PowerSGD rank 4": Method(_powersgd, "ddp.register_comm_hook(state, powerSGD_hook)", 1.058, ours=False),
 }
-"""Method to cost(workload, ranks, **its own options). A new method is one function and one line here."""
+"""What can be advised, by name. A new method is one formula and one line here."""

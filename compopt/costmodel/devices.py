@@ -1,0 +1,47 @@
+"""What common accelerators can do, from their makers' data sheets; a share of it is what training gets.
+
+Every figure is a peak: memory of the card, bytes a second of its memory, and float32 operations a second outside tensor
+cores, which is what the passes and small products of an optimizer use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MEMORY_SHARE = 0.75  # of the peak bytes a second that elementwise passes reach
+PRODUCT_SHARE = 0.5  # of the peak operations a second that thin matrix products reach
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of accelerator, or a core of a CPU.
+
+    Args:
+        memory_bytes: what fits; None where that is not the device's to say.
+        bytes_per_s: peak of its memory.
+        flops_per_s: peak in float32.
+        source: where the figures stand.
+    """
+
+    memory_bytes: float | None
+    bytes_per_s: float
+    flops_per_s: float
+    source: str
+
+    @property
+    def local(self) -> tuple[float, float]:
+        """Bytes and float32 operations a second that an optimizer's work is taken to reach."""
+        return MEMORY_SHARE * self.bytes_per_s, PRODUCT_SHARE * self.flops_per_s
+
+
+DEVICES = {
+    "h200": Device(141e9, 4.8e12, 67e12, "NVIDIA H200 SXM data sheet"),
+    "h100": Device(80e9, 3.35e12, 67e12, "NVIDIA H100 SXM data sheet"),
+    "a100": Device(80e9, 2.039e12, 19.5e12, "NVIDIA A100 80GB SXM data sheet"),
+    "l40s": Device(48e9, 0.864e12, 91.6e12, "NVIDIA L40S data sheet"),
+    "l4": Device(24e9, 0.3e12, 30.3e12, "NVIDIA L4 data sheet"),
+    "v100": Device(32e9, 0.9e12, 15.7e12, "NVIDIA V100 SXM2 data sheet"),
+    "rtx4090": Device(24e9, 1.008e12, 82.6e12, "NVIDIA GeForce RTX 4090 data sheet"),
+    "mi300x": Device(192e9, 5.3e12, 163.4e12, "AMD Instinct MI300X data sheet"),
+    "cpu": Device(None, 13e9, 100e9, "one core of the shared Xeon that bench/results was measured on"),
+}

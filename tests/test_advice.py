@@ -1,0 +1,84 @@
+"""Advice over drawn and written-down situations: what can never be, and what an expert would say."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compopt.costmodel import DEVICES, METHODS, advise
+from compopt.costmodel.advice import DENSE, WORTH_IT
+
+EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "500"))
+powers = st.floats(0, 1)
+
+
+def between(low: float, high: float) -> st.SearchStrategy[float]:
+    """Numbers of every size between two."""
+    return powers.map(lambda u: low * (high / low) ** u)
+
+
+situations = st.fixed_dictionaries(
+    {
+        "model": between(1e3, 1e12).map(round),
+        "ranks": st.integers(1, 4096),
+        "link_bits_per_s": between(1e6, 4e12),
+        "step_s": between(1e-3, 100),
+        "device": st.sampled_from(sorted(DEVICES)),
+        "loss_budget": st.sampled_from([0.0, 0.01, 0.02, 0.05, 1.0]),
+        "latency_s": between(1e-6, 0.1),
+    }
+)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(situations, between(1.1, 100))
+def test_no_prediction_is_impossible(situation, factor):
+    model = situation.pop("model")
+    advice = advise(model, **situation)
+    rows = {row.method: row for row in advice.rows}
+    for row in advice.rows:
+        parts = (row.step.compute, row.step.local, row.step.exchange, row.sent, row.state, row.run, row.run_bytes)
+        assert all(part >= 0 and math.isfinite(part) for part in parts)
+        assert row.step.total >= situation["step_s"] == row.step.compute
+    limit = 1 + situation["loss_budget"]
+    may = [row for row in advice.rows if row.ours and row.fits and row.loss is not None and row.loss <= limit + 1e-9]
+    if advice.method == DENSE:
+        assert advice.situation.machine.ranks == 1 or all(row.run < WORTH_IT for row in may)
+    else:
+        assert rows[advice.method] in may and rows[advice.method].run == max(row.run for row in may) >= WORTH_IT
+    assert str(advise(model, **situation)) == str(advice)  # the same call, the same bytes
+    quicker = advise(model, **situation | {"link_bits_per_s": factor * situation["link_bits_per_s"]})
+    for row, other in zip(advice.rows, quicker.rows, strict=True):
+        assert other.step.total <= row.step.total * (1 + 1e-12)
+    widths = {len(line) for line in str(advice).splitlines() if " %  " in line}
+    assert len(widths) <= 2  # columns line up; losses and "does not fit" may be longer at the end
+
+
+EXPERT = {  # parameters, ranks, bit/s of a rank, seconds of computation, device: what to do
+    "124 M on 4 GPUs over 1 Gbit/s": (124e6, 4, 1e9, 0.3, "a100", "tracked 16, int8"),
+    "350 M on 8 over 100 Mbit/s": (350e6, 8, 1e8, 0.4, "a100", "tracked 16, int8"),
+    "7 B on 64 over 25 Gbit/s": (7e9, 64, 25e9, 2.0, "h100", "tracked 16, int8"),
+    "7 B on 64 over 400 Gbit/s": (7e9, 64, 400e9, 2.0, "h100", DENSE),
+    "70 B on 512 over 200 Gbit/s": (70e9, 512, 200e9, 10.0, "h100", DENSE),
+    "1 B alone": (1e9, 1, 1e9, 1.0, "h100", DENSE),
+    "124 M inside one node": (124e6, 8, 2.4e12, 0.1, "h100", DENSE),
+    "10 M on two CPUs over 10 Gbit/s": (10e6, 2, 10e9, 0.4, "cpu", DENSE),
+    "10 M on two CPUs over 100 Mbit/s": (10e6, 2, 1e8, 0.4, "cpu", "tracked 16, int8"),
+    "1.8 B on 16 across towns, 500 Mbit/s": (1.8e9, 16, 5e8, 1.0, "rtx4090", "tracked 16, int8"),
+}
+
+
+@pytest.mark.parametrize("words", EXPERT)
+def test_the_answer_is_an_experts(words):
+    parameters, ranks, link, seconds, device, answer = EXPERT[words]
+    advice = advise(round(parameters), ranks=ranks, link_bits_per_s=link, step_s=seconds, device=device)
+    assert advice.method == answer, str(advice)
+
+
+def test_every_row_can_be_pasted():
+    for name, method in METHODS.items():
+        compile(method.line, name, "eval")
