@@ -18,7 +18,7 @@ from . import _checkpoint, _recovery
 from ._backends import choose
 from ._buckets import Bucket, StateSpec, is_compressed, make_buckets
 from ._comm import Comm, Pending, connect, copies_of, has_met_others, shard_comms
-from ._handshake import describe, explain_mismatch, handshake
+from ._handshake import describe, device_of, explain_mismatch, handshake
 from ._offload import Offload
 from ._requests import CommunicationError, Request
 from ._runtime import Runtime, Verdict
@@ -27,7 +27,7 @@ from ._settings import bits_of, settings_of, structure_of
 from ._shards import Shards
 from ._stats import Stats
 from ._weakly import weakly
-from ._when import trial
+from ._when import OPTIONS, trial
 
 constructed: list[Callable[[CompressedOptimizer], None]] = []  # told of every new optimizer (integrations.ddp listens)
 
@@ -53,7 +53,7 @@ class CompressedOptimizer(Saving, Optimizer):
 
     def __init__(self, params: Iterable, defaults: dict[str, Any], process_group: object = None):
         self._group = process_group
-        defaults = {**defaults, "compress": None, "step": 0}
+        defaults = {**defaults, **(OPTIONS if "when" in defaults else {}), "compress": None, "step": 0}
         self._check_defaults(defaults)
         super().__init__(params, defaults)
         self._build()
@@ -84,6 +84,14 @@ class CompressedOptimizer(Saving, Optimizer):
 
     def tidy(self, bucket: Bucket) -> None:
         """Bring state that is kept in a cheaper form during training to what it means, before it is read."""
+
+    def forget_chosen(self) -> None:
+        """Choose masks anew in the next step, on all ranks alike."""
+        for bucket in self._buckets:
+            self.tidy(bucket)
+            for name in self.chosen_state:
+                bucket.flat[name].zero_()
+                bucket.cache.pop("index", None)
 
     def before_exchange(self) -> None:
         """Called at the start of a step, when the gradients are what will be sent."""
@@ -133,6 +141,7 @@ class CompressedOptimizer(Saving, Optimizer):
 
     def _step_over(self, comm: Comm, before: int) -> Generator[Pending, None, None]:
         yield from self._runtime.settle_in_turns()
+        yield from self._runtime.confirm(comm, device_of(self))
         for bucket in self._buckets:
             bucket.gathered = {}
         if self._runtime.lost or self._agreed != structure_of(self):
@@ -165,18 +174,18 @@ class CompressedOptimizer(Saving, Optimizer):
             self.committed()
             for group in self._option_groups:
                 group["step"] += 1
+            if self._trial is not None and self._trial.found:
+                self._trial.keep()
+                self._found, self._trial = self._trial.found, None
         self._agreed = structure_of(self)
         self._report(verdict, comm)
-        if self._trial is not None:
-            groups, device = self._option_groups, self._buckets[-1].device
-            watch = self._trial.watch(groups, verdict.phases, verdict.applied, comm, device)
-            self.stats.when = self._found = yield from watch
-            self._trial = None if self._found else self._trial
+        if self._trial is not None and self._trial.watch(verdict.phase_of, verdict.applied, device_of(self)):
+            self._acquainted = False  # with the next step's handshake all ranks compare their times
         self._watch_skips(verdict)
 
     def _report(self, verdict: Verdict, comm: Comm) -> None:
         sent, self._counted = comm.bytes_sent - self._counted, comm.bytes_sent
-        phase = "+".join(sorted(verdict.phases)) or "dense"
+        phase = "+".join(sorted(set(verdict.phase_of.values()))) or "dense"
         self.stats = Stats(
             step=self._option_groups[0]["step"],
             phase=phase if verdict.applied else "skipped",
@@ -308,8 +317,8 @@ class CompressedOptimizer(Saving, Optimizer):
         self._ready: dict[int, set[Tensor]] = {}  # what the running backward has finished, a bucket
         self._begun = 0  # and how many buckets it has started
         self._runtime = Runtime(weakly(self.algorithm))
-        self._trial = trial(self._option_groups)
         self._buckets = make_buckets(self._option_groups, self.is_compressed)
+        self._trial = trial(self._option_groups, self._buckets)
         self._offload = Offload({"residual": ("residual",), "all": ("residual", "master")}.get(self.offload, ()))
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.params}
         self._shards = shard_comms(p for bucket in self._buckets for p in bucket.params)

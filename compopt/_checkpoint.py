@@ -19,6 +19,7 @@ from ._buckets import Bucket, StateSpec, is_compressed, laid_out_as, local
 from ._math import pack_bits, unpack_bits
 from ._requests import AllGather
 from ._shards import unshard
+from ._when import as_now
 
 if TYPE_CHECKING:
     from ._comm import Comm, Pending
@@ -189,7 +190,7 @@ def _options(optimizer: Any, group: dict[str, Any], other: dict[str, Any]) -> di
 
     The names of parameters stay the optimizer's own: they say what is compressed.
     """
-    kept = copy.deepcopy({k: v for k, v in other.items() if k not in NOT_OPTIONS})
+    kept = copy.deepcopy(as_now({k: v for k, v in other.items() if k not in NOT_OPTIONS}))
     step = kept.get("step", 0)
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"loaded state dict has step {step!r}: a count of steps is needed; it is damaged.")

@@ -40,11 +40,15 @@ def describe(optimizer: Any) -> list[str]:
 
 def handshake(optimizer: Any, comm: Comm) -> Turns:
     """Raise ValueError when ranks differ, RuntimeError when something else averaged the gradients already."""
-    code = zlib.crc32("\n".join(describe(optimizer)).encode())
-    words = torch.tensor([code, _fingerprint(optimizer)], dtype=torch.int64)
+    code, times = zlib.crc32("\n".join(describe(optimizer)).encode()), _times(optimizer)
+    words = torch.tensor([code, _fingerprint(optimizer), _chosen(optimizer), *times], dtype=torch.int64)
     rows = (yield from gather(words.to(device_of(optimizer)), comm)).tolist()
     if any(row[0] != code for row in rows):
         yield from explain_mismatch(optimizer, comm)
+    if any(row[2] != rows[0][2] for row in rows):  # masks were lost on some ranks
+        optimizer.forget_chosen()
+    if all(map(all, (row[3:] for row in rows))):
+        optimizer._trial.compare([row[3:] for row in rows])
     prints = {row[1] for row in rows}
     if comm.size > 1 and len(prints) == 1 and prints != {0} and not getattr(optimizer, "_handed_over", False):
         raise RuntimeError(
@@ -77,6 +81,17 @@ def gather(tensor: Tensor, comm: Comm) -> Turns:
     pending = comm.start(AllGather(tensor))
     yield pending
     return pending.wait()
+
+
+def _chosen(optimizer: Any) -> int:
+    """The same on all ranks that hold the same masks."""
+    flats = (bucket.flat[name] for bucket in optimizer._buckets for name in optimizer.chosen_state)
+    return zlib.crc32(repr([_checksum(flat) for flat in flats]).encode())
+
+
+def _times(optimizer: Any) -> list[int]:
+    """What a trial has timed, a dense and a compressed step; zeros where there is none, or it goes on."""
+    return (optimizer._trial.words() if optimizer._trial else []) or [0, 0]
 
 
 def device_of(optimizer: Any) -> torch.device:

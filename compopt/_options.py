@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._when import OPTIONS
+
 
 def require(good: bool, argument: str, value: object, wanted: str) -> None:
     """Raise a ValueError that names the argument and its value."""
@@ -32,6 +34,8 @@ def check_compression(group: dict) -> None:
     """Check the options that every compressing class has."""
     when = group.setdefault("when", "always")  # an older checkpoint does not say
     require(when in ("always", "auto"), "when", when, "'always' or 'auto'")
+    for name, value in OPTIONS.items():
+        group.setdefault(name, value)
     require(group["warmup_steps"] >= 0, "warmup_steps", group["warmup_steps"], ">= 0")
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")

@@ -14,6 +14,7 @@ from ._buckets import Bucket, StateSpec, local
 from ._ops import clip_factor
 from ._options import check_compression, require
 from ._projections import KINDS, Matrices, Plan, Projection, fingerprint, is_sharded, least_beta, projection
+from ._when import dense_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class Projecting(CompressedOptimizer):
 
     def _plan(self, bucket: Bucket) -> Plan:
         h = bucket.group
-        if h["step"] < h["warmup_steps"]:
+        if h["step"] < dense_steps(h):
             return [None] * len(bucket.params)
         return [self._projection(p, h) if c else None for p, c in zip(bucket.params, bucket.compressed, strict=True)]
 

@@ -30,12 +30,9 @@ def rebind(optimizer: Any, process_group: object) -> Turns:
             "is cut into shards, so load a consolidated checkpoint on all ranks instead."
         )
     optimizer._runtime.forget()
-    for bucket in optimizer._buckets:
-        optimizer.tidy(bucket)
+    optimizer.forget_chosen()
     optimizer._offload.finish()
     for bucket in optimizer._buckets:
-        for name in optimizer.chosen_state:
-            bucket.flat[name].zero_()
         for entry in bucket.entries:
             for name in bucket.sharded:
                 entry.pop(name, None)

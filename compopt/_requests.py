@@ -77,10 +77,15 @@ class AllGather:
 
 @dataclass(slots=True)
 class Broadcast:
-    """Rank ``source``'s tensor on every rank, in place. Resumed with the same tensor."""
+    """Rank ``source``'s tensor on every rank, in place. Resumed with the same tensor.
+
+    ``confirm``: it is sent behind the commit, and ranks that have it may not meet one that has not. So the next step
+    begins with a word of every rank, and where it was lost on any, all go on without.
+    """
 
     tensor: Tensor
     source: int = 0
+    confirm: bool = False
 
 
 @dataclass(slots=True)

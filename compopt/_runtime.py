@@ -21,7 +21,7 @@ from ._buckets import Bucket
 from ._comm import Comm, Pending
 from ._control import Control, Words, differ
 from ._math import squared_norm
-from ._requests import Agree, AllReduceMean, Commit, CommunicationError, Request
+from ._requests import Agree, AllReduceMean, Broadcast, Commit, CommunicationError, Request
 
 Algorithm = Callable[[Bucket], Generator[Request, object, None]]
 Waits = Generator[Pending, None, object]  # yields what it is about to wait for: the simulator's scheduling point
@@ -33,6 +33,7 @@ class Exchange:
     def __init__(self, bucket: Bucket, algorithm: Algorithm, comm: Comm):
         self.bucket, self.comm = bucket, comm
         self.generator = algorithm(bucket)
+        self.request: Request | None = None
         self.pending: Pending | None = None
         self.agree: Agree | None = None
         self.ready = False  # to commit: what a sharded step gathers after Agree is here
@@ -42,7 +43,7 @@ class Exchange:
 
     def advance(self, answer: object) -> None:
         """Resume the generator up to its next request, and start that."""
-        request = self.generator.send(answer)
+        self.request = request = self.generator.send(answer)
         self.ready = isinstance(request, Commit)
         self.agree = request if isinstance(request, Agree) else self.agree
         self.pending = None if isinstance(request, Agree | Commit) else self.comm.start(request)
@@ -88,7 +89,7 @@ class Verdict:
     """What all ranks decided about one step."""
 
     applied: bool
-    phases: set[str] = field(default_factory=set)
+    phase_of: dict[int, str] = field(default_factory=dict)  # of each bucket that has compressed tensors
     norm: float = 0.0
     early: int = 0  # buckets whose exchange began in backward and counted
     resent: bool = False  # early payloads were stale and went out again
@@ -108,13 +109,14 @@ class Runtime:
         self.touched = False  # gradients were written to after a backward: from then on, look whether they changed
         self.changes = False  # they did: nothing is sent in backward any more
         self.lost = False  # a tail failed here, perhaps not on all ranks: payloads may differ in length
+        self.unconfirmed = False  # a tail was sent of which all ranks ask each other whether it failed anywhere
 
     def begin(self, bucket: Bucket, comm: Comm) -> None:
         """Start a bucket in backward. An earlier start of it is given up: a later backward replaces the payload."""
         if self.changes:
             return
         self.settle()
-        if self.lost:
+        if self.lost or self.unconfirmed:
             return
         if bucket.index in self.early:
             self.early.pop(bucket.index).abandon()
@@ -155,12 +157,21 @@ class Runtime:
             yield exchange.pending
         self.settle()
 
+    def confirm(self, comm: Comm, device: torch.device) -> Waits:
+        """Let all ranks know where any has lost a tail of which they rely on each other."""
+        if not self.unconfirmed:
+            return
+        pending = comm.start(AllReduceMean(torch.tensor([float(self.lost)], device=device)))
+        yield pending
+        self.lost = float(pending.wait()) > 0
+        self.unconfirmed = False
+
     def forget(self) -> None:
         """Give up everything that is on its way, without waiting: its group is gone."""
         for exchange in [*self.tails, *self.early.values()]:
             exchange.generator.close()
             exchange.pending.forget()
-        self.tails, self.early = [], {}
+        self.tails, self.early, self.unconfirmed = [], {}, False
 
     def drop_early(self) -> None:
         early, self.early = self.early, {}
@@ -260,7 +271,7 @@ class Runtime:
             verdict.bad += [name for name, mark in zip(exchange.bucket.names, marks, strict=True) if mark != mark]
             total += squared / exchange.bucket.copies
             if any(exchange.bucket.compressed):
-                verdict.phases.add(exchange.agree.phase)
+                verdict.phase_of[exchange.bucket.index] = exchange.agree.phase
         verdict.mismatch = differ(agreed["settings"])
         verdict.norm = total**0.5
         if total != total or total == float("inf"):
@@ -293,5 +304,6 @@ class Runtime:
             except CommunicationError:  # the step is applied; only what was to follow it is lost
                 exchange.generator.close()
                 self.lost = True
-                continue
-            self.tails.append(exchange)
+            else:
+                self.tails.append(exchange)
+            self.unconfirmed |= isinstance(exchange.request, Broadcast) and exchange.request.confirm

@@ -13,6 +13,7 @@ from ._buckets import Bucket
 from ._masks import Deal, Part, Piece, assemble, count_shared, cut_bytes, encode, make_deal, offsets_of, per_tensor
 from ._math import kept
 from ._ops import Ops
+from ._when import dense_steps
 
 SLACK = 0.05  # a sampled threshold may miss the wanted count by this share of it
 EXACT_BELOW = 16384  # elements: topk costs less than looking for a threshold
@@ -161,7 +162,7 @@ def own_x(bucket: Bucket, i: int, piece: Piece, g: Tensor | None) -> Tensor:
 
 def density_at(h: dict, t: int) -> float:
     """Density of the mask that step t uses: 1 in the warm-up, then falling."""
-    k, ramp = t - h["warmup_steps"] - 1, h["density_warmup_steps"]
+    k, ramp = t - dense_steps(h) - 1, h["density_warmup_steps"]
     return 1.0 if k < 0 else h["density"] if ramp == 0 else max(h["density"], h["density"] ** (k / ramp))
 
 

@@ -37,6 +37,7 @@ from ._math import kept
 from ._ops import Ops, clip_factor
 from ._options import check_adam, check_compression, require
 from ._requests import Agree, AllReduceMean, Broadcast, Payload, Request
+from ._when import dense_steps
 
 
 def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
@@ -48,7 +49,7 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
         forget_sent(bucket, ops)
     owed = bucket.each("residual") if rounds else None  # what rounding dropped, where values are sent the next time
 
-    if t < h["warmup_steps"] or not any(bucket.compressed):
+    if t < dense_steps(h) or not any(bucket.compressed):
         if bucket.owes:  # the dense start was taken up again
             forget_sent(bucket, ops)
             owed = bucket.each("residual")
@@ -77,7 +78,7 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
         masks, sizes = keep_where_absent(bucket, bucket.present(mean), masks)
         bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
         bucket.flat["mask"].zero_()
-        flat = yield Broadcast(torch.cat(masks))  # sent behind the commit, awaited when the next step needs it
+        flat = yield Broadcast(torch.cat(masks), confirm=True)  # sent behind the commit, awaited by the next step
         bucket.flat["mask"].copy_(flat)
         remember_positions(bucket, ops, sizes)
 

@@ -36,6 +36,7 @@ from ._requests import Agree, AllReduceMean, Request
 from ._settings import known_of
 from ._tracking import follow, join, track
 from ._weakly import weakly
+from ._when import OPTIONS
 
 
 def separate(
@@ -211,6 +212,7 @@ class Separate(Projecting):
             ratio=ratio, ef_beta=ef_beta, reset_interval=reset_interval, seed=seed, projection=projection,
             rank=rank, adaptive=adaptive, adapt_interval=adapt_interval, adapted=None, warmup_steps=warmup_steps,
             max_grad_norm=max_grad_norm, clip=clip, payload_dtype=payload_dtype, when=when, compress=None, step=0,
+            **OPTIONS,
         )  # fmt: skip
         super().__init__(base.param_groups, base.defaults, process_group)
 

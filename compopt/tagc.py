@@ -45,6 +45,7 @@ from ._selection import compressed_lengths, largest
 from ._sharded_adamw import Part, commit, gather, updated
 from ._sketch import Compact, Sketch
 from ._stats import Stats
+from ._when import dense_steps
 
 # The projections to queries, keys and values, by the names that are customary. What follows the attention is a linear
 # layer like any other (section 3.2).
@@ -57,7 +58,7 @@ ATTENTION = re.compile(
 def tagc(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     """Algorithm 1, all shards of one bucket, one step."""
     h, shards, grads = bucket.group, bucket.shards, bucket.grads()
-    sparse = h["step"] >= h["warmup_steps"] and shards.offsets[-1] > 0
+    sparse = h["step"] >= dense_steps(h) and shards.offsets[-1] > 0
     left = code = None
     if sparse:
         left = sparsify(bucket, ops, grads)  # lines 1 and 2

@@ -31,6 +31,7 @@ ALLOWED = {
         "_shards",
         "_settings",
         "_weakly",
+        "_when",
     }
     | HELPERS,
     "_base": {
@@ -59,7 +60,7 @@ ALLOWED = {
     "_weakly": set(),
     "_shards": {"_masks"},
     "_masks": set(),
-    "_checkpoint": {"_buckets", "_math", "_shards", "_requests", "_comm"},
+    "_checkpoint": {"_buckets", "_math", "_shards", "_requests", "_comm", "_when"},
     "_runtime": {"_comm", "_control", "_buckets", "_requests", "_math"},
     "_ops": {"_math", "_masks", "_buckets", "_requests"},
     "_ops_triton": {"_ops", "_math", "_masks", "_buckets", "_requests"},
@@ -74,9 +75,9 @@ ALLOWED = {
     "_comm": {"_requests", "_wire"},
     "_wire": {"_requests", "_quantise"},
     "_math": set(),
-    "_options": set(),
+    "_options": {"_when"},
     "_stats": set(),
-    "_when": {"_comm", "_requests"},
+    "_when": set(),
     "_requests": {"_quantise"},
     "_quantise": set(),
 }

@@ -35,7 +35,7 @@ def train(case, dense: float, compressed: float, monkeypatch, size: int = 2, **o
     def one_step() -> None:
         group = ranks.optimizers[0]._option_groups[0]
         ahead = group["step"] + (case.cls is compopt.RadiusAdamW)  # which counts its dense steps from 1
-        now[0] += dense if ahead < group["warmup_steps"] else compressed
+        now[0] += dense if ahead < _when.dense_steps(group) else compressed
         ranks.train(loss, 1)
         ranks.phases.append(ranks.optimizers[0].stats.phase)
 
@@ -58,7 +58,8 @@ def test_it_stays_dense_where_compressed_steps_are_not_clearly_faster(case, seco
         assert optimizer.stats.residual_norm() == 0
         again = case.make(make_model().parameters(), when="auto")
         again.load_state_dict(optimizer.state_dict())
-        assert again._trial is None and again._option_groups[0]["warmup_steps"] == _when.FOREVER
+        assert again._trial is None and again._option_groups[0]["pays"] is False
+        assert again._option_groups[0]["warmup_steps"] == case.compressed["warmup_steps"]
     ranks.assert_replicas_equal()
 
 
@@ -83,6 +84,83 @@ def test_what_was_held_back_goes_out_with_the_first_dense_step(name, monkeypatch
     assert residual.abs().max() > 0 and optimizer.stats.residual_norm() == 0
     expected = before.view(p.shape).lerp(p.grad + residual, 0.1)
     torch.testing.assert_close(optimizer.state_dict()["state"][0]["exp_avg"].view(p.shape), expected)
+
+
+def two_groups(case, now: list[float], monkeypatch, **options) -> Ranks:
+    """The first layer's group says "always", the second's "auto"; a step takes longer where the second compresses."""
+    monkeypatch.setattr(_when.time, "perf_counter", lambda: now[0])
+
+    def make(params, process_group):
+        params = list(params)
+        groups = [{"params": params[:2], "when": "always", **options}, {"params": params[2:], "when": "auto"}]
+        return case.make(groups, process_group=process_group)
+
+    return Ranks(2, make_model, make)
+
+
+GROUPED = pytest.mark.parametrize("case", [c for c in COMPRESSING if c.name != "Separate"], ids=lambda case: case.name)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 5])
+@GROUPED
+def test_only_groups_that_say_auto_are_tried(case, warmup_steps, monkeypatch):
+    now = [0.0]
+    ranks = two_groups(case, now, monkeypatch, warmup_steps=warmup_steps)
+    for _ in range(STEPS + 1):
+        always, auto = ranks.optimizers[0].param_groups
+        ahead = auto["step"] + (case.cls is compopt.RadiusAdamW)
+        now[0] += 1.0 if ahead < _when.dense_steps(auto) else 1.1
+        ranks.train(loss, 1)
+    for optimizer in ranks.optimizers:
+        assert optimizer.stats.when.startswith("dense: a compressed step took 1100.0 ms, a dense one 1000.0 ms")
+        always, auto = optimizer.param_groups
+        assert (always["when"], always["warmup_steps"], always["pays"]) == ("always", warmup_steps, None)
+        assert (auto["when"], auto["warmup_steps"], auto["pays"]) == ("auto", case.compressed["warmup_steps"], False)
+        last, first = optimizer._buckets[0], optimizer._buckets[-1]
+        assert last.group is auto and optimizer.stats.phase not in ("dense", "skipped")
+        assert optimizer.sharded or (last.flat["residual"].any(), first.flat["residual"].any()) == (False, True)
+    ranks.assert_replicas_equal()
+
+
+@every
+def test_where_the_ranks_cannot_compare_their_times_no_step_is_half_taken(case, monkeypatch):
+    """The exchange of times comes before anything of its step: what says "not applied" was not applied."""
+    ranks = train(case, 1.0, 1.1, monkeypatch, when="auto")
+    while not ranks.optimizers[0]._trial.words():
+        ranks.one_step()
+    for optimizer in ranks.optimizers:
+        optimizer.state_dict()  # waits for masks
+    started = ranks.world.comms[0].started + ranks.optimizers[0]._runtime.unconfirmed
+    ranks.world.failing_everywhere.add(started)
+    before = [p.detach().clone() for p in ranks.models[0].parameters()]
+    step = ranks.optimizers[0]._option_groups[0]["step"]
+    with pytest.raises(compopt.CommunicationError, match=rf"step {step + 1} was not applied"):
+        ranks.one_step()
+    assert all(map(torch.equal, before, ranks.models[0].parameters()))
+    assert all(o._option_groups[0]["step"] == step and o._option_groups[0]["pays"] is None for o in ranks.optimizers)
+    for _ in range(3):
+        ranks.one_step()
+    assert all(optimizer.stats.when.startswith("dense: ") for optimizer in ranks.optimizers)
+    assert ranks.optimizers[0].stats.phase == "dense"
+    ranks.assert_replicas_equal()
+
+
+@every
+def test_a_verdict_that_version_0_1_0_wrote_in_place_of_the_warm_up_is_read(case):
+    saved = case.make(make_model().parameters(), when="auto").state_dict()
+    for group in saved["param_groups"]:
+        group.update(when="always", warmup_steps=2**62)
+        del group["pays"], group["dense_until"]
+    optimizer = case.make(make_model().parameters(), warmup_steps=7)
+    optimizer.load_state_dict(saved)
+    group = optimizer._option_groups[0]
+    assert (group["when"], group["pays"], group["warmup_steps"]) == ("auto", False, 7)
+    assert optimizer._trial is None and _when.dense_steps(group) == _when.FOREVER
+
+
+def test_a_model_with_nothing_to_compress_is_not_tried():
+    optimizer = compopt.RadiusAdamW([nn.Parameter(torch.zeros(9))], when="auto")
+    assert optimizer._trial is None
 
 
 def test_it_says_what_it_cannot_take():

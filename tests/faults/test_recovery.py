@@ -6,7 +6,7 @@ import pytest
 import torch
 from conformance import assert_same, every, loss, make_ranks, snapshot
 from sim import Ranks
-from table import CASES
+from table import CASES, by_name
 
 import compopt
 
@@ -78,8 +78,8 @@ def test_masks_that_reached_some_ranks_only_never_meet_payloads_of_another_lengt
     ranks.train(loss, 5)
     ranks.backward(loss)
     tails = [exchange.pending for exchange in ranks.optimizers[1]._runtime.tails]
-    if not tails:
-        pytest.skip("sends nothing behind the commit")
+    if not tails or ranks.optimizers[1]._runtime.unconfirmed:
+        pytest.skip("sends nothing behind the commit, or asks before it relies on it")
     ranks.world.failing.update((1, pending.number) for pending in tails)
     before = snapshot(ranks.optimizers[0])[: len(list(ranks.models[0].parameters()))]
     with pytest.raises(
@@ -89,6 +89,42 @@ def test_masks_that_reached_some_ranks_only_never_meet_payloads_of_another_lengt
     assert_same(before, [p.detach() for p in ranks.models[0].parameters()])
     ranks.shrink([0, 1])
     ranks.train(loss, 5)
+    ranks.assert_replicas_equal()
+
+
+@pytest.mark.parametrize("on", [[0], [2], [1, 2]])
+def test_a_mask_of_radius_lost_on_one_rank_is_chosen_anew_by_all(on):
+    """Without an error: one word of every rank in the step after the mask was sent."""
+    ranks = make_ranks(by_name["RadiusAdamW"], 3, interval=4)
+    phases = []
+    for _ in range(11):
+        ranks.backward(loss)
+        tails = [exchange.pending for exchange in ranks.optimizers[0]._runtime.tails]
+        if ranks.steps == 4:
+            assert len(tails) > 0
+            ranks.world.failing.update((rank, pending.number) for rank in on for pending in tails)
+        ranks.world.step(ranks.optimizers)
+        ranks.steps += 1
+        phases.append(ranks.optimizers[0].stats.phase)
+        assert len({optimizer.stats.phase for optimizer in ranks.optimizers}) == 1
+    assert phases[3:] == ["resample", "resample", "sparse", "sparse", "resample", "sparse", "sparse", "sparse"]
+    ranks.assert_replicas_equal()
+
+
+@every
+def test_ranks_that_meet_again_after_some_lost_their_masks_choose_them_anew(case):
+    """After the timeouts that a lost mask may end in, every rank begins with a handshake: it tells."""
+    ranks = make_ranks(case, 3)
+    ranks.train(loss, 5)
+    tails = [exchange.pending for exchange in ranks.optimizers[1]._runtime.tails]
+    if not tails:
+        pytest.skip("sends nothing behind the commit")
+    ranks.world.failing.update((1, pending.number) for pending in tails)
+    for optimizer in ranks.optimizers:
+        optimizer._acquainted = False
+    ranks.train(loss, 1)
+    assert {optimizer.stats.phase for optimizer in ranks.optimizers} <= {"dense", "resample"}
+    ranks.train(loss, 4)
     ranks.assert_replicas_equal()
 
 
