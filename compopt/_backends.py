@@ -11,7 +11,7 @@ import importlib.util
 import os
 import warnings
 
-from ._native import compiler
+from ._native_build import compiler
 from ._ops import Ops
 
 NAMES = ("auto", "torch", "native", "triton", "compile", "apex")

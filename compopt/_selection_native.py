@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
 from ._buckets import Bucket
 from ._masks import Deal, Part, code_of
-from ._native import Table, at
+from ._native import Table, addresses, along, at
 from ._ops import Ops, Tensors
 from ._requests import CommunicationError
 from ._selection import own_x
@@ -34,17 +32,19 @@ class NativeSelection:
     def columns(self, present: list[bool]) -> dict[str, list[int]]:
         """The end of a commit's table."""
         thresholds, none = self.bucket.state["threshold"], (0,) * len(CHOICE)
+        guesses = addresses("thresholds", thresholds, [1] * len(thresholds), torch.float64)
+        chosen = dict(zip(self.pieces, self.columns_of(self.positions), strict=True))
         rows = [
-            (at(thresholds[i]), piece.start, piece.stop, piece.wanted, self.at(i))
+            (guesses[i], piece.start, piece.stop, piece.wanted, chosen[i])
             if here and (piece := self.pieces.get(i))
             else none
             for i, here in enumerate(present)
         ]
         return dict(zip(CHOICE, zip(*rows, strict=True), strict=True))
 
-    def at(self, i: int) -> int:
-        """Where tensor i's positions are, counted from the first element of its piece."""
-        return at(self.positions) + 4 * self.first[i]
+    def columns_of(self, positions: Tensor) -> list[int]:
+        """Where each piece's positions are among these of all, counted from the first element of the piece."""
+        return along("positions", positions, [piece.wanted for piece in self.part.pieces], torch.int32)
 
     def take(self, grads: Tensors) -> None:
         """Select by line 10's x of this step, before anything is written."""
@@ -53,20 +53,23 @@ class NativeSelection:
 
     def take_one(self, i: int, g: Tensor | None) -> None:
         if i in self.pieces:
-            piece = self.pieces[i]
-            self.ops.largest(own_x(self.bucket, i, piece, g), piece.wanted, 0.0, self.at(i))
+            piece, first = self.pieces[i], self.first[i]
+            out = self.positions[first : first + piece.wanted]
+            self.ops.largest(own_x(self.bucket, i, piece, g), piece.wanted, 0.0, out)
 
     def message(self) -> Tensor:
         """This rank's bits, coded where codes are smaller."""
         message, pieces = torch.zeros(self.deal.length, dtype=torch.uint8), self.part.pieces
         table = Table(
             len(pieces),
-            chosen=[self.at(piece.tensor) for piece in pieces],
+            chosen=self.columns_of(self.positions),
             k=[piece.wanted for piece in pieces],
             at=[piece.at for piece in pieces],
         )
         code = range_of(self.part) if self.deal.coded else None
-        self.ops.library.encode(table, len(pieces), code, at(message))
+        room = at("a mask", message, self.deal.length, torch.uint8)
+        if self.ops.library.encode(table, len(pieces), code, room, self.deal.length) >= 0:
+            raise RuntimeError("positions that were selected are not within their tensor: memory is at fault.")
         return message
 
     def found(self, messages: Tensor) -> tuple[Tensors, Tensor]:
@@ -99,14 +102,16 @@ class NativeSelection:
         wanted = [piece.wanted for piece in part.pieces]
         table = Table(
             len(wanted),
-            found=[at(found) + 4 * before for before in accumulate(wanted, initial=0)][: len(wanted)],
+            found=along("positions", found, wanted, torch.int32),
             k=wanted,
             at=[piece.at for piece in part.pieces],
             start=[piece.start for piece in part.pieces],
             stop=[piece.stop for piece in part.pieces],
         )
         code = range_of(part) if coded else None
-        read = self.ops.library.decode(at(message), len(bits), code, table, len(wanted), at(bits))
+        received = at("a mask of another rank", message, self.deal.length if coded else len(bits), torch.uint8)
+        own_bits = at("a mask", bits, part.last - part.first, torch.uint8)
+        read = self.ops.library.decode(received, len(bits), code, table, len(wanted), own_bits)
         if read != len(found):
             raise CommunicationError(
                 f"the mask of rank {rank} is not what was agreed: it has other positions than {len(found)} in their "

@@ -21,21 +21,19 @@ typedef struct {
 } Hyper;
 
 // A block of the averaged gradient as a dense vector, 0 where there is none of it; `count` values came before.
-static int64_t expand(const AdamW *row, int64_t a, int64_t size, int64_t count, float *restrict out) {
+static int64_t averaged(const AdamW *row, int64_t a, int64_t size, int64_t count, float *restrict out) {
     int64_t i = 0;
     if (row->index) {
         memset(out, 0, size * sizeof(float));
-        for (; count < row->k && row->index[count] < a + size; count++) out[row->index[count] - a] = row->mean[count];
+        for (; count < row->k && within(row->index[count], a, size); count++) out[row->index[count] - a] = row->mean[count];
         return count;
     }
-#if defined(__AVX512F__) && !defined(PORTABLE)
     for (; i + LANES <= size && count + LANES <= row->k; i += LANES) {
-        const __mmask16 some = sixteen(row->mask, a + i);
-        _mm512_storeu_ps(out + i, _mm512_maskz_expand_ps(some, _mm512_loadu_ps(row->mean + count)));
+        const Bits some = sixteen(row->mask, a + i);
+        expand(out + i, row->mean + count, some);
         count += __builtin_popcount(some);
     }
-#endif
-    for (; i < size; i++) out[i] = on(row->mask, a + i) ? row->mean[count++] : 0;
+    for (; i < size; i++) out[i] = count < row->k && on(row->mask, a + i) ? row->mean[count++] : 0;
     return count;
 }
 
@@ -43,14 +41,10 @@ static int64_t expand(const AdamW *row, int64_t a, int64_t size, int64_t count, 
 static void hold_back(float *restrict residual, const float *restrict g, const uint8_t *restrict mask, int64_t a,
                       int64_t size) {
     int64_t i = 0;
-#if defined(__AVX512F__) && !defined(PORTABLE)
-    for (; i + LANES <= size; i += LANES) {
-        __m512 kept = _mm512_loadu_ps(residual + i);
-        if (g) kept = _mm512_add_ps(kept, _mm512_loadu_ps(g + i));
-        _mm512_storeu_ps(residual + i, _mm512_maskz_mov_ps((__mmask16)~sixteen(mask, a + i), kept));
-    }
-#endif
-    for (; i < size; i++) residual[i] = on(mask, a + i) ? 0 : g ? residual[i] + g[i] : residual[i];
+    for (int64_t j = 0; g && j < size; j++) residual[j] += g[j];
+    for (; i + LANES <= size; i += LANES) clear(residual + i, sixteen(mask, a + i));
+    for (; i < size; i++)
+        if (on(mask, a + i)) residual[i] = 0;
 }
 
 typedef struct {
@@ -64,7 +58,8 @@ static inline float follow(float *m, float *v, float g, Factors f) {
     return *m / (sqrtf(*v) * f.by_root + f.eps);
 }
 
-static void adamw_row(const AdamW *row, const Hyper *h) {
+// Returns whether all averaged values were used.
+static int adamw_row(const AdamW *row, const Hyper *h) {
     const double step = *row->step + 1, first = 1 - pow(h->beta1, step), second = 1 - pow(h->beta2, step);
     const Factors f = {h->beta2,        1 - h->beta1,          1 - h->beta2,  h->eps,
                        1 / sqrt(second), 1 - h->lr * h->decay, h->lr / first};
@@ -75,7 +70,7 @@ static void adamw_row(const AdamW *row, const Hyper *h) {
         const int64_t size = smaller(BLOCK, row->n - a);
         float *restrict const w = row->w + a, *restrict const m = row->m + a, *restrict const v = row->v + a;
         const float *restrict const g = row->mask || row->index ? mean : row->mean + a;
-        if (row->mask || row->index) count = expand(row, a, size, count, mean);
+        if (row->mask || row->index) count = averaged(row, a, size, count, mean);
         if (row->residual && row->mask)
             hold_back(row->residual + a, row->g ? row->g + a : NULL, row->mask, a, size);
         else if (row->residual)
@@ -100,9 +95,12 @@ static void adamw_row(const AdamW *row, const Hyper *h) {
         }
     }
     if (!row->ahead) *row->step += 1;
+    return count == (row->mask || row->index ? row->k : 0);
 }
 
-void adamw(const AdamW *rows, int64_t first, int64_t last, const Hyper *hyper) {
+int64_t adamw(const AdamW *rows, int64_t first, int64_t last, const Hyper *hyper) {
+    int64_t wrong = -1;
     for (int64_t r = first; r < last; r++)
-        if (rows[r].step) adamw_row(rows + r, hyper);
+        if (rows[r].step && !adamw_row(rows + r, hyper) && wrong < 0) wrong = r;
+    return wrong;
 }

@@ -3,16 +3,17 @@
 //
 // Tables come from compopt/_ops_native.py: a row a tensor, every field 8 bytes wide, in the order of the structs here.
 // Positions are ascending int32; packed masks hold element i in bit i % 8 of byte i / 8. NULL: there is none.
+//
+// Python has checked dtypes and lengths. What lies in positions and masks is not trusted: a position that is not in its
+// block ends the row, and the pass returns the number of the first row in which not all were used; -1: all is well.
 
 #pragma once
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX512F__) && !defined(PORTABLE)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
-enum { BLOCK = 512, LANES = 16 };  // elements: a block is whole bytes of a mask
+enum { BLOCK = 512 };  // elements: whole bytes of a mask, and as many sixteens as a word has bits
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -22,12 +23,7 @@ static inline uint32_t magnitude(float x) {  // as an integer: it grows with |x|
     return bits & 0x7fffffffu;
 }
 
+// Whether position i is one of the `size` elements from `a` on.
+static inline int within(int64_t i, int64_t a, int64_t size) { return i >= a && i < a + size; }
+
 static inline int on(const uint8_t *mask, int64_t i) { return mask[i / 8] >> i % 8 & 1; }
-
-#if defined(__AVX512F__) && !defined(PORTABLE)
-static inline __mmask16 beyond(__m512 x, float t) {  // |x| > t
-    return _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(t), _CMP_GT_OQ);
-}
-
-static inline __mmask16 sixteen(const uint8_t *mask, int64_t i) { return (__mmask16)(mask[i / 8] | mask[i / 8 + 1] << 8); }
-#endif

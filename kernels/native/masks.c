@@ -18,17 +18,21 @@ typedef struct {
 
 static void set(uint8_t *bits, int64_t i) { bits[i / 8] |= (uint8_t)(1 << i % 8); }
 
-// A rank's message, 0 before: high bits of positions in unary, then low bits, a row each; without a code, bits.
-void encode(const Chosen *pieces, int64_t many, const Code *code, uint8_t *message) {
+// A rank's message of `length` bytes, 0 before: high bits of positions in unary, then low bits, a row each; without a
+// code, bits. Returns the number of the first piece with a position that has no place there; -1: all is well.
+int64_t encode(const Chosen *pieces, int64_t many, const Code *code, uint8_t *message, int64_t length) {
     const int64_t low = code ? code->low : 0, bytes = code ? code->row / 8 : 0;
+    const int64_t room = code ? code->upper : 8 * length;
     uint8_t *const rows = message + (code ? code->upper / 8 : 0);
     int64_t n = 0;
     for (int64_t p = 0; p < many; p++)
         for (int64_t j = 0; j < pieces[p].k; j++, n++) {
-            const int64_t place = pieces[p].at + pieces[p].chosen[j];
-            set(message, code ? (place >> low) + n : place);
+            const int64_t place = pieces[p].at + pieces[p].chosen[j], bit = code ? (place >> low) + n : place;
+            if (!within(bit, 0, room) || (code && n >= code->row)) return p;
+            set(message, bit);
             for (int64_t b = 0; b < low; b++) rows[b * bytes + n / 8] |= (uint8_t)((place >> b & 1) << n % 8);
         }
+    return -1;
 }
 
 // Runs the body for the position i of every bit that is set.

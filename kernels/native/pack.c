@@ -25,22 +25,18 @@ static float not_finite(const float *restrict g, int64_t n) {
 }
 
 // x where the mask is on, one after the other; count is how many were before these, k how many there will be in all.
-static int64_t compress(const float *restrict x, const uint8_t *restrict mask, int64_t a, int64_t size,
+static int64_t selected(const float *restrict x, const uint8_t *restrict mask, int64_t a, int64_t size,
                         float *restrict out, int64_t count, int64_t k) {
     int64_t i = 0;
-#if defined(__AVX512F__) && !defined(PORTABLE)
-    for (; i + LANES <= size && count + LANES <= k; i += LANES) {
-        const __mmask16 some = sixteen(mask, a + i);
-        _mm512_storeu_ps(out + count, _mm512_maskz_compress_ps(some, _mm512_loadu_ps(x + i)));
-        count += __builtin_popcount(some);
-    }
-#endif
+    for (; i + LANES <= size && count + LANES <= k; i += LANES)
+        count += compress(out + count, x + i, sixteen(mask, a + i));
     for (; i < size && count < k; i++)
         if (on(mask, a + i)) out[count++] = x[i];
     return count;
 }
 
-static void pack_row(const Pack *row, float sign, float scale) {
+// Returns whether all that is to be sent was found.
+static int pack_row(const Pack *row, float sign, float scale) {
     const float *const g = row->g, *const add = row->add;
     float sum = 0, x[BLOCK], *const out = row->out;
     int64_t count = 0;
@@ -48,7 +44,7 @@ static void pack_row(const Pack *row, float sign, float scale) {
         const int64_t size = smaller(BLOCK, row->n - a);
         if (g) sum += not_finite(g + a, size);
         if (row->index) {
-            for (; count < row->k && row->index[count] < a + size; count++) {
+            for (; count < row->k && within(row->index[count], a, size); count++) {
                 const int32_t i = row->index[count];
                 if (add && count + AHEAD < row->k) __builtin_prefetch(add + row->index[count + AHEAD]);
                 const float own = g ? sign * g[i] : 0;
@@ -60,11 +56,15 @@ static void pack_row(const Pack *row, float sign, float scale) {
         for (int64_t i = 0; i < size; i++) to[i] = g ? sign * g[a + i] : 0;
         if (add)
             for (int64_t i = 0; i < size; i++) to[i] += scale * add[a + i];
-        if (row->mask) count = compress(x, row->mask, a, size, out, count, row->k);
+        if (row->mask) count = selected(x, row->mask, a, size, out, count, row->k);
     }
     *row->mark = g ? 1 + 0 * sum : 0;
+    return count == (row->index || row->mask ? row->k : 0);
 }
 
-void pack(const Pack *rows, int64_t first, int64_t last, double sign, double scale) {
-    for (int64_t r = first; r < last; r++) pack_row(rows + r, (float)sign, (float)scale);
+int64_t pack(const Pack *rows, int64_t first, int64_t last, double sign, double scale) {
+    int64_t wrong = -1;
+    for (int64_t r = first; r < last; r++)
+        if (!pack_row(rows + r, (float)sign, (float)scale) && wrong < 0) wrong = r;
+    return wrong;
 }

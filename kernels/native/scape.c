@@ -2,7 +2,6 @@
 
 #include "common.h"
 
-int64_t collect(const float *x, const uint16_t *hits, int64_t base, int32_t *scratch, float *values, int64_t count);
 int64_t above(const float *x, int64_t n, int64_t base, float t, int32_t *out, int64_t count, int64_t room);
 float settle(int64_t k, int64_t count, float t, const int32_t *scratch, int32_t *out);
 double largest(const float *x, int64_t n, int64_t k, double guess, int32_t *scratch, int32_t *out);
@@ -58,28 +57,14 @@ typedef struct {
     float *sent, *picked, *before;
 } Gathered;
 
-// Line 10 and the decay of weights for one block, in one loop: e becomes x. `dense` is the old momentum. Returns whether it
-// noted in `hits` where |x| > t.
-static int moment(float *restrict e, const float *restrict g, const float *restrict dense, float *restrict w,
-                  int64_t size, float alpha, Factors f, float t, uint16_t *restrict hits) {
-#if defined(__AVX512F__) && !defined(PORTABLE)
-    if (g && size == BLOCK) {
-        const __m512 rate = _mm512_set1_ps(alpha), beta1 = _mm512_set1_ps(f.beta1), shrink = _mm512_set1_ps(f.shrink);
-        for (int64_t i = 0; i < BLOCK; i += LANES) {
-            __m512 x = _mm512_add_ps(_mm512_loadu_ps(e + i), _mm512_mul_ps(rate, _mm512_loadu_ps(g + i)));
-            x = _mm512_add_ps(x, _mm512_mul_ps(beta1, _mm512_loadu_ps(dense + i)));
-            _mm512_storeu_ps(e + i, x);
-            _mm512_storeu_ps(w + i, _mm512_mul_ps(shrink, _mm512_loadu_ps(w + i)));
-            hits[i / LANES] = beyond(x, t);
-        }
-        return 1;
-    }
-#endif
-    for (int64_t i = 0; i < size; i++) {
-        e[i] = (g ? e[i] + alpha * g[i] : e[i]) + f.beta1 * dense[i];
-        w[i] *= f.shrink;
-    }
-    return 0;
+// Line 10 and the decay of weights for one block: e becomes x. `dense` is the old momentum.
+static void moment(float *restrict e, const float *restrict g, const float *restrict dense, float *restrict w,
+                   int64_t size, float alpha, Factors f) {
+    if (g)
+        for (int64_t i = 0; i < size; i++) e[i] = (e[i] + alpha * g[i]) + f.beta1 * dense[i];
+    else
+        for (int64_t i = 0; i < size; i++) e[i] = e[i] + f.beta1 * dense[i];
+    for (int64_t i = 0; i < size; i++) w[i] *= f.shrink;
 }
 
 // The guess led nowhere: the largest among all. What was sent goes back into x for as long as that takes.
@@ -90,7 +75,8 @@ static double searched(const Scape *row, const float *sent, int32_t *scratch) {
     return next;
 }
 
-static void scape_row(const Scape *row, const Hyper *hyper, int32_t *scratch, Gathered at) {
+// Returns whether all positions were where they may be.
+static int scape_row(const Scape *row, const Hyper *hyper, int32_t *scratch, Gathered at) {
     const Factors f = factors(hyper, *row->step += 1);
     const float t = row->guess ? (float)*row->guess : 0;
     const int64_t room = row->chosen ? room_for(row->wanted) : 0;
@@ -100,17 +86,12 @@ static void scape_row(const Scape *row, const Hyper *hyper, int32_t *scratch, Ga
     for (int64_t a = 0; a < row->n; a += BLOCK) {
         const int64_t b = smaller(a + BLOCK, row->n), size = b - a, held_before = h;
         const float *const old = held ? dense : row->old + a;
-        for (; held && h < row->holding && held[h] < b; h++) dense[held[h] - a] = row->old[h];
+        for (; held && h < row->holding && within(held[h], a, size); h++) dense[held[h] - a] = row->old[h];
         if (e) {
-            uint16_t hits[BLOCK / LANES];
-            const int noted = moment(e + a, row->g ? row->g + a : NULL, old, w + a, size, hyper->alpha, f, t, hits);
+            moment(e + a, row->g ? row->g + a : NULL, old, w + a, size, hyper->alpha, f);
             const int64_t start = a > row->start ? a : row->start, stop = smaller(b, row->stop);
-            if (t > 0 && start < stop) {  // line 15
-                if (noted && stop - start == BLOCK && count + BLOCK <= room)
-                    count = collect(e + a, hits, a - row->start, scratch, (float *)(scratch + room), count);
-                else
-                    count = above(e + start, stop - start, start - row->start, t, scratch, count, room);
-            }
+            if (t > 0 && start < stop)  // line 15
+                count = above(e + start, stop - start, start - row->start, t, scratch, count, room);
         } else {
             for (int64_t i = a; i < b; i++) w[i] *= f.shrink;
         }
@@ -119,7 +100,7 @@ static void scape_row(const Scape *row, const Hyper *hyper, int32_t *scratch, Ga
             memcpy(before, old, size * sizeof(float));  // it may be where the new one goes
             adams_run(f, w + a, before, row->mean + a, row->m + a, size);
         }
-        for (; index && j < row->k && index[j] < b; j++) {
+        for (; index && j < row->k && within(index[j], a, size); j++) {
             const int32_t i = index[j];
             at.before[j] = old[i - a];
             at.picked[j] = w[i];
@@ -128,6 +109,7 @@ static void scape_row(const Scape *row, const Hyper *hyper, int32_t *scratch, Ga
         }
         for (int64_t i = held_before; i < h; i++) dense[held[i] - a] = 0;
     }
+    if ((held && h < row->holding) || (index && j < row->k)) return 0;
     if (row->chosen) {
         const float next = t > 0 ? settle(row->wanted, count, t, scratch, row->chosen) : -1;
         *row->guess = next >= 0 ? next : searched(row, at.sent, scratch);
@@ -138,16 +120,19 @@ static void scape_row(const Scape *row, const Hyper *hyper, int32_t *scratch, Ga
     } else if (e) {
         memset(e, 0, row->n * sizeof(float));  // line 11
     }
+    return 1;
 }
 
 // `scratch` and `gathered` are for one thread: two times room_for() the most that a row wants, three times `most`, the
 // most that a row exchanges.
-void scape(const Scape *rows, int64_t first, int64_t last, const Hyper *hyper, int32_t *scratch, float *gathered,
-           int64_t most) {
+int64_t scape(const Scape *rows, int64_t first, int64_t last, const Hyper *hyper, int32_t *scratch, float *gathered,
+              int64_t most) {
+    int64_t wrong = -1;
     const Gathered at = {gathered, gathered + most, gathered + 2 * most};
     for (int64_t r = first; r < last; r++)
-        if (rows[r].step) scape_row(rows + r, hyper, scratch, at);
+        if (rows[r].step && !scape_row(rows + r, hyper, scratch, at) && wrong < 0) wrong = r;
+    return wrong;
 }
 
 // One AdamS step of one tensor.
-void adams(const Scape *row, const Hyper *hyper) { scape_row(row, hyper, NULL, (Gathered){0}); }
+int64_t adams(const Scape *row, const Hyper *hyper) { return scape_row(row, hyper, NULL, (Gathered){0}) - 1; }

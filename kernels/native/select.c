@@ -8,46 +8,43 @@ int64_t room_for(int64_t k) { return 4 * k + 4 * BLOCK; }
 // How many candidates to look for, so that k are among them after a step has moved them all; the fewer, the more so.
 static int64_t ahead_of(int64_t k) { return k + k / 2 + (int64_t)(16 * sqrt((double)k)); }
 
-#if defined(__AVX512F__) && !defined(PORTABLE)
-// Of a block, what `hits` has bits for.
-int64_t collect(const float *restrict x, const uint16_t *restrict hits, int64_t base, int32_t *restrict scratch,
-                float *restrict values, int64_t count) {
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    for (int64_t half = 0; half < BLOCK / LANES; half += 16)
-        for (unsigned some = _cvtmask16_u32(_mm256_test_epi16_mask(_mm256_loadu_si256((const __m256i *)(hits + half)),
-                                                                  _mm256_set1_epi16(-1)));
-             some; some &= some - 1) {
-            const int64_t v = half + __builtin_ctz(some);
-            const __m512i place = _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)(base + v * LANES)));
-            // compressed in a register: straight to memory is many times slower on some processors
-            _mm512_storeu_si512(scratch + count, _mm512_maskz_compress_epi32(hits[v], place));
-            _mm512_storeu_ps(values + count, _mm512_maskz_compress_ps(hits[v], _mm512_loadu_ps(x + v * LANES)));
-            count += __builtin_popcount(hits[v]);
-        }
+// Of each sixteen of a block, where the magnitude is larger than `limit`.
+static void note(const float *restrict x, int32_t limit, uint16_t *restrict hits) {
+    for (int64_t v = 0; v < BLOCK / LANES; v++) hits[v] = (uint16_t)beyond(x + v * LANES, limit);
+}
+
+// Of a block, positions, from `base` on, and values where `hits` has bits.
+static int64_t collect(const float *restrict x, const uint16_t *restrict hits, int64_t base, int32_t *restrict scratch,
+                       float *restrict values, int64_t count) {
+    Bits some = 0;
+    for (int v = 0; v < BLOCK / LANES; v++) some |= (Bits)(hits[v] != 0) << v;
+    for (; some; some &= some - 1) {
+        const int64_t v = __builtin_ctz(some);
+        places(scratch + count, (int32_t)(base + v * LANES), hits[v]);
+        count += compress(values + count, x + v * LANES, hits[v]);
+    }
     return count;
 }
-#endif
 
 // Candidates: |x| > t and their positions, from `base` on, into `scratch`; `count` is how many came before. Returns how
 // many there are, `room` where there is no room for all.
 int64_t above(const float *restrict x, int64_t n, int64_t base, float t, int32_t *restrict scratch, int64_t count,
               int64_t room) {
     float *restrict const values = (float *)(scratch + room);
+    const int32_t limit = (int32_t)magnitude(t);
     for (int64_t i = 0; i < n; i += BLOCK) {
         const int64_t size = smaller(BLOCK, n - i);
         if (count + BLOCK > room) return room;
-#if defined(__AVX512F__) && !defined(PORTABLE)
         if (size == BLOCK) {
             uint16_t hits[BLOCK / LANES];
-            for (int64_t v = 0; v < BLOCK / LANES; v++) hits[v] = beyond(_mm512_loadu_ps(x + i + v * LANES), t);
+            note(x + i, limit, hits);
             count = collect(x + i, hits, base + i, scratch, values, count);
             continue;
         }
-#endif
         for (int64_t j = i; j < i + size; j++) {  // no branch: nobody foresees which are larger
             scratch[count] = (int32_t)(base + j);
             values[count] = x[j];
-            count += fabsf(x[j]) > t;
+            count += (int32_t)magnitude(x[j]) > limit;
         }
     }
     return count;
@@ -106,18 +103,12 @@ static uint32_t kth_by(uint32_t least, const int32_t *counts, const float *restr
     if (bin == 255 || counts[bin] + LANES > k) return kth(x, n, k, larger);
     const uint32_t low = least + (uint32_t)bin * BIN;
     int64_t size = 0, above_these = 0, i = 0;
-#if defined(__AVX512F__) && !defined(PORTABLE)
-    const __m512i all = _mm512_set1_epi32(0x7fffffff), from = _mm512_set1_epi32((int32_t)low);
     for (; i + LANES <= n && size + LANES <= k; i += LANES) {
-        const __m512 some = _mm512_loadu_ps(x + i);
-        const __m512i over = _mm512_sub_epi32(_mm512_and_si512(_mm512_castps_si512(some), all), from);
-        const __mmask16 hit = _mm512_cmplt_epu32_mask(over, _mm512_set1_epi32(BIN));
-        _mm512_storeu_ps(few + size, _mm512_maskz_compress_ps(hit, some));
-        size += __builtin_popcount(hit);
+        const Bits hit = beyond(x + i, (int32_t)(low - 1)) & ~beyond(x + i, (int32_t)(low + BIN - 1));
+        size += compress(few + size, x + i, hit);
     }
-#endif
     for (; i < n; i++)
-        if (magnitude(x[i]) - low < BIN) few[size++] = x[i];
+        if (magnitude(x[i]) - low < BIN && size < k) few[size++] = x[i];
     const uint32_t found = kth(few, size, k - *larger, &above_these);
     *larger += above_these;
     return found;
@@ -128,19 +119,13 @@ static uint32_t kth_by(uint32_t least, const int32_t *counts, const float *restr
 static void take(const float *restrict x, const int32_t *restrict of, int64_t n, int64_t k, uint32_t least, int64_t more,
                  int32_t *restrict out) {
     int64_t count = 0, equal = k - more, i = 0;  // so many of the equal ones, the first
-#if defined(__AVX512F__) && !defined(PORTABLE)
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i limit = _mm512_set1_epi32((int32_t)least), all = _mm512_set1_epi32(0x7fffffff);
     for (; i + LANES <= n && count + LANES <= k; i += LANES) {
-        const __m512i bits = _mm512_and_si512(_mm512_castps_si512(_mm512_loadu_ps(x + i)), all);
-        __mmask16 hit = _mm512_cmpge_epi32_mask(bits, limit);
-        for (unsigned same = hit & _mm512_cmpeq_epi32_mask(bits, limit); same; same &= same - 1)
-            if (equal-- <= 0) hit &= (__mmask16)~(same & -same);
-        const __m512i here = of ? _mm512_loadu_si512(of + i) : _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)i));
-        _mm512_storeu_si512(out + count, _mm512_maskz_compress_epi32(hit, here));
-        count += __builtin_popcount(hit);
+        const Bits more_here = beyond(x + i, (int32_t)least);
+        Bits hit = beyond(x + i, (int32_t)(least - 1));
+        for (Bits same = hit & ~more_here; same; same &= same - 1)
+            if (equal-- <= 0) hit &= ~(same & -same);
+        count += of ? compress(out + count, of + i, hit) : places(out + count, (int32_t)i, hit);
     }
-#endif
     for (; i < n && count < k; i++) {
         const uint32_t bits = magnitude(x[i]);
         if (bits > least || (bits == least && equal-- > 0)) out[count++] = of ? of[i] : (int32_t)i;

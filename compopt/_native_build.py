@@ -1,0 +1,153 @@
+"""The C passes of kernels/native as a library: built once for this machine, kept, and checked before it is loaded.
+
+It takes about two seconds, with the system's C compiler, and is kept in ``$XDG_CACHE_HOME/compopt``
+(``~/.cache/compopt``). The name says what it was made of (the sources, the compiler and its version, the C library, the
+processor) and ends in a checksum of the file: one that is damaged, which would end the process, is never loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+# No contraction: whether a processor has fused multiply-add must not show in the bits, which all ranks share.
+FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]
+TARGETS = {  # ways to compile for an instruction set, tried in turn: some compilers know no native architecture
+    "": [["-march=native"], []],  # all that this processor has
+    "avx512": [["-march=native"]],
+    "avx2": [["-march=x86-64-v3", "-mtune=native"], ["-mavx2", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt"]],
+    "neon": [["-march=native"], []],
+    "portable": [["-DPORTABLE"]],
+}
+INCLUDED = {"avx512": {"avx512", "avx2"}, "avx2": {"avx2"}, "neon": {"neon"}, "portable": set()}
+KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double, "s": ctypes.c_char_p}
+SIGNATURES = {  # what a function returns and takes: p memory, n a size, d a number, s a word
+    "isa": "s",
+    "pack": "n pnndd",
+    "scape": "n pnnpppn",
+    "adams": "n pp",
+    "adamw": "n pnnp",
+    "largest": "d pnndpp",
+    "room_for": "n n",
+    "encode": "n pnppn",
+    "decode": "n pnppnp",
+    "positions": "n pnnp",
+}
+
+
+def compiler() -> str | None:
+    """The C compiler: what $CC names, else cc, gcc or clang; None where there is none."""
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and shutil.which(name):
+            return shutil.which(name)
+    return None
+
+
+def asked_isa() -> str:
+    """The instruction set that COMPOPT_NATIVE_ISA names, to run with less than there is; "": what the processor has."""
+    isa = os.environ.get("COMPOPT_NATIVE_ISA", "")
+    if isa not in TARGETS:
+        names = ", ".join(name for name in TARGETS if name)
+        raise ValueError(f"COMPOPT_NATIVE_ISA must be one of {names}, got {isa!r}.")
+    return isa
+
+
+def load() -> ctypes.CDLL:
+    """The library, built if it is not there yet.
+
+    Raises RuntimeError where there is no compiler, or it fails; ValueError where COMPOPT_NATIVE_ISA names what this
+    processor does not have.
+    """
+    cc = compiler()
+    if cc is None:
+        raise RuntimeError("the native back end needs a C compiler: install gcc or clang, or name another back end.")
+    return _load(cc, asked_isa())
+
+
+@lru_cache(maxsize=8)
+def _load(cc: str, isa: str) -> ctypes.CDLL:
+    if isa not in ("", "portable") and isa not in (here := isas(cc)):
+        raise ValueError(
+            f"COMPOPT_NATIVE_ISA={isa} cannot run here: this processor, as {cc} compiles for it, has "
+            f"{', '.join(here)}. Name one of these, or unset it."
+        )
+    library = _open(cc, isa)
+    for name, signature in SIGNATURES.items():
+        result, *arguments = signature.split()
+        function = getattr(library, name)
+        function.restype, function.argtypes = KINDS[result], [KINDS[kind] for kind in "".join(arguments)]
+    return library
+
+
+def isas(cc: str) -> list[str]:
+    """The instruction sets that this machine can run."""
+    has = isa_of(_load(cc, ""))
+    return [isa for isa in TARGETS if isa in INCLUDED[has] or isa == "portable"]
+
+
+def isa_of(library: ctypes.CDLL) -> str:
+    """What a library was built for."""
+    return library.isa().decode()
+
+
+def _open(cc: str, isa: str) -> ctypes.CDLL:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compopt"
+    try:
+        return ctypes.CDLL(str(built(cc, isa, folder)))
+    except OSError:  # nothing can be kept there, or what is there cannot be loaded here: built for this process alone
+        with tempfile.TemporaryDirectory() as own:
+            return ctypes.CDLL(str(built(cc, isa, Path(own))))
+
+
+def built(cc: str, isa: str, folder: Path) -> Path:
+    """The library in this folder, checked; built there where none is whole."""
+    package = importlib.util.find_spec("compopt_kernels").origin  # not imported: that would need triton
+    sources = sorted((Path(package).parent / "native").glob("*.[ch]"))
+    made_of = [*(path.read_bytes() for path in sources), *_machine(cc), str([TARGETS[isa], FLAGS]).encode()]
+    name = f"native-{isa or 'own'}-{hashlib.sha256(b'|'.join(made_of)).hexdigest()[:16]}"
+    for path in sorted(folder.glob(f"{name}-*.so")):
+        if path.name == _name_of(name, path):
+            return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as own:  # ranks build at once: each moves a whole file there
+        made = Path(own) / "library.so"
+        _compile(cc, TARGETS[isa], [str(path) for path in sources if path.suffix == ".c"], made)
+        path = folder / _name_of(name, made)
+        os.replace(made, path)
+    return path
+
+
+def _compile(cc: str, targets: list[list[str]], files: list[str], out: Path) -> None:
+    for target in targets:
+        words = [cc, *target, *FLAGS, *files, "-o", str(out), "-lm"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        if not done.returncode:
+            return
+    raise RuntimeError(f"{cc} could not build the native back end: {done.stderr.strip()[:500]}")
+
+
+def _name_of(name: str, path: Path) -> str:
+    """What a library with these contents is called."""
+    return f"{name}-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.so"
+
+
+def _machine(cc: str) -> list[bytes]:
+    """What tells machines apart that need libraries of their own: a home folder may be shared by many."""
+    version = subprocess.run([cc, "--version"], capture_output=True, timeout=60).stdout
+    return [cc.encode(), version, " ".join(platform.libc_ver()).encode(), platform.machine().encode(), _processor()]
+
+
+def _processor() -> bytes:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = [f"flags {platform.machine()} {platform.processor()}"]
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "").encode()

@@ -1,0 +1,54 @@
+// vectors.h in plain C, for correctness. No branch depends on a bit: nobody foresees which are set.
+
+#pragma once
+#define ISA "portable"
+
+static inline uint32_t kept_if(uint32_t word, Bits bit) { return word & (0u - bit); }
+
+static inline Bits beyond(const float *x, int32_t limit) {
+    Bits found = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        int32_t size;
+        memcpy(&size, x + lane, 4);
+        found |= (Bits)((size & 0x7fffffff) > limit) << lane;
+    }
+    return found;
+}
+
+static inline int64_t compress(void *out, const void *x, Bits some) {
+    int64_t count = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        memcpy((char *)out + 4 * count, (const char *)x + 4 * lane, 4);
+        count += some >> lane & 1;
+    }
+    return count;
+}
+
+static inline int64_t places(int32_t *out, int32_t base, Bits some) {
+    int64_t count = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        out[count] = base + lane;
+        count += some >> lane & 1;
+    }
+    return count;
+}
+
+static inline void expand(float *out, const float *values, Bits some) {
+    int64_t count = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        uint32_t word;
+        memcpy(&word, values + count, 4);
+        word = kept_if(word, some >> lane & 1);
+        memcpy(out + lane, &word, 4);
+        count += some >> lane & 1;
+    }
+}
+
+static inline void clear(float *x, Bits some) {
+    for (int lane = 0; lane < LANES; lane++) {
+        uint32_t word;
+        memcpy(&word, x + lane, 4);
+        word = kept_if(word, 1 - (some >> lane & 1));
+        memcpy(x + lane, &word, 4);
+    }
+}

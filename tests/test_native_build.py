@@ -1,0 +1,113 @@
+"""The kept library: built once, checked before it is loaded, built anew where it is damaged or cannot be loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from compopt import _backends, _native_build
+
+pytestmark = pytest.mark.skipif(_native_build.compiler() is None, reason="needs a C compiler")
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path) -> Path:
+    """A cache of this test's own."""
+    monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    quick = tmp_path / "quick"  # what is built here is not for speed
+    quick.write_text(f'#!/bin/sh\nexec {_native_build.compiler()} "$@" -O0\n')
+    quick.chmod(0o755)
+    monkeypatch.setenv("CC", str(quick))
+    _native_build._load.cache_clear()
+    yield tmp_path / "compopt"
+    _native_build._load.cache_clear()
+
+
+def built(folder: Path) -> Path:
+    return _native_build.built(_native_build.compiler(), "", folder)
+
+
+def test_a_compiler_that_fails_gives_way(monkeypatch, cache):
+    broken = cache.parent / "cc"
+    broken.write_text("#!/bin/sh\necho no disk >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    with pytest.warns(UserWarning, match="native back end is installed but does not run.* no disk"):
+        assert _backends.choose({"cpu"}).name == "torch"
+    assert not list(cache.glob("*"))
+
+
+def test_the_library_is_built_once(cache):
+    first = built(cache)
+    stamp = first.stat().st_mtime_ns
+    assert built(cache) == first and first.stat().st_mtime_ns == stamp
+    assert [p.name for p in cache.iterdir()] == [first.name]
+
+
+STEP = "import torch, compopt; o = compopt.AdamS([torch.nn.Parameter(torch.zeros(3))]); print(o.backend)"
+
+
+def test_a_damaged_library_is_never_loaded(cache):
+    """Truncated it would end the process with SIGBUS, of zero length never be built again: seen from outside, here."""
+    whole = built(cache)
+    contents = whole.read_bytes()
+    middle = len(contents) // 2
+    other = contents[:middle] + bytes([contents[middle] ^ 1]) + contents[middle + 1 :]
+    for damaged in (b"", other):
+        whole.write_bytes(damaged)
+        assert built(cache).read_bytes() == contents
+    whole.write_bytes(contents[: middle // 4096 * 4096])
+    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "native"), done.stderr
+    assert built(cache).read_bytes() == contents
+
+
+def test_what_cannot_be_loaded_or_kept_is_built_for_this_process_alone(monkeypatch, cache):
+    """A library made for another libc; a home where nothing can be written."""
+    loads, real = [], ctypes.CDLL
+
+    def refuse(path: str):
+        loads.append(path)
+        if path.startswith(str(cache)):
+            raise OSError("version `GLIBC_9.9' not found")
+        return real(path)
+
+    monkeypatch.setattr(_native_build.ctypes, "CDLL", refuse)
+    assert _backends.choose({"cpu"}).name == "native"
+    assert len(loads) == 2 and not Path(loads[1]).exists()
+    _native_build._load.cache_clear()
+    monkeypatch.setattr(_native_build.ctypes, "CDLL", real)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    assert _backends.choose({"cpu"}).name == "native"
+
+
+@pytest.mark.parametrize("part", ["compiler", "libc", "processor", "isa"])
+def test_the_name_says_what_it_was_made_of(monkeypatch, cache, part):
+    cc, first = _native_build.compiler(), built(cache).name
+    if part == "isa":
+        assert _native_build.built(cc, "portable", cache).name.startswith("native-portable-")
+        return
+    if part == "compiler":
+        newer = cache / "cc"
+        newer.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo cc 99 && exit\nexec {cc} "$@"\n')
+        newer.chmod(0o755)
+        cc = str(newer)
+    elif part == "libc":
+        monkeypatch.setattr(_native_build.platform, "libc_ver", lambda: ("musl", "1.2"))
+    else:
+        monkeypatch.setattr(_native_build, "_processor", lambda: b"flags: fpu")
+    assert _native_build.built(cc, "", cache).name != first
+
+
+def test_it_is_loaded_with_another_default_dtype(cache):
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert _backends.choose({"cpu"}).name == "native"
+    finally:
+        torch.set_default_dtype(torch.float32)

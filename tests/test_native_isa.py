@@ -1,0 +1,118 @@
+"""The C passes compute the same bits with every instruction set that this machine has; those it has not are named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sim import Ranks
+from table import by_name
+from test_native import RUNS, run, same
+from torch import nn
+
+import compopt
+from compopt import _native_build
+from compopt._ops_native import NativeOps
+
+pytestmark = pytest.mark.skipif(_native_build.compiler() is None, reason="needs a C compiler")
+BLOCKS = (16, 512, 4096, 16384, 131072)  # sixteens, the passes' blocks, and what else the package cuts tensors by
+SIZES = [n for block in BLOCKS for n in (block - 1, block, block + 1)] + [1, 0, 40_007]
+
+
+@pytest.fixture(params=["avx512", "avx2", "neon"])
+def isa(request, monkeypatch) -> str:
+    here = _native_build.isas(_native_build.compiler())
+    if request.param not in here:
+        pytest.skip(f"this processor has no {request.param}, only {', '.join(here)}")
+    monkeypatch.setenv("COMPOPT_BACKEND", "native")
+    monkeypatch.setenv("COMPOPT_NATIVE_ISA", request.param)
+    return request.param
+
+
+def portable(monkeypatch) -> None:
+    monkeypatch.setenv("COMPOPT_NATIVE_ISA", "portable")
+
+
+class Sizes(nn.Module):
+    """A tensor beside the end of every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.ParameterList(nn.Parameter(torch.randn(n)) for n in SIZES)
+
+
+def loss(model: Sizes, rank: int, step: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(1 + 10 * step + rank)
+    return sum(((p - torch.randn(p.shape, generator=random)) ** 2).sum() for p in model.many)
+
+
+def trained(name: str, options: dict) -> Ranks:
+    def make(params, **more):
+        return by_name[name].make([{"params": list(params), "compress": True}], **options, **more)
+
+    world = Ranks(2, Sizes, make)
+    world.train(loss, 4)
+    world.assert_replicas_equal()
+    return world
+
+
+CASES = [
+    ("RadiusAdamW", {"warmup_steps": 1, "interval": 2, "density": 0.4}),  # read as bits
+    ("RadiusAdamW", {"warmup_steps": 1, "interval": 2, "density": 0.01, "max_grad_norm": 0.5}),  # as positions
+    ("ScapeAdamS", {"warmup_steps": 1, "density_warmup_steps": 0, "density": 0.1}),
+    ("ScapeAdamS", {"warmup_steps": 1, "density_warmup_steps": 0, "density": 0.01, "mask_delay": 0}),
+    ("TagcAdamW", {"warmup_steps": 1, "sparsity": 0.9}),
+    ("AdamS", {}),
+]
+
+
+@pytest.mark.parametrize("name, options", CASES)
+def test_every_processor_computes_the_same_bits_beside_every_block(monkeypatch, isa, name, options):
+    ours = trained(name, options)
+    assert {o.ops.isa for o in ours.optimizers} == {isa}
+    portable(monkeypatch)
+    same(trained(name, options), ours, 0.0)
+
+
+@pytest.mark.parametrize("name, options", [RUNS[2], RUNS[5], RUNS[6]])
+def test_every_processor_computes_the_same_bits(monkeypatch, isa, name, options):
+    ours = run(monkeypatch, name, "native", options)
+    portable(monkeypatch)
+    same(run(monkeypatch, name, "native", options), ours, 0.0)
+
+
+def crowds(n: int) -> list[torch.Tensor]:
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    return [x, x.round(), torch.full((n,), -3.0), x * (torch.arange(n) % 50 == 0)]
+
+
+def selected(monkeypatch, isa: str) -> list[torch.Tensor]:
+    """Positions, masks and guesses for crowds with and without ties, from no guess, a good one and bad ones."""
+    monkeypatch.setenv("COMPOPT_NATIVE_ISA", isa)
+    ops, found = NativeOps(), []
+    for x in (x for n in SIZES if n for x in crowds(n)):
+        n = len(x)
+        for k in sorted({1, n // 100 + 1, n // 3 + 1, n}):
+            out = torch.empty(k, dtype=torch.int32)
+            for guess in (0.0, 0.5, float(x.abs().kthvalue(n + 1 - k).values) * 0.9, 1e30):
+                found += [torch.tensor(ops.largest(x, k, guess, out), dtype=torch.float64), out.clone()]
+            found.append(ops.top_k(x.abs(), k))
+            found.append(ops.positions(found[-1], n))
+    return found
+
+
+def test_every_processor_selects_the_same(monkeypatch, isa):
+    ours, theirs = selected(monkeypatch, isa), selected(monkeypatch, "portable")
+    assert len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_less_than_there_is_can_be_asked_for_and_nothing_else(monkeypatch):
+    monkeypatch.setenv("COMPOPT_BACKEND", "native")
+    monkeypatch.setenv("COMPOPT_NATIVE_ISA", "portable")
+    assert NativeOps().isa == "portable"
+    monkeypatch.setenv("COMPOPT_NATIVE_ISA", "sse9")
+    with pytest.raises(ValueError, match=r"COMPOPT_NATIVE_ISA must be one of avx512, .*portable, got 'sse9'"):
+        compopt.AdamS([nn.Parameter(torch.zeros(3))])
+    here = _native_build.isas(_native_build.compiler())
+    monkeypatch.setenv("COMPOPT_NATIVE_ISA", next(isa for isa in _native_build.INCLUDED if isa not in here))
+    with pytest.raises(ValueError, match=r"COMPOPT_NATIVE_ISA=\w+ cannot run here: this processor"):
+        compopt.AdamS([nn.Parameter(torch.zeros(3))])
