@@ -200,6 +200,8 @@ class Bucket:
     def owes(self) -> bool:
         """Whether a dense step has to send what compressed ones before it held back."""
         if "owes" not in self.cache:
+            if self.offload is not None:
+                self.offload.finish()
             self.cache["owes"] = bool(self.flat["residual"].any()) if "residual" in self.flat else False
         return self.cache["owes"]
 

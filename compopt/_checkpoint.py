@@ -262,7 +262,7 @@ def gather(bucket: Bucket, name: str, comm: Comm, owners: list[int] | None = Non
 
     What nobody has, because its owner is gone, is as in the parameters for masters, 0 otherwise.
     """
-    shards, flat = bucket.shards, bucket.flat[name]
+    shards, flat = bucket.shards, bucket.flat[name].to(bucket.device)
     pending = comm.start(AllGather(torch.nn.functional.pad(flat, (0, shards.most - flat.numel()))))
     yield pending
     has = [part is not None for part in bucket.state[name]]

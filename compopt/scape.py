@@ -291,7 +291,8 @@ class ScapeAdamS(CompressedOptimizer):
             bucket.flat["threshold"].zero_()
             for i, common in enumerate(bucket.gathered.get("common", [])):
                 if common is not None:  # what it stands for is the same in every rank's residual
-                    bucket.state["residual"][i].view(-1).add_(common.to(bucket.device))
+                    residual = bucket.state["residual"][i].view(-1)  # in host memory, where it is offloaded
+                    residual.add_(common.to(residual.device))
                     common.zero_()
             if self.sharded:
                 bucket.flat["common"].zero_()
