@@ -128,6 +128,11 @@ class CompressedOptimizer(Saving, Optimizer):
 
     def step_in_turns(self) -> Generator[Pending, None, None]:
         """The step as a generator that yields each collective it is about to wait for (the simulator's turns)."""
+        if self._retired:
+            raise RuntimeError(
+                f"this {type(self).__name__} was replaced: an optimizer made later holds its parameters and has their "
+                "gradients now. Step that one, or call compopt.attach(ddp_model, optimizer) to have this one back."
+            )
         comm = self.comm  # first: state may have to be cut anew
         self._check_gradients()
         self._unscale()
@@ -220,7 +225,24 @@ class CompressedOptimizer(Saving, Optimizer):
             grads = [g for bucket in self._buckets for g in bucket.grads() if g is not None]
             torch._foreach_mul_(grads, float(scale.double().reciprocal()))
 
-    # Starting in backward (called by the integrations, on autograd's thread)
+    # What the integrations say, and starting in backward (on autograd's thread)
+
+    _retired = False  # another optimizer has its parameters
+    _handed_over = False  # DDP has left the gradients of this step as they are
+
+    def take_over(self) -> None:
+        """From now on the gradients of a DDP come here as they are."""
+        self._retired = False
+
+    def retire(self) -> None:
+        """Another optimizer has these parameters now: nothing more is sent from here, and ``step()`` says so."""
+        self._retired = True
+        self._runtime.drop_early()
+        self._runtime.settle()
+
+    def handed_over(self) -> None:
+        """DDP has given back gradients of this backward, not averaged."""
+        self._handed_over = True
 
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
         """Backward has finished these parameters: start the buckets that are now complete, but the last.

@@ -2,23 +2,27 @@
 
 DDP would average gradients itself, densely. A comm hook that hands each DDP bucket back as it is stops that and tells
 the optimizer which gradients backward has finished. It is registered by ``attach``, or by a forward-pre-hook that every
-new optimizer sets on all modules, and that removes itself once it has met the DDP holding its parameters.
+new optimizer sets on all modules (see ``_watch``).
+
+An optimizer that is made over parameters of another takes its place at once, on every rank alike: the one before may
+still be alive on some of them. Optimizers over different parameters share a DDP.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .. import _base
 from .._base import CompressedOptimizer
+from ._watch import Watch
 
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
 
@@ -26,39 +30,50 @@ _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary
 def attach(model: nn.Module, optimizer: CompressedOptimizer) -> None:
     """Let ``optimizer`` average the gradients of ``model`` (a DDP, or a module that holds one) instead of DDP.
 
-    Not needed where the optimizer exists before the first forward: it then finds the DDP by itself.
+    Not needed where the optimizer exists before the first forward: it then finds the DDP by itself. Another compopt
+    optimizer over some of the same parameters is replaced: from then on its ``step()`` raises.
 
     Raises:
         ValueError: no DDP in ``model`` holds the optimizer's parameters, or DDP and the optimizer have different ranks.
-        RuntimeError: DDP has a comm hook of somebody else's already.
+        RuntimeError: DDP has a comm hook of somebody else's already, or is in its ``join()``.
     """
-    if not _attach_all(model, optimizer):
+    if not hand_over(model.modules(), optimizer, time.monotonic_ns()):
         raise ValueError(
             "model holds no DistributedDataParallel with parameters of this optimizer: wrap it first, or pass the "
             "wrapped model."
         )
 
 
-def _attach_all(model: nn.Module, optimizer: CompressedOptimizer) -> bool:
-    ours = {p for group in optimizer.param_groups for p in group["params"]}
-    found = [m for m in model.modules() if isinstance(m, DDP) and not ours.isdisjoint(m.parameters())]
+def hand_over(modules: Iterable[nn.Module], optimizer: CompressedOptimizer, since: int) -> list[DDP]:
+    """The DDPs among ``modules`` that hold parameters of ``optimizer``, which from now on has their gradients.
+
+    ``since``: when it was asked for, which says who replaces whom.
+    """
+    ours = params_of(optimizer)
+    found = [m for m in modules if isinstance(m, DDP) and not ours.isdisjoint(m.parameters())]
     for ddp in found:
+        _check(ddp, optimizer)
         if ddp not in _handovers:
-            _handovers[ddp] = Handover(ddp, optimizer)
-        _handovers[ddp].add(optimizer)
-    return bool(found)
+            _handovers[ddp] = Handover(ddp)
+        _handovers[ddp].add(optimizer, since)
+    return found
+
+
+def params_of(optimizer: CompressedOptimizer) -> set[Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
 
 
 class Handover:
     """One DDP whose gradients go to compopt optimizers (several may share its parameters)."""
 
-    def __init__(self, ddp: DDP, first: CompressedOptimizer):
-        _check_ranks(ddp, first)
+    def __init__(self, ddp: DDP):
         self._ddp = weakref.ref(ddp)
-        self._optimizers: list[weakref.ref[CompressedOptimizer]] = []
-        self._in_backward = False
-        self._covered = False
+        self._since: dict[weakref.ref[CompressedOptimizer], int] = {}
+        self._backward = -1  # autograd's number of the backward that was last heard of
+        self._trained: list[bool] = []  # which parameters required a gradient when they were last looked at
+        self._heard: set[Tensor] = set()  # those with a hook of ours
         advice = "compopt needs that place: remove the other hook, or train with torch.optim."
+        ddp._comm_hooks[:] = [(hook, state) for hook, state in ddp._comm_hooks if hook is not _hook]  # of a copy
         if ddp._comm_hooks:
             raise RuntimeError(
                 f"this DistributedDataParallel has a comm hook already ({ddp._comm_hooks[0][0].__qualname__}); {advice}"
@@ -68,70 +83,104 @@ class Handover:
         except RuntimeError as error:
             raise RuntimeError(f"this DistributedDataParallel has a comm hook already; {advice}") from error
 
-    def add(self, optimizer: CompressedOptimizer) -> None:
-        if all(ref() is not optimizer for ref in self._optimizers):
-            self._optimizers.append(weakref.ref(optimizer))
-            self._covered = False
-            if len(self._optimizers) == 1:
-                self._listen()
-        optimizer._handed_over = True
+    def __reduce__(self) -> tuple:
+        """A DDP that is saved or copied takes no optimizer with it: the copy has a hook of nobody."""
+        return type(None), ()
 
-    def _listen(self) -> None:
-        """Hear of every gradient as it is finished: sooner than of DDP's buckets of 25 MB."""
-        ref = weakref.ref(self)
+    def add(self, optimizer: CompressedOptimizer, since: int) -> None:
+        """Give ``optimizer`` its gradients, in place of those that hold the same parameters for less long."""
+        if optimizer._alone:
+            return
+        ours = params_of(optimizer)
+        for ref, its_since in list(self._since.items()):
+            other = ref()
+            if other is None or other._alone:
+                del self._since[ref]
+            elif other is not optimizer and not ours.isdisjoint(params_of(other)):
+                if its_since > since:
+                    optimizer.retire()
+                    return
+                del self._since[ref]
+                other.retire()
+        self._since[weakref.ref(optimizer)] = since
+        self._trained = []
+        self.listen()
+        optimizer.take_over()
 
-        def finished(p: Tensor) -> None:
-            handover = ref()
-            if handover is not None and handover.by_parameter and handover._ddp().require_backward_grad_sync:
-                handover.finished([p])
-
-        for p in self._ddp().parameters():
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(finished)
+    def optimizers(self) -> Iterator[CompressedOptimizer]:
+        return (optimizer for ref in list(self._since) if (optimizer := ref()) is not None)
 
     @property
     def by_parameter(self) -> bool:
         """Whether buckets may start at any time in backward: neither DDP nor another optimizer does there."""
         ddp = self._ddp()
-        return not (ddp.find_unused_parameters or ddp.static_graph) and len(self._optimizers) == 1
+        return not (ddp.find_unused_parameters or ddp.static_graph) and len(list(self.optimizers())) == 1
 
-    def optimizers(self) -> Iterator[CompressedOptimizer]:
-        return (optimizer for ref in self._optimizers if (optimizer := ref()) is not None)
+    def listen(self) -> None:
+        """Hear of every gradient as it is finished: sooner than of DDP's buckets of 25 MB."""
+        ref = weakref.ref(self)
+
+        def finished(p: Tensor) -> None:
+            handover = ref()
+            ddp = None if handover is None else handover._ddp()
+            if ddp is not None and ddp.require_backward_grad_sync and handover.by_parameter:
+                handover.finished([p])
+
+        for p in self._ddp().parameters():
+            if p.requires_grad and p not in self._heard:
+                self._heard.add(p)
+                p.register_post_accumulate_grad_hook(finished)
 
     def finished(self, params: list[Tensor]) -> None:
         """Backward has finished ``params``."""
-        if not self._covered:
-            self._check_cover()
-        if not self._in_backward:
-            self._in_backward = True
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            self._begin()
             # DDP queues its own last callback, which writes p.grad, after this one: so queue again from inside it.
             _after_backward(lambda: _after_backward(self._backward_done))
         for optimizer in self.optimizers():
             optimizer.gradients_ready(params)
 
+    def _begin(self) -> None:
+        """Look, once in a backward, whether everything that is trained has somebody who averages it."""
+        ddp = self._ddp()
+        _refuse_join(ddp)
+        trained = [p.requires_grad for p in ddp.parameters()]
+        if trained != self._trained:
+            self._check_cover()
+            self.listen()
+            self._trained = trained
+
     def _backward_done(self) -> None:
-        self._in_backward = False
         for optimizer in self.optimizers():
             optimizer.backward_done()
 
     def _check_cover(self) -> None:
-        ours = {p for optimizer in self.optimizers() for group in optimizer.param_groups for p in group["params"]}
-        left = [name for name, p in self._ddp().module.named_parameters() if p.requires_grad and p not in ours]
+        ddp = self._ddp()
+        ours = {p for optimizer in self.optimizers() for p in params_of(optimizer)}
+        left = [
+            name
+            for name, p in ddp.module.named_parameters()
+            if p.requires_grad and p not in ours and name not in ddp.parameters_to_ignore
+        ]
         if left:
             raise RuntimeError(
                 f"{len(left)} parameters of this DistributedDataParallel belong to no compopt optimizer "
                 f"({', '.join(left[:3])}, ...), and nobody would average their gradients: give them to the optimizer "
                 "(compress=False keeps them dense) or set requires_grad=False."
             )
-        self._covered = True
 
 
 def _hook(state, bucket):  # DDP requires these names and no other annotations
     """Give DDP its bucket back unaveraged; average it as DDP would when no optimizer of ours is left."""
-    if next(state.optimizers(), None) is None:
-        return allreduce_hook(state._ddp().process_group, bucket)
+    optimizers = [] if state is None else list(state.optimizers())
+    if not optimizers:
+        return allreduce_hook(None if state is None else state._ddp().process_group, bucket)
     if not state.by_parameter:
         state.finished(bucket.parameters())
+    for optimizer in optimizers:
+        optimizer.handed_over()
     done = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
@@ -141,7 +190,11 @@ def _after_backward(callback) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def _check_ranks(ddp: DDP, optimizer: CompressedOptimizer) -> None:
+def _check(ddp: DDP, optimizer: CompressedOptimizer) -> None:
+    """Raise where ``ddp`` cannot leave its gradients to ``optimizer``."""
+    _refuse_join(ddp)
+    if optimizer._alone:
+        return
     theirs = dist.get_process_group_ranks(ddp.process_group)
     group = getattr(optimizer.comm, "group", None)
     ours = dist.get_process_group_ranks(group) if group is not None else theirs
@@ -152,16 +205,20 @@ def _check_ranks(ddp: DDP, optimizer: CompressedOptimizer) -> None:
         )
 
 
-def _watch(optimizer: CompressedOptimizer) -> None:
-    """Attach ``optimizer`` at the first forward of the DDP that holds its parameters."""
-    ref = weakref.ref(optimizer)
-
-    def look(module: nn.Module, args: object) -> None:
-        found = ref()
-        if found is None or found._acquainted or _attach_all(module, found):
-            handle.remove()
-
-    handle = register_module_forward_pre_hook(look)
+def _refuse_join(ddp: DDP) -> None:
+    if ddp._join_config.enable:
+        raise RuntimeError(
+            "DistributedDataParallel.join() lets ranks end at different steps, but a compopt optimizer exchanges in "
+            "step(), which a rank that has ended no longer calls: leave join() out and give all ranks as many batches "
+            "(drop_last=True)."
+        )
 
 
-_base.constructed.append(_watch)
+def _meet(optimizer: CompressedOptimizer) -> None:
+    """Take over the DDPs that already leave gradients to an optimizer; find all others at their first forward."""
+    now = time.monotonic_ns()
+    taken = hand_over(list(_handovers), optimizer, now)
+    Watch(optimizer, lambda modules, found: hand_over(modules, found, now), taken)
+
+
+_base.constructed.append(_meet)

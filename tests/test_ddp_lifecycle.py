@@ -1,0 +1,199 @@
+"""DistributedDataParallel over a program's life: optimizers that follow each other, copies, two DDPs, join(). Gloo."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_ddp import Net, batch, plain, radius, said
+from torch import nn
+from torch.nn.modules.module import _global_forward_pre_hooks as forward_hooks
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import compopt
+from compopt import _buckets
+
+
+def vector(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def apart(model: nn.Module) -> float:
+    """How far this rank's parameters are from rank 0's."""
+    theirs = vector(model)
+    dist.broadcast(theirs, 0)
+    return float((vector(model) - theirs).abs().max())
+
+
+def successors(rank: int) -> dict:
+    _buckets.BUCKET_BYTES = 80_000  # several buckets
+    gc.disable()
+    found = {}
+    torch.manual_seed(0)
+    model = DDP(Net())
+    first = radius(model.parameters())
+    for step in range(4):
+        plain(model, first, step, None)
+    model(batch(4)).square().mean().backward()  # what this starts is given up
+    kept = [first]
+    if rank == 0:
+        kept.append(kept)  # on rank 0 only the collector would find it
+    ref = weakref.ref(first)
+    second = compopt.ScapeAdamS(model.parameters(), lr=1e-3, density=0.2, density_warmup_steps=1)
+    found["replaced"] = said(RuntimeError, first.step)
+    del first, kept
+    found["gone"] = ref() is None
+    second.zero_grad()
+    for step in range(5, 9):
+        plain(model, second, step, None)
+    found["early"] = second.stats.early_buckets > 0
+    found["apart"] = apart(model)
+
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    found["other ranks"] = said(ValueError, lambda: radius(model.parameters(), process_group=alone))
+    third = radius(model.parameters())
+    compopt.attach(model, second)
+    plain(model, second, 9, None)
+    found["taken back"] = said(RuntimeError, third.step)
+    found["apart"] = max(found["apart"], apart(model))
+
+    del second, third
+    gc.enable()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain(model, sgd, 10, None)
+    found["apart"] = max(found["apart"], apart(model))
+    return found
+
+
+def test_an_optimizer_made_later_takes_over_at_once():
+    for rank, found in enumerate(run_ranks(successors, 2)):
+        assert found["gone"] == (rank == 1)
+        assert "RadiusAdamW was replaced" in found["replaced"] and "compopt.attach" in found["replaced"]
+        assert found["early"] and found["apart"] == 0
+        assert "process_group of the optimizer has ranks" in found["other ranks"]
+        assert "was replaced" in found["taken back"]
+
+
+def two_ddps(rank: int) -> list:
+    """A critic that is first used after four steps; and the distance from torch's AdamW."""
+    torch.set_default_dtype(torch.float64)
+    ends, hooks = [], []
+    for make in (torch.optim.AdamW, lambda ps, lr: radius(ps, lr=lr, density=1.0)):
+        torch.manual_seed(0)
+        actor, critic = Net(), Net()
+        optimizer = make([*actor.parameters(), *critic.parameters()], lr=1e-3)
+        actor, critic = DDP(actor), DDP(critic)
+        for step in range(8):
+            loss = actor(batch(step)).square().mean()
+            if step >= 4:
+                loss = loss + (critic(batch(step, 1)) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(torch.cat([vector(actor), vector(critic)]))
+        hooks.append(len(forward_hooks))
+    averaged_by_us = [len(model._comm_hooks) for model in (actor, critic)]
+    return [float((ends[0] - ends[1]).abs().max()), averaged_by_us, *hooks]
+
+
+def test_one_optimizer_over_two_ddps():
+    for distance, averaged_by_us, *hooks in run_ranks(two_ddps, 2):
+        assert distance < 1e-9
+        assert averaged_by_us == [1, 1]
+        assert hooks == [0, 0]
+
+
+class Ignoring(nn.Module):
+    """A DDP is told not to average ``own``."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.own = Net(), nn.Linear(96, 96)
+        DDP._set_params_and_buffers_to_ignore_for_model(self, ["own.weight", "own.bias"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(self.net(x))
+
+
+def copies(rank: int) -> dict:
+    found = {}
+    torch.manual_seed(0)
+    model = DDP(Net())
+    optimizer = radius(model.parameters())
+    plain(model, optimizer, 0, None)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    copied = copy.deepcopy(model)
+    module = copy.deepcopy(model.module)
+    found["same"] = all(torch.equal(vector(model), vector(other)) for other in (loaded, copied, module))
+    plain(loaded, torch.optim.SGD(loaded.parameters(), lr=0.1), 1, None)  # the copy averages as any DDP does
+    other = radius(copied.parameters())
+    plain(copied, other, 1, None)
+    plain(model, optimizer, 1, None)
+    found["apart"] = max(map(apart, (model, loaded, copied)))
+
+    ignoring = DDP(Ignoring())
+    optimizer = radius(ignoring.module.net.parameters())
+    plain(ignoring, optimizer, 0, None)
+    found["ignored"] = apart(ignoring.module.net)
+
+    def in_join(model: nn.Module, step: int) -> None:
+        with model.join():
+            model(batch(step)).square().mean().backward()
+
+    joined = DDP(Net())
+    optimizer = radius(joined.parameters())
+    found["join at first"] = said(RuntimeError, lambda: in_join(joined, 0))
+    joined = DDP(Net())
+    optimizer = radius(joined.parameters())
+    plain(joined, optimizer, 0, None)
+    found["join later"] = said(RuntimeError, lambda: in_join(joined, 1))
+    return found
+
+
+def test_copies_ignored_parameters_and_join():
+    for found in run_ranks(copies, 2):
+        assert found["same"] and found["apart"] == 0
+        assert found["ignored"] == 0
+        for when in ("join at first", "join later"):
+            assert "leave join() out" in found[when]
+
+
+def chain(depth: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), chain(depth - 1)) if depth else nn.Sequential(nn.Linear(4, 4))
+
+
+def test_every_module_is_looked_into_once(monkeypatch):
+    """Without a DDP, and where the optimizer never steps: no walk through all modules at every submodule's forward."""
+    model, looked = chain(30), []
+    children = nn.Module.children
+    monkeypatch.setattr(nn.Module, "children", lambda module: looked.append(module) or children(module))
+    optimizer = radius(model.parameters())
+    for _ in range(3):
+        model(torch.ones(1, 4))
+    assert len(looked) == len(list(model.modules()))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert not forward_hooks  # no DDP is waited for any more
+    optimizer = radius(model.parameters())
+    assert len(forward_hooks) == 1
+    del optimizer
+    assert not forward_hooks
+
+
+def test_a_parameter_that_waits_for_its_gradient_keeps_the_watch():
+    used, waiting = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = radius([*used.parameters(), *waiting.parameters()])
+    used(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert forward_hooks
+    waiting(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert not forward_hooks
