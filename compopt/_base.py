@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import _checkpoint, _recovery
+from ._alike import Alike, sample
 from ._backends import choose
 from ._buckets import Bucket, StateSpec, is_compressed, make_buckets
 from ._comm import Comm, Pending, connect, copies_of, has_met_others, shard_comms
@@ -164,6 +165,8 @@ class CompressedOptimizer(Saving, Optimizer):
         if self.check_replicas_every and (before + 1) % self.check_replicas_every == 0:
             settings += describe(self)
         words = {"settings": bits_of(settings)}
+        if comm.size > 1:
+            words["alike"] = sample(self._buckets[-1].grads(), self._buckets[-1].device)
         verdict = yield from self._runtime.step(self._buckets, comm, words, self._shards)
         if verdict.changed and not self._warned:
             self._warned = True
@@ -175,7 +178,10 @@ class CompressedOptimizer(Saving, Optimizer):
             )
         if verdict.mismatch:
             yield from explain_mismatch(self, comm)
+        if comm.size > 1 and self._alike.note(verdict.agreed["alike"]):
+            self._acquainted = False
         if verdict.applied:
+            self._handed_over = False
             self.committed()
             for group in self._option_groups:
                 group["step"] += 1
@@ -336,6 +342,7 @@ class CompressedOptimizer(Saving, Optimizer):
         self._counted = 0
         self._acquainted = False
         self._agreed = ""  # the structure all ranks had in the last step
+        self._alike = Alike()
         self._ready: dict[int, set[Tensor]] = {}  # what the running backward has finished, a bucket
         self._begun = 0  # and how many buckets it has started
         self._runtime = Runtime(weakly(self.algorithm))

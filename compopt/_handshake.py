@@ -50,7 +50,8 @@ def handshake(optimizer: Any, comm: Comm) -> Turns:
     if all(map(all, (row[3:] for row in rows))):
         optimizer._trial.compare([row[3:] for row in rows])
     prints = {row[1] for row in rows}
-    if comm.size > 1 and len(prints) == 1 and prints != {0} and not getattr(optimizer, "_handed_over", False):
+    same = comm.size > 1 and len(prints) == 1 and prints != {0}
+    if optimizer._alike.refuses(same, optimizer._handed_over):
         raise RuntimeError(
             "all ranks hold bit-identical gradients: something averaged them before step(), or all ranks train on "
             "the same data. If DistributedDataParallel wraps the model, call compopt.attach(ddp_model, optimizer) "

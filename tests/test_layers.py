@@ -35,6 +35,7 @@ ALLOWED = {
     }
     | HELPERS,
     "_base": {
+        "_alike",
         "_runtime",
         "_buckets",
         "_offload",
@@ -58,6 +59,7 @@ ALLOWED = {
     "_settings": {"_control"},
     "_control": set(),
     "_weakly": set(),
+    "_alike": {"_control"},
     "_shards": {"_masks"},
     "_masks": set(),
     "_checkpoint": {"_buckets", "_math", "_shards", "_requests", "_comm", "_when"},
