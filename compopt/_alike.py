@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._control import differ
 
-SAMPLE = 4096  # elements of a tensor that are looked at in every step
+TENSORS, SAMPLE = 8, 512  # the largest tensors of the last bucket, and elements of each: what every step looks at
 BITS = 32
 WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SPREAD = 0x9E3779B97F4A7C15 - 2**64  # odd, its bits like drawn ones: low bits of a sum reach high ones
@@ -51,7 +51,8 @@ def sample(grads: list[Tensor | None], device: torch.device) -> Tensor:
     Nobody waits for it: it is on the device of the gradients. Zeros only, or a number that is not finite, are nothing:
     those may well be alike on ranks of different data.
     """
-    parts = [_some(g.detach().reshape(-1)) for g in grads if g is not None and g.numel()]
+    there = [g.detach() for g in grads if g is not None and g.numel()]
+    parts = [_some(g.reshape(-1)) for g in sorted(there, key=Tensor.numel, reverse=True)[:TENSORS]]
     if not parts:
         return torch.tensor([0.0] * 2 * BITS + [1.0], dtype=torch.float32, device=device)
     some = torch.cat(parts)
