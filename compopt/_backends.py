@@ -1,56 +1,123 @@
-"""The back end of an optimizer: chosen once, when it is made, and shown as ``optimizer.backend``.
+"""The back end of an optimizer: chosen when it is made, and shown as ``optimizer.backend`` and ``backend_reason``.
 
 On CUDA devices "triton" where triton is installed, else "apex" where NVIDIA's apex is; on the CPU "native" where there
-is a C compiler; else "torch". The environment variable COMPOPT_BACKEND names one; it is the only way to get "compile",
-which takes a C++ compiler and half a minute, and the "triton" of the interpreter. All ranks have to choose the same.
+is a C compiler and the C passes have vectors for the processor, or win a trial of some milliseconds; else "torch". The
+environment variable COMPOPT_BACKEND names one; it is the only way to get "compile", which takes a C++ compiler and half
+a minute, and the "triton" of the interpreter. Ranks that choose differently by themselves all take "torch".
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import warnings
+from functools import lru_cache
 
-from ._native_build import compiler
+import torch
+
+from ._native_build import UnknownISA, compiler
 from ._ops import Ops
+from ._race import times_as_long
 
 NAMES = ("auto", "torch", "native", "triton", "compile", "apex")
+MARGIN = 0.8  # of the time that PyTorch's operators take: what a back end has to stay below in a trial
+log = logging.getLogger("compopt")
 
 
 def choose(devices: set[str]) -> Ops:
     """The back end for parameters on these types of device ("cuda", "cpu", ...).
 
     Raises:
-        ValueError: COMPOPT_BACKEND is no back end's name.
-        RuntimeError: it names one that cannot run here.
+        ValueError: COMPOPT_BACKEND or COMPOPT_NATIVE_ISA is none of the names there are.
+        RuntimeError: COMPOPT_BACKEND names one that cannot run here.
     """
     asked = os.environ.get("COMPOPT_BACKEND", "auto")
     if asked not in NAMES:
         raise ValueError(f"COMPOPT_BACKEND must be one of {', '.join(NAMES)}, got {asked!r}.")
     if asked == "auto":
-        return _fastest(devices)
-    reason = _missing(asked, devices)
-    if reason:
-        raise RuntimeError(f"COMPOPT_BACKEND={asked} cannot run here: {reason}. Unset it, or name another back end.")
-    return _make(asked, devices)
+        chosen = _fastest(devices)
+    else:
+        missing = _missing(asked, devices)
+        if missing:
+            raise RuntimeError(
+                f"COMPOPT_BACKEND={asked} cannot run here: {missing}. Unset it, or name another back end."
+            )
+        chosen = _make(asked, devices)
+        chosen.reason = _said(chosen, "COMPOPT_BACKEND names it")
+    chosen.automatic = asked == "auto"
+    log.info("back end: %s", chosen.reason)
+    return chosen
+
+
+def give_way() -> Ops:
+    """PyTorch's operators, where ranks have chosen different back ends by themselves."""
+    chosen = _make("torch", set())
+    chosen.automatic, chosen.reason = True, "torch: ranks had chosen different back ends"
+    warnings.warn(
+        "ranks have chosen different back ends (a compiler or a processor differs), so all take PyTorch's operators: "
+        "COMPOPT_BACKEND=native or torch on all ranks says which.",
+        stacklevel=2,
+    )
+    log.info("back end: %s", chosen.reason)
+    return chosen
 
 
 def _fastest(devices: set[str]) -> Ops:
-    for name in ("triton", "apex", "native"):
-        if not (_missing(name, devices) or _interpreted(name)):
-            try:
-                return _make(name, devices)
-            except Exception as error:  # no compiler, another driver: that only shows when a kernel is built
-                warnings.warn(
-                    f"the {name} back end is installed but does not run, PyTorch's operators take its place: {error}",
-                    stacklevel=2,
-                )
-    return _make("torch", devices)
+    why = []
+    for name in ("triton", "apex") if "cuda" in devices else ("native",):
+        if missing := _missing(name, devices) or _interpreted(name):
+            why.append(f"no {name}, {missing}")
+            continue
+        try:
+            chosen = _make(name, devices)
+        except UnknownISA:  # what was asked for is not given up in silence
+            raise
+        except Exception as error:  # no compiler, another driver: that only shows when a kernel is built
+            warnings.warn(
+                f"the {name} back end is installed but does not run, PyTorch's operators take its place: {error}",
+                stacklevel=2,
+            )
+            why.append(f"{name} does not run")
+            continue
+        if slow := _slow(chosen):
+            why.append(slow)
+            continue
+        chosen.reason = _said(chosen, "the fastest that runs here")
+        return chosen
+    chosen = _make("torch", devices)
+    chosen.reason = _said(chosen, "; ".join(why))
+    return chosen
 
 
-def _interpreted(name: str) -> bool:
+def _said(chosen: Ops, why: str) -> str:
+    isa = getattr(chosen, "isa", "")
+    return f"{chosen.name}{isa and f' ({isa})'}: {why}"
+
+
+def _slow(chosen: Ops) -> str:
+    """Why it is not taken though it runs: C passes without vectors lose against PyTorch's operators with them.
+
+    Where neither has any, a trial tells.
+    """
+    if getattr(chosen, "isa", "") != "portable":
+        return ""
+    vectors = torch.backends.cpu.get_cpu_capability()
+    if vectors not in ("DEFAULT", "NO AVX"):
+        return f"no native, it has no vectors here (portable) and PyTorch's operators have {vectors}"
+    times = _trial(torch.get_num_threads())
+    return "" if times < MARGIN else f"no native, portable it took {times:.1f} x their time in a trial"
+
+
+@lru_cache(maxsize=4)
+def _trial(threads: int) -> float:
+    """Once a process: all its optimizers are to have the same back end, also when they are laid out anew."""
+    return times_as_long(_make("native", {"cpu"}), Ops())
+
+
+def _interpreted(name: str) -> str:
     """Triton's interpreter computes on the CPU, and slowly: it is for tests."""
-    return name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    return "it is interpreted" if name == "triton" and os.environ.get("TRITON_INTERPRET") == "1" else ""
 
 
 def _missing(name: str, devices: set[str]) -> str:

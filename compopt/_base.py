@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from . import _checkpoint, _recovery
 from ._alike import Alike, sample
-from ._backends import choose
+from ._backends import choose, give_way
 from ._buckets import Bucket, StateSpec, is_compressed, make_buckets
 from ._comm import Comm, Pending, connect, copies_of, has_met_others, shard_comms
 from ._handshake import describe, device_of, explain_mismatch, handshake
@@ -333,6 +333,19 @@ class CompressedOptimizer(Saving, Optimizer):
     def backend(self) -> str:
         """The kernels in use, chosen once at construction."""
         return self.ops.name
+
+    @property
+    def backend_reason(self) -> str:
+        """Why these, in words."""
+        return self.ops.reason
+
+    def give_way(self) -> None:
+        """Ranks have chosen different back ends: go on with PyTorch's operators, as all of them do."""
+        for bucket in self._buckets:
+            self.tidy(bucket)
+        self.ops = give_way()
+        for bucket in self._buckets:
+            self.restore(bucket)
 
     def _build(self) -> None:
         """Lay out buckets and state for the current groups; state that is there already is copied in."""

@@ -41,14 +41,18 @@ def describe(optimizer: Any) -> list[str]:
 def handshake(optimizer: Any, comm: Comm) -> Turns:
     """Raise ValueError when ranks differ, RuntimeError when something else averaged the gradients already."""
     code, times = zlib.crc32("\n".join(describe(optimizer)).encode()), _times(optimizer)
-    words = torch.tensor([code, _fingerprint(optimizer), _chosen(optimizer), *times], dtype=torch.int64)
+    backend = [zlib.crc32(optimizer.backend.encode()), optimizer.ops.automatic]
+    words = torch.tensor([code, _fingerprint(optimizer), _chosen(optimizer), *backend, *times], dtype=torch.int64)
     rows = (yield from gather(words.to(device_of(optimizer)), comm)).tolist()
+    if any(row[3] != rows[0][3] for row in rows) and all(row[4] for row in rows):
+        optimizer.give_way()
+        return (yield from handshake(optimizer, comm))
     if any(row[0] != code for row in rows):
         yield from explain_mismatch(optimizer, comm)
     if any(row[2] != rows[0][2] for row in rows):  # masks were lost on some ranks
         optimizer.forget_chosen()
-    if all(map(all, (row[3:] for row in rows))):
-        optimizer._trial.compare([row[3:] for row in rows])
+    if all(map(all, (row[5:] for row in rows))):
+        optimizer._trial.compare([row[5:] for row in rows])
     prints = {row[1] for row in rows}
     same = comm.size > 1 and len(prints) == 1 and prints != {0}
     if optimizer._alike.refuses(same, optimizer._handed_over):

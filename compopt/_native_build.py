@@ -43,6 +43,10 @@ SIGNATURES = {  # what a function returns and takes: p memory, n a size, d a num
 }
 
 
+class UnknownISA(ValueError):
+    """COMPOPT_NATIVE_ISA names what there is not, or not here."""
+
+
 def compiler() -> str | None:
     """The C compiler: what $CC names, else cc, gcc or clang; None where there is none."""
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
@@ -56,7 +60,7 @@ def asked_isa() -> str:
     isa = os.environ.get("COMPOPT_NATIVE_ISA", "")
     if isa not in TARGETS:
         names = ", ".join(name for name in TARGETS if name)
-        raise ValueError(f"COMPOPT_NATIVE_ISA must be one of {names}, got {isa!r}.")
+        raise UnknownISA(f"COMPOPT_NATIVE_ISA must be one of {names}, got {isa!r}.")
     return isa
 
 
@@ -75,7 +79,7 @@ def load() -> ctypes.CDLL:
 @lru_cache(maxsize=8)
 def _load(cc: str, isa: str) -> ctypes.CDLL:
     if isa not in ("", "portable") and isa not in (here := isas(cc)):
-        raise ValueError(
+        raise UnknownISA(
             f"COMPOPT_NATIVE_ISA={isa} cannot run here: this processor, as {cc} compiles for it, has "
             f"{', '.join(here)}. Name one of these, or unset it."
         )

@@ -23,6 +23,8 @@ class Ops:
     """PyTorch's own operators, ``torch._fused_adamw_`` among them, with scratch memory that is used again."""
 
     name = "torch"
+    reason = ""  # why it was chosen
+    automatic = False  # chosen by itself, not by name
 
     def __init__(self, devices: set[str] = frozenset()) -> None:
         self._scratch: dict[tuple, Tensor] = {}

@@ -255,6 +255,11 @@ class Separate(Projecting):
             own["step"] = self._own_groups[0]["step"]
             self._rebuild()
 
+    def give_way(self) -> None:
+        super().give_way()
+        if isinstance(self.base, CompressedOptimizer):
+            self.base.give_way()
+
     def _build(self) -> None:
         if isinstance(self.base, CompressedOptimizer):
             self.base._alone, self.base._comm = True, None

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from sim import Ranks, World
+from sim import Ranks
 from table import by_name
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,12 +112,6 @@ def parameters(device: str = "cpu") -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(SHAPE, device=device))]
 
 
-def test_pytorchs_operators_where_there_is_nothing_better(monkeypatch):
-    monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
-    monkeypatch.setattr(_backends, "compiler", lambda: None)
-    assert compopt.RadiusAdamW(parameters()).backend == "torch"
-
-
 def test_what_cannot_be_had_is_refused_in_words(monkeypatch):
     monkeypatch.setenv("COMPOPT_BACKEND", "fast")
     with pytest.raises(ValueError, match=r"COMPOPT_BACKEND must be one of auto, torch, .* got 'fast'"):
@@ -184,20 +178,6 @@ def test_a_back_end_that_is_installed_but_does_not_run_gives_way(monkeypatch):
     monkeypatch.setattr(_backends, "_make", broken)
     with pytest.warns(UserWarning, match="triton back end is installed but does not run.* Failed to find C compiler"):
         assert _backends.choose({"cuda"}).name == "torch"
-
-
-def test_ranks_with_different_back_ends_are_refused(monkeypatch):
-    world = World(2)
-    optimizers = []
-    for rank, backend in enumerate(("torch", "torch")):
-        monkeypatch.setenv("COMPOPT_BACKEND", backend)
-        torch.manual_seed(0)
-        (p,) = parameters()
-        p.grad = torch.full_like(p, rank + 1.0)
-        optimizers.append(compopt.AdamS([p], process_group=world.comms[rank]))
-    optimizers[1].ops.name = "triton"
-    with pytest.raises(ValueError, match=r"backend: 'torch'.*backend: 'triton'"):
-        world.step(optimizers)
 
 
 class Waits(TorchDispatchMode):
