@@ -3,10 +3,12 @@
     python bench/step.py                                    # all rows at 10 M parameters; a minute and a half
     python bench/step.py --sizes 1M 10M 124M 355M           # a quarter of an hour, 16 GB
     python bench/step.py --only "ScapeAdamS 0.01" --profile
+    python bench/step.py --isa avx2                         # as on a processor that has no more; portable: no vectors
 
 Gradients are those of real batches, made before the clock starts (drawn at random above 10 M parameters); masks are
 refreshed within the time. Only the ratios mean anything: a row and fused AdamW take turns, step by step, after enough
-steps for the residuals to have settled. Saves results/step.csv.
+steps for the residuals to have settled. Saves results/step.csv: ``isa`` is the instruction set of the C passes, ``torch``
+that of PyTorch's own operators (with ``--isa avx2`` both have AVX2; with ``portable`` PyTorch keeps what it has).
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import os
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +26,7 @@ import torch
 from _model import GPT, Batches
 
 import compopt
+from compopt import _native_build
 
 RESULTS = Path(__file__).parent / "results"
 FUSED = "AdamW, fused"
@@ -50,8 +55,8 @@ def gradients(size: str) -> list[list[torch.Tensor]]:
     return found
 
 
-def measure(size: str, row: str, pool: list[list[torch.Tensor]], profile: bool) -> tuple[list[float], list[float]]:
-    """Seconds of steps of this row, and of fused AdamW's beside them."""
+def measure(size: str, row: str, pool: list[list[torch.Tensor]], profile: bool) -> tuple[list[float], list[float], str]:
+    """Seconds of steps of this row, and of fused AdamW's beside them; and the row's back end."""
     names = (row, FUSED)
     params = {name: [torch.nn.Parameter(0.02 * torch.randn(g.shape)) for g in pool[0]] for name in names}
     optimizers = {name: ROWS[name](params[name]) for name in names}
@@ -68,7 +73,8 @@ def measure(size: str, row: str, pool: list[list[torch.Tensor]], profile: bool) 
         with torch.profiler.profile() as found:
             optimizers[row].step()
         print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40))
-    return seconds[row], seconds[FUSED]
+    chosen = getattr(optimizers[row], "backend_reason", "").split(":")[0]
+    return seconds[row], seconds[FUSED], chosen
 
 
 def main() -> None:
@@ -76,33 +82,55 @@ def main() -> None:
     cli.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="rows, beside AdamW")
     cli.add_argument("--sizes", nargs="+", choices=SIZES, default=["10M"], help="parameters")
     cli.add_argument("--profile", action="store_true", help="show where one step of each row goes")
+    cli.add_argument("--isa", choices=["avx512", "avx2", "neon", "portable"], help="the C passes run with no more")
     args = cli.parse_args()
+    if args.isa and args.isa != os.environ.get("COMPOPT_NATIVE_ISA"):
+        again(args.isa)
     torch.set_num_threads(1)
+    isa, vectors = instruction_set(), torch.backends.cpu.get_cpu_capability()
+    print(f"C passes: {isa}; PyTorch's operators: {vectors}")
     for size in args.sizes:
         rows, pool = [], gradients(size)
         print(f"{size}: {sum(g.numel() for g in pool[0]):,} parameters")
         for name in args.only:
-            ours, theirs = measure(size, name, pool, args.profile)
-            gc.collect()  # optimizers refer to themselves
+            ours, theirs, backend = measure(size, name, pool, args.profile)
+            gc.collect()
             low, middle, high = (1000 * t for t in statistics.quantiles(ours, n=4))
             ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
             figures = {"ms": round(middle, 2), "iqr_ms": round(high - low, 2), "to_adamw": round(ratio, 2)}
-            rows.append({"parameters": size, "row": name, **figures})
-            print(f"{name:<28}{middle:>8.1f} ms  IQR {high - low:>5.1f}  {ratio:>6.2f} x fused AdamW", flush=True)
+            rows.append({"parameters": size, "isa": isa, "torch": vectors, "row": name, "backend": backend, **figures})
+            print(
+                f"{name:<28}{middle:>8.1f} ms  IQR {high - low:>5.1f}  {ratio:>6.2f} x fused AdamW  {backend}",
+                flush=True,
+            )
         if args.only == list(ROWS):
             keep(rows)
 
 
+def again(isa: str) -> None:
+    """This command from its beginning, with what has to be set before PyTorch is imported."""
+    os.environ["COMPOPT_NATIVE_ISA"] = isa
+    if isa == "avx2":
+        os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def instruction_set() -> str:
+    """What the C passes have; none where there is no compiler."""
+    return _native_build.isa_of(_native_build.load()) if _native_build.compiler() else "none"
+
+
 def keep(rows: list[dict]) -> None:
-    """In place of what is there of the same sizes."""
-    path, sizes = RESULTS / "step.csv", {row["parameters"] for row in rows}
+    """In place of what is there of the same sizes and instruction sets."""
+    path, new = RESULTS / "step.csv", {(row["parameters"], row["isa"], row["torch"]) for row in rows}
     if path.exists():
         with path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["parameters"] not in sizes] + rows
+            old = list(csv.DictReader(file))
+        rows = [row for row in old if (row["parameters"], row["isa"], row["torch"]) not in new] + rows
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[-1]))
         writer.writeheader()
-        writer.writerows(sorted(rows, key=lambda row: list(SIZES).index(row["parameters"])))
+        writer.writerows(sorted(rows, key=lambda row: (list(SIZES).index(row["parameters"]), row["isa"], row["torch"])))
 
 
 if __name__ == "__main__":
