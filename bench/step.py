@@ -7,8 +7,8 @@
 
 Gradients are those of real batches, made before the clock starts (drawn at random above 10 M parameters); masks are
 refreshed within the time. Only the ratios mean anything: a row and fused AdamW take turns, step by step, after enough
-steps for the residuals to have settled. Saves results/step.csv: ``isa`` is the instruction set of the C passes, ``torch``
-that of PyTorch's own operators (with ``--isa avx2`` both have AVX2; with ``portable`` PyTorch keeps what it has).
+steps for the residuals to have settled. Saves results/step.csv: ``isa`` is the instruction set of the C passes,
+``torch`` that of PyTorch's own operators (with ``--isa avx2`` both have AVX2; with ``portable`` PyTorch keeps its own).
 """
 
 from __future__ import annotations
