@@ -6,7 +6,6 @@ A class says which state it keeps (``state_specs``), how one bucket steps (``alg
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -15,25 +14,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import _checkpoint, _recovery
-from ._alike import Alike, sample
+from ._alike import Alike
 from ._backends import choose, give_way
 from ._buckets import Bucket, StateSpec, is_compressed, make_buckets
 from ._comm import Comm, Pending, connect, copies_of, has_met_others, shard_comms
-from ._handshake import describe, device_of, explain_mismatch, handshake
 from ._offload import Offload
-from ._requests import CommunicationError, Request
+from ._requests import Request
 from ._runtime import Runtime, Verdict
 from ._saving import Saving
-from ._settings import bits_of, settings_of, structure_of
+from ._settings import settings_of
 from ._shards import Shards
 from ._stats import Stats
+from ._stepping import Stepping
 from ._weakly import weakly
 from ._when import OPTIONS, trial
 
 constructed: list[Callable[[CompressedOptimizer], None]] = []  # told of every new optimizer (integrations.ddp listens)
 
 
-class CompressedOptimizer(Saving, Optimizer):
+class CompressedOptimizer(Stepping, Saving, Optimizer):
     """Base of the optimizers that average their own gradients, compressed.
 
     A step is all or nothing: when any rank has a non-finite gradient all ranks skip it, and when a collective fails
@@ -47,9 +46,7 @@ class CompressedOptimizer(Saving, Optimizer):
     chosen_state: tuple[str, ...] = ()  # masks that the next step chooses anew where they are lost (all zero)
 
     _found = ""  # by a trial of when="auto"
-    _warned = False
     _skipped_in_a_row = 0
-    _scaled = False  # a GradScaler drives the steps
     _alone = False  # another optimizer wraps this one and averages for it
 
     def __init__(self, params: Iterable, defaults: dict[str, Any], process_group: object = None):
@@ -127,73 +124,6 @@ class CompressedOptimizer(Saving, Optimizer):
             pass
         return loss
 
-    def step_in_turns(self) -> Generator[Pending, None, None]:
-        """The step as a generator that yields each collective it is about to wait for (the simulator's turns)."""
-        if self._retired:
-            raise RuntimeError(
-                f"this {type(self).__name__} was replaced: an optimizer made later holds its parameters and has their "
-                "gradients now. Step that one, or call compopt.attach(ddp_model, optimizer) to have this one back."
-            )
-        comm = self.comm  # first: state may have to be cut anew
-        self._check_gradients()
-        self._unscale()
-        self.before_exchange()
-        before = self._option_groups[0]["step"] if self._option_groups else 0
-        try:
-            yield from self._step_over(comm, before)
-        except CommunicationError as error:
-            self._acquainted = False  # ranks may be a step apart now: the next one, if any, begins with a handshake
-            raise CommunicationError(f"step {before + 1} was not applied on rank {comm.rank}: {error}") from error
-
-    def _step_over(self, comm: Comm, before: int) -> Generator[Pending, None, None]:
-        yield from self._runtime.settle_in_turns()
-        yield from self._runtime.confirm(comm, device_of(self))
-        for bucket in self._buckets:
-            bucket.gathered = {}
-        if self._runtime.lost or self._agreed != structure_of(self):
-            self._acquainted = self._runtime.lost = False
-            self._runtime.drop_early()
-        if not self._acquainted:
-            self._offload.finish()
-            for bucket in self._buckets:
-                bucket.renew_masters()
-            yield from handshake(self, comm)
-            self._acquainted = True
-        if not self._buckets:
-            return
-        settings = self._settings()
-        if self.check_replicas_every and (before + 1) % self.check_replicas_every == 0:
-            settings += describe(self)
-        words = {"settings": bits_of(settings)}
-        if comm.size > 1:
-            words["alike"] = sample(self._buckets[-1].grads(), self._buckets[-1].device)
-        verdict = yield from self._runtime.step(self._buckets, comm, words, self._shards)
-        if verdict.changed and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "gradients were changed between backward and step() (a clip or an unscale?), so what was sent during "
-                "backward had to be sent again. From now on nothing is sent before step(): clip with max_grad_norm= "
-                "instead to keep communication behind backward.",
-                stacklevel=3,
-            )
-        if verdict.mismatch:
-            yield from explain_mismatch(self, comm)
-        if comm.size > 1 and self._alike.note(verdict.agreed["alike"]):
-            self._acquainted = False
-        if verdict.applied:
-            self._handed_over = False
-            self.committed()
-            for group in self._option_groups:
-                group["step"] += 1
-            if self._trial is not None and self._trial.found:
-                self._trial.keep()
-                self._found, self._trial = self._trial.found, None
-        self._agreed = structure_of(self)
-        self._report(verdict, comm)
-        if self._trial is not None and self._trial.watch(verdict.phase_of, verdict.applied, device_of(self)):
-            self._acquainted = False  # with the next step's handshake all ranks compare their times
-        self._watch_skips(verdict)
-
     def _report(self, verdict: Verdict, comm: Comm) -> None:
         sent, self._counted = comm.bytes_sent - self._counted, comm.bytes_sent
         phase = "+".join(sorted(set(verdict.phase_of.values()))) or "dense"
@@ -217,67 +147,6 @@ class CompressedOptimizer(Saving, Optimizer):
         self._settle()
         flats = [b.flat["residual"] for b in self._buckets if "residual" in b.flat]
         return sum(float(torch.linalg.vector_norm(f)) ** 2 for f in flats) ** 0.5
-
-    _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to step(): all ranks agree
-
-    def _unscale(self) -> None:
-        """Divide by the GradScaler's scale, which may differ between ranks, what it left scaled.
-
-        With a scaler no bucket starts in backward: the gradients are not yet what will be sent.
-        """
-        self._scaled = hasattr(self, "found_inf")
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None:
-            grads = [g for bucket in self._buckets for g in bucket.grads() if g is not None]
-            torch._foreach_mul_(grads, float(scale.double().reciprocal()))
-
-    # What the integrations say, and starting in backward (on autograd's thread)
-
-    _retired = False  # another optimizer has its parameters
-    _handed_over = False  # DDP has left the gradients of this step as they are
-
-    def take_over(self) -> None:
-        """From now on the gradients of a DDP come here as they are."""
-        self._retired = False
-
-    def retire(self) -> None:
-        """Another optimizer has these parameters now: nothing more is sent from here, and ``step()`` says so."""
-        self._retired = True
-        self._runtime.drop_early()
-        self._runtime.settle()
-
-    def handed_over(self) -> None:
-        """DDP has given back gradients of this backward, not averaged."""
-        self._handed_over = True
-
-    def gradients_ready(self, params: Iterable[Tensor]) -> None:
-        """Backward has finished these parameters: start the buckets that are now complete, but the last.
-
-        In the order of their index, whatever the order in which they get ready: collectives start alike on all ranks.
-        """
-        if not self._acquainted or self._scaled or self.comm.size == 1:
-            return
-        if not self._ready and self._agreed != structure_of(self):
-            return
-        for p in params:
-            if p in self._bucket_of:
-                self._ready.setdefault(self._bucket_of[p].index, set()).add(p)
-        before = self._begun
-        for bucket in self._buckets[self._begun : -1]:
-            if len(self._ready.get(bucket.index, ())) < len(bucket.params):
-                break
-            self._begun += 1
-            with torch.no_grad():
-                self._runtime.begin(bucket, self.comm)
-        if self._begun > before:
-            with torch.no_grad():
-                self._runtime.proceed(bucket.index for bucket in self._buckets[:before])
-
-    def backward_done(self) -> None:
-        """The backward that started buckets has ended: from here on a changed gradient makes its payload stale."""
-        self._ready.clear()
-        self._begun = 0
-        self._runtime.note_versions()
 
     # Faults
 
@@ -357,7 +226,6 @@ class CompressedOptimizer(Saving, Optimizer):
         self._agreed = ""  # the structure all ranks had in the last step
         self._alike = Alike()
         self._ready: dict[int, set[Tensor]] = {}  # what the running backward has finished, a bucket
-        self._begun = 0  # and how many buckets it has started
         self._runtime = Runtime(weakly(self.algorithm))
         self._buckets = make_buckets(self._option_groups, self.is_compressed)
         self._trial = trial(self._option_groups, self._buckets)

@@ -86,6 +86,7 @@ class Bucket:
         self.flat: dict[str, Tensor] = {}
         self.entries: list[dict[str, Tensor]] = []  # the optimizer's state of each tensor, which shows the views
         self.cache: dict[str, list[Tensor]] = {}  # derived from state, rebuilt when absent, never saved
+        self.withheld = False  # this rank takes part in an exchange without its gradients
         self._held: dict[str, Tensor] = {}
 
     @property
@@ -207,7 +208,7 @@ class Bucket:
 
     def grads(self) -> list[Tensor | None]:
         """This rank's gradients; None where backward left none."""
-        return [None if p.grad is None else local(p.grad) for p in self.params]
+        return [None if self.withheld or p.grad is None else local(p.grad) for p in self.params]
 
     def payload(self, lengths: list[int], dtype: torch.dtype | None, use: int = 0) -> Payload:
         """An empty payload with ``lengths[i]`` elements for tensor i. The next one for this ``use`` has its memory.
@@ -250,6 +251,10 @@ class Bucket:
         if self.device.type != "cpu":
             return torch.empty(size, dtype=dtype, device=self.device)
         return self._memory(name, size, dtype)
+
+    def let_go(self) -> None:
+        """Use memory anew: somebody else may still write to what was used so far."""
+        self._held = {}
 
     def _memory(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         """Memory kept under ``name``, made anew where it does not fit."""

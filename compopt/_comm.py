@@ -24,6 +24,7 @@ from ._requests import (
     BitOr,
     Broadcast,
     CommunicationError,
+    NotSent,
     Payload,
     ReduceScatterMean,
     Request,
@@ -53,6 +54,7 @@ class Pending:
     """
 
     started = False  # any, in this process
+    in_turns = False  # of ranks that take turns in one process: nobody may wait for it in backward
 
     def __init__(self, what: str, work: dist.Work | None, finish: Callable[[], object], more: bool = False):
         self.what, self._work, self._finish, self.more = what, work, finish, more
@@ -61,15 +63,14 @@ class Pending:
             _on_the_wire.add(self)
 
     def wait(self) -> object:
-        if self._work is None:
-            return self._finish()
-        try:
-            self._work.wait()
-            return self._finish()
-        except RuntimeError as error:
-            raise CommunicationError(f"{self.what} failed: {str(error).splitlines()[0]}") from error
-        finally:
-            self.forget()
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:  # as gloo raises; torch.distributed's own errors are some, too
+                raise CommunicationError(f"{self.what} failed: {_first_line(error)}") from error
+            finally:
+                self.forget()
+        return self._finish()
 
     def drain(self) -> None:
         """Wait until it uses its memory no more; whatever comes of it."""
@@ -103,10 +104,7 @@ class Comm:
         """Start the collective that answers ``request``."""
         self.bytes_sent += bytes_of(request)
         what = f"{type(request).__name__} of {bytes_of(request)} bytes over {self.size} ranks"
-        try:
-            return self._start(request, what)
-        except RuntimeError as error:
-            raise CommunicationError(f"{what} could not start: {str(error).splitlines()[0]}") from error
+        return self._start(request, what)
 
     def _start(self, request: Request, what: str) -> Pending:
         match request:
@@ -116,13 +114,13 @@ class Comm:
                 if self.size == 1:
                     return Pending(what, None, lambda: tensor.unsqueeze(0))
                 rows = tensor.new_empty((self.size, *tensor.shape)) if into is None else into
-                work = dist.all_gather(list(rows.unbind()), tensor.contiguous(), group=self.group, async_op=True)
+                work = self._call(dist.all_gather, what, list(rows.unbind()), tensor.contiguous())
                 return Pending(what, work, lambda: rows)
             case Broadcast(tensor, source):
                 if self.size == 1:
                     return Pending(what, None, lambda: tensor)
                 source = dist.get_global_rank(self.group, source)
-                work = dist.broadcast(tensor, source, group=self.group, async_op=True)
+                work = self._call(dist.broadcast, what, tensor, source)
                 return Pending(what, work, lambda: tensor)
             case ReduceScatterMean(tensor, sizes):
                 return self._reduce_scatter_mean(tensor, sizes, what)
@@ -136,7 +134,7 @@ class Comm:
         tensor: Tensor = request.tensor
         if self.size == 1:
             return Pending(what, None, lambda: request.message)
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        work = self._call(dist.all_reduce, what, tensor)
 
         def finish() -> object:
             torch.div(tensor, self.size, out=tensor)
@@ -149,17 +147,17 @@ class Comm:
         if self.size == 1:
             job.alone()
             return Pending(what, None, lambda: payload)
-        sent = job.first()
-        received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        try:
+            sent = job.first()
+            received = torch.empty_like(sent)
+        except Exception as error:
+            raise NotSent(what) from error
+        work = self._call(dist.all_to_all_single, what, received, sent)
 
         def second() -> Pending:
             mine = job.second(received)
             rows = mine.new_empty((self.size, *mine.shape))
-            try:
-                work = dist.all_gather(list(rows.unbind()), mine, group=self.group, async_op=True)
-            except RuntimeError as error:
-                raise CommunicationError(f"{what} could not start: {str(error).splitlines()[0]}") from error
+            work = self._call(dist.all_gather, what, list(rows.unbind()), mine)
 
             def finish() -> Payload:
                 job.finish(rows)
@@ -175,7 +173,7 @@ class Comm:
             return Pending(what, None, lambda: tensor.clone())
         received = tensor.new_empty(self.size * sizes[self.rank])
         counts = [sizes[self.rank]] * self.size
-        work = dist.all_to_all_single(received, tensor, counts, sizes, group=self.group, async_op=True)
+        work = self._call(dist.all_to_all_single, what, received, tensor, counts, sizes)
         return Pending(what, work, lambda: mean_of_rows(received.view(self.size, -1)))
 
     def _bit_or(self, tensor: Tensor, what: str) -> Pending:
@@ -183,24 +181,35 @@ class Comm:
         if self.size == 1:
             return Pending(what, None, lambda: tensor)
         if self.or_in_backend:
-            work = dist.all_reduce(tensor, dist.ReduceOp.BOR, group=self.group, async_op=True)
+            work = self._call(dist.all_reduce, what, tensor, dist.ReduceOp.BOR)
             return Pending(what, work, lambda: tensor, more=True)
         segment = -(-tensor.numel() // self.size)
         sent = torch.nn.functional.pad(tensor, (0, segment * self.size - tensor.numel()))
         received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        work = self._call(dist.all_to_all_single, what, received, sent)
 
         def finish() -> object:
             mine = functools.reduce(torch.bitwise_or, received.view(self.size, segment).unbind())
-            dist.all_gather(list(sent.view(self.size, segment).unbind()), mine, group=self.group)
-            return tensor.copy_(sent[: tensor.numel()])
+            work = self._call(dist.all_gather, what, list(sent.view(self.size, segment).unbind()), mine)
+            return Pending(what, work, lambda: tensor.copy_(sent[: tensor.numel()]), more=True)
 
         return Pending(what, work, finish, more=True)
+
+    def _call(self, collective: Callable[..., dist.Work | None], what: str, *args: object) -> dist.Work:
+        """Start one of torch.distributed's collectives."""
+        try:
+            return collective(*args, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise CommunicationError(f"{what} could not start: {_first_line(error)}") from error
 
     @property
     def or_in_backend(self) -> bool:
         """Whether the group's backend has a bitwise or: gloo and MPI, not NCCL."""
         return dist.get_backend(self.group) in ("gloo", "mpi")
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def connect(group: object) -> Comm:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ._buckets import local
 from ._comm import Comm, Pending
-from ._requests import AllGather
+from ._requests import AllGather, CommunicationError
 
 Turns = Generator[Pending, None, Any]
 
@@ -66,12 +66,7 @@ def handshake(optimizer: Any, comm: Comm) -> Turns:
 
 def explain_mismatch(optimizer: Any, comm: Comm) -> Turns:
     """Exchange the descriptions and raise a ValueError that names the first difference."""
-    mine = describe(optimizer)
-    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device_of(optimizer))
-    sizes = (yield from gather(torch.tensor([text.numel()], device=text.device), comm)).view(-1).tolist()
-    padded = torch.cat([text, text.new_zeros(max(sizes) - text.numel())])
-    rows = yield from gather(padded, comm)
-    theirs = [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows.cpu(), sizes, strict=True)]
+    theirs = yield from _tell(describe(optimizer), device_of(optimizer), comm)
     for rank, lines in enumerate(theirs):
         for a, b in zip(theirs[0] + [""] * len(lines), lines + [""] * len(theirs[0]), strict=False):
             if a != b:
@@ -80,6 +75,24 @@ def explain_mismatch(optimizer: Any, comm: Comm) -> Turns:
                     f"rank {rank} has {b or 'nothing'!r}: make them equal."
                 )
     raise ValueError("ranks differed in their settings at this step, and nothing was applied: make them equal.")
+
+
+def tell_failure(optimizer: Any, comm: Comm, mine: Exception | None) -> Turns:
+    """Raise CommunicationError that says which ranks could not send their gradients. ``mine``: why this one cannot."""
+    said = [] if mine is None else [f"{type(mine).__name__}: {mine}"]
+    del mine  # its frames hold this one
+    theirs = yield from _tell(said, device_of(optimizer), comm)
+    who = [f"rank {rank} ({lines[0]})" for rank, lines in enumerate(theirs) if lines]
+    raise CommunicationError(f"the gradients of {', '.join(who) or 'another shard'} could not be sent")
+
+
+def _tell(lines: list[str], device: torch.device, comm: Comm) -> Turns:
+    """What every rank has to say."""
+    text = torch.frombuffer(bytearray(json.dumps(lines).encode()), dtype=torch.uint8).to(device)
+    sizes = (yield from gather(torch.tensor([text.numel()], device=device), comm)).view(-1).tolist()
+    padded = torch.cat([text, text.new_zeros(max(sizes) - text.numel())])
+    rows = yield from gather(padded, comm)
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows.cpu(), sizes, strict=True)]
 
 
 def gather(tensor: Tensor, comm: Comm) -> Turns:

@@ -140,6 +140,10 @@ class CommunicationError(RuntimeError):
     """A collective failed. The step it belonged to was not applied on this rank."""
 
 
+class NotSent(Exception):
+    """What was to be sent could not be made on this rank, for the reason that is this exception's cause."""
+
+
 def bytes_of(request: Request) -> int:
     """Bytes this rank hands to the collective for ``request``."""
     if isinstance(request, Agree | Commit):

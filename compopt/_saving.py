@@ -23,6 +23,7 @@ class Saving:
         Residuals are the mean over ranks right after :meth:`consolidate_state`, else this rank's own; the groups say
         which, under ``residuals``, and which ``class`` wrote them in which ``format``.
         """
+        self._refuse_half_step()
         self._settle()
         saved = super().state_dict()
         place = {p: n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
@@ -69,6 +70,7 @@ class Saving:
         _checkpoint.load(self, state_dict)
         self._consolidated = None
         self._rebuild()
+        self._half_step = ""
 
     @torch.no_grad()
     def consolidate_state(self) -> None:
@@ -81,6 +83,7 @@ class Saving:
             pass
 
     def consolidate_in_turns(self) -> Generator[Pending, None, None]:
+        self._refuse_half_step()
         self._settle()
         for bucket in self._buckets:
             for name in self.averaged_state:
@@ -99,6 +102,7 @@ class Saving:
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
             raise TypeError("an optimizer with a process_group cannot be pickled: save its state_dict() instead.")
+        self._refuse_half_step()
         self._settle()
         return self._contents()
 
@@ -112,6 +116,7 @@ class Saving:
         self._build()
 
     def __deepcopy__(self, memo: dict) -> Saving:
+        self._refuse_half_step()
         self._settle()
         new = type(self).__new__(type(self))
         Optimizer.__setstate__(new, copy.deepcopy(self._contents(), memo))

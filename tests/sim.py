@@ -33,10 +33,10 @@ class Deadlock(AssertionError):
 class SimPending:
     """A collective that is answered once every rank has started its own."""
 
-    more = False  # ranks run one after the other here: none may wait for another in its backward
+    in_turns = True  # ranks run one after the other here: none may wait for another in its backward
 
-    def __init__(self, world: World, number: int, rank: int):
-        self.world, self.number, self.rank = world, number, rank
+    def __init__(self, world: World, number: int, rank: int, more: bool):
+        self.world, self.number, self.rank, self.more = world, number, rank, more
 
     @property
     def ready(self) -> bool:
@@ -70,7 +70,7 @@ class SimComm:
         self.bytes_sent += bytes_of(request)
         number, self.started = self.started, self.started + 1
         self.world.ask(number, self.rank, request)
-        return SimPending(self.world, number, self.rank)
+        return SimPending(self.world, number, self.rank, isinstance(request, BitOr) or getattr(request, "more", False))
 
     def __deepcopy__(self, memo: dict) -> SimComm:
         return self

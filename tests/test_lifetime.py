@@ -12,6 +12,7 @@ from table import CASES, FORMS, Case
 from torch import nn
 
 import compopt
+from compopt import _buckets
 
 TRACKED = Case(
     compopt.SeparateAdam,
@@ -31,6 +32,11 @@ def no_collector():
     gc.enable()
 
 
+@pytest.fixture(autouse=True)
+def several_buckets(monkeypatch):
+    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 10_000)
+
+
 def trained(case: Case, comm: object, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 3))
@@ -47,7 +53,8 @@ def test_a_deleted_optimizer_is_gone_at_once(case, no_collector):
     """Also its model, with masks on the wire, with a bucket begun in backward, and whoever holds its statistics."""
     model, optimizer = trained(case, World(1).comms[0], steps=6)
     optimizer.state_dict()
-    optimizer._runtime.begin(optimizer._buckets[0], optimizer.comm)
+    optimizer._runtime.begin(optimizer._buckets, optimizer.comm, lambda bucket: True)
+    assert optimizer._runtime.schedule.exchanges
     stats, gone = optimizer.stats, [weakref.ref(optimizer), weakref.ref(model), weakref.ref(model[0].weight)]
     del optimizer
     assert gone[0]() is None

@@ -286,7 +286,9 @@ def test_bytes_are_the_index_the_union_and_the_parameters():
     stats = optimizers[0].stats
     union = round(stats.density * n)
     assert stats.parameter_bytes == 4 * n // 2
-    assert stats.bytes_sent == n // 8 + 4 * (union + 2 * (1 + control)) + 24 + stats.parameter_bytes  # 24: the norm
+    assert (
+        stats.bytes_sent == n // 8 + 4 * (union + 2 * (1 + control)) + 40 + stats.parameter_bytes
+    )  # 40: the norm and the verdict
 
 
 def test_selection_of_large_shards_zeroes_at_least_its_share():

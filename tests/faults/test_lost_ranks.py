@@ -34,7 +34,7 @@ def die(trainings: list[Training], rank: int, when: str) -> None:
         def commit(*args):
             raise Dead
 
-        _runtime.Runtime._commit = commit
+        _runtime.Runtime.commit = commit
         for training in trainings:
             with pytest.raises(Dead):
                 training.optimizer.step()
