@@ -195,11 +195,14 @@ def test_strange_shapes_and_layouts(case):
         nn.Parameter(torch.randn(())),
         nn.Parameter(torch.randn(8, 16, 8, 8).to(memory_format=torch.channels_last)),
         nn.Parameter(torch.randn(80, 70).t()),
+        nn.Parameter(torch.randn(5)[1:2:2]),  # one element, and none, of which memory has only every second
+        nn.Parameter(torch.randn(3, 0)[:, ::2]),
     ]
     optimizer = case.make(params)
     for step in range(7):
         for i, p in enumerate(params):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
+            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
+            p.grad = g if i < 4 else torch.stack([g, g], -1)[..., 0]
         params[3].grad = params[3].grad.t().contiguous().t()
         optimizer.step()
     assert all(p.isfinite().all() for p in params)
