@@ -22,7 +22,7 @@ class Case:
     lossless: dict[str, Any]
     reference: Callable[..., torch.optim.Optimizer]
     lr: float = 1e-2
-    method: str = "adamw"  # which row of the toy problems' table it has to reach, with these options
+    method: str = "adamw"  # which row of the toy problems' table it has to reach, and what it conserves
     problems: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)  # losses to reach instead, where the class differs
     bad: dict[str, list[Any]] = field(default_factory=dict)
@@ -50,8 +50,8 @@ def around_adamw(params: Any, lr: float = 1e-3, weight_decay: float = 1e-2, maxi
     return compopt.Separate(torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, maximize=maximize), **options)
 
 
-def adams(params: Any, lr: float) -> torch.optim.Optimizer:
-    return compopt.AdamS(params, lr=lr)  # itself held against its equation in test_adams.py
+def adams(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return compopt.AdamS(params, **options)  # itself held against its equation in test_adams.py
 
 
 ADAM_BAD = {"lr": [-1.0], "eps": [-1e-8], "betas": [(1.0, 0.9), (0.9, -0.1)], "weight_decay": [-0.1]}
@@ -123,6 +123,7 @@ FORMS = [
         lossless=dict(density=1.0, sharded=True),
         reference=adams,
         lr=1e-3,
+        method="scape",
         form="sharded",
     ),
 ]

@@ -1,0 +1,111 @@
+"""What goes in comes out: over ranks, gradients equal what was applied and what is owed.
+
+The gradient that an optimizer applied is read off its first moment, G = (m' - b1 m) / (1 - b1), so this knows nothing
+of how it was exchanged. ``m`` and what is owed, ``r``, the mean over ranks of the residuals, are taken before a step
+and after it, whole, also where each rank keeps a shard only::
+
+    SCAPE      m' + r' = b1 m + (1 - b1) mean g + r             # sharded: what ranks have in common belongs to r
+    SEPARATE   r' = b r + (1 - b) (mean g + r - G), where it projects with a weight b of the old error
+    all other  G + r' = mean g + r
+
+A payload that rounds is held to this where there is a residual to keep what is lost, that is, of compressed tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from table import Case
+from torch import Tensor
+
+from compopt._projecting import resets
+
+Optimizers = list[torch.optim.Optimizer]
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}  # of what ``Ledger.check`` returns
+
+
+def everywhere(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def moments(optimizers: Optimizers) -> list[Tensor]:
+    """The first moment of every tensor, whole, in float64."""
+    first = optimizers[0]
+    saved = first.state_dict()  # settles what is on its way
+    if first.sharded:
+        return joined(optimizers, "exp_avg")
+    state = saved["base"]["state"] if "base" in saved else saved["state"]
+    found = [state.get(n, {}).get("exp_avg", torch.zeros_like(p)) for n, p in enumerate(everywhere(first))]
+    return [m.to(torch.float64, copy=True) for m in found]
+
+
+def owed(optimizers: Optimizers) -> list[Tensor]:
+    """What all ranks together hold back of every tensor, as it counts in a mean; zeros where nothing can be."""
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    zeros = [torch.zeros_like(p, dtype=torch.float64) for p in everywhere(optimizers[0])]
+    found = [torch.stack([s[n].get("residual", zero).double() for s in states]) for n, zero in enumerate(zeros)]
+    return [own.mean(0) + common for own, common in zip(found, joined(optimizers, "common"), strict=True)]
+
+
+def joined(optimizers: Optimizers, name: str) -> list[Tensor]:
+    """A state of every tensor of which each rank keeps a shard, put together in float64; zeros where there is none."""
+    found = []
+    for replicas in zip(*map(everywhere, optimizers), strict=True):
+        entries = [optimizer.state[p] for optimizer, p in zip(optimizers, replicas, strict=True)]
+        whole = torch.zeros_like(replicas[0], dtype=torch.float64)
+        if all(name in entry for entry in entries):
+            whole.copy_(torch.cat([entry[name].view(-1) for entry in entries]).view(whole.shape))
+        found.append(whole)
+    return found
+
+
+class Ledger:
+    """The books of one step: opened before it, checked after it on the optimizers that took it."""
+
+    def __init__(self, case: Case, optimizers: Optimizers):
+        self.case = case
+        self.m, self.r = moments(optimizers), owed(optimizers)
+        grads = [[p.grad for p in everywhere(optimizer)] for optimizer in optimizers]
+        self.g = [self._mean(each) for each in zip(*grads, strict=True)]
+        self.weights = self._weights_of_old_errors(optimizers[0])
+
+    @staticmethod
+    def _mean(grads: tuple[Tensor | None, ...]) -> Tensor | None:
+        there = [g.double() for g in grads if g is not None]
+        return sum(there) / len(grads) if there else None
+
+    def _weights_of_old_errors(self, first: torch.optim.Optimizer) -> list[float | None]:
+        """SEPARATE's, of the tensors that the coming step projects."""
+        plans = {}
+        if self.case.method == "separate":
+            plans = dict(pair for b in first._buckets for pair in zip(b.params, first._plan(b), strict=True))
+        return [plans[p].beta if plans.get(p) else None for p in everywhere(first)]
+
+    def check(self, optimizers: Optimizers) -> float:
+        """The largest relative difference between the two sides, over all tensors of which they can be told."""
+        first, worst = optimizers[0], 0.0
+        groups = [group for group, own in zip(first._option_groups, first.param_groups, strict=True)
+                  for _ in own["params"]]  # fmt: skip
+        adams = [group for group in first.param_groups for _ in group["params"]]
+        after = zip(everywhere(first), moments(optimizers), owed(optimizers), strict=True)
+        for n, (p, m, r) in enumerate(after):
+            rounds = bool(groups[n].get("payload_dtype")) and groups[n]["payload_dtype"] != p.dtype
+            if p.numel() and ("residual" in first.state[p] or not rounds):
+                left, right = self._sides(n, groups[n], adams[n], m, r, rounds)
+                sizes = [float(x.abs().max()) for x in (self.m[n], self.r[n], m, r, left, right)]
+                worst = max(worst, float((left - right).abs().max()) / (max(sizes) + 1e-300))
+        return worst
+
+    def _sides(self, n: int, group: dict, adam: dict, m_: Tensor, r_: Tensor, rounds: bool) -> tuple[Tensor, Tensor]:
+        m, r, g, weight = self.m[n], self.r[n], self.g[n], self.weights[n]
+        reset = "reset_interval" in group and resets(group, group["step"])
+        if g is None:  # no rank had a gradient
+            return torch.stack([m_, r_]), torch.stack([m, r * (not reset)])
+        beta, sign = adam["betas"][0], -1 if adam["maximize"] else 1
+        if self.case.method == "scape":
+            return m_ + r_, beta * m + sign * (1 - beta) * g + r
+        applied = sign * (m_ - beta * m) / (1 - beta)
+        if reset and (weight is not None or rounds):
+            return r_, torch.zeros_like(r)
+        if weight is not None:
+            return r_, weight * r + (1 - weight) * (g + r - applied)
+        return applied + r_, g + r
