@@ -55,7 +55,7 @@ class AdamSPasses(Ops):
         for i, here in enumerate(present):
             if not here:
                 if new[i] is not old[i]:
-                    new[i].copy_(old[i])
+                    new[i].copy_(old[i].view_as(new[i]))
                 if selection:
                     selection.take_one(i, None)
 
