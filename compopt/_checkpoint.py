@@ -42,7 +42,8 @@ def fill(bucket: Bucket, specs: dict[str, StateSpec], state: MutableMapping[Tens
         bucket.allocate(name, spec, held)
     on = bucket.device if bucket.device.type == "cuda" else "cpu"
     bucket.state["step"] = [
-        torch.zeros((), dtype=torch.float32, device=on).copy_(old.get("step", torch.zeros(()))) for old in held
+        torch.zeros((), dtype=torch.float32, device=on).copy_(old.get("step", torch.zeros((), dtype=torch.float32)))
+        for old in held
     ]
     for i, (p, old) in enumerate(zip(bucket.params, held, strict=True)):
         entry = {"step": bucket.state["step"][i]}
@@ -141,9 +142,16 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         if "step" not in other:  # from torch.optim: count on from its parameters
             group["step"] = int(counted)
     for p, entry in pairs:
-        optimizer.state[p] = {k: v if isinstance(v, Tensor) else torch.tensor(v) for k, v in entry.items()}
+        optimizer.state[p] = {k: as_tensor(v) for k, v in entry.items()}
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
+
+
+def as_tensor(value: Tensor | float | bool) -> Tensor:
+    """A state as a tensor: other optimizers save some as numbers."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
 
 
 def groups_of(optimizer: Any, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
@@ -276,7 +284,7 @@ def gather(bucket: Bucket, name: str, comm: Comm, owners: list[int] | None = Non
 
 def move(old: list[Bucket], new: list[Bucket], comm: Comm) -> Gathering:
     """Cut the shards of ``old`` buckets again as the ``new`` ones are cut, over the ranks that are left."""
-    pending = comm.start(AllGather(torch.tensor([old[0].shards.rank], device=old[0].device)))
+    pending = comm.start(AllGather(torch.tensor([old[0].shards.rank], dtype=torch.int64, device=old[0].device)))
     yield pending
     owners = pending.wait().view(-1).tolist()
     for before, after in zip(old, new, strict=True):

@@ -89,7 +89,7 @@ def tell_failure(optimizer: Any, comm: Comm, mine: Exception | None) -> Turns:
 def _tell(lines: list[str], device: torch.device, comm: Comm) -> Turns:
     """What every rank has to say."""
     text = torch.frombuffer(bytearray(json.dumps(lines).encode()), dtype=torch.uint8).to(device)
-    sizes = (yield from gather(torch.tensor([text.numel()], device=device), comm)).view(-1).tolist()
+    sizes = (yield from gather(torch.tensor([text.numel()], dtype=torch.int64, device=device), comm)).view(-1).tolist()
     padded = torch.cat([text, text.new_zeros(max(sizes) - text.numel())])
     rows = yield from gather(padded, comm)
     return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows.cpu(), sizes, strict=True)]

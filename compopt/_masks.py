@@ -86,7 +86,7 @@ def positions_of(bits: Tensor) -> Tensor:
     if item.numel() * 4 > words.numel() * 3:  # dense: the search below would go through most words many times
         return flags_of(bits).nonzero().view(-1)
     left, counts, found = words.index_select(0, item), torch.zeros_like(item), []
-    base, alive = item << 6, torch.arange(item.numel(), device=bits.device)
+    base, alive = item << 6, torch.arange(item.numel(), dtype=torch.int64, device=bits.device)
     while left.numel():  # the lowest bit of every word, then the next of those that have more
         lowest = torch.neg(left).bitwise_and_(left)
         place = (lowest.double().view(torch.int64) >> 52).bitwise_and_(0x7FF).add_(base)  # its exponent, plus 1023
@@ -150,7 +150,7 @@ def encode(positions: Tensor, bits: Tensor, deal: Deal, rank: int) -> Tensor:
 def _code(position: Tensor, part: Part) -> Tensor:
     k, device = position.numel(), position.device
     upper = torch.zeros(_upper(8 * (part.last - part.first), part.most, part.low), dtype=torch.bool, device=device)
-    upper[(position >> part.low).add_(torch.arange(k, device=device))] = True
+    upper[(position >> part.low).add_(torch.arange(k, dtype=torch.int64, device=device))] = True
     rows = torch.zeros(part.low, _whole(part.most), dtype=torch.bool, device=device)
     for n, row in enumerate(rows):
         row[:k] = (position >> n) & 1
@@ -161,7 +161,9 @@ def decode(message: Tensor, part: Part) -> Tensor:
     """The positions in a coded range, ascending, int64."""
     upper, k = _upper(8 * (part.last - part.first), part.most, part.low) // 8, _whole(part.most)
     position = positions_of(message[:upper])
-    position.sub_(torch.arange(position.numel(), device=message.device)).bitwise_left_shift_(part.low)
+    position.sub_(torch.arange(position.numel(), dtype=torch.int64, device=message.device)).bitwise_left_shift_(
+        part.low
+    )
     rows = flags_of(message[upper : upper + part.low * k // 8]).view(part.low, k)[:, : position.numel()]
     for n, row in enumerate(rows):
         position.add_(row, alpha=1 << n)
@@ -188,7 +190,7 @@ def per_tensor(positions: Tensor, lengths: tuple[int, ...]) -> list[Tensor | Non
     """The positions within each tensor, int32 where that holds them; None for tensors of length 0 (not compressed)."""
     offsets = offsets_of(lengths)
     dtype = torch.int32 if max(lengths) < 2**31 else torch.int64
-    cuts = torch.searchsorted(positions, 8 * torch.tensor(offsets, device=positions.device)).tolist()
+    cuts = torch.searchsorted(positions, 8 * torch.tensor(offsets, dtype=torch.int64, device=positions.device)).tolist()
     local = torch.empty(positions.numel(), dtype=dtype, device=positions.device)
     for offset, a, b in zip(offsets, cuts, cuts[1:], strict=False):
         local[a:b] = positions[a:b] - 8 * offset

@@ -45,7 +45,9 @@ class CompiledOps(Ops):
             1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**t), group["eps"],
             lr / (1 - beta1**t), -1.0 if group["maximize"] else 1.0,
         ]  # fmt: skip
-        _compiled(_adamw_and_add)(*_flat(w, g, m, v, residual, add), torch.tensor(factors, device=w.device))
+        _compiled(_adamw_and_add)(
+            *_flat(w, g, m, v, residual, add), torch.tensor(factors, dtype=w.dtype, device=w.device)
+        )
 
     def adams(
         self, group: dict, w: Tensor, g: Tensor, m: Tensor, step: Tensor, clip: float = 1.0, decay: bool = True
@@ -56,7 +58,7 @@ class CompiledOps(Ops):
         old, new, first = adams_factors(float(step), group["betas"], group["bias_correction"])
         shrink = 1 - lr * group["weight_decay"] if decay else 1.0
         factors = [shrink, 1 - beta1, old, new * clip**2, group["eps"], lr / first]
-        _compiled(_adams)(*_flat(w, g, m), torch.tensor(factors, device=w.device))
+        _compiled(_adams)(*_flat(w, g, m), torch.tensor(factors, dtype=w.dtype, device=w.device))
 
 
 def _adamw_and_add(
@@ -86,9 +88,9 @@ def _compiled(function):
 def _try(device: str) -> None:
     """Compile both for float32 on this device."""
     with torch.no_grad():
-        x = [torch.ones(64, device=device) for _ in range(6)]
-        _compiled(_adamw_and_add)(*x, torch.ones(8, device=device))
-        _compiled(_adams)(*x[:3], torch.ones(6, device=device))
+        x = [torch.ones(64, dtype=torch.float32, device=device) for _ in range(6)]
+        _compiled(_adamw_and_add)(*x, torch.ones(8, dtype=torch.float32, device=device))
+        _compiled(_adams)(*x[:3], torch.ones(6, dtype=torch.float32, device=device))
 
 
 def _fits(*tensors: Tensor) -> bool:

@@ -148,7 +148,9 @@ class Matrices:
         """A number for every word of the bucket, no two alike: its tensor's number above bit 40, its place below."""
         held = self._counters.get(bucket.index)
         if held is None or held[0] != (key, bucket.device):
-            counters = [torch.arange(words, device=bucket.device).add_(number << 40) for number, words in key]
+            counters = [
+                torch.arange(words, dtype=torch.int64, device=bucket.device).add_(number << 40) for number, words in key
+            ]
             held = self._counters[bucket.index] = ((key, bucket.device), torch.cat(counters).mul_(GOLDEN))
         return held[1]
 
@@ -174,7 +176,7 @@ def gaussian_quantiles() -> Tensor:
 @cache
 def fingerprint(kind: str) -> str:
     """A checksum of what this machine draws: ranks whose arithmetic differs must not train together."""
-    bucket = Bucket(0, {}, [torch.empty(64, 64)], ["probe"])
+    bucket = Bucket(0, {}, [torch.empty(64, 64, dtype=torch.float32)], ["probe"])
     q = Projection(64, 64, False, 8, kind, 0.0)
     drawn = Matrices().draw(bucket, [0], [q], seed=0, step=1)[0]
     return hashlib.blake2b(str(drawn.tolist()).encode(), digest_size=8).hexdigest()

@@ -167,5 +167,5 @@ def _place(seed: tuple[int, ...]) -> int:
 @lru_cache(maxsize=8)
 def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The numbers u in a random order, twice, so that TABLE of them follow on any place."""
-    order = torch.randperm(TABLE, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(TABLE, dtype=torch.int64, generator=torch.Generator().manual_seed(0))
     return torch.cat([order, order]).add(0.5).div_(TABLE).to(device, dtype)

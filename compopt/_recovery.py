@@ -58,7 +58,9 @@ def catch_up(optimizer: Any, comm: Comm) -> Turns:
     saved = optimizer.state_dict()
     sharded = {name for bucket in optimizer._buckets for name in bucket.sharded}
     shared = list(_shared(saved, sharded.union(optimizer.averaged_state)))
-    words = torch.tensor([saved["param_groups"][0]["step"], len(shared)], device=device_of(optimizer))
+    words = torch.tensor(
+        [saved["param_groups"][0]["step"], len(shared)], dtype=torch.int64, device=device_of(optimizer)
+    )
     rows = (yield from gather(words, comm)).tolist()
     steps = [step for step, _ in rows]
     ahead, mine = max(steps), steps[comm.rank]

@@ -120,7 +120,7 @@ class Runtime:
         """Let all ranks know where any has lost a tail of which they rely on each other."""
         if not self.unconfirmed:
             return
-        pending = comm.start(AllReduceMean(torch.tensor([float(self.lost)], device=device)))
+        pending = comm.start(AllReduceMean(torch.tensor([float(self.lost)], dtype=torch.float32, device=device)))
         yield pending
         self.lost = float(pending.wait()) > 0
         self.unconfirmed = False

@@ -58,7 +58,7 @@ def largest(x: Tensor, k: int, ops: Ops) -> Tensor:
     """Positions, ascending, of exactly the k largest |x|; all that are not 0 where these are fewer."""
     n = x.numel()
     if k >= n:
-        return torch.arange(n, device=x.device)
+        return torch.arange(n, dtype=torch.int64, device=x.device)
     if (positions := ops.largest_of(x, k)) is not None:
         return positions
     if n > EXACT_BELOW and k <= n // 4:  # of more than that topk would sort nearly all of x anyway

@@ -62,7 +62,9 @@ class Shards:
 
     def counts(self, positions: Tensor) -> list[int]:
         """How many of ``positions``, ascending, among the bits of the mask, each rank owns."""
-        bounds = torch.searchsorted(positions, 8 * torch.tensor(self.cuts, device=positions.device)).tolist()
+        bounds = torch.searchsorted(
+            positions, 8 * torch.tensor(self.cuts, dtype=torch.int64, device=positions.device)
+        ).tolist()
         return [b - a for a, b in itertools.pairwise(bounds)]
 
     def in_own_parts(self, positions: Tensor) -> list[Tensor | None]:
@@ -72,7 +74,7 @@ class Shards:
             for offset, (start, stop) in zip(self.offsets, self.own, strict=False)
             for edge in (start, stop)
         ]
-        bounds = torch.searchsorted(positions, torch.tensor(edges, device=positions.device)).tolist()
+        bounds = torch.searchsorted(positions, torch.tensor(edges, dtype=torch.int64, device=positions.device)).tolist()
         return [
             positions[bounds[2 * i] : bounds[2 * i + 1]] - edges[2 * i] if compressed else None
             for i, compressed in enumerate(self.compressed)

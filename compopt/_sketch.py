@@ -61,15 +61,16 @@ class Sketch:
     def _draw(self, seed: int) -> tuple[Tensor, Tensor]:
         """Three cells, a third of the table each, and signs for every element of the index: ``(3, elements)`` both."""
         device = self.index.device
-        counts = torch.tensor(self.counts, device=device)
+        counts = torch.tensor(self.counts, dtype=torch.int64, device=device)
         third, base = (
-            torch.tensor(numbers, device=device).repeat_interleave(counts)
+            torch.tensor(numbers, dtype=torch.int64, device=device).repeat_interleave(counts)
             for numbers in (self.thirds, [sum(self.tables[:r]) for r in range(self.shards.ranks)])
         )
-        salts = torch.arange(3, device=device).add_(3 * seed).mul_(GOLDEN).unsqueeze(1)
+        three = torch.arange(3, dtype=torch.int64, device=device)
+        salts = three.add(3 * seed).mul_(GOLDEN).unsqueeze(1)
         hashed = mixed(self.index.unsqueeze(0) ^ salts)
         number = (hashed >> 1) & 0x7FFFFFFF  # bits that the sign does not use
-        cells = number % third.clamp(min=1) + third * torch.arange(3, device=device).unsqueeze(1) + base
+        cells = number % third.clamp(min=1) + third * three.unsqueeze(1) + base
         return cells, 1 - 2 * (hashed & 1)
 
     def fill(self, parts: list[Tensor], values: Tensor) -> None:
@@ -115,7 +116,7 @@ def peel(cells: Tensor, total: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor
     each which of its three cells holds nothing else by then.
     """
     n, device = cells.shape[1], cells.device
-    flat, ids = cells.reshape(-1), torch.arange(n, device=device)
+    flat, ids = cells.reshape(-1), torch.arange(n, dtype=torch.int64, device=device)
     degree = torch.zeros(total, dtype=torch.int64, device=device).index_add_(0, flat, torch.ones_like(flat))
     held = torch.zeros_like(degree).index_add_(0, flat, ids.repeat(3))  # the sum: where one is left, that one
     left = torch.ones(n, dtype=torch.bool, device=device)

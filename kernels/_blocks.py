@@ -40,10 +40,10 @@ class Blocks:
         self.lengths, self.size = tuple(lengths), size or BLOCK
         per_tensor = torch.tensor([-(-n // self.size) for n in lengths], dtype=torch.int64)
         firsts = per_tensor.cumsum(0) - per_tensor
-        number = torch.arange(len(lengths)).repeat_interleave(per_tensor)
+        number = torch.arange(len(lengths), dtype=torch.int64).repeat_interleave(per_tensor)
         of_tensor = firsts[number]
         self.count = number.numel()
-        start = (torch.arange(self.count) - of_tensor) * self.size
+        start = (torch.arange(self.count, dtype=torch.int64) - of_tensor) * self.size
         self.where = upload(torch.stack([number, start], 1), device)
         self.firsts = upload(start, device)
         self.of_tensor = upload(of_tensor, device)

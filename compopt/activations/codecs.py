@@ -91,7 +91,7 @@ class AutoEncoder(Compressor):
         super().__init__()
         if not 1 <= code <= hidden:
             raise ValueError(f"code must be between 1 and hidden; got code={code}, hidden={hidden}.")
-        self.encoder = nn.Parameter(nn.init.orthogonal_(torch.empty(hidden, code)))
+        self.encoder = nn.Parameter(nn.init.orthogonal_(torch.empty(hidden, code, dtype=torch.get_default_dtype())))
         self.decoder = nn.Parameter(self.encoder.detach().t().contiguous())
 
     def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, None]:
@@ -153,11 +153,13 @@ class RandomK(Compressor):
     def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor]:
         n = x.numel()
         step = next(a for a in iter(lambda: self._random.randrange(1, n + 1), None) if math.gcd(a, n) == 1)
-        side = torch.tensor([step, self._random.randrange(n)], device=x.device)
+        side = torch.tensor([step, self._random.randrange(n)], dtype=torch.int64, device=x.device)
         return x.reshape(-1)[self._positions(side, n)], side
 
     def _positions(self, side: Tensor, n: int) -> Tensor:
-        return (torch.arange(_kept(self.density, n), device=side.device) * side[0] + side[1]).remainder(n)
+        return (
+            torch.arange(_kept(self.density, n), dtype=torch.int64, device=side.device) * side[0] + side[1]
+        ).remainder(n)
 
     def decompress(self, values: Tensor, side: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
         n = math.prod(shape)
@@ -180,7 +182,8 @@ class PowerSGD(Compressor):
         super().__init__()
         if not 1 <= rank <= hidden:
             raise ValueError(f"rank must be between 1 and hidden; got rank={rank}, hidden={hidden}.")
-        start = torch.randn(hidden, rank, generator=torch.Generator().manual_seed(seed))
+        random = torch.Generator().manual_seed(seed)
+        start = torch.randn(hidden, rank, generator=random, dtype=torch.get_default_dtype())
         self.register_buffer("basis", start)  # what the last call ended with, the start of the next
 
     def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from .methods import Workload
 def measure_local() -> tuple[float, float]:
     """Bytes a second that one process moves in memory, and FLOPs a second in matrix products, where it would train."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    vector, matrix = torch.ones(1 << 23, device=device), torch.ones(512, 512, device=device)
+    vector, matrix = (torch.ones(n, dtype=torch.float32, device=device) for n in (1 << 23, (512, 512)))
     copy, product = torch.empty_like(vector), torch.empty_like(matrix)
     memory = 2 * vector.nbytes / median_seconds(lambda: copy.copy_(vector), device)
     return memory, 2 * 512**3 / median_seconds(lambda: torch.mm(matrix, matrix, out=product), device)

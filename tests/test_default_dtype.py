@@ -1,0 +1,72 @@
+"""torch.set_default_dtype changes what a user's tensors are, and nothing of ours: whenever it is called."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from sim import Ranks
+from table import CASES, FORMS
+from torch import nn
+
+import compopt
+
+ROOT = Path(compopt.__file__).parent
+MAKES = {"empty", "zeros", "ones", "full", "tensor", "scalar_tensor", "arange", "randn", "rand", "randint", "randperm",
+         "eye", "linspace", "logspace", "empty_strided", "frombuffer", "normal"}  # fmt: skip
+
+
+def without_dtype(path: Path) -> list[str]:
+    """The calls of torch in a file that make a tensor of a dtype that is not said."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    torchs = [c for c in calls if isinstance(c.func, ast.Attribute) and getattr(c.func.value, "id", "") == "torch"]
+    made = [c for c in torchs if c.func.attr in MAKES and not {"dtype", "out"} & {k.arg for k in c.keywords}]
+    return [f"{path.name}:{c.lineno}: {ast.unparse(c)}" for c in made]
+
+
+def test_every_allocation_says_its_dtype():
+    files = [*ROOT.rglob("*.py"), *(ROOT.parent / "kernels").rglob("*.py")]
+    assert [call for path in files for call in without_dtype(path)] == []
+
+
+class Net(nn.Module):
+    """A matrix that is cut into several shards, one with an odd number of elements, a vector; float32 for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(150, 130), (65, 67), (33,)]
+        self.all = nn.ParameterList(nn.Parameter(torch.randn(s, dtype=torch.float32)) for s in shapes)
+
+
+def loss(model: Net, rank: int, step: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(1 + 10 * step + rank)
+    pairs = [(p, torch.randn(p.shape, generator=random, dtype=torch.float32)) for p in model.all]
+    return sum(((p - target) ** 2).sum() for p, target in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES + FORMS, ids=lambda case: case.name)
+def test_it_may_change_between_construction_and_steps(monkeypatch, case, dtype):
+    """TAGC's pass wrote marks of float32 into memory for another dtype: parameters that do not move, or worse."""
+    monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
+    expected, ours = (Ranks(2, Net, case.make) for _ in range(2))
+    expected.train(loss, 5)
+    expected.world.consolidate(expected.optimizers)
+    torch.set_default_dtype(dtype)
+    try:
+        ours.train(loss, 5)
+        ours.world.consolidate(ours.optimizers)
+        state = ours.optimizers[0].state_dict()
+        ours.optimizers[0].load_state_dict(state)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for p, q in zip(ours.models[0].parameters(), expected.models[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+    theirs = expected.optimizers[0].state_dict()
+    for key, entry in state["state"].items():
+        for name, value in entry.items():
+            assert not isinstance(value, torch.Tensor) or (
+                value.dtype == theirs["state"][key][name].dtype and torch.equal(value, theirs["state"][key][name])
+            ), name
