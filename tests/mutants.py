@@ -1,0 +1,292 @@
+"""Deliberate faults: each is put into a copy of the package, and the tests that should see it must fail.
+
+    python tests/mutants.py                          # all of them, a quarter of an hour on two cores
+    python tests/mutants.py --area radius --only 12  # one of tests/mutants/radius.txt, counted from 1
+
+An area's file holds blocks of lines, with a blank line between two. What a line is, its beginning says::
+
+    # a remark
+    > test_radius.py::test_conservation              a test, under tests/; in a block of its own: for all that follow
+    compopt/radius.py: every rank keeps its own mask        the file, and what the patch breaks
+    - flat = yield Broadcast(torch.cat(masks))       before: must occur once in the file, however it is broken into lines
+    + flat = torch.cat(masks)                        after: none, one or many lines, indented from the first on
+    = why this changes nothing that a user sees: the patch is then not tried
+
+Of one process, which has imported torch, a child is forked for every patch, that imports the package from the copy. A
+fault is seen when a test fails, the child dies, or takes longer than a minute. Tests run once without any, at first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTS = ROOT / "tests" / "mutants"
+LIMIT = 60  # seconds a mutant may take
+BASELINE = 900  # and the tests without any
+
+# What finds the two packages in the copy, also in processes that tests start: on their path as sitecustomize.py.
+FINDER = """
+import importlib.util, os, sys
+
+class Copy:
+    folders = {"compopt": "compopt", "compopt_kernels": "kernels"}
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name in cls.folders:
+            folder = os.path.join(os.environ["COMPOPT_COPY"], cls.folders[name])
+            init = os.path.join(folder, "__init__.py")
+            return importlib.util.spec_from_file_location(name, init, submodule_search_locations=[folder])
+
+sys.meta_path.insert(0, Copy)
+"""
+
+
+@dataclass
+class Mutant:
+    """One patch, and the tests that should see it."""
+
+    area: str
+    number: int
+    file: str = ""
+    breaks: str = ""
+    before: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    tests: list[str] = field(default_factory=list)
+    equivalent: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.area} {self.number}: {self.breaks} ({self.file})"
+
+    def patched(self, text: str) -> str | None:
+        """The file with the fault; None where ``before`` does not occur exactly once."""
+        words = [re.escape(word) for line in self.before for word in line.split()]
+        found = list(re.finditer(r"\s+".join(words), text))
+        if len(found) != 1:
+            return None
+        start = found[0].start()
+        line = text.rfind("\n", 0, start) + 1
+        indent = re.match(r"[ \t]*", text[line:]).group()
+        return text[:start] + f"\n{indent}".join(self.after) + text[found[0].end() :]
+
+    def fits(self) -> bool:
+        path = ROOT / self.file
+        return path.is_file() and self.patched(path.read_text()) is not None
+
+
+def read(path: Path) -> list[Mutant]:
+    """The mutants of one area."""
+    mutants: list[Mutant] = []
+    tests: list[str] = []
+    for block in re.split(r"\n\s*\n", path.read_text()):
+        lines = [line for line in block.splitlines() if line.strip() and not line.startswith("#")]
+        if not lines:
+            continue
+        if all(line.startswith("> ") for line in lines):
+            tests = [line[2:] for line in lines]
+            continue
+        mutant = Mutant(path.stem, len(mutants) + 1)
+        for line in lines:
+            mark, rest = line[:2], line[2:]
+            if line[:1] in "-+>=" and line[1:2] in ("", " "):
+                {"-": mutant.before, "+": mutant.after, ">": mutant.tests}.get(line[0], []).append(rest)
+                mutant.equivalent += rest if mark == "= " else ""
+            else:
+                mutant.file, _, mutant.breaks = (part.strip() for part in line.partition(": "))
+        mutant.tests = mutant.tests or tests
+        mutants.append(mutant)
+    return mutants
+
+
+def copy_of(folder: Path, mutant: Mutant | None) -> str | None:
+    """A copy of both packages in ``folder``, with the fault; returns what is wrong with the patch."""
+    for name in ("compopt", "kernels"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    if mutant is None:
+        return None
+    path = folder / mutant.file
+    patched = mutant.patched(path.read_text()) if path.is_file() else None
+    if patched is None:
+        return "stale: what it replaces does not occur exactly once"
+    path.write_text(patched)
+    if path.suffix == ".py":
+        try:
+            compile(patched, mutant.file, "exec")
+        except SyntaxError as error:
+            return f"no Python: {error}"
+        return None
+    words = ["cc", "-fsyntax-only", "-std=gnu11", "-w", str(path)]
+    return "no C" if path.suffix == ".c" and subprocess.run(words, capture_output=True).returncode else None
+
+
+def child(folder: Path, tests: list[str], own_cache: bool) -> int:
+    """Run tests on the copy; never returns."""
+    os.setsid()
+    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    (folder / "sitecustomize.py").write_text(FINDER)
+    os.environ["COMPOPT_COPY"] = str(folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    if own_cache:
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    exec(FINDER, {})
+    sys.dont_write_bytecode = True
+    os.chdir(ROOT)
+    import pytest
+
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header"]
+    code = 3
+    try:
+        code = int(pytest.main([*options, *(f"tests/{test}" for test in tests)]))
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+@dataclass
+class Job:
+    """A child at work."""
+
+    mutant: Mutant | None
+    name: str
+    folder: Path
+    pid: int
+    began: float
+    limit: float
+    late: bool = False
+
+    def verdict(self, status: int) -> str:
+        """What became of it, in a word or a sentence."""
+        seconds, code = time.monotonic() - self.began, os.waitstatus_to_exitcode(status)
+        output = (self.folder / "output").read_text(errors="replace")
+        if self.mutant is None:
+            return "" if code == 0 else f"tests fail without a fault ({code}):\n{output[-3000:]}"
+        if self.late or code < 0:
+            return f"killed in {seconds:.0f} s: " + ("it took too long" if self.late else f"signal {-code}")
+        if code == 1:
+            seen = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+            return f"killed in {seconds:.0f} s by {seen[0] if seen else 'a test'}"
+        return "SURVIVED" if code == 0 else f"no verdict (pytest's {code}):\n{output[-2000:]}"
+
+
+def run(jobs: Iterator[tuple[Mutant | None, str, list[str]]], at_once: int, told: Callable[[Job, str], None]) -> None:
+    """A child for each, so many ``at_once``."""
+    running: dict[int, Job] = {}
+    try:
+        while True:
+            while len(running) < at_once and (job := next(jobs, None)):
+                mutant, name, tests = job
+                folder = Path(tempfile.mkdtemp(prefix="compopt-mutant-"))
+                wrong = copy_of(folder, mutant)
+                if wrong:
+                    told(Job(mutant, name, folder, 0, 0.0, 0.0), wrong)
+                    shutil.rmtree(folder)
+                    continue
+                own_cache = mutant is not None and mutant.file.endswith((".c", ".h", "_native.py"))
+                pid = os.fork() or child(folder, tests, own_cache)
+                limit = LIMIT if mutant else BASELINE
+                running[pid] = Job(mutant, name, folder, pid, time.monotonic(), limit)
+            if not running:
+                return
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                done = running.pop(pid)
+                told(done, done.verdict(status))
+                end(done)
+            for job in running.values():
+                if not job.late and time.monotonic() - job.began > job.limit:
+                    job.late = True
+                    os.killpg(job.pid, signal.SIGKILL)
+            time.sleep(0.02)
+    finally:
+        for job in running.values():
+            end(job)
+
+
+def end(job: Job) -> None:
+    """Whatever it has started ends with it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(job.pid, signal.SIGKILL)
+    shutil.rmtree(job.folder, ignore_errors=True)
+
+
+def import_all() -> None:
+    """What children would import for seconds each. None of it is ours."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    wanted = ("numpy", "hypothesis", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
+    for name in (*wanted, "torch.testing._internal.common_optimizers"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    sys.modules["torch"].set_num_threads(1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    areas = sorted(path.stem for path in LISTS.glob("*.txt"))
+    parser.add_argument("--area", nargs="*", choices=areas, default=areas)
+    parser.add_argument("--only", nargs="*", type=int, help="numbers within the area")
+    parser.add_argument("-j", type=int, default=2, help="children at once")
+    parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault first")
+    parser.add_argument("--check", action="store_true", help="run nothing: only look whether every patch fits its file")
+    parser.add_argument("-v", action="store_true", help="say what sees each")
+    said = parser.parse_args()
+    mutants = [m for area in said.area for m in read(LISTS / f"{area}.txt") if not said.only or m.number in said.only]
+    if said.check:
+        wrong = [f"{m}: stale" for m in mutants if not m.fits()]
+        print("\n".join([*wrong, f"{len(mutants)} patches, {len(wrong)} do not fit"]))
+        return len(wrong) > 0
+    import_all()
+    began, trouble = time.monotonic(), []
+    totals: dict[str, Counter] = {area: Counter() for area in said.area}
+
+    def told(job: Job, verdict: str) -> None:
+        killed = verdict.startswith("killed")
+        if job.mutant:
+            totals[job.mutant.area]["killed" if killed else "left"] += 1
+        if verdict and not killed:
+            trouble.append(f"{job.name}: {verdict}")
+        if said.v or (verdict and not killed):
+            print(f"{job.name}: {verdict or 'passes'}", flush=True)
+
+    tried = [m for m in mutants if not m.equivalent]
+    for mutant in mutants:
+        if mutant.equivalent:
+            totals[mutant.area]["equivalent"] += 1
+            if not mutant.fits():
+                trouble.append(f"{mutant}: stale: what it replaces does not occur exactly once")
+                print(trouble[-1])
+    if not said.trust:
+        named = {area: dict.fromkeys(t for m in tried if m.area == area for t in m.tests) for area in said.area}
+        run(((None, f"tests of {area}", list(tests)) for area, tests in named.items() if tests), said.j, told)
+        if trouble:
+            return 2
+        print(f"{len(set().union(*named.values()))} tests pass, {time.monotonic() - began:.0f} s", flush=True)
+    run(((m, str(m), m.tests) for m in tried), said.j, told)
+    for area, total in totals.items():
+        line = f"{area:12} {total['killed']} of {total['killed'] + total['left']} seen"
+        print(line + (f", {total['equivalent']} change nothing" if total["equivalent"] else ""))
+    total = sum(totals.values(), Counter())
+    print(f"{total.total()} mutants, {total['left']} survive, {time.monotonic() - began:.0f} s")
+    for line in trouble:
+        print(line.splitlines()[0])
+    return 1 if trouble else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
