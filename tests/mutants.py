@@ -8,7 +8,7 @@ An area's file holds blocks of lines, with a blank line between two. What a line
     # a remark
     > test_radius.py::test_conservation              a test, under tests/; in a block of its own: for all that follow
     compopt/radius.py: every rank keeps its own mask        the file, and what the patch breaks
-    - flat = yield Broadcast(torch.cat(masks))       before: must occur once in the file, however it is broken into lines
+    - flat = yield Broadcast(torch.cat(masks))       before: occurs once in the file, however it is broken into lines
     + flat = torch.cat(masks)                        after: none, one or many lines, indented from the first on
     = why this changes nothing that a user sees: the patch is then not tried
 

@@ -36,6 +36,7 @@ def test_every_element_is_dealt_once_and_evenly_and_k_adds_up(ranks, density):
         assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
         if n:
             assert sum(piece.wanted for piece in pieces) == max(1, round(density * n))
+    assert all(part.first % 8 == 0 for part in parts), "ranges begin at whole words of 64 elements"
     sizes = [part.last - part.first for part in parts]
     assert sum(sizes) == sum(math.ceil(n / 8) for n in LENGTHS)
     assert max(sizes) - min(sizes) <= 2 * _masks.WORD
@@ -95,7 +96,9 @@ def test_as_many_as_may_ever_be_selected_fit():
     deal = _selection.deal((200_000,), 2, 0.01)
     part = deal.parts[1]
     flags = torch.zeros(8 * (part.last - part.first), dtype=torch.bool)
-    flags[-part.most :] = True  # the highest positions have the longest code
+    most = sum(int(1.05 * piece.wanted) for piece in part.pieces)
+    assert part.most == most
+    flags[-most:] = True  # the highest positions have the longest code
     message = _masks.encode(flags.nonzero().view(-1), _masks.bits_of(flags.clone()), deal, 1)
     assert torch.equal(_masks.decode(message, part), flags.nonzero().view(-1))
 
@@ -118,6 +121,7 @@ def test_a_sampled_threshold_selects_the_largest_within_5_percent(name, density,
     k, nonzero = round(density * len(x)), int(x.count_nonzero())
     chosen, t = _selection.select(x, k, "sampled", OPS, guess)
     assert abs(len(chosen) - k) <= 0.05 * k or (len(chosen) == nonzero < k)
+    assert len(chosen) == nonzero or nonzero >= k or guess, "without a guess none of the zeros"
     assert torch.equal(chosen, chosen.unique())
     rest = torch.ones(len(x), dtype=torch.bool).index_fill_(0, chosen, False)
     assert x[chosen].abs().min() >= x[rest].abs().max()
@@ -136,10 +140,36 @@ def test_a_guess_from_the_last_step_is_enough(name, monkeypatch):
 
 
 def test_exact_takes_k_and_small_tensors_are_always_exact():
-    x = torch.randn(5000, generator=generator(1))
-    for how in ("exact", "sampled"):
-        chosen, _ = _selection.select(x, 77, how, OPS)
-        assert chosen.tolist() == sorted(x.abs().topk(77).indices.tolist())
+    for n, how in ((5000, "exact"), (5000, "sampled"), (16_384, "sampled"), (16_385, "exact"), (100_000, "exact")):
+        x = torch.randn(n, generator=generator(1))
+        for k in (77, 300, 1001, 2500):
+            chosen, _ = _selection.select(x, k, how, OPS)
+            assert chosen.tolist() == sorted(x.abs().topk(k).indices.tolist())
+
+
+@pytest.mark.parametrize("name", ["normal", "heavy tails", "mostly 0"])
+@pytest.mark.parametrize("guess", [0.0, 1e-9, 1e9])
+def test_few_looks_are_enough_however_far_off_the_guess(name, guess, monkeypatch):
+    x, looks = DISTRIBUTIONS[name](generator(5)), []
+    monkeypatch.setattr(OPS, "above", lambda x, t: looks.append(len(x)) or type(OPS).above(OPS, x, t), raising=False)
+    monkeypatch.setattr(torch.Tensor, "topk", None)  # what decides where no threshold does
+    for k in (300, 3000):
+        looks.clear()
+        _selection.select(x, k, "sampled", OPS, guess)
+        assert looks.count(len(x)) <= 3
+
+
+def test_a_share_of_nothing_is_nothing_and_of_anything_at_least_one():
+    assert [_math.kept(0.4, n) for n in (0, 1, 2, 10)] == [0, 1, 1, 4]
+    assert _math.kept(1e-6, 10) == 1 and _math.kept(1.0, 10) == 10
+
+
+def test_shared_elements_are_counted_one_by_one():
+    flags = torch.rand(1000, generator=generator(6)) < 0.3
+    others = torch.rand(1000, generator=generator(7)) < 0.3
+    bits, positions = _math.pack_bits(flags), others.nonzero().view(-1)
+    for dtype in (torch.int32, torch.int64):
+        assert int(_masks.count_shared(bits, positions.to(dtype))) == int((flags & others).sum())
 
 
 def test_gradients_that_are_not_finite_select_something_all_the_same():

@@ -13,7 +13,7 @@ from sim import Ranks
 from torch import nn
 
 import compopt
-from compopt._offload import DoubleBuffer
+from compopt._offload import DoubleBuffer, Offload
 
 ORDERS = list(itertools.permutations(("in", "work", "out")))
 WAITS = [("work", "in"), ("out", "work"), ("in", "out"), ("in", "work")]  # who waits for whom
@@ -102,6 +102,26 @@ def test_no_wait_can_be_left_out(wait):
     assert not all(passes(Delayed(order, wait)) for order in ORDERS)
 
 
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_larger_tensors_and_other_kinds_of_state_come_later(order):
+    """Buffers grow when what used them has ended; two kinds pass at once, each through its own."""
+    streams, cpu = Delayed(order), torch.device("cpu")
+    offload = Offload(("a", "b"))
+    offload.streams[cpu] = streams
+    host = {name: [torch.full((n,), float(n)) for n in (3, 2)] for name in ("a", "b")}
+    for _ in range(2):
+        both = (offload.each(name, host[name], cpu, True) for name in ("a", "b"))
+        for a, b in zip(*both, strict=True):
+            streams.work(lambda a=a, b=b: (a.mul_(2), b.mul_(3)))
+        for name in ("a", "b"):
+            host[name].append(torch.full((9,), 9.0))
+    offload.finish()
+    assert not any(len(queue) > done for queue, done in zip(streams.queue.values(), streams.done.values(), strict=True))
+    for name, factor in (("a", 2), ("b", 3)):
+        wanted = [3.0 * factor**2, 2.0 * factor**2, 9.0 * factor, 9.0]
+        assert [float(x[0]) for x in host[name]] == wanted and all((x == x[0]).all() for x in host[name])
+
+
 RADIUS = (compopt.RadiusAdamW, dict(density=0.3, interval=4, warmup_steps=2))
 SCAPE = (compopt.ScapeAdamS, dict(density=0.1, density_warmup_steps=3))
 FORMS = {
@@ -136,6 +156,8 @@ def test_offloaded_or_not_steps_are_the_same_to_the_bit(monkeypatch, name):
     for a, b in zip(here.optimizers, there.optimizers, strict=True):
         assert_same(snapshot(a), snapshot(b))
         assert b.stats.residual_norm() == a.stats.residual_norm() > 0
+    kept = there.optimizers[0]._buckets[0].offload.names
+    assert kept == {"residual": ("residual",), "all": ("residual", "master")}[offload]
     again = copy.deepcopy(there.optimizers[0])
     assert again.offload == offload and again._buckets[0].offload.names == there.optimizers[0]._buckets[0].offload.names
     with pytest.raises(ValueError, match=r"offload must be .*, got 'some'"):

@@ -1,0 +1,55 @@
+"""int8 rounding at its edges: every random number, many blocks; and the mean of ranks that send the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_int8 import answer, rounded
+
+from compopt._quantise import BLOCK, ROW
+from compopt._requests import Payload
+
+
+def test_the_largest_of_a_row_is_exact_whatever_number_it_is_rounded_with():
+    """c / (c / 127) may be a little above 127: with the largest of the random numbers it would round to 128."""
+    for n in range(1, 60):
+        c = torch.tensor(n / 7).exp()
+        x = c.expand(BLOCK, ROW).contiguous()
+        got, _, _ = rounded(x, n)
+        torch.testing.assert_close(got, x, rtol=1e-5, atol=0)
+
+
+def test_blocks_and_steps_are_rounded_with_other_numbers():
+    x = torch.full((2 * BLOCK, ROW), 0.5)
+    x[:, 0] = 100.0
+    first, again, other = (rounded(x, seed)[0] for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert not torch.equal(first[:BLOCK], first[BLOCK:])
+
+
+def same_on_all(x: torch.Tensor, ranks: int, seed: int) -> list[Payload]:
+    made = []
+    for _ in range(ranks):
+        flat = torch.cat([torch.ones(5), x])
+        made.append(Payload(flat, 3, 2, [len(x)], (seed, 0), torch.empty(len(x))))
+    answer(made)
+    return made
+
+
+def test_ranks_round_with_numbers_of_their_own():
+    """Else what they drop would not cancel in the mean."""
+    x = torch.randn(1024, generator=torch.Generator().manual_seed(0))
+    first, second, third, _ = same_on_all(x, 4, 0)
+    own = slice(768, 1024)  # the last rank's: the first three hold there what their own rounding took off
+    assert not torch.equal(first.dropped[own], second.dropped[own])
+    assert not torch.equal(second.dropped[own], third.dropped[own])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_mean_is_unbiased(ranks):
+    """Rounding twice with the same numbers would not be."""
+    x = torch.randn(256, generator=torch.Generator().manual_seed(1))
+    errors = torch.stack([same_on_all(x, ranks, seed)[0].body - x for seed in range(600)])
+    moving = errors.std(0) > 0.3 * errors.std(0).max()  # what is hardly ever rounded is not normal after 600 times
+    z = (errors.mean(0) / errors.std(0) * 600**0.5)[moving]
+    assert z.abs().max() < 5 and float(z.square().mean()) == pytest.approx(1, abs=0.35)

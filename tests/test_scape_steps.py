@@ -1,0 +1,168 @@
+"""ScapeAdamS step by step: in float32 on the back end chosen by itself, in float64 on PyTorch's operators.
+
+After every step, whatever the options: nothing is lost, and the next masks are what their owners should choose.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from problems import gradients, replicas, step, weights
+from torch import Tensor
+
+import compopt
+from compopt import _math
+
+SHAPES = {  # of float32 sizes above the blocks that passes work in; all are cut between ranks
+    torch.float32: [(64, 80), (80,), (260, 520), (70, 300)],
+    torch.float64: [(64, 80), (80,), (70, 80), (64, 66)],
+}
+COMPRESSED = (0, 2, 3)
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["native", "torch"])
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class Run:
+    """Ranks whose books are checked in every step."""
+
+    def __init__(self, dtype: torch.dtype, ranks: int = 2, **options):
+        self.group = dict(density=0.1, density_warmup_steps=0, selection="exact") | options
+        self.sign = -1.0 if options.get("maximize") else 1.0
+        self.shapes, self.dtype = SHAPES[dtype], dtype
+        make = functools.partial(compopt.ScapeAdamS, lr=1e-2, **self.group)
+        self.world, self.params, self.optimizers = replicas(ranks, weights(self.shapes, dtype), make)
+        self.t = 0
+
+    def state(self, name: str, i: int, rank: int = 0) -> Tensor:
+        optimizer = self.optimizers[rank]
+        optimizer.state_dict()  # waits for masks on their way
+        return optimizer.state[self.params[rank][i]][name].clone()
+
+    def bits(self, name: str, i: int) -> Tensor:
+        return _math.unpack_bits(self.state(name, i), self.params[0][i].numel())
+
+    def momentum(self, i: int) -> Tensor:
+        """With its zeros, flat."""
+        if self.group.get("sharded"):
+            return torch.cat([self.state("exp_avg", i, rank) for rank in range(self.world.size)])
+        whole = torch.zeros(self.params[0][i].numel(), dtype=self.dtype)
+        whole[self.bits("mask", i)] = self.state("exp_avg", i).view(-1)
+        return whole
+
+    def owed(self, i: int, rank: int) -> Tensor:
+        return self.state("residual", i, rank).view(-1)
+
+    def mean_owed(self, i: int) -> Tensor:
+        ranks = range(self.world.size)
+        mean = torch.stack([self.owed(i, rank) for rank in ranks]).mean(0)
+        if self.group.get("sharded"):
+            mean += torch.cat([self.state("common", i, rank) for rank in ranks])
+        return mean
+
+    def step(self, absent: int | None = None) -> None:
+        """One step; ``absent`` has no gradient on any rank."""
+        grads = gradients(self.world.size, self.t, self.shapes, self.dtype)
+        for own in grads:
+            if absent is not None:
+                own[absent] = None
+        m = {i: self.momentum(i) for i in COMPRESSED}
+        owed = {i: self.mean_owed(i) for i in COMPRESSED}
+        came = {i: [self._x(i, rank, m[i], own[i]) for rank, own in enumerate(grads)] for i in COMPRESSED}
+        step(self.world, self.params, self.optimizers, grads)
+        self.t += 1
+        for i in COMPRESSED:
+            if i == absent:
+                assert torch.equal(self.momentum(i), m[i]) and torch.equal(self.mean_owed(i), owed[i])
+            elif "max_grad_norm" not in self.group:
+                mean = torch.stack([self.sign * own[i] for own in grads]).mean(0).view(-1)
+                close(self.momentum(i) + self.mean_owed(i), 0.9 * m[i] + 0.1 * mean + owed[i])
+        if not self.group.get("sharded"):
+            self._check_masks(came)
+
+    def _x(self, i: int, rank: int, m: Tensor, g: Tensor | None) -> Tensor:
+        x = 0.9 * m + self.owed(i, rank)
+        return x if g is None else x + 0.1 * self.sign * g.view(-1)
+
+    def _check_masks(self, came: dict[int, list[Tensor]]) -> None:
+        """A bucket's mask is cut into equal ranges of words, its tensors in reverse; each rank selects in its own."""
+        total = sum((x[0].numel() + 7) // 8 for x in came.values())
+        ranks, at = self.world.size, 0
+        cuts = [8 * (total * rank // ranks // 8 * 8) for rank in range(ranks)] + [8 * total]
+        for i in sorted(came, reverse=True):
+            n = came[i][0].numel()
+            mask = self.bits("next_mask" if self.group.get("mask_delay", 1) else "mask", i)
+            assert int(mask.sum()) == round(self.group["density"] * n)
+            for rank in range(ranks):
+                part = slice(max(0, min(n, cuts[rank] - at)), max(0, min(n, cuts[rank + 1] - at)))
+                x, chosen = came[i][rank][part].abs(), mask[part]
+                if chosen.any():
+                    assert x[chosen].min() >= x[~chosen].max() - 1e-6
+            at += (n + 7) // 8 * 8
+
+
+OPTIONS = {
+    "bits": dict(density=0.3),
+    "codes": dict(density=0.02),
+    "maximize": dict(maximize=True),
+    "no delay": dict(mask_delay=0),
+    "no delay, maximize": dict(mask_delay=0, maximize=True),
+    "int8": dict(payload_dtype=torch.int8, density=0.2),
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nothing_is_lost_and_masks_are_the_owners(dtype, name):
+    run = Run(dtype, **OPTIONS[name])
+    for _ in range(4):
+        run.step()
+    assert run.optimizers[0].stats.phase == "sparse"
+    absent = () if OPTIONS[name].get("mask_delay") == 0 else (2, 2, None, None)  # without delay it gets no mask
+    for i in absent:
+        run.step(i)
+    for p, q in zip(*run.params, strict=True):
+        assert torch.equal(p, q)
+
+
+@each_dtype
+def test_what_int8_owes_on_the_mask_is_owed_after_a_checkpoint(dtype):
+    run = Run(dtype, payload_dtype=torch.int8, density=0.2)
+    for _ in range(3):
+        run.step()
+    assert (run.owed(0, 0)[run.bits("mask", 0)] != 0).any()
+    for optimizer in run.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run.step()
+
+
+@each_dtype
+def test_sharded_loses_nothing_either(dtype):
+    """Nor is anything that is common to all ranks taken twice when it is handed out."""
+    run = Run(dtype, ranks=3, sharded=True)
+    for absent in (None, None, None, 2, None):
+        run.step(absent)
+    owed = {i: run.mean_owed(i) for i in COMPRESSED}
+    run.world.consolidate(run.optimizers)
+    for i in COMPRESSED:
+        close(run.mean_owed(i), owed[i])
+    run.step()
+
+
+def test_guesses_of_thresholds_are_kept_until_states_are_consolidated():
+    """They are each rank's own: a run resumed from one rank's would select otherwise than the one that went on."""
+    run = Run(torch.float64, selection="sampled")
+    run.shapes = [(200, 300)]
+    make = functools.partial(compopt.ScapeAdamS, lr=1e-2, **run.group)
+    run.world, run.params, run.optimizers = replicas(2, weights(run.shapes, run.dtype), make)
+    for t in range(3):
+        step(run.world, run.params, run.optimizers, gradients(2, t, run.shapes, run.dtype))
+    assert all(run.state("threshold", 0, rank) > 0 for rank in range(2))
+    run.world.consolidate(run.optimizers)
+    assert all(run.state("threshold", 0, rank) == 0 for rank in range(2))

@@ -1,0 +1,189 @@
+"""SEPARATE step by step in float32: what options do, when errors are forgotten, and what dense steps in between send."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from problems import gradients, replicas, step, weights
+from torch import Tensor, nn
+
+import compopt
+
+SHAPES = [(64, 80), (80,), (150, 140), (96, 64)]
+COMPRESSED = (0, 2, 3)
+
+
+class Run:
+    """Two ranks of SeparateAdam, and what went in, was applied and is owed."""
+
+    def __init__(self, **options):
+        make = functools.partial(compopt.SeparateAdam, lr=1e-2, **{"ratio": 8, "rank": 4, **options})
+        self.world, self.params, self.optimizers = replicas(2, weights(SHAPES, torch.float32), make)
+        self.t = 0
+
+    def options(self, **changed) -> None:
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0].update(changed)
+
+    def state(self, name: str, i: int) -> list[Tensor]:
+        pairs = zip(self.optimizers, self.params, strict=True)
+        return [optimizer.state[own[i]][name].clone() for optimizer, own in pairs]
+
+    def owed(self, i: int) -> Tensor:
+        return torch.stack(self.state("residual", i)).mean(0)
+
+    def step(self, absent: int | None = None) -> dict[int, tuple[Tensor, Tensor]]:
+        """One step; of each compressed tensor what was applied, and what came: gradients and what was owed."""
+        grads = gradients(2, self.t, SHAPES, torch.float32)
+        for own in grads:
+            if absent is not None:
+                own[absent] = None
+        before = {i: (self.state("exp_avg", i)[0], self.owed(i)) for i in COMPRESSED}
+        step(self.world, self.params, self.optimizers, grads)
+        self.t += 1
+        books = {}
+        for i, (m, owed) in before.items():
+            if i == absent:
+                assert torch.equal(self.state("exp_avg", i)[0], m) and torch.equal(self.owed(i), owed)
+                continue
+            applied = (self.state("exp_avg", i)[0] - 0.9 * m) / (1 - 0.9)
+            books[i] = applied, torch.stack([own[i] for own in grads]).mean(0) + owed
+        return books
+
+
+@pytest.mark.parametrize("projection", ["gaussian", "orthonormal"])
+def test_another_seed_draws_other_matrices(projection):
+    ends = []
+    for seed in (0, 0, 7):
+        run = Run(seed=seed, projection=projection)
+        run.step()
+        ends.append(run.params[0][0].detach())
+    assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])
+
+
+@pytest.mark.parametrize(
+    "projection, interval, forgets",
+    [("gaussian", "auto", 128), ("orthonormal", "auto", 128), ("tracked", "auto", None), ("tracked", 128, 128),
+     ("gaussian", None, None), ("gaussian", 5, 5)],
+)  # fmt: skip
+def test_errors_are_forgotten_when_it_is_said_and_else_never(projection, interval, forgets):
+    p = nn.Parameter(torch.zeros(64, 80))
+    optimizer = compopt.SeparateAdam([p], ratio=8, rank=2, projection=projection, reset_interval=interval)
+    p.grad = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
+    empty = []
+    for t in range(1, 131):
+        optimizer.step()
+        if not optimizer.state[p]["residual"].any():
+            empty.append(t)
+    assert empty == ([t for t in range(1, 131) if t % forgets == 0] if forgets else [])
+
+
+@pytest.mark.parametrize("projection, beta", [("gaussian", "auto"), ("orthonormal", 0.5), ("tracked", "auto")])
+def test_dense_steps_in_between_leave_to_absent_tensors_what_they_owe(projection, beta):
+    """What a contraction left over is sent. An unbiased projection's error is noise: a dense step drops it."""
+    run = Run(projection=projection, ef_beta=beta, reset_interval=None)
+    for _ in range(3):
+        run.step()
+    assert run.optimizers[0].stats.phase == "projected" and run.owed(2).any()
+    run.options(warmup_steps=100)
+    for absent in (2, None):
+        owed = {i: run.owed(i) for i in COMPRESSED}
+        for i, (applied, came) in run.step(absent).items():
+            wanted = came - owed[i] if projection == "gaussian" else came
+            torch.testing.assert_close(applied, wanted, rtol=1e-4, atol=1e-4)
+            assert not run.owed(i).any()
+        assert run.owed(2).any() == (absent == 2)
+    assert run.optimizers[0].stats.phase == "dense"
+
+
+@pytest.mark.parametrize("beta, kept", [("auto", 0.0), (0.9, 0.9)])
+def test_of_a_tracked_tensor_as_much_of_the_old_error_is_kept_as_ef_beta_says(beta, kept):
+    run = Run(projection="tracked", ef_beta=beta)
+    for _ in range(4):
+        old = {i: run.owed(i) for i in COMPRESSED}
+        for i, (applied, came) in run.step().items():
+            wanted = kept * old[i] + (1 - kept) * (came - applied)
+            torch.testing.assert_close(run.owed(i), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_base_of_tracked_tensors_goes_on_after_they_were_absent_and_from_a_checkpoint():
+    run, other = Run(projection="tracked"), Run(projection="tracked")
+    run.step()
+    basis = run.state("basis", 2)
+    run.step(absent=2)
+    assert all(map(torch.equal, run.state("basis", 2), basis))
+    for mine, theirs, own, reached in zip(other.optimizers, run.optimizers, other.params, run.params, strict=True):
+        mine.load_state_dict(theirs.state_dict())
+        for p, q in zip(own, reached, strict=True):
+            p.data.copy_(q)
+    other.t = run.t
+    for one in (run, other):
+        one.step()
+    for p, q in zip(run.params[0], other.params[0], strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("rank", [1, 5])
+def test_the_rank_of_a_tracked_tensor_is_what_is_asked_for(rank):
+    p = nn.Parameter(torch.zeros(64, 80))
+    optimizer = compopt.SeparateAdam([p], projection="tracked", rank=rank)
+    p.grad = torch.randn(64, 80)
+    optimizer.step()
+    assert optimizer.state[p]["basis"].numel() == rank * 80
+    assert 0 < optimizer.stats.bytes_sent - 4 * rank * (64 + 80) < 300
+
+
+def test_tracked_tensors_of_one_shape_follow_each_its_own_gradient():
+    """Each gradient is of rank 2: in the third step all of it arrives."""
+    random = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.zeros(96, 64)) for _ in range(3)]
+    grads = [torch.randn(96, 2, generator=random) @ torch.randn(2, 64, generator=random) for _ in params]
+    optimizer = compopt.Separate(torch.optim.SGD(params, lr=1.0), projection="tracked", rank=2, ef_beta=1.0)
+    for _ in range(3):
+        before = [p.detach().clone() for p in params]
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    for p, w, g in zip(params, before, grads, strict=True):
+        torch.testing.assert_close(w - p.detach(), g, rtol=1e-3, atol=1e-3)
+
+
+def test_each_group_is_clipped_where_it_says():
+    """One group clips the local gradient, the other the reconstruction only."""
+    params = [nn.Parameter(torch.zeros(64, 80)) for _ in range(2)]
+    groups = [{"params": [p], "clip": clip} for p, clip in zip(params, ("local", "reconstructed"), strict=True)]
+    optimizer = compopt.SeparateAdam(groups, ratio=8, max_grad_norm=1.0)
+    for p in params:
+        p.grad = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
+    optimizer.before_exchange()
+    norm = math.hypot(*(float(p.grad.norm()) for p in params))
+    factors = {bucket.group["clip"]: optimizer.exchange(bucket).clipped for bucket in optimizer._buckets}
+    assert factors == {"local": pytest.approx(1 / norm, rel=1e-4), "reconstructed": 1.0}
+
+
+def test_what_is_adapted_is_each_tensors_own():
+    run = Run(adaptive=True, adapt_interval=2, reset_interval=None)
+    for optimizer, own in zip(run.optimizers, run.params, strict=True):
+        optimizer.state[own[0]]["residual"].normal_(std=30.0, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        run.step()
+    (optimizer, _), own = run.optimizers, run.params[0]
+    ratios = [ratio for ratio, _ in optimizer.param_groups[0]["adapted"]]
+    assert ratios[0] != ratios[2]
+    (bucket,) = optimizer._buckets
+    plan = dict(zip(bucket.params, optimizer._plan(bucket), strict=True))
+    for i in COMPRESSED:
+        assert plan[own[i]].r == math.ceil(min(SHAPES[i]) / ratios[i])
+
+
+def test_a_group_of_the_base_may_have_an_ef_beta_of_its_own():
+    params = [nn.Parameter(torch.zeros(64, 80)) for _ in range(2)]
+    base = torch.optim.SGD([{"params": params[:1], "ef_beta": 1.0}, {"params": params[1:]}], lr=0.1)
+    optimizer = compopt.Separate(base, ratio=8, ef_beta=0.9)
+    for p in params:
+        p.grad = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    assert [bool(optimizer.state[p]["residual"].any()) for p in params] == [False, True]
