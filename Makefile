@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test properties soak lint wheel docs bench clean
+.PHONY: demo test properties soak mutants lint wheel docs bench clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -20,6 +20,9 @@ properties: .venv/ready  ## hypothesis draws 2000 new examples of models, option
 
 soak: .venv/ready  ## 20,000 steps on four simulated ranks with random faults
 	COMPOPT_SOAK=20000 $(BIN)/pytest -q tests/faults/test_soak.py
+
+mutants: .venv/ready  ## deliberate faults, each put into a copy of the package: the tests must see every one
+	$(BIN)/python tests/mutants.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .

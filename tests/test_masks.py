@@ -142,7 +142,7 @@ def test_a_guess_from_the_last_step_is_enough(name, monkeypatch):
 def test_exact_takes_k_and_small_tensors_are_always_exact():
     for n, how in ((5000, "exact"), (5000, "sampled"), (16_384, "sampled"), (16_385, "exact"), (100_000, "exact")):
         x = torch.randn(n, generator=generator(1))
-        for k in (77, 300, 1001, 2500):
+        for k in (77, 1001, 2500, 4 * n // 5):  # of many a sample would tell the threshold well enough
             chosen, _ = _selection.select(x, k, how, OPS)
             assert chosen.tolist() == sorted(x.abs().topk(k).indices.tolist())
 

@@ -143,6 +143,21 @@ def test_what_int8_owes_on_the_mask_is_owed_after_a_checkpoint(dtype):
 
 
 @each_dtype
+def test_a_mask_that_is_lost_is_not_the_one_before_it(dtype):
+    run = Run(dtype)
+    for _ in range(3):
+        run.step()
+    step(run.world, run.params, run.optimizers, gradients(2, run.t, run.shapes, dtype))
+    for pending in (exchange.pending for optimizer in run.optimizers for exchange in optimizer._runtime.tails):
+        run.world.failing_everywhere.add(pending.number)
+    for optimizer in run.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert not run.bits("next_mask", 0).any() and run.bits("mask", 0).any()
+    step(run.world, run.params, run.optimizers, gradients(2, run.t + 1, run.shapes, dtype))
+    assert run.optimizers[0].stats.phase == "dense"
+
+
+@each_dtype
 def test_sharded_loses_nothing_either(dtype):
     """Nor is anything that is common to all ranks taken twice when it is handed out."""
     run = Run(dtype, ranks=3, sharded=True)

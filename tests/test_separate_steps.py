@@ -1,4 +1,4 @@
-"""SEPARATE step by step in float32: what options do, when errors are forgotten, and what dense steps in between send."""
+"""SEPARATE step by step in float32: what options do, when errors are forgotten, what dense steps in between send."""
 
 from __future__ import annotations
 
@@ -126,14 +126,52 @@ def test_a_base_of_tracked_tensors_goes_on_after_they_were_absent_and_from_a_che
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("rank", [1, 5])
-def test_the_rank_of_a_tracked_tensor_is_what_is_asked_for(rank):
-    p = nn.Parameter(torch.zeros(64, 80))
-    optimizer = compopt.SeparateAdam([p], projection="tracked", rank=rank)
-    p.grad = torch.randn(64, 80)
-    optimizer.step()
-    assert optimizer.state[p]["basis"].numel() == rank * 80
-    assert 0 < optimizer.stats.bytes_sent - 4 * rank * (64 + 80) < 300
+def test_a_basis_is_orthonormal():
+    """So that int8 keeps what belongs to small singular values."""
+    run = Run(projection="tracked")
+    for _ in range(2):
+        run.step()
+    for i, (rows, columns) in ((0, (64, 80)), (2, (150, 140))):
+        basis = run.state("basis", i)[0]
+        basis = basis.view(columns, 4) if basis.numel() == 4 * columns else basis.view(rows, 4)
+        torch.testing.assert_close(basis.t() @ basis, torch.eye(4), rtol=0, atol=1e-5)
+
+
+def test_what_int8_takes_off_a_tensor_sent_whole_beside_tracked_ones_goes_out_with_the_next_step():
+    run = Run(projection="tracked", rank=40, payload_dtype=torch.int8)  # more columns than pay for the first
+    for _ in range(4):
+        for i, (applied, came) in run.step().items():
+            torch.testing.assert_close(applied + run.owed(i), came, rtol=1e-3, atol=1e-3)
+    assert run.optimizers[0].stats.phase == "projected"
+
+
+@pytest.mark.parametrize("projection", ["gaussian", "orthonormal", "tracked"])
+def test_clipping_locally_is_clipping_by_hand(projection):
+    clipped, by_hand = Run(projection=projection, max_grad_norm=1.0), Run(projection=projection)
+    for t in range(3):
+        grads = gradients(2, t, SHAPES, torch.float32)
+        for g in grads[1]:
+            g.mul_(5)  # ranks are not clipped alike
+        step(clipped.world, clipped.params, clipped.optimizers, grads)
+        for own in grads:
+            norm = math.sqrt(sum(float(g.square().sum()) for g in own))
+            for g in own:
+                g.mul_(min(1.0, 1.0 / (norm + 1e-6)))
+        step(by_hand.world, by_hand.params, by_hand.optimizers, grads)
+    for p, q in zip(clipped.params[0], by_hand.params[0], strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4)
+
+
+def test_the_rank_of_a_tracked_tensor_is_what_is_asked_for():
+    sent = {}
+    for rank in (1, 5):
+        p = nn.Parameter(torch.zeros(64, 80))
+        optimizer = compopt.SeparateAdam([p], projection="tracked", rank=rank)
+        p.grad = torch.randn(64, 80)
+        optimizer.step()
+        assert optimizer.state[p]["basis"].numel() == rank * 80
+        sent[rank] = optimizer.stats.bytes_sent
+    assert sent[5] - sent[1] == 4 * (5 - 1) * (64 + 80)
 
 
 def test_tracked_tensors_of_one_shape_follow_each_its_own_gradient():
