@@ -15,6 +15,7 @@ from compopt.activations import (
     AutoEncoder,
     CompressedRowwiseParallel,
     Compressor,
+    ErrorFeedback,
     Identity,
     PowerSGD,
     Quantize,
@@ -46,6 +47,53 @@ def compressors(tokens: int, hidden: int) -> dict[str, Make]:
         "Q2": lambda: Quantize(4),
         "P1": lambda: PowerSGD(rank(20), hidden),
         "P2": lambda: PowerSGD(rank(10), hidden),
+    }
+
+
+class StraightTopK(TopK):
+    """Top-K as MCBench's code has it in tensor parallelism: the gradient passes as if nothing had been left out."""
+
+    def exchange(self, x: Tensor, ranks) -> Tensor:
+        return x + (super().exchange(x, ranks) - x).detach()
+
+
+class PowerBySequence(Compressor):
+    """PowerSGD as MCBench's code has it: factors of every sequence of a batch, each with a basis of its own."""
+
+    summable = True
+
+    def __init__(self, rank: int, hidden: int) -> None:
+        super().__init__()
+        self.register_buffer("start", torch.randn(hidden, rank, generator=torch.Generator().manual_seed(0)))
+        self.basis = None
+
+    def compress(self, x: Tensor, ranks=None) -> tuple[Tensor, Tensor]:
+        known = self.basis is not None and len(self.basis) == len(x)
+        basis = self.basis if known else self.start.expand(len(x), -1, -1)
+        with torch.no_grad():
+            columns = torch.linalg.qr(x @ basis).Q
+        values = x.transpose(1, 2) @ columns
+        if self.training:
+            self.basis = values.detach()
+        return values, columns
+
+    def decompress(self, values: Tensor, side: Tensor, shape) -> Tensor:
+        return side @ values.transpose(1, 2)
+
+
+def variants(tokens: int, hidden: int, sequence: int) -> dict[str, tuple[Make, dict]]:
+    """One thing otherwise than in the table above: how MCBench's code has it, or an option of ours."""
+    table = compressors(tokens, hidden)
+    rank = max(1, round(sequence * hidden / 10 / (sequence + hidden)))
+    return {
+        "Q1, one scale": (lambda: Quantize(2, scale="tensor"), {}),
+        "Q1, 2-bit gradient": (lambda: Quantize(2, gradient_bits=2), {}),
+        "Q1, random rounding": (lambda: Quantize(2, stochastic=True), {}),
+        "T1, gradient past it": (lambda: StraightTopK(1 / 40), {}),
+        "P2, by sequence": (lambda: PowerBySequence(rank, hidden), {}),
+        **{f"{name}, bias inside": (table[name], {"bias_inside": True}) for name in ("A1", "T1", "R1", "Q1", "P2")},
+        **{f"{name}, feedback": (lambda name=name: ErrorFeedback(table[name]()), {}) for name in ("T1", "Q1")},
+        **{f"{name}, 100 steps later": (table[name], {"warmup": 100}) for name in ("A1", "T1")},
     }
 
 

@@ -14,43 +14,50 @@ import torch.nn.functional as F
 from _encoder import Make, encoder
 from torch import Tensor, nn
 
+from compopt.activations import set_compression
+
 SMALL = {"width": 64, "layers": 4, "heads": 4}
 BATCH = 32
 
 
 class Split(nn.Module):
-    """A row-parallel linear layer of two ranks; as torch does it, the first rank adds the bias."""
+    """A row-parallel linear layer of two ranks. Its bias is added after the exchange, or inside it."""
 
-    def __init__(self, whole: nn.Linear, make: Make) -> None:
+    def __init__(self, whole: nn.Linear, make: Make, bias_inside: bool) -> None:
         super().__init__()
-        self.whole, self.compressor = whole, make()
+        self.whole, self.compressor, self.bias_inside = whole, make(), bias_inside
 
     def forward(self, x: Tensor) -> Tensor:
         (left, right), (first, second) = x.chunk(2, -1), self.whole.weight.chunk(2, 1)
-        parts = F.linear(left, first, self.whole.bias), F.linear(right, second)
+        parts = F.linear(left, first, self.whole.bias if self.bias_inside else None), F.linear(right, second)
         if self.compressor.summable:
-            return self.compressor(parts[0] + parts[1])
-        return self.compressor(parts[0]) + self.compressor(parts[1])
+            total = self.compressor(parts[0] + parts[1])
+        else:
+            total = self.compressor(parts[0]) + self.compressor(parts[1])
+        return total if self.bias_inside else total + self.whole.bias
 
 
 class Boundary(nn.Module):
-    """Two pipeline stages meet: only the payload goes on, and its gradient back."""
+    """Two pipeline stages meet: only the payload goes on, and its gradient back, or the gradient beside it."""
 
     def __init__(self, make: Make) -> None:
         super().__init__()
         self.compressor = make()
 
     def forward(self, x: Tensor) -> Tensor:
-        values, side = self.compressor.compress(x)
-        return self.compressor.decompress(values, side, x.shape)
+        compressor = self.compressor
+        if not compressor.enabled or (compressor.straight_through and not compressor.fits_payload()):
+            return compressor(x)
+        values, side = compressor.compress(x)
+        return compressor.decompress(values, side, x.shape)
 
 
-def compressed(model: nn.Sequential, make: Make) -> nn.Sequential:
+def compressed(model: nn.Sequential, make: Make, bias_inside: bool = False) -> nn.Sequential:
     """The model with the last half of its layers, and the boundary that leads into them, compressed."""
     blocks = list(model)[1:-1]
     half = len(blocks) // 2
     for block in blocks[half:]:
-        block.out, block.down = Split(block.out, make), Split(block.down, make)
+        block.out, block.down = Split(block.out, make, bias_inside), Split(block.down, make, bias_inside)
     return nn.Sequential(model[0], *blocks[:half], Boundary(make), *blocks[half:], model[-1])
 
 
@@ -82,21 +89,38 @@ def pretrained(seed: int) -> nn.Sequential:
     return model
 
 
-def digit_accuracy(make: Make, seed: int, steps: int, start: nn.Sequential, parity: bool = False) -> float:
-    """Accuracy, %, on unseen digits (or their parity) after `steps` compressed steps from `start`."""
+def decay(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """Linear, to nothing, as in the paper's fine-tuning: the last step's noise would else be of several points."""
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+
+
+def digit_accuracy(
+    make: Make,
+    seed: int,
+    steps: int,
+    start: nn.Sequential,
+    parity: bool = False,
+    bias_inside: bool = False,
+    warmup: int = 0,
+) -> float:
+    """Accuracy, %, on unseen digits (or their parity) after `steps` steps from `start`, all but `warmup` compressed."""
     torch.manual_seed(seed + 100)
     model = encoder(4, 2 if parity else 10, 16, **SMALL)
     model[:-1].load_state_dict(start[:-1].state_dict())
-    model = compressed(model, make)
+    model = compressed(model, make, bias_inside)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x, y, test_x, test_y = digits()
     y, test_y = (y % 2, test_y % 2) if parity else (y, test_y)
+    schedule = decay(optimizer, steps)
     random = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
+    for step in range(steps):
+        set_compression(model, step >= warmup)
         chosen = torch.randint(len(x), (BATCH,), generator=random)
         F.cross_entropy(model(x[chosen]), y[chosen]).backward()
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
+    model.eval()
     with torch.no_grad():
         right = [
             (model(a).argmax(-1) == b).sum() for a, b in zip(test_x.split(BATCH), test_y.split(BATCH), strict=True)
@@ -118,13 +142,16 @@ def text_accuracy(make: Make, seed: int, steps: int) -> float:
     train, test = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 - 1 :]
     model = compressed(encoder(128, 128, 32, **SMALL, pool=False, causal=True), make)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    schedule = decay(optimizer, steps)
     random = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         x, y = text_batch(train, random)
         F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
     random = torch.Generator().manual_seed(1)
+    model.eval()
     with torch.no_grad():
         batches = [text_batch(test, random) for _ in range(16)]
         return 100 * sum(float((model(x).argmax(-1) == y).float().mean()) for x, y in batches) / len(batches)

@@ -1,4 +1,4 @@
-"""Compressors of activations: gradients, sizes, and the real thing on two gloo ranks (tensor, then pipeline)."""
+"""Compressors of activations in one process: gradients, sizes, what they keep of an activation."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import math
 
 import pytest
 import torch
-from ranks import run_ranks
+from codecs_table import COMPRESSORS, HIDDEN, SHAPE, make, sample
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from compopt.activations import (
     ALONE,
     AutoEncoder,
     CompressedRowwiseParallel,
     Compressor,
+    ErrorFeedback,
     Identity,
-    MeshRanks,
     PowerSGD,
     Quantize,
     RandomK,
@@ -28,33 +25,8 @@ from compopt.activations import (
     TopK,
 )
 
-HIDDEN, SHAPE = 8, (3, 5, 8)
-COMPRESSORS = {
-    "Identity": Identity,
-    "AutoEncoder": lambda: AutoEncoder(HIDDEN, 3),
-    "TopK": lambda: TopK(0.25),
-    "RandomK": lambda: RandomK(0.25),
-    "PowerSGD": lambda: PowerSGD(2, HIDDEN),
-    "Quantize2": lambda: Quantize(2),
-    "Quantize4": lambda: Quantize(4),
-    "Quantize8": lambda: Quantize(8),
-    "QuantizeStochastic": lambda: Quantize(4, stochastic=True),
-}
 
-
-def make(name: str) -> Compressor:
-    torch.manual_seed(3)
-    return COMPRESSORS[name]().double()
-
-
-def sample(seed: int = 0) -> torch.Tensor:
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-# One process
-
-
-@pytest.mark.parametrize("name", ["Identity", "AutoEncoder", "TopK", "RandomK"])
+@pytest.mark.parametrize("name", ["Identity", "AutoEncoder", "TopK", "RandomK", "Feedback"])
 def test_gradient_is_the_exact_vector_jacobian_product(name):
     start = make(name)
     weights = [p.detach().clone().requires_grad_() for p in start.parameters()]
@@ -84,35 +56,61 @@ def test_quantized_gradient_is_straight_through(name):
     assert torch.equal(x.grad, upstream)
 
 
-@pytest.mark.parametrize("name", ["Quantize2", "Quantize4", "Quantize8"])
-def test_quantized_boundary_carries_a_quantized_gradient(name):
-    x, upstream, codec = sample().requires_grad_(), sample(1), make(name)
+@pytest.mark.parametrize(("bits", "gradient_bits"), [(2, 2), (4, 4), (8, 8), (8, 4), (4, 2)])
+def test_quantized_boundary_carries_a_quantized_gradient(bits, gradient_bits):
+    x, upstream, codec = sample().requires_grad_(), sample(1), Quantize(bits, gradient_bits=gradient_bits)
     values, side = codec.compress(x)
     codec.decompress(values, side, SHAPE).backward(upstream)
-    assert torch.equal(x.grad, codec(upstream))
+    assert torch.equal(x.grad, Quantize(gradient_bits)(upstream))
 
 
+def test_a_gradient_too_large_for_the_payload_says_so():
+    for codec in (Quantize(2), Quantize(2, gradient_bits=8)):
+        x = sample().requires_grad_()
+        with pytest.raises(RuntimeError, match="does not fit into a payload of 2"):
+            codec.decompress(*codec.compress(x), SHAPE).sum().backward()
+
+
+@pytest.mark.parametrize("scale", ["channel", "tensor"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("n", [1, 7, 64])
-def test_quantization_is_within_half_a_step(bits, dtype, n):
-    x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
-    step = x.abs().max() / (2 ** (bits - 1) - 1)
-    slack = 1 + 64 * torch.finfo(dtype).eps
-    assert (Quantize(bits)(x) - x).abs().max() <= step / 2 * slack + step * 2 ** (bits - 1) * torch.finfo(dtype).eps
-    assert torch.equal(Quantize(bits)(torch.zeros(n, dtype=dtype)), torch.zeros(n, dtype=dtype))
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 1), (5, 3, 8), (2, 64)])
+def test_quantization_rounds_to_the_nearest_of_its_levels(bits, dtype, shape, scale):
+    """Against all 2^bits levels written down, -s to s(1 - 1/half), for the bfloat16 scale s of every channel."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(bits)).to(dtype)
+    half = 2 ** (bits - 1)
+    s = x.abs().reshape(-1, shape[-1]).amax(0) if scale == "channel" else x.abs().max()
+    s = s.bfloat16().double()
+    levels = torch.arange(-half, half) / half
+    distance = (x.double()[..., None] - levels * s[..., None]).abs()
+    got = Quantize(bits, scale=scale)(x)
+    assert got.dtype == dtype
+    error = (got.double() - x.double()).abs()
+    assert (error <= distance.amin(-1) + 2 * torch.finfo(dtype).eps * s).all()
+    assert torch.equal(Quantize(bits)(torch.zeros(shape, dtype=dtype)), torch.zeros(shape, dtype=dtype))
+
+
+def test_one_large_channel_spoils_a_common_scale_and_no_scale_a_channel():
+    x = sample().float() * torch.tensor([1000.0] + [1.0] * 7)
+    small = x[..., 1:]
+    assert (Quantize(4)(x)[..., 1:] - small).norm() < 0.2 * small.norm()
+    assert (Quantize(4, scale="tensor")(x)[..., 1:] == 0).all()
 
 
 def test_stochastic_rounding_is_unbiased():
-    x = torch.full((20000,), 0.3).index_fill(0, torch.tensor([0]), 1.0)
+    x = torch.full((20000, 1), 0.3)
+    x[0] = 1.0
     torch.manual_seed(0)
-    assert Quantize(2, stochastic=True)(x)[1:].mean().item() == pytest.approx(0.3, abs=0.02)
-    assert Quantize(2)(x)[1:].abs().max() == 0  # what rounding to the nearest makes of it
+    assert Quantize(2, stochastic=True)(x)[1:].mean().item() == pytest.approx(0.3, abs=0.01)
+    assert (Quantize(2)(x)[1:] == 0.5).all()  # what rounding to the nearest makes of it
 
 
 def test_a_quantized_infinity_does_not_look_like_a_number():
-    x = torch.ones(4).index_fill(0, torch.tensor([2]), math.inf)
-    assert not Quantize(8)(x).isfinite().all()
+    for bad in (math.inf, -math.inf, math.nan):
+        x = torch.ones(5, 4)
+        x[2, 1] = bad
+        got = Quantize(8)(x)
+        assert not got[:, 1].isfinite().any() and got[:, [0, 2, 3]].isfinite().all()
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -174,6 +172,10 @@ def test_a_compressor_of_ones_own_needs_three_methods():
         (lambda: RandomK(1.5), "density"),
         (lambda: PowerSGD(0, 8), "rank"),
         (lambda: Quantize(3), "bits"),
+        (lambda: Quantize(2, gradient_bits=16), "gradient_bits"),
+        (lambda: Quantize(2, scale="row"), "scale"),
+        (lambda: SendCompressed(nn.ReLU(), Quantize(2)), r"pair=torch.distributed.new_group"),
+        (lambda: SendCompressed(nn.ReLU(), ErrorFeedback(Quantize(2, gradient_bits=4))), "pair"),
         (lambda: ReceiveCompressed(nn.ReLU(), Identity(), ()), "micro-batch"),
     ],
 )
@@ -182,173 +184,70 @@ def test_errors_name_the_argument(call, words):
         call()
 
 
-# Two ranks
-
-
-class MLP(nn.Module):
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(HIDDEN, 16, bias=bias), nn.Linear(16, HIDDEN, bias=bias)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-
-def run_mlp(mesh, style, bias):
-    torch.manual_seed(0)
-    mlp = parallelize_module(MLP(bias), mesh, {"up": ColwiseParallel(), "down": style})
-    x = sample().float().requires_grad_()
-    y = mlp(x)
-    y.square().sum().backward()
-    grads = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in mlp.named_parameters()}
-    return {"y": y.detach(), "x": x.grad, **grads}
-
-
-def run_exchange(name, mesh, rank):
-    """One compressed all-reduce of each rank's own activation, twice so that state carries over."""
-    codec, x = make(name), sample(rank).requires_grad_()
-    codec(sample(10 + rank), MeshRanks(mesh))
-    codec.zero_grad()
-    y = codec(x, MeshRanks(mesh))
-    y.backward(sample(7))
-    return {"y": y.detach(), "x": x.grad, "encoder": getattr(getattr(codec, "encoder", None), "grad", None)}
-
-
-def stages(name):
-    torch.manual_seed(1)
-    body, head = nn.Linear(4, HIDDEN), nn.Linear(HIDDEN, 4)
-    return (
-        SendCompressed(body, COMPRESSORS[name]()),
-        ReceiveCompressed(head, COMPRESSORS[name](), (2, 5, HIDDEN)),
-    )
-
-
-def run_pipeline(name, rank):
-    """GPipe over two micro-batches; records the boundary's activation, payload and gradient of the last one."""
-    stage, seen = stages(name)[rank], {}
-
-    def record(module, args, output):
-        seen["activation"] = output if rank == 0 else args[0]
-        seen["activation"].register_hook(lambda g: seen.__setitem__("grad", g.clone()))
-
-    stage.stage.register_forward_hook(record)
-    stage.register_forward_hook(lambda m, args, output: seen.__setitem__("payload", output if rank == 0 else args))
-    schedule = ScheduleGPipe(
-        PipelineStage(stage, rank, 2, torch.device("cpu")), 2, loss_fn=lambda y, target: (y - target).square().sum(),
-        scale_grads=False,
-    )  # fmt: skip
-    x, target, losses = torch.randn(4, 5, 4), torch.randn(4, 5, 4), []
-    for _ in range(2):
-        schedule.step(x) if rank == 0 else schedule.step(target=target, losses=losses)
-    parameters = {n: p.grad for n, p in stage.named_parameters()}
-    payload = seen["payload"] if isinstance(seen["payload"], tuple) else (seen["payload"],)
-    return {"activation": seen["activation"].detach(), "payload": [t.detach() for t in payload], "grad": seen["grad"],
-            "parameters": parameters, "x": x, "target": target, "losses": [v.item() for v in losses]}  # fmt: skip
-
-
-def worker(rank, folder):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
-    found = {"mlp": {}, "exchange": {}, "pipeline": {}}
-    for bias in (True, False):
-        found["mlp"]["torch", bias] = run_mlp(mesh, RowwiseParallel(), bias)
-        found["mlp"]["Identity", bias] = run_mlp(mesh, CompressedRowwiseParallel(Identity), bias)
-
-    def auto_encoder():
-        torch.manual_seed(100 + rank)  # ranks that disagree on the seed must still start from one auto-encoder
-        return AutoEncoder(HIDDEN, 3)
-
-    found["auto-encoder"] = run_mlp(mesh, CompressedRowwiseParallel(auto_encoder), True)
-    for name in COMPRESSORS:
-        found["exchange"][name] = run_exchange(name, mesh, rank)
-    for name in COMPRESSORS:
-        torch.manual_seed(5)
-        found["pipeline"][name] = run_pipeline(name, rank)
-    torch.save(found, f"{folder}/{rank}.pt")
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(worker, 2, str(folder))
-    return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(2)]
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_tensor_parallel_without_compression_is_bit_equal_to_torch(two_ranks, bias):
-    for found in two_ranks:
-        ours, theirs = found["mlp"]["Identity", bias], found["mlp"]["torch", bias]
-        assert ours.keys() == theirs.keys() and len(ours) >= 4
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-
-
-@pytest.mark.parametrize("name", [n for n in COMPRESSORS if n != "QuantizeStochastic"])  # that one draws anew
-def test_compressed_all_reduce_is_the_sum_and_its_gradient_exact(two_ranks, name):
-    """Against the same formula in one process: decompress(sum of values), or the sum of the decompressed."""
-    found = [rank["exchange"][name] for rank in two_ranks]
-    assert torch.equal(found[0]["y"], found[1]["y"])
-    parts = [sample(rank).requires_grad_() for rank in range(2)]
-    codec = make(name)
-    if codec.summable:
-        codec(sample(10) + sample(11))  # linear: what two ranks do together, one does with the sum
-        codec.zero_grad()
-        y = codec(parts[0] + parts[1])
-    else:
-        y = codec(parts[0]) + codec(parts[1])
-    y.backward(sample(7))
-    for rank in range(2):
-        torch.testing.assert_close(found[rank]["y"], y.detach())
-        torch.testing.assert_close(found[rank]["x"], parts[rank].grad)
-        if name == "AutoEncoder":  # the encoder sees half of the sum on each rank; its gradient must be the whole
-            torch.testing.assert_close(found[rank]["encoder"], codec.encoder.grad)
-
-
-def test_auto_encoder_is_and_stays_one_over_the_ranks(two_ranks):
-    first, second = (found["auto-encoder"] for found in two_ranks)
-    assert {"down.compressor.encoder", "down.compressor.decoder"} <= first.keys()
-    assert all(torch.equal(first[key], second[key]) for key in first)
+def test_a_compressor_in_place_of_a_function_that_makes_one_is_refused_where_it_is_passed():
+    for wrong in (TopK(0.1), None, 3):
+        with pytest.raises(TypeError, match="make must be a function"):
+            CompressedRowwiseParallel(wrong)
+    with pytest.raises(TypeError, match="must be a Compressor"):
+        SendCompressed(nn.ReLU(), nn.ReLU())
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_stage_boundary_sends_the_payload_only(two_ranks, name):
-    sender, receiver = (found["pipeline"][name] for found in two_ranks)
-    for sent, received in zip(sender["payload"], receiver["payload"], strict=True):
-        assert torch.equal(sent.view(torch.uint8), received.view(torch.uint8))
-    sent = sum(t.numel() * t.element_size() for t in sender["payload"])
-    assert sent == COMPRESSORS[name]().bytes((2, 5, HIDDEN))
+@pytest.mark.parametrize("shape", [(0, 5, HIDDEN), (3, 0, HIDDEN)])
+def test_no_tokens_are_compressed_to_nothing(name, shape):
+    codec, x = make(name), torch.empty(shape, dtype=torch.float64, requires_grad=True)
+    y = codec(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == shape
+    values, side = make(name).compress(x.detach())
+    sent = sum(t.numel() * t.element_size() for t in (values, side) if t is not None)
+    assert sent == codec.bytes(shape, torch.float64) and sent <= 16
 
 
-@pytest.mark.parametrize("name", ["Identity", "AutoEncoder", "TopK"])
-def test_pipeline_trains_as_one_process_with_the_compressor_in_the_middle(two_ranks, name):
-    sender, receiver = (found["pipeline"][name] for found in two_ranks)
-    first, second = stages(name)
-    for _ in range(2):
-        for x, target in zip(receiver["x"].chunk(2), receiver["target"].chunk(2), strict=True):
-            payload = first(x)
-            y = second(*payload) if isinstance(payload, tuple) else second(payload)
-            (y - target).square().sum().backward()
-    for stage, found in ((first, sender), (second, receiver)):
-        for key, parameter in stage.named_parameters():
-            if parameter.grad is None:
-                assert found["parameters"][key] is None
-            else:
-                torch.testing.assert_close(found["parameters"][key], parameter.grad)
+@pytest.mark.parametrize("name", ["AutoEncoder", "PowerSGD", "FeedbackPowerSGD"])
+def test_made_on_the_meta_device_a_compressor_is_what_it_would_have_been(name):
+    with torch.device("meta"):
+        late = nn.Sequential(COMPRESSORS[name]())
+    assert all(t.is_meta for t in late.state_dict().values())
+    late.to_empty(device="cpu")
+    for module in late.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    at_once = nn.Sequential(COMPRESSORS[name]())
+    assert late.state_dict().keys() == at_once.state_dict().keys()
+    for key, value in at_once.state_dict().items():
+        assert torch.equal(late.state_dict()[key], value)
 
 
-def test_random_k_and_powersgd_boundaries_apply_one_projection_both_ways(two_ranks):
-    for name in ("RandomK", "PowerSGD"):
-        sender, receiver = (found["pipeline"][name] for found in two_ranks)
-        x, arrived = sender["activation"], receiver["activation"]
-        torch.testing.assert_close((arrived * (x - arrived)).sum(), torch.tensor(0.0), atol=1e-4, rtol=0)
-        if name == "RandomK":
-            projected = receiver["grad"] * (arrived != 0)
-        else:
-            basis = sender["payload"][1]
-            projected = (basis @ (basis.t() @ receiver["grad"].reshape(-1, HIDDEN))).view(x.shape)
-        assert 0 < arrived.abs().sum() < x.abs().sum()
-        torch.testing.assert_close(sender["grad"], projected)
+def test_auto_encoders_start_alike_wherever_they_are_made_and_otherwise_by_another_seed():
+    first, second, other = AutoEncoder(8, 3), AutoEncoder(8, 3), AutoEncoder(8, 3, seed=1)
+    assert torch.equal(first.encoder, second.encoder) and not torch.equal(first.encoder, other.encoder)
+    torch.testing.assert_close(first.encoder.t() @ first.encoder, torch.eye(3))
+    assert torch.equal(first.encoder.t(), first.decoder)
 
 
-@pytest.mark.parametrize("name", ["Quantize4", "Quantize8"])
-def test_quantized_boundary_quantizes_the_gradient_that_returns(two_ranks, name):
-    sender, receiver = (found["pipeline"][name] for found in two_ranks)
-    torch.testing.assert_close(sender["grad"], COMPRESSORS[name]()(receiver["grad"]))
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_a_bfloat16_activation_passes_an_auto_encoder_of_either_precision(default):
+    torch.set_default_dtype(default)
+    try:
+        codec = AutoEncoder(HIDDEN, HIDDEN)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert codec.encoder.dtype == default
+    x = sample().bfloat16().requires_grad_()
+    y = codec(x)
+    y.sum().backward()
+    assert y.dtype == x.grad.dtype == torch.bfloat16 and codec.encoder.grad.dtype == default
+    assert (y - x).norm() < 0.02 * x.norm()
+
+
+def test_feedback_adds_what_was_left_out_and_only_in_training():
+    codec, x = ErrorFeedback(TopK(0.25)), sample()
+    first = codec(x)
+    assert torch.equal(first, TopK(0.25)(x))
+    assert torch.equal(codec(x), TopK(0.25)(x + (x - first)))
+    assert torch.equal(codec.eval()(x), TopK(0.25)(x))
+    other = sample()[:2]  # of another shape: nothing to add
+    assert torch.equal(codec.train()(other), TopK(0.25)(other))
+    codec(torch.full_like(other, math.inf))
+    assert torch.equal(codec(other), TopK(0.25)(other))  # a bad batch leaves nothing behind

@@ -2,8 +2,8 @@
 
     plan = {"up": ColwiseParallel(), "down": CompressedRowwiseParallel(lambda: AutoEncoder(hidden=1024, code=100))}
     parallelize_module(mlp, mesh["tp"], plan)                                   # torch.distributed.tensor.parallel
-    first = SendCompressed(nn.Sequential(*blocks[:6]), Quantize(8))             # torch.distributed.pipelining
-    second = ReceiveCompressed(nn.Sequential(*blocks[6:]), Quantize(8), shape=(8, 128, 1024))
+    first = SendCompressed(nn.Sequential(*blocks[:6]), TopK(0.1))             # torch.distributed.pipelining
+    second = ReceiveCompressed(nn.Sequential(*blocks[6:]), TopK(0.1), shape=(8, 128, 1024))
 
 A compressor of your own is one class with three methods. What it sends is `values`, which carry gradients, and a `side`
 tensor that does not (or None); `summable` says that adding up the values of all ranks adds up the activations::
@@ -20,14 +20,17 @@ tensor that does not (or None); `summable` says that adding up the values of all
         def bytes(self, shape, dtype=torch.float32):
             return math.prod(shape) // 2 * dtype.itemsize
 
-Where this differs from the paper's code: an AutoEncoder's encoder gradient is summed over the tensor-parallel ranks, so
-the encoder stays one matrix; PowerSGD gives the sum, not the mean, and drops no layer at a stage boundary; RandomK
-computes its positions on the device.
+`set_compression` turns compressors off and on, as in a warm-up; `drop_compressors` takes them out for fine-tuning.
+docs/activations.md says when any of this pays, where it differs from the paper's code and what that is worth.
 """
 
-from .codecs import ALONE, AutoEncoder, Compressor, Identity, PowerSGD, RandomK, TopK
+from .codecs import ALONE, AutoEncoder, Compressor, Identity, replicated
+from .dropping import drop_compressors, set_compression
+from .feedback import ErrorFeedback
+from .low_rank import PowerSGD
 from .pipeline import ReceiveCompressed, SendCompressed
 from .quantize import Quantize
+from .sparse import RandomK, TopK
 from .tensor_parallel import CompressedRowwiseParallel, MeshRanks
 
 __all__ = [
@@ -35,6 +38,7 @@ __all__ = [
     "AutoEncoder",
     "CompressedRowwiseParallel",
     "Compressor",
+    "ErrorFeedback",
     "Identity",
     "MeshRanks",
     "PowerSGD",
@@ -43,4 +47,7 @@ __all__ = [
     "ReceiveCompressed",
     "SendCompressed",
     "TopK",
+    "drop_compressors",
+    "replicated",
+    "set_compression",
 ]

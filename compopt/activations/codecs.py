@@ -1,12 +1,17 @@
-"""The compressors: what crosses the network instead of an activation, and its gradient."""
+"""What a compressor is, and the two that are linear in every element: Identity and AutoEncoder."""
 
 from __future__ import annotations
 
 import math
-import random
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def replicated(weight: Tensor) -> Tensor:
+    """This rank's copy of a weight that is the same on all of them, in a DTensor or not, and so is its gradient."""
+    return weight.to_local(grad_placements=[Replicate()]) if isinstance(weight, DTensor) else weight
 
 
 class Alone:
@@ -24,21 +29,45 @@ class Alone:
 
     def shared(self, weight: Tensor) -> Tensor:
         """A weight all ranks share but use on different activations: its gradient is summed over the ranks."""
-        return weight
+        return replicated(weight)
 
 
 ALONE = Alone()
 
 
+class _StraightThrough(torch.autograd.Function):
+    """y forward, the gradient of x backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class Compressor(nn.Module):
     """Base class. Subclasses give `compress`, `decompress` and `bytes`; calling a compressor does one all-reduce.
+
+    A subclass with settings names them in `extra_repr`: by them the two ends of a stage boundary know each other. One
+    with weights or buffers sets them in `reset_parameters`, alike on all ranks, so that a model can be made on the meta
+    device. Weights of a tensor-parallel module are DTensors: compute with `ranks.shared(weight)` where each rank holds
+    its own activation, with `replicated(weight)` where all hold the same.
 
     Attributes:
         summable: True when the values of several ranks may be added before `decompress`. Otherwise every rank's
             payload is gathered, decompressed and added up.
+        straight_through: True when the gradient that arrives is also that of what was compressed. At a stage boundary
+            it then travels beside the payload, on the group named there.
+        gradient_bits: None, or the bits an element of such a gradient.
+        enabled: False while everything is sent. See `set_compression`.
     """
 
     summable = False
+    straight_through = False
+    gradient_bits: int | None = None
+    enabled = True
 
     def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor | None]:
         """What is sent for x: (values, side). Gradients flow through the values only; `side` is equal on all ranks
@@ -55,12 +84,34 @@ class Compressor(nn.Module):
 
     def forward(self, x: Tensor, ranks: Alone = ALONE) -> Tensor:
         """The sum of x over the ranks, as far as compression lets through."""
+        if not self.enabled:
+            return ranks.sum(x)
+        return self.exchange(x, ranks)
+
+    def exchange(self, x: Tensor, ranks: Alone) -> Tensor:
+        """What `forward` does while the compressor is enabled."""
+        if not self.straight_through:
+            return self._total(x, ranks)
+        with torch.no_grad():
+            total = self._total(x, ranks)
+        return _StraightThrough.apply(x, total)
+
+    def _total(self, x: Tensor, ranks: Alone) -> Tensor:
         values, side = self.compress(x, ranks)
         if self.summable:
-            return self.decompress(ranks.sum(values), side, x.shape)
+            total = ranks.sum(values)
+            self.learn(total)
+            return self.decompress(total, side, x.shape)
         sides = [None] * ranks.size if side is None else ranks.gather(side)
         parts = [self.decompress(v, s, x.shape) for v, s in zip(ranks.gather(values), sides, strict=True)]
         return sum(parts[1:], parts[0])
+
+    def learn(self, total: Tensor) -> None:
+        """Told the sum of all ranks' values, for compressors that start from it the next time."""
+
+    def fits_payload(self) -> bool:
+        """Whether a straight-through gradient returns in the payload's place, and needs no group."""
+        return False
 
 
 class Identity(Compressor):
@@ -82,130 +133,42 @@ class AutoEncoder(Compressor):
     """Two learned matrices: `hidden` numbers a token become `code` and back (MCBench, section 3.1). Exact gradients.
 
     The encoder starts as random orthonormal columns and the decoder as their transpose, so that what arrives first is
-    a projection of the activation. At a stage boundary the sender trains the encoder, the receiver the decoder.
+    a projection of the activation; both are drawn from `seed` alone, so that all ranks and both ends of a stage
+    boundary start alike. At a boundary the sender trains the encoder, the receiver the decoder. The matrices are used
+    in the activation's precision.
     """
 
     summable = True
 
-    def __init__(self, hidden: int, code: int) -> None:
+    def __init__(self, hidden: int, code: int, seed: int = 0) -> None:
         super().__init__()
         if not 1 <= code <= hidden:
             raise ValueError(f"code must be between 1 and hidden; got code={code}, hidden={hidden}.")
-        self.encoder = nn.Parameter(nn.init.orthogonal_(torch.empty(hidden, code, dtype=torch.get_default_dtype())))
-        self.decoder = nn.Parameter(self.encoder.detach().t().contiguous())
+        self.seed = seed
+        self.encoder = nn.Parameter(torch.empty(hidden, code, dtype=torch.get_default_dtype()))
+        self.decoder = nn.Parameter(torch.empty(code, hidden, dtype=torch.get_default_dtype()))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw both matrices. After `to_empty`, for a model that was made on the meta device."""
+        encoder, decoder = replicated(self.encoder), replicated(self.decoder)
+        if encoder.is_meta:
+            return
+        generator = torch.Generator().manual_seed(self.seed)
+        start = torch.randn(encoder.shape, generator=generator, dtype=torch.float64, device="cpu")
+        columns = torch.linalg.qr(start).Q
+        encoder.copy_(columns)
+        decoder.copy_(columns.t())
+
+    def extra_repr(self) -> str:
+        return f"hidden={self.encoder.shape[0]}, code={self.encoder.shape[1]}, seed={self.seed}"
 
     def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, None]:
-        return x @ ranks.shared(self.encoder), None
+        return x @ ranks.shared(self.encoder).to(x.dtype), None
 
     def decompress(self, values: Tensor, side: None, shape: torch.Size | tuple[int, ...]) -> Tensor:
-        return (values @ self.decoder).view(shape)
+        return (values @ replicated(self.decoder).to(values.dtype)).view(shape)
 
     def bytes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         return math.prod(shape[:-1]) * self.encoder.shape[1] * dtype.itemsize
-
-
-def _kept(density: float, n: int) -> int:
-    return max(1, round(density * n))
-
-
-def _check_density(density: float) -> None:
-    if not 0 < density <= 1:
-        raise ValueError(f"density must be above 0 and at most 1; got {density}.")
-
-
-class TopK(Compressor):
-    """The `density` part of the elements that is largest in magnitude, with int32 positions. Exact gradients."""
-
-    def __init__(self, density: float) -> None:
-        super().__init__()
-        _check_density(density)
-        self.density = density
-
-    def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor]:
-        flat = x.reshape(-1)
-        index = flat.detach().abs().topk(_kept(self.density, flat.numel()), sorted=False).indices
-        return flat[index], index.int()
-
-    def decompress(self, values: Tensor, side: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-        n = math.prod(shape)
-        index = side.long().clamp(0, n - 1)  # torch's pipelining first runs stages on uninitialised memory
-        return values.new_zeros(n).index_put((index,), values).view(shape)
-
-    def bytes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-        return _kept(self.density, math.prod(shape)) * (dtype.itemsize + 4)
-
-
-class RandomK(Compressor):
-    """A `density` part of the elements at random positions that all ranks share. Exact gradients.
-
-    Positions are (a*j + b) mod n for a random b and a random a without common factor with n: every element is equally
-    likely, n is never sampled on the host, and two numbers tell a receiver which ones. Nothing is scaled up.
-    """
-
-    summable = True
-
-    def __init__(self, density: float, seed: int = 0) -> None:
-        super().__init__()
-        _check_density(density)
-        self.density = density
-        self._random = random.Random(seed)
-
-    def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor]:
-        n = x.numel()
-        step = next(a for a in iter(lambda: self._random.randrange(1, n + 1), None) if math.gcd(a, n) == 1)
-        side = torch.tensor([step, self._random.randrange(n)], dtype=torch.int64, device=x.device)
-        return x.reshape(-1)[self._positions(side, n)], side
-
-    def _positions(self, side: Tensor, n: int) -> Tensor:
-        return (
-            torch.arange(_kept(self.density, n), dtype=torch.int64, device=side.device) * side[0] + side[1]
-        ).remainder(n)
-
-    def decompress(self, values: Tensor, side: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-        n = math.prod(shape)
-        return values.new_zeros(n).index_put((self._positions(side, n),), values).view(shape)
-
-    def bytes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-        return _kept(self.density, math.prod(shape)) * dtype.itemsize + 16
-
-
-class PowerSGD(Compressor):
-    """Rank-`rank` factors of the (tokens, hidden) matrix, a power iteration a call (Vogels et al. 2019), fp32 or wider.
-
-    The column basis P is taken as given, so the gradient is the exact one of the projection x -> P P^T x: a documented
-    straight-through, as the derivative of the QR factorisation is left out.
-    """
-
-    summable = True
-
-    def __init__(self, rank: int, hidden: int, seed: int = 0) -> None:
-        super().__init__()
-        if not 1 <= rank <= hidden:
-            raise ValueError(f"rank must be between 1 and hidden; got rank={rank}, hidden={hidden}.")
-        random = torch.Generator().manual_seed(seed)
-        start = torch.randn(hidden, rank, generator=random, dtype=torch.get_default_dtype())
-        self.register_buffer("basis", start)  # what the last call ended with, the start of the next
-
-    def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor]:
-        matrix = x.reshape(-1, x.shape[-1])
-        with torch.no_grad():
-            wide = torch.promote_types(self.basis.dtype, torch.float32)  # a QR of half-precision numbers falls apart
-            columns = ranks.sum(matrix.to(wide) @ self.basis.to(wide))
-            orthonormal = torch.linalg.qr(columns).Q.to(x.dtype)
-        values = matrix.t() @ orthonormal
-        self._remember(values)
-        return values, orthonormal
-
-    def decompress(self, values: Tensor, side: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-        self._remember(values)  # now summed over the ranks, hence equal on all of them
-        return (side @ values.t()).view(shape)
-
-    @torch.no_grad()
-    def _remember(self, values: Tensor) -> None:
-        if values.shape == self.basis.shape:  # fewer tokens than the rank: keep the wider basis
-            usable = values.isfinite().all()  # one bad batch must not spoil every later one
-            self.basis.copy_(torch.where(usable, values.to(self.basis.dtype), self.basis))
-
-    def bytes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-        tokens, (hidden, rank) = math.prod(shape[:-1]), self.basis.shape
-        return min(rank, tokens) * (tokens + hidden) * dtype.itemsize

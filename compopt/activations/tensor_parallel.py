@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-from .codecs import Alone, Compressor
+from .codecs import Alone, Compressor, replicated
 
 # torch is renaming it; 2.6 knows only the old name.
 _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
@@ -79,22 +79,52 @@ class MeshRanks(Alone):
         return list(_Gather.apply(x, self.mesh).unbind(0))
 
     def shared(self, weight: Tensor) -> Tensor:
-        return _Shared.apply(weight, self.mesh)
+        return _Shared.apply(replicated(weight), self.mesh)
+
+
+class _LinearThenBias(nn.Linear):
+    """A linear layer whose bias is added after the exchange, and so is not compressed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+@torch._disable_dynamo
+def _exchange(module: nn.Module, part: Tensor, mesh: DeviceMesh) -> Tensor:
+    total = module.compressor(part, MeshRanks(mesh))
+    if isinstance(module, _LinearThenBias) and module.bias is not None:
+        total = total + replicated(module.bias)
+    return total
 
 
 class CompressedRowwiseParallel(RowwiseParallel):
     """torch's RowwiseParallel of an nn.Linear whose partial outputs are added up through a compressor.
 
     The compressor becomes the module's child `compressor`, equal on all ranks of the mesh: its parameters, if any, are
-    trained and saved with the model. A bias is added by torch before the exchange, on the first rank.
+    DTensors as the module's are, trained and saved with the model. A bias is added after the exchange.
 
     Args:
         make: called once for each module this style is applied to, returns its compressor.
-        input_layouts, use_local_output: as in RowwiseParallel. The output is always replicated.
+        input_layouts, output_layouts, use_local_output: as in RowwiseParallel. The exchange makes the output on every
+            rank; with ``output_layouts=Shard(1)``, sequence parallelism, each keeps its own part.
     """
 
-    def __init__(self, make: Callable[[], Compressor], *, input_layouts=None, use_local_output: bool = True) -> None:
-        super().__init__(input_layouts=input_layouts, use_local_output=use_local_output)
+    def __init__(
+        self,
+        make: Callable[[], Compressor],
+        *,
+        input_layouts=None,
+        output_layouts=None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        if isinstance(make, Compressor) or not callable(make):
+            raise TypeError(
+                "make must be a function that returns a new compressor, one for each module: `lambda: TopK(0.1)`; got "
+                f"{'the compressor itself, ' if isinstance(make, Compressor) else ''}{make!r}."
+            )
+        if any(placement.is_partial() for placement in self.output_layouts):
+            raise ValueError("output_layouts must be Replicate() or Shard(...): the exchange adds all parts up.")
         self.make = make
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -104,11 +134,13 @@ class CompressedRowwiseParallel(RowwiseParallel):
             raise TypeError(
                 f"make must return a Compressor, as in `lambda: TopK(0.1)`; got {type(compressor).__name__}."
             )
+        if any(isinstance(parameter, DTensor) for parameter in compressor.parameters()):
+            raise ValueError("make must return a new compressor each time it is called; this one is in use already.")
         compressor.to(module.weight.device)
         module = super()._apply(module, device_mesh)
-        with torch.no_grad():
-            for tensor in [*compressor.parameters(), *compressor.buffers()]:
-                tensor.copy_(distribute_tensor(tensor.detach(), device_mesh, [Replicate()]).to_local())
+        if type(module).forward is nn.Linear.forward:  # a subclass that computes otherwise keeps its own bias
+            module.__class__ = _LinearThenBias
+        _replicate(compressor, module.weight.dtype, device_mesh)
         module.compressor = compressor
         return module
 
@@ -117,5 +149,21 @@ class CompressedRowwiseParallel(RowwiseParallel):
         if not all(placement.is_partial() for placement in outputs.placements):
             return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
         part = outputs.to_local(grad_placements=[Replicate()])
-        total = mod.compressor(part, MeshRanks(device_mesh))
-        return total if use_local_output else DTensor.from_local(total, device_mesh, [Replicate()], run_check=False)
+        total = _exchange(mod, part, device_mesh)
+        everywhere = all(placement.is_replicate() for placement in output_layouts)
+        if everywhere and use_local_output:
+            return total
+        output = DTensor.from_local(total, device_mesh, [Replicate()], run_check=False)
+        output = output if everywhere else output.redistribute(placements=output_layouts)
+        return output.to_local() if use_local_output else output
+
+
+@torch.no_grad()
+def _replicate(compressor: Compressor, dtype: torch.dtype, mesh: DeviceMesh) -> None:
+    """Parameters and buffers as the first rank has them; parameters as DTensors in the module's precision."""
+    for part in compressor.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            whole = distribute_tensor(parameter.detach().to(dtype), mesh, [Replicate()])
+            part.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        for buffer in part.buffers(recurse=False):
+            buffer.copy_(distribute_tensor(buffer.detach(), mesh, [Replicate()]).to_local())

@@ -1,0 +1,283 @@
+"""Compressors of activations on two gloo ranks: tensor parallelism, then a pipeline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from codecs_table import COMPRESSORS, HIDDEN, make, sample
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from compopt.activations import (
+    AutoEncoder,
+    CompressedRowwiseParallel,
+    Identity,
+    MeshRanks,
+    Quantize,
+    ReceiveCompressed,
+    SendCompressed,
+)
+
+# Two ranks
+
+
+PLAIN = ["Identity", "AutoEncoder", "TopK", "RandomK", "PowerSGD", "Quantize4", "QuantizeStochastic", "Feedback"]
+
+
+class MLP(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 16, bias=bias), nn.Linear(16, HIDDEN, bias=bias)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def run_mlp(mesh, style, bias, dtype=torch.float32, checkpointed=False):
+    torch.manual_seed(0)
+    mlp = parallelize_module(MLP(bias).to(dtype), mesh, {"up": ColwiseParallel(), "down": style})
+    x = sample().to(dtype).requires_grad_()
+    for _ in range(2 if checkpointed is not False else 1):
+        mlp.zero_grad()
+        x.grad = None
+        torch.manual_seed(mesh.get_local_rank())  # dropout's, where a model has it, differs between ranks
+        y = checkpoint(mlp, x, use_reentrant=checkpointed == "reentrant") if checkpointed else mlp(x)
+        y.to_local().square().sum().backward() if isinstance(y, DTensor) else y.square().sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(mlp.parameters(), 1e9)
+    grads = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in mlp.named_parameters()}
+    y = y.full_tensor() if isinstance(y, DTensor) else y
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return {"y": y.detach(), "x": x.grad, "norm": norm, **grads}
+
+
+def run_exchange(name, mesh, rank):
+    """One compressed all-reduce of each rank's own activation, twice so that state carries over."""
+    codec, x = make(name), sample(rank).requires_grad_()
+    codec(sample(10 + rank), MeshRanks(mesh))
+    codec.zero_grad()
+    y = codec(x, MeshRanks(mesh))
+    y.backward(sample(7))
+    return {"y": y.detach(), "x": x.grad, "encoder": getattr(getattr(codec, "encoder", None), "grad", None)}
+
+
+def stages(name, pair=None):
+    torch.manual_seed(1)
+    body, head = nn.Linear(4, HIDDEN), nn.Linear(HIDDEN, 4)
+    return (
+        SendCompressed(body, COMPRESSORS[name](), pair=pair),
+        ReceiveCompressed(head, COMPRESSORS[name](), (2, 5, HIDDEN), pair=pair),
+    )
+
+
+def run_pipeline(name, rank, pair):
+    """GPipe over two micro-batches; records the boundary's activation, payload and gradient of the last one."""
+    stage, seen = stages(name, pair)[rank], {}
+
+    def record(module, args, output):
+        seen["activation"] = output if rank == 0 else args[0]
+        seen["activation"].register_hook(lambda g: seen.__setitem__("grad", g.clone()))
+
+    stage.stage.register_forward_hook(record)
+    stage.register_forward_hook(lambda m, args, output: seen.__setitem__("payload", output if rank == 0 else args))
+    schedule = ScheduleGPipe(
+        PipelineStage(stage, rank, 2, torch.device("cpu")), 2, loss_fn=lambda y, target: (y - target).square().sum(),
+        scale_grads=False,
+    )  # fmt: skip
+    x, target, losses = torch.randn(4, 5, 4), torch.randn(4, 5, 4), []
+    for _ in range(2):
+        schedule.step(x) if rank == 0 else schedule.step(target=target, losses=losses)
+    parameters = {n: p.grad for n, p in stage.named_parameters()}
+    payload = seen["payload"] if isinstance(seen["payload"], tuple) else (seen["payload"],)
+    return {"activation": seen["activation"].detach(), "payload": [t.detach() for t in payload], "grad": seen["grad"],
+            "parameters": parameters, "x": x, "target": target, "losses": [v.item() for v in losses]}  # fmt: skip
+
+
+def made_on_meta(mesh):
+    """The compressors' weights of a model parallelized before it had any memory."""
+    with torch.device("meta"):
+        mlp = MLP()
+    style = CompressedRowwiseParallel(lambda: AutoEncoder(HIDDEN, 3))
+    parallelize_module(mlp, mesh, {"up": ColwiseParallel(), "down": style})
+    mlp.to_empty(device="cpu")
+    mlp.down.compressor.reset_parameters()
+    return {key: value.full_tensor() for key, value in mlp.down.compressor.state_dict().items()}
+
+
+def worker(rank, folder):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
+    found = {"mlp": {}, "exchange": {}, "pipeline": {}, "sequence": {}, "checkpointed": {}}
+    for bias in (True, False):
+        found["mlp"]["torch", bias] = run_mlp(mesh, RowwiseParallel(), bias)
+        found["mlp"]["Identity", bias] = run_mlp(mesh, CompressedRowwiseParallel(Identity), bias)
+
+    def auto_encoder():  # ranks that disagree on the seed must still start from one auto-encoder
+        return AutoEncoder(HIDDEN, 3, seed=rank)
+
+    found["auto-encoder"] = run_mlp(mesh, CompressedRowwiseParallel(auto_encoder), True)
+    for name in COMPRESSORS:
+        found["exchange"][name] = run_exchange(name, mesh, rank)
+    for name in PLAIN:
+        style = CompressedRowwiseParallel(COMPRESSORS[name])
+        again = CompressedRowwiseParallel(COMPRESSORS[name], output_layouts=Shard(1), use_local_output=False)
+        found["sequence"][name] = run_mlp(mesh, style, True), run_mlp(mesh, again, True)
+        for how in ("", "reentrant", "not reentrant"):
+            style = CompressedRowwiseParallel(COMPRESSORS[name])
+            found["checkpointed"][name, how] = run_mlp(mesh, style, True, torch.float64, how)
+    found["bfloat16"] = run_mlp(mesh, CompressedRowwiseParallel(auto_encoder), True, torch.bfloat16)
+    found["meta"] = made_on_meta(mesh)
+    pair = dist.new_group([0, 1])
+    for name in COMPRESSORS:
+        torch.manual_seed(5)
+        found["pipeline"][name] = run_pipeline(name, rank, pair)
+    torch.save(found, f"{folder}/{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(worker, 2, str(folder))
+    return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_tensor_parallel_without_compression_is_torchs(two_ranks, bias):
+    for found in two_ranks:
+        ours, theirs = found["mlp"]["Identity", bias], found["mlp"]["torch", bias]
+        assert ours.keys() == theirs.keys() and len(ours) >= 4
+        if bias:  # added after the exchange, by torch before it
+            for key in ours:
+                torch.testing.assert_close(ours[key], theirs[key])
+        else:
+            assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_bias_is_not_compressed(two_ranks):
+    """Its gradient is that of an addition, and the output differs from what the codec lets through by it."""
+    for found in two_ranks:
+        run = found["sequence"]["RandomK"][0]
+        torch.manual_seed(0)
+        bias = MLP().down.bias.detach()
+        untouched = torch.isclose(run["y"], bias.expand_as(run["y"]))
+        assert untouched.sum() >= 90  # all but a quarter of 120
+        torch.testing.assert_close(run["down.bias"], 2 * run["y"].sum((0, 1)))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_sequence_parallel_output_is_the_replicated_one_cut(two_ranks, name):
+    for found in two_ranks:
+        whole, cut = found["sequence"][name]
+        assert whole.keys() == cut.keys()
+        for key in whole:
+            torch.testing.assert_close(cut[key], whole[key])
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_checkpointing_changes_nothing_under_tensor_parallelism(two_ranks, name):
+    for found in two_ranks:
+        plain = found["checkpointed"][name, ""]
+        for how in ("reentrant", "not reentrant"):
+            for key, value in found["checkpointed"][name, how].items():
+                torch.testing.assert_close(value, plain[key], rtol=1e-6, atol=1e-9)
+
+
+def test_clipping_takes_the_auto_encoder_in_and_in_bfloat16_too(two_ranks):
+    for dtype in ("auto-encoder", "bfloat16"):
+        for found in two_ranks:
+            grads = [value for key, value in found[dtype].items() if key not in ("x", "y", "norm")]
+            assert len(grads) == 6
+            expected = torch.stack([grad.float().norm() for grad in grads]).norm()
+            torch.testing.assert_close(found[dtype]["norm"].float(), expected, rtol=2e-2, atol=0)
+
+
+def test_made_on_meta_the_auto_encoder_is_one_over_the_ranks(two_ranks):
+    expected = AutoEncoder(HIDDEN, 3).state_dict()
+    for found in two_ranks:
+        assert all(torch.equal(found["meta"][key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in COMPRESSORS if n != "QuantizeStochastic" and not n.startswith("Feedback")]
+)  # the first draws anew, the others have met one activation already
+def test_compressed_all_reduce_is_the_sum_and_its_gradient_exact(two_ranks, name):
+    """Against the same formula in one process: decompress(sum of values), or the sum of the decompressed."""
+    found = [rank["exchange"][name] for rank in two_ranks]
+    assert torch.equal(found[0]["y"], found[1]["y"])
+    parts = [sample(rank).requires_grad_() for rank in range(2)]
+    codec = make(name)
+    if codec.summable:
+        codec(sample(10) + sample(11))  # linear: what two ranks do together, one does with the sum
+        codec.zero_grad()
+        y = codec(parts[0] + parts[1])
+    else:
+        y = codec(parts[0]) + codec(parts[1])
+    y.backward(sample(7))
+    for rank in range(2):
+        torch.testing.assert_close(found[rank]["y"], y.detach())
+        torch.testing.assert_close(found[rank]["x"], parts[rank].grad)
+        if name == "AutoEncoder":  # the encoder sees half of the sum on each rank; its gradient must be the whole
+            torch.testing.assert_close(found[rank]["encoder"], codec.encoder.grad)
+
+
+def test_auto_encoder_is_and_stays_one_over_the_ranks(two_ranks):
+    first, second = (found["auto-encoder"] for found in two_ranks)
+    assert {"down.compressor.encoder", "down.compressor.decoder"} <= first.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_stage_boundary_sends_the_payload_only(two_ranks, name):
+    sender, receiver = (found["pipeline"][name] for found in two_ranks)
+    for sent, received in zip(sender["payload"], receiver["payload"], strict=True):
+        assert torch.equal(sent.view(torch.uint8), received.view(torch.uint8))
+    sent = sum(t.numel() * t.element_size() for t in sender["payload"])
+    assert sent == COMPRESSORS[name]().bytes((2, 5, HIDDEN))
+
+
+@pytest.mark.parametrize("name", ["Identity", "AutoEncoder", "TopK"])
+def test_pipeline_trains_as_one_process_with_the_compressor_in_the_middle(two_ranks, name):
+    sender, receiver = (found["pipeline"][name] for found in two_ranks)
+    first, second = stages(name)
+    for _ in range(2):
+        for x, target in zip(receiver["x"].chunk(2), receiver["target"].chunk(2), strict=True):
+            payload = first(x)
+            y = second(*payload) if isinstance(payload, tuple) else second(payload)
+            (y - target).square().sum().backward()
+    for stage, found in ((first, sender), (second, receiver)):
+        for key, parameter in stage.named_parameters():
+            if parameter.grad is None:
+                assert found["parameters"][key] is None
+            else:
+                torch.testing.assert_close(found["parameters"][key], parameter.grad)
+
+
+def test_random_k_and_powersgd_boundaries_apply_one_projection_both_ways(two_ranks):
+    for name in ("RandomK", "PowerSGD"):
+        sender, receiver = (found["pipeline"][name] for found in two_ranks)
+        x, arrived = sender["activation"], receiver["activation"]
+        torch.testing.assert_close((arrived * (x - arrived)).sum(), torch.tensor(0.0), atol=1e-4, rtol=0)
+        if name == "RandomK":
+            projected = receiver["grad"] * (arrived != 0)
+        else:
+            basis = sender["payload"][1]
+            projected = (basis @ (basis.t() @ receiver["grad"].reshape(-1, HIDDEN))).view(x.shape)
+        assert 0 < arrived.abs().sum() < x.abs().sum()
+        torch.testing.assert_close(sender["grad"], projected)
+
+
+@pytest.mark.parametrize("name", ["Quantize2", "Quantize4", "Quantize8", "QuantizeTensor", "FeedbackQuantize"])
+def test_the_gradient_of_a_quantized_boundary_returns_in_full(two_ranks, name):
+    sender, receiver = (found["pipeline"][name] for found in two_ranks)
+    assert sender["grad"].abs().sum() > 0
+    assert torch.equal(sender["grad"], receiver["grad"])
+
+
+@pytest.mark.parametrize("name", ["QuantizeBack4", "QuantizeBeside4"])  # in the payload's place, or beside it
+def test_with_gradient_bits_it_returns_quantized(two_ranks, name):
+    sender, receiver = (found["pipeline"][name] for found in two_ranks)
+    torch.testing.assert_close(sender["grad"], Quantize(4)(receiver["grad"]))
