@@ -15,6 +15,7 @@ from torch import Tensor
 from ._control import Control
 from ._offload import Offload
 from ._requests import Payload
+from ._scratch import Scratch
 from ._shards import Shards
 
 BUCKET_BYTES = 8 * 2**20  # of gradients: large enough for the link's bandwidth, small enough to overlap with backward
@@ -52,6 +53,11 @@ def upload(numbers: list[float], dtype: torch.dtype, device: torch.device) -> Te
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def grad_dtype(p: Tensor) -> torch.dtype:
+    """Of the gradients of ``p``: its own, unless PyTorch (2.10) was told of another. A setting, alike on all ranks."""
+    return getattr(p, "grad_dtype", None) or p.dtype
+
+
 def laid_out_as(p: Tensor, view: Tensor) -> Tensor:
     """This rank's part of a state as a DTensor with the mesh and placements of ``p``; as it is where p is none."""
     if not hasattr(p, "to_local"):
@@ -68,11 +74,17 @@ def is_compressed(p: Tensor, group: dict, name: str = "") -> bool:
 class Bucket:
     """Tensors of one group, dtype and device. ``index`` is its place in the order in which buckets are exchanged."""
 
-    def __init__(self, index: int, group: dict, params: list[Tensor], names: list[str], chosen: Chosen | None = None):
+    def __init__(
+        self, index: int, group: dict, params: list[Tensor], names: list[str], chosen: Chosen | None = None,
+        scratch: Scratch | None = None,
+    ):  # fmt: skip
         self.index, self.group, self.params, self.names = index, group, params, names
+        self.scratch = scratch or Scratch()  # all buckets of an optimizer share it
         self.compressed = [(chosen or is_compressed)(p, group, name) for p, name in zip(params, names, strict=True)]
         self.lengths = [local(p).numel() for p in params]
         self.dtype, self.device = params[0].dtype, params[0].device
+        self.grad_dtype = grad_dtype(params[0])
+        self.wide = torch.promote_types(self.dtype, torch.float32)  # of what is computed with gradients and state
         self.copies = 1  # ranks that hold the same shards, among those that hold the other shards of the model
         self.shards: Shards | None = None  # which part of each tensor this rank owns, where state is sharded
         self.parameter_bytes = 0  # handed over in the last step to gather updated parameters
@@ -96,7 +108,15 @@ class Bucket:
     @property
     def dense_bytes(self) -> int:
         """Bytes of the bucket's gradient uncompressed: what DDP would hand to its all-reduce."""
-        return self.numel * self.dtype.itemsize
+        return self.numel * self.grad_dtype.itemsize
+
+    @property
+    def rounds(self) -> bool:
+        """Whether what is sent of compressed tensors is rounded; they owe again what that takes off."""
+        if not any(self.compressed) or "residual" not in self.state:
+            return False
+        sent = self.group.get("payload_dtype") or self.grad_dtype
+        return sent == torch.int8 or torch.promote_types(sent, self.wide) != sent
 
     def allocate(self, name: str, spec: StateSpec, held: list[dict[str, Tensor]]) -> None:
         """Flat zeros for one kind of state, and a view of it for every tensor that has it.
@@ -217,21 +237,24 @@ class Bucket:
         """
         size = len(self.params) + len(self.control) + sum(lengths)
         seed = (self.group["step"], self.index, use) if dtype == torch.int8 else None
-        dtype = torch.promote_types(self.dtype, torch.float32) if seed else dtype or self.dtype
+        dtype = self.wide if seed else dtype or self.grad_dtype
         message = self._memory(f"message {use}", size, dtype)
-        dropped = self._memory(f"dropped {use}", sum(lengths), dtype) if seed else None
-        payload = Payload(message, len(self.params), len(self.control), lengths, seed, dropped)
+        dropped = self._memory(f"dropped {use}", sum(lengths), self.wide) if seed or self.rounds else None
+        payload = Payload(message, len(self.params), len(self.control), lengths, seed, dropped, self.scratch)
         self._write_control(payload)
         return payload
 
     def payloads(self, lengths: list[list[int]], dtype: torch.dtype | None) -> tuple[list[Payload], Tensor]:
         """Empty payloads, one for each rank, with ``lengths[r]`` elements for rank r; and the memory they lie in."""
-        fixed = len(self.params) + len(self.control)
-        sizes = [fixed + sum(row) for row in lengths]
-        flat = torch.empty(sum(sizes), dtype=dtype or self.dtype, device=self.device)
+        fixed, dtype = len(self.params) + len(self.control), dtype or self.grad_dtype
+        sizes, bodies = [fixed + sum(row) for row in lengths], [sum(row) for row in lengths]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+        dropped: list[Tensor] | list[None] = [None] * len(lengths)
+        if self.rounds and torch.promote_types(dtype, self.wide) != dtype:
+            dropped = list(self.memory("dropped", sum(bodies), self.wide).split(bodies))
         rows = [
-            Payload(row, len(self.params), len(self.control), parts)
-            for row, parts in zip(flat.split(sizes), lengths, strict=True)
+            Payload(row, len(self.params), len(self.control), parts, dropped=rest)
+            for row, parts, rest in zip(flat.split(sizes), lengths, dropped, strict=True)
         ]
         for row in rows:
             self._write_control(row)
@@ -285,17 +308,18 @@ def make_buckets(groups: Iterable[dict], chosen: Chosen | None = None) -> list[B
             dealt[-1][1].append(p)
             dealt[-1][2].append(name)
             size += max(nbytes, 1)
-    return [Bucket(index, *bucket, chosen) for index, bucket in enumerate(dealt)]
+    scratch = Scratch()
+    return [Bucket(index, *bucket, chosen, scratch) for index, bucket in enumerate(dealt)]
 
 
 def _uniform_runs(groups: Iterable[dict]) -> Iterator[tuple[dict, list[Tensor], list[str]]]:
-    """Each group cut by dtype, device and, of DTensors, layout, with a name for every parameter."""
+    """Each group cut by dtypes, device and, of DTensors, layout, with a name for every parameter."""
     for number, group in enumerate(groups):
         given = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
         runs: dict[tuple, tuple[dict, list[Tensor], list[str]]] = {}
         for p, name in zip(group["params"], given, strict=True):
             layout = (getattr(p, "device_mesh", None), getattr(p, "placements", None))
-            run = runs.setdefault((p.dtype, p.device, *layout), (group, [], []))
+            run = runs.setdefault((p.dtype, grad_dtype(p), p.device, *layout), (group, [], []))
             run[1].append(p)
             run[2].append(name)
         yield from runs.values()

@@ -5,6 +5,9 @@ Vectors are flat; n is the number of elements of a tensor, k how many of them ar
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -161,6 +164,20 @@ def clear_(x: Tensor, index: Tensor) -> None:
 def finite_or_nan(g: Tensor) -> Tensor:
     """1 when ``g`` and its squared norm are finite, NaN otherwise: a second moment could not hold such a gradient."""
     return torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)).mul_(0).add_(1)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Linear algebra whose result must not depend on how many threads this process computes with."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)  # of the calling thread
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def squared_norm(x: Tensor) -> Tensor:

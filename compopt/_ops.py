@@ -13,6 +13,7 @@ from . import _math
 from ._buckets import Bucket
 from ._masks import positions_of
 from ._requests import Payload
+from ._scratch import Scratch
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
 BLOCK = 131072  # elements: a few vectors of them stay in a core's own cache between one pass and the next
@@ -27,7 +28,7 @@ class Ops:
     automatic = False  # chosen by itself, not by name
 
     def __init__(self, devices: set[str] = frozenset()) -> None:
-        self._scratch: dict[tuple, Tensor] = {}
+        self._scratch = Scratch()
 
     def fuses(self, bucket: Bucket) -> bool:
         """Whether kernels commit this bucket as a whole (``radius_commit``)."""
@@ -35,11 +36,7 @@ class Ops:
 
     def scratch(self, like: Tensor, n: int, dtype: torch.dtype | None = None, use: str = "") -> Tensor:
         """n elements of memory beside ``like``, contents undefined, valid until the next call for the same ``use``."""
-        key = (dtype or like.dtype, like.device, use)
-        held = self._scratch.get(key)
-        if held is None or held.numel() < n:
-            held = self._scratch[key] = torch.empty(n, dtype=key[0], device=key[1])
-        return held[:n]
+        return self._scratch(use, n, dtype or like.dtype, like.device)
 
     @staticmethod
     def message(bucket: Bucket, index: Tensors) -> Payload:
@@ -64,7 +61,7 @@ class Ops:
         index = index or [None] * len(grads)
         payload = self.message(bucket, index)
         self.mark(payload, grads)
-        for part, g, i, extra in zip(payload.parts, grads, index, add or [None] * len(grads), strict=True):
+        for part, g, i, extra in zip(payload.exact, grads, index, add or [None] * len(grads), strict=True):
             if g is None:
                 part.zero_()
             elif i is None:
@@ -77,7 +74,7 @@ class Ops:
                 part.neg_()
             if extra is not None:
                 part.add_(extra.view(-1) if i is None else extra.view(-1).index_select(0, i), alpha=scale)
-        return payload
+        return payload.round()
 
     @classmethod
     def mark(cls, payload: Payload, grads: Tensors) -> None:

@@ -52,13 +52,16 @@ class NativeOps(AdamWPasses, AdamSPasses):
             return super().pack(bucket, grads, index, add, scale, negate)
         payload, own, index = self.message(bucket, index), floats(grads), narrowed(bucket, index)
         exact = payload.flat.dtype == torch.float32
-        flat = payload.flat if exact else self.scratch(bucket.params[0], len(payload.flat), torch.float32, "payload")
+        head, body = payload.header, payload.body
+        if not exact:
+            like, whole = bucket.params[0], payload.dropped
+            head = self.scratch(like, len(grads), torch.float32, "marks")
+            body = self.scratch(like, len(payload.body), torch.float32, "payload") if whole is None else whole
         bits = [None if i is None or i.numel() * SPARSE <= n else b
                 for i, n, b in zip(index, lengths, bits or nothing, strict=True)]  # fmt: skip
         positions = [i if b is None else None for i, b in zip(index, bits, strict=True)]
         sizes = [part.numel() for part in payload.parts]
-        before = len(payload.header) + len(payload.control)
-        first = at("a message", flat, before + sum(sizes))
+        first, mark = at("a message", body, sum(sizes)), at("marks", head, len(grads))
         table = Table(
             len(grads),
             n=lengths,
@@ -67,15 +70,16 @@ class NativeOps(AdamWPasses, AdamSPasses):
             index=addresses("positions", positions, sizes, torch.int32),
             mask=masks_of(bits, lengths),
             k=sizes,
-            out=[first + 4 * start for start in accumulate(sizes[:-1], initial=before)],
-            mark=[first + 4 * i for i in range(len(grads))],
+            out=[first + 4 * start for start in accumulate(sizes[:-1], initial=0)],
+            mark=[mark + 4 * i for i in range(len(grads))],
         )
         sign = -1.0 if negate else 1.0
         refuse(bucket, over_rows(lengths, lambda a, b, _: self.library.pack(table, a, b, sign, scale)))
         if not exact:
-            payload.header.copy_(flat[: len(grads)])
-            payload.body.copy_(flat[-len(payload.body) :] if len(payload.body) else payload.body)
-        return payload
+            payload.header.copy_(head)
+        if not exact and payload.dropped is None:
+            payload.body.copy_(body)
+        return payload.round()
 
     def add_up(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
         if not plain(*(x for x in (*grads, *add, *out) if x is not None)):

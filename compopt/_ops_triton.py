@@ -53,12 +53,13 @@ class TritonOps(Ops):
         payload = self.message(bucket, index)
         payload.starts = self.starts(bucket, bits)
         present = [0.0 if g is None else 1.0 for g in grads]
-        payload.header.copy_(upload(present, payload.flat.dtype, bucket.device))
+        marks = upload(present, payload.exact[0].dtype, bucket.device)
         kernels.compact(
-            self.blocks(bucket), bits, payload.starts, flattened(grads), payload.parts, payload.header.split(1),
+            self.blocks(bucket), bits, payload.starts, flattened(grads), payload.exact, marks.split(1),
             add or nothing, scale, -1.0 if negate else 1.0,
         )  # fmt: skip
-        return payload
+        payload.header.copy_(marks)
+        return payload.round()
 
     def radius_commit(self, bucket: Bucket, mean: Payload, phase: str, grads: Tensors, index: Tensors) -> list[Tensor]:
         """Radius, lines 10, 15, 16 and 21 to 25, for all tensors; returns line 22's masks."""

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from ._buckets import Bucket, local
+from ._math import one_thread
 from ._ops import Ops
 from ._requests import Payload
+from ._scratch import Scratch
 
 Plan = list["Projection | None"]  # for each tensor of a bucket how it is projected; None: sent whole
 KINDS = ("gaussian", "orthonormal", "tracked")
@@ -119,7 +121,7 @@ class Matrices:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple, Tensor] = {}
+        self._buffer = Scratch()
         self._tables: dict[tuple, Tensor] = {}
         self._counters: dict[int, tuple[tuple, Tensor]] = {}
 
@@ -141,7 +143,7 @@ class Matrices:
         for q, part in zip(plan, values.split([4 * n for n in words]), strict=True):
             matrices.append(None if q is None else part[: q.d * q.r].view(q.d, q.r))
             if q is not None and q.kind == "orthonormal":
-                matrices[-1].copy_(torch.linalg.qr(matrices[-1]).Q)
+                matrices[-1].copy_(columns_of(matrices[-1]))
         return matrices
 
     def _start(self, bucket: Bucket, key: tuple[tuple[int, int], ...]) -> Tensor:
@@ -154,16 +156,19 @@ class Matrices:
             held = self._counters[bucket.index] = ((key, bucket.device), torch.cat(counters).mul_(GOLDEN))
         return held[1]
 
-    def _buffer(self, name: str, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        key = (name, dtype, device)
-        if key not in self._buffers or len(self._buffers[key]) < n:
-            self._buffers[key] = torch.empty(n, dtype=dtype, device=device)
-        return self._buffers[key][:n]
-
     def _table(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         if (dtype, device) not in self._tables:
             self._tables[dtype, device] = gaussian_quantiles().to(device, dtype)
         return self._tables[dtype, device]
+
+
+def columns_of(matrices: Tensor) -> Tensor:
+    """Orthonormal columns that span those of a matrix, or of each of several; in float32 at least.
+
+    On one thread: with several the last bits depend on their number, and it is hardly faster.
+    """
+    with one_thread():
+        return torch.linalg.qr(matrices.to(torch.promote_types(matrices.dtype, torch.float32))).Q
 
 
 def gaussian_quantiles() -> Tensor:
@@ -209,7 +214,7 @@ def pack(
     ``agreed``: a payload before this one, whose header and control words are the ranks' mean already.
     """
     residual, dtype = bucket.state["residual"], bucket.group["payload_dtype"]
-    held_back = dtype == torch.int8 or (bucket.owes and bucket.group["projection"] != "gaussian")
+    held_back = bucket.rounds or (bucket.owes and bucket.group["projection"] != "gaussian")
     if clipped == 1 and not cosines and not any(plan):  # in one pass, where the back end has one
         return ops.pack(bucket, grads, add=residual if held_back else None)
     lengths = [n if q is None else q.m * q.r for n, q in zip(bucket.lengths, plan, strict=True)]
@@ -220,7 +225,7 @@ def pack(
         payload.header.copy_(agreed.header)
         payload.control.copy_(agreed.control)
     for i, (g, q, R) in enumerate(zip(grads, plan, matrices, strict=True)):
-        part = payload.parts[i]
+        part = payload.exact[i]
         if q is not None:
             h = scaled_sum(residual[i], g, clipped, ops)
             if part.dtype == R.dtype:
@@ -234,8 +239,8 @@ def pack(
         if q is None and held_back and residual[i] is not None:
             part.add_(residual[i].view(-1))  # what rounding dropped, or a contraction left over
         if cosines:
-            payload.parts[-1][i] = 0.0 if q is None or g is None else cosine(g, part, q, R)
-    return payload
+            payload.exact[-1][i] = 0.0 if q is None or g is None else cosine(g, part, q, R)
+    return payload.round()
 
 
 def scaled_sum(error: Tensor, g: Tensor | None, scale: float, ops: Ops) -> Tensor:

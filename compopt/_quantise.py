@@ -17,13 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._scratch import Scratch
+
 ROW = 128  # values that share a scale: 4 bytes of it are 3 % of theirs
 LARGEST = 127.0
 SMALLEST = torch.finfo(torch.float32).tiny  # of scales: 1 / scale is finite
 TABLE = 65536  # numbers u, one of each 65536th
 BLOCK = TABLE // ROW  # rows at a time: they stay in a core's cache from one pass to the next
-
-_memory: dict[tuple, Tensor] = {}  # scratch, used within one call
 
 
 class Piece(NamedTuple):
@@ -109,15 +109,7 @@ def _within(pieces: tuple[Piece, ...], start: int, stop: int, first_row: int) ->
             yield Piece(a - start, row + (a - at) // ROW - first_row, b - a)
 
 
-def scratch(use: str, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """n elements of memory, contents undefined, until the next call for the same ``use``."""
-    key = (use, dtype, device)
-    if key not in _memory or _memory[key].numel() < n:
-        _memory[key] = torch.empty(n, dtype=dtype, device=device)
-    return _memory[key][:n]
-
-
-def spread(values: Tensor, pieces: tuple[Piece, ...], rows: int, use: str) -> Tensor:
+def spread(values: Tensor, pieces: tuple[Piece, ...], rows: int, use: str, scratch: Scratch) -> Tensor:
     """Flat values as (rows, 128), zeros behind a part that ends within a row. A view where there are none."""
     if len(values) == rows * ROW and values.is_contiguous():
         return values.view(rows, ROW)
@@ -137,7 +129,9 @@ def join(rows: Tensor, pieces: tuple[Piece, ...], out: Tensor) -> None:
         out[at : at + n] = flat[ROW * row : ROW * row + n]
 
 
-def quantise(x: Tensor, codes: Tensor, scales: Tensor, dropped: Tensor, seed: tuple[int, ...]) -> None:
+def quantise(
+    x: Tensor, codes: Tensor, scales: Tensor, dropped: Tensor, seed: tuple[int, ...], scratch: Scratch
+) -> None:
     """Round (rows, 128) values to ``codes``, int8, in units of ``scales``, float32; ``dropped`` (x itself, or of its
     shape) gets what rounding took off."""
     place, noise = _place(seed), _table(x.dtype, x.device)

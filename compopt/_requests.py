@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from ._quantise import wire_bytes
+from ._scratch import Scratch
+
+BLOCK = 131072  # values rounded at a time: they stay in a core's cache
 
 
 class Payload:
@@ -21,15 +24,18 @@ class Payload:
     finite; averaging makes it a verdict that all ranks share. ``control`` carries what the runtime wants agreed (see
     ``_control``): the bucket and step it belongs to; in the last bucket of a step stale payloads, and settings.
 
-    With a ``seed`` the body travels as int8 (see ``_wire``), rounded as the seed says. ``dropped``, as long as the
-    body, then holds what rounding took off this rank's share, from when the payload has been averaged.
+    ``dropped``, as long as the body: what rounding took off this rank's share, where what is sent of compressed tensors
+    is rounded. With a ``seed`` the body travels as int8 (see ``_wire``), rounded as the seed says, and ``dropped`` is
+    known when the payload has been averaged. In a dtype that is too narrow for what is sent, values are written to
+    ``exact``, and ``round`` makes the message of them.
     """
 
     def __init__(
         self, flat: Tensor, tensors: int, control: int, lengths: list[int],
-        seed: tuple[int, ...] | None = None, dropped: Tensor | None = None,
+        seed: tuple[int, ...] | None = None, dropped: Tensor | None = None, scratch: Scratch | None = None,
     ):  # fmt: skip
         self.flat, self.seed, self.dropped = flat, seed, dropped
+        self.scratch = scratch or Scratch()
         self.header = flat[:tensors]
         self.control = flat[tensors : tensors + control]
         self.body = flat[tensors + control :]
@@ -37,8 +43,17 @@ class Payload:
         self.dropped_parts: list[Tensor] | list[None] = (
             [None] * len(lengths) if dropped is None else list(dropped.split(lengths))
         )
+        self.exact = self.parts if dropped is None or seed is not None else self.dropped_parts
         self.marks: list[float] | None = None  # the averaged header, once it has been read
         self.starts: Tensor | None = None  # for kernels: how much of its tensor is sent before each block
+
+    def round(self) -> Payload:
+        """Make the message of what ``exact`` holds; there is then what rounding took off."""
+        if self.exact is not self.parts:
+            for sent, rest in zip(self.body.split(BLOCK), self.dropped.split(BLOCK), strict=True):
+                sent.copy_(rest)
+                rest.sub_(sent)
+        return self
 
     def over(self, flat: Tensor) -> Payload:
         """Another message laid out as this one."""

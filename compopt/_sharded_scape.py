@@ -93,6 +93,7 @@ class Exchanged:
 
     def __post_init__(self) -> None:
         ranges = self.bucket.shards.ranges
+        self.sent: list[Payload] = []  # this rank's messages to the owners
         self.bounds: list[list[int]] = []  # where each rank's elements begin among those exchanged of a tensor
         for i, index in enumerate(self.index):
             starts = [own[i] for own in ranges]
@@ -128,12 +129,13 @@ class Exchanged:
             row.header.copy_(rows[0].header)
         for i, (g, e) in enumerate(zip(grads, bucket.each("residual"), strict=True)):
             for rank, row in enumerate(rows):
-                at, part = self.at(i, rank), row.parts[i]
+                at, part = self.at(i, rank), row.exact[i]
                 part.zero_() if g is None else part.copy_(g.reshape(-1)[at])
                 if h["maximize"]:
                     part.neg_()
                 if e is not None:
                     part.add_(e.view(-1)[at], alpha=1 / (1 - h["betas"][0]))
+        self.sent = [row.round() for row in rows]
         return rows, flat
 
     def average(self, mean: Payload) -> list[Tensor]:
@@ -207,8 +209,11 @@ class Exchanged:
             e.view(g.shape).add_(g, alpha=(h["betas"][0] - 1) if h["maximize"] else (1 - h["betas"][0]))
         if selection:
             selection.take(i, e[start:stop] + c)
-        for x, at in (e, self.index[i]), (c, self.own(i)):
-            if self.index[i] is None:
-                x.zero_()
-            else:
-                x.scatter_(0, at.long(), 0)
+        rounded = self.sent[0].dropped is not None  # what that took off is owed again
+        dropped = torch.cat([row.dropped_parts[i] for row in self.sent]).mul_(1 - h["betas"][0]) if rounded else 0
+        if self.index[i] is None:
+            e.copy_(dropped) if rounded else e.zero_()
+            c.zero_()
+        else:
+            e.scatter_(0, self.index[i].long(), dropped)
+            c.scatter_(0, self.own(i).long(), 0)

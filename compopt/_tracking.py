@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ._buckets import Bucket
 from ._ops import Ops
-from ._projections import Plan, scaled_sum
+from ._projections import Plan, columns_of, scaled_sum
 from ._requests import AllReduceMean, Payload, Request
 
 Matrices = list[Tensor | None]
@@ -47,24 +47,27 @@ def track(
     for i, (q, Q) in enumerate(zip(plan, bases, strict=True)):
         if Q is not None:
             h = q.matrix(scaled_sum(bucket.state["residual"][i], grads[i], clipped, ops)).t()
-            out = payload.parts[i].view(q.r, q.d).t()  # by columns: values of one size follow each other
+            out = payload.exact[i].view(q.r, q.d).t()  # by columns: values of one size follow each other
             if out.dtype == h.dtype:
                 torch.mm(h, Q, out=out)
             else:
                 out.copy_(h @ Q)
-    mean = yield AllReduceMean(payload, more=True)
+    mean = yield AllReduceMean(payload.round(), more=True)
     wide = [None if Q is None else part.view(q.r, q.d).t().to(Q.dtype)
             for part, q, Q in zip(mean.parts, plan, bases, strict=True)]  # fmt: skip
     return orthonormal(wide), mean
 
 
 def orthonormal(matrices: Matrices) -> Matrices:
-    """Orthonormal columns that span each matrix's, those of equal shape found together. Zeros give unit vectors."""
+    """Orthonormal columns that span each matrix's, those of equal shape found together. Zeros give unit vectors.
+
+    In float32 at least. Every rank finds its own, of equal matrices, so they must be equal to the bit.
+    """
     found: Matrices = [None] * len(matrices)
     for shape in {matrix.shape for matrix in matrices if matrix is not None}:
         same = [i for i, matrix in enumerate(matrices) if matrix is not None and matrix.shape == shape]
-        columns = torch.linalg.qr(torch.stack([matrices[i] for i in same])).Q
-        for i, Q in zip(same, columns, strict=True):
+        stacked = torch.stack([matrices[i] for i in same])
+        for i, Q in zip(same, columns_of(stacked), strict=True):
             found[i] = Q
     return found
 
@@ -74,11 +77,17 @@ def join(some: list[Tensor | None], others: list[Tensor | None]) -> list[Tensor 
     return [b if a is None else a for a, b in zip(some, others, strict=True)]
 
 
-def follow(bucket: Bucket, plan: Plan, mean: Payload, present: list[bool]) -> None:
-    """Line 5, for the tensors that have had a gradient."""
-    tracked = [q is not None and q.kind == "tracked" and here for q, here in zip(plan, present, strict=True)]
-    new = [q.of_part(part) if yes else None for q, part, yes in zip(plan, mean.parts, tracked, strict=False)]
-    for i, Q in enumerate(orthonormal(new)):
-        if Q is not None:
+def followed(plan: Plan, mean: Payload) -> Matrices:
+    """Line 5: the next Q of each tensor that is tracked."""
+    tracked = [q is not None and q.kind == "tracked" for q in plan]
+    return orthonormal(
+        [q.of_part(part) if yes else None for q, part, yes in zip(plan, mean.parts, tracked, strict=False)]
+    )
+
+
+def follow(bucket: Bucket, new: Matrices, present: list[bool]) -> None:
+    """Keep the next Q of the tensors that have had a gradient."""
+    for i, (Q, here) in enumerate(zip(new, present, strict=True)):
+        if Q is not None and here:
             bucket.state["basis"][i].view(Q.shape).copy_(Q)
             bucket.cache["warm"][i] = True

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._quantise import ROW, dequantise, join, layout, quantise, scratch, spread
+from ._quantise import ROW, dequantise, join, layout, quantise, spread
 from ._requests import Payload
 
 
@@ -31,7 +31,7 @@ class QuantisedMean:
     """
 
     def __init__(self, payload: Payload, rank: int, ranks: int):
-        self.payload, self.rank, self.ranks = payload, rank, ranks
+        self.payload, self.rank, self.ranks, self.scratch = payload, rank, ranks, payload.scratch
         self.layout = layout(tuple(len(part) for part in payload.parts), ranks)
         self.words = len(payload.header) + len(payload.control)
 
@@ -54,18 +54,18 @@ class QuantisedMean:
         payload, chunk = self.payload, self.layout.chunks[self.rank]
         words, scales, codes = self._fields(received, self.words)
         payload.flat[: self.words] = words.to(payload.flat.dtype).cumsum(0)[-1] / self.ranks
-        total, value = (scratch(use, chunk.rows * ROW, payload.flat.dtype, received.device).view(-1, ROW)
+        total, value = (self.scratch(use, chunk.rows * ROW, payload.flat.dtype, received.device).view(-1, ROW)
                         for use in ("total", "value"))  # fmt: skip
         total.zero_()
         for rank in range(self.ranks):
-            rows = spread(codes[rank, : chunk.stop - chunk.start], chunk.pieces, chunk.rows, "codes")
+            rows = spread(codes[rank, : chunk.stop - chunk.start], chunk.pieces, chunk.rows, "codes", self.scratch)
             total.add_(dequantise(rows, scales[rank, : chunk.rows], value))
         total.div_(self.ranks)
 
         out = torch.zeros(1, self._size(0), dtype=torch.uint8, device=received.device)
         _, scales, codes = self._fields(out, 0)
-        rows = scratch("codes", chunk.rows * ROW, torch.int8, received.device).view(-1, ROW)
-        quantise(total, rows, scales[0, : chunk.rows], total, (*payload.seed, self.rank, 2))
+        rows = self.scratch("codes", chunk.rows * ROW, torch.int8, received.device).view(-1, ROW)
+        quantise(total, rows, scales[0, : chunk.rows], total, (*payload.seed, self.rank, 2), self.scratch)
         join(rows, chunk.pieces, codes[0])
         mine = payload.dropped[chunk.start : chunk.stop]
         for at, row, n in chunk.pieces:
@@ -77,27 +77,28 @@ class QuantisedMean:
         _, scales, codes = self._fields(gathered, 0)
         for number, chunk in enumerate(self.layout.chunks):
             out = body[chunk.start : chunk.stop]
-            rows = spread(codes[number, : len(out)], chunk.pieces, chunk.rows, "codes")
+            rows = spread(codes[number, : len(out)], chunk.pieces, chunk.rows, "codes", self.scratch)
             value = (
                 out.view(-1, ROW)
                 if len(out) == chunk.rows * ROW
-                else scratch("value", chunk.rows * ROW, body.dtype, body.device).view(-1, ROW)
+                else self.scratch("value", chunk.rows * ROW, body.dtype, body.device).view(-1, ROW)
             )
             join(dequantise(rows, scales[number, : chunk.rows], value), chunk.pieces, out)
 
     def _quantise_body(self) -> tuple[Tensor, Tensor]:
         payload = self.payload
         body, dropped, rows = payload.body, payload.dropped, self.layout.rows
-        x = spread(body, self.layout.pieces, rows, "value")
+        x = spread(body, self.layout.pieces, rows, "value", self.scratch)
         rest = dropped.view(-1, ROW) if x.data_ptr() == body.data_ptr() else x
-        codes = scratch("codes", rows * ROW, torch.int8, body.device).view(-1, ROW)
-        scales = scratch("scales", rows, torch.float32, body.device)
-        quantise(x, codes, scales, rest, (*payload.seed, self.rank, 1))
+        codes = self.scratch("codes", rows * ROW, torch.int8, body.device).view(-1, ROW)
+        scales = self.scratch("scales", rows, torch.float32, body.device)
+        quantise(x, codes, scales, rest, (*payload.seed, self.rank, 1), self.scratch)
         join(rest, self.layout.pieces, dropped)
         return codes, scales
 
     def _size(self, words: int) -> int:
-        return 4 * (words + self.layout.scales) + self.layout.values + -self.layout.values % 4
+        """Whole words, and at least one: a message without bytes could not be viewed as words and codes."""
+        return max(4, 4 * (words + self.layout.scales) + self.layout.values + -self.layout.values % 4)
 
     def _fields(self, message: Tensor, words: int) -> tuple[Tensor, Tensor, Tensor]:
         """Words, scales and codes of messages of shape (any, bytes)."""

@@ -44,7 +44,7 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     """Algorithm 1, one bucket, one step."""
     h, state, grads = bucket.group, bucket.state, bucket.grads()
     index = bucket.cache.get("index")
-    t, rounds = h["step"] + 1, h["payload_dtype"] == torch.int8
+    t, rounds = h["step"] + 1, bucket.rounds
     if rounds:
         forget_sent(bucket, ops)
     owed = bucket.each("residual") if rounds else None  # what rounding dropped, where values are sent the next time

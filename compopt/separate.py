@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 
 from ._base import CompressedOptimizer
-from ._buckets import Bucket, StateSpec, local
+from ._buckets import Bucket, StateSpec, grad_dtype, local
 from ._ops import Ops, clip_factor
 from ._options import check_adam
 from ._projecting import Exchange, Projecting, resets
 from ._projections import pack, reconstruct, squared_norm
 from ._requests import Agree, AllReduceMean, Request
 from ._settings import known_of
-from ._tracking import follow, join, track
+from ._tracking import follow, followed, join, track
 from ._weakly import weakly
 from ._when import OPTIONS
 
@@ -57,11 +57,12 @@ def separate(
     own = [None if q is None else part.clone() for q, part in zip(plan, sent.parts, strict=False)]
     mean = yield AllReduceMean(sent)  # line 3
     squared = squared_norm(mean, plan, grams) if any(plan) else None
+    bases = followed(plan, mean)
     norm = yield Agree(mean, "projected" if any(plan) else "dense", squared)  # from here on state changes
     factor = clip_factor(norm, h["max_grad_norm"]) if h["clip"] == "reconstructed" else 1.0
     matrices = join(tracked, exchange.draw())  # the same again: what is drawn is not kept while the payload travels
     present = bucket.present(mean)
-    follow(bucket, plan, mean, present)
+    follow(bucket, bases, present)
     reset = resets(h, t)
     for i, (q, R) in enumerate(zip(plan, matrices, strict=True)):
         if present[i]:
@@ -76,8 +77,8 @@ def separate(
             if q is not None and q.beta < 1:  # line 5
                 if grads[i] is not None:
                     residual[i].add_(grads[i], alpha=(1 - q.beta) * exchange.clipped)
-                if mean.dropped is not None:
-                    own[i].sub_(mean.dropped_parts[i])  # what the others got of it
+                if mean.seed is not None:
+                    own[i].sub_(mean.dropped_parts[i])  # rounded on its way: what the others got of it
                 p = q.of_part(own[i]).to(R.dtype)
                 q.matrix(residual[i]).addmm_(p, R.t(), alpha=(q.beta - 1) * q.scale)
         if reset and residual[i] is not None:
@@ -287,7 +288,7 @@ class Separate(Projecting):
     def target(self, bucket: Bucket, i: int, whole: Tensor | None) -> Tensor:
         p = bucket.params[i]
         if p not in self._averages:
-            self._averages[p] = torch.empty_like(p.detach(), memory_format=torch.contiguous_format)
+            self._averages[p] = torch.empty_like(p.detach(), dtype=grad_dtype(p), memory_format=torch.contiguous_format)
         return local(self._averages[p])
 
     def apply(self, bucket: Bucket, i: int, g: Tensor) -> None:

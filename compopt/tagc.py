@@ -24,26 +24,24 @@ parameters are gathered before anything is written, so a step is all or nothing 
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._base import CompressedOptimizer
 from ._buckets import Bucket, StateSpec
-from ._masks import per_tensor
 from ._math import squared_norm
 from ._ops import Ops, clip_factor
 from ._options import check_adam, check_compression, require
 from ._requests import Agree, BitOr, Commit, Payload, ReduceScatterMean, Request
-from ._selection import compressed_lengths, largest
+from ._selection import compressed_lengths
 from ._sharded_adamw import Part, commit, gather, updated
 from ._sketch import Compact, Sketch
+from ._sparsify import Left, hold_back, settle, sparsify
 from ._stats import Stats
 from ._when import dense_steps
 
@@ -80,52 +78,14 @@ def tagc(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     yield Commit()  # from here on state changes
     commit(bucket, ops, average, present, gathered)
     if sparse:
-        hold_back(bucket, grads, left, present)
-    elif bucket.owes:
-        for residual, here in zip(bucket.state["residual"], present, strict=True):
-            if here and residual is not None:
-                residual.zero_()
-    bucket.cache["owes"] = sparse or (bucket.owes and not all(present))
+        hold_back(bucket, grads, left, present, rows, code.index)
+    else:
+        settle(bucket, present, rows)
+    bucket.cache["owes"] = sparse or rows[0].dropped is not None or (bucket.owes and not all(present))
     bucket.cache["counts"] = (len(code.index), code.leftovers) if sparse else (None, 0)
 
 
 Code = Compact | Sketch
-
-
-class Left(NamedTuple):
-    """What line 2 leaves of all shards: values at positions among the bits of the mask, and these bits."""
-
-    positions: Tensor
-    values: Tensor
-    bits: Tensor
-    marks: Tensor  # of all gradients, finite or not
-
-
-def sparsify(bucket: Bucket, ops: Ops, grads: list[Tensor | None]) -> Left:
-    """Lines 1 and 2: in every shard, the largest of gradient and accumulator."""
-    shards, sparsity = bucket.shards, bucket.group["sparsity"]
-    x = ops.scratch(bucket.flat["residual"], 8 * shards.offsets[-1], use="x")
-    whole: list[Tensor | None] = [None] * len(grads)
-    for i, n in enumerate(compressed_lengths(bucket)):
-        if n:
-            first, last = 8 * shards.offsets[i], 8 * shards.offsets[i + 1]
-            whole[i] = x[first : first + n]
-            x[first + n : last] = 0
-    marks = ops.add_up(bucket, grads, bucket.state["residual"], whole)
-    found = []
-    for r, (first, last) in enumerate(itertools.pairwise(shards.cuts)):
-        k = most_left(sparsity, shards.compressed_in(r)) if sparsity else 8 * (last - first)
-        found.append(largest(x[8 * first : 8 * last], k, ops).add_(8 * first))
-    positions = torch.cat(found)
-    values = x.index_select(0, positions)
-    if not values.all():  # line 3: gradients of embeddings are mostly zeros; and so is what is between tensors
-        positions, values = positions[values != 0], values[values != 0]
-    return Left(positions, values, ops.bits(positions, shards.offsets[-1]), marks)
-
-
-def most_left(sparsity: float, n: int) -> int:
-    """How many of n elements may be left where at least ``sparsity`` of them are zeroed; one where there are any."""
-    return min(n, max(1, n - math.ceil(round(sparsity * n, 6))))
 
 
 def coded(bucket: Bucket, index: Tensor) -> Code:
@@ -149,7 +109,7 @@ def messages(
     marks = left.marks if left else ops.marks(grads, flat)
     for r, row in enumerate(rows):
         row.header.copy_(marks)
-        for part, i in zip(row.parts, dense, strict=False):
+        for part, i in zip(row.exact, dense, strict=False):
             if grads[i] is None:
                 part.zero_()
             else:
@@ -159,7 +119,9 @@ def messages(
     if code:
         own = ops.scratch(bucket.flat["residual"], 8 * shards.offsets[-1], use="x")
         own.index_fill_(0, code.index, 0).scatter_(0, left.positions, left.values)  # 0 at what only others have left
-        code.fill([row.parts[-1] for row in rows], own.index_select(0, code.index))
+        code.fill([row.exact[-1] for row in rows], own.index_select(0, code.index))
+    for row in rows:
+        row.round()
     return rows, flat
 
 
@@ -170,16 +132,6 @@ def averaged(bucket: Bucket, mean: Payload, code: Code | None) -> list[Part]:
     sparse = iter(code.decode(code_of_mean).split([len(i) for i in index if i is not None]) if code else ())
     dense = iter(dense)
     return [(next(dense) if i is None else next(sparse), i) for i in index]
-
-
-def hold_back(bucket: Bucket, grads: list[Tensor | None], left: Left, present: list[bool]) -> None:
-    """Line 2: the accumulator is what was zeroed."""
-    for i, index in enumerate(per_tensor(left.positions, compressed_lengths(bucket))):
-        if index is not None and present[i]:
-            acc = bucket.state["residual"][i]
-            if grads[i] is not None:
-                acc.add_(grads[i])
-            acc.view(-1).index_fill_(0, index.long(), 0)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import conformance
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 import compopt
 from compopt._quantise import ROW, dequantise, join, layout, quantise, rows_of, spread
 from compopt._requests import AllReduceMean, Payload, bytes_of
+from compopt._scratch import Scratch
 
 INT8 = [
     dataclasses.replace(case, compressed={**case.compressed, "payload_dtype": torch.int8})
@@ -31,7 +33,7 @@ every = pytest.mark.parametrize("case", INT8, ids=lambda case: case.name)
 def rounded(x: torch.Tensor, *seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What arrives of rows of x, its scales, and what was dropped."""
     codes, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
-    quantise(x, codes, scales, dropped, seed)
+    quantise(x, codes, scales, dropped, seed, Scratch())
     return dequantise(codes, scales, torch.empty_like(x)), scales, dropped
 
 
@@ -76,11 +78,11 @@ def test_chunks_hold_every_value_once_in_rows_of_one_tensor(lengths, ranks):
     assert whole.rows == sum(map(rows_of, lengths)) == sum(chunk.rows for chunk in whole.chunks)
     assert [chunk.start for chunk in whole.chunks[1:]] + [n] == [chunk.stop for chunk in whole.chunks]
     assert whole.values <= n / ranks + ROW
-    rows = spread(flat, whole.pieces, whole.rows, "test").clone()
+    rows = spread(flat, whole.pieces, whole.rows, "test", Scratch()).clone()
     back = torch.empty(n)
     for chunk in whole.chunks:
         own = rows[chunk.first_row : chunk.first_row + chunk.rows].clone()
-        again = spread(flat[chunk.start : chunk.stop], chunk.pieces, chunk.rows, "other")
+        again = spread(flat[chunk.start : chunk.stop], chunk.pieces, chunk.rows, "other", Scratch())
         assert torch.equal(own, again)
         join(own, chunk.pieces, back[chunk.start : chunk.stop])
     assert torch.equal(back, flat)
@@ -276,3 +278,20 @@ def test_the_dtype_may_change_between_steps():
                 optimizer._option_groups[0]["payload_dtype"] = dtype
             ranks.train(conformance.loss, 5)
             ranks.assert_replicas_equal()
+
+
+def test_two_optimizers_in_two_threads_do_not_share_memory():
+    def train(seed: int) -> torch.Tensor:
+        p = nn.Parameter(torch.zeros(300, 1001))
+        optimizer = compopt.SeparateAdam([p], lr=1e-2, ratio=1, payload_dtype=torch.int8)
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(6):
+            p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+        return p.detach()
+
+    alone = [train(seed) for seed in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        together = list(threads.map(train, range(2)))
+    for a, b in zip(alone, together, strict=True):
+        assert torch.equal(a, b), f"off by up to {float((a - b).abs().max())}"

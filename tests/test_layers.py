@@ -16,6 +16,7 @@ HELPERS = {
     "_projecting",
     "_tracking",
     "_sketch",
+    "_sparsify",
     "_sharded_scape",
     "_sharded_adamw",
 }  # of the algorithms, in files of their own
@@ -32,6 +33,7 @@ ALLOWED = {
         "_settings",
         "_weakly",
         "_when",
+        "_scratch",
     }
     | HELPERS,
     "_base": {
@@ -68,7 +70,7 @@ ALLOWED = {
     "_exchanges": {"_comm", "_control", "_buckets", "_requests"},
     "_stepping": {"_alike", "_runtime", "_buckets", "_handshake", "_settings", "_signals", "_comm", "_requests"},
     "_signals": set(),
-    "_ops": {"_math", "_masks", "_buckets", "_requests"},
+    "_ops": {"_math", "_masks", "_buckets", "_requests", "_scratch"},
     "_ops_triton": {"_ops", "_math", "_masks", "_buckets", "_requests"},
     "_ops_compile": {"_ops", "_math"},
     "_ops_apex": {"_ops"},
@@ -80,7 +82,7 @@ ALLOWED = {
     "_native_build": set(),
     "_backends": {"_ops", "_ops_triton", "_ops_compile", "_ops_apex", "_ops_native", "_native_build", "_race"},
     "_race": {"_ops", "_math", "_buckets"},
-    "_buckets": {"_control", "_requests", "_shards", "_offload"},
+    "_buckets": {"_control", "_requests", "_shards", "_offload", "_scratch"},
     "_offload": set(),
     "_comm": {"_requests", "_wire"},
     "_wire": {"_requests", "_quantise"},
@@ -88,8 +90,9 @@ ALLOWED = {
     "_options": {"_when"},
     "_stats": set(),
     "_when": set(),
-    "_requests": {"_quantise"},
-    "_quantise": set(),
+    "_requests": {"_quantise", "_scratch"},
+    "_quantise": {"_scratch"},
+    "_scratch": set(),
 }
 
 

@@ -148,6 +148,9 @@ def test_a_bf16_payload_rounds_the_gradient_only():
             momentum = [optimizers[0].state[p]["exp_avg"].view(-1) for p in params[0]]
             if world is full[0]:
                 wanted = momentum
+            elif t == 0:
+                for m in momentum:  # (1 - b1) times a number of 8 bits
+                    torch.testing.assert_close(m / 0.1, (m / 0.1).bfloat16().double(), rtol=1e-12, atol=0)
         for m, w in zip(momentum, wanted, strict=True):
             if len(m) == len(w) and t < 2:  # the same mask
                 torch.testing.assert_close(m, w, rtol=1 / 64, atol=1e-3)

@@ -1,0 +1,21 @@
+"""Memory that is used again: new pages cost more than what is computed in them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Scratch:
+    """Memory of one owner, who works on one thread at a time: two optimizers never share it."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple, Tensor] = {}
+
+    def __call__(self, use: str, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """n elements, contents undefined, until the next call for the same ``use``."""
+        key = (use, dtype, device)
+        held = self._held.get(key)
+        if held is None or held.numel() < n:
+            held = self._held[key] = torch.empty(n, dtype=dtype, device=device)
+        return held[:n]

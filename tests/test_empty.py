@@ -1,0 +1,89 @@
+"""Models and stages of which nothing is left to compress: empty tensors, payloads of no values beside a header."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from ranks import run_ranks
+from sim import Ranks
+from table import CASES, FORMS, Case
+from torch import nn
+
+import compopt
+
+MODELS = {
+    "nothing": [(0,), (0, 5)],
+    "one empty matrix": [(0, 5)],
+    "a scalar": [()],
+    "some": [(64, 1), (5, 0), (64, 64), (3,), ()],
+    "odd": [(1,), (0, 7), (5,), (65, 63)],
+}
+TRACKED = [
+    dataclasses.replace(case, compressed={**case.compressed, "projection": "tracked", "rank": 4}, form="tracked")
+    for case in CASES
+    if case.cls in (compopt.Separate, compopt.SeparateAdam)
+]
+DTYPES = [None, torch.int8, torch.bfloat16, torch.float16]
+
+
+def takes(case: Case, dtype: torch.dtype | None) -> bool:
+    if dtype is None or case.cls is compopt.AdamS:
+        return dtype is None
+    return dtype != torch.int8 or not (case.cls is compopt.TagcAdamW or case.compressed.get("sharded"))
+
+
+class Shapes(nn.Module):
+    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.tensors = nn.ParameterList(torch.ones(shape, dtype=dtype) for shape in shapes)
+
+
+def slope(model: Shapes, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return sum((p * torch.randn(p.shape, generator=generator).to(p.dtype)).sum() for p in model.tensors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("case", CASES + FORMS + TRACKED, ids=lambda case: case.name)
+def test_payloads_without_values_are_averaged_all_the_same(case, model, dtype):
+    if not takes(case, dtype):
+        pytest.skip(f"{case.name} does not take it")
+    options = {} if dtype is None else {"payload_dtype": dtype}
+    for size in (1, 2, 3):
+        for compress in (None, True):
+            ours = Ranks(
+                size,
+                lambda: Shapes(MODELS[model]),
+                lambda params, process_group: case.make(
+                    [{"params": list(params), "compress": compress}],  # noqa: B023
+                    process_group=process_group,
+                    **options,
+                ),
+            )
+            ours.train(slope, 5)
+            ours.assert_replicas_equal()
+            assert ours.optimizers[0].stats.skipped == 0 and ours.optimizers[0].stats.step == 5
+
+
+def train(rank: int) -> list[float]:
+    found = []
+    for shapes in MODELS.values():
+        for projection in ("gaussian", "tracked"):
+            model = Shapes(shapes)
+            optimizer = compopt.SeparateAdam(
+                model.parameters(), projection=projection, payload_dtype=torch.int8, rank=4
+            )
+            for step in range(2):
+                optimizer.zero_grad()
+                slope(model, rank, step).backward()
+                optimizer.step()
+            found += [float(p.detach().double().sum()) for p in model.tensors]
+    return found
+
+
+def test_real_ranks_take_them_too():
+    one, other = run_ranks(train, 2)
+    assert one == other
