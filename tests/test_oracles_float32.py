@@ -1,0 +1,153 @@
+"""Every class against its oracle in float32, the dtype it trains in, on every back end, above every block's size.
+
+The oracles compute in float64, so results differ by rounding: by some 1e-6 of what moved. A mask that differs at one of
+10,000 elements, or a residual that is wrong by a percent, shows as 1e-2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conservation import everywhere, moments, owed
+from oracles import AdamSOracle, RadiusOracle, ScapeOracle, SeparateOracle, TagcOracle
+from oracles.powersgd import PowerSGDOracle
+from problems import gradients, replicas, step, weights
+from table import CASES
+from torch import Tensor
+
+import compopt
+from compopt._projections import Matrices, projection
+
+LARGE = [(260, 512), (80,), (260, 512)]  # of 133,120 elements: two ranks own, and select in, one each
+SMALL = [(64, 64), (80,), (64, 64)]  # for Triton's interpreter
+COMPRESS = [True, False, True]
+HYPER = dict(lr=3e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+STEPS = 8
+CLOSE = 1e-4  # relative; ten times that in parameters, where AdamW makes a step of every rounded zero
+
+
+def radius(start: list[Tensor], optimizers: list, options: dict[str, Any]):
+    return RadiusOracle(start, len(optimizers), compress=COMPRESS, **HYPER, **options)
+
+
+def adams(start: list[Tensor], optimizers: list, options: dict[str, Any]):
+    return AdamSOracle(start, len(optimizers), **HYPER, **options)
+
+
+def scape(start: list[Tensor], optimizers: list, options: dict[str, Any]):
+    known = {name: value for name, value in options.items() if name not in ("selection", "sharded")}
+    owner = [len(optimizers) - 1, 0, 0]  # ranks select in the order of the bucket, which is reversed
+    return ScapeOracle(start, len(optimizers), owner=owner, compress=COMPRESS, **HYPER, **known)
+
+
+def tagc(start: list[Tensor], optimizers: list, options: dict[str, Any]):
+    known = {name: value for name, value in options.items() if name not in ("codec", "sketch_ratio")}
+    parts = [[(n, 0, start[n].numel())] for n in (2, 0)]
+    shards = parts if len(optimizers) == 2 else [parts[0] + parts[1]]
+    return TagcOracle(start, len(optimizers), shards=shards, compress=COMPRESS, **HYPER, **known)
+
+
+def separate(start: list[Tensor], optimizers: list, options: dict[str, Any]):
+    kind, ratio = options.get("projection", "gaussian"), options["ratio"]
+    plan = [
+        projection(w.shape, False, ratio, kind, "auto") if c else None for w, c in zip(start, COMPRESS, strict=True)
+    ]
+    assert not any(q and q.of_rows for q in plan) or start[0].shape[0] < start[0].shape[1]
+    (bucket,) = optimizers[0]._buckets
+
+    def random(t: int, i: int) -> Tensor:
+        drawn = Matrices().draw(bucket, [2, 1, 0], plan[::-1], 0, t)[2 - i].double()
+        return drawn if kind == "gaussian" else drawn * plan[i].r ** 0.5  # the oracle divides by r
+
+    known = {name: value for name, value in options.items() if name not in ("ratio", "projection")}
+    if kind != "gaussian":
+        known["ef_beta"] = 0.0
+    return SeparateOracle([turned(w) for w in start], len(optimizers), adamw, random, compress=COMPRESS, **known)
+
+
+def tracked(start: list[Tensor], optimizers: list, options: dict[str, Any]):
+    (bucket,) = optimizers[0]._buckets
+    bases = [None if Q is None else Q.double() for Q in optimizers[0].exchange(bucket).bases][::-1]
+    return PowerSGDOracle([w.clone() for w in start], len(optimizers), adamw, lambda i: bases[i])
+
+
+def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, **HYPER)
+
+
+def around_adamw(params: Any, process_group: object, **options: Any) -> torch.optim.Optimizer:
+    return compopt.Separate(adamw(params), process_group=process_group, **options)
+
+
+def turned(x: Tensor) -> Tensor:
+    """As the oracle of SEPARATE has it: what is projected comes last. The smaller side of a matrix is."""
+    return x.t().contiguous() if x.dim() == 2 and x.shape[0] < x.shape[1] else x
+
+
+TRACKED = dict(projection="tracked", rank=4)
+RUNS: dict[str, tuple[type, Callable, dict[str, Any]]] = {
+    "Radius": (compopt.RadiusAdamW, radius, dict(density=0.4, interval=4, warmup_steps=2)),
+    "Radius, few": (compopt.RadiusAdamW, radius, dict(density=0.01, interval=3, warmup_steps=0, max_grad_norm=100.0)),
+    "AdamS": (compopt.AdamS, adams, {}),
+    "SCAPE": (compopt.ScapeAdamS, scape, dict(density=0.1, warmup_steps=1, density_warmup_steps=2, selection="exact")),
+    "SCAPE, few": (
+        compopt.ScapeAdamS,
+        scape,
+        dict(density=0.01, density_warmup_steps=0, mask_delay=0, selection="exact"),
+    ),
+    "TAGC": (compopt.TagcAdamW, tagc, dict(sparsity=0.9, warmup_steps=1)),
+    "TAGC, few": (compopt.TagcAdamW, tagc, dict(sparsity=0.99, codec="sketch", sketch_ratio=10)),
+    "SEPARATE": (compopt.SeparateAdam, separate, dict(ratio=8, warmup_steps=1)),
+    "SEPARATE, orthonormal": (compopt.SeparateAdam, separate, dict(ratio=4, projection="orthonormal")),
+    "SEPARATE, tracked": (compopt.SeparateAdam, tracked, TRACKED),
+    "Separate": (compopt.Separate, separate, dict(ratio=16, reset_interval=5)),
+}
+
+
+def test_every_class_is_run():
+    assert {cls for cls, *_ in RUNS.values()} == {case.cls for case in CASES}
+
+
+def far(got: list[Tensor], wanted: list[Tensor]) -> float:
+    """Relative distance over all tensors."""
+    pairs = [(a.detach().double().reshape(-1), b.detach().reshape(-1)) for a, b in zip(got, wanted, strict=True)]
+    size = max(float(torch.cat([b for _, b in pairs]).norm()), 1e-30)
+    return float(torch.cat([a - b for a, b in pairs]).norm()) / size
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", RUNS)
+def test_equals_the_oracle(name, backend, ranks):
+    cls, oracle_of, options = RUNS[name]
+    if "sharded" in options and ranks > 1:
+        pytest.skip("ranks select by what they own, not by their own momenta")
+    if backend == "triton" and (ranks > 1 or name not in ("Radius", "SCAPE", "AdamS")):
+        pytest.skip("its interpreter takes seconds; one run of each kernel is enough")
+    new = around_adamw if cls is compopt.Separate else cls
+    said = options if new is around_adamw else {**HYPER, **options}
+    start = weights(SMALL if backend == "triton" else LARGE, torch.float32)
+    world, params, optimizers = replicas(
+        ranks, start, lambda p, process_group: new(p, process_group=process_group, **said)
+    )
+    oracle, turn = oracle_of(start, optimizers, options), turned if oracle_of is separate else (lambda x: x)
+    for t in range(5 if backend == "triton" else STEPS):
+        grads = gradients(ranks, t, [w.shape for w in start], torch.float32)
+        step(world, params, optimizers, grads)
+        oracle.step([[turn(g) for g in own] for own in grads])
+        moved, wanted = ([p.detach().double() - w.double() for p, w in zip(now, map(turn, start), strict=True)]
+                         for now in (map(turn, params[-1]), oracle.params))  # fmt: skip
+        assert far(moved, wanted) < 10 * CLOSE, f"parameters after step {t + 1}, {optimizers[0].stats.phase}"
+    if hasattr(oracle, "m"):
+        assert far(moments(optimizers), oracle.m) < CLOSE
+    held = getattr(oracle, "residual", getattr(oracle, "error", None))
+    if held:
+        mean = [torch.stack(each).mean(0) for each in zip(*held, strict=True)]
+        assert far([turn(r) for r in owed(optimizers)], mean) < CLOSE
+        for optimizer, own in zip(optimizers, held, strict=True) if "sharded" not in options else ():
+            entries = [optimizer.state[p] for p in everywhere(optimizer)]
+            got = [turn(entry["residual"]) if "residual" in entry else torch.zeros_like(r)
+                   for entry, r in zip(entries, own, strict=True)]  # fmt: skip
+            assert far(got, own) < CLOSE
