@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from . import _checkpoint, _recovery
 from ._alike import Alike
 from ._backends import choose, give_way
-from ._buckets import Bucket, StateSpec, is_compressed, make_buckets
+from ._buckets import Bucket, StateSpec, is_compressed, local, make_buckets
 from ._comm import Comm, Pending, connect, copies_of, has_met_others, shard_comms
 from ._offload import Offload
 from ._requests import Request
@@ -289,7 +289,13 @@ class CompressedOptimizer(Stepping, Saving, Optimizer):
 
     def _check_gradients(self) -> None:
         for bucket in self._buckets:
-            for p, name in zip(bucket.params, bucket.names, strict=True):
+            for p, n, name in zip(bucket.params, bucket.lengths, bucket.names, strict=True):
+                if p.dtype != bucket.dtype or p.device != bucket.device or local(p).numel() != n:
+                    raise TypeError(
+                        f"{name} has {local(p).numel()} elements of {p.dtype} on {p.device} here, and had {n} of "
+                        f"{bucket.dtype} on {bucket.device} when the optimizer was made: make the optimizer after the "
+                        "model is converted, moved or resized."
+                    )
                 if p.grad is not None and p.grad.is_sparse:
                     raise TypeError(
                         f"{type(self).__name__} got a sparse gradient for {name}: use dense gradients (sparse=False)."
