@@ -157,6 +157,7 @@ class Runtime:
         try:
             verdict = yield from self._agree(schedule, again, words)
             sharded = any(exchange.agree.sharded for exchange in verdict.exchanges)
+            self._note_untold(verdict, sharded)
             yield from _agree_with([comm, *shards] if sharded else shards, verdict, buckets[-1].device)
             self.changes |= verdict.resent
             if verdict.applied and sharded:
@@ -175,6 +176,19 @@ class Runtime:
             for exchange in verdict.exchanges:
                 exchange.generator.close()
         return verdict
+
+    @staticmethod
+    def _note_untold(verdict: Verdict, sharded: bool) -> None:
+        """Where this rank failed after it had sent everything, and so could not say so.
+
+        With sharded state there is one more message before anything is written. Without, the others apply the step:
+        it is not applied here, as where the wire fails on one rank only.
+        """
+        if verdict.failed or all(exchange.error is None for exchange in verdict.exchanges):
+            return
+        if not sharded:
+            raise verdict.take_error()
+        verdict.failed, verdict.applied = True, False
 
     @staticmethod
     def _agree(

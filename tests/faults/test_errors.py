@@ -1,0 +1,139 @@
+"""An error on one rank, in its step or its backward: all hear of it at once, nothing is applied, training goes on."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from table import CASES, FORMS, Case
+from test_lifetime import TRACKED
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import compopt
+from compopt import _buckets
+
+INT8 = Case(
+    compopt.RadiusAdamW,
+    compressed=dict(density=0.4, interval=5, warmup_steps=3, payload_dtype=torch.int8),
+    lossless={},
+    reference=torch.optim.AdamW,
+    form="int8",
+)
+KINDS = [*CASES, *FORMS, TRACKED, INT8]
+WAYS = ["while packing", "in backward", "between two exchanges", "sparse gradient"]
+FAILING, STEPS = 5, 8
+
+
+def fail(optimizer, bucket: int, after: int, error: BaseException) -> None:
+    """Its algorithm raises once, in the bucket with this number, when it has had so many answers."""
+    algorithm, left = optimizer._runtime.algorithm, [error]
+
+    def failing(b):
+        generator, answer, had = algorithm(b), None, 0
+        while True:
+            if left and b.index == bucket and had == after:
+                generator.close()
+                raise left.pop()
+            try:
+                answer = yield generator.send(answer)
+            except StopIteration:
+                return
+            had += 1
+
+    optimizer._runtime.algorithm = failing
+
+
+def training(case: Case, **options) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 64))
+    model = DDP(net, process_group=options.get("process_group"))
+    return net, model, case.make(net.parameters(), **options)
+
+
+def backward(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
+    optimizer.zero_grad()
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+    model(x).square().mean().backward()
+
+
+def attempt(optimizer: torch.optim.Optimizer) -> str:
+    try:
+        optimizer.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def flat(net: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+
+
+def one_rank_fails(rank: int) -> dict[str, dict]:
+    _buckets.BUCKET_BYTES = 20_000
+    found = {}
+    for case in KINDS:
+        for way in WAYS:
+            net, model, optimizer = training(case)
+            told = {}
+            for step in range(STEPS):
+                fails = step == FAILING and rank == 1
+                if fails and way != "sparse gradient":
+                    where = 0 if way == "in backward" else len(optimizer._buckets) - 1
+                    after = 1 if way == "between two exchanges" and case in (TRACKED, CASES[4]) else 0
+                    fail(optimizer, where, after, RuntimeError("no memory left"))
+                backward(model, optimizer, step, rank)
+                if fails and way == "sparse gradient":
+                    net[0].weight.grad = net[0].weight.grad.to_sparse()
+                before, began = flat(net), time.monotonic()
+                said = attempt(optimizer)
+                if said:
+                    told[step] = [said, torch.equal(before, flat(net)), time.monotonic() - began < 5]
+            found[f"{case.name}, {way}"] = {"told": told, "end": float(flat(net).double().sum()),
+                                            "steps": optimizer._option_groups[0]["step"]}  # fmt: skip
+    found["interrupted"] = one_rank_is_interrupted(rank)
+    return found
+
+
+def one_rank_is_interrupted(rank: int) -> list[str]:
+    """Before it has sent anything, and it goes on: what it sends then must not meet what the other waits for."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    net, model, optimizer = training(CASES[0], process_group=group)
+    for step in range(3):
+        backward(model, optimizer, step, rank)
+        optimizer.step()
+    if rank == 1:
+        fail(optimizer, len(optimizer._buckets) - 1, 0, KeyboardInterrupt())
+    backward(model, optimizer, 3, rank)
+    before, said = flat(net), []
+    try:
+        optimizer.step()
+    except KeyboardInterrupt:
+        said.append("interrupted")
+        said.append(attempt(optimizer))
+    except compopt.CommunicationError as error:
+        said.append(str(error))
+    return [*said, torch.equal(before, flat(net))]
+
+
+def test_all_ranks_hear_of_an_error_of_one_at_once_and_go_on():
+    first, second = run_ranks(one_rank_fails, 2, timeout=120)
+    for case in KINDS:
+        for way in WAYS:
+            told = [found[f"{case.name}, {way}"] for found in (first, second)]
+            assert told[0]["end"] == told[1]["end"] and told[0]["steps"] == told[1]["steps"] == STEPS - 1, case.name
+            for rank, one in enumerate(told):
+                ((said, unchanged, soon),) = one["told"].values()
+                assert list(one["told"]) == [FAILING] and unchanged and soon, f"{case.name}, {way}"
+                why = "TypeError: " if way == "sparse gradient" else "RuntimeError: no memory left"
+                if rank == 1:
+                    assert said.startswith(why)
+                else:
+                    where = f"step {FAILING + 1} was not applied on rank 0: the gradients of rank 1 ({why}"
+                    assert said.startswith(f"CommunicationError: {where}"), said
+    *said, unchanged = second["interrupted"]
+    assert said[0] == "interrupted" and "step 4 was not applied on rank 1" in said[1] and unchanged
+    assert "step 4 was not applied on rank 0" in first["interrupted"][0] and first["interrupted"][1]

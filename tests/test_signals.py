@@ -1,0 +1,242 @@
+"""Signals while a step is being written: the step is whole, then they are handled. What still breaks it off is told."""
+
+from __future__ import annotations
+
+import copy
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from conformance import Small, assert_same, every, loss, make_ranks, snapshot
+from sim import Ranks
+
+import compopt
+from compopt import _signals
+
+
+class Alarm(Exception):
+    """What a handler of the user's raises."""
+
+
+def raise_alarm(number: int, frame: object) -> None:
+    raise Alarm
+
+
+@pytest.fixture(autouse=True)
+def alarms():
+    before = signal.signal(signal.SIGALRM, raise_alarm)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_handlers_run_when_the_block_has_ended_and_are_what_they_were():
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    done = []
+    with pytest.raises(KeyboardInterrupt), _signals.held_back():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGALRM)
+        done.append("all of the block")
+    assert done
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
+
+
+def test_an_error_in_the_block_does_not_swallow_a_signal():
+    with pytest.raises(Alarm) as caught, _signals.held_back():
+        signal.raise_signal(signal.SIGALRM)
+        raise ValueError("in the block")
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_other_threads_hold_nothing_back():
+    said = []
+
+    def work():
+        with _signals.held_back():
+            said.append(signal.getsignal(signal.SIGALRM) is raise_alarm)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert said == [True]
+
+
+def interrupted_in_the_commit(optimizer) -> None:
+    """A signal arrives before the first bucket is updated, and another between the buckets and the count."""
+    commit, committed = optimizer._runtime.commit, optimizer.committed
+
+    def after(verdict):
+        signal.raise_signal(signal.SIGINT)
+        commit(verdict)
+
+    def between():
+        signal.raise_signal(signal.SIGALRM)
+        committed()
+
+    optimizer._runtime.commit, optimizer.committed = after, between
+
+
+@every
+def test_a_signal_in_the_commit_is_handled_after_it(case):
+    ranks, without = make_ranks(case, 1), make_ranks(case, 1)
+    for one in (ranks, without):
+        one.train(loss, 3)
+        one.backward(loss)
+    (optimizer,) = ranks.optimizers
+    interrupted_in_the_commit(optimizer)
+    with pytest.raises((KeyboardInterrupt, Alarm)):
+        optimizer.step()
+    del optimizer._runtime.commit, optimizer.committed
+    without.optimizers[0].step()
+    assert_same(snapshot(without.optimizers[0]), snapshot(optimizer))
+    for one in (ranks, without):
+        one.steps += 1
+        one.train(loss, 4)
+    assert_same(snapshot(without.optimizers[0]), snapshot(optimizer))
+
+
+@every
+def test_thirty_interrupted_steps_leave_none_torn(case):
+    """At any point of a step: it was taken or not, and is tried again where not."""
+    dice = random.Random(0)
+    ranks, without = make_ranks(case, 1), make_ranks(case, 1)
+    for one in (ranks, without):
+        one.train(loss, 4)
+    (optimizer,), (other,) = ranks.optimizers, without.optimizers
+    began = time.perf_counter()
+    without.train(loss, 1)
+    ranks.train(loss, 1)
+    typical = (time.perf_counter() - began) / 2
+    seen = 0
+    for _ in range(200):
+        for one in (ranks, without):
+            one.backward(loss)
+        other.step()
+        steps = optimizer._option_groups[0]["step"]
+        try:
+            signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, typical))
+            optimizer.step()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except Alarm:
+            seen += 1
+        torch.set_grad_enabled(True)  # torch's own no_grad may be interrupted as well
+        if optimizer._option_groups[0]["step"] == steps:
+            optimizer.step()
+        for one in (ranks, without):
+            one.steps += 1
+        assert_same(snapshot(other), snapshot(optimizer))
+        if seen == 30:
+            break
+    assert seen >= 20
+
+
+class Broken(Exception):
+    pass
+
+
+def broken_in(ranks: Ranks, bucket: int) -> None:
+    """Rank 0's algorithm raises in the commit of this bucket."""
+    runtime = ranks.optimizers[0]._runtime
+    algorithm = runtime.algorithm
+
+    def breaking(b):
+        generator, answer = algorithm(b), None
+        while True:
+            try:
+                request = generator.send(answer)
+            except StopIteration:
+                return
+            answer = yield request
+            if type(request).__name__ == ("Commit" if ranks.optimizers[0].sharded else "Agree") and b.index == bucket:
+                raise Broken("of the test")
+
+    runtime.algorithm = breaking
+
+
+@every
+def test_a_step_that_breaks_off_is_told_until_a_checkpoint_is_loaded(case, monkeypatch):
+    monkeypatch.setattr("compopt._buckets.BUCKET_BYTES", 20_000)
+    ranks = make_ranks(case, 1)
+    ranks.train(loss, 4)
+    (optimizer,) = ranks.optimizers
+    optimizer.consolidate_state()
+    weights = copy.deepcopy(ranks.models[0].state_dict())
+    saved = copy.deepcopy(optimizer.state_dict())
+    algorithm = optimizer._runtime.algorithm
+    broken_in(ranks, bucket=len(optimizer._buckets) - 1)
+    ranks.backward(loss)
+    with pytest.raises(Broken):
+        optimizer.step()
+    optimizer._runtime.algorithm = algorithm
+    where = f"bucket {len(optimizer._buckets) - 1}"
+    what = rf"step 5 was applied in part: Broken was raised in {where} .* Load a checkpoint"
+    calls = (optimizer.step, optimizer.state_dict, optimizer.consolidate_state, lambda: copy.deepcopy(optimizer))
+    for refuses in calls:
+        with pytest.raises(RuntimeError, match=what):
+            refuses()
+    ranks.models[0].load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    ranks.train(loss, 4)
+
+    again = make_ranks(case, 1)
+    again.models[0].load_state_dict(weights)
+    again.optimizers[0].load_state_dict(saved)
+    again.steps = ranks.steps - 4
+    again.train(loss, 4)
+    assert_same(snapshot(again.optimizers[0]), snapshot(optimizer))
+
+
+class Raising(torch.optim.SGD):
+    raises = False
+
+    def step(self, closure=None):
+        if self.raises:
+            raise Broken("of the base")
+        return super().step(closure)
+
+
+def test_a_base_that_raises_is_a_step_that_broke_off():
+    model = Small()
+    base = Raising(model.parameters(), lr=0.1)
+    optimizer = compopt.Separate(base, ratio=4)
+    loss(model, 0, 0).backward()
+    optimizer.step()
+    base.raises = True
+    with pytest.raises(Broken):
+        optimizer.step()
+    base.raises = False
+    with pytest.raises(RuntimeError, match="step 2 was applied in part: Broken was raised after its buckets"):
+        optimizer.step()
+
+
+def test_a_step_that_failed_under_a_grad_scaler_may_be_tried_again(monkeypatch):
+    """Its gradients are as they were, so that they are not unscaled twice."""
+    ends = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model = Small()
+        optimizer = compopt.RadiusAdamW(model.parameters(), lr=1e-2, warmup_steps=1, density=0.3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss(model, 0, step)).backward()
+            if fails and step == 2:
+                agree = optimizer._runtime.agree
+
+                def failing(*args, agree=agree):
+                    yield from ()
+                    raise compopt.CommunicationError("of the test")
+
+                before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                optimizer._runtime.agree = failing
+                with pytest.raises(compopt.CommunicationError):
+                    scaler.step(optimizer)
+                assert_same(before, [p.grad for p in model.parameters() if p.grad is not None])
+                optimizer._runtime.agree = agree
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append([p.detach() for p in model.parameters()])
+    assert_same(*ends)
