@@ -188,9 +188,13 @@ class Stepping:
             self._unscaled_by = float(scale)
 
     def _scale_back(self) -> None:
-        """Whoever tries the step again has its gradients unscaled again."""
+        """Leave gradients and scale as they were for whoever tries the step again.
+
+        A GradScaler takes its attributes back only where the step succeeds, and multiplies what it then finds.
+        """
         if self._unscaled_by is not None:
             self._scale_by(self._unscaled_by)
+            del self.grad_scale, self.found_inf
 
     def _scale_by(self, factor: float) -> None:
         torch._foreach_mul_([g for bucket in self._buckets for g in bucket.grads() if g is not None], factor)
