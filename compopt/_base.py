@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import _checkpoint, _recovery
+from . import _checkpoint, _frozen, _recovery
 from ._alike import Alike
 from ._backends import choose, give_way
 from ._buckets import Bucket, StateSpec, is_compressed, local, make_buckets
@@ -48,6 +48,8 @@ class CompressedOptimizer(Stepping, Saving, Optimizer):
     _found = ""  # by a trial of when="auto"
     _skipped_in_a_row = 0
     _alone = False  # another optimizer wraps this one and averages for it
+    _met: frozenset[Tensor] = frozenset()  # the parameters of all groups
+    _trained: frozenset[Tensor] = frozenset()  # those that are laid out
 
     def __init__(self, params: Iterable, defaults: dict[str, Any], process_group: object = None):
         self._group = process_group
@@ -227,7 +229,10 @@ class CompressedOptimizer(Stepping, Saving, Optimizer):
         self._alike = Alike()
         self._ready: dict[int, set[Tensor]] = {}  # what the running backward has finished, a bucket
         self._runtime = Runtime(weakly(self.algorithm))
-        self._buckets = make_buckets(self._option_groups, self.is_compressed)
+        _frozen.meet(self)
+        frozen = self._met - self._trained
+        self._buckets = make_buckets(self._option_groups, self.is_compressed, self._trained)
+        self._shelf = make_buckets(self._option_groups, self.is_compressed, frozen)  # without memory, never exchanged
         self._trial = trial(self._option_groups, self._buckets)
         self._offload = Offload({"residual": ("residual",), "all": ("residual", "master")}.get(self.offload, ()))
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.params}

@@ -6,7 +6,7 @@ finishes them). Each kind of state is one flat tensor a bucket; ``optimizer.stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -292,13 +292,16 @@ class Bucket:
         return [mark > 0 for mark in marks]
 
 
-def make_buckets(groups: Iterable[dict], chosen: Chosen | None = None) -> list[Bucket]:
+def make_buckets(
+    groups: Iterable[dict], chosen: Chosen | None = None, wanted: Container[Tensor] | None = None
+) -> list[Bucket]:
     """Deal the parameters of all groups into buckets of about 8 MiB, in reverse order of registration.
 
     ``chosen(p, group, name)`` says whether a parameter is compressed; by default :func:`is_compressed` does.
+    ``wanted``: only these; by default those that require a gradient.
     """
     dealt: list[tuple[dict, list[Tensor], list[str]]] = []
-    for group, params, names in reversed(list(_uniform_runs(groups))):
+    for group, params, names in reversed(list(_uniform_runs(groups, wanted))):
         size = 0
         for p, name in zip(reversed(params), reversed(names), strict=True):
             nbytes = local(p).numel() * p.element_size()
@@ -312,12 +315,16 @@ def make_buckets(groups: Iterable[dict], chosen: Chosen | None = None) -> list[B
     return [Bucket(index, *bucket, chosen, scratch) for index, bucket in enumerate(dealt)]
 
 
-def _uniform_runs(groups: Iterable[dict]) -> Iterator[tuple[dict, list[Tensor], list[str]]]:
+def _uniform_runs(
+    groups: Iterable[dict], wanted: Container[Tensor] | None
+) -> Iterator[tuple[dict, list[Tensor], list[str]]]:
     """Each group cut by dtypes, device and, of DTensors, layout, with a name for every parameter."""
     for number, group in enumerate(groups):
         given = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
         runs: dict[tuple, tuple[dict, list[Tensor], list[str]]] = {}
         for p, name in zip(group["params"], given, strict=True):
+            if not (p.requires_grad if wanted is None else p in wanted):
+                continue
             layout = (getattr(p, "device_mesh", None), getattr(p, "placements", None))
             run = runs.setdefault((p.dtype, grad_dtype(p), p.device, *layout), (group, [], []))
             run[1].append(p)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._buckets import Bucket, StateSpec, is_compressed, laid_out_as, local
 from ._math import pack_bits, unpack_bits
-from ._requests import AllGather
+from ._requests import AllGather, AllReduceMean
 from ._shards import unshard
 from ._when import as_now
 
@@ -28,6 +28,7 @@ FORMAT = 1  # of state dicts; written into every group, beside the class. 0: non
 NOT_OPTIONS = {
     "params",
     "param_names",
+    "without_state",
     "residuals",
     "class",
     "format",
@@ -90,6 +91,8 @@ def spread(bucket: Bucket, i: int, specs: dict[str, StateSpec], entry: dict[str,
             continue
         if spec.sharded and bucket.gathered:
             whole = bucket.gathered[name][i].to(bucket.device)
+        elif spec.sharded and bucket.shards is None:  # of a frozen parameter
+            whole = entry[name]
         elif spec.sharded:  # the rest is other ranks'
             start, stop = bucket.shards.own[i]
             whole = torch.nn.functional.pad(entry[name], (start, bucket.lengths[i] - stop))
@@ -124,12 +127,14 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     written_by = _writer(optimizer, state_dict)
     options = [_options(optimizer, group, other) for group, other in zip(groups, saved, strict=True)]
     pairs: list[tuple[Tensor, dict[str, Any]]] = []
-    specs = {p: optimizer._specs(bucket) for bucket in optimizer._buckets for p in bucket.params}
-    compressed = {p: c for bucket in optimizer._buckets for p, c in zip(bucket.params, bucket.compressed, strict=True)}
+    buckets = [*optimizer._buckets, *optimizer._shelf]
+    specs = {p: optimizer._specs(bucket) for bucket in buckets for p in bucket.params}
+    compressed = {p: c for bucket in buckets for p, c in zip(bucket.params, bucket.compressed, strict=True)}
     for group, other in zip(groups, saved, strict=True):
-        for p, key in zip(group["params"], other["params"], strict=True):
+        for place, (p, key) in enumerate(zip(group["params"], other["params"], strict=True)):
             entry = state_dict["state"].get(key, {})
-            _check_names(len(pairs), entry, specs[p], is_compressed(p, other), written_by, type(optimizer).__name__)
+            if entry or place not in other.get("without_state", ()):
+                _check_names(len(pairs), entry, specs[p], is_compressed(p, other), written_by, type(optimizer).__name__)
             pairs.append((p, _gathered(entry, specs[p], compressed[p])))
     for number, (p, entry) in enumerate(pairs):
         _check(number, p, entry, specs[p], compressed[p])
@@ -143,6 +148,8 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
             group["step"] = int(counted)
     for p, entry in pairs:
         optimizer.state[p] = {k: as_tensor(v) for k, v in entry.items()}
+    for bucket in optimizer._shelf:
+        _keep(bucket, specs, optimizer.state)
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
 
@@ -152,6 +159,17 @@ def as_tensor(value: Tensor | float | bool) -> Tensor:
     if isinstance(value, Tensor):
         return value
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def _keep(
+    bucket: Bucket, specs: dict[Tensor, dict[str, StateSpec]], state: MutableMapping[Tensor, dict[str, Any]]
+) -> None:
+    """What was loaded of parameters that are not laid out is copied, where there is any."""
+    for p in bucket.params:
+        kept = state.pop(p)
+        dtypes = {"step": torch.float32, **{name: spec.dtype for name, spec in specs[p].items()}}
+        if kept:
+            state[p] = {k: v.to(bucket.device, dtypes[k], copy=True) for k, v in kept.items()}
 
 
 def groups_of(optimizer: Any, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
@@ -260,9 +278,16 @@ def _warn_of_other_ranks(optimizer: Any, residuals: str) -> None:
         )
 
 
-# Sharded state
+# Across ranks
 
 Gathering = Generator["Pending", None, Any]
+
+
+def average(tensor: Tensor, device: torch.device, comm: Comm) -> Gathering:
+    """Replace a state by its mean over ranks."""
+    pending = comm.start(AllReduceMean(local(tensor).to(device, copy=True)))
+    yield pending
+    local(tensor).copy_(pending.wait())
 
 
 def gather(bucket: Bucket, name: str, comm: Comm, owners: list[int] | None = None) -> Gathering:

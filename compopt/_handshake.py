@@ -31,11 +31,13 @@ def describe(optimizer: Any) -> list[str]:
     lines = [f"class: {name}", f"check_replicas_every: {optimizer.check_replicas_every}"]
     for number, group in enumerate(groups):
         lines += [f"group {number}, {key}: {value!r}" for key, value in sorted(group.items())]
-    for bucket in optimizer._buckets:
+    of = {}
+    for bucket in [*optimizer._buckets, *optimizer._shelf]:
         for p, name, compressed in zip(bucket.params, bucket.names, bucket.compressed, strict=True):
             values = f"values of checksum {_checksum(local(p.detach())):x}"
-            lines.append(f"{name}: shape {tuple(p.shape)}, {p.dtype}, compress={compressed}, {values}")
-    return lines
+            trained = f"requires_grad={p.requires_grad}"
+            of[p] = f"{name}: shape {tuple(p.shape)}, {p.dtype}, {trained}, compress={compressed}, {values}"
+    return lines + [of[p] for group in reversed(optimizer._option_groups) for p in reversed(group["params"])]
 
 
 def handshake(optimizer: Any, comm: Comm) -> Turns:

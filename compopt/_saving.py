@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from . import _checkpoint
+from . import _checkpoint, _frozen
 from ._comm import Pending
-from ._requests import AllReduceMean
 
 
 class Saving:
@@ -25,14 +24,16 @@ class Saving:
         """
         self._refuse_half_step()
         self._settle()
+        if _frozen.reset_from_outside(self):
+            self._rebuild()
         saved = super().state_dict()
         place = {p: n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        for bucket in self._buckets:
+        for bucket in [*self._buckets, *self._shelf]:
             for i, p in enumerate(bucket.params):
-                entry = saved["state"][place[p]]
-                saved["state"][place[p]] = _checkpoint.spread(bucket, i, self._specs(bucket), entry)
-        for group in saved["param_groups"]:
-            group.update(self._signature())
+                if entry := saved["state"].get(place[p]):
+                    saved["state"][place[p]] = _checkpoint.spread(bucket, i, self._specs(bucket), entry)
+        for group, own in zip(saved["param_groups"], self.param_groups, strict=True):
+            group.update(self._signature(own))
         return saved
 
     def _settle(self) -> None:
@@ -48,11 +49,16 @@ class Saving:
         same = not own or self.comm.size == 1 or (whole and self._consolidated == self._option_groups[0]["step"])
         return "mean" if same else f"rank {self.comm.rank} of {self.comm.size}"
 
-    def _signature(self) -> dict[str, Any]:
-        """What every group of a state dict says of it: whose residuals it holds, who wrote it, and how."""
-        return {
+    def _signature(self, group: dict[str, Any]) -> dict[str, Any]:
+        """What every group of a state dict says of it: whose residuals it holds, who wrote it, and how.
+
+        Where parameters have no state, because they were never trained, it also says which.
+        """
+        signature = {
             "residuals": self._whose_residuals(), "class": type(self).__name__, "format": _checkpoint.FORMAT
         }  # fmt: skip
+        without = _frozen.without_state(self, group)
+        return {**signature, "without_state": without} if without else signature
 
     def _groups_of(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
         return _checkpoint.groups_of(self, state_dict)
@@ -88,13 +94,11 @@ class Saving:
         for bucket in self._buckets:
             for name in self.averaged_state:
                 if bucket.flat[name].numel():
-                    flat = bucket.flat[name].to(bucket.device)
-                    pending = self.comm.start(AllReduceMean(flat))
-                    yield pending
-                    bucket.flat[name].copy_(pending.wait())
+                    yield from _checkpoint.average(bucket.flat[name], bucket.device, self.comm)
             bucket.gathered = {}
             for name in bucket.sharded:
                 bucket.gathered[name] = yield from _checkpoint.gather(bucket, name, self.comm)
+        yield from _frozen.consolidate(self, self.comm)
         self._consolidated = self._option_groups[0]["step"]
 
     _consolidated: int | None = None
@@ -108,7 +112,8 @@ class Saving:
 
     def _contents(self) -> dict[str, Any]:
         """What a copy is made from; the rest is rebuilt."""
-        return {**Optimizer.__getstate__(self), "sharded": self.sharded, "offload": self.offload}
+        own = {name: getattr(self, name) for name in ("sharded", "offload", "_met", "_trained")}
+        return {**Optimizer.__getstate__(self), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

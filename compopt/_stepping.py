@@ -8,8 +8,9 @@ from collections.abc import Generator, Iterable
 import torch
 from torch import Tensor
 
+from . import _frozen
 from ._alike import sample
-from ._buckets import Bucket
+from ._buckets import Bucket, local
 from ._comm import Comm, Pending
 from ._handshake import describe, device_of, explain_mismatch, handshake, tell_failure
 from ._requests import CommunicationError
@@ -56,12 +57,15 @@ class Stepping:
             self._problem = None
 
     def _step_over(self, comm: Comm, number: int) -> Generator[Pending, None, None]:
+        if _frozen.reset_from_outside(self):
+            self._rebuild()
         self._problem = self._prepare()
         yield from self._runtime.settle_in_turns()
         yield from self._runtime.confirm(comm, device_of(self))
         for bucket in self._buckets:
             bucket.gathered = {}
-        if self._runtime.lost or self._agreed != structure_of(self):
+        alone = not self._buckets and _frozen.changed(self)  # nothing is sent that could say so
+        if self._runtime.lost or alone or self._agreed != structure_of(self):
             self._acquainted = self._runtime.lost = False
         if not self._acquainted:
             if self._problem is not None:
@@ -69,13 +73,12 @@ class Stepping:
             yield from self._get_acquainted(comm)
         if not self._buckets:
             return
-        settings = self._settings()
-        if self.check_replicas_every and number % self.check_replicas_every == 0:
-            settings += describe(self)
-        words = {"settings": bits_of(settings)}
-        if comm.size > 1:
-            words["alike"] = self._sample()
-        verdict = yield from self._runtime.agree(self._buckets, comm, words, self._shards, self._problem)
+        verdict = yield from self._agree(comm, number)
+        if verdict.agreed["unfrozen"][0] > 0:  # on some rank other parameters require a gradient now
+            yield from self._get_acquainted(comm)
+            if not self._buckets:
+                return
+            verdict = yield from self._agree(comm, number)
         self._tell_of_changes(verdict)
         yield from self._refuse(verdict, comm)
         if comm.size > 1 and self._alike.note(verdict.agreed["alike"]):
@@ -86,6 +89,19 @@ class Stepping:
         if self._trial is not None and self._trial.watch(verdict.phase_of, verdict.applied, device_of(self)):
             self._acquainted = False  # with the next step's handshake all ranks compare their times
         self._watch_skips(verdict)
+
+    def _agree(self, comm: Comm, number: int) -> Generator[Pending, None, Verdict]:
+        settings = self._settings()
+        if self.check_replicas_every and number % self.check_replicas_every == 0:
+            settings += describe(self)
+        words = {"settings": bits_of(settings)}
+        if comm.size > 1:
+            words["alike"] = self._sample()
+        unfrozen = _frozen.changed(self)
+        words["unfrozen"] = [float(unfrozen)]
+        # All ranks hear of a problem, and nothing is applied.
+        problem = RuntimeError("other parameters require a gradient than before") if unfrozen else self._problem
+        return (yield from self._runtime.agree(self._buckets, comm, words, self._shards, problem))
 
     def _prepare(self) -> Exception | None:
         """Make gradients what will be sent. What goes wrong here is told by all ranks, when they agree."""
@@ -111,6 +127,9 @@ class Stepping:
         for bucket in self._buckets:
             bucket.renew_masters()
         yield from handshake(self, comm)
+        if _frozen.changed(self):  # and on all ranks alike
+            yield from _frozen.follow(self, comm)
+            self.before_exchange()
         self._acquainted = True
 
     def _tell_of_changes(self, verdict: Verdict) -> None:
@@ -197,7 +216,8 @@ class Stepping:
             del self.grad_scale, self.found_inf
 
     def _scale_by(self, factor: float) -> None:
-        torch._foreach_mul_([g for bucket in self._buckets for g in bucket.grads() if g is not None], factor)
+        trained = [p for p in _frozen.parameters(self) if p.requires_grad and p.grad is not None]
+        torch._foreach_mul_([local(p.grad) for p in trained], factor)
 
     # What the integrations say, and starting in backward (on autograd's thread)
 
@@ -226,7 +246,7 @@ class Stepping:
         """
         if not self._acquainted or self._scaled or self._half_step or self.comm.size == 1:
             return
-        if not self._ready and self._agreed != structure_of(self):
+        if not self._ready and (self._agreed != structure_of(self) or _frozen.changed(self)):
             return
         for p in params:
             if p in self._bucket_of:

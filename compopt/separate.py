@@ -313,7 +313,7 @@ class Separate(Projecting):
         for packed, own in zip(saved["param_groups"], self._own_groups, strict=True):
             places = packed["params"]
             packed.clear()
-            packed.update({**own, "params": places, **self._signature()})
+            packed.update({**own, "params": places, **self._signature(own)})
         return {**saved, "base": self.base.state_dict()}
 
     @torch.no_grad()

@@ -33,7 +33,7 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
     """
     group = getattr(optimizer.comm, "group", None)
     ours = set(dist.get_process_group_ranks(group)) if group is not None else set()
-    for bucket in optimizer._buckets:
+    for bucket in [*optimizer._buckets, *optimizer._shelf]:
         for p, name in zip(bucket.params, bucket.names, strict=True):
             if _flattened(p):
                 raise ValueError(
@@ -66,13 +66,13 @@ def _check_mesh(p: Tensor, name: str, ours: set[int]) -> None:
 def broadcast_parameters(optimizer: CompressedOptimizer) -> None:
     """Set the parameters of all ranks of the optimizer's group to those of its first. All ranks must call it."""
     comm = optimizer.comm
-    for bucket in optimizer._buckets:
+    for bucket in [*optimizer._buckets, *optimizer._shelf]:
         for p in bucket.params:
             comm.start(Broadcast(local(p.detach()))).wait()
 
 
 def _meet(optimizer: CompressedOptimizer) -> None:
-    params = [p for bucket in optimizer._buckets for p in bucket.params]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     sharded = any(hasattr(p, "device_mesh") for p in params)
     if sharded or any(map(_flattened, params)):
         check_meshes(optimizer)

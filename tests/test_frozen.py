@@ -1,0 +1,170 @@
+"""Only what requires a gradient is laid out, keeps state and is sent; what is frozen and unfrozen later is agreed upon."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+
+import pytest
+import torch
+from sim import Ranks, World
+from table import CASES, FORMS, Case
+from torch import nn
+
+import compopt
+
+TRACKED = Case(
+    compopt.SeparateAdam,
+    compressed=dict(projection="tracked", rank=2),
+    lossless=dict(ratio=1),
+    reference=torch.optim.AdamW,
+    form="tracked",
+)
+ALL = [*CASES, *FORMS, TRACKED]
+
+
+class Model(nn.Module):
+    """A backbone, a head, and a layer between them; each of several sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.middle, self.head = nn.Linear(70, 80), nn.Linear(80, 90), nn.Linear(90, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.middle(self.backbone(x).tanh()).tanh())
+
+
+def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    drawn = torch.Generator().manual_seed(100 * step + rank)
+    dtype = model.head.weight.dtype
+    return model(torch.randn(4, 70, generator=drawn).to(dtype)).square().mean()
+
+
+def freeze(models: list[nn.Module], names: str) -> None:
+    """Only these layers are trained from now on."""
+    for model in models:
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.split(".")[0] in names.split())
+
+
+PHASES = [("head", 2), ("middle head", 4), ("backbone head", 3), ("backbone middle head", 4), ("middle", 2)]
+
+
+@pytest.mark.parametrize("case", [*CASES, *FORMS], ids=lambda case: case.name)
+def test_lossless_equals_torch_whatever_is_frozen(case):
+    ranks = Ranks(2, lambda: Model().double(), lambda ps, **o: case.new(ps, lr=1e-3, **{**case.lossless, **o}))
+    torch.manual_seed(0)
+    model = Model().double()
+    reference = case.reference(model.parameters(), lr=1e-3)
+    for names, steps in PHASES:
+        freeze([model, *ranks.models], names)
+        for _ in range(steps):
+            reference.zero_grad()
+            (sum(loss(model, rank, ranks.steps) for rank in range(2)) / 2).backward()
+            reference.step()
+            ranks.train(loss, 1)
+    ranks.assert_replicas_equal()
+    for p, q in zip(model.parameters(), ranks.models[0].parameters(), strict=True):
+        assert float((p - q).detach().abs().max()) < 1e-12
+
+
+KINDS = [(case, dtype) for case in ALL for dtype in (torch.float32, torch.bfloat16)][:-1]
+
+
+@pytest.mark.parametrize(("case", "dtype"), KINDS, ids=lambda value: getattr(value, "name", str(value)))
+def test_a_checkpoint_of_a_phase_goes_on_as_the_run_did(case, dtype):
+    """Also with state of layers that are frozen just then, and without state of one that was never trained."""
+
+    def run(saved_in: int) -> list[nn.Module]:
+        ranks = Ranks(2, lambda: Model().to(dtype), case.make)
+        for number, (names, steps) in enumerate(PHASES):
+            freeze(ranks.models, names)
+            ranks.train(loss, steps)
+            ranks.world.consolidate(ranks.optimizers)
+            if number == saved_in:
+                saved = copy.deepcopy(ranks.optimizers[0].state_dict())
+                ranks.optimizers = [
+                    case.make(model.parameters(), process_group=comm)
+                    for model, comm in zip(ranks.models, ranks.world.comms, strict=True)
+                ]
+                for optimizer in ranks.optimizers:
+                    optimizer.load_state_dict(saved)
+        ranks.assert_replicas_equal()
+        return ranks.models[0]
+
+    wanted = list(run(-1).parameters())
+    for saved_in in (0, 2):
+        for p, q in zip(wanted, run(saved_in).parameters(), strict=True):
+            assert torch.equal(p, q), f"saved after phase {saved_in}"
+
+
+def test_frozen_parameters_cost_nothing():
+    model = Model()
+    freeze([model], "head")
+    optimizer = compopt.RadiusAdamW(model.parameters(), density=0.5, warmup_steps=0, process_group=World(1).comms[0])
+    assert set(optimizer.state) == set(model.head.parameters())
+    loss(model, 0, 0).backward()
+    optimizer.step()
+    assert optimizer.stats.bytes_dense == 4 * (270 + 3)
+    assert optimizer.stats.bytes_sent < 1.5 * optimizer.stats.bytes_dense  # and a few control words
+    assert set(optimizer.state_dict()["state"]) == {4, 5}
+
+
+def test_what_was_held_back_is_kept_while_frozen():
+    ranks = Ranks(2, Model, lambda ps, **o: compopt.RadiusAdamW(ps, density=0.2, warmup_steps=1, interval=50, **o))
+    ranks.train(loss, 4)
+    optimizer, weight = ranks.optimizers[0], ranks.models[0].middle.weight
+    owed = optimizer.state[weight]["residual"].clone()
+    assert owed.any()
+    freeze(ranks.models, "head")
+    ranks.train(loss, 3)
+    assert torch.equal(optimizer.state[weight]["residual"], owed)
+    assert torch.equal(optimizer.state_dict()["state"][2]["residual"], owed)
+    held = sum(flat.numel() for bucket in optimizer._buckets for flat in bucket.flat.values())
+    assert held == 2 * 273  # the moments of the head; what is kept of the others is not part of any bucket
+    assert optimizer.state[weight]["residual"].untyped_storage().nbytes() == 4 * weight.numel()
+    copied = copy.deepcopy(optimizer)
+    freeze(ranks.models, "middle head")
+    ranks.train(loss, 1)
+    assert float(optimizer.state[weight]["step"]) == 5
+    assert set(map(len, (optimizer.state, copied.state))) == {6}
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_ranks_that_freeze_other_layers_are_told(case):
+    for first in (False, True):
+        ranks = Ranks(2, Model, case.make)
+        if not first:
+            ranks.train(loss, 3)
+        freeze(ranks.models[:1], "head")
+        with pytest.raises(ValueError, match="requires_grad=") as caught:
+            ranks.train(loss, 1)
+        assert "Rank 0 has 'parameter" in str(caught.value) and "rank 1 has 'parameter" in str(caught.value)
+        freeze(ranks.models, "head")
+        ranks.train(loss, 2)
+        ranks.assert_replicas_equal()
+
+
+def test_all_frozen_and_trained_again():
+    ranks = Ranks(2, Model, CASES[0].make)
+    ranks.train(loss, 2)
+    freeze(ranks.models, "")
+    for _ in range(2):
+        ranks.world.step(ranks.optimizers)
+    freeze(ranks.models, "backbone middle head")
+    ranks.train(loss, 2)
+    ranks.assert_replicas_equal()
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_a_trainer_that_empties_the_state_begins_anew(case):
+    ranks = Ranks(2, Model, case.make)
+    ranks.train(loss, 4)
+    for optimizer in ranks.optimizers:
+        optimizer.state = defaultdict(dict)
+    for optimizer in ranks.optimizers[:1]:
+        entry = optimizer.state_dict()["state"][0]
+        assert float(entry["step"]) == 0 and not entry["residual" if "residual" in entry else "exp_avg"].any()
+    ranks.train(loss, 3)
+    ranks.assert_replicas_equal()
+    assert float(ranks.optimizers[0].state[ranks.models[0].head.weight]["step"]) == 3
