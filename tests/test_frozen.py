@@ -1,4 +1,4 @@
-"""Only what requires a gradient is laid out, keeps state and is sent; what is frozen and unfrozen later is agreed upon."""
+"""Only what requires a gradient is laid out, keeps state and is sent; freezing and unfreezing is agreed by all ranks."""
 
 from __future__ import annotations
 
