@@ -1,4 +1,4 @@
-"""Only what requires a gradient is laid out, keeps state and is sent; freezing and unfreezing is agreed by all ranks."""
+"""Only what requires a gradient is laid out, keeps state and is sent; all ranks agree on what is frozen or unfrozen."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from ranks import run_ranks
-from test_ddp import Net, batch, plain, radius
+from test_ddp import Net, plain, radius
 from test_ddp_lifecycle import apart, vector
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
