@@ -134,7 +134,7 @@ def test_groups_are_the_bases_own_and_schedulers_act_on_it():
     payload = (
         sum(q.m * q.r for q in (sizes[0], projection(model.down.weight.shape, False, 16, "gaussian", "auto"))) + biases
     )
-    assert 0 < optimizer.stats.bytes_sent - 4 * payload < 200  # and the header
+    assert 0 < optimizer.stats.bytes_sent - 4 * payload < 400  # and the header, and the control words
 
     extra = nn.Parameter(torch.ones(64, 64))
     optimizer.add_param_group({"params": [extra], "compress": False})
