@@ -1,0 +1,105 @@
+"""Options of SEPARATE that decide what is projected, how, and until when: each is seen to act, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import gradients, replicas, step, weights
+from torch import nn
+
+import compopt
+
+SHAPES = [(64, 80), (96, 64)]
+
+
+def run(steps: int = 3, ranks: int = 2, first: int = 0, **options):
+    """A few steps on the same gradients, whatever the options; counted from ``first``."""
+    start = weights(SHAPES, torch.float32)
+    world, params, optimizers = replicas(
+        ranks, start, lambda ps, process_group: compopt.SeparateAdam(ps, process_group=process_group, **options)
+    )
+    residuals = []
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["step"] = first
+    for t in range(steps):
+        step(world, params, optimizers, gradients(ranks, t, SHAPES, torch.float32))
+        residuals.append([optimizers[0].state[p]["residual"].clone() for p in params[0]])
+    return params[0], residuals
+
+
+def test_the_seed_decides_about_the_matrices_and_nothing_else_does():
+    for projection in ("gaussian", "orthonormal", "tracked"):
+        one, same, other = (run(projection=projection, rank=4, seed=seed)[0] for seed in (5, 5, 6))
+        for a, b, c in zip(one, same, other, strict=True):
+            assert torch.equal(a, b) and not torch.allclose(a, c)
+
+
+@pytest.mark.parametrize("projection", ["gaussian", "orthonormal"])
+def test_matrices_are_other_ones_in_every_step_and_for_every_tensor(projection):
+    from compopt._projections import Matrices
+    from compopt._projections import projection as plan_of
+
+    q = plan_of((64, 80), False, 16, projection, "auto", 4)
+    bucket = compopt.SeparateAdam([nn.Parameter(torch.zeros(64, 80)) for _ in range(2)])._buckets[0]
+    drawn = [
+        [R.clone() for R in Matrices().draw(bucket, [0, 1], [q, q], seed, t)] for seed, t in ((0, 1), (0, 2), (1, 1))
+    ]
+    matrices = [R for pair in drawn for R in pair]
+    assert all(not torch.allclose(a, b) for n, a in enumerate(matrices) for b in matrices[:n])
+
+
+@pytest.mark.parametrize(
+    ("options", "forgets"),
+    [
+        (dict(projection="gaussian"), [128]),
+        (dict(projection="orthonormal"), [128]),
+        (dict(projection="tracked", rank=4), []),
+        (dict(projection="tracked", rank=4, reset_interval=64), [64, 128]),
+        (dict(projection="gaussian", reset_interval=63), [63]),
+        (dict(projection="gaussian", reset_interval=None), []),
+    ],
+    ids=str,
+)
+def test_the_error_is_forgotten_every_128_steps_and_a_tracked_one_never(options, forgets):
+    found = []
+    for first in (62, 126):
+        _, residuals = run(3, 1, first, **options)
+        found += [first + 1 + n for n, each in enumerate(residuals) if not any(r.any() for r in each)]
+    assert found == forgets
+
+
+def columns_of(p: torch.Tensor, moved: torch.Tensor) -> int:
+    """The rank of what a step of plain SGD has changed: as many as were sent."""
+    return int(torch.linalg.matrix_rank((p - moved).double(), rtol=1e-4))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_group_of_the_base_says_how_its_tensors_are_compressed(named):
+    """And groups that say nothing take what the wrapper says."""
+    own = [{}, {"ratio": 4}, {"ratio": 32}, {"compress": False}]
+    params = [nn.Parameter(w) for w in weights([(64, 96)] * len(own), torch.float32)]
+    groups = [
+        {"params": [(f"layer{n}.weight", p)] if named else [p], **said}
+        for n, (p, said) in enumerate(zip(params, own, strict=True))
+    ]
+    optimizer = compopt.Separate(torch.optim.SGD(groups, lr=1.0), ratio=16)
+    before = [p.detach().clone() for p in params]
+    for p, g in zip(params, gradients(1, 0, [(64, 96)] * len(own), torch.float32)[0], strict=True):
+        p.grad = g
+    optimizer.step()
+    assert [columns_of(*pair) for pair in zip(before, params, strict=True)] == [4, 16, 2, 64]
+    floats = 4 * (96 * (4 + 16 + 2) + 64 * 96)
+    assert floats <= optimizer.stats.bytes_sent <= floats + 1024
+    assert [group["ratio"] for group in optimizer._option_groups] == [16, 4, 32, 16]
+
+
+def test_a_group_of_the_base_says_its_rank_and_its_weight_of_old_errors():
+    params = [nn.Parameter(w) for w in weights([(64, 96)] * 3, torch.float32)]
+    groups = [{"params": params[:1]}, {"params": params[1:2], "rank": 3}, {"params": params[2:], "ef_beta": 1.0}]
+    optimizer = compopt.Separate(torch.optim.SGD(groups, lr=1.0), projection="tracked", rank=7)
+    before = [p.detach().clone() for p in params]
+    for p, g in zip(params, gradients(1, 0, [(64, 96)] * 3, torch.float32)[0], strict=True):
+        p.grad = g
+    optimizer.step()
+    assert [columns_of(*pair) for pair in zip(before, params, strict=True)] == [7, 3, 7]
+    assert [bool(optimizer.state[p]["residual"].any()) for p in params] == [True, True, False]
