@@ -7,6 +7,9 @@ gradient, m' = m and r' = r.
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 from problems import gradients, replicas, step, weights
@@ -33,6 +36,7 @@ FORMS = {
     "SCAPE": (compopt.ScapeAdamS, SCAPE),
     "SCAPE, int8": (compopt.ScapeAdamS, {**SCAPE, **INT8}),
     "SCAPE, no delay": (compopt.ScapeAdamS, {**SCAPE, "mask_delay": 0}),
+    "SCAPE, by PyTorch's operators": (compopt.ScapeAdamS, SCAPE),
     "SCAPE, sharded": (compopt.ScapeAdamS, {**SCAPE, "sharded": True}),
     "orthonormal": (compopt.SeparateAdam, SEPARATE),
     "tracked": (compopt.SeparateAdam, TRACKED),
@@ -51,8 +55,13 @@ class Run:
         make, own = FORMS[form]
         self.form, self.ranks, self.t = form, ranks, 0
         start = weights(SHAPES, torch.float32)
+        backend = "torch" if "operators" in form else "auto"
+        with mock.patch.dict(os.environ, COMPOPT_BACKEND=backend):
+            self._build(make, start, {**own, **options})
+
+    def _build(self, make, start: list[Tensor], options: dict) -> None:
         self.world, self.params, self.optimizers = replicas(
-            ranks, start, lambda params, process_group: make(params, process_group=process_group, **{**own, **options})
+            self.ranks, start, lambda params, process_group: make(params, process_group=process_group, **options)
         )
 
     def books(self) -> tuple[list[Tensor], list[Tensor]]:
