@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 from oracles import RadiusOracle
-from problems import COMPRESSED, SHAPES, gradients, replicas, step, weights
+from problems import COMPRESSED, gradients, replicas, step, weights
 from torch import nn
 
 import compopt
