@@ -144,10 +144,11 @@ def settled(bucket: Bucket, mean: Payload, phase: str, rounds: bool) -> None:
 
 def forget_sent(bucket: Bucket, ops: Ops) -> None:
     """Line 16, "0 on the mask": once before the residual is read, for all sparse steps that shared this mask."""
-    if bucket.cache.pop("sent", False):
+    if bucket.cache.get("sent", False):
         for residual, index in zip(bucket.each("residual", write=True), bucket.cache["index"], strict=True):
             if index is not None:
                 ops.clear_(residual, index)
+        bucket.cache["sent"] = False  # last: where this is interrupted it is done again
 
 
 def remember_positions(bucket: Bucket, ops: Ops, sizes: list[int | None] | None = None) -> None:

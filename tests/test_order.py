@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
 from compopt import _buckets
+from compopt._comm import Pending
 
 SPARSE = dict(lr=1e-2, density=0.3, interval=3, warmup_steps=1)
 TRACKED = dict(lr=1e-2, projection="tracked", rank=4)
@@ -129,3 +130,28 @@ def test_payloads_of_different_buckets_or_steps_are_told_apart(monkeypatch, swap
         ranks.world.step(ranks.optimizers)
     for p, old in zip(ranks.models[0].parameters(), before, strict=True):
         assert torch.equal(p, old)
+
+
+class Work:
+    """What a collective returns, with the error that waiting for it raises."""
+
+    def __init__(self, error: Exception | None):
+        self.error = error
+
+    def wait(self) -> None:
+        if self.error:
+            raise self.error
+
+
+def test_only_what_torch_distributed_raises_is_a_failed_collective():
+    """Gloo raises RuntimeError, too; what we make of the result is no business of the wire's."""
+    for error in (RuntimeError("Connection closed by peer"), dist.DistBackendError("NCCL"), dist.DistNetworkError("")):
+        with pytest.raises(compopt.CommunicationError, match="a mean failed"):
+            Pending("a mean", Work(error), lambda: None).wait()
+
+    def ours():
+        raise RuntimeError("self.size(-1) must be divisible by 4")
+
+    with pytest.raises(RuntimeError, match="divisible by 4") as caught:
+        Pending("a mean", Work(None), ours).wait()
+    assert not isinstance(caught.value, compopt.CommunicationError)
