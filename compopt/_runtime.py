@@ -39,12 +39,12 @@ class Verdict:
     agreed: dict[str, list[float]] = field(default_factory=dict)  # the mean over ranks of the last bucket's control
     bad: list[str] = field(default_factory=list)  # tensors with a non-finite gradient on some rank
 
-    def take_error(self) -> Exception | None:
-        """Why this rank could not read its gradients. Not kept: its frames hold what holds this."""
+    def take_error(self, known: Exception | None = None) -> Exception | None:
+        """Why this rank could not read its gradients, unless that is ``known``. Not kept: its frames hold this."""
         errors = [exchange.error for exchange in self.exchanges if exchange.error is not None]
         for exchange in self.exchanges:
             exchange.error = None
-        return errors[0] if errors else None
+        return known or (errors[0] if errors else None)
 
 
 class Runtime:

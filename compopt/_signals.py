@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+NUMBERS = tuple(map(int, signal.valid_signals()))  # asked for once: it takes longer than all the rest
 Handler = Callable[[int, FrameType | None], object]
 
 
@@ -25,7 +26,7 @@ def held_back() -> Iterator[None]:
     held: dict[int, Handler] = {}
     raised: list[BaseException] = []
     try:
-        for number in signal.valid_signals():
+        for number in NUMBERS:
             handler = signal.getsignal(number)
             if callable(handler):
                 held[number] = handler

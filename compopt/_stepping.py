@@ -151,7 +151,7 @@ class Stepping:
                 "order, or are steps apart. Run backward and step() equally often on all ranks."
             )
         if verdict.failed:
-            self._problem = verdict.take_error()
+            self._problem = verdict.take_error(self._problem)
             try:
                 yield from tell_failure(self, comm, self._problem)
             except Exception:

@@ -24,7 +24,11 @@ INT8 = Case(
     form="int8",
 )
 KINDS = [*CASES, *FORMS, TRACKED, INT8]
-WAYS = ["while packing", "in backward", "between two exchanges", "sparse gradient"]
+WAYS = [
+    *((case, way) for case in KINDS for way in ("while packing", "in backward")),
+    *((case, "between two exchanges") for case in (TRACKED, CASES[4])),
+    (CASES[0], "sparse gradient"),
+]
 FAILING, STEPS = 5, 8
 
 
@@ -75,25 +79,24 @@ def flat(net: nn.Module) -> torch.Tensor:
 def one_rank_fails(rank: int) -> dict[str, dict]:
     _buckets.BUCKET_BYTES = 20_000
     found = {}
-    for case in KINDS:
-        for way in WAYS:
-            net, model, optimizer = training(case)
-            told = {}
-            for step in range(STEPS):
-                fails = step == FAILING and rank == 1
-                if fails and way != "sparse gradient":
-                    where = 0 if way == "in backward" else len(optimizer._buckets) - 1
-                    after = 1 if way == "between two exchanges" and case in (TRACKED, CASES[4]) else 0
-                    fail(optimizer, where, after, RuntimeError("no memory left"))
-                backward(model, optimizer, step, rank)
-                if fails and way == "sparse gradient":
-                    net[0].weight.grad = net[0].weight.grad.to_sparse()
-                before, began = flat(net), time.monotonic()
-                said = attempt(optimizer)
-                if said:
-                    told[step] = [said, torch.equal(before, flat(net)), time.monotonic() - began < 5]
-            found[f"{case.name}, {way}"] = {"told": told, "end": float(flat(net).double().sum()),
-                                            "steps": optimizer._option_groups[0]["step"]}  # fmt: skip
+    for case, way in WAYS:
+        net, model, optimizer = training(case)
+        told = {}
+        for step in range(STEPS):
+            fails = step == FAILING and rank == 1
+            if fails and way != "sparse gradient":
+                where = 0 if way == "in backward" else len(optimizer._buckets) - 1
+                after = int(way == "between two exchanges")
+                fail(optimizer, where, after, RuntimeError("no memory left"))
+            backward(model, optimizer, step, rank)
+            if fails and way == "sparse gradient":
+                net[0].weight.grad = net[0].weight.grad.to_sparse()
+            before, began = flat(net), time.monotonic()
+            said = attempt(optimizer)
+            if said:
+                told[step] = [said, torch.equal(before, flat(net)), time.monotonic() - began < 5]
+        found[f"{case.name}, {way}"] = {"told": told, "end": float(flat(net).double().sum()),
+                                        "steps": optimizer._option_groups[0]["step"]}  # fmt: skip
     found["interrupted"] = one_rank_is_interrupted(rank)
     return found
 
@@ -121,19 +124,18 @@ def one_rank_is_interrupted(rank: int) -> list[str]:
 
 def test_all_ranks_hear_of_an_error_of_one_at_once_and_go_on():
     first, second = run_ranks(one_rank_fails, 2, timeout=120)
-    for case in KINDS:
-        for way in WAYS:
-            told = [found[f"{case.name}, {way}"] for found in (first, second)]
-            assert told[0]["end"] == told[1]["end"] and told[0]["steps"] == told[1]["steps"] == STEPS - 1, case.name
-            for rank, one in enumerate(told):
-                ((said, unchanged, soon),) = one["told"].values()
-                assert list(one["told"]) == [FAILING] and unchanged and soon, f"{case.name}, {way}"
-                why = "TypeError: " if way == "sparse gradient" else "RuntimeError: no memory left"
-                if rank == 1:
-                    assert said.startswith(why)
-                else:
-                    where = f"step {FAILING + 1} was not applied on rank 0: the gradients of rank 1 ({why}"
-                    assert said.startswith(f"CommunicationError: {where}"), said
+    for case, way in WAYS:
+        told = [found[f"{case.name}, {way}"] for found in (first, second)]
+        assert told[0]["end"] == told[1]["end"] and told[0]["steps"] == told[1]["steps"] == STEPS - 1, case.name
+        for rank, one in enumerate(told):
+            ((said, unchanged, soon),) = one["told"].values()
+            assert list(one["told"]) == [FAILING] and unchanged and soon, f"{case.name}, {way}"
+            why = "TypeError: " if way == "sparse gradient" else "RuntimeError: no memory left"
+            if rank == 1:
+                assert said.startswith(why)
+            else:
+                where = f"step {FAILING + 1} was not applied on rank 0: the gradients of rank 1 ({why}"
+                assert said.startswith(f"CommunicationError: {where}"), said
     *said, unchanged = second["interrupted"]
     assert said[0] == "interrupted" and "step 4 was not applied on rank 1" in said[1] and unchanged
     assert "step 4 was not applied on rank 0" in first["interrupted"][0] and first["interrupted"][1]
