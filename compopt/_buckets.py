@@ -19,6 +19,7 @@ from ._scratch import Scratch
 from ._shards import Shards
 
 BUCKET_BYTES = 8 * 2**20  # of gradients: large enough for the link's bandwidth, small enough to overlap with backward
+BLOCK = 131072  # elements: a few vectors of them stay in a core's own cache between one pass and the next
 COMPRESS_FROM = 4096  # elements; smaller tensors, norm scales and biases are averaged dense
 
 
@@ -56,6 +57,16 @@ def upload(numbers: list[float], dtype: torch.dtype, device: torch.device) -> Te
 def grad_dtype(p: Tensor) -> torch.dtype:
     """Of the gradients of ``p``: its own, unless PyTorch (2.10) was told of another. A setting, alike on all ranks."""
     return getattr(p, "grad_dtype", None) or p.dtype
+
+
+def take_over(master: Tensor, p: Tensor) -> None:
+    """``p`` into ``master`` where that, rounded, is something else."""
+    rounded = master.to(p.dtype)
+    if master.device.type == "cpu":  # elsewhere looking costs more than writing
+        if not torch.equal(rounded, p):
+            master.copy_(torch.where(rounded == p, master, p))
+    else:
+        master.copy_(torch.where(rounded == p, master, p))
 
 
 def laid_out_as(p: Tensor, view: Tensor) -> Tensor:
@@ -185,11 +196,18 @@ class Bucket:
         return x[at if isinstance(at, slice) else at.to(x.device)].to(self.device, copy=True)
 
     def renew_masters(self) -> None:
-        """Masters follow parameters that were set from outside: broadcast, or loaded after the optimizer was made."""
-        for i, master in enumerate(self.state.get("master", [])):
+        """Masters follow parameters that were set from outside: loaded, clamped, pruned, broadcast.
+
+        A parameter is its master, rounded. Where it is not, element by element, the master takes its value.
+        """
+        if "master" not in self.state:
+            return
+        if self.offload is not None:
+            self.offload.finish()
+        for i, master in enumerate(self.state["master"]):
             p = self.own_part(i) if "master" in self.sharded else local(self.params[i].detach())
-            if not torch.equal(master.to(p.device, p.dtype), p):
-                master.copy_(p)
+            for own, shown in zip(master.view(-1).split(BLOCK), p.reshape(-1).split(BLOCK), strict=True):
+                take_over(own, shown.to(own.device))
 
     def own_part(self, i: int) -> Tensor:
         """What this rank owns of parameter i, flat; a copy where the parameter is not contiguous."""

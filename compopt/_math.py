@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+WIDTH = 65536  # elements that are added up side by side
+
 
 def adamw_(
     w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: float, *,
@@ -162,7 +164,11 @@ def clear_(x: Tensor, index: Tensor) -> None:
 
 
 def finite_or_nan(g: Tensor) -> Tensor:
-    """1 when ``g`` and its squared norm are finite, NaN otherwise: a second moment could not hold such a gradient."""
+    """1 when ``g`` and its squared norm are finite, NaN otherwise: a second moment could not hold such a gradient.
+
+    The rule of all back ends for what makes ranks skip a step. The square is of the gradient's dtype, float32 at least:
+    one element of 1e20 is too large, 1e18 is not, and many of 1e18 are.
+    """
     return torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)).mul_(0).add_(1)
 
 
@@ -178,6 +184,35 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def squared_norm_alike(x: Tensor) -> Tensor:
+    """|x|^2, the same bits whatever the number of threads and the processor: for what scales an update.
+
+    Elements a fixed distance apart are added up in turn, in float32, then halves to halves, in float64: additions and
+    products element by element, which every machine rounds alike.
+    """
+    if x.device.type != "cpu":
+        return squared_norm(x)
+    total = _halved(_folded(x, torch.promote_types(x.dtype, torch.float32)))
+    return total if total.isfinite() else _halved(_folded(x, torch.float64))
+
+
+def _folded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    sums = torch.zeros(min(WIDTH, x.numel()), dtype=dtype, device=x.device)
+    for part in x.split(WIDTH):
+        wide = part.to(dtype)
+        sums[: part.numel()].addcmul_(wide, wide)
+    return sums.double()
+
+
+def _halved(sums: Tensor) -> Tensor:
+    n = sums.numel()
+    while n > 1:
+        half = (n + 1) // 2
+        sums[: n - half].add_(sums[half:n])
+        n = half
+    return sums[:1].sum()
 
 
 def squared_norm(x: Tensor) -> Tensor:

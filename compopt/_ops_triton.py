@@ -54,6 +54,7 @@ class TritonOps(Ops):
         payload.starts = self.starts(bucket, bits)
         present = [0.0 if g is None else 1.0 for g in grads]
         marks = upload(present, payload.exact[0].dtype, bucket.device)
+        marks.add_(overflows(grads, marks))
         kernels.compact(
             self.blocks(bucket), bits, payload.starts, flattened(grads), payload.exact, marks.split(1),
             add or nothing, scale, -1.0 if negate else 1.0,
@@ -223,6 +224,14 @@ class ScapeSelection:
 def flattened(tensors: Tensors) -> Tensors:
     """A kernel walks over memory: what is laid out otherwise is copied."""
     return [None if t is None else t.reshape(-1) for t in tensors]
+
+
+def overflows(grads: Tensors, like: Tensor) -> Tensor:
+    """NaN for each gradient whose squared norm is not finite (see ``_math.finite_or_nan``), else 0."""
+    some = [g for g in grads if g is not None]
+    wide = torch.promote_types(some[0].dtype, torch.float32) if some else like.dtype
+    norms = iter(torch._foreach_norm(some, 2, dtype=wide) if some else ())
+    return torch.stack([like.new_zeros(()) if g is None else next(norms).to(like.dtype) for g in grads]).mul_(0)
 
 
 def contiguous_weights(bucket: Bucket) -> list[Tensor]:

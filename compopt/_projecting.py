@@ -23,7 +23,7 @@ class Exchange:
 
     ``plan`` says how each tensor is (None: averaged whole), ``draw`` makes the random matrices, ``bases`` gives what
     tracked tensors begin with (None: others), ``clipped`` is the factor on the local gradient, ``found`` takes the
-    cosines of Algorithm 3 at a step that adapts to them.
+    cosines of Algorithm 3 at a step that adapts to them. ``clips``: the averaged gradient is clipped by its norm.
     """
 
     plan: Plan
@@ -31,6 +31,7 @@ class Exchange:
     bases: list[Tensor | None]
     clipped: float
     found: Callable[[dict[Tensor, float]], None] | None
+    clips: bool
 
 
 class Projecting(CompressedOptimizer):
@@ -88,7 +89,8 @@ class Projecting(CompressedOptimizer):
 
         clipped = clip_factor(self._norm, h["max_grad_norm"]) if h["clip"] == "local" else 1.0
         bases = self._bases(bucket, numbers, plan, t)
-        return Exchange(plan, draw, bases, clipped, self._cosines.update if adapts else None)
+        clips = any(g["clip"] == "reconstructed" and g["max_grad_norm"] is not None for g in self._option_groups)
+        return Exchange(plan, draw, bases, clipped, self._cosines.update if adapts else None, clips)
 
     def _bases(self, bucket: Bucket, numbers: list[int], plan: Plan, t: int) -> list[Tensor | None]:
         """What each tracked tensor's last step left; at first random numbers. Valid until matrices are drawn."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -274,8 +275,17 @@ def reconstruct(out: Tensor, part: Tensor, q: Projection | None, R: Tensor | Non
         out.copy_(exact)
 
 
-def squared_norm(mean: Payload, plan: Plan, grams: list[Tensor | None]) -> Tensor:
-    """|ghat|^2 over the bucket, without reconstructing: |p R^T|^2 is the sum of (p R^T R) * p."""
+def grams_of(matrices: list[Tensor | None], alike: bool) -> list[Tensor | None]:
+    """R^T R of each matrix; ``alike``: to the bit, whatever the number of threads."""
+    with one_thread() if alike else nullcontext():
+        return [None if R is None else R.t() @ R for R in matrices]
+
+
+def squared_norm(mean: Payload, plan: Plan, grams: list[Tensor | None], alike: bool) -> Tensor:
+    """|ghat|^2 over the bucket, without reconstructing: |p R^T|^2 is the sum of (p R^T R) * p.
+
+    ``alike``: every rank clips by it, so it must not depend on the number of threads.
+    """
 
     def total(dtype: torch.dtype) -> Tensor:
         squares = [mean.header.new_zeros((), dtype=dtype)]
@@ -287,5 +297,6 @@ def squared_norm(mean: Payload, plan: Plan, grams: list[Tensor | None]) -> Tenso
                 squares.append((p @ gram.to(dtype)).mul_(p).sum())
         return torch.stack(squares).sum()
 
-    fast = total(torch.promote_types(mean.flat.dtype, torch.float32))
-    return fast if fast.isfinite() else total(torch.float64)
+    with one_thread() if alike else nullcontext():
+        fast = total(torch.promote_types(mean.flat.dtype, torch.float32))
+        return fast if fast.isfinite() else total(torch.float64)

@@ -19,7 +19,7 @@ from ._buckets import Bucket
 from ._comm import Comm, Pending
 from ._control import Words, differ
 from ._exchanges import Algorithm, Exchange, Schedule, Waits
-from ._math import squared_norm
+from ._math import squared_norm, squared_norm_alike
 from ._requests import AllReduceMean, Broadcast, CommunicationError
 
 
@@ -238,8 +238,10 @@ def _read(exchanges: list[Exchange]) -> Numbers:
     All at once, on the host: on a GPU this is where a step waits for the device, and the only place.
     """
     parts = []
+    clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
+    norm_of = squared_norm_alike if clips else squared_norm  # every rank clips by the norm it finds itself
     for agree in (exchange.agree for exchange in exchanges):
-        squared = squared_norm(agree.payload.body) if agree.squared_norm is None else agree.squared_norm
+        squared = norm_of(agree.payload.body) if agree.squared_norm is None else agree.squared_norm
         parts += [squared.double().view(1), agree.payload.header.double(), agree.payload.control.double()]
     numbers = torch.cat([part.to(parts[-1].device) for part in parts]).tolist()
     norms, controls, at = [], [], 0

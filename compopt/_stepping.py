@@ -109,6 +109,8 @@ class Stepping:
             self._check_gradients()
             self._unscale()
             self.before_exchange()
+            for bucket in self._buckets:
+                bucket.renew_masters()
         except Exception as error:
             return error
 
@@ -123,9 +125,6 @@ class Stepping:
 
     def _get_acquainted(self, comm: Comm) -> Generator[Pending, None, None]:
         self._runtime.drop_early()
-        self._offload.finish()
-        for bucket in self._buckets:
-            bucket.renew_masters()
         yield from handshake(self, comm)
         if _frozen.changed(self):  # and on all ranks alike
             yield from _frozen.follow(self, comm)

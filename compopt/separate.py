@@ -31,7 +31,7 @@ from ._buckets import Bucket, StateSpec, grad_dtype, local
 from ._ops import Ops, clip_factor
 from ._options import check_adam
 from ._projecting import Exchange, Projecting, resets
-from ._projections import pack, reconstruct, squared_norm
+from ._projections import grams_of, pack, reconstruct, squared_norm
 from ._requests import Agree, AllReduceMean, Request
 from ._settings import known_of
 from ._tracking import follow, followed, join, track
@@ -53,10 +53,10 @@ def separate(
     tracked, agreed = yield from track(bucket, ops, grads, plan, exchange.bases, exchange.clipped)
     matrices = join(tracked, exchange.draw())
     sent = pack(bucket, ops, grads, plan, matrices, exchange.clipped, exchange.found is not None, agreed)  # lines 1, 2
-    grams = [None if R is None else R.t() @ R for R in matrices]
+    grams = grams_of(matrices, exchange.clips)
     own = [None if q is None else part.clone() for q, part in zip(plan, sent.parts, strict=False)]
     mean = yield AllReduceMean(sent)  # line 3
-    squared = squared_norm(mean, plan, grams) if any(plan) else None
+    squared = squared_norm(mean, plan, grams, exchange.clips) if any(plan) else None
     bases = followed(plan, mean)
     norm = yield Agree(mean, "projected" if any(plan) else "dense", squared)  # from here on state changes
     factor = clip_factor(norm, h["max_grad_norm"]) if h["clip"] == "reconstructed" else 1.0
