@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test properties soak mutants lint wheel docs bench clean
+.PHONY: demo test properties soak sanitize neon mutants lint wheel docs bench clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -23,6 +23,12 @@ soak: .venv/ready  ## 20,000 steps on four simulated ranks with random faults
 
 mutants: .venv/ready  ## deliberate faults, each put into a copy of the package: the tests must see every one
 	$(BIN)/python tests/mutants.py
+
+sanitize: .venv/ready  ## the C passes under AddressSanitizer and UndefinedBehaviorSanitizer: random shapes, two minutes
+	$(BIN)/python tests/check_sanitizers.py
+
+neon: .venv/ready  ## the C passes for 64-bit ARM in an emulator, against this machine's (gcc-aarch64-linux-gnu, qemu-user)
+	$(BIN)/python tests/check_neon.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import check_neon
 import pytest
 import torch
 from sim import Ranks
@@ -103,6 +104,14 @@ def selected(monkeypatch, isa: str) -> list[torch.Tensor]:
 def test_every_processor_selects_the_same(monkeypatch, isa):
     ours, theirs = selected(monkeypatch, isa), selected(monkeypatch, "portable")
     assert len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_neon_computes_the_same_bits():
+    """In an emulator where this is no ARM machine: every function of vectors.h, and all passes that use them."""
+    if missing := check_neon.missing():
+        pytest.skip(f"neon: not here: {missing}")
+    found = check_neon.checksums(["portable"])
+    assert set(found) == {"portable", "neon"} and len(set(found.values())) == 1
 
 
 def test_less_than_there_is_can_be_asked_for_and_nothing_else(monkeypatch):

@@ -1,0 +1,64 @@
+"""The C passes for 64-bit ARM in an emulator, against those of this machine, to the bit: make neon.
+
+Needs a cross compiler and an emulator (Debian: gcc-aarch64-linux-gnu, qemu-user); on an ARM machine neither.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from compopt import _native_build
+
+ROOT = Path(__file__).parent.parent
+NATIVE = ROOT / "kernels" / "native"
+FLAGS = [flag for flag in _native_build.FLAGS if flag not in ("-shared", "-fPIC")]
+CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+
+
+def missing() -> str:
+    """What is not here and is needed."""
+    if platform.machine() == "aarch64":
+        return "" if _native_build.compiler() else "a C compiler"
+    return ", ".join(name for name in (CROSS, EMULATOR) if not shutil.which(name))
+
+
+def said(cc: str, target: list[str], before: list[str], folder: Path) -> tuple[str, str]:
+    """The instruction set that the driver was built for, and the checksum of its results."""
+    program = folder / f"driver{len(list(folder.iterdir()))}"
+    files = [str(ROOT / "tests" / "vectors_driver.c"), *map(str, sorted(NATIVE.glob("*.c")))]
+    words = [cc, *target, *FLAGS, "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}", *files, "-o", str(program), "-lm"]
+    subprocess.run(words, check=True, timeout=300)
+    done = subprocess.run([*before, str(program)], capture_output=True, text=True, check=True, timeout=300)
+    isa, checksum = done.stdout.split()
+    return isa, checksum
+
+
+def checksums(isas: list[str]) -> dict[str, str]:
+    """Of these instruction sets of this machine, and of NEON."""
+    own, found = _native_build.compiler(), {}
+    with tempfile.TemporaryDirectory() as folder:
+        for isa in isas:
+            built, found[isa] = said(own, _native_build.TARGETS[isa][0], [], Path(folder))
+            assert built == isa
+        if "neon" not in found:
+            built, found["neon"] = said(CROSS, ["-static"], [EMULATOR], Path(folder))
+            assert built == "neon"
+    return found
+
+
+def main() -> None:
+    if missing():
+        sys.exit(f"not here: {missing()}")
+    found = checksums(_native_build.isas(_native_build.compiler()))
+    print("\n".join(f"{isa:<16}{checksum}" for isa, checksum in found.items()))
+    if len(set(found.values())) > 1:
+        sys.exit("they differ")
+
+
+if __name__ == "__main__":
+    main()

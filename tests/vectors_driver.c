@@ -1,0 +1,91 @@
+// Runs what vectors.h has, and the passes that use it, on numbers from a fixed seed, and prints a checksum of all results:
+// the same on every instruction set. See check_neon.py.
+
+#include <stdio.h>
+#include <stdlib.h>
+#include "common.h"
+
+int64_t room_for(int64_t k);
+double largest(const float *x, int64_t n, int64_t k, double guess, int32_t *scratch, int32_t *out);
+int64_t positions(const uint8_t *mask, int64_t n, int64_t room, int32_t *out);
+int64_t pack(const void *rows, int64_t first, int64_t last, double sign, double scale);
+int64_t adamw(const void *rows, int64_t first, int64_t last, const void *hyper);
+int64_t scape(const void *rows, int64_t first, int64_t last, const void *hyper, int32_t *scratch, float *gathered,
+              int64_t most);
+
+static uint64_t state = 1, sum = 14695981039346656037u;
+
+static uint32_t drawn(void) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(state >> 33);
+}
+
+static float number(void) { return ((float)(drawn() % 2000001) - 1000000) / 250000; }
+
+static void add(const void *memory, int64_t bytes) {  // FNV-1a
+    for (int64_t i = 0; i < bytes; i++) sum = (sum ^ ((const uint8_t *)memory)[i]) * 1099511628211u;
+}
+
+static float *floats(int64_t n) {
+    float *x = malloc((n + LANES) * sizeof(float));
+    for (int64_t i = 0; i < n; i++) x[i] = drawn() % 7 ? number() : (float)(drawn() % 3);  // with ties and zeros
+    return x;
+}
+
+static void primitives(void) {
+    float x[2 * LANES], out[2 * LANES];
+    int32_t where[2 * LANES];
+    for (Bits some = 0; some < 1 << LANES; some += 1 + some / 512 % 7) {
+        for (int i = 0; i < 2 * LANES; i++) x[i] = number();
+        int32_t limit;
+        memcpy(&limit, x + 20, 4);
+        const Bits hits = beyond(x, limit & 0x7fffffff);
+        add(&hits, sizeof hits);
+        add(out, 4 * compress(out, x, some));
+        add(where, 4 * places(where, 1000, some));
+        expand(out, x, some);
+        add(out, 4 * LANES);
+        clear(x, some);
+        add(x, 4 * LANES);
+    }
+}
+
+// One tensor of n elements, k of them selected, through every pass.
+static void passes(int64_t n, int64_t k) {
+    float *w = floats(n), *m = floats(n), *v = floats(n), *e = floats(n), *g = floats(n), *score = floats(n);
+    for (int64_t i = 0; i < n; i++) v[i] = fabsf(v[i]);
+    int32_t *index = malloc((k + LANES) * 4), *chosen = malloc((k + LANES) * 4);
+    int32_t *scratch = malloc(2 * room_for(k) * 4);
+    uint8_t *mask = calloc(n / 8 + 1, 1);
+    double guess = largest(g, n, k, 0, scratch, index);
+    add(index, 4 * k);
+    guess = largest(g, n, k, guess, scratch, chosen);
+    add(&guess, 8);
+    for (int64_t j = 0; j < k; j++) mask[index[j] / 8] |= (uint8_t)(1 << index[j] % 8);
+    add(chosen, 4 * positions(mask, n, k, chosen));
+    float *sent = malloc((k + LANES) * 4), mark, step = 3;
+    int64_t row[9] = {n, (int64_t)g, (int64_t)e, 0, (int64_t)mask, k, (int64_t)sent, (int64_t)&mark, 0};
+    int64_t wrong = pack(row, 0, 1, -1, 0.5);
+    add(&wrong, 8), add(sent, 4 * k), add(&mark, 4);
+    const double adam[] = {1e-2, .9, .999, 1e-8, .01, 1};
+    int64_t radius[15] = {n, (int64_t)w, (int64_t)m, (int64_t)v, (int64_t)&step, (int64_t)sent, (int64_t)mask, 0, k,
+                          (int64_t)e, (int64_t)g, (int64_t)score, 0, 0, 0};
+    wrong = adamw(radius, 0, 1, adam);
+    add(&wrong, 8), add(w, 4 * n), add(m, 4 * n), add(v, 4 * n), add(e, 4 * n), add(score, 4 * n), add(&step, 4);
+    const double adams[] = {1e-2, .9, .95, 1e-8, .1, 1, .1, 0};
+    float *next = malloc((k + LANES) * 4), *gathered = malloc((3 * k + LANES) * 4);
+    guess = 0.5;
+    int64_t scapes[17] = {n, (int64_t)w, (int64_t)e, (int64_t)g, (int64_t)index, k, (int64_t)sent, (int64_t)index, k,
+                          (int64_t)sent, (int64_t)next, (int64_t)&step, (int64_t)&guess, 0, n, k, (int64_t)chosen};
+    wrong = scape(scapes, 0, 1, adams, scratch, gathered, k);
+    add(&wrong, 8), add(w, 4 * n), add(e, 4 * n), add(next, 4 * k), add(chosen, 4 * k), add(&guess, 8);
+}
+
+int main(void) {
+    static const int64_t sizes[] = {1, 15, 16, 17, 511, 512, 513, 4095, 4096, 4097, 16383, 16384, 16385, 40007};
+    primitives();
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (int64_t part = 1; part < 1000; part = 7 * part + 1) passes(sizes[i], (sizes[i] + part - 1) / part);
+    printf("%s %016llx\n", ISA, (unsigned long long)sum);
+    return 0;
+}
