@@ -62,7 +62,9 @@ def successors(rank: int) -> dict:
     found["taken back"] = said(RuntimeError, third.step)
     found["apart"] = max(found["apart"], apart(model))
 
+    gone = [weakref.ref(second), weakref.ref(third)]
     del second, third
+    found["freed"] = [ref() is None for ref in gone]
     gc.enable()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     plain(model, sgd, 10, None)
@@ -77,6 +79,7 @@ def test_an_optimizer_made_later_takes_over_at_once():
         assert found["early"] and found["apart"] == 0
         assert "process_group of the optimizer has ranks" in found["other ranks"]
         assert "was replaced" in found["taken back"]
+        assert all(found["freed"])
 
 
 def two_ddps(rank: int) -> list:
