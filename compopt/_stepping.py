@@ -84,7 +84,6 @@ class Stepping:
         if comm.size > 1 and self._alike.note(verdict.agreed["alike"]):
             self._acquainted = False
         self._apply(verdict, number)
-        self._agreed = structure_of(self)
         self._report(verdict, comm)
         if self._trial is not None and self._trial.watch(verdict.phase_of, verdict.applied, device_of(self)):
             self._acquainted = False  # with the next step's handshake all ranks compare their times
@@ -180,6 +179,7 @@ class Stepping:
                         bucket.cache.clear()  # it follows from state, and may be wrong
                     raise
                 self._half_step = ""
+            self._agreed = structure_of(self)
             self._over = True
 
     def _refuse_half_step(self) -> None:
