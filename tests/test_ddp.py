@@ -113,7 +113,7 @@ SCRIPTS = {
 }
 
 
-def train(script, options: dict, make_optimizer, steps: int = 9, optimizer_first: bool = False):
+def train(script, options: dict, make_optimizer, steps: int = 10, optimizer_first: bool = False):
     options = dict(options)
     compiled = options.pop("compiled", False)
     torch.manual_seed(0)
