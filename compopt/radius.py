@@ -177,7 +177,8 @@ class RadiusAdamW(CompressedOptimizer):
             compressed, the rest is averaged dense in the same message.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`.
         density: share of each compressed tensor's elements that cross the network in a sparse step, in (0, 1].
-        interval: steps from one choice of elements to the next; each of these *resample* steps is dense.
+        interval: steps from one choice of elements to the next; each of these *resample* steps is dense, and the step
+            after it sends nothing before ``step()``: ranks first tell each other that all have the new mask.
         warmup_steps: steps of plain AdamW before compression starts. The paper takes 15 to 20 % of the run.
         residual_scale: factor on what was held back when it is sent at a resample step; 1 is the paper's.
         max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
