@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -148,6 +149,17 @@ def encoder(
     return nn.Sequential(Embed(inputs, tokens, width), *blocks, Head(width, outputs, pool))
 
 
+def pairs(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
+    """For each stage boundary the group of its two ranks that this rank belongs to, where it does."""
+    mine: list[dist.ProcessGroup | None] = [None] * (mesh["pp"].size() - 1)
+    for boundary in range(len(mine)):
+        for ranks in mesh.mesh[boundary : boundary + 2].t().tolist():  # every rank makes every group
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                mine[boundary] = group
+    return mine
+
+
 def cut(model: nn.Sequential, mesh: DeviceMesh, make: Make, micro_batch: int) -> nn.Module:
     """This rank's part of `model` on a mesh of dimensions ("pp", "tp"): its stage, its shards, its compressors.
 
@@ -165,11 +177,12 @@ def cut(model: nn.Sequential, mesh: DeviceMesh, make: Make, micro_batch: int) ->
         if mesh["tp"].size() > 1:
             parallelize_module(model[i + 1], mesh["tp"], plan)
     part: nn.Module = model[(0 if stage == 0 else first + 1) : (len(model) if stage == stages - 1 else last + 1)]
+    groups = pairs(mesh) if make().straight_through else [None] * stages
     # A boundary is known by the layer it leads into; both of its sides must say the same.
     if stage > 0 and first >= layers // 2:
-        part = ReceiveCompressed(part, make(), (micro_batch, tokens, width))
+        part = ReceiveCompressed(part, make(), (micro_batch, tokens, width), pair=groups[stage - 1])
     if stage < stages - 1 and last >= layers // 2:
-        part = SendCompressed(part, make())
+        part = SendCompressed(part, make(), pair=groups[stage])
     return part
 
 

@@ -89,9 +89,10 @@ def pretrained(seed: int) -> nn.Sequential:
     return model
 
 
-def decay(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """Linear, to nothing, as in the paper's fine-tuning: the last step's noise would else be of several points."""
-    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+def up_and_down(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """6.5 % of the steps up, the others down to nothing, as in the paper's fine-tuning."""
+    up = max(1, round(0.065 * steps))
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min((t + 1) / up, (steps - t) / (steps - up)))
 
 
 def digit_accuracy(
@@ -108,10 +109,10 @@ def digit_accuracy(
     model = encoder(4, 2 if parity else 10, 16, **SMALL)
     model[:-1].load_state_dict(start[:-1].state_dict())
     model = compressed(model, make, bias_inside)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     x, y, test_x, test_y = digits()
     y, test_y = (y % 2, test_y % 2) if parity else (y, test_y)
-    schedule = decay(optimizer, steps)
+    schedule = up_and_down(optimizer, steps)
     random = torch.Generator().manual_seed(seed)
     for step in range(steps):
         set_compression(model, step >= warmup)
@@ -142,7 +143,7 @@ def text_accuracy(make: Make, seed: int, steps: int) -> float:
     train, test = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 - 1 :]
     model = compressed(encoder(128, 128, 32, **SMALL, pool=False, causal=True), make)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    schedule = decay(optimizer, steps)
+    schedule = up_and_down(optimizer, steps)
     random = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         x, y = text_batch(train, random)

@@ -1,9 +1,12 @@
 """Does compressing activations help? The tables of MCBench (MLSys 2024) on this machine, on four gloo ranks.
 
     sudo .venv/bin/python bench/mcbench.py time                      # Table 6: where a step's time goes, by compressor
-    .venv/bin/python bench/mcbench.py quality                        # Tables 2 and 5: accuracy at tensor 2 x pipeline 2
+    .venv/bin/python bench/mcbench.py quality                        # Tables 2 and 3: accuracy at tensor 2 x pipeline 2
+    .venv/bin/python bench/mcbench.py quality --variants             # what each of our choices is worth
 
 Both print their table and save results/mcbench-*.csv beside this file. Without root the links are not shaped.
+An accuracy is a float32 run of hundreds of steps: another number of threads or other vector instructions round
+otherwise, and end up to a few points elsewhere. So a run has one thread, and a figure three seeds and their range.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _encoder import MICRO_BATCHES, Trainer, compressors, encoder
+from _encoder import MICRO_BATCHES, Trainer, compressors, encoder, variants
 from _net import Links, sent_bytes
 from _tasks import BATCH, SMALL, digit_accuracy, pretrained, text_accuracy
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +37,7 @@ GRIDS = ["1x4", "2x2", "4x1"]  # tensor- times pipeline-parallel
 COLUMNS = ["forward", "backward", "optimizer", "waiting", "total", "encode", "decode", "communication"]
 TIMED = {"inputs": 16, "outputs": 10, "tokens": 64, "width": 256, "layers": 8, "heads": 8}
 MICRO_BATCH = 4
+TASKS = ["digits", "parity", "text, scratch"]
 
 
 class Clock:
@@ -112,15 +116,19 @@ def time_rank(grid: str, labels: list[str], steps: int) -> None:
         print(json.dumps(rows))
 
 
-def quality(label: str, seed: int, steps: int, start: torch.nn.Sequential) -> dict[str, float]:
-    """Accuracy of one compressor on every task: two fine-tuned from `start`, one trained from nothing."""
-    digit = compressors(BATCH * 16, SMALL["width"])[label]
+def quality(label: str, seed: int, steps: int, start: torch.nn.Sequential, tasks: list[str]) -> dict[str, float]:
+    """Accuracy of one compressor on the tasks: two fine-tuned from `start`, one trained from nothing."""
+    digit = compressors(BATCH * 16, SMALL["width"])
+    if label not in digit:
+        make, options = variants(BATCH * 16, SMALL["width"], 16)[label]
+        return {"digits": digit_accuracy(make, seed, steps, start, **options)}
     text = compressors(BATCH * 32, SMALL["width"])[label]
-    return {
-        "digits": digit_accuracy(digit, seed, steps, start),
-        "parity": digit_accuracy(digit, seed, steps, start, parity=True),
-        "text, scratch": text_accuracy(text, seed, steps),
+    runs = {
+        "digits": lambda: digit_accuracy(digit[label], seed, steps, start),
+        "parity": lambda: digit_accuracy(digit[label], seed, steps, start, parity=True),
+        "text, scratch": lambda: text_accuracy(text, seed, steps),
     }
+    return {task: runs[task]() for task in tasks}
 
 
 def ask_ranks(options: argparse.Namespace, rate: str | None, *words: str) -> dict:
@@ -155,18 +163,20 @@ def print_times(options: argparse.Namespace) -> None:
 
 
 def print_quality(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    labels = list(variants(1, 20, 1)) if options.variants else options.labels
     for seed in options.seeds:
         start = pretrained(seed)
-        for label in options.labels:
-            found = quality(label, seed, options.steps, start)
+        for label in labels:
+            found = quality(label, seed, options.steps, start, options.tasks)
             rows = [[label, task, seed, options.steps, f"{value:.2f}"] for task, value in found.items()]
             save("quality", ["compressor", "task", "seed", "steps", "accuracy"], 3, rows)
     with (RESULTS / "mcbench-quality.csv").open() as file:  # also what earlier runs found
         rows = [row for row in csv.DictReader(file) if row["steps"] == str(options.steps)]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    print(f"{'accuracy, %':<12}" + "".join(f"{task:>22}" for task in tasks))
+    print(f"{'accuracy, %':<22}" + "".join(f"{task:>22}" for task in tasks))
     for label in dict.fromkeys(row["compressor"] for row in rows):
-        print(f"{label:<12}", end="")
+        print(f"{label:<22}", end="")
         for task in tasks:
             values = [float(r["accuracy"]) for r in rows if (r["compressor"], r["task"]) == (label, task)]
             print(f"{statistics.mean(values):>10.1f} ({min(values):.1f}-{max(values):.1f})" if values else "", end="")
@@ -180,7 +190,11 @@ def main() -> None:
     parser.add_argument("--grids", nargs="+", default=GRIDS, choices=GRIDS, help="tensor x pipeline")
     parser.add_argument("--rate", default="1gbit", help="of each rank's link, for `time`")
     parser.add_argument("--steps", type=int, help="timed steps (5), or training steps of a quality run (300)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="for `quality`")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="for `quality`")
+    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS, help="for `quality`")
+    parser.add_argument(
+        "--variants", action="store_true", help="for `quality`: digits with one thing otherwise at a time"
+    )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # what this script starts itself with
     options = parser.parse_args()
     options.steps = options.steps or {"time": 5, "quality": 300}[options.what]
