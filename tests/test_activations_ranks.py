@@ -1,15 +1,13 @@
-"""Compressors of activations on two gloo ranks: tensor parallelism, then a pipeline."""
+"""Compressors of activations on two gloo ranks under tensor parallelism."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from codecs_table import COMPRESSORS, HIDDEN, make, sample
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -19,13 +17,7 @@ from compopt.activations import (
     CompressedRowwiseParallel,
     Identity,
     MeshRanks,
-    Quantize,
-    ReceiveCompressed,
-    SendCompressed,
 )
-
-# Two ranks
-
 
 PLAIN = ["Identity", "AutoEncoder", "TopK", "RandomK", "PowerSGD", "Quantize4", "QuantizeStochastic", "Feedback"]
 
@@ -66,38 +58,6 @@ def run_exchange(name, mesh, rank):
     return {"y": y.detach(), "x": x.grad, "encoder": getattr(getattr(codec, "encoder", None), "grad", None)}
 
 
-def stages(name, pair=None):
-    torch.manual_seed(1)
-    body, head = nn.Linear(4, HIDDEN), nn.Linear(HIDDEN, 4)
-    return (
-        SendCompressed(body, COMPRESSORS[name](), pair=pair),
-        ReceiveCompressed(head, COMPRESSORS[name](), (2, 5, HIDDEN), pair=pair),
-    )
-
-
-def run_pipeline(name, rank, pair):
-    """GPipe over two micro-batches; records the boundary's activation, payload and gradient of the last one."""
-    stage, seen = stages(name, pair)[rank], {}
-
-    def record(module, args, output):
-        seen["activation"] = output if rank == 0 else args[0]
-        seen["activation"].register_hook(lambda g: seen.__setitem__("grad", g.clone()))
-
-    stage.stage.register_forward_hook(record)
-    stage.register_forward_hook(lambda m, args, output: seen.__setitem__("payload", output if rank == 0 else args))
-    schedule = ScheduleGPipe(
-        PipelineStage(stage, rank, 2, torch.device("cpu")), 2, loss_fn=lambda y, target: (y - target).square().sum(),
-        scale_grads=False,
-    )  # fmt: skip
-    x, target, losses = torch.randn(4, 5, 4), torch.randn(4, 5, 4), []
-    for _ in range(2):
-        schedule.step(x) if rank == 0 else schedule.step(target=target, losses=losses)
-    parameters = {n: p.grad for n, p in stage.named_parameters()}
-    payload = seen["payload"] if isinstance(seen["payload"], tuple) else (seen["payload"],)
-    return {"activation": seen["activation"].detach(), "payload": [t.detach() for t in payload], "grad": seen["grad"],
-            "parameters": parameters, "x": x, "target": target, "losses": [v.item() for v in losses]}  # fmt: skip
-
-
 def made_on_meta(mesh):
     """The compressors' weights of a model parallelized before it had any memory."""
     with torch.device("meta"):
@@ -111,7 +71,7 @@ def made_on_meta(mesh):
 
 def worker(rank, folder):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
-    found = {"mlp": {}, "exchange": {}, "pipeline": {}, "sequence": {}, "checkpointed": {}}
+    found = {"mlp": {}, "exchange": {}, "sequence": {}, "checkpointed": {}}
     for bias in (True, False):
         found["mlp"]["torch", bias] = run_mlp(mesh, RowwiseParallel(), bias)
         found["mlp"]["Identity", bias] = run_mlp(mesh, CompressedRowwiseParallel(Identity), bias)
@@ -131,10 +91,6 @@ def worker(rank, folder):
             found["checkpointed"][name, how] = run_mlp(mesh, style, True, torch.float64, how)
     found["bfloat16"] = run_mlp(mesh, CompressedRowwiseParallel(auto_encoder), True, torch.bfloat16)
     found["meta"] = made_on_meta(mesh)
-    pair = dist.new_group([0, 1])
-    for name in COMPRESSORS:
-        torch.manual_seed(5)
-        found["pipeline"][name] = run_pipeline(name, rank, pair)
     torch.save(found, f"{folder}/{rank}.pt")
 
 
@@ -228,56 +184,3 @@ def test_auto_encoder_is_and_stays_one_over_the_ranks(two_ranks):
     first, second = (found["auto-encoder"] for found in two_ranks)
     assert {"down.compressor.encoder", "down.compressor.decoder"} <= first.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-@pytest.mark.parametrize("name", COMPRESSORS)
-def test_stage_boundary_sends_the_payload_only(two_ranks, name):
-    sender, receiver = (found["pipeline"][name] for found in two_ranks)
-    for sent, received in zip(sender["payload"], receiver["payload"], strict=True):
-        assert torch.equal(sent.view(torch.uint8), received.view(torch.uint8))
-    sent = sum(t.numel() * t.element_size() for t in sender["payload"])
-    assert sent == COMPRESSORS[name]().bytes((2, 5, HIDDEN))
-
-
-@pytest.mark.parametrize("name", ["Identity", "AutoEncoder", "TopK"])
-def test_pipeline_trains_as_one_process_with_the_compressor_in_the_middle(two_ranks, name):
-    sender, receiver = (found["pipeline"][name] for found in two_ranks)
-    first, second = stages(name)
-    for _ in range(2):
-        for x, target in zip(receiver["x"].chunk(2), receiver["target"].chunk(2), strict=True):
-            payload = first(x)
-            y = second(*payload) if isinstance(payload, tuple) else second(payload)
-            (y - target).square().sum().backward()
-    for stage, found in ((first, sender), (second, receiver)):
-        for key, parameter in stage.named_parameters():
-            if parameter.grad is None:
-                assert found["parameters"][key] is None
-            else:
-                torch.testing.assert_close(found["parameters"][key], parameter.grad)
-
-
-def test_random_k_and_powersgd_boundaries_apply_one_projection_both_ways(two_ranks):
-    for name in ("RandomK", "PowerSGD"):
-        sender, receiver = (found["pipeline"][name] for found in two_ranks)
-        x, arrived = sender["activation"], receiver["activation"]
-        torch.testing.assert_close((arrived * (x - arrived)).sum(), torch.tensor(0.0), atol=1e-4, rtol=0)
-        if name == "RandomK":
-            projected = receiver["grad"] * (arrived != 0)
-        else:
-            basis = sender["payload"][1]
-            projected = (basis @ (basis.t() @ receiver["grad"].reshape(-1, HIDDEN))).view(x.shape)
-        assert 0 < arrived.abs().sum() < x.abs().sum()
-        torch.testing.assert_close(sender["grad"], projected)
-
-
-@pytest.mark.parametrize("name", ["Quantize2", "Quantize4", "Quantize8", "QuantizeTensor", "FeedbackQuantize"])
-def test_the_gradient_of_a_quantized_boundary_returns_in_full(two_ranks, name):
-    sender, receiver = (found["pipeline"][name] for found in two_ranks)
-    assert sender["grad"].abs().sum() > 0
-    assert torch.equal(sender["grad"], receiver["grad"])
-
-
-@pytest.mark.parametrize("name", ["QuantizeBack4", "QuantizeBeside4"])  # in the payload's place, or beside it
-def test_with_gradient_bits_it_returns_quantized(two_ranks, name):
-    sender, receiver = (found["pipeline"][name] for found in two_ranks)
-    torch.testing.assert_close(sender["grad"], Quantize(4)(receiver["grad"]))
