@@ -1,0 +1,122 @@
+"""Buckets: how parameters are dealt to them, in which order, what is compressed, and the memory of payloads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import compopt
+from compopt import _buckets
+from compopt._buckets import Bucket, is_compressed, make_buckets
+
+
+def group(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **said) -> dict:
+    params = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+    return {
+        "params": params,
+        "param_names": [f"{dtype}{shape}" for shape in shapes],
+        "compress": None,
+        "step": 0,
+        **said,
+    }
+
+
+def dealt(*groups: dict) -> list[list[str]]:
+    return [bucket.names for bucket in make_buckets(groups)]
+
+
+def test_the_last_parameters_are_in_the_first_bucket_and_names_are_their_own():
+    """Backward finishes them first."""
+    first, second = group((3,), (4,), (5,)), group((6,), (7,))
+    buckets = make_buckets([first, second])
+    assert [[tuple(p.shape) for p in bucket.params] for bucket in buckets] == [[(7,), (6,)], [(5,), (4,), (3,)]]
+    for bucket in buckets:
+        assert [name.endswith(f"{tuple(p.shape)}") for p, name in zip(bucket.params, bucket.names, strict=True)]
+        assert all(
+            name == f"torch.float32{tuple(p.shape)}" for p, name in zip(bucket.params, bucket.names, strict=True)
+        )
+    assert [bucket.index for bucket in buckets] == [0, 1]
+
+
+def test_a_bucket_holds_so_many_bytes_and_a_larger_tensor_alone(monkeypatch):
+    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 40)
+    shapes = [(100,), (0,), (5,), (5,), (1,), (0,), (0,)]
+    assert [[int(name.split("(")[1].rstrip(",)")) for name in names] for names in dealt(group(*shapes))] == [
+        [0, 0, 1, 5],
+        [5, 0],
+        [100],
+    ]
+
+
+def test_tensors_of_unlike_dtypes_are_apart():
+    mixed = group((3,), (4,))
+    mixed["params"][0] = mixed["params"][0].bfloat16()
+    assert {bucket.dtype for bucket in make_buckets([mixed])} == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("shape", "said", "compressed"),
+    [((64, 64), None, True), ((4095, 1), None, False), ((5000,), None, False), ((64, 64), False, False),
+     ((3,), True, True), ((64, 64), True, True), ((1, 4096), None, True)],
+)  # fmt: skip
+def test_what_is_compressed(shape, said, compressed):
+    assert is_compressed(torch.zeros(shape), {"compress": said}) == compressed
+
+
+def one(dtype: torch.dtype, *shapes: tuple[int, ...], index: int = 0) -> Bucket:
+    of = group(*shapes, dtype=dtype)
+    return Bucket(index, of, of["params"], of["param_names"])
+
+
+def test_payloads_are_of_the_dtype_that_is_asked_for():
+    bucket = one(torch.float32, (3, 4))
+    assert bucket.payload([12], None).flat.dtype == torch.float32
+    assert bucket.payload([12], torch.bfloat16).flat.dtype == torch.bfloat16
+    again = bucket.payload([12], None)  # as many elements, in other memory
+    assert again.flat.dtype == torch.float32 and len(again.body) == 12
+    assert one(torch.bfloat16, (3, 4)).payload([12], torch.int8).flat.dtype == torch.float32
+
+
+def test_payloads_of_one_step_have_memory_and_random_numbers_of_their_own():
+    bucket, other = one(torch.float32, (3, 4)), one(torch.float32, (3, 4), index=1)
+    payloads = [bucket.payload([12], torch.int8), bucket.payload([12], torch.int8, use=1)]
+    assert payloads[0].flat.data_ptr() != payloads[1].flat.data_ptr()
+    assert payloads[0].dropped.data_ptr() != payloads[1].dropped.data_ptr()
+    payloads.append(other.payload([12], torch.int8))
+    bucket.group["step"] = 1
+    payloads.append(bucket.payload([12], torch.int8))
+    assert len({payload.seed for payload in payloads}) == 4
+
+
+def test_a_tensor_is_present_where_any_rank_has_a_gradient():
+    bucket = one(torch.float32, (3,), (4,), (5,))
+    payload = bucket.payload([5, 4, 3], None)
+    payload.header.copy_(torch.tensor([0.0, 1.0 / 64, 1.0]))
+    assert bucket.present(payload) == [False, True, True]
+
+
+def test_momentum_on_a_mask_of_another_size_gets_memory_of_that_size():
+    p, q = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64, 64))
+    (bucket,) = compopt.ScapeAdamS([p, q])._buckets
+    first = bucket.resize("exp_avg", [10, 30])
+    second = bucket.resize("exp_avg", [30, 10])  # as many in all
+    assert [view.numel() for view in first] == [10, 30] and [view.numel() for view in second] == [30, 10]
+    assert bucket.resize("exp_avg", [30, 10]) is second
+
+
+def test_masters_keep_what_parameters_cannot_hold_and_follow_what_is_set_from_outside():
+    p = nn.Parameter(torch.ones(64, 65, dtype=torch.bfloat16))
+    optimizer = compopt.RadiusAdamW([p], lr=1e-4, warmup_steps=0)
+    (bucket,) = optimizer._buckets
+    master = optimizer.state[p]["master"]
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert not torch.equal(master, master.bfloat16().float()) and torch.equal(master.bfloat16(), p)
+    fine = master.clone()
+    bucket.renew_masters()
+    assert torch.equal(master, fine)
+    with torch.no_grad():
+        p.fill_(3.0)
+    bucket.renew_masters()
+    assert (master == 3.0).all()

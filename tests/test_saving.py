@@ -1,0 +1,156 @@
+"""State dicts: what they say of residuals, several buckets, float32 masters, copies; and what a rank takes over."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from problems import gradients, replicas, step, weights
+from torch import Tensor
+
+import compopt
+from compopt import _buckets
+
+SHAPES = [(64, 80), (80,), (128, 64), (70, 80)]
+COMPRESSED = (0, 2, 3)
+RADIUS = functools.partial(compopt.RadiusAdamW, lr=1e-2, density=0.3, interval=100, warmup_steps=0)
+TAGC = functools.partial(compopt.TagcAdamW, lr=1e-2, sparsity=0.9)
+SCAPE = functools.partial(compopt.ScapeAdamS, lr=1e-2, density=0.2, density_warmup_steps=0)
+
+
+class Run:
+    def __init__(self, make, ranks: int = 2, dtype: torch.dtype = torch.float32):
+        self.dtype = dtype
+        self.world, self.params, self.optimizers = replicas(ranks, weights(SHAPES, dtype), make)
+        self.t = 0
+
+    def train(self, steps: int) -> Run:
+        for _ in range(steps):
+            step(self.world, self.params, self.optimizers, gradients(self.world.size, self.t, SHAPES, self.dtype))
+            self.t += 1
+        return self
+
+    def residuals(self, rank: int) -> list[Tensor]:
+        state = self.optimizers[rank].state_dict()["state"]
+        return [state[i]["residual"].clone() for i in COMPRESSED]
+
+    def held(self, rank: int) -> list[Tensor]:
+        """The same, while masks are on their way that will not come."""
+        optimizer = self.optimizers[rank]
+        for bucket in optimizer._buckets:
+            optimizer.tidy(bucket)
+        return [optimizer.state[self.params[rank][i]]["residual"].clone() for i in COMPRESSED]
+
+    def said(self, rank: int) -> str:
+        return self.optimizers[rank].state_dict()["param_groups"][0]["residuals"]
+
+
+@pytest.mark.parametrize("make", [RADIUS, TAGC, SCAPE], ids=["Radius", "TAGC", "SCAPE"])
+def test_residuals_of_every_bucket_become_their_mean(make, monkeypatch):
+    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 20_000)
+    run = Run(make, 3).train(3)
+    assert len(run.optimizers[0]._buckets) > 2
+    before = [run.residuals(rank) for rank in range(3)]
+    assert [run.said(rank) for rank in range(3)] == [f"rank {rank} of 3" for rank in range(3)]
+    run.world.consolidate(run.optimizers)
+    for rank in range(3):
+        for found, *own in zip(run.residuals(rank), *before, strict=True):
+            torch.testing.assert_close(found, torch.stack(own).mean(0))
+        assert run.said(rank) == "mean"
+    run.train(1)
+    assert [run.said(rank) for rank in range(3)] == [f"rank {rank} of 3" for rank in range(3)]
+
+
+def test_what_was_loaded_after_consolidation_is_not_the_mean():
+    run = Run(RADIUS).train(3)
+    own = [copy.deepcopy(optimizer.state_dict()) for optimizer in run.optimizers]
+    run.world.consolidate(run.optimizers)
+    for optimizer, state in zip(run.optimizers, own, strict=True):
+        optimizer.load_state_dict(state)
+    assert [run.said(rank) for rank in range(2)] == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def test_a_saved_residual_is_what_was_held_back_and_nothing_of_what_was_sent():
+    run = Run(RADIUS).train(3)
+    for rank, optimizer in enumerate(run.optimizers):
+        state = optimizer.state_dict()["state"]
+        for i in COMPRESSED:
+            mask, residual = state[i]["mask"], state[i]["residual"]
+            held = sum(gradients(2, t, SHAPES, torch.float32)[rank][i] for t in (1, 2))
+            torch.testing.assert_close(residual, held.masked_fill(mask, 0))
+
+
+@pytest.mark.parametrize("make", [RADIUS, TAGC, SCAPE], ids=["Radius", "TAGC", "SCAPE"])
+def test_masters_of_bfloat16_parameters_go_on_from_a_checkpoint_to_the_bit(make):
+    whole = Run(make, dtype=torch.bfloat16).train(4)
+    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in whole.optimizers]
+    reached = [[p.detach().clone() for p in own] for own in whole.params]
+    resumed = Run(make, dtype=torch.bfloat16)
+    resumed.t = 4
+    for optimizer, state, own, held in zip(resumed.optimizers, saved, resumed.params, reached, strict=True):
+        for p, w in zip(own, held, strict=True):
+            p.data.copy_(w)
+        optimizer.load_state_dict(state)
+    for run in (whole, resumed):
+        run.train(4)
+    for mine, theirs, own, others in zip(
+        whole.optimizers, resumed.optimizers, whole.params, resumed.params, strict=True
+    ):
+        for p, q in zip(own, others, strict=True):
+            assert torch.equal(p, q)
+            assert torch.equal(mine.state[p]["master"], theirs.state[q]["master"])
+
+
+def test_a_state_dict_says_who_wrote_it_and_counts_each_tensors_steps():
+    run = Run(RADIUS).train(2)
+    grads = gradients(2, 2, SHAPES, torch.float32)
+    for own in grads:
+        own[2] = None
+    step(run.world, run.params, run.optimizers, grads)
+    saved = copy.deepcopy(run.optimizers[0].state_dict())
+    assert saved["param_groups"][0]["class"] == "RadiusAdamW"
+    assert [int(saved["state"][i]["step"]) for i in range(4)] == [3, 3, 2, 3]
+    again = Run(RADIUS)
+    again.optimizers[0].load_state_dict(saved)
+    assert [int(again.optimizers[0].state[p]["step"]) for p in again.params[0]] == [3, 3, 2, 3]
+
+
+def test_a_copy_averages_over_the_same_group_and_one_with_a_group_is_not_pickled():
+    run = Run(RADIUS).train(1)
+    (comm, _), (optimizer, _) = run.world.comms, run.optimizers
+    assert copy.deepcopy(optimizer).comm is optimizer.comm
+    assert optimizer._group is comm
+    with pytest.raises(TypeError, match="cannot be pickled: save its state_dict"):
+        pickle.dumps(optimizer)
+
+
+def test_a_sharded_optimizer_does_not_go_to_more_ranks():
+    run, more = Run(TAGC).train(1), Run(TAGC, 3)
+    with pytest.raises(ValueError, match="goes to as many ranks or fewer, got 3 after 2"):
+        run.optimizers[0].rebind(more.world.comms[0])
+
+
+@pytest.mark.parametrize("make", [RADIUS, SCAPE], ids=["Radius", "SCAPE"])
+def test_a_rank_that_is_level_keeps_what_it_owes_when_another_takes_the_step_over(make):
+    run = Run(make, 3).train(3)
+    for optimizer in run.optimizers:
+        optimizer.state_dict()
+    started = run.world.comms[0].started
+    run.world.failing.update((1, started + n) for n in range(9))
+    with pytest.raises(compopt.CommunicationError, match="not applied on rank 1"):
+        run.train(1)
+    run.t += 1
+    owed = run.held(2)
+    comms = Run(make, 3).world
+    with pytest.warns(UserWarning, match="rank 1 had not applied step 4"):
+        comms.run([o.rebind_in_turns(comm) for o, comm in zip(run.optimizers, comms.comms, strict=True)])
+    run.world = comms
+    for found, kept in zip(run.residuals(2), owed, strict=True):
+        assert torch.equal(found, kept) and kept.any()
+    assert not any(found.any() for found in run.residuals(1))
+    run.train(2)
+    for p, q in zip(run.params[1], run.params[0], strict=True):
+        assert torch.equal(p, q)

@@ -1,0 +1,142 @@
+"""TagcAdamW step by step: in float32 on the back end chosen by itself, in float64 on PyTorch's operators."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from problems import gradients, replicas, step, weights
+from torch import Tensor
+
+import compopt
+from compopt import tagc
+
+SHAPES = {
+    torch.float32: [(64, 80), (80,), (260, 520), (70, 300)],
+    torch.float64: [(64, 80), (80,), (70, 80), (64, 66)],
+}
+COMPRESSED = (0, 2, 3)
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["native", "torch"])
+
+
+class Run:
+    """Ranks whose books are checked in every step: what is applied, what is owed, and what AdamW makes of it."""
+
+    def __init__(self, dtype: torch.dtype, ranks: int = 2, **options):
+        self.shapes, self.dtype = SHAPES[dtype], dtype
+        make = functools.partial(compopt.TagcAdamW, lr=1e-2, weight_decay=0.1, **{"sparsity": 0.9, **options})
+        self.world, self.params, self.optimizers = replicas(ranks, weights(self.shapes, dtype), make)
+        self.t = 0
+
+    def options(self, **changed) -> None:
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0].update(changed)
+
+    def whole(self, name: str, i: int) -> Tensor:
+        """A sharded state, put together."""
+        states = [o.state[own[i]] for o, own in zip(self.optimizers, self.params, strict=True)]
+        return torch.cat([state[name] for state in states]).view(self.shapes[i]).clone()
+
+    def owed(self, i: int) -> Tensor:
+        states = [o.state[own[i]] for o, own in zip(self.optimizers, self.params, strict=True)]
+        return torch.stack([state["residual"] for state in states]).mean(0)
+
+    def counts(self, i: int) -> list[float]:
+        return [float(o.state[own[i]]["step"]) for o, own in zip(self.optimizers, self.params, strict=True)]
+
+    def step(self, absent: int | None = None) -> None:
+        grads = gradients(self.world.size, self.t, self.shapes, self.dtype)
+        for own in grads:
+            if absent is not None:
+                own[absent] = None
+        before = {i: (self.params[0][i].detach().clone(), self.whole("exp_avg", i), self.whole("exp_avg_sq", i),
+                      self.owed(i), self.counts(i)) for i in COMPRESSED}  # fmt: skip
+        step(self.world, self.params, self.optimizers, grads)
+        self.t += 1
+        for i, (w, m, v, owed, counts) in before.items():
+            if i == absent:
+                assert torch.equal(self.params[0][i], w) and torch.equal(self.whole("exp_avg", i), m)
+                assert torch.equal(self.owed(i), owed) and self.counts(i) == counts
+                continue
+            t = counts[0] + 1
+            assert self.counts(i) == [t] * self.world.size
+            came = torch.stack([own[i] for own in grads]).mean(0) + owed
+            applied = (self.whole("exp_avg", i) - 0.9 * m) / (1 - 0.9)
+            torch.testing.assert_close(applied + self.owed(i), came, rtol=1e-4, atol=1e-4)
+            v = 0.999 * v + 0.001 * applied.square()
+            torch.testing.assert_close(self.whole("exp_avg_sq", i), v, rtol=1e-3, atol=1e-6)
+            update = self.whole("exp_avg", i) / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+            torch.testing.assert_close(self.params[0][i].detach(), w - 1e-2 * (update + 0.1 * w), rtol=1e-3, atol=2e-4)
+        for own in self.params[1:]:
+            for p, q in zip(self.params[0], own, strict=True):
+                assert torch.equal(p, q)
+
+    @property
+    def phase(self) -> str:
+        return self.optimizers[0].stats.phase
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "options", [{}, dict(codec="sketch", sketch_ratio=2, sparsity=0.95)], ids=["compact", "sketch"]
+)
+def test_nothing_is_lost_and_the_owner_steps_as_adamw_does(dtype, options):
+    run = Run(dtype, ranks=3, **options)
+    for absent in (None, None, 2, None):
+        run.step(absent)
+    assert run.phase == "sparse" and run.owed(2).any()
+
+
+@each_dtype
+def test_dense_steps_in_between_send_what_is_owed_and_leave_to_absent_tensors_what_they_owe(dtype):
+    run = Run(dtype)
+    for _ in range(3):
+        run.step()
+    run.options(warmup_steps=100)
+    run.step(absent=2)
+    assert run.phase == "dense" and run.owed(2).any() and not run.owed(0).any()
+    run.step()
+    assert not run.owed(2).any()
+    run.options(warmup_steps=0)
+    run.step()
+    assert run.phase == "sparse" and run.owed(2).any()
+
+
+@pytest.mark.parametrize("n", [1, 7, 4096, 16_384, 16_385, 200_000])
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.8, 0.9, 0.9875, 0.999])
+def test_what_is_left_is_what_sparsity_says(n, sparsity):
+    """At least that share is zeroed, no element more, and one is left where there are any."""
+    k = tagc.most_left(sparsity, n)
+    zeroed = math.ceil(round(sparsity * n, 6))
+    assert k == max(1, n - zeroed)
+    assert k == 1 or (n - k) / n >= sparsity - 1e-9
+
+
+@each_dtype
+def test_every_shard_leaves_its_share(dtype):
+    run = Run(dtype, sparsity=0.75)
+    run.world.record = True
+    run.step()
+    (sent,) = [per_rank for kind, per_rank in run.world.log if kind == "BitOr"]
+    (bucket,) = run.optimizers[0]._buckets
+    cuts = bucket.shards.cuts
+    for bits in sent:
+        for rank in range(2):
+            own = bits[cuts[rank] : cuts[rank + 1]]
+            left = int((own.unsqueeze(1) >> torch.arange(8) & 1).sum())
+            assert left == tagc.most_left(0.75, bucket.shards.compressed_in(rank))
+
+
+@each_dtype
+def test_the_norm_that_is_clipped_is_of_all_shards(dtype):
+    run = Run(dtype, sparsity=0.0, max_grad_norm=1.0)
+    grads = gradients(2, 0, run.shapes, dtype)
+    step(run.world, run.params, run.optimizers, grads)
+    mean = [torch.stack(same).mean(0) for same in zip(*grads, strict=True)]
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in mean))
+    assert run.optimizers[0].stats.grad_norm == pytest.approx(norm, rel=1e-5)
+    for i in COMPRESSED:
+        torch.testing.assert_close(run.whole("exp_avg", i), 0.1 * mean[i] / norm, rtol=1e-4, atol=1e-7)

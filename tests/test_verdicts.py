@@ -1,0 +1,193 @@
+"""What all ranks decide about a step that is exchanged in several buckets, and how they notice changed gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from sim import Ranks, World
+from torch import nn
+
+import compopt
+from compopt import _buckets
+from compopt._buckets import Bucket
+from compopt._control import bits, differ, place_bits
+from compopt._exchanges import Fingerprint
+from compopt._runtime import Verdict, _agree_with
+
+
+class Deep(nn.Module):
+    """Six layers; a bucket holds two of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+
+
+def loss(model: Deep, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+    return (model.layers(x) - x).square().mean()
+
+
+@pytest.fixture
+def make(monkeypatch):
+    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 40_000)
+
+    def build(size: int = 2, **options) -> Ranks:
+        said = {"lr": 1e-2, "density": 0.3, "interval": 4, "warmup_steps": 0, **options}
+        return Ranks(size, Deep, lambda ps, process_group: compopt.RadiusAdamW(ps, process_group=process_group, **said))
+
+    return build
+
+
+def parameters(ranks: Ranks, rank: int = 0) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(ranks.models[rank].parameters()).detach()
+
+
+def mean_norm(ranks: Ranks) -> float:
+    grads = [torch.cat([p.grad.view(-1) for p in model.parameters()]) for model in ranks.models]
+    return float(torch.stack(grads).mean(0).double().norm())
+
+
+def test_one_norm_over_all_buckets(make):
+    ranks = make()
+    assert len(ranks.optimizers[0]._buckets) > 2
+    ranks.backward(loss)
+    norm = mean_norm(ranks)
+    ranks.world.step(ranks.optimizers)
+    assert ranks.optimizers[0].stats.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_what_several_ranks_hold_of_a_model_counts_once(make):
+    ranks = make()
+    for optimizer in ranks.optimizers:
+        for bucket in optimizer._buckets:
+            bucket.copies = 4
+    ranks.backward(loss)
+    norm = mean_norm(ranks)
+    ranks.world.step(ranks.optimizers)
+    assert ranks.optimizers[0].stats.grad_norm == pytest.approx(norm / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("layer", range(6))
+def test_a_bad_gradient_in_any_bucket_stops_all(make, layer):
+    ranks = make()
+    ranks.train(loss, 2)
+    before = parameters(ranks)
+    ranks.backward(loss)
+    ranks.models[1].layers[layer].weight.grad[3, 3] = float("nan")
+    ranks.world.step(ranks.optimizers)
+    assert ranks.optimizers[0].stats.phase == "skipped"
+    assert torch.equal(parameters(ranks), before) and torch.equal(parameters(ranks, 1), before)
+
+
+def test_an_average_that_the_wire_cannot_hold_is_not_applied(make):
+    """Each gradient is finite; as float16 it is not."""
+    ranks = make(payload_dtype=torch.float16)
+    ranks.train(loss, 1)
+    before = parameters(ranks)
+    ranks.backward(loss)
+    for model in ranks.models:
+        model.layers[2].weight.grad.fill_(1e5)
+    ranks.world.step(ranks.optimizers)
+    assert ranks.optimizers[1].stats.phase == "skipped" and torch.equal(parameters(ranks), before)
+    ranks.train(loss, 1)
+    assert not torch.equal(parameters(ranks), before)
+
+
+def early(ranks: Ranks) -> None:
+    for _, model, optimizer in ranks:
+        optimizer.gradients_ready(reversed(list(model.parameters())))
+        optimizer.backward_done()
+
+
+@pytest.mark.filterwarnings("ignore:gradients were changed")
+@pytest.mark.parametrize("layer", [5, 3, 2])
+@pytest.mark.parametrize("how", ["value", "none"])
+def test_a_change_in_any_bucket_that_left_early_makes_all_send_again(make, layer, how):
+    ours, plain = make(), make()
+    for t in range(4):  # in the first step ranks make their acquaintance: nothing leaves before it
+        for ranks in (ours, plain):
+            ranks.backward(loss)
+            if ranks is ours:
+                early(ranks)
+            if t == 2:
+                weight = ranks.models[1].layers[layer].weight
+                weight.grad = None if how == "none" else weight.grad
+                if how == "value":
+                    weight.grad.data[0, 0] += 1
+            ranks.world.step(ranks.optimizers)
+            ranks.steps += 1
+        stats = ours.optimizers[0].stats
+        assert (stats.resent, stats.early_buckets) == (t == 2, stats.buckets - 1 if t == 1 else 0)
+        assert torch.equal(parameters(ours), parameters(plain))
+
+
+def test_a_rank_that_cannot_read_its_gradients_is_heard_by_all(make):
+    ranks = make()
+    ranks.train(loss, 2)
+    before = parameters(ranks)
+    ranks.backward(loss)
+    p = ranks.models[1].layers[0].weight
+    p.grad = p.grad.to_sparse()
+    turns = [optimizer.step_in_turns() for optimizer in ranks.optimizers]
+    with pytest.raises(Exception, match=r"sparse|rank 1"):
+        ranks.world.run(turns)
+    for rank in range(2):
+        assert torch.equal(parameters(ranks, rank), before)
+
+
+def verdicts(*said: Verdict) -> list[Verdict]:
+    """What becomes of the verdicts of shards of one model."""
+    world = World(len(said))
+    world.run([_agree_with([comm], one, torch.device("cpu")) for comm, one in zip(world.comms, said, strict=True)])
+    return list(said)
+
+
+def test_shards_of_a_model_have_one_norm_and_step_together_or_not_at_all():
+    assert [v.norm for v in verdicts(Verdict(norm=3.0), Verdict(norm=4.0))] == [pytest.approx(5.0)] * 2
+    for wrong in (dict(bad=["w"]), dict(mismatch=True), dict(failed=True), dict(misplaced=[1])):
+        said = verdicts(Verdict(applied=True, norm=3.0), Verdict(applied=False, norm=4.0, **wrong))
+        assert [v.applied for v in said] == [False, False]
+
+
+def fingerprint_of(*grads: torch.Tensor) -> tuple[Fingerprint, list[nn.Parameter]]:
+    params = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g.clone()
+    return Fingerprint(Bucket(0, {"compress": None}, params, [""] * len(params))), params
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_changed_gradients_are_noticed(dtype):
+    for change in (
+        lambda g: g.mul_(2),  # of 512 floats twice as large the bits add up to the same
+        lambda g: (g[0].add_(1), g[1].sub_(1)),  # the numbers add up to the same
+        lambda g: g[7].neg_(),
+        lambda g: g[500].add_(0.5),
+    ):
+        print_, (p, _) = fingerprint_of(torch.ones(512, dtype=dtype), torch.ones(3, dtype=dtype))
+        assert not print_.differs().any()
+        change(p.grad.data)
+        assert print_.differs().all()
+    print_, (p, _) = fingerprint_of(torch.ones(512, dtype=dtype), torch.ones(3, dtype=dtype))
+    p.grad.mul_(1)
+    assert not print_.differs().any()
+    p.grad = None
+    assert print_.differs().all()
+
+
+def mean(*words: list[float]) -> list[float]:
+    return [math.fsum(same) / len(words) for same in zip(*words, strict=True)]
+
+
+def test_numbers_that_differ_in_any_bit_are_told_apart():
+    for a in range(8):
+        for b in range(8):
+            assert differ(mean(bits(a, 3), bits(b, 3))) == (a != b)
+    places = [place_bits(index, step) for index in range(4) for step in range(4)]
+    for a in places:
+        for b in places:
+            assert differ(mean(a, b)) == (a != b)
+    assert len(set(map(tuple, places))) == 16
