@@ -36,8 +36,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTS = ROOT / "tests" / "mutants"
-LIMIT = 60  # seconds a mutant may take
-BASELINE = 900  # and the tests without any
+BASELINE = 15  # times as long may the tests take without a fault, all of an area together
 
 # What finds the two packages in the copy, also in processes that tests start: on their path as sitecustomize.py.
 FINDER = """
@@ -185,8 +184,10 @@ class Job:
         return "SURVIVED" if code == 0 else f"no verdict (pytest's {code}):\n{output[-2000:]}"
 
 
-def run(jobs: Iterator[tuple[Mutant | None, str, list[str]]], at_once: int, told: Callable[[Job, str], None]) -> None:
-    """A child for each, so many ``at_once``."""
+def run(
+    jobs: Iterator[tuple[Mutant | None, str, list[str]]], at_once: int, limit: float, told: Callable[[Job, str], None]
+) -> None:
+    """A child for each, so many ``at_once``, for so many seconds each."""
     running: dict[int, Job] = {}
     try:
         while True:
@@ -200,7 +201,6 @@ def run(jobs: Iterator[tuple[Mutant | None, str, list[str]]], at_once: int, told
                     continue
                 own_cache = mutant is not None and mutant.file.endswith((".c", ".h", "_native.py"))
                 pid = os.fork() or child(folder, tests, own_cache)
-                limit = LIMIT if mutant else BASELINE
                 running[pid] = Job(mutant, name, folder, pid, time.monotonic(), limit)
             if not running:
                 return
@@ -242,6 +242,7 @@ def main() -> int:
     parser.add_argument("--area", nargs="*", choices=areas, default=areas)
     parser.add_argument("--only", nargs="*", type=int, help="numbers within the area")
     parser.add_argument("-j", type=int, default=2, help="children at once")
+    parser.add_argument("--limit", type=float, default=60, help="seconds a mutant may take")
     parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault first")
     parser.add_argument("--check", action="store_true", help="run nothing: only look whether every patch fits its file")
     parser.add_argument("-v", action="store_true", help="say what sees each")
@@ -273,11 +274,16 @@ def main() -> int:
                 print(trouble[-1])
     if not said.trust:
         named = {area: dict.fromkeys(t for m in tried if m.area == area for t in m.tests) for area in said.area}
-        run(((None, f"tests of {area}", list(tests)) for area, tests in named.items() if tests), said.j, told)
+        run(
+            ((None, f"tests of {area}", list(tests)) for area, tests in named.items() if tests),
+            said.j,
+            BASELINE * said.limit,
+            told,
+        )
         if trouble:
             return 2
         print(f"{len(set().union(*named.values()))} tests pass, {time.monotonic() - began:.0f} s", flush=True)
-    run(((m, str(m), m.tests) for m in tried), said.j, told)
+    run(((m, str(m), m.tests) for m in tried), said.j, said.limit, told)
     for area, total in totals.items():
         line = f"{area:12} {total['killed']} of {total['killed'] + total['left']} seen"
         print(line + (f", {total['equivalent']} change nothing" if total["equivalent"] else ""))

@@ -12,7 +12,7 @@ from compopt._buckets import Bucket, is_compressed, make_buckets
 
 
 def group(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **said) -> dict:
-    params = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+    params = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
     return {
         "params": params,
         "param_names": [f"{dtype}{shape}" for shape in shapes],
@@ -51,7 +51,7 @@ def test_a_bucket_holds_so_many_bytes_and_a_larger_tensor_alone(monkeypatch):
 
 def test_tensors_of_unlike_dtypes_are_apart():
     mixed = group((3,), (4,))
-    mixed["params"][0] = mixed["params"][0].bfloat16()
+    mixed["params"][0] = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     assert {bucket.dtype for bucket in make_buckets([mixed])} == {torch.float32, torch.bfloat16}
 
 
@@ -62,6 +62,13 @@ def test_tensors_of_unlike_dtypes_are_apart():
 )  # fmt: skip
 def test_what_is_compressed(shape, said, compressed):
     assert is_compressed(torch.zeros(shape), {"compress": said}) == compressed
+
+
+def test_what_is_frozen_is_in_no_bucket_unless_it_is_asked_for():
+    some = group((3,), (4,), (5,))
+    some["params"][1].requires_grad_(False)
+    assert dealt(some) == [["torch.float32(5,)", "torch.float32(3,)"]]
+    assert [bucket.names for bucket in make_buckets([some], wanted={some["params"][1]})] == [["torch.float32(4,)"]]
 
 
 def one(dtype: torch.dtype, *shapes: tuple[int, ...], index: int = 0) -> Bucket:
