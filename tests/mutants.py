@@ -175,13 +175,18 @@ class Job:
         seconds, code = time.monotonic() - self.began, os.waitstatus_to_exitcode(status)
         output = (self.folder / "output").read_text(errors="replace")
         if self.mutant is None:
-            return "" if code == 0 else f"tests fail without a fault ({code}):\n{output[-3000:]}"
+            return "" if code == 0 else f"fail without a fault ({code}): {complaints(output)}"
         if self.late or code < 0:
             return f"killed in {seconds:.0f} s: " + ("it took too long" if self.late else f"signal {-code}")
         if code == 1:
             seen = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
             return f"killed in {seconds:.0f} s by {seen[0] if seen else 'a test'}"
-        return "SURVIVED" if code == 0 else f"no verdict (pytest's {code}):\n{output[-2000:]}"
+        return "SURVIVED" if code == 0 else f"no verdict (pytest's {code}): {complaints(output)}"
+
+
+def complaints(output: str) -> str:
+    """What pytest says is wrong."""
+    return " ".join(re.findall(r"^(?:ERROR|FAILED|E  ).*", output, re.M))[-600:]
 
 
 def run(

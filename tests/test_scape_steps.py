@@ -131,6 +131,21 @@ def test_nothing_is_lost_and_masks_are_the_owners(dtype, name):
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("guess", [0.0, 1e-30, 1e30])
+@pytest.mark.parametrize("selection", ["exact", "sampled"])
+def test_a_guess_that_leads_nowhere_loses_nothing(guess, selection):
+    """The native commit then searches in all of x, of which it has already sent a part."""
+    run = Run(torch.float32, selection=selection)
+    for _ in range(2):
+        run.step()
+    for _ in range(2):
+        for optimizer in run.optimizers:
+            optimizer._settle()
+            for bucket in optimizer._buckets:
+                bucket.flat["threshold"].fill_(guess)
+        run.step()
+
+
 @each_dtype
 def test_what_int8_owes_on_the_mask_is_owed_after_a_checkpoint(dtype):
     run = Run(dtype, payload_dtype=torch.int8, density=0.2)

@@ -150,3 +150,16 @@ def test_the_norm_that_is_clipped_is_of_all_shards(dtype):
     assert run.optimizers[0].stats.grad_norm == pytest.approx(norm, rel=1e-5)
     for i in COMPRESSED:
         torch.testing.assert_close(run.whole("exp_avg", i), 0.1 * mean[i] / norm, rtol=1e-4, atol=1e-7)
+
+
+def test_positions_outside_a_part_end_in_words():
+    """What an owner is told to update is not trusted with memory."""
+    run = Run(torch.float32, ranks=1)
+    ops, group = run.optimizers[0].ops, run.optimizers[0].param_groups[0]
+    if ops.name != "native":
+        pytest.skip("PyTorch's operators look for themselves")
+    w, m, v = (torch.zeros(1000) for _ in range(3))
+    for positions in ([1, 5, 1000], [600, 5, 7], [-1, 2, 3]):
+        index = torch.tensor(positions, dtype=torch.int32)
+        with pytest.raises(RuntimeError, match="not ascending within a tensor of 1000"):
+            ops.adamw_moments(group, w, torch.ones(3), index, m, v, torch.zeros(()))
