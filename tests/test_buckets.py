@@ -8,7 +8,7 @@ from torch import nn
 
 import compopt
 from compopt import _buckets
-from compopt._buckets import Bucket, is_compressed, make_buckets
+from compopt._buckets import Bucket, StateSpec, is_compressed, make_buckets
 
 
 def group(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **said) -> dict:
@@ -103,6 +103,10 @@ def test_a_tensor_is_present_where_any_rank_has_a_gradient():
     assert bucket.present(payload) == [False, True, True]
 
 
+def test_a_mask_has_whole_bytes():
+    assert [StateSpec(torch.uint8, packed=True).numel(n) for n in (0, 1, 8, 9, 4225)] == [0, 1, 1, 2, 529]
+
+
 def test_momentum_on_a_mask_of_another_size_gets_memory_of_that_size():
     p, q = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64, 64))
     (bucket,) = compopt.ScapeAdamS([p, q])._buckets
@@ -114,7 +118,7 @@ def test_momentum_on_a_mask_of_another_size_gets_memory_of_that_size():
 
 def test_masters_keep_what_parameters_cannot_hold_and_follow_what_is_set_from_outside():
     p = nn.Parameter(torch.ones(64, 65, dtype=torch.bfloat16))
-    optimizer = compopt.RadiusAdamW([p], lr=1e-4, warmup_steps=0)
+    optimizer = compopt.RadiusAdamW([p], lr=1e-2, warmup_steps=0)
     (bucket,) = optimizer._buckets
     master = optimizer.state[p]["master"]
     p.grad = torch.ones_like(p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -80,11 +81,14 @@ def test_ranks_whose_own_choice_differs_take_rank_0s_mask(dtype):
 
 
 @each_dtype
-def test_dense_steps_in_between_send_what_is_owed_and_leave_to_absent_tensors_what_they_owe(dtype):
+@pytest.mark.parametrize("saved", [False, True], ids=["running", "from a checkpoint"])
+def test_dense_steps_in_between_send_what_is_owed_and_leave_to_absent_tensors_what_they_owe(dtype, saved):
     run = Run(dtype, density=0.3, interval=100, warmup_steps=0)
     for _ in range(3):
         run.step()
     assert run.phase == "sparse" and run.owed(2).any()
+    for optimizer in run.optimizers if saved else ():
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     run.options(warmup_steps=100)
     run.step(absent=2)
     assert run.phase == "dense" and run.owed(2).any() and not run.owed(0).any()
