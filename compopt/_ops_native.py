@@ -47,9 +47,10 @@ class NativeOps(AdamWPasses, AdamSPasses):
         scale: float = 1.0, negate: bool = False, bits: Tensors | None = None,
     ) -> Payload:  # fmt: skip
         lengths, nothing = bucket.lengths, [None] * len(grads)
-        index, add = index or nothing, list(add or nothing)
-        if not self.reads(bucket):
+        index = index or nothing
+        if bucket.offload is not None or not self.reads(bucket):  # what is offloaded passes by, a tensor at a time
             return super().pack(bucket, grads, index, add, scale, negate)
+        add = list(add or nothing)
         payload, own, index = self.message(bucket, index), floats(grads), narrowed(bucket, index)
         exact = payload.flat.dtype == torch.float32
         head, body = payload.header, payload.body

@@ -145,6 +145,25 @@ def run(cls, options: dict, offload: str | None, dtype: torch.dtype, device: str
     return ranks
 
 
+@pytest.mark.parametrize("payload_dtype", [None, torch.int8])
+@pytest.mark.parametrize("cls", [compopt.RadiusAdamW, compopt.ScapeAdamS])
+def test_more_offloaded_tensors_than_buffers_are_sent_as_they_are(cls, payload_dtype):
+    """On the default back end: two buffers hold two tensors, and a pass over all of them would read two."""
+
+    def trained(offload: str | None) -> list[nn.Parameter]:
+        params = [nn.Parameter(torch.zeros(64, 64)) for _ in range(5)]
+        optimizer = cls(params, density=0.1, warmup_steps=0, offload=offload, payload_dtype=payload_dtype,
+                        **{"interval": 2} if cls is compopt.RadiusAdamW else {"density_warmup_steps": 0})  # fmt: skip
+        for t in range(6):
+            for p, g in zip(params, torch.randn(5, 64, 64, generator=torch.Generator().manual_seed(t)), strict=True):
+                p.grad = g
+            optimizer.step()
+        return params
+
+    for p, q in zip(trained(None), trained("residual"), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_offloaded_or_not_steps_are_the_same_to_the_bit(monkeypatch, name):
     monkeypatch.setenv("COMPOPT_BACKEND", "torch")  # which streams offloaded state; kernels take what is in one place
