@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test properties soak sanitize neon mutants lint wheel docs bench clean
+.PHONY: demo test properties fuzz soak sanitize neon mutants lint wheel docs bench clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -17,6 +17,9 @@ test: .venv/ready  ## everything, in a few minutes on two cores
 
 properties: .venv/ready  ## hypothesis draws 2000 new examples of models, options and faults
 	COMPOPT_EXAMPLES=2000 $(BIN)/pytest -q tests/faults/test_properties.py
+
+fuzz: .venv/ready  ## 3000 new examples of shapes, layouts, dtypes and options, for every class and back end here
+	COMPOPT_FUZZ=3000 $(BIN)/pytest -q tests/test_fuzz.py
 
 soak: .venv/ready  ## 20,000 steps on four simulated ranks with random faults
 	COMPOPT_SOAK=20000 $(BIN)/pytest -q tests/faults/test_soak.py
