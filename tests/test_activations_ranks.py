@@ -43,9 +43,10 @@ def run_mlp(mesh, style, bias, dtype=torch.float32, checkpointed=False):
         y.to_local().square().sum().backward() if isinstance(y, DTensor) else y.square().sum().backward()
     norm = torch.nn.utils.clip_grad_norm_(mlp.parameters(), 1e9)
     grads = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in mlp.named_parameters()}
+    tokens = torch.tensor(y.to_local().shape[1] if isinstance(y, DTensor) else y.shape[1])
     y = y.full_tensor() if isinstance(y, DTensor) else y
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return {"y": y.detach(), "x": x.grad, "norm": norm, **grads}
+    return {"y": y.detach(), "x": x.grad, "norm": norm, "tokens": tokens, **grads}
 
 
 def run_exchange(name, mesh, rank):
@@ -126,8 +127,9 @@ def test_a_bias_is_not_compressed(two_ranks):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_sequence_parallel_output_is_the_replicated_one_cut(two_ranks, name):
-    for found in two_ranks:
+    for found, tokens in zip(two_ranks, (3, 2), strict=True):
         whole, cut = found["sequence"][name]
+        assert whole.pop("tokens") == 5 and cut.pop("tokens") == tokens
         assert whole.keys() == cut.keys()
         for key in whole:
             torch.testing.assert_close(cut[key], whole[key])
@@ -143,9 +145,10 @@ def test_checkpointing_changes_nothing_under_tensor_parallelism(two_ranks, name)
 
 
 def test_clipping_takes_the_auto_encoder_in_and_in_bfloat16_too(two_ranks):
+    assert two_ranks[0]["bfloat16"]["down.compressor.encoder"].dtype == torch.bfloat16
     for dtype in ("auto-encoder", "bfloat16"):
         for found in two_ranks:
-            grads = [value for key, value in found[dtype].items() if key not in ("x", "y", "norm")]
+            grads = [value for key, value in found[dtype].items() if key not in ("x", "y", "norm", "tokens")]
             assert len(grads) == 6
             expected = torch.stack([grad.float().norm() for grad in grads]).norm()
             torch.testing.assert_close(found[dtype]["norm"].float(), expected, rtol=2e-2, atol=0)
