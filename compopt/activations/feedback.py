@@ -13,7 +13,7 @@ class ErrorFeedback(Compressor):
     """Adds what `codec` took off this rank's last activation to the next one of the same shape, in training.
 
     For comparison with the data-parallel habit: what is added belongs to other tokens than those it is added to, so
-    that it helps only where all tokens share what is held back. docs/activations.md says what it was worth.
+    that it can help only where all tokens share what is held back.
     """
 
     def __init__(self, codec: Compressor) -> None:
