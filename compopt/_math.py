@@ -200,9 +200,10 @@ def squared_norm_alike(x: Tensor) -> Tensor:
 
 def _folded(x: Tensor, dtype: torch.dtype) -> Tensor:
     sums = torch.zeros(min(WIDTH, x.numel()), dtype=dtype, device=x.device)
+    square = torch.empty_like(sums)
     for part in x.split(WIDTH):
-        wide = part.to(dtype)
-        sums[: part.numel()].addcmul_(wide, wide)
+        wide, own = part.to(dtype), square[: part.numel()]
+        sums[: part.numel()].add_(torch.mul(wide, wide, out=own))  # not addcmul: a fused one rounds once, not twice
     return sums.double()
 
 

@@ -170,8 +170,9 @@ class ScapeAdamS(CompressedOptimizer):
             the normaliser only, as printed: an outlier then makes a larger step.
         max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
             same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
-        payload_dtype: dtype on the wire (None: the gradient's). torch.int8 sends 1 byte a value and a scale for each
-            128, rounded at random without bias; what rounding takes off compressed tensors is kept in ``residual``.
+        payload_dtype: dtype on the wire (None: the gradient's). What rounding to a narrower one takes off compressed
+            tensors is kept in ``residual``. torch.int8 sends 1 byte a value and a scale for each 128, rounded at random
+            without bias.
         when: "always", or "auto": time dense and compressed steps at the start, and stay dense where compression does
             not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where there is none.

@@ -118,8 +118,9 @@ class SeparateAdam(Projecting):
         clip: what is clipped. "local": each rank's gradient before it is projected; no overlap with backward then.
             "reconstructed": the averaged gradient; its norm is about sqrt(1 + w) times the true one, so that a norm
             that suits AdamW clips every step.
-        payload_dtype: dtype on the wire (None: the gradient's). torch.int8 sends 1 byte a value and a scale for each
-            128, rounded at random without bias; what rounding takes off compressed tensors is kept in ``residual``.
+        payload_dtype: dtype on the wire (None: the gradient's). What rounding to a narrower one takes off compressed
+            tensors is kept in ``residual``. torch.int8 sends 1 byte a value and a scale for each 128, rounded at random
+            without bias.
         when: "always", or "auto": time dense and compressed steps at the start, and stay dense where compression does
             not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where there is none.
@@ -338,12 +339,26 @@ class Separate(Projecting):
         before = self.base.state_dict()
         self.base.load_state_dict(copy.deepcopy(state_dict.get("base", state_dict)))  # torch's would share its tensors
         if "base" not in state_dict:
+            self._begin_anew()
             return
         try:
             super().load_state_dict(state_dict)
         except Exception:
             self.base.load_state_dict(before)
             raise
+
+    def _begin_anew(self) -> None:
+        """Hold nothing back, and count steps from 0, as a new optimizer does."""
+        self._settle()
+        for bucket in self._buckets:
+            for tensors in bucket.state.values():
+                for tensor in tensors:
+                    if tensor is not None:
+                        tensor.zero_()
+        for group in self._own_groups:
+            group["step"] = 0
+        self._half_step, self._consolidated = "", None
+        self._rebuild()
 
     def _contents(self) -> dict[str, Any]:
         contents = super()._contents()

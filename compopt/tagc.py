@@ -169,8 +169,9 @@ class TagcAdamW(CompressedOptimizer):
         warmup_steps: steps of plain AdamW before compression starts.
         max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
             same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
-        payload_dtype: dtype of gradients on the wire (None: the gradient's). With torch.bfloat16 float32 parameters are
-            gathered as their updates in bfloat16: half as many bytes.
+        payload_dtype: dtype of gradients on the wire (None: the gradient's). What rounding to a narrower one takes off
+            compressed tensors is kept in ``residual``. With torch.bfloat16 float32 parameters are gathered as their
+            updates in bfloat16: half as many bytes.
         when: "always", or "auto": time dense and compressed steps at the start, and stay dense where compression does
             not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where there is none.

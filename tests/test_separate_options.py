@@ -103,3 +103,17 @@ def test_a_group_of_the_base_says_its_rank_and_its_weight_of_old_errors():
     optimizer.step()
     assert [columns_of(*pair) for pair in zip(before, params, strict=True)] == [7, 3, 7]
     assert [bool(optimizer.state[p]["residual"].any()) for p in params] == [True, True, False]
+
+
+def test_a_checkpoint_of_the_base_alone_begins_compression_anew():
+    """Also in an optimizer that has trained: what it held back belongs to other parameters."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(80, 64))
+    optimizer = compopt.Separate(torch.optim.AdamW([p], lr=1e-2), ratio=8)
+    for _ in range(3):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+    assert optimizer.stats.residual_norm() > 0
+    optimizer.load_state_dict(optimizer.base.state_dict())
+    assert optimizer.stats.residual_norm() == 0 and optimizer.state_dict()["param_groups"][0]["step"] == 0
+    assert optimizer.base.state[p]["step"] == 3
