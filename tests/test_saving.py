@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from problems import gradients, replicas, step, weights
+from sim import SimPending, World
 from torch import Tensor
 
 import compopt
@@ -73,13 +74,14 @@ def test_what_was_loaded_after_consolidation_is_not_the_mean():
     assert [run.said(rank) for rank in range(2)] == ["rank 0 of 2", "rank 1 of 2"]
 
 
-def test_a_saved_residual_is_what_was_held_back_and_nothing_of_what_was_sent():
-    run = Run(RADIUS).train(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["native", "torch"])
+def test_a_saved_residual_is_what_was_held_back_and_nothing_of_what_was_sent(dtype):
+    run = Run(RADIUS, dtype=dtype).train(3)
     for rank, optimizer in enumerate(run.optimizers):
         state = optimizer.state_dict()["state"]
         for i in COMPRESSED:
             mask, residual = state[i]["mask"], state[i]["residual"]
-            held = sum(gradients(2, t, SHAPES, torch.float32)[rank][i] for t in (1, 2))
+            held = sum(gradients(2, t, SHAPES, dtype)[rank][i] for t in (1, 2))
             torch.testing.assert_close(residual, held.masked_fill(mask, 0))
 
 
@@ -154,3 +156,53 @@ def test_a_rank_that_is_level_keeps_what_it_owes_when_another_takes_the_step_ove
     run.train(2)
     for p, q in zip(run.params[1], run.params[0], strict=True):
         assert torch.equal(p, q)
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_loaded():
+    run = Run(RADIUS).train(2)
+    optimizer = run.optimizers[0]
+    good = copy.deepcopy(optimizer.state_dict())
+    newer, short, flat = (copy.deepcopy(good) for _ in range(3))
+    newer["param_groups"][0]["format"] = 2
+    short["state"][0]["residual"] = torch.zeros(3)
+    flat["state"][2]["exp_avg"] = torch.zeros(64, 64)
+    for bad, told in ((newer, "format 2"), (short, "3 elements"), (flat, "4096 elements")):
+        with pytest.raises(ValueError, match=f"loaded state.*{told}"):
+            optimizer.load_state_dict(bad)
+    for i, entry in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, good["state"][i][name]) for name, value in entry.items())
+
+
+def moved(run: Run, survivors: list[int]) -> None:
+    """These ranks go on over a group of their own."""
+    run.world = World(len(survivors))
+    run.optimizers, run.params = ([of[rank] for rank in survivors] for of in (run.optimizers, run.params))
+    run.world.run([o.rebind_in_turns(comm) for o, comm in zip(run.optimizers, run.world.comms, strict=True)])
+
+
+@pytest.mark.filterwarnings("error:.*ranks are gone")
+def test_an_equal_group_loses_nobody_and_two_steps_apart_is_too_far():
+    run = Run(RADIUS).train(2)
+    moved(run, [0, 1])
+    run.train(1)
+    run.optimizers[1].param_groups[0]["step"] += 2
+    with pytest.raises(ValueError, match=r"ranks have taken \[3, 5\] steps"):
+        moved(run, [0, 1])
+
+
+@pytest.mark.filterwarnings("ignore:.*ranks are gone")
+def test_masters_whose_owner_is_gone_are_what_parameters_are():
+    run = Run(TAGC, 3, torch.bfloat16).train(2)
+    moved(run, [0, 2])
+    for i, p in enumerate(run.params[0]):
+        masters = [o.state[own[i]]["master"] for o, own in zip(run.optimizers, run.params, strict=True)]
+        assert torch.equal(torch.cat(masters).bfloat16(), p.detach().view(-1))
+
+
+def test_what_is_on_its_way_over_a_group_that_is_gone_is_let_go(monkeypatch):
+    run, let_go = Run(RADIUS).train(1), []
+    tails = [exchange.pending for optimizer in run.optimizers for exchange in optimizer._runtime.tails]
+    assert tails
+    monkeypatch.setattr(SimPending, "forget", lambda pending: let_go.append(pending))
+    moved(run, [0, 1])
+    assert all(pending in let_go for pending in tails)

@@ -124,6 +124,31 @@ def test_a_change_in_any_bucket_that_left_early_makes_all_send_again(make, layer
         assert torch.equal(parameters(ours), parameters(plain))
 
 
+def test_what_leaves_in_backward_is_complete_and_a_second_backward_replaces_it(make):
+    ours, plain = make(), make()
+    for ranks in (ours, plain):
+        ranks.train(loss, 2)
+        ranks.backward(loss)
+    for _ in range(2):
+        for rank, model, optimizer in ours:
+            for p in model.parameters():
+                p.grad.mul_(2)
+            started = ours.world.comms[rank].started
+            optimizer.gradients_ready(optimizer._buckets[0].params)
+            assert ours.world.comms[rank].started == started + 1, "the other buckets have no gradients yet"
+            optimizer.gradients_ready(reversed(list(model.parameters())))
+            assert ours.world.comms[rank].started == started + len(optimizer._buckets) - 1
+            optimizer.backward_done()
+    for model in plain.models:
+        for p in model.parameters():
+            p.grad.mul_(4)
+    for ranks in (ours, plain):
+        ranks.world.step(ranks.optimizers)
+    stats = ours.optimizers[0].stats
+    assert not stats.resent and stats.early_buckets == stats.buckets - 1
+    assert torch.equal(parameters(ours), parameters(plain))
+
+
 def test_a_rank_that_cannot_read_its_gradients_is_heard_by_all(make):
     ranks = make()
     ranks.train(loss, 2)
@@ -175,6 +200,9 @@ def test_changed_gradients_are_noticed(dtype):
     p.grad.mul_(1)
     assert not print_.differs().any()
     p.grad = None
+    assert print_.differs().all()
+    print_, (p, _) = fingerprint_of(torch.zeros(512, dtype=dtype), torch.ones(3, dtype=dtype))
+    p.grad = None  # zeros count as a gradient, none does not
     assert print_.differs().all()
 
 
