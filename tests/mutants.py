@@ -241,7 +241,32 @@ def import_all() -> None:
     sys.modules["torch"].set_num_threads(1)
 
 
-def main() -> int:
+class Report:
+    """What became of all, by area."""
+
+    def __init__(self, areas: list[str], every: bool):
+        self.totals, self.every = {area: Counter() for area in areas}, every
+        self.trouble: list[str] = []
+
+    def told(self, job: Job, verdict: str) -> None:
+        killed = verdict.startswith("killed")
+        if job.mutant:
+            self.totals[job.mutant.area]["seen" if killed else "left"] += 1
+        if verdict and not killed:
+            self.trouble.append(f"{job.name}: {verdict}")
+        if self.every or (verdict and not killed):
+            print(f"{job.name}: {verdict or 'passes'}", flush=True)
+
+    def finish(self, seconds: float) -> None:
+        for area, total in self.totals.items():
+            same = f", {total['same']} change nothing" if total["same"] else ""
+            print(f"{area:14} {total['seen']} of {total['seen'] + total['left']} seen{same}")
+        total = sum(self.totals.values(), Counter())
+        print(f"{total.total()} mutants, {total['left']} survive, {total['same']} change nothing; {seconds:.0f} s")
+        print(*self.trouble, sep="\n")
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     areas = sorted(path.stem for path in LISTS.glob("*.txt"))
     parser.add_argument("--area", nargs="*", choices=areas, default=areas)
@@ -251,52 +276,31 @@ def main() -> int:
     parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault first")
     parser.add_argument("--check", action="store_true", help="run nothing: only look whether every patch fits its file")
     parser.add_argument("-v", action="store_true", help="say what sees each")
-    said = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    said = arguments()
     mutants = [m for area in said.area for m in read(LISTS / f"{area}.txt") if not said.only or m.number in said.only]
-    if said.check:
-        wrong = [f"{m}: stale" for m in mutants if not m.fits()]
-        print("\n".join([*wrong, f"{len(mutants)} patches, {len(wrong)} do not fit"]))
-        return len(wrong) > 0
+    stale = [f"{m}: stale, what it replaces does not occur exactly once" for m in mutants if not m.fits()]
+    print(*stale, f"{len(mutants)} patches, {len(stale)} do not fit", sep="\n", flush=True)
+    if said.check or stale:
+        return bool(stale)
     import_all()
-    began, trouble = time.monotonic(), []
-    totals: dict[str, Counter] = {area: Counter() for area in said.area}
-
-    def told(job: Job, verdict: str) -> None:
-        killed = verdict.startswith("killed")
-        if job.mutant:
-            totals[job.mutant.area]["killed" if killed else "left"] += 1
-        if verdict and not killed:
-            trouble.append(f"{job.name}: {verdict}")
-        if said.v or (verdict and not killed):
-            print(f"{job.name}: {verdict or 'passes'}", flush=True)
-
+    began, report = time.monotonic(), Report(said.area, said.v)
     tried = [m for m in mutants if not m.equivalent]
     for mutant in mutants:
-        if mutant.equivalent:
-            totals[mutant.area]["equivalent"] += 1
-            if not mutant.fits():
-                trouble.append(f"{mutant}: stale: what it replaces does not occur exactly once")
-                print(trouble[-1])
+        report.totals[mutant.area]["same"] += bool(mutant.equivalent)
     if not said.trust:
-        named = {area: dict.fromkeys(t for m in tried if m.area == area for t in m.tests) for area in said.area}
-        run(
-            ((None, f"tests of {area}", list(tests)) for area, tests in named.items() if tests),
-            said.j,
-            BASELINE * said.limit,
-            told,
-        )
-        if trouble:
+        named = {area: list(dict.fromkeys(t for m in tried if m.area == area for t in m.tests)) for area in said.area}
+        tests = ((None, f"tests of {area}", own) for area, own in named.items() if own)
+        run(tests, said.j, BASELINE * said.limit, report.told)
+        if report.trouble:
             return 2
         print(f"{len(set().union(*named.values()))} tests pass, {time.monotonic() - began:.0f} s", flush=True)
-    run(((m, str(m), m.tests) for m in tried), said.j, said.limit, told)
-    for area, total in totals.items():
-        line = f"{area:12} {total['killed']} of {total['killed'] + total['left']} seen"
-        print(line + (f", {total['equivalent']} change nothing" if total["equivalent"] else ""))
-    total = sum(totals.values(), Counter())
-    print(f"{total.total()} mutants, {total['left']} survive, {time.monotonic() - began:.0f} s")
-    for line in trouble:
-        print(line.splitlines()[0])
-    return 1 if trouble else 0
+    run(((m, str(m), m.tests) for m in tried), said.j, said.limit, report.told)
+    report.finish(time.monotonic() - began)
+    return bool(report.trouble)
 
 
 if __name__ == "__main__":

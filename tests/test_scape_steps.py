@@ -131,6 +131,15 @@ def test_nothing_is_lost_and_masks_are_the_owners(dtype, name):
         assert torch.equal(p, q)
 
 
+@each_dtype
+def test_a_tensor_absent_while_the_others_become_sparse_keeps_its_momentum(dtype):
+    """Their momenta shrink to what is on the mask, in other memory; its own stays whole."""
+    run = Run(dtype)
+    for absent in (None, 2, 2, None, None):
+        run.step(absent)
+    assert run.optimizers[0].stats.phase == "sparse"
+
+
 @pytest.mark.parametrize("guess", [0.0, 1e-30, 1e30])
 @pytest.mark.parametrize("selection", ["exact", "sampled"])
 def test_a_guess_that_leads_nowhere_loses_nothing(guess, selection):
