@@ -8,6 +8,7 @@ from test_int8 import answer, rounded
 
 from compopt._quantise import BLOCK, ROW
 from compopt._requests import Payload
+from compopt._scratch import Scratch
 
 
 def test_the_largest_of_a_row_is_exact_whatever_number_it_is_rounded_with():
@@ -53,3 +54,11 @@ def test_the_mean_is_unbiased(ranks):
     moving = errors.std(0) > 0.3 * errors.std(0).max()  # what is hardly ever rounded is not normal after 600 times
     z = (errors.mean(0) / errors.std(0) * 600**0.5)[moving]
     assert z.abs().max() < 5 and float(z.square().mean()) == pytest.approx(1, abs=0.35)
+
+
+def test_scratch_memory_has_as_many_elements_as_are_asked_for():
+    scratch, cpu = Scratch(), torch.device("cpu")
+    sizes = [len(scratch("codes", n, torch.int8, cpu)) for n in (4, 9, 2, 9)]
+    assert sizes == [4, 9, 2, 9]
+    assert scratch("codes", 9, torch.int8, cpu).data_ptr() == scratch("codes", 2, torch.int8, cpu).data_ptr()
+    assert scratch("codes", 9, torch.float32, cpu).dtype == torch.float32
