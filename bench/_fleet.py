@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from compopt._alike import Alike
 from compopt._buckets import Bucket
 from compopt._comm import Comm, Pending
 from compopt._masks import bits_of, encode
@@ -39,6 +40,16 @@ def fleet(ranks: int, left_by_others: float = 0.0) -> Iterator[Fleet]:
             yield comm
     finally:
         dist.destroy_process_group()
+
+
+class SameEverywhere(Alike):
+    """All ranks of a fake group hold this one's gradients, on purpose."""
+
+    def note(self, mean: list[float]) -> bool:
+        return False
+
+    def refuses(self, same: bool, handed_over: bool) -> bool:
+        return False
 
 
 class Fleet(Comm):
@@ -75,6 +86,7 @@ class Fleet(Comm):
                     answer = yield request
 
         optimizer._runtime.algorithm = noted
+        optimizer._alike = SameEverywhere()
 
     def start(self, request: Request) -> Pending:
         bucket, self.bucket = self.bucket, None

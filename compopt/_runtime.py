@@ -118,7 +118,8 @@ class Runtime:
 
     def confirm(self, comm: Comm, device: torch.device) -> Waits:
         """Let all ranks know where any has lost a tail of which they rely on each other."""
-        if not self.unconfirmed:
+        if not self.unconfirmed or comm.size == 1:
+            self.unconfirmed = False
             return
         pending = comm.start(AllReduceMean(torch.tensor([float(self.lost)], dtype=torch.float32, device=device)))
         yield pending

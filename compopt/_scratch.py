@@ -19,3 +19,8 @@ class Scratch:
         if held is None or held.numel() < n:
             held = self._held[key] = torch.empty(n, dtype=dtype, device=device)
         return held[:n]
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What there is of it."""
+        return list(self._held.values())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from collections.abc import Generator
+
 import torch
 from conformance import assert_same, every, loss, make_ranks, snapshot
 from sim import World
 from torch import nn
+
+import compopt
 
 SHAPES = [(0, 5), (), (80, 70), (8, 16, 8, 8), (1, 4096), (64, 64, 0), (3,)]
 
@@ -49,19 +53,30 @@ def test_a_step_without_any_gradient_changes_nothing_but_its_count(case):
     ranks.assert_replicas_equal()
 
 
+def caught(turns: Generator, errors: list[Exception]) -> Generator:
+    """A rank's turns; the error it ends with is noted."""
+    try:
+        yield from turns
+    except Exception as error:
+        errors.append(error)
+
+
 @every
-def test_a_sparse_gradient_is_refused_by_name_before_anything_is_sent(case):
+def test_a_sparse_gradient_on_one_rank_is_refused_by_name_and_all_hear_of_it(case):
     ranks = make_ranks(case, 2)
     ranks.train(loss, 5)
     ranks.backward(loss)
-    before, started = snapshot(ranks.optimizers[1]), ranks.world.comms[1].started
+    before = [snapshot(optimizer) for optimizer in ranks.optimizers]
     kept = ranks.models[1].down.weight.grad
     ranks.models[1].down.weight.grad = kept.to_sparse()
-    with pytest.raises(TypeError, match=r"sparse gradient for parameter \d of group 0"):
-        next(ranks.optimizers[1].step_in_turns())
-    assert_same(before, snapshot(ranks.optimizers[1]))
-    assert ranks.world.comms[1].started == started  # so that the step can be taken after all
-    ranks.models[1].down.weight.grad = kept
+    errors: list[Exception] = []
+    ranks.world.run([caught(optimizer.step_in_turns(), errors) for optimizer in ranks.optimizers])
+    (theirs,) = (error for error in errors if isinstance(error, compopt.CommunicationError))
+    (ours,) = (error for error in errors if isinstance(error, TypeError))
+    assert re.search(r"sparse gradient for parameter \d of group 0", str(ours)) and "rank 1" in str(theirs)
+    for old, optimizer in zip(before, ranks.optimizers, strict=True):
+        assert_same(old, snapshot(optimizer))
+    ranks.models[1].down.weight.grad = kept  # the step can be taken after all
     ranks.world.step(ranks.optimizers)
     ranks.assert_replicas_equal()
 
