@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from compopt.costmodel import DEVICES, METHODS, advise
 from compopt.costmodel.advice import DENSE, WORTH_IT
 
-EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "500"))
+EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "200"))
 powers = st.floats(0, 1)
 
 

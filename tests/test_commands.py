@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import compopt
+from compopt.__main__ import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -56,11 +57,14 @@ def test_no_shell_has_a_command_of_this_name():
     assert bash("type -t compopt-advise", ROOT).stdout.strip() == "file"
 
 
-def test_python_m_compopt_names_its_commands_and_version(tmp_path):
+def test_python_m_compopt_names_its_commands_and_version(tmp_path, capsys):
     assert bash("python -m compopt --version", tmp_path).stdout.strip() == f"compopt {compopt.__version__}"
-    assert "compopt advise" in bash("python -m compopt advise --help", tmp_path).stdout
-    wrong = bash("python -m compopt advize", tmp_path)
-    assert wrong.returncode == 2 and "invalid choice: 'advize'" in wrong.stderr
+    with pytest.raises(SystemExit):
+        main(["advise", "--help"])
+    assert "python -m compopt advise" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["advize"])
+    assert ended.value.code == 2 and "invalid choice: 'advize'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", sorted({name for page in PAGES for name in TARGET.findall(page.read_text())}))
