@@ -124,6 +124,8 @@ class CompressedOptimizer(Stepping, Saving, Optimizer):
                 loss = closure()
         for _ in self.step_in_turns():
             pass
+        for tell in tuple(self.told_of_steps):
+            tell()
         return loss
 
     def _report(self, verdict: Verdict, comm: Comm) -> None:
@@ -227,6 +229,7 @@ class CompressedOptimizer(Stepping, Saving, Optimizer):
         self._acquainted = False
         self._agreed = ""  # the structure all ranks had in the last step
         self._alike = Alike()
+        self.told_of_steps: list[Callable[[], None]] = getattr(self, "told_of_steps", [])  # integrations that wait
         self._ready: dict[int, set[Tensor]] = {}  # what the running backward has finished, a bucket
         self._runtime = Runtime(weakly(self.algorithm))
         _frozen.meet(self)

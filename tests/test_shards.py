@@ -52,7 +52,8 @@ def requests(rank: int) -> dict:
     bits = torch.randint(0, 256, (1001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
     union = comm.start(BitOr(bits.clone())).wait()
     Comm.or_in_backend = False  # as on NCCL
-    found["or"] = torch.equal(union, comm.start(BitOr(bits.clone())).wait())
+    pending = comm.start(BitOr(bits.clone())).wait()  # the first of two collectives leads to the second
+    found["or"] = torch.equal(union, pending.wait())
     rows = [
         torch.randint(0, 256, (1001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(r)) for r in range(3)
     ]
@@ -86,8 +87,9 @@ def trained(rank: int) -> dict[str, list]:
         model = DDP(Net())
         if name == "early":  # made when there were no other ranks yet
             _base.connect, connect = lambda group: Comm(alone=True), _base.connect
+            _base.has_met_others, has_met_others = lambda comm: False, _base.has_met_others
             optimizer = make(model.named_parameters(), lr=1e-2)
-            _base.connect = connect
+            _base.connect, _base.has_met_others = connect, has_met_others
         else:
             optimizer = make(model.named_parameters(), lr=1e-2)
         losses = []

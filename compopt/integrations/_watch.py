@@ -27,7 +27,7 @@ class Watch:
         self._cover(taken)
         if self._left:
             self._look = register_module_forward_pre_hook(self.look)
-            self._stepped = optimizer.register_step_post_hook(self.stepped)
+            optimizer.told_of_steps.append(self.stepped)  # not a hook of torch's, which could not leave by itself
             weakref.finalize(optimizer, self._look.remove)
 
     def look(self, module: nn.Module, args: Any) -> None:
@@ -47,7 +47,7 @@ class Watch:
             for child in module.children():
                 yield from self._unseen(child)
 
-    def stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def stepped(self) -> None:
         """The optimizer has made a step."""
         self._left = {p for p in self._left if p.grad is None}
         self._end()
@@ -57,6 +57,8 @@ class Watch:
             self._left.difference_update(module.parameters())
 
     def _end(self) -> None:
+        optimizer = self._optimizer()
         if not self._left:
             self._look.remove()
-            self._stepped.remove()
+            if optimizer is not None and self.stepped in optimizer.told_of_steps:
+                optimizer.told_of_steps.remove(self.stepped)
