@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from deep import Deep, loss
 from ranks import run_ranks
 from sim import Ranks
 from torch import nn
@@ -71,17 +72,6 @@ def test_ranks_that_finish_gradients_in_another_order_start_the_same_collectives
             assert between_ranks == 0, f"{name}: replicas differ"
             assert between_runs < 1e-6, f"{name}: not what ranks of one order get"
             assert early > 0, name
-
-
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-
-
-def loss(model: Deep, rank: int, step: int) -> torch.Tensor:
-    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
-    return (model.layers(x) - x).square().mean()
 
 
 def deep(monkeypatch, name: str) -> Ranks:

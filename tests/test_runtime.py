@@ -6,24 +6,12 @@ import warnings
 
 import pytest
 import torch
+from deep import Deep, loss
 from sim import Deadlock, Ranks
 from torch import nn
 
 import compopt
 from compopt import _buckets
-
-
-class Deep(nn.Module):
-    """Eight 64 x 64 layers; with BUCKET_BYTES at 40 kB a bucket holds two of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-
-
-def loss(model: Deep, rank: int, step: int) -> torch.Tensor:
-    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
-    return (model.layers(x) - x).square().mean()
 
 
 @pytest.fixture

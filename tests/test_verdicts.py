@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from deep import Deep, loss
 from sim import Ranks, World
 from torch import nn
 
@@ -17,26 +18,17 @@ from compopt._exchanges import Fingerprint
 from compopt._runtime import Verdict, _agree_with
 
 
-class Deep(nn.Module):
-    """Six layers; a bucket holds two of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-
-
-def loss(model: Deep, rank: int, step: int) -> torch.Tensor:
-    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
-    return (model.layers(x) - x).square().mean()
-
-
 @pytest.fixture
 def make(monkeypatch):
     monkeypatch.setattr(_buckets, "BUCKET_BYTES", 40_000)
 
     def build(size: int = 2, **options) -> Ranks:
         said = {"lr": 1e-2, "density": 0.3, "interval": 100, "warmup_steps": 0, **options}
-        return Ranks(size, Deep, lambda ps, process_group: compopt.RadiusAdamW(ps, process_group=process_group, **said))
+        return Ranks(
+            size,
+            lambda: Deep(6),
+            lambda ps, process_group: compopt.RadiusAdamW(ps, process_group=process_group, **said),
+        )
 
     return build
 
