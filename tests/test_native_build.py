@@ -15,15 +15,36 @@ from compopt import _backends, _native_build
 pytestmark = pytest.mark.skipif(_native_build.compiler() is None, reason="needs a C compiler")
 
 
+# A compiler in place of the real one, once that has built the library: it hands out the same file in no time.
+COPIES = """#!/bin/sh
+[ "$1" = --version ] && exec {real} --version
+while [ "$1" != -o ]; do shift; done
+exec cp {library} "$2"
+"""
+
+
+def program(path: Path, text: str) -> str:
+    """A script to be run in place of a compiler."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> str:
+    """A compiler that takes no time: what the real one builds, which is not for speed here, it builds once."""
+    folder, real = tmp_path_factory.mktemp("quick"), _native_build.compiler()
+    unoptimised = program(folder / "unoptimised", f'#!/bin/sh\nexec {real} "$@" -O0\n')
+    library = _native_build.built(unoptimised, "", folder)
+    return program(folder / "cc", COPIES.format(real=real, library=library))
+
+
 @pytest.fixture
-def cache(monkeypatch, tmp_path) -> Path:
+def cache(monkeypatch, tmp_path, quick) -> Path:
     """A cache of this test's own."""
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    quick = tmp_path / "quick"  # what is built here is not for speed
-    quick.write_text(f'#!/bin/sh\nexec {_native_build.compiler()} "$@" -O0\n')
-    quick.chmod(0o755)
-    monkeypatch.setenv("CC", str(quick))
+    monkeypatch.setenv("CC", quick)
     _native_build._load.cache_clear()
     yield tmp_path / "compopt"
     _native_build._load.cache_clear()
@@ -34,10 +55,7 @@ def built(folder: Path) -> Path:
 
 
 def test_a_compiler_that_fails_gives_way(monkeypatch, cache):
-    broken = cache.parent / "cc"
-    broken.write_text("#!/bin/sh\necho no disk >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CC", str(broken))
+    monkeypatch.setenv("CC", program(cache.parent / "cc", "#!/bin/sh\necho no disk >&2\nexit 1\n"))
     with pytest.warns(UserWarning, match="native back end is installed but does not run.* no disk"):
         assert _backends.choose({"cpu"}).name == "torch"
     assert not list(cache.glob("*"))
@@ -94,10 +112,8 @@ def test_the_name_says_what_it_was_made_of(monkeypatch, cache, part):
         assert _native_build.built(cc, "portable", cache).name.startswith("native-portable-")
         return
     if part == "compiler":
-        newer = cache / "cc"
-        newer.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo cc 99 && exit\nexec {cc} "$@"\n')
-        newer.chmod(0o755)
-        cc = str(newer)
+        said = '[ "$1" = --version ] && echo cc 99 && exit'
+        cc = program(cache / "cc", f'#!/bin/sh\n{said}\nexec {cc} "$@"\n')
     elif part == "libc":
         monkeypatch.setattr(_native_build.platform, "libc_ver", lambda: ("musl", "1.2"))
     else:
