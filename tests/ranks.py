@@ -11,7 +11,9 @@ from datetime import timedelta
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp", "compopt", "pytest"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "compopt", "pytest"]
+)
 
 
 def _work(rank: int, size: int, file: str, results: Any, function: Callable[..., Any], args: tuple) -> None:

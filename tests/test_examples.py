@@ -3,15 +3,15 @@
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from in_place import EXAMPLES, as_torchrun_would, example
+from ranks import run_ranks
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = """--layers 1 --width 32 --heads 2 --context 16 --batch 4 --lr 1e-2 --steps 6 --eval-every 3
           --density 0.1 --warmup-share 0.34 --interval 4"""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -26,6 +26,7 @@ PHASES = {  # of the six steps: two are warm-up, and Radius compresses from the 
     "powersgd": {"dense": 2, "sparse": 4},
     "topk": {"dense": 2, "sparse": 4},
 }
+ON_TWO_RANKS = [name for name in PHASES if name != "radius"]  # which torchrun starts
 
 
 def load(name: str):
@@ -35,12 +36,21 @@ def load(name: str):
     return module
 
 
-def start(launcher: list[str], folder: Path, optimizer: str, **env: str) -> subprocess.Popen:
-    """Start train_gpt.py on a short text; its results go to a file in `folder`, named after the optimizer."""
+def write_text(folder: Path) -> None:
     (folder / "text").write_bytes(b"to be, or not to be, that is the question: " * 1000)
+
+
+def options(folder: Path, optimizer: str) -> list[str]:
+    """A short run on a short text; its results go to a file in `folder`, named after the optimizer."""
     files = ["--data", str(folder / "text"), "--out", str(folder / f"{optimizer}.json")]
-    command = [*launcher, str(EXAMPLES / "train_gpt.py"), "--optimizer", optimizer, *TINY.split(), *files]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | env
+    return ["--optimizer", optimizer, *TINY.split(), *files]
+
+
+def start(launcher: list[str], folder: Path, optimizer: str) -> subprocess.Popen:
+    """Start train_gpt.py."""
+    write_text(folder)
+    command = [*launcher, str(EXAMPLES / "train_gpt.py"), *options(folder, optimizer)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -87,14 +97,18 @@ def test_train_gpt_under_torchrun(tmp_path):
     check(tmp_path, "radius", ranks=2)
 
 
-@pytest.mark.parametrize("optimizer", [name for name in PHASES if name != "radius"])
-def test_train_gpt_on_two_ranks(optimizer, tmp_path):
-    with socket.socket() as free:  # what torchrun does for its workers, without the seconds it takes to import
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    finish([start([sys.executable], tmp_path, optimizer, RANK=r, LOCAL_RANK=r, **meeting) for r in "01"])
-    check(tmp_path, optimizer, ranks=2)
+def on_two_ranks(rank: int, folder: str) -> None:
+    as_torchrun_would(rank, 2)
+    for optimizer in ON_TWO_RANKS:
+        example("train_gpt", *options(Path(folder), optimizer))
+
+
+def test_train_gpt_on_two_ranks(tmp_path):
+    """The others one after the other in two processes: what starting these takes, the test above has seen."""
+    write_text(tmp_path)
+    run_ranks(on_two_ranks, 2, str(tmp_path))
+    for optimizer in ON_TWO_RANKS:
+        check(tmp_path, optimizer, ranks=2)
 
 
 def test_corpus_is_the_same_everywhere_and_its_parts_are_apart(tmp_path):
