@@ -28,14 +28,20 @@ def at(what: str, tensor: Tensor | None, least: int, dtype: torch.dtype = torch.
 
 def addresses(what: str, tensors: Tensors, least: Sequence[int], dtype: torch.dtype = torch.float32) -> list[int]:
     """The same for many. Raises ValueError where one is not what the pass will read ``least`` elements of."""
-    for i, (t, n) in enumerate(zip(tensors, least, strict=True)):
-        if t is not None and not fits(t, n, dtype):
+    found: list[int] = []
+    for t, n in zip(tensors, least, strict=True):
+        if t is None:
+            found.append(0)
+        elif t.dtype is dtype and t.is_cpu and t.is_contiguous() and t.numel() >= n:  # ``fits``, without a call
+            found.append(t.data_ptr() or NOWHERE)
+        else:
             raise ValueError(
-                f"the native back end reads {n} contiguous elements of {dtype} on the CPU as {what}, and number {i} is "
-                f"{t.dtype} of shape {tuple(t.shape)} and strides {t.stride()} on {t.device}. Nothing was read. Was a "
-                "parameter or its state converted after the optimizer was made? Make the optimizer after that."
+                f"the native back end reads {n} contiguous elements of {dtype} on the CPU as {what}, and number "
+                f"{len(found)} is {t.dtype} of shape {tuple(t.shape)} and strides {t.stride()} on {t.device}. Nothing "
+                "was read. Was a parameter or its state converted after the optimizer was made? Make the optimizer "
+                "after that."
             )
-    return [0 if t is None else t.data_ptr() or NOWHERE for t in tensors]
+    return found
 
 
 def along(what: str, flat: Tensor, sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> list[int]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ._buckets import Bucket, local
 from ._masks import Deal
-from ._native import Options, Table, addresses, along, at, floats, over_rows, plain, sizes_of
-from ._native_adamw import refuse, steps_of, whole
+from ._native import Options, Table, addresses, at, floats, over_rows, plain, sizes_of
+from ._native_adamw import refuse, state_of, steps_of, whole
 from ._ops import Ops, Tensors
 from ._requests import Payload
 from ._selection_native import CHOICE, NativeSelection
@@ -38,12 +38,14 @@ class AdamSPasses(Ops):
         state, present, held, lengths = bucket.state, bucket.present(mean), bucket.cache["held"], bucket.lengths
         new, own = state["exp_avg"], floats(bucket.grads())
         if old is new and any(i is not None for i in (*index, *held)):  # places change: not in the same memory
-            old = list(bucket.flat["exp_avg"].clone().split([m.numel() for m in new]))
+            flat = bucket.flat["exp_avg"]
+            before = bucket.memory("the momentum of before", flat.numel(), flat.dtype).copy_(flat)
+            old = list(before.split([m.numel() for m in new]))
         room, most = selection.room if selection else 0, max(sizes_of(index))
         holding, k = sizes_of(held), sizes_of(index)
         before = [n if i is None else size for n, i, size in zip(lengths, held, holding, strict=True)]
         self._scape(bucket, mean, present, index, factor, room, most, {
-            "e": addresses("residuals", state["residual"], lengths),
+            "e": state_of(bucket, "residual"),
             "g": addresses("gradients", own, lengths),
             "held": addresses("positions of the momentum", held, holding, torch.int32),
             "holding": holding,
@@ -63,7 +65,7 @@ class AdamSPasses(Ops):
         if not self.fuses(bucket):
             return super().adams_commit(bucket, mean)
         everywhere: Tensors = [None] * len(bucket.lengths)
-        own = NOT_COMPRESSED | NOT_SELECTING | {"old": along("exp_avg", bucket.flat["exp_avg"], bucket.lengths)}
+        own = NOT_COMPRESSED | NOT_SELECTING | {"old": state_of(bucket, "exp_avg")}
         self._scape(bucket, mean, bucket.present(mean), everywhere, 1.0, 0, 0, own)
 
     def _scape(
@@ -86,13 +88,12 @@ class AdamSPasses(Ops):
         hyper, threads, like = self.adams_options(bucket.group, factor), torch.get_num_threads(), state["step"][0]
         candidates = self.scratch(like, threads * room, torch.int32, "candidates")
         scratch = at("candidates", candidates, threads * room, torch.int32)
-        gathered = at(
-            "what is gathered", self.scratch(like, 3 * threads * most, torch.float32, "gathered"), 3 * threads * most
-        )
+        gathered = self.scratch(like, threads * most, torch.float32, "sent")
+        sent_before = at("what was sent", gathered, threads * most)
         refuse(bucket, over_rows(
             lengths,
             lambda first, last, thread: self.library.scape(
-                table, first, last, hyper, scratch + 4 * room * thread, gathered + 12 * most * thread, most
+                table, first, last, hyper, scratch + 4 * room * thread, sent_before + 4 * most * thread
             ),
         ))  # fmt: skip
 

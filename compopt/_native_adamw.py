@@ -27,14 +27,14 @@ class AdamWPasses(Ops):
             len(grads),
             n=lengths,
             w=addresses("parameters", weights, lengths),
-            m=along("exp_avg", bucket.flat["exp_avg"], lengths),
-            v=along("exp_avg_sq", bucket.flat["exp_avg_sq"], lengths),
+            m=state_of(bucket, "exp_avg"),
+            v=state_of(bucket, "exp_avg_sq"),
             step=steps_of(bucket, present),
             mean=addresses("an averaged gradient", values, sent if sparse else lengths),
             mask=masks_of(state["mask"], lengths) if sparse else 0,
             index=0,
             k=sent,
-            residual=addresses("residuals", state["residual"], lengths) if phase != "dense" else 0,
+            residual=state_of(bucket, "residual") if phase != "dense" else 0,
             g=addresses("gradients", own, lengths),
             score=addresses("scores", [scores.get(i) for i in range(len(grads))], lengths),
             ahead=0,
@@ -94,6 +94,13 @@ class AdamWPasses(Ops):
 def adamw_options(h: dict) -> Options:
     (beta1, beta2), sign = h["betas"], -1.0 if h["maximize"] else 1.0
     return Options(float(h["lr"]), beta1, beta2, h["eps"], h["weight_decay"], sign)
+
+
+def state_of(bucket: Bucket, name: str) -> list[int]:
+    """Where each tensor's state of this name is, in the bucket's; 0 for a tensor that has none."""
+    sizes = [0 if view is None else n for view, n in zip(bucket.state[name], bucket.lengths, strict=True)]
+    places = along(name, bucket.flat[name], sizes)
+    return [0 if view is None else place for view, place in zip(bucket.state[name], places, strict=True)]
 
 
 def steps_of(bucket: Bucket, present: list[bool]) -> list[int]:

@@ -32,7 +32,7 @@ KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double, "s": c
 SIGNATURES = {  # what a function returns and takes: p memory, n a size, d a number, s a word
     "isa": "s",
     "pack": "n pnndd",
-    "scape": "n pnnpppn",
+    "scape": "n pnnppp",
     "adams": "n pp",
     "adamw": "n pnnp",
     "largest": "d pnndpp",

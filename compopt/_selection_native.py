@@ -59,7 +59,8 @@ class NativeSelection:
 
     def message(self) -> Tensor:
         """This rank's bits, coded where codes are smaller."""
-        message, pieces = torch.zeros(self.deal.length, dtype=torch.uint8), self.part.pieces
+        pieces = self.part.pieces
+        message = self.bucket.memory("mask message", self.deal.length, torch.uint8).zero_()
         table = Table(
             len(pieces),
             chosen=self.columns_of(self.positions),
@@ -82,7 +83,7 @@ class NativeSelection:
         for piece in (piece for part in parts for piece in part.pieces):
             sizes[piece.tensor] += piece.wanted
         positions = torch.empty(sum(sizes), dtype=torch.int32)
-        bits = torch.zeros(parts[-1].last, dtype=torch.uint8)
+        bits = bucket.memory("mask bits", parts[-1].last, torch.uint8).zero_()
         first = 0
         for rank, (part, message) in enumerate(zip(parts, messages, strict=True)):
             wanted = sum(piece.wanted for piece in part.pieces)

@@ -188,7 +188,7 @@ def test_a_mask_that_is_not_what_was_agreed_is_refused(ops, broken, density):
     for rank, part in enumerate(deal.parts):
         selection = NativeSelection(bucket, ops, deal, rank)
         selection.positions.copy_(torch.cat([torch.arange(piece.wanted) for piece in part.pieces]))
-        messages.append(selection.message())
+        messages.append(selection.message().clone())  # the next one of this bucket lies in the same memory
     selection.found(torch.stack(messages))
     bits = _masks.code_of(deal.parts[0])[0] if deal.coded else 8 * len(messages[0])
     BROKEN[broken](messages[0], bits)

@@ -10,7 +10,7 @@ from test_backends import assert_same
 from torch import nn
 
 import compopt
-from compopt import _native, _native_build
+from compopt import _math, _native, _native_build
 from compopt._ops import Ops
 from compopt._ops_native import NativeOps
 
@@ -53,6 +53,19 @@ def test_positions_of_another_dtype_are_converted(ops, bucket):
     for dtype in (torch.int64, torch.int32, torch.int16):
         assert torch.equal(ops.pack(bucket, grads, [positions.to(dtype)] * 2).flat, expected)
     assert torch.equal(ops.pack(bucket, grads, [torch.stack([positions.int()] * 2, 1)[:, 0]] * 2).flat, expected)
+
+
+@pytest.mark.parametrize("owed", [False, True])
+@pytest.mark.parametrize("negate", [False, True])
+@pytest.mark.parametrize("every", [3, 40])  # read as bits, and as positions
+def test_a_message_is_what_plain_operators_make_of_it(ops, bucket, every, negate, owed):
+    grads, index = bucket.grads(), [torch.arange(1, N, every, dtype=torch.int32)] * 2
+    bits = torch.zeros((N + 7) // 8, dtype=torch.uint8)
+    _math.set_bits_(bits, index[0].long())
+    add = [p.detach() for p in bucket.params] if owed else None
+    options = {"add": add, "scale": 0.5, "negate": negate}
+    expected = Ops().pack(bucket, grads, index, **options).flat.clone()
+    assert torch.equal(ops.pack(bucket, grads, index, bits=[bits] * 2, **options).flat, expected)
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,21 @@ static void adams_run(Factors f, float *restrict w, const float *restrict old, c
     }
 }
 
-// What is gathered of one tensor at `index` and put back when all of it is there: x, the weights, the old momentum.
+enum { ENOUGH = 256 };  // elements: worth a loop of vectors, and still in the cache
+
+// Weights and old momentum at the positions from `done` on, until there are enough of them.
 typedef struct {
-    float *sent, *picked, *before;
+    float weight[ENOUGH + BLOCK], before[ENOUGH + BLOCK];
+    int64_t done, count;
 } Gathered;
+
+// Lines 18 to 21 for what is gathered, and the weights back to where they belong.
+static void put_back(const Scape *row, Factors f, Gathered *some) {
+    adams_run(f, some->weight, some->before, row->mean + some->done, row->m + some->done, some->count);
+    for (int64_t j = 0; j < some->count; j++) row->w[row->index[some->done + j]] = some->weight[j];
+    some->done += some->count;
+    some->count = 0;
+}
 
 // Line 10 and the decay of weights for one block: e becomes x. `dense` is the old momentum.
 static void moment(float *restrict e, const float *restrict g, const float *restrict dense, float *restrict w,
@@ -75,19 +86,24 @@ static double searched(const Scape *row, const float *sent, int32_t *scratch) {
     return next;
 }
 
-// Returns whether all positions were where they may be.
-static int scape_row(const Scape *row, const Hyper *hyper, int32_t *scratch, Gathered at) {
+// `sent` becomes x at `index`. Returns whether all positions were where they may be.
+static int scape_row(const Scape *row, const Hyper *hyper, int32_t *scratch, float *sent) {
     const Factors f = factors(hyper, *row->step += 1);
     const float t = row->guess ? (float)*row->guess : 0;
     const int64_t room = row->chosen ? room_for(row->wanted) : 0;
     const int32_t *const held = row->held, *const index = row->index;
     float *const e = row->e, *const w = row->w, dense[BLOCK] = {0};
     int64_t h = 0, j = 0, count = 0;
+    Gathered some;
+    some.done = some.count = 0;
     for (int64_t a = 0; a < row->n; a += BLOCK) {
         const int64_t b = smaller(a + BLOCK, row->n), size = b - a, held_before = h;
         const float *const old = held ? dense : row->old + a;
         for (; held && h < row->holding && within(held[h], a, size); h++) dense[held[h] - a] = row->old[h];
+        fetch_ahead(w, a);
         if (e) {
+            fetch_ahead(e, a);
+            if (row->g) fetch_ahead(row->g, a);
             moment(e + a, row->g ? row->g + a : NULL, old, w + a, size, hyper->alpha, f);
             const int64_t start = a > row->start ? a : row->start, stop = smaller(b, row->stop);
             if (t > 0 && start < stop)  // line 15
@@ -102,37 +118,32 @@ static int scape_row(const Scape *row, const Hyper *hyper, int32_t *scratch, Gat
         }
         for (; index && j < row->k && within(index[j], a, size); j++) {
             const int32_t i = index[j];
-            at.before[j] = old[i - a];
-            at.picked[j] = w[i];
-            at.sent[j] = e[i];
+            some.before[some.count] = old[i - a];
+            some.weight[some.count++] = w[i];
+            sent[j] = e[i];
             e[i] = 0;  // line 11
         }
+        if (some.count >= ENOUGH) put_back(row, f, &some);
         for (int64_t i = held_before; i < h; i++) dense[held[i] - a] = 0;
     }
+    put_back(row, f, &some);
     if ((held && h < row->holding) || (index && j < row->k)) return 0;
     if (row->chosen) {
         const float next = t > 0 ? settle(row->wanted, count, t, scratch, row->chosen) : -1;
-        *row->guess = next >= 0 ? next : searched(row, at.sent, scratch);
+        *row->guess = next >= 0 ? next : searched(row, sent, scratch);
     }
-    if (index) {
-        adams_run(f, at.picked, at.before, row->mean, row->m, row->k);
-        for (j = 0; j < row->k; j++) w[index[j]] = at.picked[j];
-    } else if (e) {
-        memset(e, 0, row->n * sizeof(float));  // line 11
-    }
+    if (!index && e) memset(e, 0, row->n * sizeof(float));  // line 11
     return 1;
 }
 
-// `scratch` and `gathered` are for one thread: two times room_for() the most that a row wants, three times `most`, the
-// most that a row exchanges.
-int64_t scape(const Scape *rows, int64_t first, int64_t last, const Hyper *hyper, int32_t *scratch, float *gathered,
-              int64_t most) {
+// `scratch` and `sent` are for one thread: two times room_for() the most that a row wants, and the most that a row
+// exchanges.
+int64_t scape(const Scape *rows, int64_t first, int64_t last, const Hyper *hyper, int32_t *scratch, float *sent) {
     int64_t wrong = -1;
-    const Gathered at = {gathered, gathered + most, gathered + 2 * most};
     for (int64_t r = first; r < last; r++)
-        if (rows[r].step && !scape_row(rows + r, hyper, scratch, at) && wrong < 0) wrong = r;
+        if (rows[r].step && !scape_row(rows + r, hyper, scratch, sent) && wrong < 0) wrong = r;
     return wrong;
 }
 
 // One AdamS step of one tensor.
-int64_t adams(const Scape *row, const Hyper *hyper) { return scape_row(row, hyper, NULL, (Gathered){0}) - 1; }
+int64_t adams(const Scape *row, const Hyper *hyper) { return scape_row(row, hyper, NULL, NULL) - 1; }
