@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compopt._alike import Alike
-from compopt._buckets import Bucket
-from compopt._comm import Comm, Pending
-from compopt._masks import bits_of, encode
-from compopt._math import set_bits_
-from compopt._requests import Agree, AllGather, AllReduceMean, BitOr, Broadcast, Commit, ReduceScatterMean, Request
-from compopt._selection import compressed_lengths, deal
+from compopt._engine.alike import Alike
+from compopt._sparse.selection import compressed_lengths, deal
+from compopt._state.buckets import Bucket
+from compopt._state.masks import bits_of, encode, set_bits_
+from compopt._wire.comm import Comm, Pending
+from compopt._wire.requests import Agree, AllGather, AllReduceMean, BitOr, Broadcast, Commit, ReduceScatterMean, Request
 
 KINDS = {AllReduceMean: "payload", ReduceScatterMean: "payload", Broadcast: "masks", BitOr: "masks"}
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")

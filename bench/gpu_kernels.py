@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import compopt
-from compopt import _masks, _math
-from compopt._selection import deal
+from compopt._ops import math
+from compopt._sparse.selection import deal
+from compopt._state import masks as _masks
 
 RESULTS = Path(__file__).parent / "results"
 REPEATS, SETTLE = 20, 5
@@ -114,7 +115,7 @@ def codes(n: int, device: torch.device) -> dict[str, Operation]:
     coded = _masks.code_of(part)
     flags = torch.rand(8 * (part.last - part.first), device=device) < 0.01
     flags[flags.nonzero()[part.most :]] = False
-    bits = _math.pack_bits(flags)
+    bits = math.pack_bits(flags)
     message = kernels.encode(bits, given.length, *coded)
     upper, row_bits, low = coded
     rows = [kernels.CodeRow(upper, message, 8 * p.first, row_bits, low) for p in (part, other)]

@@ -122,7 +122,7 @@ def measure(name: str, ranks: int) -> dict:
         p.grad = torch.zeros_like(p)
     with fleet(ranks, 1 - (1 - LEFT_BY_OTHERS) ** (ranks - 1)) as comm, Allocations() as found:
         optimizer = ROWS[name](params, comm)
-        if isinstance(optimizer, compopt._base.CompressedOptimizer):
+        if isinstance(optimizer, compopt._engine.base.CompressedOptimizer):
             comm.follow(optimizer)
         for step in range(STEPS):
             with found.mark(str(step)):

@@ -33,9 +33,9 @@ from bytes import SIZES as SHAPES
 from bytes import gpt
 
 import compopt
-from compopt._buckets import is_compressed
-from compopt._math import kept
-from compopt._selection import compressed_lengths, deal_at
+from compopt._ops.math import kept
+from compopt._sparse.selection import compressed_lengths, deal_at
+from compopt._state.buckets import is_compressed
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = {"1M": (4, 128, 256, 64), "10M": SHAPES["10M"], "124M": SHAPES["124M"]}

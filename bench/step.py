@@ -26,7 +26,7 @@ import torch
 from _model import GPT, Batches
 
 import compopt
-from compopt import _native_build
+from compopt._ops.native import build
 
 RESULTS = Path(__file__).parent / "results"
 FUSED = "AdamW, fused"
@@ -117,7 +117,7 @@ def again(isa: str) -> None:
 
 def instruction_set() -> str:
     """What the C passes have; none where there is no compiler."""
-    return _native_build.isa_of(_native_build.load()) if _native_build.compiler() else "none"
+    return build.isa_of(build.load()) if build.compiler() else "none"
 
 
 def keep(rows: list[dict]) -> None:

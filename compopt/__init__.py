@@ -1,7 +1,7 @@
 """compopt: torch.optim optimizers that average gradients over slow links, compressed."""
 
-from ._requests import CommunicationError
-from ._stats import Stats
+from ._engine.stats import Stats
+from ._wire.requests import CommunicationError
 from .adams import AdamS
 from .integrations import fsdp as _fsdp  # noqa: F401  (looks at every new optimizer)
 from .integrations.ddp import attach

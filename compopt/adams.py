@@ -17,11 +17,11 @@ from collections.abc import Generator
 
 from torch import Tensor
 
-from ._base import CompressedOptimizer
-from ._buckets import Bucket, StateSpec
-from ._ops import Ops
-from ._options import check_adams, check_compress
-from ._requests import Agree, AllReduceMean, Request
+from ._engine.base import CompressedOptimizer
+from ._engine.options import check_adams, check_compress
+from ._ops.ops import Ops
+from ._state.buckets import Bucket, StateSpec
+from ._wire.requests import Agree, AllReduceMean, Request
 
 
 def adams(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:

@@ -31,13 +31,13 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from ._base import CompressedOptimizer
-from ._buckets import Bucket, StateSpec
-from ._math import kept
-from ._ops import Ops, clip_factor
-from ._options import check_adam, check_compression, require
-from ._requests import Agree, AllReduceMean, Broadcast, Payload, Request
-from ._when import dense_steps
+from ._engine.base import CompressedOptimizer
+from ._engine.options import check_adam, check_compression, require
+from ._engine.when import dense_steps
+from ._ops.math import kept
+from ._ops.ops import Ops, clip_factor
+from ._state.buckets import Bucket, StateSpec
+from ._wire.requests import Agree, AllReduceMean, Broadcast, Payload, Request
 
 
 def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:

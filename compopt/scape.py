@@ -30,16 +30,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import CompressedOptimizer
-from ._buckets import Bucket, StateSpec
-from ._masks import count_shared, per_tensor, positions_of
-from ._ops import Ops, clip_factor
-from ._options import check_adams, check_compression, require
-from ._requests import Agree, AllGather, AllReduceMean, Payload, Request
-from ._selection import Selection, compressed_lengths, deal_at, fill_ones, keep_mask, keep_masks, own_x
-from ._sharded_scape import sharded_scape
-from ._stats import Stats
-from ._weakly import weakly
+from ._engine.base import CompressedOptimizer
+from ._engine.options import check_adams, check_compression, require
+from ._engine.stats import Stats
+from ._engine.weakly import weakly
+from ._ops.moment import own_x
+from ._ops.ops import Ops, clip_factor
+from ._sharded.scape import sharded_scape
+from ._sparse.selection import Selection, compressed_lengths, deal_at, fill_ones, keep_mask, keep_masks
+from ._state.buckets import Bucket, StateSpec
+from ._state.masks import count_shared, per_tensor, positions_of
+from ._wire.requests import Agree, AllGather, AllReduceMean, Payload, Request
 
 
 def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Generator[Request, object, None]:

@@ -9,7 +9,7 @@ One matrix of m rows and d columns on rank n at step t; g_n is its local gradien
     5  e_n <- beta e_n + (1 - beta) (h_n - p_n R^T / r);  e_n <- 0 when t % reset_interval == 0
 
 With ``projection="orthonormal"`` R is replaced by orthonormal columns Q that span the same space, and 1/r by 1; with
-"tracked" by columns that follow the gradient, which takes an exchange more (see ``_tracking``).
+"tracked" by columns that follow the gradient, which takes an exchange more (see ``tracking``).
 
 Where we differ from the paper: beta weights the *old* error. As printed it weights the new one, and with
 w = (d + 1) / r, about the ratio, the squared error grows by beta_old^2 + (1 - beta_old)^2 w a step: without end at the
@@ -26,17 +26,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import CompressedOptimizer
-from ._buckets import Bucket, StateSpec, grad_dtype, local
-from ._ops import Ops, clip_factor
-from ._options import check_adam
-from ._projecting import Exchange, Projecting, resets
-from ._projections import grams_of, pack, reconstruct, squared_norm
-from ._requests import Agree, AllReduceMean, Request
-from ._settings import known_of
-from ._tracking import follow, followed, join, track
-from ._weakly import weakly
-from ._when import OPTIONS
+from ._engine.base import CompressedOptimizer
+from ._engine.options import check_adam
+from ._engine.settings import known_of
+from ._engine.weakly import weakly
+from ._engine.when import OPTIONS
+from ._lowrank.projecting import Exchange, Projecting, resets
+from ._lowrank.projections import grams_of, pack, reconstruct, squared_norm
+from ._lowrank.tracking import follow, followed, join, track
+from ._ops.ops import Ops, clip_factor
+from ._state.buckets import Bucket, StateSpec, grad_dtype, local
+from ._wire.requests import Agree, AllReduceMean, Request
 
 
 def separate(
@@ -108,7 +108,7 @@ class SeparateAdam(Projecting):
         seed: the matrices follow from it, the step and the tensor's number; the same on all ranks.
         projection: "gaussian", unbiased; "orthonormal", the projection on the same space: a contraction; or "tracked",
             the projection on a space that follows the gradient's largest singular vectors (PowerSGD's power iteration):
-            two smaller exchanges, one after the other. It keeps most of the gradient; see ``_tracking``.
+            two smaller exchanges, one after the other. It keeps most of the gradient; see ``tracking``.
         rank: columns of a tracked tensor's factors; ``ratio`` says nothing then. A tensor of rows x columns takes
             rank * (rows + columns) values on the wire. Sharded rows are tracked shard by shard.
         adaptive: let ratio (and ef_beta, where it is a number) of every tensor follow how well it is reconstructed,

@@ -32,18 +32,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import CompressedOptimizer
-from ._buckets import Bucket, StateSpec
-from ._math import squared_norm
-from ._ops import Ops, clip_factor
-from ._options import check_adam, check_compression, require
-from ._requests import Agree, BitOr, Commit, Payload, ReduceScatterMean, Request
-from ._selection import compressed_lengths
-from ._sharded_adamw import Part, commit, gather, updated
-from ._sketch import Compact, Sketch
-from ._sparsify import Left, hold_back, settle, sparsify
-from ._stats import Stats
-from ._when import dense_steps
+from ._engine.base import CompressedOptimizer
+from ._engine.options import check_adam, check_compression, require
+from ._engine.stats import Stats
+from ._engine.when import dense_steps
+from ._ops.math import squared_norm
+from ._ops.ops import Ops, clip_factor
+from ._sharded.adamw import Part, commit, gather, updated
+from ._sparse.selection import compressed_lengths
+from ._sparse.sketch import Compact, Sketch
+from ._sparse.sparsify import Left, hold_back, settle, sparsify
+from ._state.buckets import Bucket, StateSpec
+from ._wire.requests import Agree, BitOr, Commit, Payload, ReduceScatterMean, Request
 
 # The projections to queries, keys and values, by the names that are customary. What follows the attention is a linear
 # layer like any other (section 3.2).

@@ -1,4 +1,6 @@
-"""Triton kernels of compopt, imported as ``compopt_kernels``: a file an operation, references in ``compopt/_math.py``.
+"""Triton kernels of compopt, imported as ``compopt_kernels``: a file an operation.
+
+Their references are in ``compopt/_ops/math.py``.
 
 A launch works on all tensors of a bucket. Gradients and weights lie anywhere, so a kernel gets a table of addresses, a
 row a tensor, and a list of blocks; each program takes one block. Offsets are 64 bits wide, maths is float32 at least.

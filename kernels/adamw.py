@@ -1,6 +1,6 @@
 """AdamW from an averaged gradient that is only known at a packed mask, and Radius's residual, in one pass over all.
 
-No dense gradient is made in between. Reference: ``_math.radius_``.
+No dense gradient is made in between. Reference: ``math.radius_``.
 """
 
 from __future__ import annotations

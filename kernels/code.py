@@ -1,4 +1,4 @@
-"""Masks as codes on the wire (Elias and Fano). References: ``_masks.encode``, ``_masks.decode``.
+"""Masks as codes on the wire (Elias and Fano). References: ``masks.encode``, ``masks.decode``.
 
 Of the j-th selected position the high bits are one set bit, at their value plus j, in a first run of bits; each of its
 ``low`` low bits is the j-th bit of a row of its own. Bits are set by atomic OR into words that were zero.

@@ -1,4 +1,4 @@
-"""A payload from gradients at a packed mask, and whether they are finite, in one pass. Reference: ``_math.compact``."""
+"""A payload from gradients at a packed mask, and whether they are finite, in one pass. Reference: ``math.compact``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Booleans as bits and back. References: ``_math.pack_bits``, ``_math.unpack_bits``."""
+"""Booleans as bits and back. References: ``math.pack_bits``, ``math.unpack_bits``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Positions of a packed mask's bits. Reference: ``_math.positions``."""
+"""Positions of a packed mask's bits. Reference: ``math.positions``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """SCAPE's commit (Algorithm 1, lines 10 to 21) in one pass over residual, gradient and weights.
 
-References: ``_math.moment``, ``_math.scape_``.
+References: ``math.moment``, ``math.scape_``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exactly the k elements of largest magnitude, as bits, without anybody waiting. Reference: ``_math.top_k``.
+"""Exactly the k elements of largest magnitude, as bits, without anybody waiting. Reference: ``math.top_k``.
 
 A radix selection: the bits of |x|, as a float32, are looked at 11, 11 and 9 at a time from the top, each pass counting
 how many elements fall into each bin and going on in the bin that holds the k-th. That leaves the k-th magnitude itself

@@ -12,18 +12,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-from compopt import _native_build
+from compopt._ops.native import build
 
 ROOT = Path(__file__).parent.parent
 NATIVE = ROOT / "kernels" / "native"
-FLAGS = [flag for flag in _native_build.FLAGS if flag not in ("-shared", "-fPIC")]
+FLAGS = [flag for flag in build.FLAGS if flag not in ("-shared", "-fPIC")]
 CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 
 
 def missing() -> str:
     """What is not here and is needed."""
     if platform.machine() == "aarch64":
-        return "" if _native_build.compiler() else "a C compiler"
+        return "" if build.compiler() else "a C compiler"
     return ", ".join(name for name in (CROSS, EMULATOR) if not shutil.which(name))
 
 
@@ -40,10 +40,10 @@ def said(cc: str, target: list[str], before: list[str], folder: Path) -> tuple[s
 
 def checksums(isas: list[str]) -> dict[str, str]:
     """Of these instruction sets of this machine, and of NEON."""
-    own, found = _native_build.compiler(), {}
+    own, found = build.compiler(), {}
     with tempfile.TemporaryDirectory() as folder:
         for isa in isas:
-            built, found[isa] = said(own, _native_build.TARGETS[isa][0], [], Path(folder))
+            built, found[isa] = said(own, build.TARGETS[isa][0], [], Path(folder))
             assert built == isa
         if "neon" not in found:
             built, found["neon"] = said(CROSS, ["-static"], [EMULATOR], Path(folder))
@@ -54,7 +54,7 @@ def checksums(isas: list[str]) -> dict[str, str]:
 def main() -> None:
     if missing():
         sys.exit(f"not here: {missing()}")
-    found = checksums(_native_build.isas(_native_build.compiler()))
+    found = checksums(build.isas(build.compiler()))
     print("\n".join(f"{isa:<16}{checksum}" for isa, checksum in found.items()))
     if len(set(found.values())) > 1:
         sys.exit("they differ")

@@ -20,7 +20,7 @@ from sim import Ranks
 from torch import nn
 
 import compopt
-from compopt import _native_build
+from compopt._ops.native import build
 
 SANITIZERS = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 SIZES = [0, 1, 7, 8, 15, 16, 17, 31, 511, 512, 513, 1023, 4095, 4096, 4097, 16383, 16385]
@@ -81,8 +81,8 @@ def example(seed: int) -> None:
 
 def inside(seconds: float) -> None:
     """In a process with the sanitizer."""
-    _native_build.FLAGS[:] = [*_native_build.FLAGS, *SANITIZERS]
-    _native_build.load()
+    build.FLAGS[:] = [*build.FLAGS, *SANITIZERS]
+    build.load()
     example(0)  # builds it, and imports what is slow to import
     start, seed = time.monotonic(), 1
     while time.monotonic() - start < seconds:
@@ -106,9 +106,9 @@ def runtime_of(cc: str) -> str:
 def main() -> None:
     if os.environ.get("COMPOPT_SANITIZED"):
         return inside(float(os.environ["COMPOPT_SANITIZED"]))
-    seconds, cc = sys.argv[1] if len(sys.argv) > 1 else "20", _native_build.compiler()
+    seconds, cc = sys.argv[1] if len(sys.argv) > 1 else "20", build.compiler()
     with tempfile.TemporaryDirectory() as cache:
-        for isa in _native_build.isas(cc):
+        for isa in build.isas(cc):
             environment = {
                 **os.environ, "COMPOPT_SANITIZED": seconds, "COMPOPT_NATIVE_ISA": isa, "COMPOPT_BACKEND": "native",
                 "LD_PRELOAD": runtime_of(cc), "XDG_CACHE_HOME": cache, "ASAN_OPTIONS": "detect_leaks=0",

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 
 STEP = """
 import torch, compopt
-from compopt._native_build import compiler
+from compopt._ops.native.build import compiler
 p = torch.nn.Parameter(torch.randn(64, 64))
 optimizer = compopt.RadiusAdamW([p], lr=0.1, warmup_steps=0, interval=100)
 before = p.detach().clone()

@@ -27,7 +27,7 @@ def device(request) -> torch.device:
 @pytest.fixture(params=["torch", "native", "triton"])
 def backend(request, monkeypatch) -> str:
     """Each back end that float32 parameters on the CPU can have here; Triton's kernels in the interpreter."""
-    from compopt._backends import _missing
+    from compopt._ops.backends import _missing
 
     if request.param == "triton" and torch.cuda.is_available():
         pytest.skip("kernels run either on the GPU or, with TRITON_INTERPRET=1, in the interpreter")

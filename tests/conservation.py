@@ -17,7 +17,7 @@ import torch
 from table import Case
 from torch import Tensor
 
-from compopt._projecting import resets
+from compopt._lowrank.projecting import resets
 
 Optimizers = list[torch.optim.Optimizer]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}  # of what ``Ledger.check`` returns

@@ -204,7 +204,7 @@ def run(
                     told(Job(mutant, name, folder, 0, 0.0, 0.0), wrong)
                     shutil.rmtree(folder)
                     continue
-                own_cache = mutant is not None and mutant.file.endswith((".c", ".h", "_native.py"))
+                own_cache = mutant is not None and mutant.file.startswith(("kernels/native", "compopt/_ops/native"))
                 pid = os.fork() or child(folder, tests, own_cache)
                 running[pid] = Job(mutant, name, folder, pid, time.monotonic(), limit)
             if not running:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Generator, Iterator
 import torch
 from torch import Tensor, nn
 
-from compopt._requests import (
+from compopt._wire.int8_mean import QuantisedMean
+from compopt._wire.requests import (
     AllGather,
     AllReduceMean,
     BitOr,
@@ -23,7 +24,6 @@ from compopt._requests import (
     bytes_of,
     mean_of_rows,
 )
-from compopt._wire import QuantisedMean
 
 
 class Deadlock(AssertionError):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt._alike import BITS, SAMPLE, sample
+from compopt._engine.alike import BITS, SAMPLE, sample
 
 
 def wrapped_again(rank: int) -> dict:

@@ -15,8 +15,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
-from compopt import _backends, _math, _ops_apex, _runtime
-from compopt._ops import Ops
+from compopt._engine import runtime
+from compopt._ops import apex as _ops_apex
+from compopt._ops import backends, math
+from compopt._ops.ops import Ops
 
 SHAPE = (64, 68)
 
@@ -133,7 +135,7 @@ def apex(monkeypatch) -> list[tuple]:
     def adam(chunk, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay):
         calls.append((mode, bias_correction, step))
         for g, w, m, v in zip(*lists, strict=True):
-            _math.adamw_(w, g, m, v, step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+            math.adamw_(w, g, m, v, step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
 
     modules = {name: types.ModuleType(name) for name in ("amp_C", "apex", "apex.optimizers", "apex.multi_tensor_apply")}
     for name, module in modules.items():
@@ -150,8 +152,8 @@ def test_apex_is_taken_on_cuda_where_triton_is_not(monkeypatch, apex):
     """There is no CUDA here: the device is said to be one, and the tensors are told to look so to the choice only."""
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    chosen = _backends.choose({"cuda"})
-    assert chosen.name == "apex" and _backends.choose({"cpu"}).name != "apex"
+    chosen = backends.choose({"cuda"})
+    assert chosen.name == "apex" and backends.choose({"cpu"}).name != "apex"
     group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": True}
     w, g, m, v = (torch.rand(100, generator=torch.Generator().manual_seed(i)) for i in range(4))
     plain = [x.clone() for x in (w, m, v)]
@@ -175,9 +177,9 @@ def test_a_back_end_that_is_installed_but_does_not_run_gives_way(monkeypatch):
             raise RuntimeError("Failed to find C compiler")
         return Ops()
 
-    monkeypatch.setattr(_backends, "_make", broken)
+    monkeypatch.setattr(backends, "_make", broken)
     with pytest.warns(UserWarning, match="triton back end is installed but does not run.* Failed to find C compiler"):
-        assert _backends.choose({"cuda"}).name == "torch"
+        assert backends.choose({"cuda"}).name == "torch"
 
 
 class Waits(TorchDispatchMode):
@@ -204,7 +206,7 @@ def test_a_compressed_step_waits_for_the_device_once(monkeypatch, device, name):
     model = Net().to(device)
     options = {"RadiusAdamW": {"warmup_steps": 0}, "ScapeAdamS": {"density": 0.1, "density_warmup_steps": 0}}
     optimizer = getattr(compopt, name)(model.parameters(), **options[name])
-    monkeypatch.setattr(_runtime, "squared_norm", lambda x: torch.linalg.vector_norm(x, dtype=torch.float64).square())
+    monkeypatch.setattr(runtime, "squared_norm", lambda x: torch.linalg.vector_norm(x, dtype=torch.float64).square())
     lists, brought = [], torch.Tensor.tolist  # the norm as on a GPU: on the CPU it looks whether float32 overflowed
     for step in range(4):
         optimizer.zero_grad()

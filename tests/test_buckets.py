@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import compopt
-from compopt import _buckets
-from compopt._buckets import Bucket, StateSpec, is_compressed, make_buckets
+from compopt._state import buckets as _buckets
+from compopt._state.buckets import Bucket, StateSpec, is_compressed, make_buckets
 
 
 def group(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **said) -> dict:

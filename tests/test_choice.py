@@ -10,39 +10,40 @@ from sim import Ranks, World
 from test_backends import Net, loss, parameters
 
 import compopt
-from compopt import _backends, _native_build, _race
-from compopt._ops import Ops
+from compopt._ops import backends, race
+from compopt._ops.native import build
+from compopt._ops.ops import Ops
 
-needs_compiler = pytest.mark.skipif(_native_build.compiler() is None, reason="needs a C compiler")
+needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
 
 
 @pytest.fixture(autouse=True)
 def by_itself(monkeypatch) -> None:
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
-    _backends._trial.cache_clear()
+    backends._trial.cache_clear()
 
 
 @needs_compiler
 def test_it_is_taken_on_the_cpu_where_there_is_a_compiler(monkeypatch):
-    assert _backends.choose({"cpu"}).name == "native"
-    assert _backends.choose({"cpu", "meta"}).name == "torch"
-    monkeypatch.setattr(_backends, "compiler", lambda: None)
-    assert _backends.choose({"cpu"}).name == "torch"
+    assert backends.choose({"cpu"}).name == "native"
+    assert backends.choose({"cpu", "meta"}).name == "torch"
+    monkeypatch.setattr(backends, "compiler", lambda: None)
+    assert backends.choose({"cpu"}).name == "torch"
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
     with pytest.raises(RuntimeError, match="native cannot run here: there is no C compiler"):
-        _backends.choose({"cpu"})
+        backends.choose({"cpu"})
 
 
 @needs_compiler
 def test_one_line_of_log_says_what_and_why(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "compopt")
-    isa = _native_build.isas(_native_build.compiler())[0]
+    isa = build.isas(build.compiler())[0]
     optimizer = compopt.AdamS(parameters())
     assert optimizer.backend_reason == f"native ({isa}): the fastest that runs here"
     monkeypatch.setenv("COMPOPT_BACKEND", "torch")
     assert compopt.AdamS(parameters()).backend_reason == "torch: COMPOPT_BACKEND names it"
     monkeypatch.delenv("COMPOPT_BACKEND")
-    monkeypatch.setattr(_backends, "compiler", lambda: None)
+    monkeypatch.setattr(backends, "compiler", lambda: None)
     assert "there is no C compiler" in compopt.AdamS(parameters()).backend_reason
     assert [record.getMessage() for record in caplog.records] == [
         f"back end: native ({isa}): the fastest that runs here",
@@ -59,13 +60,13 @@ def test_without_vectors_it_has_to_win(monkeypatch, vectors, times, chosen):
     trials = []
     monkeypatch.setenv("COMPOPT_NATIVE_ISA", "portable")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
-    monkeypatch.setattr(_backends, "times_as_long", lambda ours, theirs: trials.append(ours.name) or times)
+    monkeypatch.setattr(backends, "times_as_long", lambda ours, theirs: trials.append(ours.name) or times)
     for _ in range(2):
-        ops = _backends.choose({"cpu"})
+        ops = backends.choose({"cpu"})
         assert ops.name == chosen and "portable" in ops.reason
     assert trials == ["native"] * (vectors == "DEFAULT")
     monkeypatch.setenv("COMPOPT_BACKEND", "native")  # said aloud it is taken
-    assert _backends.choose({"cpu"}).name == "native"
+    assert backends.choose({"cpu"}).name == "native"
 
 
 @needs_compiler
@@ -74,14 +75,14 @@ def test_the_trial_tells_the_slower_one(monkeypatch):
         def pack(self, *args, **kwargs):
             return [super(Slow, self).pack(*args, **kwargs) for _ in range(20)][-1]
 
-    assert _race.times_as_long(Slow(), Ops()) > 1.5 > 1 / 1.5 > _race.times_as_long(Ops(), Slow())
-    native, torchs = _backends._make("native", {"cpu"}), _race.trial_bucket()
-    ours = _race.trial_bucket()
+    assert race.times_as_long(Slow(), Ops()) > 1.5 > 1 / 1.5 > race.times_as_long(Ops(), Slow())
+    native, torchs = backends._make("native", {"cpu"}), race.trial_bucket()
+    ours = race.trial_bucket()
     with torch.no_grad():
-        _race.sparse_step(ours, native)
-        _race.sparse_step(torchs, Ops())
+        race.sparse_step(ours, native)
+        race.sparse_step(torchs, Ops())
     torch.testing.assert_close(ours.params[0], torchs.params[0])  # both do the work
-    assert not torch.equal(ours.params[0], _race.trial_bucket().params[0])
+    assert not torch.equal(ours.params[0], race.trial_bucket().params[0])
 
 
 def adams(world: World, rank: int) -> torch.optim.Optimizer:
@@ -104,7 +105,7 @@ def test_ranks_for_which_another_back_end_was_named_are_refused(monkeypatch):
 def lame(monkeypatch, make):
     """As ``make``, on a machine without a compiler."""
     with monkeypatch.context() as patch:
-        patch.setattr(_backends, "compiler", lambda: None)
+        patch.setattr(backends, "compiler", lambda: None)
         return make()
 
 
@@ -154,7 +155,7 @@ def test_ranks_that_chose_differently_by_themselves_all_take_pytorchs_operators(
 @needs_compiler
 @pytest.mark.parametrize("name", CLASSES)
 def test_ranks_with_different_instruction_sets_train_together(monkeypatch, name):
-    here = _native_build.isas(_native_build.compiler())
+    here = build.isas(build.compiler())
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
 
     def make(params, process_group):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt import _buckets
+from compopt._state import buckets as _buckets
 
 
 class Net(nn.Module):

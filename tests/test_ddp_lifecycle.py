@@ -16,7 +16,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks as forward_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt import _buckets
+from compopt._state import buckets
 
 
 def vector(model: nn.Module) -> torch.Tensor:
@@ -31,7 +31,7 @@ def apart(model: nn.Module) -> float:
 
 
 def successors(rank: int) -> dict:
-    _buckets.BUCKET_BYTES = 80_000  # several buckets
+    buckets.BUCKET_BYTES = 80_000  # several buckets
     gc.disable()
     found = {}
     torch.manual_seed(0)

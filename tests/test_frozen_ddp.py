@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt import _buckets
+from compopt._state import buckets
 
 
 class Adapted(nn.Module):
@@ -40,7 +40,7 @@ def adapters(rank: int, of_rank: int) -> list:
 def unfrozen_in_turn(rank: int) -> list:
     """The distance from DDP + AdamW, each phase with a DDP of its own, as torch wants it where layers change."""
     torch.set_default_dtype(torch.float64)
-    _buckets.BUCKET_BYTES = 160_000
+    buckets.BUCKET_BYTES = 160_000
     ends, early = [], []
     for make in (lambda ps: torch.optim.AdamW(ps, lr=1e-2), lambda ps: radius(ps, density=1.0)):
         torch.manual_seed(0)

@@ -17,7 +17,7 @@ from fuzz import LOW, REFUSED, Example, Run, examples
 from hypothesis import HealthCheck, given, settings
 from table import CASES, FORMS, Case
 
-from compopt import _buckets
+from compopt._state import buckets
 
 EXAMPLES = int(os.environ.get("COMPOPT_FUZZ", 0))
 
@@ -42,7 +42,7 @@ def once(test: Callable[[Run], None], example: Example) -> None:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setenv("COMPOPT_BACKEND", example.backend)
-        patch.setattr(_buckets, "BUCKET_BYTES", example.bucket_bytes)
+        patch.setattr(buckets, "BUCKET_BYTES", example.bucket_bytes)
         try:
             run = Run(example)
         except ValueError as error:

@@ -14,7 +14,7 @@ from sim import Ranks
 from table import by_name
 from torch.optim.lr_scheduler import LambdaLR
 
-from compopt._settings import plain, structure_of
+from compopt._engine.settings import plain, structure_of
 
 
 class Setting:
@@ -93,7 +93,7 @@ def test_what_is_compared_reads_the_same_in_every_process():
     assert plain([1, 2]) == plain((1, 2)) and plain({"b": 1, "a": 2}) == plain({"a": 2, "b": 1})
     assert plain(torch.int8) == "torch.int8" and plain(torch.device("cpu")) == "cpu" and plain(None) is None
     assert "0x" not in repr(plain([Setting(), loss, Setting, lambda: 0]))
-    code = "from compopt._settings import plain; print(plain({'a', 'b', 'c', 'd', ('e', 1)}))"
+    code = "from compopt._engine.settings import plain; print(plain({'a', 'b', 'c', 'd', ('e', 1)}))"
     run = [
         subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True)
         for seed in "12"

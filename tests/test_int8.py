@@ -17,9 +17,9 @@ from table import CASES
 from torch import nn
 
 import compopt
-from compopt._quantise import ROW, dequantise, join, layout, quantise, rows_of, spread
-from compopt._requests import AllReduceMean, Payload, bytes_of
-from compopt._scratch import Scratch
+from compopt._wire.quantise import ROW, dequantise, join, layout, quantise, rows_of, spread
+from compopt._wire.requests import AllReduceMean, Payload, bytes_of
+from compopt._wire.scratch import Scratch
 
 INT8 = [
     dataclasses.replace(case, compressed={**case.compressed, "payload_dtype": torch.int8})
@@ -124,7 +124,7 @@ def test_bytes():
 
 
 def real_mean(rank: int) -> list[list[float]]:
-    from compopt._comm import Comm
+    from compopt._wire.comm import Comm
 
     payload = payloads(3, [1000, 3, 0, 640])[rank]
     pending = Comm().start(AllReduceMean(payload))

@@ -1,4 +1,4 @@
-"""Every Triton kernel against its reference in ``_math``: on a GPU, or in Triton's interpreter where there is none."""
+"""Every Triton kernel against its reference in ``math``: on a GPU, or in Triton's interpreter where there is none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compopt import _masks, _math, _selection
+from compopt._ops import math as _math
+from compopt._sparse import selection
+from compopt._state import masks as _masks
 
 kernels = pytest.importorskip("compopt_kernels", reason="needs triton")
 
@@ -200,7 +202,7 @@ def test_top_k(device, case):
 def test_code(device, density):
     """The bytes are the reference's, and both ranges come back into one mask."""
     lengths, random = (20_000, 4096), torch.Generator().manual_seed(1)
-    deal = _selection.deal(lengths, 2, density)
+    deal = selection.deal(lengths, 2, density)
     assert deal.coded
     words = torch.zeros((deal.parts[-1].last + 3) // 4, dtype=torch.int32, device=device)
     whole, rows = [], []

@@ -3,149 +3,105 @@
 from __future__ import annotations
 
 import ast
+import shutil
+import sys
 from pathlib import Path
+
+import pytest
 
 import compopt
 
 ROOT = Path(compopt.__file__).parent
-ALGORITHMS = {"radius", "scape", "adams", "separate", "tagc"}
-HELPERS = {
-    "_masks",
-    "_selection",
-    "_projections",
-    "_projecting",
-    "_tracking",
-    "_sketch",
-    "_sparsify",
-    "_sharded_scape",
-    "_sharded_adamw",
-}  # of the algorithms, in files of their own
-ALLOWED = {
-    "algorithm": {
-        "_base",
-        "_ops",
-        "_math",
-        "_buckets",
-        "_requests",
-        "_options",
-        "_stats",
-        "_shards",
-        "_settings",
-        "_weakly",
-        "_when",
-        "_scratch",
-    }
-    | HELPERS,
-    "_base": {
-        "_alike",
-        "_frozen",
-        "_runtime",
-        "_buckets",
-        "_offload",
-        "_checkpoint",
-        "_handshake",
-        "_recovery",
-        "_saving",
-        "_stepping",
-        "_settings",
-        "_backends",
-        "_comm",
-        "_requests",
-        "_stats",
-        "_options",
-        "_when",
-        "_shards",
-        "_weakly",
-    },
-    "_handshake": {"_comm", "_requests", "_buckets"},
-    "_recovery": {"_handshake", "_checkpoint", "_comm", "_requests", "_buckets"},
-    "_saving": {"_checkpoint", "_frozen", "_comm", "_requests"},
-    "_settings": {"_control"},
-    "_control": set(),
-    "_weakly": set(),
-    "_alike": {"_control"},
-    "_frozen": {"_checkpoint", "_comm", "_handshake"},
-    "_shards": {"_masks"},
-    "_masks": set(),
-    "_checkpoint": {"_buckets", "_math", "_shards", "_requests", "_comm", "_when"},
-    "_runtime": {"_comm", "_exchanges", "_control", "_buckets", "_requests", "_math"},
-    "_exchanges": {"_comm", "_control", "_buckets", "_requests"},
-    "_stepping": {
-        "_alike",
-        "_frozen",
-        "_runtime",
-        "_buckets",
-        "_handshake",
-        "_settings",
-        "_signals",
-        "_comm",
-        "_requests",
-    },
-    "_signals": set(),
-    "_ops": {"_math", "_masks", "_buckets", "_requests", "_scratch"},
-    "_ops_triton": {"_ops", "_math", "_masks", "_buckets", "_requests"},
-    "_ops_compile": {"_ops", "_math"},
-    "_ops_apex": {"_ops"},
-    "_ops_native": {"_ops", "_buckets", "_requests", "_native", "_native_adamw", "_native_adams", "_native_build"},
-    "_native_adamw": {"_ops", "_math", "_buckets", "_requests", "_native"},
-    "_native_adams": {"_ops", "_masks", "_selection_native", "_buckets", "_requests", "_native", "_native_adamw"},
-    "_selection_native": {"_ops", "_masks", "_selection", "_buckets", "_native", "_requests"},
-    "_native": set(),
-    "_native_build": set(),
-    "_backends": {"_ops", "_ops_triton", "_ops_compile", "_ops_apex", "_ops_native", "_native_build", "_race"},
-    "_race": {"_ops", "_math", "_buckets"},
-    "_buckets": {"_control", "_requests", "_shards", "_offload", "_scratch"},
-    "_offload": set(),
-    "_comm": {"_requests", "_wire"},
-    "_wire": {"_requests", "_quantise"},
-    "_math": set(),
-    "_options": {"_when"},
-    "_stats": set(),
-    "_when": set(),
-    "_requests": {"_quantise", "_scratch"},
-    "_quantise": {"_scratch"},
-    "_scratch": set(),
-}
+
+# A room may import what stands below it, and itself. Rooms on one line stand side by side.
+FLOORS = [
+    ["__main__"],
+    ["__init__"],
+    ["advise"],
+    ["probe"],
+    ["integrations", "activations", "costmodel"],
+    ["radius", "scape", "separate", "tagc", "adams"],  # papers
+    ["_sharded", "_lowrank"],
+    ["_sparse"],
+    ["_engine"],
+    ["_ops"],
+    ["_state"],
+    ["_wire"],
+]
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+TALKS = {"_wire/comm.py", "integrations", "activations", "costmodel", "probe.py"}  # with torch.distributed
 
 
-def imports(path: Path) -> tuple[set[str], set[str]]:
-    """Modules of compopt, and modules from outside, that a file imports."""
-    inside, outside = set(), set()
+def imported(path: Path, root: Path) -> list[tuple[str, ...]]:
+    """What a file imports, wherever in it: the parts of each name, from the package's own root where it is of it."""
+    package, found = path.relative_to(root.parent).parts[:-1], []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            outside |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            outside.add(node.module)
+            found += [tuple(alias.name.split(".")) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            inside |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
-    return inside, outside
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base = (*base, *(node.module.split(".") if node.module else ()))
+            found += [(*base, alias.name) for alias in node.names]
+    return found
 
 
-def test_imports_go_one_way():
-    for path in ROOT.glob("*.py"):
-        allowed = ALLOWED["algorithm"] if path.stem in ALGORITHMS | HELPERS else ALLOWED.get(path.stem)
-        if allowed is not None:
-            assert imports(path)[0] <= allowed, f"{path.name} imports {imports(path)[0] - allowed}"
+def broken_rules(root: Path) -> list[str]:
+    """A sentence for every import that goes up or sideways, every stranger, every file that stands in no room."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        here = path.relative_to(root)
+        room = here.parts[0].removesuffix(".py")
+        if room not in FLOOR_OF:
+            found.append(f"{here} stands in no room: add it to FLOORS")
+            continue
+        for name in imported(path, root):
+            other = name[1] if name[0] == "compopt" and len(name) > 1 else room
+            if other != room and FLOOR_OF.get(other, FLOOR_OF[room] + 1) <= FLOOR_OF[room]:
+                found.append(f"{here} imports {'.'.join(name)}, which does not stand below it")
+            if name[:2] == ("torch", "distributed") and not TALKS & {str(here), here.parts[0]}:
+                found.append(f"{here} imports torch.distributed: only _wire/comm.py and the tools do")
+    return found
 
 
-def test_only_comm_and_the_integrations_touch_torch_distributed():
-    for path in ROOT.glob("*.py"):
-        if path.stem != "_comm":
-            assert not any(name.startswith("torch.distributed") for name in imports(path)[1]), path.name
-            assert "dist." not in path.read_text().replace("dist.init", ""), path.name
+def test_imports_go_down():
+    assert broken_rules(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "file, line",
+    [
+        ("_wire/comm.py", "from .._state.buckets import Bucket"),
+        ("_state/masks.py", "from .._ops import math"),
+        ("_ops/native/ops.py", "from ..._engine import when"),
+        ("_engine/base.py", "import compopt._sparse.selection"),
+        ("_sparse/selection.py", "from ..radius import radius"),
+        ("_sharded/scape.py", "def f():\n    from .._lowrank.projections import project"),
+        ("radius.py", "from . import scape"),
+        ("scape.py", "import torch.distributed as dist"),
+        ("stray.py", ""),
+    ],
+)
+def test_a_forbidden_import_is_found(tmp_path, file, line):
+    copy = shutil.copytree(ROOT, tmp_path / "compopt", ignore=shutil.ignore_patterns("__pycache__"))
+    with (copy / file).open("a") as source:
+        source.write(f"\n{line}\n")
+    found = broken_rules(copy)
+    assert len(found) == 1 and found[0].startswith(file), found
+
+
+def test_every_private_room_says_what_lives_there():
+    for room in (room for room in FLOOR_OF if room.startswith("_") and not room.startswith("__")):
+        assert "May import" in (ROOT / room / "README.md").read_text(), room
+        text = (ROOT / room / "README.md").read_text()
+        for path in (ROOT / room).glob("[a-z]*.py"):
+            assert path.name in text, f"{room}/README.md says nothing of {path.name}"
 
 
 def test_torch_is_the_only_hard_dependency():
-    import sys
-
     for path in ROOT.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
         names |= {node.module for node in top if isinstance(node, ast.ImportFrom) and node.level == 0}
-        foreign = (
-            {name.split(".")[0] for name in names}
-            - set(sys.stdlib_module_names)
-            - {"torch", "compopt", "compopt_kernels"}
-        )
+        known = set(sys.stdlib_module_names) | {"torch", "compopt", "compopt_kernels"}
+        foreign = {name.split(".")[0] for name in names} - known
         assert not foreign, f"{path.name} imports {foreign} at the top"

@@ -12,7 +12,7 @@ from table import CASES, FORMS, Case
 from torch import nn
 
 import compopt
-from compopt import _buckets
+from compopt._state import buckets
 
 TRACKED = Case(
     compopt.SeparateAdam,
@@ -34,7 +34,7 @@ def no_collector():
 
 @pytest.fixture(autouse=True)
 def several_buckets(monkeypatch):
-    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 10_000)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 10_000)
 
 
 def trained(case: Case, comm: object, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:

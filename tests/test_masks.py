@@ -7,9 +7,12 @@ import math
 import pytest
 import torch
 
-from compopt import _masks, _math, _ops, _selection
+from compopt._ops import math as _math
+from compopt._ops import ops
+from compopt._sparse import selection
+from compopt._state import masks
 
-OPS = _ops.Ops()
+OPS = ops.Ops()
 LENGTHS = (4096, 0, 70 * 80 + 3, 100_003, 17)
 
 
@@ -17,7 +20,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def owned(part: _masks.Part, seed: int = 0) -> torch.Tensor:
+def owned(part: masks.Part, seed: int = 0) -> torch.Tensor:
     """Flags of a range, as many of each piece as are wanted."""
     flags = torch.zeros(8 * (part.last - part.first), dtype=torch.bool)
     for piece in part.pieces:
@@ -29,7 +32,7 @@ def owned(part: _masks.Part, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("density", [0.5, 0.1, 0.01, 1e-5])
 def test_every_element_is_dealt_once_and_evenly_and_k_adds_up(ranks, density):
-    parts = _selection.deal(LENGTHS, ranks, density).parts
+    parts = selection.deal(LENGTHS, ranks, density).parts
     for i, n in enumerate(LENGTHS):
         pieces = [piece for part in parts for piece in part.pieces if piece.tensor == i]
         assert sum(piece.stop - piece.start for piece in pieces) == n
@@ -39,7 +42,7 @@ def test_every_element_is_dealt_once_and_evenly_and_k_adds_up(ranks, density):
     assert all(part.first % 8 == 0 for part in parts), "ranges begin at whole words of 64 elements"
     sizes = [part.last - part.first for part in parts]
     assert sum(sizes) == sum(math.ceil(n / 8) for n in LENGTHS)
-    assert max(sizes) - min(sizes) <= 2 * _masks.WORD
+    assert max(sizes) - min(sizes) <= 2 * masks.WORD
 
 
 @pytest.mark.parametrize("n", [8, 64, 1000 * 8])
@@ -47,11 +50,11 @@ def test_every_element_is_dealt_once_and_evenly_and_k_adds_up(ranks, density):
 def test_bits_flags_and_positions(n, density):
     flags = torch.rand(n, generator=generator(n)) < density
     bits = _math.pack_bits(flags)
-    assert torch.equal(_masks.bits_of(flags.clone()), bits)
-    assert torch.equal(_masks.flags_of(bits), flags)
-    assert torch.equal(_masks.positions_of(bits), flags.nonzero().view(-1))
+    assert torch.equal(masks.bits_of(flags.clone()), bits)
+    assert torch.equal(masks.flags_of(bits), flags)
+    assert torch.equal(masks.positions_of(bits), flags.nonzero().view(-1))
     again = torch.full_like(bits, 255)
-    _math.set_bits_(again, flags.nonzero().view(-1))
+    masks.set_bits_(again, flags.nonzero().view(-1))
     assert torch.equal(again, bits)
 
 
@@ -59,21 +62,21 @@ def test_every_bit_of_a_word_is_found():
     for place in range(64):
         flags = torch.zeros(128, dtype=torch.bool)
         flags[[place, 127]] = True
-        assert _masks.positions_of(_math.pack_bits(flags)).tolist() == sorted({place, 127})
+        assert masks.positions_of(_math.pack_bits(flags)).tolist() == sorted({place, 127})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
 @pytest.mark.parametrize("density", [0.5, 0.2, 0.1, 0.01, 1e-4])
 def test_what_the_ranks_send_is_what_all_assemble(ranks, density):
-    deal = _selection.deal(LENGTHS, ranks, density)
+    deal = selection.deal(LENGTHS, ranks, density)
     flags = [owned(part, rank) for rank, part in enumerate(deal.parts)]
     owns = [f.nonzero().view(-1) for f in flags]
-    messages = [_masks.encode(owns[r], _masks.bits_of(f.clone()), deal, r) for r, f in enumerate(flags)]
+    messages = [masks.encode(owns[r], masks.bits_of(f.clone()), deal, r) for r, f in enumerate(flags)]
     assert {len(message) for message in messages} == {deal.length}
-    bits, positions = _masks.assemble(torch.stack(messages), deal, ranks - 1, owns[-1])
+    bits, positions = masks.assemble(torch.stack(messages), deal, ranks - 1, owns[-1])
     whole = torch.cat(flags)
     assert torch.equal(bits, _math.pack_bits(whole)) and torch.equal(positions, whole.nonzero().view(-1))
-    local = _masks.per_tensor(positions, LENGTHS)
+    local = masks.per_tensor(positions, LENGTHS)
     start = 0
     for n, index in zip(LENGTHS, local, strict=True):
         if n:
@@ -85,7 +88,7 @@ def test_what_the_ranks_send_is_what_all_assemble(ranks, density):
 
 @pytest.mark.parametrize("density", [0.3, 0.1, 0.03, 0.01, 0.001])
 def test_the_code_is_the_smaller_and_near_the_entropy(density):
-    size = 2 * _selection.deal((10_000_000,), 2, density).length
+    size = 2 * selection.deal((10_000_000,), 2, density).length
     entropy = -(density * math.log2(density) + (1 - density) * math.log2(1 - density)) * 10_000_000 / 8
     assert entropy < size <= 10_000_064 / 8
     if density < 0.2:
@@ -93,14 +96,14 @@ def test_the_code_is_the_smaller_and_near_the_entropy(density):
 
 
 def test_as_many_as_may_ever_be_selected_fit():
-    deal = _selection.deal((200_000,), 2, 0.01)
+    deal = selection.deal((200_000,), 2, 0.01)
     part = deal.parts[1]
     flags = torch.zeros(8 * (part.last - part.first), dtype=torch.bool)
     most = sum(int(1.05 * piece.wanted) for piece in part.pieces)
     assert part.most == most
     flags[-most:] = True  # the highest positions have the longest code
-    message = _masks.encode(flags.nonzero().view(-1), _masks.bits_of(flags.clone()), deal, 1)
-    assert torch.equal(_masks.decode(message, part), flags.nonzero().view(-1))
+    message = masks.encode(flags.nonzero().view(-1), masks.bits_of(flags.clone()), deal, 1)
+    assert torch.equal(masks.decode(message, part), flags.nonzero().view(-1))
 
 
 DISTRIBUTIONS = {
@@ -119,23 +122,23 @@ DISTRIBUTIONS = {
 def test_a_sampled_threshold_selects_the_largest_within_5_percent(name, density, guess):
     x = DISTRIBUTIONS[name](generator(3))
     k, nonzero = round(density * len(x)), int(x.count_nonzero())
-    chosen, t = _selection.select(x, k, "sampled", OPS, guess)
+    chosen, t = selection.select(x, k, "sampled", OPS, guess)
     assert abs(len(chosen) - k) <= 0.05 * k or (len(chosen) == nonzero < k)
     assert len(chosen) == nonzero or nonzero >= k or guess, "without a guess none of the zeros"
     assert torch.equal(chosen, chosen.unique())
     rest = torch.ones(len(x), dtype=torch.bool).index_fill_(0, chosen, False)
     assert x[chosen].abs().min() >= x[rest].abs().max()
-    again, _ = _selection.select(x, k, "sampled", OPS, t)  # what it returns is a guess for the next step
+    again, _ = selection.select(x, k, "sampled", OPS, t)  # what it returns is a guess for the next step
     assert abs(len(again) - k) <= 0.05 * k or len(again) == nonzero < k
 
 
 @pytest.mark.parametrize("name", ["normal", "heavy tails"])
 def test_a_guess_from_the_last_step_is_enough(name, monkeypatch):
     x, looks = DISTRIBUTIONS[name](generator(4)), []
-    _, t = _selection.select(x, 1000, "sampled", OPS)
+    _, t = selection.select(x, 1000, "sampled", OPS)
     monkeypatch.setattr(OPS, "above", lambda x, t: looks.append(len(x)) or type(OPS).above(OPS, x, t), raising=False)
-    _selection.select(1.05 * x, 1000, "sampled", OPS, t)
-    _selection.select(0.95 * x, 1000, "sampled", OPS, t)
+    selection.select(1.05 * x, 1000, "sampled", OPS, t)
+    selection.select(0.95 * x, 1000, "sampled", OPS, t)
     assert looks.count(len(x)) == 2
 
 
@@ -143,7 +146,7 @@ def test_exact_takes_k_and_small_tensors_are_always_exact():
     for n, how in ((5000, "exact"), (5000, "sampled"), (16_384, "sampled"), (16_385, "exact"), (100_000, "exact")):
         x = torch.randn(n, generator=generator(1))
         for k in (77, 1001, 2500, 4 * n // 5):  # of many a sample would tell the threshold well enough
-            chosen, _ = _selection.select(x, k, how, OPS)
+            chosen, _ = selection.select(x, k, how, OPS)
             assert chosen.tolist() == sorted(x.abs().topk(k).indices.tolist())
 
 
@@ -155,7 +158,7 @@ def test_few_looks_are_enough_however_far_off_the_guess(name, guess, monkeypatch
     monkeypatch.setattr(torch.Tensor, "topk", None)  # what decides where no threshold does
     for k in (300, 3000):
         looks.clear()
-        _selection.select(x, k, "sampled", OPS, guess)
+        selection.select(x, k, "sampled", OPS, guess)
         assert looks.count(len(x)) <= 3
 
 
@@ -169,12 +172,12 @@ def test_shared_elements_are_counted_one_by_one():
     others = torch.rand(1000, generator=generator(7)) < 0.3
     bits, positions = _math.pack_bits(flags), others.nonzero().view(-1)
     for dtype in (torch.int32, torch.int64):
-        assert int(_masks.count_shared(bits, positions.to(dtype))) == int((flags & others).sum())
+        assert int(masks.count_shared(bits, positions.to(dtype))) == int((flags & others).sum())
 
 
 def test_gradients_that_are_not_finite_select_something_all_the_same():
     for bad in (math.nan, math.inf):
         x = torch.randn(50_000, generator=generator(2))
         x[:40_000] = bad
-        chosen, _ = _selection.select(x, 500, "sampled", OPS)
+        chosen, _ = selection.select(x, 500, "sampled", OPS)
         assert 475 <= len(chosen) <= 525

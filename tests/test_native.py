@@ -10,12 +10,15 @@ from test_backends import assert_same, trained
 from torch import nn
 
 import compopt
-from compopt import _masks, _math, _native_build, _selection
-from compopt._native import Table
-from compopt._ops_native import NativeOps
-from compopt._selection_native import NativeSelection, range_of
+from compopt._ops import math
+from compopt._ops.native import build
+from compopt._ops.native.ops import NativeOps
+from compopt._ops.native.selection import NativeSelection, range_of
+from compopt._ops.native.tables import Table
+from compopt._sparse import selection as _selection
+from compopt._state import masks
 
-pytestmark = pytest.mark.skipif(_native_build.compiler() is None, reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
 SHAPES = [(64, 68), (17,), (300, 70), (1, 5), (2500, 4)]  # blocks of 1024 elements end within tensors
 
 
@@ -133,9 +136,9 @@ def test_the_next_look_finds_enough_and_not_many_more(ops, k, power):
 def test_top_k_and_positions(ops, n, k):
     x = torch.randn(n, generator=torch.Generator().manual_seed(n)).abs()
     bits = ops.top_k(x, k)
-    assert torch.equal(bits, _math.top_k(x, k))
-    assert torch.equal(ops.positions(bits, n), _math.positions(bits, n))
-    assert torch.equal(ops.positions(bits, n, k), _math.positions(bits, n))
+    assert torch.equal(bits, math.top_k(x, k))
+    assert torch.equal(ops.positions(bits, n), math.positions(bits, n))
+    assert torch.equal(ops.positions(bits, n, k), math.positions(bits, n))
 
 
 @pytest.mark.parametrize("ranks, density", [(1, 0.01), (2, 0.01), (3, 0.2), (5, 0.001)])
@@ -152,8 +155,8 @@ def test_masks_cross_the_network_as_the_reference_has_them(ops, ranks, density):
         selection.positions.copy_(torch.cat(chosen))
         own = torch.cat([c + piece.at for c, piece in zip(chosen, part.pieces, strict=True)])
         bits = torch.zeros(part.last - part.first, dtype=torch.uint8)
-        _math.set_bits_(bits, own)
-        expected = _masks.encode(own, bits, deal, rank)
+        masks.set_bits_(bits, own)
+        expected = masks.encode(own, bits, deal, rank)
         if not deal.coded:
             assert len(expected) == deal.length
         assert torch.equal(selection.message(), expected)
@@ -165,7 +168,7 @@ def test_masks_cross_the_network_as_the_reference_has_them(ops, ranks, density):
         assert torch.equal(bits, torch.cat(global_bits))
         own = bits.split([(n + 7) // 8 for n in lengths])
         for i, (n, b) in enumerate(zip(lengths, own, strict=True)):
-            assert torch.equal(index[i], _math.positions(b, n))
+            assert torch.equal(index[i], math.positions(b, n))
 
 
 BROKEN = {  # what a message of one rank turns into on its way
@@ -190,7 +193,7 @@ def test_a_mask_that_is_not_what_was_agreed_is_refused(ops, broken, density):
         selection.positions.copy_(torch.cat([torch.arange(piece.wanted) for piece in part.pieces]))
         messages.append(selection.message().clone())  # the next one of this bucket lies in the same memory
     selection.found(torch.stack(messages))
-    bits = _masks.code_of(deal.parts[0])[0] if deal.coded else 8 * len(messages[0])
+    bits = masks.code_of(deal.parts[0])[0] if deal.coded else 8 * len(messages[0])
     BROKEN[broken](messages[0], bits)
     if broken == "not ascending" and not deal.coded:
         return  # bits cannot be
@@ -206,7 +209,7 @@ def test_a_code_that_says_what_was_not_agreed_writes_nothing_beyond(ops, byte, l
     size = part.last - part.first
     out, bits = torch.full((piece.wanted + 8,), -1, dtype=torch.int32), torch.zeros(9 * size, dtype=torch.uint8)
     message = torch.full((deal.length,), byte, dtype=torch.uint8)
-    message[_masks.code_of(part)[0] // 8 - 1] = last  # the last of the runs that tell high bits
+    message[masks.code_of(part)[0] // 8 - 1] = last  # the last of the runs that tell high bits
     row = Table(1, found=out.data_ptr(), k=piece.wanted, at=piece.at, start=piece.start, stop=piece.stop)
     read = ops.library.decode(message.data_ptr(), size, range_of(part), row, 1, bits.data_ptr())
     assert read != piece.wanted

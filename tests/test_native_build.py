@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from compopt import _backends, _native_build
+from compopt._ops import backends
+from compopt._ops.native import build
 
-pytestmark = pytest.mark.skipif(_native_build.compiler() is None, reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
 
 
 # A compiler in place of the real one, once that has built the library: it hands out the same file in no time.
@@ -33,9 +34,9 @@ def program(path: Path, text: str) -> str:
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory) -> str:
     """A compiler that takes no time: what the real one builds, which is not for speed here, it builds once."""
-    folder, real = tmp_path_factory.mktemp("quick"), _native_build.compiler()
+    folder, real = tmp_path_factory.mktemp("quick"), build.compiler()
     unoptimised = program(folder / "unoptimised", f'#!/bin/sh\nexec {real} "$@" -O0\n')
-    library = _native_build.built(unoptimised, "", folder)
+    library = build.built(unoptimised, "", folder)
     return program(folder / "cc", COPIES.format(real=real, library=library))
 
 
@@ -45,19 +46,19 @@ def cache(monkeypatch, tmp_path, quick) -> Path:
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", quick)
-    _native_build._load.cache_clear()
+    build._load.cache_clear()
     yield tmp_path / "compopt"
-    _native_build._load.cache_clear()
+    build._load.cache_clear()
 
 
 def built(folder: Path) -> Path:
-    return _native_build.built(_native_build.compiler(), "", folder)
+    return build.built(build.compiler(), "", folder)
 
 
 def test_a_compiler_that_fails_gives_way(monkeypatch, cache):
     monkeypatch.setenv("CC", program(cache.parent / "cc", "#!/bin/sh\necho no disk >&2\nexit 1\n"))
     with pytest.warns(UserWarning, match="native back end is installed but does not run.* no disk"):
-        assert _backends.choose({"cpu"}).name == "torch"
+        assert backends.choose({"cpu"}).name == "torch"
     assert not list(cache.glob("*"))
 
 
@@ -96,34 +97,34 @@ def test_what_cannot_be_loaded_or_kept_is_built_for_this_process_alone(monkeypat
             raise OSError("version `GLIBC_9.9' not found")
         return real(path)
 
-    monkeypatch.setattr(_native_build.ctypes, "CDLL", refuse)
-    assert _backends.choose({"cpu"}).name == "native"
+    monkeypatch.setattr(build.ctypes, "CDLL", refuse)
+    assert backends.choose({"cpu"}).name == "native"
     assert len(loads) == 2 and not Path(loads[1]).exists()
-    _native_build._load.cache_clear()
-    monkeypatch.setattr(_native_build.ctypes, "CDLL", real)
+    build._load.cache_clear()
+    monkeypatch.setattr(build.ctypes, "CDLL", real)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    assert _backends.choose({"cpu"}).name == "native"
+    assert backends.choose({"cpu"}).name == "native"
 
 
 @pytest.mark.parametrize("part", ["compiler", "libc", "processor", "isa"])
 def test_the_name_says_what_it_was_made_of(monkeypatch, cache, part):
-    cc, first = _native_build.compiler(), built(cache).name
+    cc, first = build.compiler(), built(cache).name
     if part == "isa":
-        assert _native_build.built(cc, "portable", cache).name.startswith("native-portable-")
+        assert build.built(cc, "portable", cache).name.startswith("native-portable-")
         return
     if part == "compiler":
         said = '[ "$1" = --version ] && echo cc 99 && exit'
         cc = program(cache / "cc", f'#!/bin/sh\n{said}\nexec {cc} "$@"\n')
     elif part == "libc":
-        monkeypatch.setattr(_native_build.platform, "libc_ver", lambda: ("musl", "1.2"))
+        monkeypatch.setattr(build.platform, "libc_ver", lambda: ("musl", "1.2"))
     else:
-        monkeypatch.setattr(_native_build, "_processor", lambda: b"flags: fpu")
-    assert _native_build.built(cc, "", cache).name != first
+        monkeypatch.setattr(build, "_processor", lambda: b"flags: fpu")
+    assert build.built(cc, "", cache).name != first
 
 
 def test_it_is_loaded_with_another_default_dtype(cache):
     torch.set_default_dtype(torch.float64)
     try:
-        assert _backends.choose({"cpu"}).name == "native"
+        assert backends.choose({"cpu"}).name == "native"
     finally:
         torch.set_default_dtype(torch.float32)

@@ -11,17 +11,17 @@ from test_native import RUNS, run, same
 from torch import nn
 
 import compopt
-from compopt import _native_build
-from compopt._ops_native import NativeOps
+from compopt._ops.native import build
+from compopt._ops.native.ops import NativeOps
 
-pytestmark = pytest.mark.skipif(_native_build.compiler() is None, reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
 BLOCKS = (16, 512, 4096, 16384, 131072)  # sixteens, the passes' blocks, and what else the package cuts tensors by
 SIZES = [n for block in BLOCKS for n in (block - 1, block, block + 1)] + [1, 0, 40_007]
 
 
 @pytest.fixture(params=["avx512", "avx2", "neon"])
 def isa(request, monkeypatch) -> str:
-    here = _native_build.isas(_native_build.compiler())
+    here = build.isas(build.compiler())
     if request.param not in here:
         pytest.skip(f"this processor has no {request.param}, only {', '.join(here)}")
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
@@ -121,7 +121,7 @@ def test_less_than_there_is_can_be_asked_for_and_nothing_else(monkeypatch):
     monkeypatch.setenv("COMPOPT_NATIVE_ISA", "sse9")
     with pytest.raises(ValueError, match=r"COMPOPT_NATIVE_ISA must be one of avx512, .*portable, got 'sse9'"):
         compopt.AdamS([nn.Parameter(torch.zeros(3))])
-    here = _native_build.isas(_native_build.compiler())
-    monkeypatch.setenv("COMPOPT_NATIVE_ISA", next(isa for isa in _native_build.INCLUDED if isa not in here))
+    here = build.isas(build.compiler())
+    monkeypatch.setenv("COMPOPT_NATIVE_ISA", next(isa for isa in build.INCLUDED if isa not in here))
     with pytest.raises(ValueError, match=r"COMPOPT_NATIVE_ISA=\w+ cannot run here: this processor"):
         compopt.AdamS([nn.Parameter(torch.zeros(3))])

@@ -10,11 +10,12 @@ from test_backends import assert_same
 from torch import nn
 
 import compopt
-from compopt import _math, _native, _native_build
-from compopt._ops import Ops
-from compopt._ops_native import NativeOps
+from compopt._ops.native import build, tables
+from compopt._ops.native.ops import NativeOps
+from compopt._ops.ops import Ops
+from compopt._state import masks
 
-pytestmark = pytest.mark.skipif(_native_build.compiler() is None, reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
 N = 5000
 
 
@@ -34,16 +35,16 @@ def bucket():
 
 def test_a_tensor_becomes_an_address_only_as_it_will_be_read():
     x = torch.zeros(4, 6)
-    assert _native.at("x", x, 24) == x.data_ptr() and _native.at("x", None, 24) == 0
-    assert _native.at("x", torch.zeros(0), 0) != 0
-    assert _native.along("x", x, [3, 0, 5]) == [x.data_ptr() + 4 * before for before in (0, 3, 3)]
+    assert tables.at("x", x, 24) == x.data_ptr() and tables.at("x", None, 24) == 0
+    assert tables.at("x", torch.zeros(0), 0) != 0
+    assert tables.along("x", x, [3, 0, 5]) == [x.data_ptr() + 4 * before for before in (0, 3, 3)]
     for wrong in (x.double(), x.t(), x[:, :3], x[:2], x.to("meta")):
         with pytest.raises(
             ValueError, match=r"reads 24 contiguous elements of torch.float32 on the CPU as x, and number"
         ):
-            _native.at("x", wrong, 24)
+            tables.at("x", wrong, 24)
     with pytest.raises(ValueError, match=r"reads 25 contiguous .* number 0 is torch.float32 of shape \(4, 6\)"):
-        _native.along("x", x, [20, 5])
+        tables.along("x", x, [20, 5])
 
 
 def test_positions_of_another_dtype_are_converted(ops, bucket):
@@ -61,7 +62,7 @@ def test_positions_of_another_dtype_are_converted(ops, bucket):
 def test_a_message_is_what_plain_operators_make_of_it(ops, bucket, every, negate, owed):
     grads, index = bucket.grads(), [torch.arange(1, N, every, dtype=torch.int32)] * 2
     bits = torch.zeros((N + 7) // 8, dtype=torch.uint8)
-    _math.set_bits_(bits, index[0].long())
+    masks.set_bits_(bits, index[0].long())
     add = [p.detach() for p in bucket.params] if owed else None
     options = {"add": add, "scale": 0.5, "negate": negate}
     expected = Ops().pack(bucket, grads, index, **options).flat.clone()

@@ -13,7 +13,7 @@ from sim import Ranks
 from torch import nn
 
 import compopt
-from compopt._offload import DoubleBuffer, Offload
+from compopt._state.offload import DoubleBuffer, Offload
 
 ORDERS = list(itertools.permutations(("in", "work", "out")))
 WAITS = [("work", "in"), ("out", "work"), ("in", "out"), ("in", "work")]  # who waits for whom

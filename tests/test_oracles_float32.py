@@ -19,7 +19,7 @@ from table import CASES
 from torch import Tensor
 
 import compopt
-from compopt._projections import Matrices, projection
+from compopt._lowrank.projections import Matrices, projection
 
 LARGE = [(260, 512), (80,), (260, 512)]  # of 133,120 elements: two ranks own, and select in, one each
 SMALL = [(64, 64), (80,), (64, 64)]  # for Triton's interpreter

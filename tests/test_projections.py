@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compopt._buckets import Bucket
-from compopt._projections import KINDS, Matrices, gaussian_quantiles, is_sharded, least_beta, projection, variance
+from compopt._lowrank.projections import (
+    KINDS,
+    Matrices,
+    gaussian_quantiles,
+    is_sharded,
+    least_beta,
+    projection,
+    variance,
+)
+from compopt._state.buckets import Bucket
 
 
 def bucket_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Bucket:

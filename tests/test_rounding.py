@@ -6,9 +6,9 @@ import pytest
 import torch
 from test_int8 import answer, rounded
 
-from compopt._quantise import BLOCK, ROW
-from compopt._requests import Payload
-from compopt._scratch import Scratch
+from compopt._wire.quantise import BLOCK, ROW
+from compopt._wire.requests import Payload
+from compopt._wire.scratch import Scratch
 
 
 def test_the_largest_of_a_row_is_exact_whatever_number_it_is_rounded_with():

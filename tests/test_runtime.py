@@ -11,12 +11,12 @@ from sim import Deadlock, Ranks
 from torch import nn
 
 import compopt
-from compopt import _buckets
+from compopt._state import buckets
 
 
 @pytest.fixture
 def make(monkeypatch):
-    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 40_000)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 40_000)
     build = lambda params, process_group: compopt.RadiusAdamW(  # noqa: E731
         params, lr=1e-2, density=0.3, interval=4, warmup_steps=2, process_group=process_group
     )

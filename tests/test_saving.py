@@ -13,7 +13,7 @@ from sim import SimPending, World
 from torch import Tensor
 
 import compopt
-from compopt import _buckets
+from compopt._state import buckets
 
 SHAPES = [(64, 80), (80,), (128, 64), (70, 80)]
 COMPRESSED = (0, 2, 3)
@@ -51,7 +51,7 @@ class Run:
 
 @pytest.mark.parametrize("make", [RADIUS, TAGC, SCAPE], ids=["Radius", "TAGC", "SCAPE"])
 def test_residuals_of_every_bucket_become_their_mean(make, monkeypatch):
-    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
     run = Run(make, 3).train(3)
     assert len(run.optimizers[0]._buckets) > 2
     before = [run.residuals(rank) for rank in range(3)]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 import compopt
-from compopt._projections import projection
+from compopt._lowrank.projections import projection
 
 
 class Net(nn.Module):
@@ -290,7 +290,9 @@ def test_ranks_with_other_bases_are_told():
 
 
 def test_the_local_clip_is_torchs_and_sends_nothing_before_it_is_known(monkeypatch):
-    monkeypatch.setattr("compopt._buckets.BUCKET_BYTES", 20_000)  # several, so that some could be sent in backward
+    monkeypatch.setattr(
+        "compopt._state.buckets.BUCKET_BYTES", 20_000
+    )  # several, so that some could be sent in backward
     sgd = lambda ps: torch.optim.SGD(ps, lr=10.0)  # noqa: E731
     clipped, by_hand = wrapped(sgd, max_grad_norm=0.01), wrapped(sgd)
     for _ in range(5):

@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt import _base, _buckets
-from compopt._comm import Comm
-from compopt._requests import BitOr, ReduceScatterMean
-from compopt._shards import Shards
+from compopt._engine import base
+from compopt._state import buckets
+from compopt._state.shards import Shards
+from compopt._wire.comm import Comm
+from compopt._wire.requests import BitOr, ReduceScatterMean
 
 CLASSES = {
     "tagc": functools.partial(compopt.TagcAdamW, sparsity=0.9, warmup_steps=2),
@@ -81,15 +82,15 @@ def test_requests_of_shards_over_gloo():
 
 def trained(rank: int) -> dict[str, list]:
     torch.manual_seed(0)
-    _buckets.BUCKET_BYTES = 80_000
+    buckets.BUCKET_BYTES = 80_000
     found = {}
     for name, make in CLASSES.items():
         model = DDP(Net())
         if name == "early":  # made when there were no other ranks yet
-            _base.connect, connect = lambda group: Comm(alone=True), _base.connect
-            _base.has_met_others, has_met_others = lambda comm: False, _base.has_met_others
+            base.connect, connect = lambda group: Comm(alone=True), base.connect
+            base.has_met_others, has_met_others = lambda comm: False, base.has_met_others
             optimizer = make(model.named_parameters(), lr=1e-2)
-            _base.connect, _base.has_met_others = connect, has_met_others
+            base.connect, base.has_met_others = connect, has_met_others
         else:
             optimizer = make(model.named_parameters(), lr=1e-2)
         losses = []

@@ -14,7 +14,7 @@ from conformance import Small, assert_same, every, loss, make_ranks, snapshot
 from sim import Ranks
 
 import compopt
-from compopt import _signals
+from compopt._engine import signals
 
 
 class Alarm(Exception):
@@ -36,7 +36,7 @@ def alarms():
 def test_handlers_run_when_the_block_has_ended_and_are_what_they_were():
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     done = []
-    with pytest.raises(KeyboardInterrupt), _signals.held_back():
+    with pytest.raises(KeyboardInterrupt), signals.held_back():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGALRM)
         done.append("all of the block")
@@ -45,7 +45,7 @@ def test_handlers_run_when_the_block_has_ended_and_are_what_they_were():
 
 
 def test_an_error_in_the_block_does_not_swallow_a_signal():
-    with pytest.raises(Alarm) as caught, _signals.held_back():
+    with pytest.raises(Alarm) as caught, signals.held_back():
         signal.raise_signal(signal.SIGALRM)
         raise ValueError("in the block")
     assert isinstance(caught.value.__context__, ValueError)
@@ -55,7 +55,7 @@ def test_other_threads_hold_nothing_back():
     said = []
 
     def work():
-        with _signals.held_back():
+        with signals.held_back():
             said.append(signal.getsignal(signal.SIGALRM) is raise_alarm)
 
     thread = threading.Thread(target=work)
@@ -158,7 +158,7 @@ def broken_in(ranks: Ranks, bucket: int) -> None:
 
 @every
 def test_a_step_that_breaks_off_is_told_until_a_checkpoint_is_loaded(case, monkeypatch):
-    monkeypatch.setattr("compopt._buckets.BUCKET_BYTES", 20_000)
+    monkeypatch.setattr("compopt._state.buckets.BUCKET_BYTES", 20_000)
     ranks = make_ranks(case, 1)
     ranks.train(loss, 4)
     (optimizer,) = ranks.optimizers

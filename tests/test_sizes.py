@@ -14,8 +14,8 @@ from table import CASES, FORMS
 from torch import nn
 
 import compopt
-from compopt._selection import largest
-from compopt._sparsify import most_left
+from compopt._sparse.selection import largest
+from compopt._sparse.sparsify import most_left
 
 # Compressed at all; topk in place of a threshold; the table of rounding; a block of a pass; pages of a block.
 SIZES = [4096, 16384, 65536, 131072, 2**20]

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt import _buckets
-from compopt._exchanges import Fingerprint
+from compopt._engine.exchanges import Fingerprint
+from compopt._state import buckets
 
 STEPS = 5
 
@@ -125,7 +125,7 @@ def adamw(params):
 
 
 def all_ways(rank: int) -> dict[str, list]:
-    _buckets.BUCKET_BYTES = 70_000
+    buckets.BUCKET_BYTES = 70_000
     warnings.simplefilter("ignore")
     found = {}
     for way in WAYS:
@@ -149,7 +149,7 @@ def test_every_change_is_seen():
 @pytest.mark.parametrize("n", [1, 2, 3, 512, 1023, 4096, 65537])
 def test_a_fingerprint_tells_any_change_of_one_element_and_of_all(dtype, n):
     p = nn.Parameter(torch.zeros(n, dtype=dtype))
-    (bucket,) = _buckets.make_buckets([{"params": [p]}])
+    (bucket,) = buckets.make_buckets([{"params": [p]}])
     original = torch.randn(n + 1, generator=torch.Generator().manual_seed(n)).to(dtype)[1:]  # not at a word's start
     p.grad = original.clone()
     before = Fingerprint(bucket)

@@ -11,7 +11,7 @@ from problems import gradients, replicas, step, weights
 from torch import Tensor
 
 import compopt
-from compopt._sparsify import most_left
+from compopt._sparse.sparsify import most_left
 
 SHAPES = {
     torch.float32: [(64, 80), (80,), (260, 520), (70, 300)],

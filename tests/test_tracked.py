@@ -18,8 +18,8 @@ from table import by_name
 from torch import nn
 
 import compopt
-from compopt._projections import projection
-from compopt._tracking import orthonormal
+from compopt._lowrank.projections import projection
+from compopt._lowrank.tracking import orthonormal
 
 SHAPES = [(64, 80), (80,), (128, 64), (96, 3, 40), (10, 10)]
 MATRICES = {0: (64, 80), 2: (128, 64), 3: (96, 120)}
@@ -210,11 +210,12 @@ def early_and_late(rank: int) -> dict[str, list]:
     from torch.distributed.tensor import DTensor, Shard
     from torch.nn.parallel import DistributedDataParallel as DDP
 
-    from compopt import _buckets, _exchanges
+    from compopt._engine import exchanges
+    from compopt._state import buckets
 
-    _buckets.BUCKET_BYTES = 40_000
-    proceed, proceeded = _exchanges.Exchange.proceed, []
-    _exchanges.Exchange.proceed = lambda exchange: proceeded.append(exchange.bucket.index) or proceed(exchange)
+    buckets.BUCKET_BYTES = 40_000
+    proceed, proceeded = exchanges.Exchange.proceed, []
+    exchanges.Exchange.proceed = lambda exchange: proceeded.append(exchange.bucket.index) or proceed(exchange)
     found: dict[str, list] = {}
     tracked = dict(lr=1e-2, projection="tracked", rank=4, warmup_steps=1)
     sparse = dict(lr=1e-2, density=0.3, interval=2, warmup_steps=1, payload_dtype=torch.int8)
@@ -273,9 +274,9 @@ def test_it_runs_in_backwards_shadow_and_on_sharded_rows():
 
 def test_a_gradient_clipped_after_backward_on_one_rank_makes_all_send_again(monkeypatch):
     """Early payloads are stale on all ranks: both factors go out anew, of the gradients as they are."""
-    from compopt import _buckets
+    from compopt._state import buckets
 
-    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
     options = dict(lr=1e-2, projection="tracked", rank=4, payload_dtype=torch.int8)
     runs = [
         Ranks(

@@ -11,11 +11,11 @@ from sim import Ranks, World
 from torch import nn
 
 import compopt
-from compopt import _buckets
-from compopt._buckets import Bucket
-from compopt._control import bits, differ, place_bits
-from compopt._exchanges import Fingerprint
-from compopt._runtime import Verdict, _agree_with
+from compopt._engine.exchanges import Fingerprint
+from compopt._engine.runtime import Verdict, _agree_with
+from compopt._state import buckets as _buckets
+from compopt._state.buckets import Bucket
+from compopt._wire.control import bits, differ, place_bits
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from table import CASES, by_name
 from torch import nn
 
 import compopt
-from compopt import _when
+from compopt._engine import when as _when
 
 COMPRESSING = [case for case in CASES if "warmup_steps" in case.compressed]
 every = pytest.mark.parametrize("case", COMPRESSING, ids=lambda case: case.name)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._base import CompressedOptimizer
+from .._engine.base import CompressedOptimizer
 
 
 class Watch:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from .. import _base
-from .._base import CompressedOptimizer
+from .._engine import base
+from .._engine.base import CompressedOptimizer
 from ._watch import Watch
 
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
@@ -221,4 +221,4 @@ def _meet(optimizer: CompressedOptimizer) -> None:
     Watch(optimizer, lambda modules, found: hand_over(modules, found, now), taken)
 
 
-_base.constructed.append(_meet)
+base.constructed.append(_meet)

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _base
-from .._base import CompressedOptimizer
-from .._buckets import local
-from .._requests import Broadcast
+from .._engine import base
+from .._engine.base import CompressedOptimizer
+from .._state.buckets import local
+from .._wire.requests import Broadcast
 
 ADVICE = (
     "call fully_shard(model, mesh=mesh['shard']) with the mesh dimension inside a node, and give the optimizer "
@@ -85,4 +85,4 @@ def _flattened(p: Tensor) -> bool:
     return getattr(p, "_fsdp_flattened", False)
 
 
-_base.constructed.append(_meet)
+base.constructed.append(_meet)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from .._base import CompressedOptimizer
+from .._engine.base import CompressedOptimizer
 
 try:
     from transformers import TrainerCallback

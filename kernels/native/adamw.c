@@ -1,4 +1,4 @@
-// Radius, lines 10, 15, 16 and 21 to 25: compopt/_math.py, radius_ and adamw_; radius.py has the numbered lines.
+// Radius, lines 10, 15, 16 and 21 to 25: compopt/_ops/math.py, radius_ and adamw_; radius.py has the numbered lines.
 
 #include "common.h"
 

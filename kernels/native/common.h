@@ -1,7 +1,7 @@
 // What the passes share. A pass walks over float32 tensors in blocks that stay in the core's cache, so that memory is
 // read once although several loops go over a block. Nothing is contracted or reassociated: all machines get equal bits.
 //
-// Tables come from compopt/_ops_native.py: a row a tensor, every field 8 bytes wide, in the order of the structs here.
+// Tables come from compopt/_ops/native/ops.py: a row a tensor, every field 8 bytes wide, in the order of the structs here.
 // Positions are ascending int32; packed masks hold element i in bit i % 8 of byte i / 8. NULL: there is none.
 //
 // Python has checked dtypes and lengths. What lies in positions and masks is not trusted: a position that is not in its

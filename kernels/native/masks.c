@@ -1,4 +1,4 @@
-// Masks on the wire: compopt/_masks.py has the format, _code() and decode() its reference.
+// Masks on the wire: compopt/_state/masks.py has the format, _code() and decode() its reference.
 
 #include "common.h"
 

@@ -1,4 +1,4 @@
-// A bucket's message: compopt/_ops.py, Ops.pack. Reads each gradient once, finite or not, and what is sent of it.
+// A bucket's message: compopt/_ops/ops.py, Ops.pack. Reads each gradient once, finite or not, and what is sent of it.
 
 #include "common.h"
 

@@ -1,4 +1,4 @@
-// SCAPE, lines 10, 11 and 15 to 21, and AdamS: compopt/_math.py, scape_ and adams_; scape.py has the numbered lines.
+// SCAPE, lines 10, 11 and 15 to 21, and AdamS: compopt/_ops/math.py, scape_ and adams_; scape.py has the numbered lines.
 
 #include "common.h"
 

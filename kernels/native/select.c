@@ -1,4 +1,4 @@
-// The k elements of largest magnitude, exactly k: compopt/_math.py, top_k, but as positions. Of equal ones the first.
+// The k elements of largest magnitude, exactly k: compopt/_ops/math.py, top_k, but as positions. Of equal ones the first.
 
 #include "common.h"
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt import _buckets
+from compopt._state import buckets
 
 
 def connect(file: str, rank: int, size: int, timeout: float) -> list[dist.ProcessGroup]:
@@ -92,7 +92,7 @@ def train(trainings: list[Training], rank: int, steps: int) -> None:
 
 def _work(rank: int, file: str, size: int, timeout: float, results: Any, function: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
-    _buckets.BUCKET_BYTES = 60_000
+    buckets.BUCKET_BYTES = 60_000
     try:
         trainings = [Training(*pair) for pair in zip(CASES, connect(file, rank, size, timeout), strict=True)]
         results.put((rank, function(rank, trainings, file, *args)))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt import _buckets
+from compopt._state import buckets
 
 INT8 = Case(
     compopt.RadiusAdamW,
@@ -77,7 +77,7 @@ def flat(net: nn.Module) -> torch.Tensor:
 
 
 def one_rank_fails(rank: int) -> dict[str, dict]:
-    _buckets.BUCKET_BYTES = 20_000
+    buckets.BUCKET_BYTES = 20_000
     found = {}
     for case, way in WAYS:
         net, model, optimizer = training(case)

@@ -9,7 +9,7 @@ from ranks import run_ranks
 from torch import nn
 
 import compopt
-from compopt._comm import Pending
+from compopt._wire.comm import Pending
 
 
 def lose_a_mask(rank: int) -> dict:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lossy import Training, attempt, connect, run_lossy, same, state, train
 from table import CASES
 
-from compopt import _runtime
+from compopt._engine import runtime
 
 BEFORE = 6  # steps all three take: the next is a sparse one
 DYING = 1
@@ -34,7 +34,7 @@ def die(trainings: list[Training], rank: int, when: str) -> None:
         def commit(*args):
             raise Dead
 
-        _runtime.Runtime.commit = commit
+        runtime.Runtime.commit = commit
         for training in trainings:
             with pytest.raises(Dead):
                 training.optimizer.step()

@@ -1,0 +1,1 @@
+"""What drives a step. README.md in this folder says what lives here and what it may import."""

@@ -1,0 +1,320 @@
+"""State into flat storage and back: the layout of ``optimizer.state``, and loading that never half-applies.
+
+In memory masks are bits and a momentum that is zero off its mask keeps only what is on it. In a state dict every state
+has its parameter's shape, and is a DTensor where the parameter is one: so torch.distributed.checkpoint can cut and join
+it like the parameter, and a checkpoint loads under another wrapper or another number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Generator, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._ops.math import pack_bits, unpack_bits
+from .._state.buckets import Bucket, StateSpec, is_compressed, laid_out_as, local
+from .._state.shards import unshard
+from .._wire.requests import AllGather, AllReduceMean
+from .when import as_now
+
+if TYPE_CHECKING:
+    from .._wire.comm import Comm, Pending
+
+FORMAT = 1  # of state dicts; written into every group, beside the class. 0: none was written yet
+NOT_OPTIONS = {
+    "params",
+    "param_names",
+    "without_state",
+    "residuals",
+    "class",
+    "format",
+}  # of a saved group: what it is, and who wrote it
+OF_TORCH = {"step", "exp_avg", "exp_avg_sq"}  # what torch.optim.AdamW keeps
+
+
+def fill(bucket: Bucket, specs: dict[str, StateSpec], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
+    """Allocate the bucket's state, copy in what ``state`` holds of it, and make ``state`` show views of it."""
+    held = [dict(state.get(p, {})) for p in bucket.params]
+    for name, spec in specs.items():
+        bucket.allocate(name, spec, held)
+    on = bucket.device if bucket.device.type == "cuda" else "cpu"
+    bucket.state["step"] = [
+        torch.zeros((), dtype=torch.float32, device=on).copy_(old.get("step", torch.zeros((), dtype=torch.float32)))
+        for old in held
+    ]
+    for i, (p, old) in enumerate(zip(bucket.params, held, strict=True)):
+        entry = {"step": bucket.state["step"][i]}
+        for name, spec in specs.items():
+            view = bucket.state[name][i]
+            if view is None:
+                continue
+            if name in old and spec.of:
+                _begin(view, local(old[name]).reshape(-1), bucket.lengths[i])
+            elif name in old:
+                view.copy_(_own(bucket, i, local(old[name]), spec).view(view.shape))
+            elif name == "master":
+                view.copy_(bucket.own_part(i) if spec.sharded else local(p.detach()))
+            entry[name] = bucket.shown(i, view, _whole(spec, bucket, i))
+        state[p] = entry
+    bucket.entries = [state[p] for p in bucket.params]
+
+
+def _begin(view: Tensor, held: Tensor, n: int) -> None:
+    """Copy the first elements of a state that ``spread`` made ``n`` long; what does not fit begins anew, at 0."""
+    if held.numel() in (view.numel(), n):
+        view.copy_(held[: view.numel()])
+
+
+def _own(bucket: Bucket, i: int, held: Tensor, spec: StateSpec) -> Tensor:
+    """What this rank keeps of a state that may be whole, as a checkpoint has it."""
+    if not spec.sharded or held.numel() != bucket.lengths[i]:
+        return held
+    start, stop = bucket.shards.own[i]
+    return held.reshape(-1)[start:stop]
+
+
+def _whole(spec: StateSpec, bucket: Bucket, i: int) -> bool:
+    """Whether this state of tensor i is kept in the tensor's shape."""
+    kept_small = spec.packed or spec.scalar or spec.sharded or spec.of
+    return not (kept_small or (spec.on and bucket.compressed[i]))
+
+
+def spread(bucket: Bucket, i: int, specs: dict[str, StateSpec], entry: dict[str, Any]) -> dict[str, Any]:
+    """The state of tensor i as a state dict has it: all in the tensor's shape."""
+    p, spread_out = bucket.params[i].detach(), dict(entry)
+    for name, spec in specs.items():
+        if name not in entry or spec.scalar or _whole(spec, bucket, i):
+            continue
+        if spec.sharded and bucket.gathered:
+            whole = bucket.gathered[name][i].to(bucket.device)
+        elif spec.sharded and bucket.shards is None:  # of a frozen parameter
+            whole = entry[name]
+        elif spec.sharded:  # the rest is other ranks'
+            start, stop = bucket.shards.own[i]
+            whole = torch.nn.functional.pad(entry[name], (start, bucket.lengths[i] - stop))
+        elif spec.of:  # shorter than the tensor
+            whole = torch.nn.functional.pad(entry[name], (0, bucket.lengths[i] - entry[name].numel()))
+        elif spec.packed:
+            whole = unpack_bits(entry[name], bucket.lengths[i])
+        else:
+            mask = unpack_bits(entry[spec.on], bucket.lengths[i])
+            whole = torch.zeros(mask.shape, dtype=spec.dtype, device=mask.device).masked_scatter_(mask, entry[name])
+        spread_out[name] = laid_out_as(p, whole.view(local(p).shape))
+    return spread_out
+
+
+def _gathered(entry: dict[str, Any], specs: dict[str, StateSpec], compressed: bool) -> dict[str, Any]:
+    """What ``spread`` made, or another optimizer's state, as it is kept in memory."""
+    held = {k: local(v) if isinstance(v, Tensor) else v for k, v in entry.items() if k in specs or k == "step"}
+    masks = {k: v.reshape(-1) for k, v in held.items() if k != "step" and specs[k].packed and v.dtype == torch.bool}
+    for name, spec in specs.items():
+        if name in masks:
+            held[name] = pack_bits(masks[name])
+        elif compressed and name in held and spec.on in masks and held[name].numel() == masks[spec.on].numel():
+            held[name] = held[name].reshape(-1)[masks[spec.on]]
+    return held
+
+
+def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Put ``state_dict``'s groups and tensors into the optimizer, after checking that all of it fits."""
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = hook(optimizer, state_dict) or state_dict
+    groups, saved = optimizer._option_groups, groups_of(optimizer, state_dict)
+    written_by = _writer(optimizer, state_dict)
+    options = [_options(optimizer, group, other) for group, other in zip(groups, saved, strict=True)]
+    pairs: list[tuple[Tensor, dict[str, Any]]] = []
+    buckets = [*optimizer._buckets, *optimizer._shelf]
+    specs = {p: optimizer._specs(bucket) for bucket in buckets for p in bucket.params}
+    compressed = {p: c for bucket in buckets for p, c in zip(bucket.params, bucket.compressed, strict=True)}
+    for group, other in zip(groups, saved, strict=True):
+        for place, (p, key) in enumerate(zip(group["params"], other["params"], strict=True)):
+            entry = state_dict["state"].get(key, {})
+            if entry or place not in other.get("without_state", ()):
+                _check_names(len(pairs), entry, specs[p], is_compressed(p, other), written_by, type(optimizer).__name__)
+            pairs.append((p, _gathered(entry, specs[p], compressed[p])))
+    for number, (p, entry) in enumerate(pairs):
+        _check(number, p, entry, specs[p], compressed[p])
+    for other in saved:
+        _warn_of_other_ranks(optimizer, other.get("residuals", "mean"))
+
+    counted = max([float(entry.get("step", 0)) for _, entry in pairs], default=0.0)
+    for group, other, kept in zip(groups, saved, options, strict=True):
+        group.update(kept)
+        if "step" not in other:  # from torch.optim: count on from its parameters
+            group["step"] = int(counted)
+    for p, entry in pairs:
+        optimizer.state[p] = {k: as_tensor(v) for k, v in entry.items()}
+    for bucket in optimizer._shelf:
+        _keep(bucket, specs, optimizer.state)
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def as_tensor(value: Tensor | float | bool) -> Tensor:
+    """A state as a tensor: other optimizers save some as numbers."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def _keep(
+    bucket: Bucket, specs: dict[Tensor, dict[str, StateSpec]], state: MutableMapping[Tensor, dict[str, Any]]
+) -> None:
+    """What was loaded of parameters that are not laid out is copied, where there is any."""
+    for p in bucket.params:
+        kept = state.pop(p)
+        dtypes = {"step": torch.float32, **{name: spec.dtype for name, spec in specs[p].items()}}
+        if kept:
+            state[p] = {k: v.to(bucket.device, dtypes[k], copy=True) for k, v in kept.items()}
+
+
+def groups_of(optimizer: Any, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+    """The saved groups, when they are as many and as long as the optimizer's, and of a format known here."""
+    for key, kind in ("state", dict), ("param_groups", list):
+        if not isinstance(state_dict, dict) or not isinstance(state_dict.get(key), kind):
+            raise ValueError(f"loaded state dict has no {key!r}: it is no optimizer's state_dict(), or damaged.")
+    groups, saved = optimizer._option_groups, state_dict["param_groups"]
+    if len(groups) != len(saved):
+        raise ValueError(f"loaded state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}.")
+    for number, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        if not isinstance(other, dict) or not isinstance(other.get("params"), list):
+            raise ValueError(f"loaded state dict has no list of parameters in group {number}: it is damaged.")
+        if len(group["params"]) != len(other["params"]):
+            raise ValueError(
+                f"loaded state dict has {len(other['params'])} parameters in group {number}, "
+                f"the optimizer has {len(group['params'])}."
+            )
+        if other.get("format", 0) not in range(FORMAT + 1):
+            raise ValueError(
+                f"loaded state dict has format {other['format']!r}, this compopt reads formats up to {FORMAT}: "
+                "load it with the compopt that wrote it, or a newer one."
+            )
+    return saved
+
+
+def _writer(optimizer: Any, state_dict: dict[str, Any]) -> str:
+    """The class that wrote a state dict, "torch" where it does not say, when the optimizer can go on from it."""
+    saved, ours = state_dict["param_groups"], type(optimizer).__name__
+    written_by = saved[0].get("class", "torch") if saved else "torch"
+    for number, entry in state_dict["state"].items():
+        if not isinstance(entry, dict):
+            raise ValueError(f"loaded state of parameter {number} is no dict, but {entry!r}: it is damaged.")
+        if written_by not in ("torch", ours) and (entry.keys() - OF_TORCH):
+            raise ValueError(
+                f"loaded state dict is of {written_by}, and its state {min(entry.keys() - OF_TORCH)!r} is nothing that "
+                f"{ours} goes on from: build {written_by}, or load a checkpoint of {ours} or torch.optim."
+            )
+    return written_by
+
+
+def _options(optimizer: Any, group: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What one saved group says, also what only the user knows of; when the optimizer takes the options it knows.
+
+    The names of parameters stay the optimizer's own: they say what is compressed.
+    """
+    kept = copy.deepcopy(as_now({k: v for k, v in other.items() if k not in NOT_OPTIONS}))
+    step = kept.get("step", 0)
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"loaded state dict has step {step!r}: a count of steps is needed; it is damaged.")
+    try:
+        optimizer.check_group({**group, **kept})
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"loaded state dict has an option of a wrong type ({error}): it is damaged.") from error
+    return kept
+
+
+def _check_names(
+    number: int, entry: dict, specs: dict[str, StateSpec], compressed: bool, written_by: str, loaded_by: str
+) -> None:
+    """Raise ValueError when states are missing."""
+    ours = written_by == loaded_by  # torch.optim keeps no residuals, and nothing for what never had a gradient
+    wanted = {name for name, spec in specs.items() if name != "master" and not spec.compressed_only} | {"step"}
+    if ours and compressed:
+        wanted |= {name for name, spec in specs.items() if spec.compressed_only and not spec.optional}
+    if (ours or entry) and wanted - entry.keys():
+        raise ValueError(
+            f"loaded state of parameter {number} lacks {', '.join(sorted(wanted - entry.keys()))}: it is damaged, or "
+            f"of an optimizer that {loaded_by} cannot go on from."
+        )
+    for name in specs.keys() & entry.keys():
+        if not isinstance(entry[name], Tensor):
+            raise ValueError(f"loaded state {name!r} of parameter {number} is no tensor: it is damaged.")
+
+
+def _check(number: int, p: Tensor, entry: dict[str, Any], specs: dict[str, StateSpec], compressed: bool) -> None:
+    for name, value in entry.items():
+        if name == "step" and not (isinstance(value, (Tensor, int, float)) and float(value) >= 0):
+            raise ValueError(f"loaded state 'step' of parameter {number} is {value!r}, no count: it is damaged.")
+        if name not in specs:
+            continue
+        want = specs[name].numel(local(p).numel())
+        mask = entry.get(specs[name].on)
+        if compressed and isinstance(mask, Tensor):
+            want = int(sum(((mask >> bit) & 1).sum() for bit in range(8)))
+        if value.numel() != want and not specs[name].of:
+            raise ValueError(
+                f"loaded state {name!r} of parameter {number} has {value.numel()} elements, "
+                f"{want} are needed for shape {tuple(p.shape)}."
+            )
+        whole = not value.is_floating_point()
+        if whole != (not specs[name].dtype.is_floating_point) or not (whole or value.isfinite().all()):
+            raise ValueError(
+                f"loaded state {name!r} of parameter {number} is of {value.dtype} or not finite, and "
+                f"{specs[name].dtype} is needed: it is damaged."
+            )
+
+
+def _warn_of_other_ranks(optimizer: Any, residuals: str) -> None:
+    comm = optimizer.comm
+    if residuals not in ("mean", f"rank {comm.rank} of {comm.size}"):
+        warnings.warn(
+            f"this checkpoint holds the residuals of {residuals} and is loaded on rank {comm.rank} of {comm.size}: "
+            "what the other ranks held back is lost. Call consolidate_state() on all ranks before saving.",
+            stacklevel=4,
+        )
+
+
+# Across ranks
+
+Gathering = Generator["Pending", None, Any]
+
+
+def average(tensor: Tensor, device: torch.device, comm: Comm) -> Gathering:
+    """Replace a state by its mean over ranks."""
+    pending = comm.start(AllReduceMean(local(tensor).to(device, copy=True)))
+    yield pending
+    local(tensor).copy_(pending.wait())
+
+
+def gather(bucket: Bucket, name: str, comm: Comm, owners: list[int] | None = None) -> Gathering:
+    """One sharded state of a bucket, whole and in host memory, a vector a tensor that has it. All ranks must ask.
+
+    What nobody has, because its owner is gone, is as in the parameters for masters, 0 otherwise.
+    """
+    shards, flat = bucket.shards, bucket.flat[name].to(bucket.device)
+    pending = comm.start(AllGather(torch.nn.functional.pad(flat, (0, shards.most - flat.numel()))))
+    yield pending
+    has = [part is not None for part in bucket.state[name]]
+    whole = [torch.zeros(n, dtype=flat.dtype) if h else None for n, h in zip(shards.lengths, has, strict=True)]
+    if name == "master":
+        for w, p in zip(whole, bucket.params, strict=True):
+            w.copy_(local(p.detach()).reshape(-1))
+    unshard(shards, pending.wait().cpu(), whole, owners)
+    return whole
+
+
+def move(old: list[Bucket], new: list[Bucket], comm: Comm) -> Gathering:
+    """Cut the shards of ``old`` buckets again as the ``new`` ones are cut, over the ranks that are left."""
+    pending = comm.start(AllGather(torch.tensor([old[0].shards.rank], dtype=torch.int64, device=old[0].device)))
+    yield pending
+    owners = pending.wait().view(-1).tolist()
+    for before, after in zip(old, new, strict=True):
+        for name in before.sharded:
+            whole = yield from gather(before, name, comm, owners)
+            for w, own, (start, stop) in zip(whole, after.state[name], after.shards.own, strict=True):
+                if own is not None:
+                    own.copy_(w[start:stop])

@@ -1,0 +1,68 @@
+"""What all ranks must have alike: told in the handshake, and in every step's payload by a few bits of a checksum.
+
+A group may hold anything beside the options of its class: what a scheduler put there, a name, a function. Only options
+that the class knows are compared, and those by what they mean: text that is the same in every process, whatever the
+address of an object or the order in which a process walks through a set.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from .._wire.control import bits
+
+# Options that may change from step to step without a word: they change no message's length.
+FREE = {"step", "lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
+
+
+def settings_of(optimizer: Any) -> list:
+    """Its class, the options of its groups, its back end."""
+    known = optimizer._known_options
+    return [
+        type(optimizer).__name__ + (" (sharded)" if optimizer.sharded else ""),
+        *(known_of(group, known) for group in optimizer._option_groups),
+        {"backend": optimizer.backend},  # two round differently, and select differently among equals
+    ]
+
+
+def structure_of(optimizer: Any) -> str:
+    """The options that decide what is sent, and so the lengths of messages."""
+    known = sorted(optimizer._known_options - FREE)
+    return repr([known_of(group, known) for group in optimizer._option_groups])
+
+
+def known_of(group: dict[str, Any], known: Iterable[str]) -> dict[str, object]:
+    """Of a group the options that are ``known``, each plain."""
+    return {name: plain(group[name]) for name in sorted(known) if name in group}
+
+
+def plain(value: object) -> object:
+    """Numbers, text and tuples of them, whose ``repr`` is the same wherever ``value`` means the same."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if hasattr(value, "tolist"):  # tensors, and what is NumPy's
+        return plain(value.tolist())
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    if isinstance(value, dict):
+        return tuple(sorted(((plain(k), plain(v)) for k, v in value.items()), key=repr))
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(map(plain, value), key=repr))
+    if isinstance(value, list | tuple):
+        return tuple(map(plain, value))
+    named = value if hasattr(value, "__qualname__") else type(value)  # a function or a class, else of which class it is
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def bits_of(settings: list) -> list[float]:
+    """16 bits of a checksum and their complements, as numbers whose mean over ranks shows any difference."""
+    return bits(zlib.crc32(repr(settings).encode()), 16)

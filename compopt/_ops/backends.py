@@ -1,0 +1,156 @@
+"""The back end of an optimizer: chosen when it is made, and shown as ``optimizer.backend`` and ``backend_reason``.
+
+On CUDA devices "triton" where triton is installed, else "apex" where NVIDIA's apex is; on the CPU "native" where there
+is a C compiler and the C passes have vectors for the processor, or win a trial of some milliseconds; else "torch". The
+environment variable COMPOPT_BACKEND names one; it is the only way to get "compile", which takes a C++ compiler and half
+a minute, and the "triton" of the interpreter. Ranks that choose differently by themselves all take "torch".
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import warnings
+from functools import lru_cache
+
+import torch
+
+from .native.build import UnknownISA, compiler
+from .ops import Ops
+from .race import times_as_long
+
+NAMES = ("auto", "torch", "native", "triton", "compile", "apex")
+MARGIN = 0.8  # of the time that PyTorch's operators take: what a back end has to stay below in a trial
+log = logging.getLogger("compopt")
+
+
+def choose(devices: set[str]) -> Ops:
+    """The back end for parameters on these types of device ("cuda", "cpu", ...).
+
+    Raises:
+        ValueError: COMPOPT_BACKEND or COMPOPT_NATIVE_ISA is none of the names there are.
+        RuntimeError: COMPOPT_BACKEND names one that cannot run here.
+    """
+    asked = os.environ.get("COMPOPT_BACKEND", "auto")
+    if asked not in NAMES:
+        raise ValueError(f"COMPOPT_BACKEND must be one of {', '.join(NAMES)}, got {asked!r}.")
+    if asked == "auto":
+        chosen = _fastest(devices)
+    else:
+        missing = _missing(asked, devices)
+        if missing:
+            raise RuntimeError(
+                f"COMPOPT_BACKEND={asked} cannot run here: {missing}. Unset it, or name another back end."
+            )
+        chosen = _make(asked, devices)
+        chosen.reason = _said(chosen, "COMPOPT_BACKEND names it")
+    chosen.automatic = asked == "auto"
+    log.info("back end: %s", chosen.reason)
+    return chosen
+
+
+def give_way() -> Ops:
+    """PyTorch's operators, where ranks have chosen different back ends by themselves."""
+    chosen = _make("torch", set())
+    chosen.automatic, chosen.reason = True, "torch: ranks had chosen different back ends"
+    warnings.warn(
+        "ranks have chosen different back ends (a compiler or a processor differs), so all take PyTorch's operators: "
+        "COMPOPT_BACKEND=native or torch on all ranks says which.",
+        stacklevel=2,
+    )
+    log.info("back end: %s", chosen.reason)
+    return chosen
+
+
+def _fastest(devices: set[str]) -> Ops:
+    why = []
+    for name in ("triton", "apex") if "cuda" in devices else ("native",):
+        if missing := _missing(name, devices) or _interpreted(name):
+            why.append(f"no {name}, {missing}")
+            continue
+        try:
+            chosen = _make(name, devices)
+        except UnknownISA:  # what was asked for is not given up in silence
+            raise
+        except Exception as error:  # no compiler, another driver: that only shows when a kernel is built
+            warnings.warn(
+                f"the {name} back end is installed but does not run, PyTorch's operators take its place: {error}",
+                stacklevel=2,
+            )
+            why.append(f"{name} does not run")
+            continue
+        if slow := _slow(chosen):
+            why.append(slow)
+            continue
+        chosen.reason = _said(chosen, "the fastest that runs here")
+        return chosen
+    chosen = _make("torch", devices)
+    chosen.reason = _said(chosen, "; ".join(why))
+    return chosen
+
+
+def _said(chosen: Ops, why: str) -> str:
+    isa = getattr(chosen, "isa", "")
+    return f"{chosen.name}{isa and f' ({isa})'}: {why}"
+
+
+def _slow(chosen: Ops) -> str:
+    """Why it is not taken though it runs: C passes without vectors lose against PyTorch's operators with them.
+
+    Where neither has any, a trial tells.
+    """
+    if getattr(chosen, "isa", "") != "portable":
+        return ""
+    vectors = torch.backends.cpu.get_cpu_capability()
+    if vectors not in ("DEFAULT", "NO AVX"):
+        return f"no native, it has no vectors here (portable) and PyTorch's operators have {vectors}"
+    times = _trial(torch.get_num_threads())
+    return "" if times < MARGIN else f"no native, portable it took {times:.1f} x their time in a trial"
+
+
+@lru_cache(maxsize=4)
+def _trial(threads: int) -> float:
+    """Once a process: all its optimizers are to have the same back end, also when they are laid out anew."""
+    return times_as_long(_make("native", {"cpu"}), Ops())
+
+
+def _interpreted(name: str) -> str:
+    """Triton's interpreter computes on the CPU, and slowly: it is for tests."""
+    return "it is interpreted" if name == "triton" and os.environ.get("TRITON_INTERPRET") == "1" else ""
+
+
+def _missing(name: str, devices: set[str]) -> str:
+    """What the back end needs and is not here; nothing where it can be tried."""
+    if name in ("apex", "triton") and "cuda" not in devices and not _interpreted(name):
+        return "no parameter is on a CUDA device"
+    if name == "native" and devices != {"cpu"}:
+        return "not all parameters are on the CPU"
+    if name == "native" and compiler() is None:
+        return "there is no C compiler ($CC, cc, gcc, clang)"
+    needs = {"triton": ["triton"], "apex": ["amp_C", "apex", "apex.optimizers"]}.get(name, [])
+    absent = [module for module in needs if not _installed(module)]
+    return f"the module {absent[0]} is not installed" if absent else ""
+
+
+def _installed(module: str) -> bool:
+    """PyPI has an apex that is something else: NVIDIA's has these submodules."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False
+
+
+def _make(name: str, devices: set[str]) -> Ops:
+    """Imported only when chosen: triton takes a second, and need not be installed."""
+    if name == "triton":
+        from .triton import TritonOps as Chosen
+    elif name == "native":
+        from .native.ops import NativeOps as Chosen
+    elif name == "compile":
+        from .compiled import CompiledOps as Chosen
+    elif name == "apex":
+        from .apex import ApexOps as Chosen
+    else:
+        Chosen = Ops
+    return Chosen(devices)

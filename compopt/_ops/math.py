@@ -1,0 +1,218 @@
+"""Plain PyTorch: what every kernel has to reproduce. Slow where that is clearer; the specification, not the fast path.
+
+Vectors are flat; n is the number of elements of a tensor, k how many of them are selected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+WIDTH = 65536  # elements that are added up side by side
+
+
+def adamw_(
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: float, *,
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool = False,
+) -> None:  # fmt: skip
+    """One AdamW step in place, ``step`` counted from 1 (Loshchilov and Hutter 2019; Radius, Algorithm 2)."""
+    g = -g if maximize else g
+    w.mul_(1 - lr * weight_decay)
+    m.lerp_(g, 1 - betas[0])
+    v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+    denominator = (v.sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
+    w.addcdiv_(m, denominator, value=-lr / (1 - betas[0] ** step))
+
+
+def adamw_update(
+    w: Tensor, m: Tensor, v: Tensor, step: float, *, betas: tuple[float, float], eps: float, weight_decay: float
+) -> Tensor:
+    """What AdamW subtracts, over lr: ``mhat / (sqrt(vhat) + eps) + weight_decay * w`` (Radius, Algorithm 2, line 5)."""
+    denominator = (v.sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
+    return m.div(denominator).div_(1 - betas[0] ** step).add_(w, alpha=weight_decay)
+
+
+def adams_(
+    w: Tensor, g: Tensor, m: Tensor, step: float, *, lr: float, betas: tuple[float, float], eps: float,
+    weight_decay: float, bias_correction: str = "scape", clip: float = 1.0,
+) -> None:  # fmt: skip
+    """One AdamS step in place, ``step`` counted from 1 (SCAPE, equation 2): v is made of g and the *previous* m.
+
+    ``bias_correction``: "scape" divides m by 1 - b1^t and v by 1 - b2^t; "adams" m, old and new, by 1 - b1^t only.
+    ``clip`` multiplies the gradient in v alone (SCAPE's line 18 as printed).
+    """
+    old, new, first = adams_factors(step, betas, bias_correction)
+    denominator = m.square().mul_(old).addcmul_(g, g, value=new * clip**2).sqrt_().add_(eps)
+    m.lerp_(g, 1 - betas[0])
+    w.mul_(1 - lr * weight_decay)
+    w.addcdiv_(m, denominator, value=-lr / first)
+
+
+def adams_factors(step: float, betas: tuple[float, float], bias_correction: str) -> tuple[float, float, float]:
+    """Factors of the previous m^2 and of g^2 in v, and the divisor of m."""
+    first, second = 1 - betas[0] ** step, 1 - betas[1] ** step
+    if bias_correction == "adams":
+        return betas[1] / first**2, 1 - betas[1], first
+    return betas[1] / second, (1 - betas[1]) / second, first
+
+
+def compact(
+    g: Tensor, index: Tensor | None, out: Tensor, add: Tensor | None = None, scale: float = 1.0, sign: float = 1.0
+) -> None:
+    """``out = (sign * g + scale * add)[index]``, in out's dtype; None: all elements."""
+    x = sign * g.reshape(-1).to(torch.promote_types(g.dtype, torch.float32))
+    if add is not None:
+        x = x.add_(add.reshape(-1), alpha=scale)
+    out.copy_(x if index is None else x.index_select(0, index))
+
+
+def radius_(
+    w: Tensor, m: Tensor, v: Tensor, residual: Tensor, g: Tensor, values: Tensor, index: Tensor, step: float, **hyper
+) -> None:
+    """Radius, lines 15 to 25 of a sparse step: AdamW on ``values`` at ``index`` and 0 elsewhere, and the residual.
+
+    ``g`` is the rank's own gradient: where it was not sent it is held back. ``hyper`` as for ``adamw_``.
+    """
+    average = torch.zeros_like(w)
+    scatter(values, index, average.view(-1))
+    adamw_(w, average, m, v, step, **hyper)
+    residual.add_(g)
+    clear_(residual, index)
+
+
+def moment(
+    residual: Tensor, g: Tensor, m: Tensor, held: Tensor, *, betas: tuple[float, float], maximize: bool = False
+) -> Tensor:
+    """SCAPE, line 10: ``b1 m + (1 - b1) g + e``, with m given at the positions ``held``."""
+    x = residual.reshape(-1).add(g.reshape(-1), alpha=(betas[0] - 1) if maximize else (1 - betas[0]))
+    return x.index_add_(0, held, m, alpha=betas[0])
+
+
+def scape_(
+    w: Tensor, residual: Tensor, g: Tensor, m: Tensor, held: Tensor, values: Tensor, index: Tensor, step: float, *,
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool = False, **adams,
+) -> Tensor:  # fmt: skip
+    """SCAPE, lines 10, 11 and 16 to 21, in place; returns the new momentum, at ``index``.
+
+    ``m``: the old one, at ``held``. ``values``: the averaged gradient at ``index``. ``adams``: ``bias_correction`` and
+    ``clip`` of ``adams_``.
+    """
+    x = moment(residual, g, m, held, betas=betas, maximize=maximize)
+    new = torch.zeros_like(x).index_copy_(0, held, m).index_select(0, index)
+    residual.copy_(x.view(residual.shape))
+    clear_(residual, index)
+    w.mul_(1 - lr * weight_decay)
+    selected = w.view(-1).index_select(0, index)
+    adams_(selected, values.to(w.dtype), new, step, lr=lr, betas=betas, eps=eps, weight_decay=0.0, **adams)
+    w.view(-1).index_copy_(0, index, selected)
+    return new
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """n booleans as ceil(n/8) bytes, the first element in the lowest bit."""
+    whole = torch.nn.functional.pad(mask.view(-1).to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return (whole << shifts).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(bits: Tensor, n: int) -> Tensor:
+    """ceil(n/8) bytes as n booleans."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits.unsqueeze(1) >> shifts) & 1).view(-1)[:n].bool()
+
+
+def kept(density: float, n: int) -> int:
+    """k, the elements of n that are selected: at least one, where there are any."""
+    return min(n, max(1, round(density * n)))
+
+
+def top_k(score: Tensor, k: int) -> Tensor:
+    """The packed mask of the k largest elements of ``score``."""
+    mask = torch.zeros(score.numel(), dtype=torch.bool, device=score.device)
+    mask[score.reshape(-1).topk(k, sorted=False).indices] = True
+    return pack_bits(mask)
+
+
+def positions(bits: Tensor, n: int) -> Tensor:
+    """The selected positions of a packed mask, ascending: int32, or int64 where n does not fit."""
+    dtype = torch.int32 if n < 2**31 else torch.int64
+    return unpack_bits(bits, n).nonzero().view(-1).to(dtype)
+
+
+def gather(x: Tensor, index: Tensor, out: Tensor) -> None:
+    """``out = x[index]``, in out's dtype."""
+    out.copy_(x.reshape(-1).index_select(0, index))
+
+
+def scatter(values: Tensor, index: Tensor, out: Tensor) -> None:
+    """``out = 0 but values at index``."""
+    out.zero_().scatter_(0, index.long(), values.to(out.dtype))
+
+
+def clear_(x: Tensor, index: Tensor) -> None:
+    """0 at ``index``."""
+    x.view(-1).scatter_(0, index.long(), 0)
+
+
+def finite_or_nan(g: Tensor) -> Tensor:
+    """1 when ``g`` and its squared norm are finite, NaN otherwise: a second moment could not hold such a gradient.
+
+    The rule of all back ends for what makes ranks skip a step. The square is of the gradient's dtype, float32 at least:
+    one element of 1e20 is too large, 1e18 is not, and many of 1e18 are.
+    """
+    return torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)).mul_(0).add_(1)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Linear algebra whose result must not depend on how many threads this process computes with."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)  # of the calling thread
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def squared_norm_alike(x: Tensor) -> Tensor:
+    """|x|^2, the same bits whatever the number of threads and the processor: for what scales an update.
+
+    Elements a fixed distance apart are added up in turn, in float32, then halves to halves, in float64: additions and
+    products element by element, which every machine rounds alike.
+    """
+    if x.device.type != "cpu":
+        return squared_norm(x)
+    total = _halved(_folded(x, torch.promote_types(x.dtype, torch.float32)))
+    return total if total.isfinite() else _halved(_folded(x, torch.float64))
+
+
+def _folded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    sums = torch.zeros(min(WIDTH, x.numel()), dtype=dtype, device=x.device)
+    square = torch.empty_like(sums)
+    for part in x.split(WIDTH):
+        wide, own = part.to(dtype), square[: part.numel()]
+        sums[: part.numel()].add_(torch.mul(wide, wide, out=own))  # not addcmul: a fused one rounds once, not twice
+    return sums.double()
+
+
+def _halved(sums: Tensor) -> Tensor:
+    n = sums.numel()
+    while n > 1:
+        half = (n + 1) // 2
+        sums[: n - half].add_(sums[half:n])
+        n = half
+    return sums[:1].sum()
+
+
+def squared_norm(x: Tensor) -> Tensor:
+    """|x|^2, in float64 where float32 would overflow or x is of lower precision."""
+    if x.device.type != "cpu":  # where looking at the first result costs more than a second
+        return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+    fast = torch.dot(x, x) if x.dtype in (torch.float32, torch.float64) else None
+    return fast if fast is not None and fast.isfinite() else x.double().square().sum()

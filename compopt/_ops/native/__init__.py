@@ -1,0 +1,1 @@
+"""Operations by the C passes of kernels/native."""

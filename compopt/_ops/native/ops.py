@@ -1,0 +1,147 @@
+"""C passes over float32 tensors on a CPU: a bucket's step reads and writes its memory once (see kernels/native).
+
+Other tensors are left to PyTorch's operators. With several threads the tensors of a bucket are dealt to them.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..._state.buckets import Bucket, local
+from ..._wire.requests import Payload
+from ..ops import Tensors
+from .adams import AdamSPasses
+from .adamw import AdamWPasses, masks_of, refuse
+from .build import isa_of, load
+from .tables import Table, addresses, along, at, fits, floats, over_rows, plain
+
+SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
+
+
+class NativeOps(AdamWPasses, AdamSPasses):
+    """A call for all tensors of a bucket."""
+
+    name = "native"
+
+    def __init__(self, devices: set[str] = frozenset()) -> None:
+        super().__init__(devices)
+        self.library = load()
+        self.isa = isa_of(self.library)
+
+    @staticmethod
+    def reads(bucket: Bucket) -> bool:
+        """Whether passes can read this bucket's gradients and state."""
+        return (
+            bucket.device.type == "cpu" and bucket.dtype == torch.float32 and bucket.offload is None
+            and bucket.shards is None and max(bucket.lengths) < 2**31
+        )  # fmt: skip
+
+    def fuses(self, bucket: Bucket) -> bool:
+        return self.reads(bucket) and all(local(p).is_contiguous() for p in bucket.params)
+
+    def pack(
+        self, bucket: Bucket, grads: Tensors, index: Tensors | None = None, add: Tensors | None = None,
+        scale: float = 1.0, negate: bool = False, bits: Tensors | None = None,
+    ) -> Payload:  # fmt: skip
+        lengths, nothing = bucket.lengths, [None] * len(grads)
+        index = index or nothing
+        if bucket.offload is not None or not self.reads(bucket):  # what is offloaded passes by, a tensor at a time
+            return super().pack(bucket, grads, index, add, scale, negate)
+        add = list(add or nothing)
+        payload, own, index = self.message(bucket, index), floats(grads), narrowed(bucket, index)
+        exact = payload.flat.dtype == torch.float32
+        head, body = payload.header, payload.body
+        if not exact:
+            like, whole = bucket.params[0], payload.dropped
+            head = self.scratch(like, len(grads), torch.float32, "marks")
+            body = self.scratch(like, len(payload.body), torch.float32, "payload") if whole is None else whole
+        bits = [None if i is None or i.numel() * SPARSE <= n else b
+                for i, n, b in zip(index, lengths, bits or nothing, strict=True)]  # fmt: skip
+        positions = [i if b is None else None for i, b in zip(index, bits, strict=True)]
+        sizes = [part.numel() for part in payload.parts]
+        first, mark = at("a message", body, sum(sizes)), at("marks", head, len(grads))
+        table = Table(
+            len(grads),
+            n=lengths,
+            g=addresses("gradients", own, lengths),
+            add=addresses("what is owed", add, lengths),
+            index=addresses("positions", positions, sizes, torch.int32),
+            mask=masks_of(bits, lengths),
+            k=sizes,
+            out=[first + 4 * start for start in accumulate(sizes[:-1], initial=0)],
+            mark=[mark + 4 * i for i in range(len(grads))],
+        )
+        sign = -1.0 if negate else 1.0
+        refuse(bucket, over_rows(lengths, lambda a, b, _: self.library.pack(table, a, b, sign, scale)))
+        if not exact:
+            payload.header.copy_(head)
+        if not exact and payload.dropped is None:
+            payload.body.copy_(body)
+        return payload.round()
+
+    def add_up(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
+        if not plain(*(x for x in (*grads, *add, *out) if x is not None)):
+            return super().add_up(bucket, grads, add, out)
+        lengths = bucket.lengths
+        marks = torch.empty(len(grads), dtype=torch.float32)
+        none = torch.empty(0, dtype=torch.int32)  # positions of what has no ``out``
+        table = Table(
+            len(grads),
+            n=lengths,
+            g=addresses("gradients", grads, lengths),
+            add=addresses("what is owed", add, lengths),
+            index=addresses("positions", [none if to is None else None for to in out], [0] * len(out), torch.int32),
+            mask=0,
+            k=[0 if to is None else n for n, to in zip(lengths, out, strict=True)],
+            out=addresses("sums", out, lengths),
+            mark=along("marks", marks, [1] * len(grads)),
+        )
+        refuse(bucket, over_rows(lengths, lambda a, b, _: self.library.pack(table, a, b, 1.0, 1.0)))
+        return marks
+
+    def largest_of(self, x: Tensor, k: int) -> Tensor | None:
+        if not plain(x) or x.numel() >= 2**31:
+            return None
+        out = torch.empty(k, dtype=torch.int32)
+        self.largest(x, k, 0.0, out)
+        return out.long()
+
+    def largest(self, x: Tensor, k: int, guess: float, out: Tensor) -> float:
+        """The positions of the k largest |x|, ascending, into int32 ``out``; returns a guess for next time."""
+        room = 2 * self.library.room_for(k)
+        scratch = at("candidates", self.scratch(x, room, torch.int32, "candidates"), room, torch.int32)
+        found = at("positions", out, k, torch.int32)
+        return self.library.largest(at("what is selected", x, k), x.numel(), k, guess, scratch, found)
+
+    def top_k(self, score: Tensor, k: int) -> Tensor:
+        """The packed mask of the k elements of largest magnitude."""
+        if not plain(score) or score.numel() >= 2**31:
+            return super().top_k(score, k)
+        found, bits = torch.empty(k, dtype=torch.int32), torch.zeros((score.numel() + 7) // 8, dtype=torch.uint8)
+        self.largest(score, k, 0.0, found)
+        chosen = Table(1, chosen=at("positions", found, k, torch.int32), k=k, at=0)
+        self.library.encode(chosen, 1, None, at("a mask", bits, len(bits), torch.uint8), len(bits))
+        return bits
+
+    def set_bits_of(self, bits: Tensor) -> Tensor:
+        return self.positions(bits, 8 * bits.numel()).long()
+
+    def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
+        if not fits(bits, 0, torch.uint8) or n >= 2**31:
+            return super().positions(bits, n, size)
+        n = min(n, 8 * bits.numel())
+        mask = at("a mask", bits, (n + 7) // 8, torch.uint8)
+        room = self.library.positions(mask, n, 0, None) if size is None else size
+        out = torch.empty(room, dtype=torch.int32)
+        return out[: self.library.positions(mask, n, room, at("positions", out, room, torch.int32))]
+
+
+def narrowed(bucket: Bucket, index: Tensors) -> Tensors:
+    """Positions as passes read them: int32. What does not fit its tensor must not come to fit by losing bits."""
+    for i, n, name in zip(index, bucket.lengths, bucket.names, strict=True):
+        if i is not None and i.dtype != torch.int32 and i.numel() and not 0 <= int(i.min()) <= int(i.max()) < n:
+            raise IndexError(f"positions of {name} are not within its {n} elements.")
+    return [i if i is None or fits(i, 0, torch.int32) else i.int().contiguous() for i in index]

@@ -1,0 +1,1 @@
+"""Sharded state. README.md in this folder says what lives here and what it may import."""

@@ -1,0 +1,219 @@
+"""SCAPE with sharded state: Algorithm 2 in a form that needs no whole momentum and no all-reduce.
+
+Each rank n keeps a residual e_n of its own; the owner of a shard keeps its momentum m, and a residual c that is common
+to all ranks. M is the mask found one step before, the same on all ranks::
+
+        x_n <- (1 - b1) g_n + e_n
+        X <- reduce-scatter of the mean of x_n on M                 # to the owner of each element
+        e_n <- x_n off M, 0 on M
+        owner: b <- X + b1 m + c on M;  G <- (X + c) / (1 - b1)     # line 14; the averaged gradient
+        owner: next M <- the largest |x_n + b1 m + c| of its shard  # line 9, gathered while they train on
+        owner: c <- b1 m + c off M, 0 on M;  m <- b on M, 0 off M
+        owner: AdamS on M, with G                                   # line 15
+        w on M <- gathered from the owners                          # line 4
+        w <- (1 - lr weight_decay) w off M                          # line 5, by everyone, in float32
+
+The sum of e_n and c is what the replicated form calls the residual: b1 m, which it adds to every rank's, goes to the
+common one here. So both forms are the same to rounding, and the masks of owners and replicas are of the same step (the
+paper's are one step apart, and its line 12, a dense reduce-scatter, is not needed).
+
+What is sent is x_n / (1 - b1) on M, as in the replicated form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._ops.math import squared_norm
+from .._ops.ops import Ops, clip_factor
+from .._sparse.selection import Selection, deal_at, keep_mask
+from .._state.buckets import Bucket
+from .._wire.requests import Agree, AllGather, Commit, Payload, ReduceScatterMean, Request
+
+
+def sharded_scape(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
+    """Algorithm 2, one bucket, one step."""
+    h, shards, grads = bucket.group, bucket.shards, bucket.grads()
+    delayed = h["mask_delay"] == 1
+    deal = deal_at(bucket, h["step"] + 1 + delayed, shards.ranks)  # its parts are the shards
+    selection = Selection(bucket, ops, deal, shards.rank) if deal else None
+
+    index, bits = bucket.cache.get("index"), bucket.flat["next_mask"]  # found one step ago
+    if deal and not delayed:
+        for i in selection.pieces:
+            selection.take(i, own_x(bucket, i, grads[i]))
+        rows = yield AllGather(selection.message())
+        index, bits = selection.found(rows)
+    exchanged = Exchanged(bucket, index or [None] * len(grads))
+
+    messages, flat = exchanged.messages(ops, grads)
+    row = yield ReduceScatterMean(flat, [message.flat.numel() for message in messages])
+    mean = messages[shards.rank].over(row)
+    average = exchanged.average(mean)
+    squared = sum(map(squared_norm, average))
+    phase = "sparse" if any(i is not None for i in exchanged.index) else "dense"
+    norm = yield Agree(mean, phase, squared, sharded=True)
+
+    present = bucket.present(mean)
+    new, momenta = exchanged.updated(ops, average, present, clip_factor(norm, h["max_grad_norm"]))
+    gathered = (yield AllGather(new)) if shards.ranks > 1 else new.unsqueeze(0)
+    bucket.parameter_bytes = new.nbytes if shards.ranks > 1 else 0
+    yield Commit()  # from here on state changes
+    exchanged.commit(gathered, momenta, present, bits, selection if delayed else None)
+    for i, guess in selection.guesses.items() if selection else ():
+        bucket.state["threshold"][i].fill_(guess)
+    if delayed:
+        bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
+        bucket.flat["next_mask"].zero_()
+        if deal:
+            rows = yield AllGather(selection.message())  # awaited when the next step needs it
+            bucket.cache["index"], bits = selection.found(rows)
+            bucket.flat["next_mask"].copy_(bits)
+
+
+def own_x(bucket: Bucket, i: int, g: Tensor | None) -> Tensor:
+    """x_n + b1 m + c on this rank's part of tensor i, in memory of its own."""
+    state, (start, stop), beta1 = bucket.state, bucket.shards.own[i], bucket.group["betas"][0]
+    x = bucket.fetch("residual", i, slice(start, stop)).add_(state["common"][i])
+    if g is not None:
+        x.add_(g.reshape(-1)[start:stop], alpha=(beta1 - 1) if bucket.group["maximize"] else (1 - beta1))
+    return x.add_(state["exp_avg"][i], alpha=beta1)
+
+
+@dataclass
+class Exchanged:
+    """What one step exchanges of a bucket: all of a tensor, or what is at ``index`` (positions in it, ascending)."""
+
+    bucket: Bucket
+    index: list[Tensor | None]
+
+    def __post_init__(self) -> None:
+        ranges = self.bucket.shards.ranges
+        self.sent: list[Payload] = []  # this rank's messages to the owners
+        self.bounds: list[list[int]] = []  # where each rank's elements begin among those exchanged of a tensor
+        for i, index in enumerate(self.index):
+            starts = [own[i] for own in ranges]
+            if index is None:
+                self.bounds.append([start for start, _ in starts])
+            else:
+                edges = torch.tensor([start for start, _ in starts], dtype=index.dtype, device=index.device)
+                self.bounds.append(torch.searchsorted(index, edges).tolist())
+            last = len(index) if index is not None else self.bucket.lengths[i]
+            self.bounds[-1].append(last)
+
+    def sizes(self, rank: int) -> list[int]:
+        """How many elements of each tensor are exchanged with ``rank``, which owns them."""
+        return [bounds[rank + 1] - bounds[rank] for bounds in self.bounds]
+
+    def at(self, i: int, rank: int) -> Tensor | slice:
+        """Which elements of flattened tensor i these are."""
+        part = slice(self.bounds[i][rank], self.bounds[i][rank + 1])
+        return part if self.index[i] is None else self.index[i][part].long()
+
+    def own(self, i: int) -> Tensor | slice:
+        """Which elements of this rank's part of tensor i these are, counted from where the part begins."""
+        at, (start, stop) = self.at(i, self.bucket.shards.rank), self.bucket.shards.own[i]
+        return slice(0, stop - start) if isinstance(at, slice) else at - start
+
+    def messages(self, ops: Ops, grads: list[Tensor | None]) -> tuple[list[Payload], Tensor]:
+        """A row for every owner: the header, and x_n / (1 - b1) at what it owns."""
+        bucket, h = self.bucket, self.bucket.group
+        ranks = range(bucket.shards.ranks)
+        rows, flat = bucket.payloads([self.sizes(rank) for rank in ranks], h["payload_dtype"])
+        ops.mark(rows[0], grads)
+        for row in rows[1:]:
+            row.header.copy_(rows[0].header)
+        for i, (g, e) in enumerate(zip(grads, bucket.each("residual"), strict=True)):
+            for rank, row in enumerate(rows):
+                at, part = self.at(i, rank), row.exact[i]
+                part.zero_() if g is None else part.copy_(g.reshape(-1)[at])
+                if h["maximize"]:
+                    part.neg_()
+                if e is not None:
+                    part.add_(e.view(-1)[at], alpha=1 / (1 - h["betas"][0]))
+        self.sent = [row.round() for row in rows]
+        return rows, flat
+
+    def average(self, mean: Payload) -> list[Tensor]:
+        """G, of what this rank owns of each tensor."""
+        common, scale = self.bucket.state["common"], 1 / (1 - self.bucket.group["betas"][0])
+        wide = torch.promote_types(self.bucket.dtype, torch.float32)
+        return [
+            part.to(wide) if common[i] is None else part.to(wide).add(common[i][self.own(i)], alpha=scale)
+            for i, part in enumerate(mean.parts)
+        ]
+
+    def updated(
+        self, ops: Ops, average: list[Tensor], present: list[bool], factor: float
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """What the weights and momenta that this rank owns will be; nothing that outlives the step is written."""
+        bucket, h = self.bucket, self.bucket.group
+        consistent = h["clip"] == "consistent"
+        weights: list[Tensor] = []
+        momenta: list[Tensor | None] = []
+        for i, g in enumerate(average):
+            own = self.at(i, bucket.shards.rank)
+            w = bucket.fetch_weight(i, own)
+            m = bucket.state["exp_avg"][i][self.own(i)].clone() if present[i] else None
+            if present[i] and w.numel():
+                g = g * factor if consistent else g
+                ops.adams(h, w, g, m, bucket.state["step"][i] + 1, 1.0 if consistent else factor)
+            weights.append(w)
+            momenta.append(m)
+        most = max(sum(self.sizes(rank)) for rank in range(bucket.shards.ranks))
+        new = torch.cat(weights)
+        return torch.nn.functional.pad(new, (0, most - new.numel())), momenta
+
+    def commit(
+        self, gathered: Tensor, momenta: list[Tensor | None], present: list[bool], bits: Tensor,
+        selection: Selection | None,
+    ) -> None:  # fmt: skip
+        """Weights, momenta, residuals and masks of every tensor that has a gradient on any rank."""
+        bucket, h = self.bucket, self.bucket.group
+        rows = [row.split([*sizes, len(row) - sum(sizes)]) for row, sizes in
+                zip(gathered, map(self.sizes, range(bucket.shards.ranks)), strict=True)]  # fmt: skip
+        masks = bits.split([0 if m is None else len(m) for m in bucket.state["mask"]])
+        grads, decay = bucket.grads(), 1 - float(h["lr"]) * h["weight_decay"]
+        streamed = zip(present, bucket.each("residual", write=True), bucket.each_weight(), strict=True)
+        for i, (here, e, w) in enumerate(streamed):
+            selecting = selection is not None and i in selection.pieces
+            if not here:
+                if selecting:
+                    selection.take(i, own_x(bucket, i, None))
+                continue
+            bucket.state["step"][i] += 1
+            if bucket.compressed[i]:
+                self._hold_back(i, e.view(-1), grads[i], selection if selecting else None)
+                keep_mask(bucket, i, self.index[i], masks[i])
+            bucket.state["exp_avg"][i].zero_()[self.own(i)] = momenta[i]
+            values = torch.cat([row[i] for row in rows])
+            if self.index[i] is None:
+                w.copy_(values.view(w.shape))
+            else:
+                flat = w.mul_(decay).reshape(-1)  # a copy where w is not contiguous
+                flat.scatter_(0, self.index[i].long(), values)
+                if not w.is_contiguous():
+                    w.copy_(flat.view(w.shape))
+            bucket.publish(i, w)
+
+    def _hold_back(self, i: int, e: Tensor, g: Tensor | None, selection: Selection | None) -> None:
+        """e and c of a compressed tensor; the next mask's part is selected in between."""
+        state, h, (start, stop) = self.bucket.state, self.bucket.group, self.bucket.shards.own[i]
+        c = state["common"][i]
+        c.add_(state["exp_avg"][i], alpha=h["betas"][0])
+        if g is not None and (selection or self.index[i] is not None):
+            e.view(g.shape).add_(g, alpha=(h["betas"][0] - 1) if h["maximize"] else (1 - h["betas"][0]))
+        if selection:
+            selection.take(i, e[start:stop] + c)
+        rounded = self.sent[0].dropped is not None  # what that took off is owed again
+        dropped = torch.cat([row.dropped_parts[i] for row in self.sent]).mul_(1 - h["betas"][0]) if rounded else 0
+        if self.index[i] is None:
+            e.copy_(dropped) if rounded else e.zero_()
+            c.zero_()
+        else:
+            e.scatter_(0, self.index[i].long(), dropped)
+            c.scatter_(0, self.own(i).long(), 0)

@@ -1,0 +1,1 @@
+"""What sparse methods share. README.md in this folder says what lives here and what it may import."""

@@ -1,0 +1,134 @@
+"""How values at an index that all ranks know cross the network: as they are, or in a count sketch.
+
+A code is made for all shards of a bucket at once. ``sizes[r]`` is how many numbers go to rank r, ``fill`` writes this
+rank's share of each, and ``decode`` turns the mean of what arrived at the owner back into values at its index. Both
+codes are linear, so the mean of codes is the code of the mean.
+
+The sketch (Li et al. 2024, section 2.2 of TAGC): an element is added, with a sign, to three cells of its shard's table.
+A cell that holds one element gives it away; that is taken off its other two cells, and so on: peeling. Whether it ends
+well depends on the index alone, not on values. So every rank knows beforehand which elements would not come out, and
+these *leftovers* travel as they are, behind the table, instead of in a second round. Nothing is ever estimated.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .._state.shards import Shards
+
+GOLDEN, ODD = -0x61C8864680B583EB, -0x40A7B892E31B1A47  # 2^64 / golden ratio and splitmix64's first factor, signed
+
+
+class Compact:
+    """The values themselves, in the order of the index."""
+
+    leftovers = 0
+
+    def __init__(self, shards: Shards, index: Tensor):
+        self.index, self.sizes = index, shards.counts(index)
+
+    def fill(self, parts: list[Tensor], values: Tensor) -> None:
+        """Write for every owner its part of ``values``, this rank's at the index."""
+        for part, own in zip(parts, values.split(self.sizes), strict=True):
+            part.copy_(own)
+
+    def decode(self, code: Tensor) -> Tensor:
+        """Values at the index of the shard whose owner received ``code``."""
+        return code
+
+
+class Sketch:
+    """For each shard a table of a cell for every ``ratio`` of its compressed elements, and the leftovers.
+
+    ``seed`` draws the cells; it must be the same on all ranks.
+    """
+
+    def __init__(self, shards: Shards, index: Tensor, ratio: float, seed: int):
+        self.shards, self.index = shards, index
+        self.counts = shards.counts(index)
+        self.thirds = [math.ceil(shards.compressed_in(r) / (3 * ratio)) for r in range(shards.ranks)]
+        self.tables = [3 * third for third in self.thirds]
+        self.cells, self.signs = self._draw(seed)
+        self.rounds, left = peel(self.cells, sum(self.tables))
+        self.left = left
+        self.stuck = [int(own.sum()) for own in left.split(self.counts)]
+        self.leftovers = sum(self.stuck)
+        self.sizes = [cells + stuck for cells, stuck in zip(self.tables, self.stuck, strict=True)]
+
+    def _draw(self, seed: int) -> tuple[Tensor, Tensor]:
+        """Three cells, a third of the table each, and signs for every element of the index: ``(3, elements)`` both."""
+        device = self.index.device
+        counts = torch.tensor(self.counts, dtype=torch.int64, device=device)
+        third, base = (
+            torch.tensor(numbers, dtype=torch.int64, device=device).repeat_interleave(counts)
+            for numbers in (self.thirds, [sum(self.tables[:r]) for r in range(self.shards.ranks)])
+        )
+        three = torch.arange(3, dtype=torch.int64, device=device)
+        salts = three.add(3 * seed).mul_(GOLDEN).unsqueeze(1)
+        hashed = mixed(self.index.unsqueeze(0) ^ salts)
+        number = (hashed >> 1) & 0x7FFFFFFF  # bits that the sign does not use
+        cells = number % third.clamp(min=1) + third * three.unsqueeze(1) + base
+        return cells, 1 - 2 * (hashed & 1)
+
+    def fill(self, parts: list[Tensor], values: Tensor) -> None:
+        """Write for every owner the table and the leftovers of ``values``, this rank's at the index."""
+        tables = values.new_zeros(sum(self.tables))
+        inside = values.masked_fill(self.left, 0)
+        tables.index_add_(0, self.cells.reshape(-1), (inside * self.signs).reshape(-1))
+        stuck = values[self.left].split(self.stuck)
+        for part, table, rest in zip(parts, tables.split(self.tables), stuck, strict=True):
+            part[: len(table)].copy_(table)
+            part[len(table) :].copy_(rest)
+
+    def decode(self, code: Tensor) -> Tensor:
+        """Values at the index of this rank's shard, peeled out of its table in the order found before."""
+        rank = self.shards.rank
+        first, base = sum(self.counts[:rank]), sum(self.tables[:rank])
+        own = slice(first, first + self.counts[rank])
+        table = code[: self.tables[rank]].clone()
+        cells, signs, left = self.cells[:, own] - base, self.signs[:, own].to(code.dtype), self.left[own]
+        values = code.new_zeros(self.counts[rank])
+        values[left] = code[self.tables[rank] :]
+        for element, which in self.rounds:
+            mine = (element >= own.start) & (element < own.stop)
+            element, which = element[mine] - first, which[mine]
+            found = table[cells[which, element]] * signs[which, element]
+            values[element] = found
+            table.index_add_(0, cells[:, element].reshape(-1), (-found * signs[:, element]).reshape(-1))
+        return values
+
+
+def mixed(x: Tensor) -> Tensor:
+    """A hash of int64 numbers, alike on every device: multiplications that wrap, and shifts."""
+    for factor, shift in ((ODD, 31), (GOLDEN, 29)):
+        x = x * factor
+        x = x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))
+    return x
+
+
+def peel(cells: Tensor, total: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """The order in which elements come out of a sketch of ``total`` cells, and a mask of those that do not.
+
+    ``cells``: three different ones for each element, shape ``(3, elements)``. A round is elements, ascending, and for
+    each which of its three cells holds nothing else by then.
+    """
+    n, device = cells.shape[1], cells.device
+    flat, ids = cells.reshape(-1), torch.arange(n, dtype=torch.int64, device=device)
+    degree = torch.zeros(total, dtype=torch.int64, device=device).index_add_(0, flat, torch.ones_like(flat))
+    held = torch.zeros_like(degree).index_add_(0, flat, ids.repeat(3))  # the sum: where one is left, that one
+    left = torch.ones(n, dtype=torch.bool, device=device)
+    rounds = []
+    touched = flat
+    while True:
+        element = held[touched[degree[touched] == 1]].unique()
+        if not element.numel():
+            return rounds, left
+        which = (degree[cells[:, element]] == 1).to(torch.uint8).argmax(0)
+        rounds.append((element, which))
+        left[element] = False
+        touched = cells[:, element].reshape(-1)
+        degree.index_add_(0, touched, torch.full_like(touched, -1))
+        held.index_add_(0, touched, -element.repeat(3))

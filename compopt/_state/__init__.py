@@ -1,0 +1,1 @@
+"""What an optimizer keeps. README.md in this folder says what lives here and what it may import."""

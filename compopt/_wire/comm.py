@@ -1,0 +1,240 @@
+"""The only file that calls ``torch.distributed``'s collectives. Starts requests, counts their bytes.
+
+``start`` never blocks; ``Pending.wait`` does. Collectives must be started in the same order on all ranks and from one
+thread at a time: two threads on one gloo group silently mix results.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .int8_mean import QuantisedMean
+from .requests import (
+    AllGather,
+    AllReduceMean,
+    BitOr,
+    Broadcast,
+    CommunicationError,
+    NotSent,
+    Payload,
+    ReduceScatterMean,
+    Request,
+    bytes_of,
+    mean_of_rows,
+)
+
+_on_the_wire: set[Pending] = set()
+
+
+@atexit.register
+def _before_exit() -> None:
+    """Let collectives end before the interpreter does: a gloo thread that frees a tensor later aborts the process."""
+    for pending in list(_on_the_wire):
+        with contextlib.suppress(RuntimeError):
+            pending._work.wait(timedelta(seconds=5))
+    if dist.is_available() and Pending.started:
+        time.sleep(0.05)  # a finished collective's tensors are let go a moment after it is waited for
+
+
+class Pending:
+    """A collective on its way. ``wait`` returns its result and raises CommunicationError when it failed.
+
+    Its result may be another Pending: the second of two collectives that together answer a request. ``more``: what it
+    leads to is another collective, before the step is agreed upon.
+    """
+
+    started = False  # any, in this process
+    in_turns = False  # of ranks that take turns in one process: nobody may wait for it in backward
+
+    def __init__(self, what: str, work: dist.Work | None, finish: Callable[[], object], more: bool = False):
+        self.what, self._work, self._finish, self.more = what, work, finish, more
+        if work is not None:
+            Pending.started = True
+            _on_the_wire.add(self)
+
+    def wait(self) -> object:
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:  # as gloo raises; torch.distributed's own errors are some, too
+                raise CommunicationError(f"{self.what} failed: {_first_line(error)}") from error
+            finally:
+                self.forget()
+        return self._finish()
+
+    def drain(self) -> None:
+        """Wait until it uses its memory no more; whatever comes of it."""
+        if self._work is not None:
+            with contextlib.suppress(RuntimeError):
+                self._work.wait()
+            self.forget()
+
+    def forget(self) -> None:
+        """It need not be waited for: it has ended, or its group has."""
+        _on_the_wire.discard(self)
+
+
+class Comm:
+    """The ranks of one process group; a single process when there is none, or when ``alone``."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, alone: bool = False):
+        alone = alone or not (dist.is_available() and dist.is_initialized())
+        if alone and group is not None:
+            raise ValueError(
+                "process_group was given, but torch.distributed is not initialised: call init_process_group first."
+            )
+        self.group = None if alone else group or dist.group.WORLD
+        self.rank = 0 if alone else dist.get_rank(self.group)
+        self.size = 1 if alone else dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError("process_group does not contain this rank: give every rank the group it belongs to.")
+        self.bytes_sent = 0
+
+    def start(self, request: Request) -> Pending:
+        """Start the collective that answers ``request``."""
+        self.bytes_sent += bytes_of(request)
+        what = f"{type(request).__name__} of {bytes_of(request)} bytes over {self.size} ranks"
+        return self._start(request, what)
+
+    def _start(self, request: Request, what: str) -> Pending:
+        match request:
+            case AllReduceMean():
+                return self._all_reduce_mean(request, what)
+            case AllGather(tensor, into):
+                if self.size == 1:
+                    return Pending(what, None, lambda: tensor.unsqueeze(0))
+                rows = tensor.new_empty((self.size, *tensor.shape)) if into is None else into
+                work = self._call(dist.all_gather, what, list(rows.unbind()), tensor.contiguous())
+                return Pending(what, work, lambda: rows)
+            case Broadcast(tensor, source):
+                if self.size == 1:
+                    return Pending(what, None, lambda: tensor)
+                source = dist.get_global_rank(self.group, source)
+                work = self._call(dist.broadcast, what, tensor, source)
+                return Pending(what, work, lambda: tensor)
+            case ReduceScatterMean(tensor, sizes):
+                return self._reduce_scatter_mean(tensor, sizes, what)
+            case BitOr(tensor):
+                return self._bit_or(tensor, what)
+        raise TypeError(f"{type(request).__name__} is not a request a communicator can answer.")
+
+    def _all_reduce_mean(self, request: AllReduceMean, what: str) -> Pending:
+        if isinstance(request.message, Payload) and request.message.seed is not None:
+            return self._quantised_mean(request.message, what, request.more)
+        tensor: Tensor = request.tensor
+        if self.size == 1:
+            return Pending(what, None, lambda: request.message)
+        work = self._call(dist.all_reduce, what, tensor)
+
+        def finish() -> object:
+            torch.div(tensor, self.size, out=tensor)
+            return request.message
+
+        return Pending(what, work, finish, request.more)
+
+    def _quantised_mean(self, payload: Payload, what: str, more: bool) -> Pending:
+        job = QuantisedMean(payload, self.rank, self.size)
+        if self.size == 1:
+            job.alone()
+            return Pending(what, None, lambda: payload)
+        try:
+            sent = job.first()
+            received = torch.empty_like(sent)
+        except Exception as error:
+            raise NotSent(what) from error
+        work = self._call(dist.all_to_all_single, what, received, sent)
+
+        def second() -> Pending:
+            mine = job.second(received)
+            rows = mine.new_empty((self.size, *mine.shape))
+            work = self._call(dist.all_gather, what, list(rows.unbind()), mine)
+
+            def finish() -> Payload:
+                job.finish(rows)
+                return payload
+
+            return Pending(what, work, finish, more)
+
+        return Pending(what, work, second, more=True)
+
+    def _reduce_scatter_mean(self, tensor: Tensor, sizes: list[int], what: str) -> Pending:
+        """By all_to_all and a sum: (N-1)/N of the tensor's bytes, where gloo's reduce_scatter moves an all-reduce's."""
+        if self.size == 1:
+            return Pending(what, None, lambda: tensor.clone())
+        received = tensor.new_empty(self.size * sizes[self.rank])
+        counts = [sizes[self.rank]] * self.size
+        work = self._call(dist.all_to_all_single, what, received, tensor, counts, sizes)
+        return Pending(what, work, lambda: mean_of_rows(received.view(self.size, -1)))
+
+    def _bit_or(self, tensor: Tensor, what: str) -> Pending:
+        """An all-reduce where the backend has bitwise or; else segments are exchanged, combined and gathered."""
+        if self.size == 1:
+            return Pending(what, None, lambda: tensor)
+        if self.or_in_backend:
+            work = self._call(dist.all_reduce, what, tensor, dist.ReduceOp.BOR)
+            return Pending(what, work, lambda: tensor, more=True)
+        segment = -(-tensor.numel() // self.size)
+        sent = torch.nn.functional.pad(tensor, (0, segment * self.size - tensor.numel()))
+        received = torch.empty_like(sent)
+        work = self._call(dist.all_to_all_single, what, received, sent)
+
+        def finish() -> object:
+            mine = functools.reduce(torch.bitwise_or, received.view(self.size, segment).unbind())
+            work = self._call(dist.all_gather, what, list(sent.view(self.size, segment).unbind()), mine)
+            return Pending(what, work, lambda: tensor.copy_(sent[: tensor.numel()]), more=True)
+
+        return Pending(what, work, finish, more=True)
+
+    def _call(self, collective: Callable[..., dist.Work | None], what: str, *args: object) -> dist.Work:
+        """Start one of torch.distributed's collectives."""
+        try:
+            return collective(*args, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise CommunicationError(f"{what} could not start: {_first_line(error)}") from error
+
+    @property
+    def or_in_backend(self) -> bool:
+        """Whether the group's backend has a bitwise or: gloo and MPI, not NCCL."""
+        return dist.get_backend(self.group) in ("gloo", "mpi")
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def connect(group: object) -> Comm:
+    """A communicator over ``group``: a ProcessGroup, None, or an object that is one already (the tests' simulator)."""
+    return group if hasattr(group, "start") else Comm(group)  # type: ignore[return-value, arg-type]
+
+
+def shard_comms(params: Iterable[Tensor]) -> list[Comm]:
+    """Communicators over the meshes of DTensors, one a mesh dimension: together, the ranks that hold one model."""
+    groups: dict[str, dist.ProcessGroup] = {}
+    for mesh in {mesh: None for p in params if (mesh := getattr(p, "device_mesh", None)) is not None}:
+        for group in mesh.get_all_groups():
+            groups.setdefault(group.group_name, group)
+    return [comm for comm in map(Comm, groups.values()) if comm.size > 1]
+
+
+def copies_of(p: Tensor, shards: list[Comm]) -> int:
+    """Among the ranks that hold one model, how many hold the same part of ``p``."""
+    cut = set()
+    if hasattr(p, "device_mesh"):
+        groups = p.device_mesh.get_all_groups()
+        cut = {g.group_name for g, where in zip(groups, p.placements, strict=True) if not where.is_replicate()}
+    return math.prod(comm.size for comm in shards if comm.group.group_name not in cut)
+
+
+def has_met_others(comm: Comm) -> bool:
+    """Whether torch.distributed was initialised since ``comm`` was made, for a process alone."""
+    return getattr(comm, "group", comm) is None and dist.is_available() and dist.is_initialized()
