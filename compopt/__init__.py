@@ -12,6 +12,13 @@ from .tagc import TagcAdamW
 
 __version__ = "0.1.0"
 __all__ = [
-    "AdamS", "CommunicationError", "RadiusAdamW", "ScapeAdamS", "Separate", "SeparateAdam", "Stats", "TagcAdamW",
+    "AdamS",
+    "CommunicationError",
+    "RadiusAdamW",
+    "ScapeAdamS",
+    "Separate",
+    "SeparateAdam",
+    "Stats",
+    "TagcAdamW",
     "attach",
-]  # fmt: skip
+]

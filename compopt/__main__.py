@@ -12,10 +12,16 @@ COMMANDS = {"advise": advise.main}
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command that the first argument names, with the rest of them."""
-    parser = argparse.ArgumentParser(prog="python -m compopt", description="Compressed data-parallel optimizers.")
+    parser = argparse.ArgumentParser(
+        prog="python -m compopt", description="Compressed data-parallel optimizers."
+    )
     parser.add_argument("--version", action="version", version=f"compopt {__version__}")
-    parser.add_argument("command", choices=COMMANDS, help="advise: what would compression make of a training step?")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own; --help lists them")
+    parser.add_argument(
+        "command", choices=COMMANDS, help="advise: what would compression make of a training step?"
+    )
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="the command's own; --help lists them"
+    )
     options = parser.parse_args(argv)
     COMMANDS[options.command](options.arguments, prog=f"python -m compopt {options.command}")
 

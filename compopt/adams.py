@@ -6,10 +6,9 @@ One bucket at step t; G is the average over ranks of the gradient::
     m <- b1 m + (1 - b1) G
     w <- w - lr (mhat / (sqrt(vhat) + eps) + weight_decay w)
 
-with mhat = m / (1 - b1^t), vhat = v / (1 - b2^t). ``bias_correction="adams"``, after the code of AdamS's authors, takes
-m^2 / (1 - b1^t)^2 in place of m^2 and does not correct for b2: with b2 = 0.999 its first step is 31 times the learning
-rate, so it wants a warm-up of the learning rate.
-"""
+with mhat = m / (1 - b1^t), vhat = v / (1 - b2^t). ``bias_correction="adams"``, after the code of
+AdamS's authors, takes m^2 / (1 - b1^t)^2 in place of m^2 and does not correct for b2: with b2 =
+0.999 its first step is 31 times the learning rate, so it wants a warm-up of the learning rate."""
 
 from __future__ import annotations
 
@@ -32,16 +31,18 @@ def adams(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
 
 
 class AdamS(CompressedOptimizer):
-    r"""AdamS (equation 2 of SCAPE): AdamW's accuracy at half its state, on gradients averaged dense.
+    r"""AdamS (equation 2 of SCAPE): AdamW's accuracy at half its state, on gradients averaged
+    dense.
 
-    Takes the place of ``torch.optim.AdamW`` in any script; under DistributedDataParallel it averages gradients itself.
+    Takes the place of ``torch.optim.AdamW`` in any script; under DistributedDataParallel it
+    averages gradients itself.
 
-    Args:
-        params: parameters, named parameters or groups, as torch takes them.
-        lr, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`. Weight decay is decoupled.
-        betas: decay of the momentum, and weight of the previous momentum's square in the normaliser.
-        bias_correction: "scape" corrects m for b1 and v for b2; "adams" as AdamS's authors, see the top of this file.
-        process_group: the ranks to average over. None: the default group, or one process where there is none.
+    Args: params: parameters, named parameters or groups, as torch takes them. lr, eps,
+        weight_decay, maximize: as in :class:`torch.optim.AdamW`. Weight decay is decoupled. betas:
+        decay of the momentum, and weight of the previous momentum's square in the normaliser.
+        bias_correction: "scape" corrects m for b1 and v for b2; "adams" as AdamS's authors, see the
+        top of this file. process_group: the ranks to average over. None: the default group, or one
+        process where there is none.
 
     State: ``exp_avg``, as large as the parameter.
 
@@ -51,12 +52,24 @@ class AdamS(CompressedOptimizer):
     """
 
     def __init__(
-        self, params, lr: float | Tensor = 3e-4, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
-        weight_decay: float = 0.1, *, bias_correction: str = "scape", process_group: object = None,
+        self,
+        params,
+        lr: float | Tensor = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        bias_correction: str = "scape",
+        process_group: object = None,
         maximize: bool = False,
-    ):  # fmt: skip
+    ):
         defaults = dict(
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction, maximize=maximize
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            maximize=maximize,
         )
         super().__init__(params, defaults, process_group)
 

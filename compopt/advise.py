@@ -1,12 +1,13 @@
 """`compopt-advise`: what each method would make of a training step, and whether that is worth it.
 
-    compopt-advise --parameters 350M --ranks 8 --link 1gbit --step-time 400
-    compopt-advise --parameters 7B --ranks 64 --link 25gbit --step-time 2000 --device h100 --loss-budget 0.01
+    compopt-advise --parameters 350M --ranks 8 --link 1gbit --step-time 400 compopt-advise
+    --parameters 7B --ranks 64 --link 25gbit --step-time 2000 --device h100 --loss-budget 0.01
     compopt-advise --ranks 8 --link 100mbit --profile train.py
 
-To measure the network and the machines instead of naming them, run `torchrun ... -m compopt.probe --out probe.json` on
-those that will train, and give `--probed probe.json`. `python -m compopt advise` is the same command as this one.
-(`compopt` alone cannot be one: bash has a builtin of that name.)
+To measure the network and the machines instead of naming them, run `torchrun ... -m compopt.probe
+--out probe.json` on those that will train, and give `--probed probe.json`. `python -m compopt
+advise` is the same command as this one. (`compopt` alone cannot be one: bash has a builtin of that
+name.)
 
 The same from Python: `print(advise(model, ranks=8, link_bits_per_s=1e9, step_s=0.4))`.
 """
@@ -29,7 +30,9 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 
 
 def quantity(text: str, suffix: str = "") -> float:
-    """'350M', '1.8b' or '12000' as a number; with suffix 'bit', a rate as tc writes it ('100mbit', '2.5gbit')."""
+    """'350M', '1.8b' or '12000' as a number; with suffix 'bit', a rate as tc writes it ('100mbit',
+    '2.5gbit').
+    """
     match = re.fullmatch(rf"(\d+(?:\.\d+)?(?:e\d{{1,2}})?)([kmgbt]?){suffix}", text.strip().lower())
     if match is None or float(match[1]) == 0:
         example = "100mbit or 2.5gbit" if suffix else "350M, 1.8B or 12000"
@@ -44,19 +47,34 @@ def plot(path: str, situation: Situation) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib.") from error
+        raise ValueError(
+            "--plot needs matplotlib, which is not installed: pip install matplotlib."
+        ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     rates = [10 ** (exponent / 10) for exponent in range(70, 111)]
     machine = situation.machine
-    tables = [rows_of(replace(situation, machine=replace(machine, link_bytes_per_s=rate / 8))) for rate in rates]
+    tables = [
+        rows_of(replace(situation, machine=replace(machine, link_bytes_per_s=rate / 8)))
+        for rate in rates
+    ]
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for i, row in enumerate(tables[0]):
         style = "-" if row.ours else "--"
-        axes.plot([rate / 1e6 for rate in rates], [table[i].run for table in tables], style, label=row.method)
+        axes.plot(
+            [rate / 1e6 for rate in rates],
+            [table[i].run for table in tables],
+            style,
+            label=row.method,
+        )
     axes.axvline(8 * machine.link_bytes_per_s / 1e6, color="grey", linestyle=":", label="your link")
-    axes.set(xscale="log", yscale="log", xlabel="link of a rank, Mbit/s", ylabel="speed-up of the run over AdamW+DDP")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="link of a rank, Mbit/s",
+        ylabel="speed-up of the run over AdamW+DDP",
+    )
     axes.set_title(
         f"{situation.work.parameters / 1e6:.4g} M parameters a rank, {machine.ranks} replicas, "
         f"{situation.compute_s * 1e3:.4g} ms of computation"
@@ -67,19 +85,43 @@ def plot(path: str, situation: Situation) -> None:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description="Predict what compression would make of a training run.")
-    parser.add_argument("--parameters", type=quantity, help="of the model, for example 350M (or give --profile)")
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Predict what compression would make of a training run."
+    )
+    parser.add_argument(
+        "--parameters", type=quantity, help="of the model, for example 350M (or give --profile)"
+    )
     parser.add_argument("--ranks", type=int, help="processes in all (or give --probed)")
-    parser.add_argument("--link", type=lambda text: quantity(text, "bit"), help="of one rank, for example 1gbit")
-    parser.add_argument("--step-time", type=float, metavar="MS", help="of one process, without communication")
-    parser.add_argument("--profile", nargs=argparse.REMAINDER, metavar="SCRIPT", help="measure that (give it last)")
-    parser.add_argument("--overlap", type=float, metavar="MS", help="of it that hides communication (else 60 %%)")
-    parser.add_argument("--probed", metavar="FILE", help="what compopt.probe measured: ranks, link and local speed")
-    parser.add_argument("--device", choices=DEVICES, help="for the speed of local work, and memory (else a100)")
-    parser.add_argument("--memory-bandwidth", type=quantity, metavar="BYTES", help="a second, for example 3.3T")
-    parser.add_argument("--memory", type=quantity, metavar="BYTES", help="of one device, for example 80G")
-    parser.add_argument("--shard", type=int, help="ranks that hold one copy of the model together (FSDP in a node)")
-    parser.add_argument("--loss-budget", type=float, default=0.02, metavar="SHARE", help="over AdamW's loss (0.02)")
+    parser.add_argument(
+        "--link", type=lambda text: quantity(text, "bit"), help="of one rank, for example 1gbit"
+    )
+    parser.add_argument(
+        "--step-time", type=float, metavar="MS", help="of one process, without communication"
+    )
+    parser.add_argument(
+        "--profile", nargs=argparse.REMAINDER, metavar="SCRIPT", help="measure that (give it last)"
+    )
+    parser.add_argument(
+        "--overlap", type=float, metavar="MS", help="of it that hides communication (else 60 %%)"
+    )
+    parser.add_argument(
+        "--probed", metavar="FILE", help="what compopt.probe measured: ranks, link and local speed"
+    )
+    parser.add_argument(
+        "--device", choices=DEVICES, help="for the speed of local work, and memory (else a100)"
+    )
+    parser.add_argument(
+        "--memory-bandwidth", type=quantity, metavar="BYTES", help="a second, for example 3.3T"
+    )
+    parser.add_argument(
+        "--memory", type=quantity, metavar="BYTES", help="of one device, for example 80G"
+    )
+    parser.add_argument(
+        "--shard", type=int, help="ranks that hold one copy of the model together (FSDP in a node)"
+    )
+    parser.add_argument(
+        "--loss-budget", type=float, default=0.02, metavar="SHARE", help="over AdamW's loss (0.02)"
+    )
     parser.add_argument("--plot", metavar="FILE.png", help="speed-up over link rates")
     return parser
 
@@ -99,7 +141,9 @@ def _asked(options: argparse.Namespace) -> dict[str, Any]:
         sources |= {"computation": "measured"} if step_s is None else {}
         step_s, model = measured if step_s is None else step_s, model or found
     if model is None or step_s is None:
-        raise ValueError("The model is missing: give --parameters and --step-time, or --profile SCRIPT.")
+        raise ValueError(
+            "The model is missing: give --parameters and --step-time, or --profile SCRIPT."
+        )
     if options.memory_bandwidth:
         asked["local"] = options.memory_bandwidth, DEVICES[options.device or "a100"].local[1]
         sources["own work"] = "bandwidth given"

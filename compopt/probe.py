@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 -m compopt.probe --out probe.json
     compopt-advise --probed probe.json --parameters 350M --step-time 400
 
-Start it with torchrun on all machines, as the training will be. It takes a few seconds: all-reduces from 1 KiB to 8 MiB
-give the latency and the rate of a rank's link, copies and products the speed of local work with all ranks busy.
-"""
+Start it with torchrun on all machines, as the training will be. It takes a few seconds: all-reduces
+from 1 KiB to 8 MiB give the latency and the rate of a rank's link, copies and products the speed of
+local work with all ranks busy."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 23)  # bytes of the messages t
 
 
 def measured() -> dict[str, Any]:
-    """What `read` gives back, and the seconds of every message it was fitted to; the same on all ranks.
+    """What `read` gives back, and the seconds of every message it was fitted to; the same on all
+    ranks.
 
     Raises ValueError where this process was not started by torchrun, or alone.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size < 2:
-        raise ValueError("compopt.probe measures the link between ranks: start it with torchrun and two at least.")
+        raise ValueError(
+            "compopt.probe measures the link between ranks: start it with torchrun and two at "
+            "least."
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -41,7 +45,9 @@ def measured() -> dict[str, Any]:
     seconds = [median_seconds(lambda x=x: ranks.sum(x), device) for x in messages]
     own = torch.tensor([*seconds, *measure_local()], dtype=torch.float64, device=device)
     *agreed, memory, flops = (ranks.sum(own) / size).tolist()  # all ranks must print the same
-    points = [{"bytes": 2 * (size - 1) / size * x.nbytes, "messages": 2.0 * (size - 1)} for x in messages]
+    points = [
+        {"bytes": 2 * (size - 1) / size * x.nbytes, "messages": 2.0 * (size - 1)} for x in messages
+    ]
     found = fit(points, agreed).coefficients
     return {
         "ranks": size,
@@ -53,7 +59,10 @@ def measured() -> dict[str, Any]:
 
 
 def read(path: str) -> dict[str, Any]:
-    """Arguments for `advise` from a file that the probe wrote. ValueError says what is wrong with it."""
+    """Arguments for `advise` from a file that the probe wrote.
+
+    ValueError says what is wrong with it.
+    """
     names = ("ranks", "link_bits_per_s", "latency_s", "local")
     try:
         found = json.loads(Path(path).read_text())
@@ -61,13 +70,19 @@ def read(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"--probed {path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--probed {path} is not what compopt.probe writes ({error}): run it again.") from error
+        raise ValueError(
+            f"--probed {path} is not what compopt.probe writes ({error}): run it again."
+        ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command; ``argv`` are its arguments, by default the process's."""
-    parser = argparse.ArgumentParser(prog="python -m compopt.probe", description="Measure the network that will train.")
-    parser.add_argument("--out", default="probe.json", metavar="FILE", help="where rank 0 writes it")
+    parser = argparse.ArgumentParser(
+        prog="python -m compopt.probe", description="Measure the network that will train."
+    )
+    parser.add_argument(
+        "--out", default="probe.json", metavar="FILE", help="where rank 0 writes it"
+    )
     options = parser.parse_args(argv)
     try:
         found = measured()
@@ -77,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
         print(
             f"{found['ranks']} ranks, {found['link_bits_per_s'] / 1e6:.4g} Mbit/s a rank, "
-            f"{1e6 * found['latency_s']:.3g} us a message, {found['local'][0] / 1e9:.3g} GB/s in memory, "
-            f"{found['local'][1] / 1e9:.3g} GFLOP/s: {options.out}"
+            f"{1e6 * found['latency_s']:.3g} us a message, {found['local'][0] / 1e9:.3g} GB/s in "
+            f"memory, {found['local'][1] / 1e9:.3g} GFLOP/s: {options.out}"
         )
 
 

@@ -1,6 +1,7 @@
 """Radius: range-based gradient sparsity (Zheng and Zhang, MLSys 2025), Algorithm 1 with AdamW.
 
-One bucket on rank n at step t; G_n is its local gradient, w its parameters, D the density, T the interval::
+One bucket on rank n at step t; G_n is its local gradient, w its parameters, D the density, T the
+interval::
 
      2  G_n <- gradient of the loss on this rank's data
      3  if t < warmup_steps:                                     # dense
@@ -16,13 +17,12 @@ One bucket on rank n at step t; G_n is its local gradient, w its parameters, D t
     16      residual <- residual + G_n off the mask, 0 on it
     20  G <- G * min(1, max_grad_norm / |G|)
     21  u <- mhat / (sqrt(vhat) + eps) + weight_decay * w        # Algorithm 2, over all elements
-    22  if resampled: mask <- the round(D * n) largest of |u|, a tensor at a time; rank 0's is broadcast
+    22  if resampled: mask <- the round(D * n) largest of |u|, a tensor at a time; broadcast
     25  w <- w - lr * u
 
-Where we differ from the paper: the first step after the warm-up resamples at once (the paper's mask is undefined until
-T divides t), all ranks use rank 0's mask (equal by construction), and ``residual_scale`` can damp the sum of up to
-T - 1 gradients that a resample adds to one.
-"""
+Where we differ from the paper: the first step after the warm-up resamples at once (the paper's mask
+is undefined until T divides t), all ranks use rank 0's mask (equal by construction), and
+``residual_scale`` can damp the sum of up to T - 1 gradients that a resample adds to one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
     t, rounds = h["step"] + 1, bucket.rounds
     if rounds:
         forget_sent(bucket, ops)
-    owed = bucket.each("residual") if rounds else None  # what rounding dropped, where values are sent the next time
+    owed = (
+        bucket.each("residual") if rounds else None
+    )  # what rounding dropped, where values are sent the next time
 
     if t < dense_steps(h) or not any(bucket.compressed):
         if bucket.owes:  # the dense start was taken up again
@@ -61,11 +63,16 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
             ops.pack(bucket, grads, add=bucket.each("residual"), scale=h["residual_scale"]),
         )  # line 8
     else:
-        phase, sent = "sparse", ops.pack(bucket, grads, index, add=owed, bits=state["mask"])  # line 13
+        phase, sent = (
+            "sparse",
+            ops.pack(bucket, grads, index, add=owed, bits=state["mask"]),
+        )  # line 13
     index = index if phase == "sparse" else [None] * len(grads)
 
     mean = yield AllReduceMean(sent)  # lines 4, 9, 14
-    norm = yield Agree(mean, phase)  # one norm, one verdict, over all buckets and ranks; from here on state changes
+    norm = yield Agree(
+        mean, phase
+    )  # one norm, one verdict, over all buckets and ranks; from here on state changes
     if (factor := clip_factor(norm, h["max_grad_norm"])) < 1:
         mean.body.mul_(factor)  # line 20
 
@@ -78,18 +85,31 @@ def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
         masks, sizes = keep_where_absent(bucket, bucket.present(mean), masks)
         bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
         bucket.flat["mask"].zero_()
-        flat = yield Broadcast(torch.cat(masks), confirm=True)  # sent behind the commit, awaited by the next step
+        flat = yield Broadcast(
+            torch.cat(masks), confirm=True
+        )  # sent behind the commit, awaited by the next step
         bucket.flat["mask"].copy_(flat)
         remember_positions(bucket, ops, sizes)
 
 
 def commit(
-    bucket: Bucket, ops: Ops, mean: Payload, phase: str, index: list[Tensor | None], grads: list[Tensor | None]
+    bucket: Bucket,
+    ops: Ops,
+    mean: Payload,
+    phase: str,
+    index: list[Tensor | None],
+    grads: list[Tensor | None],
 ) -> list[Tensor]:
-    """Lines 10, 15, 16 and 21 to 25 for every tensor that has a gradient on any rank; returns line 22's masks."""
+    """Lines 10, 15, 16 and 21 to 25 for every tensor that has a gradient on any rank; returns line
+    22's masks.
+    """
     h, state, masks, weights = bucket.group, bucket.state, [], bucket.weights
     rounds = mean.dropped is not None
-    residuals = bucket.each("residual", write=True) if rounds or phase != "dense" else iter(state["residual"])
+    residuals = (
+        bucket.each("residual", write=True)
+        if rounds or phase != "dense"
+        else iter(state["residual"])
+    )
     for i, (present, residual) in enumerate(zip(bucket.present(mean), residuals, strict=True)):
         resample = phase == "resample" and bucket.compressed[i]
         w, m, v, step = weights[i], state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
@@ -110,7 +130,9 @@ def commit(
             bucket.publish(i)
         if resample:
             masks.append(
-                ops.top_k(ops.adamw_update(h, before, m, v, step).abs_(), kept(h["density"], w.numel()))
+                ops.top_k(
+                    ops.adamw_update(h, before, m, v, step).abs_(), kept(h["density"], w.numel())
+                )
             )  # line 22
     return masks
 
@@ -120,9 +142,8 @@ def keep_where_absent(
 ) -> tuple[list[Tensor], list[int | None]]:
     """The new masks, but the old one of a tensor without a gradient on any rank.
 
-    What it owes stays, off the old mask; on a new one it would be taken for sent. Returned with how many elements of
-    each tensor are selected, which an old mask does not tell.
-    """
+    What it owes stays, off the old mask; on a new one it would be taken for sent. Returned with how
+    many elements of each tensor are selected, which an old mask does not tell."""
     sizes: list[int | None] = [kept(bucket.group["density"], n) for n in bucket.lengths]
     masks = masks.copy()
     for place, i in enumerate(i for i, c in enumerate(bucket.compressed) if c):
@@ -143,19 +164,24 @@ def settled(bucket: Bucket, mean: Payload, phase: str, rounds: bool) -> None:
 
 
 def forget_sent(bucket: Bucket, ops: Ops) -> None:
-    """Line 16, "0 on the mask": once before the residual is read, for all sparse steps that shared this mask."""
+    """Line 16, "0 on the mask": once before the residual is read, for all sparse steps that shared
+    this mask.
+    """
     if bucket.cache.get("sent", False):
-        for residual, index in zip(bucket.each("residual", write=True), bucket.cache["index"], strict=True):
+        for residual, index in zip(
+            bucket.each("residual", write=True), bucket.cache["index"], strict=True
+        ):
             if index is not None:
                 ops.clear_(residual, index)
         bucket.cache["sent"] = False  # last: where this is interrupted it is done again
 
 
 def remember_positions(bucket: Bucket, ops: Ops, sizes: list[int | None] | None = None) -> None:
-    """Decode the packed masks once; a step then gathers by position. Nothing to do while there is no mask.
+    """Decode the packed masks once; a step then gathers by position. Nothing to do while there is
+    no mask.
 
-    ``sizes``: of masks that have just been chosen, and so are there: how many each selects, None where nobody knows.
-    """
+    ``sizes``: of masks that have just been chosen, and so are there: how many each selects, None
+    where nobody knows."""
     masks = bucket.state.get("mask", [])
     pairs = [(m, n) for m, n in zip(masks, bucket.lengths, strict=bool(masks)) if m is not None]
     if pairs and (sizes or all(n == 0 or m.any() for m, n in pairs)):
@@ -166,35 +192,41 @@ def remember_positions(bucket: Bucket, ops: Ops, sizes: list[int | None] | None 
 
 
 class RadiusAdamW(CompressedOptimizer):
-    r"""AdamW that averages its own gradients, most of them only at a shared top-k set (Radius, Algorithm 1).
+    r"""AdamW that averages its own gradients, most of them only at a shared top-k set (Radius,
+    Algorithm 1).
 
-    Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward takes over DDP's
-    all-reduce.
+    Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward takes
+    over DDP's all-reduce.
 
-    Args:
-        params: parameters, named parameters or groups, as torch takes them. A group may override every option below and
-            say ``compress=False`` or ``True``; by default tensors of at least 2 dimensions and 4096 elements are
-            compressed, the rest is averaged dense in the same message.
-        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`.
-        density: share of each compressed tensor's elements that cross the network in a sparse step, in (0, 1].
-        interval: steps from one choice of elements to the next; each of these *resample* steps is dense, and the step
-            after it sends nothing before ``step()``: ranks first tell each other that all have the new mask.
-        warmup_steps: steps of plain AdamW before compression starts. The paper takes 15 to 20 % of the run.
-        residual_scale: factor on what was held back when it is sent at a resample step; 1 is the paper's.
-        max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
+    Args: params: parameters, named parameters or groups, as torch takes them. A group may override
+        every option below and
+            say ``compress=False`` or ``True``; by default tensors of at least 2 dimensions and 4096
+            elements are compressed, the rest is averaged dense in the same message.
+        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`. density: share of
+        each compressed tensor's elements that cross the network in a sparse step, in (0, 1].
+        interval: steps from one choice of elements to the next; each of these *resample* steps is
+        dense, and the step
+            after it sends nothing before ``step()``: ranks first tell each other that all have the
+            new mask.
+        warmup_steps: steps of plain AdamW before compression starts. The paper takes 15 to 20 % of
+        the run. residual_scale: factor on what was held back when it is sent at a resample step; 1
+        is the paper's. max_grad_norm: clip the averaged gradient, all groups together, to this L2
+        norm (None: no clipping). Not the
             same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
-        payload_dtype: dtype on the wire (None: the gradient's). What rounding to a narrower one takes off compressed
-            tensors is kept in ``residual``. torch.int8 sends 1 byte a value and a scale for each 128, rounded at random
-            without bias.
-        when: "always", or "auto": time dense and compressed steps at the start, and stay dense where compression does
-            not pay (see ``stats.when``).
-        process_group: the ranks to average over. None: the default group, or one process where there is none.
-        offload: "residual" keeps it in host memory (pinned, with CUDA), 4 bytes an element. Tensor by tensor it passes
-            through two device buffers as large as the largest; copies run beside the work on the tensor between.
+        payload_dtype: dtype on the wire (None: the gradient's). What rounding to a narrower one
+            takes off compressed tensors is kept in ``residual``. torch.int8 sends 1 byte a value
+            and a scale for each 128, rounded at random without bias.
+        when: "always", or "auto": time dense and compressed steps at the start, and stay dense
+            where compression does not pay (see ``stats.when``).
+        process_group: the ranks to average over. None: the default group, or one process where
+        there is none. offload: "residual" keeps it in host memory (pinned, with CUDA), 4 bytes an
+        element. Tensor by tensor it passes
+            through two device buffers as large as the largest; copies run beside the work on the
+            tensor between.
 
-    State beside AdamW's two moments: ``residual`` (as large as the parameter; until it is saved or sent it also holds
-    what was sent since) and ``mask`` (1 bit an element), for compressed tensors. Positions are decoded to 4 bytes a
-    selected element while the optimizer lives.
+    State beside AdamW's two moments: ``residual`` (as large as the parameter; until it is saved or
+    sent it also holds what was sent since) and ``mask`` (1 bit an element), for compressed tensors.
+    Positions are decoded to 4 bytes a selected element while the optimizer lives.
 
     Raises:
         ValueError: an option out of its range.
@@ -205,18 +237,40 @@ class RadiusAdamW(CompressedOptimizer):
     chosen_state = ("mask",)
 
     def __init__(
-        self, params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, *, density: float = 0.4, interval: int = 200, warmup_steps: int = 1000,
-        residual_scale: float = 1.0, max_grad_norm: float | None = None, payload_dtype: torch.dtype | None = None,
-        when: str = "always", process_group: object = None, maximize: bool = False, offload: str | None = None,
-    ):  # fmt: skip
+        self,
+        params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        density: float = 0.4,
+        interval: int = 200,
+        warmup_steps: int = 1000,
+        residual_scale: float = 1.0,
+        max_grad_norm: float | None = None,
+        payload_dtype: torch.dtype | None = None,
+        when: str = "always",
+        process_group: object = None,
+        maximize: bool = False,
+        offload: str | None = None,
+    ):
         require(offload in (None, "residual"), "offload", offload, "None or 'residual'")
         self.offload = offload
         defaults = dict(
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, density=density, interval=interval,
-            warmup_steps=warmup_steps, residual_scale=residual_scale, max_grad_norm=max_grad_norm,
-            payload_dtype=payload_dtype, when=when, maximize=maximize,
-        )  # fmt: skip
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            density=density,
+            interval=interval,
+            warmup_steps=warmup_steps,
+            residual_scale=residual_scale,
+            max_grad_norm=max_grad_norm,
+            payload_dtype=payload_dtype,
+            when=when,
+            maximize=maximize,
+        )
         super().__init__(params, defaults, process_group)
 
     def check_group(self, group: dict) -> None:
@@ -229,7 +283,12 @@ class RadiusAdamW(CompressedOptimizer):
             group["interval"],
             "an integer >= 1",
         )
-        require(0 <= group["residual_scale"] <= 1, "residual_scale", group["residual_scale"], "in [0, 1]")
+        require(
+            0 <= group["residual_scale"] <= 1,
+            "residual_scale",
+            group["residual_scale"],
+            "in [0, 1]",
+        )
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
         return {

@@ -1,6 +1,8 @@
-"""TAGC: transformer-aware gradient compression (Polyakov, Dukhanov and Spirin, EuroMLSys 2025), Algorithm 1 with AdamW.
+"""TAGC: transformer-aware gradient compression (Polyakov, Dukhanov and Spirin, EuroMLSys 2025),
+Algorithm 1 with AdamW.
 
-One shard of a bucket on rank n, owned by rank d; g_n is the rank's gradient of it, acc_n what it held back so far::
+One shard of a bucket on rank n, owned by rank d; g_n is the rank's gradient of it, acc_n what it
+held back so far::
 
      1  g_n <- g_n + acc_n
      2  g_n, acc_n <- the largest (1 - sparsity) of |g_n|, 0 elsewhere;  what was zeroed
@@ -14,13 +16,14 @@ One shard of a bucket on rank n, owned by rank d; g_n is the rank's gradient of 
         G <- G * min(1, max_grad_norm / |G|);  AdamW on the shard with G
         parameters <- all shards, gathered
 
-The paper stops at line 10: the rest is what a sharded AdamW does with it. All shards of a bucket go through these lines
-together, and buckets overlap: while one is on the wire the next is sparsified and indexed (section 3.3).
+The paper stops at line 10: the rest is what a sharded AdamW does with it. All shards of a bucket go
+through these lines together, and buckets overlap: while one is on the wire the next is sparsified
+and indexed (section 3.3).
 
-Where we differ from the authors' code: the or is exact at any number of ranks (they add fields of 1 or 4 bits, which
-carry into their neighbours), at *least* ``sparsity`` is zeroed, of each shard, and nothing is estimated. Updated
-parameters are gathered before anything is written, so a step is all or nothing here too.
-"""
+Where we differ from the authors' code: the or is exact at any number of ranks (they add fields of 1
+or 4 bits, which carry into their neighbours), at *least* ``sparsity`` is zeroed, of each shard, and
+nothing is estimated. Updated parameters are gathered before anything is written, so a step is all
+or nothing here too."""
 
 from __future__ import annotations
 
@@ -45,8 +48,8 @@ from ._sparse.sparsify import Left, hold_back, settle, sparsify
 from ._state.buckets import Bucket, StateSpec
 from ._wire.requests import Agree, BitOr, Commit, Payload, ReduceScatterMean, Request
 
-# The projections to queries, keys and values, by the names that are customary. What follows the attention is a linear
-# layer like any other (section 3.2).
+# The projections to queries, keys and values, by the names that are customary. What follows the
+# attention is a linear layer like any other (section 3.2).
 ATTENTION = re.compile(
     r"(^|[._])((w?(q|k|v|kv|qk|qkv)|query|key|value|query_key_value|c_attn)(_proj|_lin)?(\.weight)?|in_proj_weight)$",
     re.IGNORECASE,
@@ -81,7 +84,9 @@ def tagc(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
         hold_back(bucket, grads, left, present, rows, code.index)
     else:
         settle(bucket, present, rows)
-    bucket.cache["owes"] = sparse or rows[0].dropped is not None or (bucket.owes and not all(present))
+    bucket.cache["owes"] = (
+        sparse or rows[0].dropped is not None or (bucket.owes and not all(present))
+    )
     bucket.cache["counts"] = (len(code.index), code.leftovers) if sparse else (None, 0)
 
 
@@ -99,13 +104,17 @@ def coded(bucket: Bucket, index: Tensor) -> Code:
 def messages(
     bucket: Bucket, ops: Ops, grads: list[Tensor | None], left: Left | None, code: Code | None
 ) -> tuple[list[Payload], Tensor]:
-    """A row for every owner: the header, its part of each dense tensor, and of the compressed ones the code."""
+    """A row for every owner: the header, its part of each dense tensor, and of the compressed ones
+    the code.
+    """
     shards = bucket.shards
     dense = [i for i, c in enumerate(bucket.compressed) if not (code and c)]
     sizes = code.sizes if code else [0] * shards.ranks
     lengths = [[*(shards.sizes(r)[i] for i in dense), sizes[r]] for r in range(shards.ranks)]
     exact = torch.promote_types(bucket.dtype, torch.float32)  # what peeling needs
-    rows, flat = bucket.payloads(lengths, exact if isinstance(code, Sketch) else bucket.group["payload_dtype"])
+    rows, flat = bucket.payloads(
+        lengths, exact if isinstance(code, Sketch) else bucket.group["payload_dtype"]
+    )
     marks = left.marks if left else ops.marks(grads, flat)
     for r, row in enumerate(rows):
         row.header.copy_(marks)
@@ -118,7 +127,9 @@ def messages(
                 part.add_(bucket.state["residual"][i].reshape(-1)[slice(*shards.ranges[r][i])])
     if code:
         own = ops.scratch(bucket.flat["residual"], 8 * shards.offsets[-1], use="x")
-        own.index_fill_(0, code.index, 0).scatter_(0, left.positions, left.values)  # 0 at what only others have left
+        own.index_fill_(0, code.index, 0).scatter_(
+            0, left.positions, left.values
+        )  # 0 at what only others have left
         code.fill([row.exact[-1] for row in rows], own.index_select(0, code.index))
     for row in rows:
         row.round()
@@ -126,10 +137,14 @@ def messages(
 
 
 def averaged(bucket: Bucket, mean: Payload, code: Code | None) -> list[Part]:
-    """Line 10, for this rank's part of every tensor: values, and where in the part they are (None: everywhere)."""
+    """Line 10, for this rank's part of every tensor: values, and where in the part they are (None:
+    everywhere).
+    """
     *dense, code_of_mean = mean.parts
     index = bucket.shards.in_own_parts(code.index) if code else [None] * len(bucket.params)
-    sparse = iter(code.decode(code_of_mean).split([len(i) for i in index if i is not None]) if code else ())
+    sparse = iter(
+        code.decode(code_of_mean).split([len(i) for i in index if i is not None]) if code else ()
+    )
     dense = iter(dense)
     return [(next(dense) if i is None else next(sparse), i) for i in index]
 
@@ -138,48 +153,56 @@ def averaged(bucket: Bucket, mean: Payload, code: Code | None) -> list[Part]:
 class TagcStats(Stats):
     """Adds what TAGC did in the last step.
 
-    ``density``: share of the compressed elements at which some rank had something to send. ``leftovers``: elements,
-    over all shards, that the sketch could not have given back and that were sent as they are.
-    """
+    ``density``: share of the compressed elements at which some rank had something to send.
+    ``leftovers``: elements, over all shards, that the sketch could not have given back and that
+    were sent as they are."""
 
     density: float = 1.0
     leftovers: int = 0
 
 
 class TagcAdamW(CompressedOptimizer):
-    r"""AdamW with sharded state on gradients that are sparsified, and reduced to the owner of each shard (TAGC).
+    r"""AdamW with sharded state on gradients that are sparsified, and reduced to the owner of each
+    shard (TAGC).
 
-    Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; its first forward hands its all-reduce over.
-    Each rank keeps the moments of 1/N of the elements, and their float32 masters where parameters are of lower
-    precision; updated parameters are gathered at the end of the step.
+    Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; its first forward hands
+    its all-reduce over. Each rank keeps the moments of 1/N of the elements, and their float32
+    masters where parameters are of lower precision; updated parameters are gathered at the end of
+    the step.
 
-    Args:
-        params: parameters, named parameters or groups, as torch takes them. A group may override every option below and
+    Args: params: parameters, named parameters or groups, as torch takes them. A group may override
+        every option below and
             say ``compress=False`` or ``True``.
-        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`.
-        sparsity: share of each shard's compressed elements that is held back, at least, in [0, 1). The union over ranks
+        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`. sparsity: share of
+        each shard's compressed elements that is held back, at least, in [0, 1). The union over
+        ranks
             of what is left is sent, so bytes grow with the number of ranks.
-        codec: "compact" sends the values at the union as they are. "sketch", the paper's, sends a count sketch, in
-            float32 at least. Where it can be decoded it is larger: a table needs 1.22 cells for an element.
-        sketch_ratio: the sketch has a cell for every so many compressed elements of the shard, at least 1. The paper
-            takes 2, 4 and 10 at sparsity 0.8, 0.9 and 0.9875. What does not fit is sent as it is, and counted.
-        select: a regular expression; tensors whose name it matches somewhere are compressed. It needs
-            ``named_parameters()``. None: tensors of at least 2 dimensions and 4096 elements, but not the projections to
-            queries, keys and values where the parameters are named customarily (the paper's selection).
-        warmup_steps: steps of plain AdamW before compression starts.
-        max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
+        codec: "compact" sends the values at the union as they are. "sketch", the paper's, sends a
+            count sketch, in float32 at least. Where it can be decoded it is larger: a table needs
+            1.22 cells for an element.
+        sketch_ratio: the sketch has a cell for every so many compressed elements of the shard, at
+            least 1. The paper takes 2, 4 and 10 at sparsity 0.8, 0.9 and 0.9875. What does not fit
+            is sent as it is, and counted.
+        select: a regular expression; tensors whose name it matches somewhere are compressed. It
+            needs ``named_parameters()``. None: tensors of at least 2 dimensions and 4096 elements,
+            but not the projections to queries, keys and values where the parameters are named
+            customarily (the paper's selection).
+        warmup_steps: steps of plain AdamW before compression starts. max_grad_norm: clip the
+        averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
             same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
-        payload_dtype: dtype of gradients on the wire (None: the gradient's). What rounding to a narrower one takes off
-            compressed tensors is kept in ``residual``. With torch.bfloat16 float32 parameters are gathered as their
-            updates in bfloat16: half as many bytes.
-        when: "always", or "auto": time dense and compressed steps at the start, and stay dense where compression does
-            not pay (see ``stats.when``).
-        process_group: the ranks to average over. None: the default group, or one process where there is none.
+        payload_dtype: dtype of gradients on the wire (None: the gradient's). What rounding to a
+            narrower one takes off compressed tensors is kept in ``residual``. With torch.bfloat16
+            float32 parameters are gathered as their updates in bfloat16: half as many bytes.
+        when: "always", or "auto": time dense and compressed steps at the start, and stay dense
+            where compression does not pay (see ``stats.when``).
+        process_group: the ranks to average over. None: the default group, or one process where
+            there is none.
 
-    State: ``exp_avg`` and ``exp_avg_sq`` of this rank's part of each tensor, as vectors that may be empty, and
-    ``residual``, as large as the parameter, of compressed tensors. After :meth:`consolidate_state` a state dict holds
-    the moments of all parts, in the parameters' shapes. A CPU keeps memory for the exchange between steps: 4 bytes an
-    element, and 4 for each that this rank owns.
+    State: ``exp_avg`` and ``exp_avg_sq`` of this rank's part of each tensor, as vectors that may be
+    empty, and ``residual``, as large as the parameter, of compressed tensors. After
+    :meth:`consolidate_state` a state dict holds the moments of all parts, in the parameters'
+    shapes. A CPU keeps memory for the exchange between steps: 4 bytes an element, and 4 for each
+    that this rank owns.
 
     Raises:
         ValueError: an option out of its range; ``select`` without names.
@@ -190,38 +213,74 @@ class TagcAdamW(CompressedOptimizer):
     averaged_state = ("residual",)
 
     def __init__(
-        self, params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, *, sparsity: float = 0.9875, codec: str = "compact", sketch_ratio: float = 10,
-        select: str | None = None, warmup_steps: int = 0, max_grad_norm: float | None = None,
+        self,
+        params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        sparsity: float = 0.9875,
+        codec: str = "compact",
+        sketch_ratio: float = 10,
+        select: str | None = None,
+        warmup_steps: int = 0,
+        max_grad_norm: float | None = None,
         payload_dtype: torch.dtype | None = None,
-        when: str = "always", process_group: object = None, maximize: bool = False,
-    ):  # fmt: skip
+        when: str = "always",
+        process_group: object = None,
+        maximize: bool = False,
+    ):
         defaults = dict(
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, sparsity=sparsity, codec=codec,
-            sketch_ratio=sketch_ratio, select=select, warmup_steps=warmup_steps, max_grad_norm=max_grad_norm,
-            payload_dtype=payload_dtype, when=when, maximize=maximize,
-        )  # fmt: skip
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            sparsity=sparsity,
+            codec=codec,
+            sketch_ratio=sketch_ratio,
+            select=select,
+            warmup_steps=warmup_steps,
+            max_grad_norm=max_grad_norm,
+            payload_dtype=payload_dtype,
+            when=when,
+            maximize=maximize,
+        )
         super().__init__(params, defaults, process_group)
 
     def check_group(self, group: dict) -> None:
         check_adam(group)
         check_compression(group)
         if group["payload_dtype"] == torch.int8:
-            raise ValueError("payload_dtype=torch.int8 is not for TagcAdamW: its payload must be exact; use bfloat16.")
+            raise ValueError(
+                "payload_dtype=torch.int8 is not for TagcAdamW: its payload must be exact; use "
+                "bfloat16."
+            )
         require(0 <= group["sparsity"] < 1, "sparsity", group["sparsity"], "in [0, 1)")
         require(group["sketch_ratio"] >= 1, "sketch_ratio", group["sketch_ratio"], ">= 1")
-        require(group["codec"] in ("compact", "sketch"), "codec", group["codec"], "'compact' or 'sketch'")
         require(
-            group["select"] is None or valid(group["select"]), "select", group["select"], "None or a regular expression"
+            group["codec"] in ("compact", "sketch"),
+            "codec",
+            group["codec"],
+            "'compact' or 'sketch'",
+        )
+        require(
+            group["select"] is None or valid(group["select"]),
+            "select",
+            group["select"],
+            "None or a regular expression",
         )
         if group["select"] is not None and group["params"] and "param_names" not in group:
             raise ValueError(
-                f"select={group['select']!r} chooses by name, and these parameters have none: pass named_parameters()."
+                f"select={group['select']!r} chooses by name, and these parameters have none: pass "
+                "named_parameters()."
             )
 
     def is_compressed(self, p: Tensor, group: dict, name: str) -> bool:
         if group["compress"] is not None or group["select"] is None:
-            return super().is_compressed(p, group, name) and not (group["compress"] is None and ATTENTION.search(name))
+            return super().is_compressed(p, group, name) and not (
+                group["compress"] is None and ATTENTION.search(name)
+            )
         return bool(re.search(group["select"], name))
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
@@ -238,9 +297,13 @@ class TagcAdamW(CompressedOptimizer):
         super()._report(verdict, comm)
         counts = [bucket.cache.get("counts", (None, 0)) for bucket in self._buckets]
         lengths = [sum(compressed_lengths(bucket)) for bucket in self._buckets]
-        sent = sum(n if union is None else union for n, (union, _) in zip(lengths, counts, strict=True))
+        sent = sum(
+            n if union is None else union for n, (union, _) in zip(lengths, counts, strict=True)
+        )
         self.stats = TagcStats(
-            **vars(self.stats), density=sent / max(1, sum(lengths)), leftovers=sum(count for _, count in counts)
+            **vars(self.stats),
+            density=sent / max(1, sum(lengths)),
+            leftovers=sum(count for _, count in counts),
         )
 
 

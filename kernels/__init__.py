@@ -2,11 +2,12 @@
 
 Their references are in ``compopt/_ops/math.py``.
 
-A launch works on all tensors of a bucket. Gradients and weights lie anywhere, so a kernel gets a table of addresses, a
-row a tensor, and a list of blocks; each program takes one block. Offsets are 64 bits wide, maths is float32 at least.
+A launch works on all tensors of a bucket. Gradients and weights lie anywhere, so a kernel gets a
+table of addresses, a row a tensor, and a list of blocks; each program takes one block. Offsets are
+64 bits wide, maths is float32 at least.
 
-Without a GPU the kernels run in Triton's interpreter: TRITON_INTERPRET=1, set before this package is imported.
-"""
+Without a GPU the kernels run in Triton's interpreter: TRITON_INTERPRET=1, set before this package
+is imported."""
 
 from ._blocks import INTERPRETED, Blocks, cut
 from .adamw import AdamWRow, adamw
@@ -18,6 +19,22 @@ from .scape import ScapeRow, moment, scape
 from .top_k import TopKRow, top_k
 
 __all__ = [
-    "INTERPRETED", "AdamWRow", "Blocks", "CodeRow", "ScapeRow", "TopKRow", "adamw", "compact", "count", "cut", "decode",
-    "encode", "moment", "pack_bits", "positions", "scape", "top_k", "unpack_bits",
-]  # fmt: skip
+    "INTERPRETED",
+    "AdamWRow",
+    "Blocks",
+    "CodeRow",
+    "ScapeRow",
+    "TopKRow",
+    "adamw",
+    "compact",
+    "count",
+    "cut",
+    "decode",
+    "encode",
+    "moment",
+    "pack_bits",
+    "positions",
+    "scape",
+    "top_k",
+    "unpack_bits",
+]

@@ -1,4 +1,6 @@
-"""How a launch is laid out: blocks of several tensors, and a table that says where each tensor's data lie."""
+"""How a launch is laid out: blocks of several tensors, and a table that says where each tensor's
+data lie.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BLOCK = 4096 if INTERPRETED else 1024  # elements a program: the interpreter pays by the program, a GPU wants many
+BLOCK = (
+    4096 if INTERPRETED else 1024
+)  # elements a program: the interpreter pays by the program, a GPU wants many
 HEAD = 10  # numbers in front of the table that hold for all its rows
 HEAD_ = tl.constexpr(HEAD)
 N = tl.constexpr(0)  # the field of a row that says how many elements the tensor has
-# What kernels call. The interpreter would set up the whole language anew at every call of a jitted function.
+# What kernels call. The interpreter would set up the whole language anew at every call of a jitted
+# function.
 inlined = (lambda function: function) if INTERPRETED else triton.jit
 TYPES = {
     torch.float64: tl.float64,
@@ -30,11 +35,12 @@ TYPES = {
 
 
 class Blocks:
-    """Tensors of these lengths, cut into blocks of ``size`` elements (a power of 2); none spans two tensors.
+    """Tensors of these lengths, cut into blocks of ``size`` elements (a power of 2); none spans two
+    tensors.
 
-    ``where``: a row for each block, of the tensor's number and the block's first element. ``of_tensor``: for each block
-    the number of its tensor's first block. ``firsts``: ``starts`` where everything is selected.
-    """
+    ``where``: a row for each block, of the tensor's number and the block's first element.
+    ``of_tensor``: for each block the number of its tensor's first block. ``firsts``: ``starts``
+    where everything is selected."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device, size: int | None = None):
         self.lengths, self.size = tuple(lengths), size or BLOCK
@@ -51,12 +57,14 @@ class Blocks:
     def run(self, kernel: triton.JITFunction, *arguments: object, **constants: object) -> None:
         """Launch the kernel on every block; nothing to do where all tensors are empty.
 
-        Ranks have to compute the same bits, also where their memory's layout, or a gradient that is missing, makes
-        them run variants of a kernel: so no multiplication and addition are fused into one rounding.
-        """
+        Ranks have to compute the same bits, also where their memory's layout, or a gradient that is
+        missing, makes them run variants of a kernel: so no multiplication and addition are fused
+        into one rounding."""
         if self.count:
             with on(self.where.device):
-                kernel[(self.count,)](self.where, *arguments, BLOCK=self.size, enable_fp_fusion=False, **constants)
+                kernel[(self.count,)](
+                    self.where, *arguments, BLOCK=self.size, enable_fp_fusion=False, **constants
+                )
 
     def starts(self, counts: Tensor) -> Tensor:
         """From a number for each block, the sum of those before it in its tensor."""
@@ -64,13 +72,22 @@ class Blocks:
         return before - before.index_select(0, self.of_tensor)
 
 
-def table(rows: Sequence[Sequence[Tensor | int | None]], device: torch.device, head: Sequence[float] = ()) -> Tensor:
-    """What a kernel has to know of each tensor, on the device: addresses (0: there is none) and integers.
+def table(
+    rows: Sequence[Sequence[Tensor | int | None]], device: torch.device, head: Sequence[float] = ()
+) -> Tensor:
+    """What a kernel has to know of each tensor, on the device: addresses (0: there is none) and
+    integers.
 
     The numbers of ``head`` come first, as float64.
     """
-    cells = [0 if cell is None else cell if isinstance(cell, int) else cell.data_ptr() for row in rows for cell in row]
-    fixed = torch.tensor([*head, *[0.0] * (HEAD - len(head))], dtype=torch.float64).view(torch.int64)
+    cells = [
+        0 if cell is None else cell if isinstance(cell, int) else cell.data_ptr()
+        for row in rows
+        for cell in row
+    ]
+    fixed = torch.tensor([*head, *[0.0] * (HEAD - len(head))], dtype=torch.float64).view(
+        torch.int64
+    )
     return upload(torch.cat([fixed, torch.tensor(cells, dtype=torch.int64)]), device)
 
 
@@ -80,7 +97,9 @@ def on(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it: the allocator keeps the pinned copy for as long as it is read."""
+    """To the device without waiting for it: the allocator keeps the pinned copy for as long as it
+    is read.
+    """
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -104,10 +123,11 @@ def scalar(table, i):
 
 @inlined
 def own_block(where, table, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """This program's block, its tensor's row in the table, its elements, and which of them there are.
+    """This program's block, its tensor's row in the table, its elements, and which of them there
+    are.
 
-    ``ALIGN``, here and below: what lengths and addresses are multiples of; 16 lets a thread load four numbers at once.
-    """
+    ``ALIGN``, here and below: what lengths and addresses are multiples of; 16 lets a thread load
+    four numbers at once."""
     block = tl.program_id(0).to(tl.int64)
     row = table + HEAD_ + tl.load(where + 2 * block) * FIELDS
     i = tl.multiple_of(tl.load(where + 2 * block + 1), ALIGN) + tl.arange(0, BLOCK)
@@ -116,7 +136,9 @@ def own_block(where, table, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl
 
 @inlined
 def given(cell, i):
-    """Whether a cell of the table is other than 0, for all elements i (a block: the interpreter wants it so)."""
+    """Whether a cell of the table is other than 0, for all elements i (a block: the interpreter
+    wants it so).
+    """
     return tl.full(i.shape, 0, tl.int64) + cell != 0
 
 
@@ -140,11 +162,15 @@ def write(row, FIELD: tl.constexpr, i, there, values, TYPE: tl.constexpr, ALIGN:
 def selected(row, FIELD: tl.constexpr, i, there):
     """1 where the packed mask at this field has a bit, or where there is no mask; int32."""
     address = tl.load(row + FIELD)
-    bytes_ = tl.load(address.to(tl.pointer_type(tl.uint8)) + (i >> 3), mask=there & given(address, i), other=255)
+    bytes_ = tl.load(
+        address.to(tl.pointer_type(tl.uint8)) + (i >> 3), mask=there & given(address, i), other=255
+    )
     return tl.where(there, (bytes_.to(tl.int32) >> (i & 7).to(tl.int32)) & 1, 0)
 
 
 @inlined
 def rank(chosen, starts, block):
-    """How many elements of the tensor are selected before each of the block's, given those before the block."""
+    """How many elements of the tensor are selected before each of the block's, given those before
+    the block.
+    """
     return tl.load(starts + block) + tl.cumsum(chosen, 0).to(tl.int64) - chosen

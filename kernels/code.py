@@ -1,8 +1,8 @@
 """Masks as codes on the wire (Elias and Fano). References: ``masks.encode``, ``masks.decode``.
 
-Of the j-th selected position the high bits are one set bit, at their value plus j, in a first run of bits; each of its
-``low`` low bits is the j-th bit of a row of its own. Bits are set by atomic OR into words that were zero.
-"""
+Of the j-th selected position the high bits are one set bit, at their value plus j, in a first run
+of bits; each of its ``low`` low bits is the j-th bit of a row of its own. Bits are set by atomic OR
+into words that were zero."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def _encode(where, table, starts, words, upper, row_bits, LOW: tl.constexpr, BLO
 
 
 class CodeRow(NamedTuple):
-    """One coded range: ``upper`` bits of the run of high bits, at the begin of ``message``; then rows of low bits.
+    """One coded range: ``upper`` bits of the run of high bits, at the begin of ``message``; then
+    rows of low bits.
 
-    ``first``: the bit of the mask that the range begins with. ``row_bits`` and ``low`` as for ``encode``.
-    """
+    ``first``: the bit of the mask that the range begins with. ``row_bits`` and ``low`` as for
+    ``encode``."""
 
     upper: int
     message: Tensor
@@ -66,15 +67,15 @@ def _decode(where, table, starts, words, BLOCK: tl.constexpr):
     _set_bit(words, tl.load(row + FIRST) + position, ours)
 
 
-def encode(bits: Tensor, length: int, upper: int, row_bits: int, low: int, block: int | None = None) -> Tensor:
+def encode(
+    bits: Tensor, length: int, upper: int, row_bits: int, low: int, block: int | None = None
+) -> Tensor:
     """The code of the set bits, ``length`` bytes.
 
-    Args:
-        bits: a packed mask.
-        length: bytes of the message; what the code leaves of it is 0.
-        upper: bits of the run of high bits; a multiple of 8.
-        row_bits: bits of each row of low bits, at least as many as there are positions; a multiple of 8.
-        low: how many low bits of a position its code keeps apart.
+    Args: bits: a packed mask. length: bytes of the message; what the code leaves of it is 0. upper:
+        bits of the run of high bits; a multiple of 8. row_bits: bits of each row of low bits, at
+        least as many as there are positions; a multiple of 8. low: how many low bits of a position
+        its code keeps apart.
     """
     blocks = Blocks([8 * bits.numel()], bits.device, block)
     words = torch.zeros((length + 3) // 4, dtype=torch.int32, device=bits.device)
@@ -84,7 +85,7 @@ def encode(bits: Tensor, length: int, upper: int, row_bits: int, low: int, block
 
 
 def decode(rows: Sequence[CodeRow], words: Tensor, block: int | None = None) -> None:
-    """Set the bits that the messages code in ``words``: a packed mask as int32, with these bits 0."""
+    """Set the bits that the messages code in ``words``, a packed mask as int32 of zeros."""
     device = words.device
     blocks = Blocks([row.upper for row in rows], device, block)
     starts = count(blocks, [row.message for row in rows])

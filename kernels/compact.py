@@ -1,4 +1,7 @@
-"""A payload from gradients at a packed mask, and whether they are finite, in one pass. Reference: ``math.compact``."""
+"""A payload from gradients at a packed mask, and whether they are finite, in one pass.
+
+Reference: ``math.compact``.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,15 @@ BITS, G, ADD, OUT, MARK = (tl.constexpr(field) for field in range(1, 6))
 
 @triton.jit
 def _compact(
-    where, table, starts, GT: tl.constexpr, ST: tl.constexpr, OT: tl.constexpr, ALIGN: tl.constexpr,
+    where,
+    table,
+    starts,
+    GT: tl.constexpr,
+    ST: tl.constexpr,
+    OT: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     block, row, i, there = own_block(where, table, 6, BLOCK, ALIGN)
     sign, scale = scalar(table, 0).to(ST), scalar(table, 1).to(ST)
     g = read(row, G, i, there, GT, ALIGN).to(ST)
@@ -26,14 +35,29 @@ def _compact(
     add = read(row, ADD, i, chosen == 1, ST)
     write(row, OUT, rank(chosen, starts, block), chosen == 1, sign * g + scale * add, OT)
     bad = tl.sum((g - g != 0).to(tl.int32), 0)  # inf - inf and NaN - NaN are NaN
-    write(row, MARK, tl.zeros([1], tl.int64), tl.full([1], 1, tl.int32) * bad > 0, tl.full([1], float("nan"), ST), OT)
+    write(
+        row,
+        MARK,
+        tl.zeros([1], tl.int64),
+        tl.full([1], 1, tl.int32) * bad > 0,
+        tl.full([1], float("nan"), ST),
+        OT,
+    )
 
 
 def compact(
-    blocks: Blocks, bits: Sequence[Tensor | None], starts: Tensor, grads: Sequence[Tensor | None],
-    parts: Sequence[Tensor], marks: Sequence[Tensor], add: Sequence[Tensor | None], scale: float, sign: float,
-) -> None:  # fmt: skip
-    """``parts[t] = (sign * grads[t] + scale * add[t])[bits[t]]``; NaN into ``marks[t]`` where a gradient is not finite.
+    blocks: Blocks,
+    bits: Sequence[Tensor | None],
+    starts: Tensor,
+    grads: Sequence[Tensor | None],
+    parts: Sequence[Tensor],
+    marks: Sequence[Tensor],
+    add: Sequence[Tensor | None],
+    scale: float,
+    sign: float,
+) -> None:
+    """``parts[t] = (sign * grads[t] + scale * add[t])[bits[t]]``; NaN into ``marks[t]`` where a
+    gradient is not finite.
 
     Args:
         blocks: over the tensors' lengths.
@@ -49,7 +73,11 @@ def compact(
     wide = torch.promote_types(gradient, torch.float32)
     rows = list(zip(blocks.lengths, bits, grads, add, parts, marks, strict=True))
     blocks.run(
-        _compact, table(rows, blocks.where.device, [sign, scale]), starts,
-        GT=TYPES[gradient], ST=TYPES[wide], OT=TYPES[parts[0].dtype],
+        _compact,
+        table(rows, blocks.where.device, [sign, scale]),
+        starts,
+        GT=TYPES[gradient],
+        ST=TYPES[wide],
+        OT=TYPES[parts[0].dtype],
         ALIGN=alignment(blocks, grads),
-    )  # fmt: skip
+    )

@@ -39,7 +39,9 @@ def pack_bits(mask: Tensor, block: int = BLOCK) -> Tensor:
     bits = torch.empty((n + 7) // 8, dtype=torch.uint8, device=mask.device)
     if n:
         with on(mask.device):
-            _pack[(triton.cdiv(n, block),)](mask.reshape(-1).view(torch.uint8), bits, n, BLOCK=block)
+            _pack[(triton.cdiv(n, block),)](
+                mask.reshape(-1).view(torch.uint8), bits, n, BLOCK=block
+            )
     return bits
 
 

@@ -39,12 +39,13 @@ def count(blocks: Blocks, bits: Sequence[Tensor | None]) -> Tensor:
     return blocks.starts(counts)
 
 
-def positions(blocks: Blocks, bits: Sequence[Tensor], starts: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def positions(
+    blocks: Blocks, bits: Sequence[Tensor], starts: Tensor, sizes: Sequence[int]
+) -> list[Tensor]:
     """The selected positions of each tensor, ascending: int32, int64 where any tensor needs it.
 
-    ``starts``: what ``count`` returned. ``sizes``: how many there are; known beforehand, so that nobody waits. No more
-    than these are written.
-    """
+    ``starts``: what ``count`` returned. ``sizes``: how many there are; known beforehand, so that
+    nobody waits. No more than these are written."""
     device = blocks.where.device
     dtype = torch.int32 if max(blocks.lengths, default=0) < 2**31 else torch.int64
     found = list(torch.empty(sum(sizes), dtype=dtype, device=device).split(list(sizes)))

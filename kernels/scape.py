@@ -14,16 +14,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import TYPES, Blocks, alignment, given, inlined, own_block, rank, read, scalar, selected, table, write
+from ._blocks import (
+    TYPES,
+    Blocks,
+    alignment,
+    given,
+    inlined,
+    own_block,
+    rank,
+    read,
+    scalar,
+    selected,
+    table,
+    write,
+)
 
 
 class ScapeRow(NamedTuple):
     """One tensor; all are contiguous. None: it has no such thing.
 
-    ``values``: the averaged gradient at ``bits`` (None: everywhere). ``old``: the momentum at ``held`` (None:
-    everywhere); ``m`` gets the new one, at ``bits``. ``update``: 0 leaves everything as it is. ``x`` gets line 10's x
-    of the elements ``begin`` to ``end``. ``public``: a copy of ``w`` in lower precision.
-    """
+    ``values``: the averaged gradient at ``bits`` (None: everywhere). ``old``: the momentum at
+    ``held`` (None: everywhere); ``m`` gets the new one, at ``bits``. ``update``: 0 leaves
+    everything as it is. ``x`` gets line 10's x of the elements ``begin`` to ``end``. ``public``: a
+    copy of ``w`` in lower precision."""
 
     n: int
     bits: Tensor | None
@@ -69,13 +82,24 @@ def _moment(where, table, held_starts, ST: tl.constexpr, GT: tl.constexpr, BLOCK
 
 @triton.jit
 def _scape(
-    where, table, starts, held_starts, ST: tl.constexpr, VT: tl.constexpr, GT: tl.constexpr, PT: tl.constexpr,
-    ADAMS: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    where,
+    table,
+    starts,
+    held_starts,
+    ST: tl.constexpr,
+    VT: tl.constexpr,
+    GT: tl.constexpr,
+    PT: tl.constexpr,
+    ADAMS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     block, row, i, there = own_block(where, table, FIELDS, BLOCK, ALIGN)
     lr, beta1, beta2, eps = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
     decay, log1, log2, clip = scalar(table, 4), scalar(table, 6), scalar(table, 7), scalar(table, 8)
-    step = tl.maximum(tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))), 1.0).to(tl.float64)
+    step = tl.maximum(tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))), 1.0).to(
+        tl.float64
+    )
     first = 1 - tl.exp(step * log1)
     if ADAMS:
         of_old, of_new = beta2 / (first * first), 1 - beta2
@@ -88,7 +112,9 @@ def _scape(
     sent, at = updates & (chosen == 1), rank(chosen, starts, block)
     old = read(row, OLD, rank(held, held_starts, block), updates & (held == 1), ST)
     g, w = read(row, VALUES, at, sent, VT).to(ST), read(row, W, i, updates, ST, ALIGN)
-    denominator = tl.sqrt(of_old.to(ST) * old * old + (of_new * clip * clip).to(ST) * g * g) + eps.to(ST)
+    denominator = tl.sqrt(
+        of_old.to(ST) * old * old + (of_new * clip * clip).to(ST) * g * g
+    ) + eps.to(ST)
     m = old + (1 - beta1).to(ST) * (g - old)
     change = tl.where(sent, (lr / first).to(ST) * m / denominator, 0.0)
     w = w * (1 - lr * decay).to(ST) - change
@@ -100,30 +126,56 @@ def _scape(
 
 
 def moment(
-    blocks: Blocks, held_starts: Tensor, rows: Sequence[ScapeRow], *, betas: tuple[float, float], maximize: bool = False
+    blocks: Blocks,
+    held_starts: Tensor,
+    rows: Sequence[ScapeRow],
+    *,
+    betas: tuple[float, float],
+    maximize: bool = False,
 ) -> None:
-    """Line 10 for what this rank selects from: x of every row that has one. ``held_starts``: ``count`` of ``held``."""
+    """Line 10 for what this rank selects from: x of every row that has one.
+
+    ``held_starts``: ``count`` of ``held``.
+    """
     blocks.run(
-        _moment, table(rows, blocks.where.device, _head(betas=betas, maximize=maximize)), held_starts, **_types(rows)
+        _moment,
+        table(rows, blocks.where.device, _head(betas=betas, maximize=maximize)),
+        held_starts,
+        **_types(rows),
     )
 
 
 def scape(
-    blocks: Blocks, starts: Tensor, held_starts: Tensor, rows: Sequence[ScapeRow], *, lr: float,
-    betas: tuple[float, float], eps: float, weight_decay: float, bias_correction: str = "scape", clip: float = 1.0,
+    blocks: Blocks,
+    starts: Tensor,
+    held_starts: Tensor,
+    rows: Sequence[ScapeRow],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    bias_correction: str = "scape",
+    clip: float = 1.0,
     maximize: bool = False,
-) -> None:  # fmt: skip
-    """Lines 10, 11 and 16 to 21 for all tensors; each ``step`` is already counted up, ``values`` already negated.
+) -> None:
+    """Lines 10, 11 and 16 to 21 for all tensors; each ``step`` is already counted up, ``values``
+    already negated.
 
-    ``clip`` multiplies the averaged gradient in v alone (line 18 as printed). ``maximize`` negates the own gradient.
-    """
+    ``clip`` multiplies the averaged gradient in v alone (line 18 as printed). ``maximize`` negates
+    the own gradient."""
     public = [row.public.dtype for row in rows if row.public is not None]
     blocks.run(
-        _scape, table(rows, blocks.where.device, _head(lr, betas, eps, weight_decay, clip, maximize)), starts,
-        held_starts, VT=TYPES[rows[0].values.dtype], PT=TYPES[public[0] if public else torch.float32],
+        _scape,
+        table(rows, blocks.where.device, _head(lr, betas, eps, weight_decay, clip, maximize)),
+        starts,
+        held_starts,
+        VT=TYPES[rows[0].values.dtype],
+        PT=TYPES[public[0] if public else torch.float32],
         ADAMS=bias_correction == "adams",
-        ALIGN=alignment(blocks, *([getattr(row, name) for row in rows] for name in WHOLE)), **_types(rows),
-    )  # fmt: skip
+        ALIGN=alignment(blocks, *([getattr(row, name) for row in rows] for name in WHOLE)),
+        **_types(rows),
+    )
 
 
 def _types(rows: Sequence[ScapeRow]) -> dict[str, tl.dtype]:
@@ -133,8 +185,12 @@ def _types(rows: Sequence[ScapeRow]) -> dict[str, tl.dtype]:
 
 
 def _head(
-    lr: float = 0.0, betas: tuple[float, float] = (0.0, 0.0), eps: float = 0.0, weight_decay: float = 0.0,
-    clip: float = 1.0, maximize: bool = False,
-) -> list[float]:  # fmt: skip
+    lr: float = 0.0,
+    betas: tuple[float, float] = (0.0, 0.0),
+    eps: float = 0.0,
+    weight_decay: float = 0.0,
+    clip: float = 1.0,
+    maximize: bool = False,
+) -> list[float]:
     logs = [math.log(beta) if beta else -math.inf for beta in betas]
     return [lr, *betas, eps, weight_decay, -1.0 if maximize else 1.0, *logs, clip]

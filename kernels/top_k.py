@@ -1,9 +1,10 @@
-"""Exactly the k elements of largest magnitude, as bits, without anybody waiting. Reference: ``math.top_k``.
+"""Exactly the k elements of largest magnitude, as bits, without anybody waiting. Reference:
+``math.top_k``.
 
-A radix selection: the bits of |x|, as a float32, are looked at 11, 11 and 9 at a time from the top, each pass counting
-how many elements fall into each bin and going on in the bin that holds the k-th. That leaves the k-th magnitude itself
-and how many of those equal to it are wanted; these are taken in the order of their position.
-"""
+A radix selection: the bits of |x|, as a float32, are looked at 11, 11 and 9 at a time from the top,
+each pass counting how many elements fall into each bin and going on in the bin that holds the k-th.
+That leaves the k-th magnitude itself and how many of those equal to it are wanted; these are taken
+in the order of their position."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from torch import Tensor
 from ._blocks import HEAD, HEAD_, TYPES, Blocks, inlined, on, own_block, rank, read, table, write
 from .pack_bits import to_bytes
 
-PASSES = ((20, 11), (9, 11), (0, 9))  # of a magnitude's 31 bits: the lowest that is looked at, and how many
+PASSES = (
+    (20, 11),
+    (9, 11),
+    (0, 9),
+)  # of a magnitude's 31 bits: the lowest that is looked at, and how many
 BINS = 2048
 CHUNKS = 16  # blocks a program counts before it adds to the bins that all share
 
@@ -45,9 +50,16 @@ def _magnitude(row, i, there, TYPE: tl.constexpr):
 
 @triton.jit
 def _histogram(
-    where, table, prefix, bins, SHIFT: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr, PART: tl.constexpr,
+    where,
+    table,
+    prefix,
+    bins,
+    SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TYPE: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     block = tl.program_id(0).to(tl.int64)
     number = tl.load(where + 2 * block)
     row = table + HEAD_ + number * FIELDS
@@ -58,7 +70,9 @@ def _histogram(
         i = start + chunk * PART + tl.arange(0, PART)
         key = _magnitude(row, i, i < n, TYPE)
         counted = (i < n) & ((key >> (SHIFT + WIDTH)) == above)
-        total += tl.histogram((key >> SHIFT) & (BINS_ - 1 if WIDTH == 11 else (1 << WIDTH) - 1), BINS_, mask=counted)
+        total += tl.histogram(
+            (key >> SHIFT) & (BINS_ - 1 if WIDTH == 11 else (1 << WIDTH) - 1), BINS_, mask=counted
+        )
     at = number * BINS_ + tl.arange(0, BINS_)
     tl.atomic_add(bins + at, total.to(tl.int64), mask=total > 0, sem="relaxed")
 
@@ -70,7 +84,9 @@ def _descend(prefix, wanted, bins, WIDTH: tl.constexpr):
     b = tl.arange(0, BINS_)
     counts, want = tl.load(bins + t.to(tl.int64) * BINS_ + b), tl.load(wanted + t)
     at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    chosen = tl.minimum(tl.sum((at_least >= want).to(tl.int32), 0) - 1, (1 << WIDTH) - 1)  # the highest, where none is
+    chosen = tl.minimum(
+        tl.sum((at_least >= want).to(tl.int32), 0) - 1, (1 << WIDTH) - 1
+    )  # the highest, where none is
     tl.store(wanted + t, want - tl.sum(tl.where(b > chosen, counts, 0), 0))
     tl.store(prefix + t, (tl.load(prefix + t) << WIDTH) + chosen)
 
@@ -78,7 +94,9 @@ def _descend(prefix, wanted, bins, WIDTH: tl.constexpr):
 @triton.jit
 def _count_equal(where, table, prefix, counts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
     block, row, i, there = own_block(where, table, FIELDS, BLOCK)
-    equal = there & (_magnitude(row, i, there, TYPE) == tl.load(prefix + tl.load(where + 2 * block)))
+    equal = there & (
+        _magnitude(row, i, there, TYPE) == tl.load(prefix + tl.load(where + 2 * block))
+    )
     tl.store(counts + block, tl.sum(equal.to(tl.int32), 0))
 
 
@@ -95,7 +113,10 @@ def _select(where, table, prefix, wanted, starts, TYPE: tl.constexpr, BLOCK: tl.
 
 
 def top_k(blocks: Blocks, rows: Sequence[TopKRow]) -> None:
-    """The k largest |x| of each row, k of 0 to n, as a packed mask in ``row.bits``. NaN counts as the largest."""
+    """The k largest |x| of each row, k of 0 to n, as a packed mask in ``row.bits``.
+
+    NaN counts as the largest.
+    """
     device = blocks.where.device
     addresses, kind = table(rows, device), TYPES[rows[0].x.dtype]
     wide = Blocks(blocks.lengths, device, blocks.size * CHUNKS)
@@ -103,7 +124,16 @@ def top_k(blocks: Blocks, rows: Sequence[TopKRow]) -> None:
     prefix = torch.zeros(len(rows), dtype=torch.int32, device=device)
     for shift, width in PASSES:
         bins = torch.zeros(len(rows) * BINS, dtype=torch.int64, device=device)
-        wide.run(_histogram, addresses, prefix, bins, SHIFT=shift, WIDTH=width, TYPE=kind, PART=blocks.size)
+        wide.run(
+            _histogram,
+            addresses,
+            prefix,
+            bins,
+            SHIFT=shift,
+            WIDTH=width,
+            TYPE=kind,
+            PART=blocks.size,
+        )
         with on(device):
             _descend[(len(rows),)](prefix, wanted, bins, WIDTH=width)
     counts = torch.empty(blocks.count, dtype=torch.int32, device=device)

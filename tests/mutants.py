@@ -74,8 +74,7 @@ class Mutant:
 
     def patched(self, text: str) -> str | None:
         """The file with the fault; None where ``before`` does not occur exactly once."""
-        words = [re.escape(word) for line in self.before for word in line.split()]
-        found = list(re.finditer(r"\s+".join(words), text))
+        found = list(re.finditer(pattern_of(" ".join(self.before)), text))
         if len(found) != 1:
             return None
         start = found[0].start()
@@ -86,6 +85,17 @@ class Mutant:
     def fits(self) -> bool:
         path = ROOT / self.file
         return path.is_file() and self.patched(path.read_text()) is not None
+
+
+def pattern_of(source: str) -> str:
+    """A regular expression of this source however it is broken into lines, with or without a last comma."""
+    pattern, before = "", ""
+    for token in re.findall(r"\w+|[^\w\s]", source):
+        between = r"\s+" if before[-1:].isalnum() and token[0].isalnum() else r"\s*"
+        comma = r"(?:,\s*)?" if token in ")]}" and before != "," else ""
+        pattern += (between if before else "") + comma + re.escape(token)
+        before = token
+    return pattern
 
 
 def read(path: Path) -> list[Mutant]:

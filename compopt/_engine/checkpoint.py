@@ -1,9 +1,10 @@
-"""State into flat storage and back: the layout of ``optimizer.state``, and loading that never half-applies.
+"""State into flat storage and back: the layout of ``optimizer.state``, and loading that never
+half-applies.
 
-In memory masks are bits and a momentum that is zero off its mask keeps only what is on it. In a state dict every state
-has its parameter's shape, and is a DTensor where the parameter is one: so torch.distributed.checkpoint can cut and join
-it like the parameter, and a checkpoint loads under another wrapper or another number of ranks.
-"""
+In memory masks are bits and a momentum that is zero off its mask keeps only what is on it. In a
+state dict every state has its parameter's shape, and is a DTensor where the parameter is one: so
+torch.distributed.checkpoint can cut and join it like the parameter, and a checkpoint loads under
+another wrapper or another number of ranks."""
 
 from __future__ import annotations
 
@@ -36,14 +37,20 @@ NOT_OPTIONS = {
 OF_TORCH = {"step", "exp_avg", "exp_avg_sq"}  # what torch.optim.AdamW keeps
 
 
-def fill(bucket: Bucket, specs: dict[str, StateSpec], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
-    """Allocate the bucket's state, copy in what ``state`` holds of it, and make ``state`` show views of it."""
+def fill(
+    bucket: Bucket, specs: dict[str, StateSpec], state: MutableMapping[Tensor, dict[str, Any]]
+) -> None:
+    """Allocate the bucket's state, copy in what ``state`` holds of it, and make ``state`` show
+    views of it.
+    """
     held = [dict(state.get(p, {})) for p in bucket.params]
     for name, spec in specs.items():
         bucket.allocate(name, spec, held)
     on = bucket.device if bucket.device.type == "cuda" else "cpu"
     bucket.state["step"] = [
-        torch.zeros((), dtype=torch.float32, device=on).copy_(old.get("step", torch.zeros((), dtype=torch.float32)))
+        torch.zeros((), dtype=torch.float32, device=on).copy_(
+            old.get("step", torch.zeros((), dtype=torch.float32))
+        )
         for old in held
     ]
     for i, (p, old) in enumerate(zip(bucket.params, held, strict=True)):
@@ -64,7 +71,9 @@ def fill(bucket: Bucket, specs: dict[str, StateSpec], state: MutableMapping[Tens
 
 
 def _begin(view: Tensor, held: Tensor, n: int) -> None:
-    """Copy the first elements of a state that ``spread`` made ``n`` long; what does not fit begins anew, at 0."""
+    """Copy the first elements of a state that ``spread`` made ``n`` long; what does not fit begins
+    anew, at 0.
+    """
     if held.numel() in (view.numel(), n):
         view.copy_(held[: view.numel()])
 
@@ -83,7 +92,9 @@ def _whole(spec: StateSpec, bucket: Bucket, i: int) -> bool:
     return not (kept_small or (spec.on and bucket.compressed[i]))
 
 
-def spread(bucket: Bucket, i: int, specs: dict[str, StateSpec], entry: dict[str, Any]) -> dict[str, Any]:
+def spread(
+    bucket: Bucket, i: int, specs: dict[str, StateSpec], entry: dict[str, Any]
+) -> dict[str, Any]:
     """The state of tensor i as a state dict has it: all in the tensor's shape."""
     p, spread_out = bucket.params[i].detach(), dict(entry)
     for name, spec in specs.items():
@@ -97,44 +108,76 @@ def spread(bucket: Bucket, i: int, specs: dict[str, StateSpec], entry: dict[str,
             start, stop = bucket.shards.own[i]
             whole = torch.nn.functional.pad(entry[name], (start, bucket.lengths[i] - stop))
         elif spec.of:  # shorter than the tensor
-            whole = torch.nn.functional.pad(entry[name], (0, bucket.lengths[i] - entry[name].numel()))
+            whole = torch.nn.functional.pad(
+                entry[name], (0, bucket.lengths[i] - entry[name].numel())
+            )
         elif spec.packed:
             whole = unpack_bits(entry[name], bucket.lengths[i])
         else:
             mask = unpack_bits(entry[spec.on], bucket.lengths[i])
-            whole = torch.zeros(mask.shape, dtype=spec.dtype, device=mask.device).masked_scatter_(mask, entry[name])
+            whole = torch.zeros(mask.shape, dtype=spec.dtype, device=mask.device).masked_scatter_(
+                mask, entry[name]
+            )
         spread_out[name] = laid_out_as(p, whole.view(local(p).shape))
     return spread_out
 
 
-def _gathered(entry: dict[str, Any], specs: dict[str, StateSpec], compressed: bool) -> dict[str, Any]:
+def _gathered(
+    entry: dict[str, Any], specs: dict[str, StateSpec], compressed: bool
+) -> dict[str, Any]:
     """What ``spread`` made, or another optimizer's state, as it is kept in memory."""
-    held = {k: local(v) if isinstance(v, Tensor) else v for k, v in entry.items() if k in specs or k == "step"}
-    masks = {k: v.reshape(-1) for k, v in held.items() if k != "step" and specs[k].packed and v.dtype == torch.bool}
+    held = {
+        k: local(v) if isinstance(v, Tensor) else v
+        for k, v in entry.items()
+        if k in specs or k == "step"
+    }
+    masks = {
+        k: v.reshape(-1)
+        for k, v in held.items()
+        if k != "step" and specs[k].packed and v.dtype == torch.bool
+    }
     for name, spec in specs.items():
         if name in masks:
             held[name] = pack_bits(masks[name])
-        elif compressed and name in held and spec.on in masks and held[name].numel() == masks[spec.on].numel():
+        elif (
+            compressed
+            and name in held
+            and spec.on in masks
+            and held[name].numel() == masks[spec.on].numel()
+        ):
             held[name] = held[name].reshape(-1)[masks[spec.on]]
     return held
 
 
 def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Put ``state_dict``'s groups and tensors into the optimizer, after checking that all of it fits."""
+    """Put ``state_dict``'s groups and tensors into the optimizer, after checking that all of it
+    fits.
+    """
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
     groups, saved = optimizer._option_groups, groups_of(optimizer, state_dict)
     written_by = _writer(optimizer, state_dict)
-    options = [_options(optimizer, group, other) for group, other in zip(groups, saved, strict=True)]
+    options = [
+        _options(optimizer, group, other) for group, other in zip(groups, saved, strict=True)
+    ]
     pairs: list[tuple[Tensor, dict[str, Any]]] = []
     buckets = [*optimizer._buckets, *optimizer._shelf]
     specs = {p: optimizer._specs(bucket) for bucket in buckets for p in bucket.params}
-    compressed = {p: c for bucket in buckets for p, c in zip(bucket.params, bucket.compressed, strict=True)}
+    compressed = {
+        p: c for bucket in buckets for p, c in zip(bucket.params, bucket.compressed, strict=True)
+    }
     for group, other in zip(groups, saved, strict=True):
         for place, (p, key) in enumerate(zip(group["params"], other["params"], strict=True)):
             entry = state_dict["state"].get(key, {})
             if entry or place not in other.get("without_state", ()):
-                _check_names(len(pairs), entry, specs[p], is_compressed(p, other), written_by, type(optimizer).__name__)
+                _check_names(
+                    len(pairs),
+                    entry,
+                    specs[p],
+                    is_compressed(p, other),
+                    written_by,
+                    type(optimizer).__name__,
+                )
             pairs.append((p, _gathered(entry, specs[p], compressed[p])))
     for number, (p, entry) in enumerate(pairs):
         _check(number, p, entry, specs[p], compressed[p])
@@ -162,7 +205,9 @@ def as_tensor(value: Tensor | float | bool) -> Tensor:
 
 
 def _keep(
-    bucket: Bucket, specs: dict[Tensor, dict[str, StateSpec]], state: MutableMapping[Tensor, dict[str, Any]]
+    bucket: Bucket,
+    specs: dict[Tensor, dict[str, StateSpec]],
+    state: MutableMapping[Tensor, dict[str, Any]],
 ) -> None:
     """What was loaded of parameters that are not laid out is copied, where there is any."""
     for p in bucket.params:
@@ -173,16 +218,24 @@ def _keep(
 
 
 def groups_of(optimizer: Any, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-    """The saved groups, when they are as many and as long as the optimizer's, and of a format known here."""
+    """The saved groups, when they are as many and as long as the optimizer's, and of a format known
+    here.
+    """
     for key, kind in ("state", dict), ("param_groups", list):
         if not isinstance(state_dict, dict) or not isinstance(state_dict.get(key), kind):
-            raise ValueError(f"loaded state dict has no {key!r}: it is no optimizer's state_dict(), or damaged.")
+            raise ValueError(
+                f"loaded state dict has no {key!r}: it is no optimizer's state_dict(), or damaged."
+            )
     groups, saved = optimizer._option_groups, state_dict["param_groups"]
     if len(groups) != len(saved):
-        raise ValueError(f"loaded state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}.")
+        raise ValueError(
+            f"loaded state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}."
+        )
     for number, (group, other) in enumerate(zip(groups, saved, strict=True)):
         if not isinstance(other, dict) or not isinstance(other.get("params"), list):
-            raise ValueError(f"loaded state dict has no list of parameters in group {number}: it is damaged.")
+            raise ValueError(
+                f"loaded state dict has no list of parameters in group {number}: it is damaged."
+            )
         if len(group["params"]) != len(other["params"]):
             raise ValueError(
                 f"loaded state dict has {len(other['params'])} parameters in group {number}, "
@@ -190,65 +243,92 @@ def groups_of(optimizer: Any, state_dict: dict[str, Any]) -> list[dict[str, Any]
             )
         if other.get("format", 0) not in range(FORMAT + 1):
             raise ValueError(
-                f"loaded state dict has format {other['format']!r}, this compopt reads formats up to {FORMAT}: "
-                "load it with the compopt that wrote it, or a newer one."
+                f"loaded state dict has format {other['format']!r}, this compopt reads formats up "
+                f"to {FORMAT}: load it with the compopt that wrote it, or a newer one."
             )
     return saved
 
 
 def _writer(optimizer: Any, state_dict: dict[str, Any]) -> str:
-    """The class that wrote a state dict, "torch" where it does not say, when the optimizer can go on from it."""
+    """The class that wrote a state dict, "torch" where it does not say, when the optimizer can go
+    on from it.
+    """
     saved, ours = state_dict["param_groups"], type(optimizer).__name__
     written_by = saved[0].get("class", "torch") if saved else "torch"
     for number, entry in state_dict["state"].items():
         if not isinstance(entry, dict):
-            raise ValueError(f"loaded state of parameter {number} is no dict, but {entry!r}: it is damaged.")
+            raise ValueError(
+                f"loaded state of parameter {number} is no dict, but {entry!r}: it is damaged."
+            )
         if written_by not in ("torch", ours) and (entry.keys() - OF_TORCH):
             raise ValueError(
-                f"loaded state dict is of {written_by}, and its state {min(entry.keys() - OF_TORCH)!r} is nothing that "
-                f"{ours} goes on from: build {written_by}, or load a checkpoint of {ours} or torch.optim."
+                f"loaded state dict is of {written_by}, and its state "
+                f"{min(entry.keys() - OF_TORCH)!r} is nothing that {ours} goes on from: build "
+                f"{written_by}, or load a checkpoint of {ours} or torch.optim."
             )
     return written_by
 
 
 def _options(optimizer: Any, group: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """What one saved group says, also what only the user knows of; when the optimizer takes the options it knows.
+    """What one saved group says, also what only the user knows of; when the optimizer takes the
+    options it knows.
 
     The names of parameters stay the optimizer's own: they say what is compressed.
     """
     kept = copy.deepcopy(as_now({k: v for k, v in other.items() if k not in NOT_OPTIONS}))
     step = kept.get("step", 0)
     if not isinstance(step, int) or step < 0:
-        raise ValueError(f"loaded state dict has step {step!r}: a count of steps is needed; it is damaged.")
+        raise ValueError(
+            f"loaded state dict has step {step!r}: a count of steps is needed; it is damaged."
+        )
     try:
         optimizer.check_group({**group, **kept})
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"loaded state dict has an option of a wrong type ({error}): it is damaged.") from error
+        raise ValueError(
+            f"loaded state dict has an option of a wrong type ({error}): it is damaged."
+        ) from error
     return kept
 
 
 def _check_names(
-    number: int, entry: dict, specs: dict[str, StateSpec], compressed: bool, written_by: str, loaded_by: str
+    number: int,
+    entry: dict,
+    specs: dict[str, StateSpec],
+    compressed: bool,
+    written_by: str,
+    loaded_by: str,
 ) -> None:
     """Raise ValueError when states are missing."""
-    ours = written_by == loaded_by  # torch.optim keeps no residuals, and nothing for what never had a gradient
-    wanted = {name for name, spec in specs.items() if name != "master" and not spec.compressed_only} | {"step"}
+    ours = (
+        written_by == loaded_by
+    )  # torch.optim keeps no residuals, and nothing for what never had a gradient
+    wanted = {
+        name for name, spec in specs.items() if name != "master" and not spec.compressed_only
+    } | {"step"}
     if ours and compressed:
-        wanted |= {name for name, spec in specs.items() if spec.compressed_only and not spec.optional}
+        wanted |= {
+            name for name, spec in specs.items() if spec.compressed_only and not spec.optional
+        }
     if (ours or entry) and wanted - entry.keys():
         raise ValueError(
-            f"loaded state of parameter {number} lacks {', '.join(sorted(wanted - entry.keys()))}: it is damaged, or "
-            f"of an optimizer that {loaded_by} cannot go on from."
+            f"loaded state of parameter {number} lacks {', '.join(sorted(wanted - entry.keys()))}: "
+            f"it is damaged, or of an optimizer that {loaded_by} cannot go on from."
         )
     for name in specs.keys() & entry.keys():
         if not isinstance(entry[name], Tensor):
-            raise ValueError(f"loaded state {name!r} of parameter {number} is no tensor: it is damaged.")
+            raise ValueError(
+                f"loaded state {name!r} of parameter {number} is no tensor: it is damaged."
+            )
 
 
-def _check(number: int, p: Tensor, entry: dict[str, Any], specs: dict[str, StateSpec], compressed: bool) -> None:
+def _check(
+    number: int, p: Tensor, entry: dict[str, Any], specs: dict[str, StateSpec], compressed: bool
+) -> None:
     for name, value in entry.items():
         if name == "step" and not (isinstance(value, (Tensor, int, float)) and float(value) >= 0):
-            raise ValueError(f"loaded state 'step' of parameter {number} is {value!r}, no count: it is damaged.")
+            raise ValueError(
+                f"loaded state 'step' of parameter {number} is {value!r}, no count: it is damaged."
+            )
         if name not in specs:
             continue
         want = specs[name].numel(local(p).numel())
@@ -261,10 +341,12 @@ def _check(number: int, p: Tensor, entry: dict[str, Any], specs: dict[str, State
                 f"{want} are needed for shape {tuple(p.shape)}."
             )
         whole = not value.is_floating_point()
-        if whole != (not specs[name].dtype.is_floating_point) or not (whole or value.isfinite().all()):
+        if whole != (not specs[name].dtype.is_floating_point) or not (
+            whole or value.isfinite().all()
+        ):
             raise ValueError(
-                f"loaded state {name!r} of parameter {number} is of {value.dtype} or not finite, and "
-                f"{specs[name].dtype} is needed: it is damaged."
+                f"loaded state {name!r} of parameter {number} is of {value.dtype} or not finite, "
+                f"and {specs[name].dtype} is needed: it is damaged."
             )
 
 
@@ -272,8 +354,9 @@ def _warn_of_other_ranks(optimizer: Any, residuals: str) -> None:
     comm = optimizer.comm
     if residuals not in ("mean", f"rank {comm.rank} of {comm.size}"):
         warnings.warn(
-            f"this checkpoint holds the residuals of {residuals} and is loaded on rank {comm.rank} of {comm.size}: "
-            "what the other ranks held back is lost. Call consolidate_state() on all ranks before saving.",
+            f"this checkpoint holds the residuals of {residuals} and is loaded on rank "
+            f"{comm.rank} of {comm.size}: what the other ranks held back is lost. Call "
+            "consolidate_state() on all ranks before saving.",
             stacklevel=4,
         )
 
@@ -291,7 +374,8 @@ def average(tensor: Tensor, device: torch.device, comm: Comm) -> Gathering:
 
 
 def gather(bucket: Bucket, name: str, comm: Comm, owners: list[int] | None = None) -> Gathering:
-    """One sharded state of a bucket, whole and in host memory, a vector a tensor that has it. All ranks must ask.
+    """One sharded state of a bucket, whole and in host memory, a vector a tensor that has it. All
+    ranks must ask.
 
     What nobody has, because its owner is gone, is as in the parameters for masters, 0 otherwise.
     """
@@ -299,7 +383,10 @@ def gather(bucket: Bucket, name: str, comm: Comm, owners: list[int] | None = Non
     pending = comm.start(AllGather(torch.nn.functional.pad(flat, (0, shards.most - flat.numel()))))
     yield pending
     has = [part is not None for part in bucket.state[name]]
-    whole = [torch.zeros(n, dtype=flat.dtype) if h else None for n, h in zip(shards.lengths, has, strict=True)]
+    whole = [
+        torch.zeros(n, dtype=flat.dtype) if h else None
+        for n, h in zip(shards.lengths, has, strict=True)
+    ]
     if name == "master":
         for w, p in zip(whole, bucket.params, strict=True):
             w.copy_(local(p.detach()).reshape(-1))
@@ -308,13 +395,19 @@ def gather(bucket: Bucket, name: str, comm: Comm, owners: list[int] | None = Non
 
 
 def move(old: list[Bucket], new: list[Bucket], comm: Comm) -> Gathering:
-    """Cut the shards of ``old`` buckets again as the ``new`` ones are cut, over the ranks that are left."""
-    pending = comm.start(AllGather(torch.tensor([old[0].shards.rank], dtype=torch.int64, device=old[0].device)))
+    """Cut the shards of ``old`` buckets again as the ``new`` ones are cut, over the ranks that are
+    left.
+    """
+    pending = comm.start(
+        AllGather(torch.tensor([old[0].shards.rank], dtype=torch.int64, device=old[0].device))
+    )
     yield pending
     owners = pending.wait().view(-1).tolist()
     for before, after in zip(old, new, strict=True):
         for name in before.sharded:
             whole = yield from gather(before, name, comm, owners)
-            for w, own, (start, stop) in zip(whole, after.state[name], after.shards.own, strict=True):
+            for w, own, (start, stop) in zip(
+                whole, after.state[name], after.shards.own, strict=True
+            ):
                 if own is not None:
                     own.copy_(w[start:stop])

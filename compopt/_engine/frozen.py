@@ -1,9 +1,9 @@
 """Parameters that require no gradient: not laid out in buckets, without state, never sent.
 
-What is laid out follows ``requires_grad``, at the start of a step, when all ranks have seen in a handshake that they
-agree. What was kept of a parameter that is frozen later stays in ``optimizer.state``, in tensors of its own, is saved
-like all state, and goes on when the parameter is unfrozen. Of state that is cut into shards it is kept whole.
-"""
+What is laid out follows ``requires_grad``, at the start of a step, when all ranks have seen in a
+handshake that they agree. What was kept of a parameter that is frozen later stays in
+``optimizer.state``, in tensors of its own, is saved like all state, and goes on when the parameter
+is unfrozen. Of state that is cut into shards it is kept whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def changed(optimizer: Any) -> bool:
 
 
 def meet(optimizer: Any) -> None:
-    """Take note of parameters that are new. Those met before are laid out as they were, whatever they require now."""
+    """Take note of parameters that are new.
+
+    Those met before are laid out as they were, whatever they require now.
+    """
     params = parameters(optimizer)
     new = {p for p in params if p not in optimizer._met and p.requires_grad}
     optimizer._trained = frozenset(new | optimizer._trained & set(params))
@@ -61,12 +64,16 @@ def consolidate(optimizer: Any, comm: Comm) -> Turns:
 
 
 def without_state(optimizer: Any, group: dict[str, Any]) -> list[int]:
-    """The places in a group of parameters of which nothing is kept: a checkpoint that lacks it is not damaged."""
+    """The places in a group of parameters of which nothing is kept: a checkpoint that lacks it is
+    not damaged.
+    """
     return [place for place, p in enumerate(group["params"]) if not optimizer.state.get(p)]
 
 
 def reset_from_outside(optimizer: Any) -> bool:
-    """Whether ``optimizer.state`` was replaced, by a trainer that begins anew, and no longer shows the buckets."""
+    """Whether ``optimizer.state`` was replaced, by a trainer that begins anew, and no longer shows
+    the buckets.
+    """
     return any(
         optimizer.state.get(p) is not entry
         for bucket in optimizer._buckets

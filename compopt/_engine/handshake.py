@@ -1,12 +1,14 @@
-"""The ranks' first words: same class, same settings, same parameters in the same order, gradients not averaged yet.
+"""The ranks' first words: same class, same settings, same parameters in the same order, gradients
+not averaged yet.
 
-Runs in the first step, and in the step after a checkpoint was loaded, a group added, an option changed that decides
-what is sent, or a collective failed. Other differences in settings show in every step's payload and end here too, in
-``explain_mismatch``. What crosses is numbers and JSON, never pickles.
+Runs in the first step, and in the step after a checkpoint was loaded, a group added, an option
+changed that decides what is sent, or a collective failed. Other differences in settings show in
+every step's payload and end here too, in ``explain_mismatch``. What crosses is numbers and JSON,
+never pickles.
 
-It is a collective of another kind than the payload's. Where only some ranks come here, nobody's payload meets one of
-another length, on which gloo ends the process: both wait until the group's timeout, and raise.
-"""
+It is a collective of another kind than the payload's. Where only some ranks come here, nobody's
+payload meets one of another length, on which gloo ends the process: both wait until the group's
+timeout, and raise."""
 
 from __future__ import annotations
 
@@ -36,15 +38,24 @@ def describe(optimizer: Any) -> list[str]:
         for p, name, compressed in zip(bucket.params, bucket.names, bucket.compressed, strict=True):
             values = f"values of checksum {_checksum(local(p.detach())):x}"
             trained = f"requires_grad={p.requires_grad}"
-            of[p] = f"{name}: shape {tuple(p.shape)}, {p.dtype}, {trained}, compress={compressed}, {values}"
-    return lines + [of[p] for group in reversed(optimizer._option_groups) for p in reversed(group["params"])]
+            of[p] = (
+                f"{name}: shape {tuple(p.shape)}, {p.dtype}, {trained}, compress={compressed}, "
+                f"{values}"
+            )
+    return lines + [
+        of[p] for group in reversed(optimizer._option_groups) for p in reversed(group["params"])
+    ]
 
 
 def handshake(optimizer: Any, comm: Comm) -> Turns:
-    """Raise ValueError when ranks differ, RuntimeError when something else averaged the gradients already."""
+    """Raise ValueError when ranks differ, RuntimeError when something else averaged the gradients
+    already.
+    """
     code, times = zlib.crc32("\n".join(describe(optimizer)).encode()), _times(optimizer)
     backend = [zlib.crc32(optimizer.backend.encode()), optimizer.ops.automatic]
-    words = torch.tensor([code, _fingerprint(optimizer), _chosen(optimizer), *backend, *times], dtype=torch.int64)
+    words = torch.tensor(
+        [code, _fingerprint(optimizer), _chosen(optimizer), *backend, *times], dtype=torch.int64
+    )
     rows = (yield from gather(words.to(device_of(optimizer)), comm)).tolist()
     if any(row[3] != rows[0][3] for row in rows) and all(row[4] for row in rows):
         optimizer.give_way()
@@ -59,10 +70,11 @@ def handshake(optimizer: Any, comm: Comm) -> Turns:
     same = comm.size > 1 and len(prints) == 1 and prints != {0}
     if optimizer._alike.refuses(same, optimizer._handed_over):
         raise RuntimeError(
-            "all ranks hold bit-identical gradients: something averaged them before step(), or all ranks train on "
-            "the same data. If DistributedDataParallel wraps the model, call compopt.attach(ddp_model, optimizer) "
-            "before the first backward; if FSDP reduces over this group, pass process_group= the group it does not "
-            "reduce over; if the data is the same, give each rank its own."
+            "all ranks hold bit-identical gradients: something averaged them before step(), or "
+            "all ranks train on the same data. If DistributedDataParallel wraps the model, call "
+            "compopt.attach(ddp_model, optimizer) before the first backward; if FSDP reduces over "
+            "this group, pass process_group= the group it does not reduce over; if the data is "
+            "the same, give each rank its own."
         )
 
 
@@ -76,25 +88,38 @@ def explain_mismatch(optimizer: Any, comm: Comm) -> Turns:
                     f"ranks differ, and nothing was applied. Rank 0 has {a or 'nothing'!r}, "
                     f"rank {rank} has {b or 'nothing'!r}: make them equal."
                 )
-    raise ValueError("ranks differed in their settings at this step, and nothing was applied: make them equal.")
+    raise ValueError(
+        "ranks differed in their settings at this step, and nothing was applied: make them equal."
+    )
 
 
 def tell_failure(optimizer: Any, comm: Comm, mine: Exception | None) -> Turns:
-    """Raise CommunicationError that says which ranks could not send their gradients. ``mine``: why this one cannot."""
+    """Raise CommunicationError that says which ranks could not send their gradients.
+
+    ``mine``: why this one cannot.
+    """
     said = [] if mine is None else [f"{type(mine).__name__}: {mine}"]
     del mine  # its frames hold this one
     theirs = yield from _tell(said, device_of(optimizer), comm)
     who = [f"rank {rank} ({lines[0]})" for rank, lines in enumerate(theirs) if lines]
-    raise CommunicationError(f"the gradients of {', '.join(who) or 'another shard'} could not be sent")
+    raise CommunicationError(
+        f"the gradients of {', '.join(who) or 'another shard'} could not be sent"
+    )
 
 
 def _tell(lines: list[str], device: torch.device, comm: Comm) -> Turns:
     """What every rank has to say."""
     text = torch.frombuffer(bytearray(json.dumps(lines).encode()), dtype=torch.uint8).to(device)
-    sizes = (yield from gather(torch.tensor([text.numel()], dtype=torch.int64, device=device), comm)).view(-1).tolist()
+    sizes = (
+        (yield from gather(torch.tensor([text.numel()], dtype=torch.int64, device=device), comm))
+        .view(-1)
+        .tolist()
+    )
     padded = torch.cat([text, text.new_zeros(max(sizes) - text.numel())])
     rows = yield from gather(padded, comm)
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows.cpu(), sizes, strict=True)]
+    return [
+        json.loads(bytes(row[:size].tolist())) for row, size in zip(rows.cpu(), sizes, strict=True)
+    ]
 
 
 def gather(tensor: Tensor, comm: Comm) -> Turns:
@@ -110,7 +135,9 @@ def _chosen(optimizer: Any) -> int:
 
 
 def _times(optimizer: Any) -> list[int]:
-    """What a trial has timed, a dense and a compressed step; zeros where there is none, or it goes on."""
+    """What a trial has timed, a dense and a compressed step; zeros where there is none, or it goes
+    on.
+    """
     return (optimizer._trial.words() if optimizer._trial else []) or [0, 0]
 
 
@@ -120,16 +147,19 @@ def device_of(optimizer: Any) -> torch.device:
 
 def _checksum(tensor: Tensor) -> int:
     """The same for tensors that are the same to the bit."""
-    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # strides of one element or none may be anything
+    flat = tensor.contiguous().as_strided(
+        (tensor.numel(),), (1,)
+    )  # strides of one element or none may be anything
     raw = flat.view(torch.uint8)
     return int((raw.view(torch.int16) if raw.numel() % 2 == 0 else raw).sum(dtype=torch.int64))
 
 
 def _fingerprint(optimizer: Any) -> int:
-    """A number that two ranks share when their gradients are the same to the bit; 0 when there is nothing to compare.
+    """A number that two ranks share when their gradients are the same to the bit; 0 when there is
+    nothing to compare.
 
-    Zeros and gradients that are not finite are nothing: those may well be alike on ranks of different data.
-    """
+    Zeros and gradients that are not finite are nothing: those may well be alike on ranks of
+    different data."""
     sums = []
     for bucket in optimizer._buckets:
         for p in bucket.params:

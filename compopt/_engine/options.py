@@ -18,7 +18,11 @@ def check_adam(group: dict) -> None:
     """Check the options that every AdamW-like class has; the errors begin as torch's own."""
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got {tuple(group['lr'].shape)}.")
-    for option, name in ("lr", "learning rate"), ("eps", "epsilon value"), ("weight_decay", "weight_decay value"):
+    for option, name in (
+        ("lr", "learning rate"),
+        ("eps", "epsilon value"),
+        ("weight_decay", "weight_decay value"),
+    ):
         if not float(group[option]) >= 0:
             raise ValueError(f"Invalid {name}: {group[option]}: {option} must be >= 0.")
     betas = group["betas"]
@@ -26,7 +30,8 @@ def check_adam(group: dict) -> None:
     for i, beta in enumerate(betas):
         if not 0 <= beta < 1:
             raise ValueError(
-                f"Invalid beta parameter at index {i}: {beta}: betas must be two numbers in [0, 1), got {betas!r}."
+                f"Invalid beta parameter at index {i}: {beta}: betas must be two numbers in [0, "
+                f"1), got {betas!r}."
             )
 
 
@@ -39,18 +44,35 @@ def check_compression(group: dict) -> None:
     require(group["warmup_steps"] >= 0, "warmup_steps", group["warmup_steps"], ">= 0")
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")
-    known = dtype is None or dtype == torch.int8 or (dtype.is_floating_point and dtype.itemsize >= 2)
-    require(known, "payload_dtype", dtype, "None, torch.int8 or a floating-point dtype of 16 bits or more")
+    known = (
+        dtype is None or dtype == torch.int8 or (dtype.is_floating_point and dtype.itemsize >= 2)
+    )
+    require(
+        known,
+        "payload_dtype",
+        dtype,
+        "None, torch.int8 or a floating-point dtype of 16 bits or more",
+    )
     check_compress(group)
 
 
 def check_compress(group: dict) -> None:
     """Check what a group says of its compression."""
-    require(group["compress"] in (None, True, False), "compress", group["compress"], "None, True or False")
+    require(
+        group["compress"] in (None, True, False),
+        "compress",
+        group["compress"],
+        "None, True or False",
+    )
 
 
 def check_adams(group: dict) -> None:
     """Check the options that AdamS-like classes have."""
     check_adam(group)
     known = ("scape", "adams")
-    require(group["bias_correction"] in known, "bias_correction", group["bias_correction"], "'scape' or 'adams'")
+    require(
+        group["bias_correction"] in known,
+        "bias_correction",
+        group["bias_correction"],
+        "'scape' or 'adams'",
+    )

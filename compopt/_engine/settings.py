@@ -1,9 +1,10 @@
-"""What all ranks must have alike: told in the handshake, and in every step's payload by a few bits of a checksum.
+"""What all ranks must have alike: told in the handshake, and in every step's payload by a few bits
+of a checksum.
 
-A group may hold anything beside the options of its class: what a scheduler put there, a name, a function. Only options
-that the class knows are compared, and those by what they mean: text that is the same in every process, whatever the
-address of an object or the order in which a process walks through a set.
-"""
+A group may hold anything beside the options of its class: what a scheduler put there, a name, a
+function. Only options that the class knows are compared, and those by what they mean: text that is
+the same in every process, whatever the address of an object or the order in which a process walks
+through a set."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def settings_of(optimizer: Any) -> list:
     return [
         type(optimizer).__name__ + (" (sharded)" if optimizer.sharded else ""),
         *(known_of(group, known) for group in optimizer._option_groups),
-        {"backend": optimizer.backend},  # two round differently, and select differently among equals
+        {
+            "backend": optimizer.backend
+        },  # two round differently, and select differently among equals
     ]
 
 
@@ -42,7 +45,9 @@ def known_of(group: dict[str, Any], known: Iterable[str]) -> dict[str, object]:
 
 
 def plain(value: object) -> object:
-    """Numbers, text and tuples of them, whose ``repr`` is the same wherever ``value`` means the same."""
+    """Numbers, text and tuples of them, whose ``repr`` is the same wherever ``value`` means the
+    same.
+    """
     if value is None or isinstance(value, bool | str):
         return value
     if hasattr(value, "tolist"):  # tensors, and what is NumPy's
@@ -59,10 +64,14 @@ def plain(value: object) -> object:
         return tuple(sorted(map(plain, value), key=repr))
     if isinstance(value, list | tuple):
         return tuple(map(plain, value))
-    named = value if hasattr(value, "__qualname__") else type(value)  # a function or a class, else of which class it is
+    named = (
+        value if hasattr(value, "__qualname__") else type(value)
+    )  # a function or a class, else of which class it is
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def bits_of(settings: list) -> list[float]:
-    """16 bits of a checksum and their complements, as numbers whose mean over ranks shows any difference."""
+    """16 bits of a checksum and their complements, as numbers whose mean over ranks shows any
+    difference.
+    """
     return bits(zlib.crc32(repr(settings).encode()), 16)

@@ -9,17 +9,19 @@ from _signal import getsignal  # signal's own makes an enum of its answer, in 64
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-NUMBERS = tuple(map(int, signal.valid_signals()))  # asked for once: it takes longer than all the rest
+NUMBERS = tuple(
+    map(int, signal.valid_signals())
+)  # asked for once: it takes longer than all the rest
 Handler = Callable[[int, FrameType | None], object]
 
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Signals with a handler in Python, KeyboardInterrupt's among them, are handled when the block has ended.
+    """Signals with a handler in Python, KeyboardInterrupt's among them, are handled when the block
+    has ended.
 
-    A handler may raise, and would do so between any two lines. Only the main thread ever runs them; in others there is
-    nothing to hold back.
-    """
+    A handler may raise, and would do so between any two lines. Only the main thread ever runs them;
+    in others there is nothing to hold back."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -50,7 +52,9 @@ def _put_back(held: dict[int, Handler]) -> None:
         del held[number]
 
 
-def _run_all(handlers: dict[int, Handler], came: list[tuple[int, FrameType | None]], raised: list) -> None:
+def _run_all(
+    handlers: dict[int, Handler], came: list[tuple[int, FrameType | None]], raised: list
+) -> None:
     """Run the handlers of what came, every one of them; the first error of any is raised."""
     for number, frame in came:
         try:

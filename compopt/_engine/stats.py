@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 class Stats:
     """The last step, as this rank saw it.
 
-    ``bytes_sent`` is what this rank handed to collectives since the step before, ``bytes_dense`` what DDP would have.
-    ``parameter_bytes`` is the part of it that went into gathering updated parameters, where state is sharded.
-    ``when`` is what ``when="auto"`` has found out, with the seconds of a step of each kind.
-    ``phase`` is what the compressed tensors did: "dense", "skipped" (nothing was applied), or a phase of the class.
-    """
+    ``bytes_sent`` is what this rank handed to collectives since the step before, ``bytes_dense``
+    what DDP would have. ``parameter_bytes`` is the part of it that went into gathering updated
+    parameters, where state is sharded. ``when`` is what ``when="auto"`` has found out, with the
+    seconds of a step of each kind. ``phase`` is what the compressed tensors did: "dense", "skipped"
+    (nothing was applied), or a phase of the class."""
 
     step: int = 0
     phase: str = "none"

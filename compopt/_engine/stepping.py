@@ -1,4 +1,6 @@
-"""The step of ``CompressedOptimizer``: what comes before the exchange and after it, and what becomes of errors."""
+"""The step of ``CompressedOptimizer``: what comes before the exchange and after it, and what
+becomes of errors.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,20 @@ class Stepping:
     _scaled = False  # a GradScaler drives the steps
     _warned = False
     _problem: Exception | None = None  # why this rank cannot send its gradients in the running step
-    _over = False  # what the step had to agree on is done: what is raised now leaves the ranks level
+    _over = (
+        False  # what the step had to agree on is done: what is raised now leaves the ranks level
+    )
     _half_step = ""  # why parameters and state no longer belong together
 
     def step_in_turns(self) -> Generator[Pending, None, None]:
-        """The step as a generator that yields each collective it is about to wait for (the simulator's turns)."""
+        """The step as a generator that yields each collective it is about to wait for (the
+        simulator's turns).
+        """
         if self._retired:
             raise RuntimeError(
-                f"this {type(self).__name__} was replaced: an optimizer made later holds its parameters and has their "
-                "gradients now. Step that one, or call compopt.attach(ddp_model, optimizer) to have this one back."
+                f"this {type(self).__name__} was replaced: an optimizer made later holds its "
+                "parameters and has their gradients now. Step that one, or call "
+                "compopt.attach(ddp_model, optimizer) to have this one back."
             )
         self._refuse_half_step()
         comm = self.comm  # first: state may have to be cut anew
@@ -47,12 +54,18 @@ class Stepping:
             if not self._over:
                 self._scale_back()
             if not self._over or isinstance(error, CommunicationError):
-                self._acquainted = False  # ranks may be a step apart now: the next one begins with a handshake
+                self._acquainted = (
+                    False  # ranks may be a step apart now: the next one begins with a handshake
+                )
             if not isinstance(error, CommunicationError):
                 raise
             if self._over:
-                raise CommunicationError(f"step {number} was applied, what followed it failed: {error}") from error
-            raise CommunicationError(f"step {number} was not applied on rank {comm.rank}: {error}") from error
+                raise CommunicationError(
+                    f"step {number} was applied, what followed it failed: {error}"
+                ) from error
+            raise CommunicationError(
+                f"step {number} was not applied on rank {comm.rank}: {error}"
+            ) from error
         finally:
             self._problem = None
 
@@ -74,7 +87,9 @@ class Stepping:
         if not self._buckets:
             return
         verdict = yield from self._agree(comm, number)
-        if verdict.agreed["unfrozen"][0] > 0:  # on some rank other parameters require a gradient now
+        if (
+            verdict.agreed["unfrozen"][0] > 0
+        ):  # on some rank other parameters require a gradient now
             yield from self._get_acquainted(comm)
             if not self._buckets:
                 return
@@ -85,7 +100,9 @@ class Stepping:
             self._acquainted = False
         self._apply(verdict, number)
         self._report(verdict, comm)
-        if self._trial is not None and self._trial.watch(verdict.phase_of, verdict.applied, device_of(self)):
+        if self._trial is not None and self._trial.watch(
+            verdict.phase_of, verdict.applied, device_of(self)
+        ):
             self._acquainted = False  # with the next step's handshake all ranks compare their times
         self._watch_skips(verdict)
 
@@ -99,11 +116,18 @@ class Stepping:
         unfrozen = frozen.changed(self)
         words["unfrozen"] = [float(unfrozen)]
         # All ranks hear of a problem, and nothing is applied.
-        problem = RuntimeError("other parameters require a gradient than before") if unfrozen else self._problem
+        problem = (
+            RuntimeError("other parameters require a gradient than before")
+            if unfrozen
+            else self._problem
+        )
         return (yield from self._runtime.agree(self._buckets, comm, words, self._shards, problem))
 
     def _prepare(self) -> Exception | None:
-        """Make gradients what will be sent. What goes wrong here is told by all ranks, when they agree."""
+        """Make gradients what will be sent.
+
+        What goes wrong here is told by all ranks, when they agree.
+        """
         try:
             self._check_gradients()
             self._unscale()
@@ -134,19 +158,23 @@ class Stepping:
         if verdict.resent and not self._warned:
             self._warned = True
             warnings.warn(
-                "gradients were changed between backward and step() (a clip, an unscale, another backward?), so what "
-                "was sent during backward had to be sent again. From now on nothing is sent before step(): clip with "
-                "max_grad_norm= instead to keep communication behind backward.",
+                "gradients were changed between backward and step() (a clip, an unscale, another "
+                "backward?), so what was sent during backward had to be sent again. From now on "
+                "nothing is sent before step(): clip with max_grad_norm= instead to keep "
+                "communication behind backward.",
                 stacklevel=7,
             )
 
     def _refuse(self, verdict: Verdict, comm: Comm) -> Generator[Pending, None, None]:
         """Raise where ranks found that they cannot go on as they are; all of them do."""
         if verdict.misplaced:
-            where = ", ".join(f"bucket {i}" if i >= 0 else "another shard" for i in verdict.misplaced)
+            where = ", ".join(
+                f"bucket {i}" if i >= 0 else "another shard" for i in verdict.misplaced
+            )
             raise CommunicationError(
-                f"payloads of different buckets or steps met ({where}): ranks start their collectives in different "
-                "order, or are steps apart. Run backward and step() equally often on all ranks."
+                f"payloads of different buckets or steps met ({where}): ranks start their "
+                "collectives in different order, or are steps apart. Run backward and step() "
+                "equally often on all ranks."
             )
         if verdict.failed:
             self._problem = verdict.take_error(self._problem)
@@ -160,7 +188,9 @@ class Stepping:
             yield from explain_mismatch(self, comm)
 
     def _apply(self, verdict: Verdict, number: int) -> None:
-        """Commit a step that is to be applied, and count it: as a whole, whatever signals come meanwhile."""
+        """Commit a step that is to be applied, and count it: as a whole, whatever signals come
+        meanwhile.
+        """
         with held_back():
             if verdict.applied:
                 self._handed_over = False
@@ -185,13 +215,16 @@ class Stepping:
     def _refuse_half_step(self) -> None:
         if self._half_step:
             raise RuntimeError(
-                f"{self._half_step}: parameters and state no longer belong together. Load a checkpoint, of the model "
-                "and with load_state_dict() of this optimizer, on all ranks."
+                f"{self._half_step}: parameters and state no longer belong together. Load a "
+                "checkpoint, of the model and with load_state_dict() of this optimizer, on all "
+                "ranks."
             )
 
     # GradScaler
 
-    _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to step(): all ranks agree
+    _step_supports_amp_scaling = (
+        True  # GradScaler then leaves unscaling and skipping to step(): all ranks agree
+    )
     _unscaled_by: float | None = None  # the scale that this step has taken off
 
     def _unscale(self) -> None:
@@ -208,8 +241,8 @@ class Stepping:
     def _scale_back(self) -> None:
         """Leave gradients and scale as they were for whoever tries the step again.
 
-        A GradScaler takes its attributes back only where the step succeeds, and multiplies what it then finds.
-        """
+        A GradScaler takes its attributes back only where the step succeeds, and multiplies what it
+        then finds."""
         if self._unscaled_by is not None:
             self._scale_by(self._unscaled_by)
             del self.grad_scale, self.found_inf
@@ -228,7 +261,9 @@ class Stepping:
         self._retired = False
 
     def retire(self) -> None:
-        """Another optimizer has these parameters now: nothing more is sent from here, and ``step()`` says so."""
+        """Another optimizer has these parameters now: nothing more is sent from here, and
+        ``step()`` says so.
+        """
         self._retired = True
         self._runtime.drop_early()
         self._runtime.settle()
@@ -239,10 +274,11 @@ class Stepping:
 
     @torch.no_grad()
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
-        """Backward has finished these parameters: start the buckets that are now complete, but the last.
+        """Backward has finished these parameters: start the buckets that are now complete, but the
+        last.
 
-        In the order of their index, whatever the order in which they get ready: collectives start alike on all ranks.
-        """
+        In the order of their index, whatever the order in which they get ready: collectives start
+        alike on all ranks."""
         if not self._acquainted or self._scaled or self._half_step or self.comm.size == 1:
             return
         if not self._ready and (self._agreed != structure_of(self) or frozen.changed(self)):
@@ -256,11 +292,17 @@ class Stepping:
         return len(self._ready.get(bucket.index, ())) == len(bucket.params)
 
     def backward_done(self) -> None:
-        """The backward that started buckets has ended: another one that completes them all replaces what they sent."""
+        """The backward that started buckets has ended: another one that completes them all replaces
+        what they sent.
+        """
         self._ready.clear()
         self._runtime.backward_done()
 
 
 def _half(number: int, bucket: Bucket | None, error: BaseException) -> str:
-    where = "after its buckets" if bucket is None else f"in bucket {bucket.index} ({bucket.names[0]}, ...)"
+    where = (
+        "after its buckets"
+        if bucket is None
+        else f"in bucket {bucket.index} ({bucket.names[0]}, ...)"
+    )
     return f"step {number} was applied in part: {type(error).__name__} was raised {where} ({error})"

@@ -1,11 +1,10 @@
 """``when="auto"``: stay dense where compression does not pay, as whole training steps say.
 
-The steps of the dense start are timed, from the end of one ``step()`` to the end of the next, and so are the first
-compressed ones. Then the medians of all ranks go round with the handshake of the next step, before anything of that
-step is written. Where compressed steps are not clearly faster, by more than such timings err, the dense start has no
-end. Only groups that say "auto" are tried. What was found is kept with them (``pays``); the user's ``warmup_steps``
-stay as they are.
-"""
+The steps of the dense start are timed, from the end of one ``step()`` to the end of the next, and
+so are the first compressed ones. Then the medians of all ranks go round with the handshake of the
+next step, before anything of that step is written. Where compressed steps are not clearly faster,
+by more than such timings err, the dense start has no end. Only groups that say "auto" are tried.
+What was found is kept with them (``pays``); the user's ``warmup_steps`` stay as they are."""
 
 from __future__ import annotations
 
@@ -15,7 +14,10 @@ from typing import Any
 
 import torch
 
-SKIP, TIMED = 3, 8  # steps of each kind: not timed (buffers, hooks and masks are made in them), and timed
+SKIP, TIMED = (
+    3,
+    8,
+)  # steps of each kind: not timed (buffers, hooks and masks are made in them), and timed
 CLEARLY = 0.95  # of a dense step: what takes longer gains too little to approximate gradients for
 FOREVER = 2**62  # steps
 WAITS = {"resample"}  # phases that are neither: dense, and rare
@@ -27,20 +29,26 @@ OPTIONS = {
 
 
 def dense_steps(group: dict[str, Any]) -> int:
-    """Steps before compression starts: the user's, more where a trial needs them, all where it does not pay."""
+    """Steps before compression starts: the user's, more where a trial needs them, all where it does
+    not pay.
+    """
     if group["when"] != "auto":
         return group["warmup_steps"]
     return FOREVER if group["pays"] is False else max(group["warmup_steps"], group["dense_until"])
 
 
 def as_now(saved: dict[str, Any]) -> dict[str, Any]:
-    """Options of a saved group, also where version 0.1.0 wrote them: "dense" was a warm-up without end then."""
+    """Options of a saved group, also where version 0.1.0 wrote them: "dense" was a warm-up without
+    end then.
+    """
     if "when" not in saved or "pays" in saved:
         return saved
     now = {**saved, **OPTIONS}
     if saved.get("warmup_steps") == FOREVER:
         now |= {"when": "auto", "pays": False}
-        del now["warmup_steps"]  # the user's is not known any more: what the optimizer was made with
+        del now[
+            "warmup_steps"
+        ]  # the user's is not known any more: what the optimizer was made with
     return now
 
 
@@ -57,11 +65,12 @@ def trial(groups: list[dict[str, Any]], buckets: list[Any]) -> Trial | None:
 class Trial:
     """The times of dense and of compressed steps, until all ranks have compared them.
 
-    ``tried``: the groups it is about, which are dense until it has timed that. The ``others`` come to rest first: what
-    is compared then differs in nothing else.
-    """
+    ``tried``: the groups it is about, which are dense until it has timed that. The ``others`` come
+    to rest first: what is compared then differs in nothing else."""
 
-    def __init__(self, tried: list[dict[str, Any]], others: list[dict[str, Any]], indices: list[int]):
+    def __init__(
+        self, tried: list[dict[str, Any]], others: list[dict[str, Any]], indices: list[int]
+    ):
         self.found = ""  # in words
         self._tried, self._indices = tried, indices
         self._rest = max(map(_at_rest, others), default=0)
@@ -73,11 +82,18 @@ class Trial:
         self._pays = False
 
     def watch(self, phase_of: dict[int, str], applied: bool, device: torch.device) -> bool:
-        """Take the time of the step that has just ended. Returns whether ranks have what they need to compare."""
+        """Take the time of the step that has just ended.
+
+        Returns whether ranks have what they need to compare.
+        """
         phases = {phase for index, phase in phase_of.items() if index in self._indices}
         kind = "dense" if phases <= {"dense"} else "compressed"
         step = self._tried[0]["step"]
-        typical = applied and not phases & WAITS and step > (self._rest if kind == "dense" else self._settled)
+        typical = (
+            applied
+            and not phases & WAITS
+            and step > (self._rest if kind == "dense" else self._settled)
+        )
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # in the steps of a trial only
         now = time.perf_counter()
@@ -87,17 +103,24 @@ class Trial:
         return bool(self.words())
 
     def words(self) -> list[int]:
-        """This rank's medians, dense and compressed, in nanoseconds; nothing while they are not known."""
+        """This rank's medians, dense and compressed, in nanoseconds; nothing while they are not
+        known.
+        """
         if any(len(seconds) < SKIP + TIMED for seconds in self._seconds.values()):
             return []
         return [int(1e9 * statistics.median(seconds[SKIP:])) for seconds in self._seconds.values()]
 
     def compare(self, rows: list[list[int]]) -> None:
-        """Decide, on the medians of all ranks. ``keep`` writes it down, with the step that this belongs to."""
+        """Decide, on the medians of all ranks.
+
+        ``keep`` writes it down, with the step that this belongs to.
+        """
         dense, compressed = (sum(times) / len(rows) / 1e6 for times in zip(*rows, strict=True))
         self._pays = compressed < CLEARLY * dense
         verdict = "compressed" if self._pays else "dense"
-        self.found = f"{verdict}: a compressed step took {compressed:.1f} ms, a dense one {dense:.1f} ms"
+        self.found = (
+            f"{verdict}: a compressed step took {compressed:.1f} ms, a dense one {dense:.1f} ms"
+        )
 
     def keep(self) -> None:
         for group in self._tried:

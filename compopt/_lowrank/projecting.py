@@ -1,4 +1,6 @@
-"""Options, matrices, local clipping and adaptation of the optimizers that project gradients (SEPARATE)."""
+"""Options, matrices, local clipping and adaptation of the optimizers that project gradients
+(SEPARATE).
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,26 @@ from .._engine.options import check_compression, require
 from .._engine.when import dense_steps
 from .._ops.ops import clip_factor
 from .._state.buckets import Bucket, StateSpec, local
-from .projections import KINDS, Matrices, Plan, Projection, fingerprint, is_sharded, least_beta, projection
+from .projections import (
+    KINDS,
+    Matrices,
+    Plan,
+    Projection,
+    fingerprint,
+    is_sharded,
+    least_beta,
+    projection,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """How one bucket is projected at one step.
 
-    ``plan`` says how each tensor is (None: averaged whole), ``draw`` makes the random matrices, ``bases`` gives what
-    tracked tensors begin with (None: others), ``clipped`` is the factor on the local gradient, ``found`` takes the
-    cosines of Algorithm 3 at a step that adapts to them. ``clips``: the averaged gradient is clipped by its norm.
-    """
+    ``plan`` says how each tensor is (None: averaged whole), ``draw`` makes the random matrices,
+    ``bases`` gives what tracked tensors begin with (None: others), ``clipped`` is the factor on the
+    local gradient, ``found`` takes the cosines of Algorithm 3 at a step that adapts to them.
+    ``clips``: the averaged gradient is clipped by its norm."""
 
     plan: Plan
     draw: Callable[[], list[Tensor | None]]
@@ -35,7 +46,9 @@ class Exchange:
 
 
 class Projecting(CompressedOptimizer):
-    """The options that Separate and SeparateAdam share, and what follows from them for a bucket at a step."""
+    """The options that Separate and SeparateAdam share, and what follows from them for a bucket at
+    a step.
+    """
 
     averaged_state = ("residual",)
 
@@ -44,20 +57,47 @@ class Projecting(CompressedOptimizer):
         beta, reset = group["ef_beta"], group["reset_interval"]
         require(group["ratio"] >= 1, "ratio", group["ratio"], ">= 1")
         require(
-            beta == "auto" or (not isinstance(beta, str) and 0 <= beta <= 1), "ef_beta", beta, '"auto" or in [0, 1]'
+            beta == "auto" or (not isinstance(beta, str) and 0 <= beta <= 1),
+            "ef_beta",
+            beta,
+            '"auto" or in [0, 1]',
         )
-        good = reset in (None, "auto") or (not isinstance(reset, str) and reset >= 1 and int(reset) == reset)
+        good = reset in (None, "auto") or (
+            not isinstance(reset, str) and reset >= 1 and int(reset) == reset
+        )
         require(good, "reset_interval", reset, 'None, "auto" or an integer >= 1')
         rank = group["rank"]
         require(rank >= 1 and int(rank) == rank, "rank", rank, "an integer >= 1")
         tracked = group["projection"] == "tracked"
-        require(not (tracked and group["adaptive"]), "adaptive", True, "False with projection='tracked'")
-        require(group["projection"] in KINDS, "projection", group["projection"], " or ".join(map(repr, KINDS)))
-        require(group["adapt_interval"] >= 1, "adapt_interval", group["adapt_interval"], "an integer >= 1")
-        require(group["clip"] in ("local", "reconstructed"), "clip", group["clip"], "'local' or 'reconstructed'")
-        if group["clip"] == "local" and group["max_grad_norm"] is not None and any(map(is_sharded, group["params"])):
+        require(
+            not (tracked and group["adaptive"]), "adaptive", True, "False with projection='tracked'"
+        )
+        require(
+            group["projection"] in KINDS,
+            "projection",
+            group["projection"],
+            " or ".join(map(repr, KINDS)),
+        )
+        require(
+            group["adapt_interval"] >= 1,
+            "adapt_interval",
+            group["adapt_interval"],
+            "an integer >= 1",
+        )
+        require(
+            group["clip"] in ("local", "reconstructed"),
+            "clip",
+            group["clip"],
+            "'local' or 'reconstructed'",
+        )
+        if (
+            group["clip"] == "local"
+            and group["max_grad_norm"] is not None
+            and any(map(is_sharded, group["params"]))
+        ):
             raise ValueError(
-                "max_grad_norm with clip='local' would clip every shard by itself: call clip_grad_norm_ before step()."
+                "max_grad_norm with clip='local' would clip every shard by itself: call "
+                "clip_grad_norm_ before step()."
             )
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
@@ -89,11 +129,17 @@ class Projecting(CompressedOptimizer):
 
         clipped = clip_factor(self._norm, h["max_grad_norm"]) if h["clip"] == "local" else 1.0
         bases = self._bases(bucket, numbers, plan, t)
-        clips = any(g["clip"] == "reconstructed" and g["max_grad_norm"] is not None for g in self._option_groups)
+        clips = any(
+            g["clip"] == "reconstructed" and g["max_grad_norm"] is not None
+            for g in self._option_groups
+        )
         return Exchange(plan, draw, bases, clipped, self._cosines.update if adapts else None, clips)
 
     def _bases(self, bucket: Bucket, numbers: list[int], plan: Plan, t: int) -> list[Tensor | None]:
-        """What each tracked tensor's last step left; at first random numbers. Valid until matrices are drawn."""
+        """What each tracked tensor's last step left; at first random numbers.
+
+        Valid until matrices are drawn.
+        """
         tracked = [q is not None and q.kind == "tracked" for q in plan]
         warm = bucket.cache["warm"]
         first = [
@@ -102,7 +148,11 @@ class Projecting(CompressedOptimizer):
         ]
         drawn = self._matrices.draw(bucket, numbers, first, bucket.group["seed"], t)
         return [
-            None if not yes else bucket.state["basis"][i].view(plan[i].m, plan[i].r) if warm[i] else drawn[i]
+            None
+            if not yes
+            else bucket.state["basis"][i].view(plan[i].m, plan[i].r)
+            if warm[i]
+            else drawn[i]
             for i, yes in enumerate(tracked)
         ]
 
@@ -115,7 +165,10 @@ class Projecting(CompressedOptimizer):
         h = bucket.group
         if h["step"] < dense_steps(h):
             return [None] * len(bucket.params)
-        return [self._projection(p, h) if c else None for p, c in zip(bucket.params, bucket.compressed, strict=True)]
+        return [
+            self._projection(p, h) if c else None
+            for p, c in zip(bucket.params, bucket.compressed, strict=True)
+        ]
 
     def _projection(self, p: Tensor, h: dict) -> Projection | None:
         ratio, beta = h["ratio"], h["ef_beta"]
@@ -127,21 +180,28 @@ class Projecting(CompressedOptimizer):
         self._matrices = Matrices()
         self._norm = 0.0  # of the local gradient, where that is clipped
         self._cosines: dict[Tensor, float] = {}
-        places = [(p, place) for group in self._option_groups for place, p in enumerate(group["params"])]
-        self._numbers = {p: (number, place) for number, (p, place) in enumerate(places)}  # in all, and in its group
+        places = [
+            (p, place) for group in self._option_groups for place, p in enumerate(group["params"])
+        ]
+        self._numbers = {
+            p: (number, place) for number, (p, place) in enumerate(places)
+        }  # in all, and in its group
         super()._build()
         self._warn_of_unstable_beta()
 
     def _warn_of_unstable_beta(self) -> None:
         for bucket in self._buckets:
             group = bucket.group
-            for name, p, compressed in zip(bucket.names, bucket.params, bucket.compressed, strict=True):
+            for name, p, compressed in zip(
+                bucket.names, bucket.params, bucket.compressed, strict=True
+            ):
                 q = self._projection(p, group) if compressed else None
                 if q is not None and q.beta < least_beta(q) and not self._warned_of_beta:
                     self._warned_of_beta = True
                     warnings.warn(
-                        f"ef_beta={q.beta} lets the error of {name} grow without end at ratio={group['ratio']}: "
-                        f"use 'auto', or a number above {least_beta(q):.4f}.",
+                        f"ef_beta={q.beta} lets the error of {name} grow without end at "
+                        f"ratio={group['ratio']}: use 'auto', or a number above "
+                        f"{least_beta(q):.4f}.",
                         stacklevel=5,
                     )
 
@@ -150,10 +210,13 @@ class Projecting(CompressedOptimizer):
     def _settings(self) -> list:
         return [*super()._settings(), {kind: fingerprint(kind) for kind in KINDS}]
 
-    # Clipping the local gradient: one norm over all buckets, so none of them can be sent before backward has ended
+    # Clipping the local gradient: one norm over all buckets, so none of them can be sent before
+    # backward has ended
 
     def _clips_locally(self) -> bool:
-        return any(h["clip"] == "local" and h["max_grad_norm"] is not None for h in self._option_groups)
+        return any(
+            h["clip"] == "local" and h["max_grad_norm"] is not None for h in self._option_groups
+        )
 
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
         if not self._clips_locally():
@@ -164,22 +227,29 @@ class Projecting(CompressedOptimizer):
             grads = [g for bucket in self._buckets for g in bucket.grads() if g is not None]
             self._norm = float(torch.nn.utils.get_total_norm(grads))
 
-    # Algorithm 3, step 6: more columns where the reconstruction is worse than on average, fewer where it is better
+    # Algorithm 3, step 6: more columns where the reconstruction is worse than on average, fewer
+    # where it is better
 
     def committed(self) -> None:
         if not self._cosines:
             return
         mean = sum(self._cosines.values()) / len(self._cosines)
         for group in self._option_groups:
-            adapted = group["adapted"] or [(group["ratio"], group["ef_beta"])] * len(group["params"])
+            adapted = group["adapted"] or [(group["ratio"], group["ef_beta"])] * len(
+                group["params"]
+            )
             group["adapted"] = [
-                (ratio, beta) if p not in self._cosines else self._adapt(p, group, ratio, beta, self._cosines[p] - mean)
+                (ratio, beta)
+                if p not in self._cosines
+                else self._adapt(p, group, ratio, beta, self._cosines[p] - mean)
                 for p, (ratio, beta) in zip(group["params"], adapted, strict=True)
             ]
         self._cosines.clear()
 
     @staticmethod
-    def _adapt(p: Tensor, group: dict, ratio: float, beta: float | str, better: float) -> tuple[float, float | str]:
+    def _adapt(
+        p: Tensor, group: dict, ratio: float, beta: float | str, better: float
+    ) -> tuple[float, float | str]:
         """The next ratio and beta of a tensor whose cosine is ``better`` than the mean."""
         ratio = max(2.0, ratio * (1 + better))
         if beta != "auto":
@@ -189,7 +259,9 @@ class Projecting(CompressedOptimizer):
 
 
 def resets(h: dict, t: int) -> bool:
-    """Whether the error is forgotten after step t: "auto" never forgets what a contraction has left."""
+    """Whether the error is forgotten after step t: "auto" never forgets what a contraction has
+    left.
+    """
     interval = h["reset_interval"]
     if interval == "auto":
         interval = None if h["projection"] == "tracked" else 128

@@ -1,9 +1,10 @@
-"""Random projections of gradients: how each tensor is projected, and the matrices that all ranks draw alike.
+"""Random projections of gradients: how each tensor is projected, and the matrices that all ranks
+draw alike.
 
-A tensor is seen as a matrix of m rows and d columns, H; ``H R`` with R of shape (d, r) crosses the network, and
-``scale * (H R) R^T`` is its reconstruction. The smaller side of a tensor is the one projected: as many bytes and as
-much variance for the same ratio, with less to draw and to multiply. Unless it has fewer than 64 rows.
-"""
+A tensor is seen as a matrix of m rows and d columns, H; ``H R`` with R of shape (d, r) crosses the
+network, and ``scale * (H R) R^T`` is its reconstruction. The smaller side of a tensor is the one
+projected: as many bytes and as much variance for the same ratio, with less to draw and to multiply.
+Unless it has fewer than 64 rows."""
 
 from __future__ import annotations
 
@@ -23,20 +24,25 @@ from .._state.buckets import Bucket, local
 from .._wire.requests import Payload
 from .._wire.scratch import Scratch
 
-Plan = list["Projection | None"]  # for each tensor of a bucket how it is projected; None: sent whole
+Plan = list[
+    "Projection | None"
+]  # for each tensor of a bucket how it is projected; None: sent whole
 KINDS = ("gaussian", "orthonormal", "tracked")
-NARROW = 64  # last dimensions smaller than this (a convolution's kernel) are joined with those before them
+# last dimensions smaller than this (a convolution's kernel) are joined with those before them
+NARROW = 64
 LARGEST = 2**22  # numbers drawn for a tensor of few rows
-GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64
+GOLDEN, FIRST, SECOND = (
+    c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)  # splitmix64
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
     """How one tensor is projected.
 
-    ``rows`` and ``columns`` are the tensor as a matrix; ``of_rows``: its rows are projected, not its columns. ``r``
-    is what remains of the projected dimension, ``beta`` the weight of the old error.
-    """
+    ``rows`` and ``columns`` are the tensor as a matrix; ``of_rows``: its rows are projected, not
+    its columns. ``r`` is what remains of the projected dimension, ``beta`` the weight of the old
+    error."""
 
     rows: int
     columns: int
@@ -55,7 +61,9 @@ class Projection:
 
     @property
     def scale(self) -> float:
-        """Makes the Gaussian's reconstruction unbiased, the orthonormal one the nearest there is (a contraction)."""
+        """Makes the Gaussian's reconstruction unbiased, the orthonormal one the nearest there is (a
+        contraction).
+        """
         return 1 / self.r if self.kind == "gaussian" else 1.0
 
     def matrix(self, tensor: Tensor) -> Tensor:
@@ -64,8 +72,13 @@ class Projection:
         return matrix.t() if self.of_rows else matrix
 
     def of_part(self, part: Tensor) -> Tensor:
-        """Its part of a payload as the (m, r) matrix H R. Values of one size follow each other: they share scales."""
-        return part.view(self.r, self.m).t() if self.kind == "tracked" else part.view(self.m, self.r)
+        """Its part of a payload as the (m, r) matrix H R.
+
+        Values of one size follow each other: they share scales.
+        """
+        return (
+            part.view(self.r, self.m).t() if self.kind == "tracked" else part.view(self.m, self.r)
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -74,9 +87,8 @@ def projection(
 ) -> Projection | None:
     """How a tensor of this (local) shape is projected; None when it is sent whole.
 
-    Of a sharded tensor the columns are projected, whole on every rank, whatever the shard's number of rows. A tracked
-    one's rows are projected to ``rank``: each shard is a matrix of its own.
-    """
+    Of a sharded tensor the columns are projected, whole on every rank, whatever the shard's number
+    of rows. A tracked one's rows are projected to ``rank``: each shard is a matrix of its own."""
     if len(shape) < 2 or math.prod(shape) == 0:
         return None
     split = len(shape) - 1
@@ -86,40 +98,56 @@ def projection(
     if kind == "tracked":
         r = min(rank, rows, columns)
         whole = r * (rows + columns) >= rows * columns
-        return None if whole else Projection(rows, columns, True, r, kind, 0.0 if ef_beta == "auto" else ef_beta)
-    few = rows < NARROW  # what would be left of so few carries too little: columns then, unless that takes too much
+        return (
+            None
+            if whole
+            else Projection(rows, columns, True, r, kind, 0.0 if ef_beta == "auto" else ef_beta)
+        )
+    few = (
+        rows < NARROW
+    )  # what would be left of so few carries too little: columns then, unless that takes too much
     too_wide = few and columns * math.ceil(columns / ratio) > LARGEST
     of_rows = rows < columns and (not few or too_wide) and not sharded
     d = rows if of_rows else columns
     r = math.ceil(d / ratio)
     if r >= d or (too_wide and not of_rows):
         return None
-    return Projection(rows, columns, of_rows, r, kind, best_beta(kind, d, r) if ef_beta == "auto" else ef_beta)
+    return Projection(
+        rows, columns, of_rows, r, kind, best_beta(kind, d, r) if ef_beta == "auto" else ef_beta
+    )
 
 
 def variance(d: int, r: int) -> float:
-    """w: the mean of |reconstruction - g|^2 over |g|^2, for a Gaussian d x r matrix (SEPARATE, lemma 4.2)."""
+    """w: the mean of |reconstruction - g|^2 over |g|^2, for a Gaussian d x r matrix (SEPARATE,
+    lemma 4.2).
+    """
     return (d + 1) / r
 
 
 def least_beta(q: Projection) -> float:
-    """Below it the error of error feedback grows without end: its square by beta^2 + (1 - beta)^2 w a step."""
+    """Below it the error of error feedback grows without end: its square by beta^2 + (1 - beta)^2 w
+    a step.
+    """
     w = variance(q.d, q.r)
     return (w - 1) / (w + 1) if q.kind == "gaussian" else 0.0
 
 
 def best_beta(kind: str, d: int, r: int) -> float:
-    """Where that growth is least. Projecting on orthonormal columns never enlarges the error: all of it may be kept."""
+    """Where that growth is least.
+
+    Projecting on orthonormal columns never enlarges the error: all of it may be kept.
+    """
     w = variance(d, r)
     return w / (1 + w) if kind == "gaussian" else 0.0
 
 
 class Matrices:
-    """The projection matrices of a step, the same bits on all ranks, from (seed, step, number of the tensor).
+    """The projection matrices of a step, the same bits on all ranks, from (seed, step, number of
+    the tensor).
 
-    Drawn by hashing a counter in integers (splitmix64) and looking up 16 bits at a time in a table of Gaussian
-    quantiles: unlike ``torch.randn``, the same on every device, machine and torch version. One buffer for all buckets.
-    """
+    Drawn by hashing a counter in integers (splitmix64) and looking up 16 bits at a time in a table
+    of Gaussian quantiles: unlike ``torch.randn``, the same on every device, machine and torch
+    version. One buffer for all buckets."""
 
     def __init__(self) -> None:
         self._buffer = Scratch()
@@ -127,16 +155,31 @@ class Matrices:
         self._counters: dict[int, tuple[tuple, Tensor]] = {}
 
     def draw(
-        self, bucket: Bucket, numbers: Sequence[int], plan: Sequence[Projection | None], seed: int, step: int
+        self,
+        bucket: Bucket,
+        numbers: Sequence[int],
+        plan: Sequence[Projection | None],
+        seed: int,
+        step: int,
     ) -> list[Tensor | None]:
-        """For each tensor of the bucket that is projected its (d, r) matrix, valid until the next call."""
+        """For each tensor of the bucket that is projected its (d, r) matrix, valid until the next
+        call.
+        """
         words = [0 if q is None else (q.d * q.r + 3) // 4 for q in plan]
         if not any(words):
             return [None] * len(plan)
         start = self._start(bucket, tuple(zip(numbers, words, strict=True)))
-        x = torch.add(start, _key(seed, step), out=self._buffer("words", len(start), torch.int64, bucket.device))
+        x = torch.add(
+            start,
+            _key(seed, step),
+            out=self._buffer("words", len(start), torch.int64, bucket.device),
+        )
         _mix(x, self._buffer("shifted", len(start), torch.int64, bucket.device))
-        index = self._buffer("index", 4 * len(x), torch.int32, bucket.device).copy_(x.view(torch.int16)).add_(2**15)
+        index = (
+            self._buffer("index", 4 * len(x), torch.int32, bucket.device)
+            .copy_(x.view(torch.int16))
+            .add_(2**15)
+        )
         dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
         values = self._buffer("values", len(index), dtype, bucket.device)
         torch.index_select(self._table(dtype, bucket.device), 0, index, out=values)
@@ -148,13 +191,19 @@ class Matrices:
         return matrices
 
     def _start(self, bucket: Bucket, key: tuple[tuple[int, int], ...]) -> Tensor:
-        """A number for every word of the bucket, no two alike: its tensor's number above bit 40, its place below."""
+        """A number for every word of the bucket, no two alike: its tensor's number above bit 40,
+        its place below.
+        """
         held = self._counters.get(bucket.index)
         if held is None or held[0] != (key, bucket.device):
             counters = [
-                torch.arange(words, dtype=torch.int64, device=bucket.device).add_(number << 40) for number, words in key
+                torch.arange(words, dtype=torch.int64, device=bucket.device).add_(number << 40)
+                for number, words in key
             ]
-            held = self._counters[bucket.index] = ((key, bucket.device), torch.cat(counters).mul_(GOLDEN))
+            held = self._counters[bucket.index] = (
+                (key, bucket.device),
+                torch.cat(counters).mul_(GOLDEN),
+            )
         return held[1]
 
     def _table(self, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -173,7 +222,9 @@ def columns_of(matrices: Tensor) -> Tensor:
 
 
 def gaussian_quantiles() -> Tensor:
-    """2^16 equally likely values whose mean is 0 and variance 1, as multiples of 2^-16: rounding cannot differ."""
+    """2^16 equally likely values whose mean is 0 and variance 1, as multiples of 2^-16: rounding
+    cannot differ.
+    """
     half = torch.special.ndtri((torch.arange(2**15, dtype=torch.float64) + 0.5) / 2**16)
     half = half.div_(half.square().mean().sqrt()).mul_(2**16).round_().div_(2**16)
     return torch.cat([half, -half])
@@ -181,7 +232,9 @@ def gaussian_quantiles() -> Tensor:
 
 @cache
 def fingerprint(kind: str) -> str:
-    """A checksum of what this machine draws: ranks whose arithmetic differs must not train together."""
+    """A checksum of what this machine draws: ranks whose arithmetic differs must not train
+    together.
+    """
     bucket = Bucket(0, {}, [torch.empty(64, 64, dtype=torch.float32)], ["probe"])
     q = Projection(64, 64, False, 8, kind, 0.0)
     drawn = Matrices().draw(bucket, [0], [q], seed=0, step=1)[0]
@@ -198,7 +251,9 @@ def _key(seed: int, step: int) -> int:
 
 
 def _mix(x: Tensor, shifted: Tensor) -> None:
-    """splitmix64's finaliser in place: every bit of the input decides about every bit of the output."""
+    """splitmix64's finaliser in place: every bit of the input decides about every bit of the
+    output.
+    """
     for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
         torch.bitwise_right_shift(x, shift, out=shifted)
         x.bitwise_xor_(shifted.bitwise_and_(2 ** (64 - shift) - 1)).mul_(
@@ -207,13 +262,20 @@ def _mix(x: Tensor, shifted: Tensor) -> None:
 
 
 def pack(
-    bucket: Bucket, ops: Ops, grads: list[Tensor | None], plan: Plan, matrices: list[Tensor | None], clipped: float,
-    cosines: bool, agreed: Payload | None,
-) -> Payload:  # fmt: skip
-    """The bucket's message: p of every projected tensor, the other gradients whole, the cosines if asked for.
+    bucket: Bucket,
+    ops: Ops,
+    grads: list[Tensor | None],
+    plan: Plan,
+    matrices: list[Tensor | None],
+    clipped: float,
+    cosines: bool,
+    agreed: Payload | None,
+) -> Payload:
+    """The bucket's message: p of every projected tensor, the other gradients whole, the cosines if
+    asked for.
 
-    ``agreed``: a payload before this one, whose header and control words are the ranks' mean already.
-    """
+    ``agreed``: a payload before this one, whose header and control words are the ranks' mean
+    already."""
     residual, dtype = bucket.state["residual"], bucket.group["payload_dtype"]
     held_back = bucket.rounds or (bucket.owes and bucket.group["projection"] != "gaussian")
     if clipped == 1 and not cosines and not any(plan):  # in one pass, where the back end has one
@@ -258,7 +320,9 @@ def cosine(g: Tensor, part: Tensor, q: Projection, R: Tensor) -> Tensor:
     return (g * reconstruction).sum() / length.clamp_min(torch.finfo(R.dtype).tiny)
 
 
-def reconstruct(out: Tensor, part: Tensor, q: Projection | None, R: Tensor | None, factor: float, ops: Ops) -> None:
+def reconstruct(
+    out: Tensor, part: Tensor, q: Projection | None, R: Tensor | None, factor: float, ops: Ops
+) -> None:
     """``factor`` times the averaged gradient, into ``out``, where it may be already."""
     if q is None:
         if out.data_ptr() != part.data_ptr():

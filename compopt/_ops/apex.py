@@ -1,4 +1,6 @@
-"""NVIDIA apex's multi-tensor Adam in place of ``torch._fused_adamw_``, for float32 parameters on CUDA."""
+"""NVIDIA apex's multi-tensor Adam in place of ``torch._fused_adamw_``, for float32 parameters on
+CUDA.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,25 @@ class ApexOps(Ops):
 
     def adamw(self, group: dict, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
         fits = (
-            w.device.type == DEVICE and w.dtype == g.dtype == torch.float32 and w.is_contiguous() and g.is_contiguous()
+            w.device.type == DEVICE
+            and w.dtype == g.dtype == torch.float32
+            and w.is_contiguous()
+            and g.is_contiguous()
         )
         if not fits:
             return super().adamw(group, w, g, m, v, step)
         overflow = self.scratch(w, 1, torch.int32, "overflow").zero_()
         beta1, beta2 = group["betas"]
         self._apply(
-            self._adam, overflow, [[-g if group["maximize"] else g], [w], [m], [v]], float(group["lr"]),
-            beta1, beta2, group["eps"], int(step), DECOUPLED, CORRECTED, group["weight_decay"],
-        )  # fmt: skip
+            self._adam,
+            overflow,
+            [[-g if group["maximize"] else g], [w], [m], [v]],
+            float(group["lr"]),
+            beta1,
+            beta2,
+            group["eps"],
+            int(step),
+            DECOUPLED,
+            CORRECTED,
+            group["weight_decay"],
+        )

@@ -1,10 +1,11 @@
-"""The back end of an optimizer: chosen when it is made, and shown as ``optimizer.backend`` and ``backend_reason``.
+"""The back end of an optimizer: chosen when it is made, and shown as ``optimizer.backend`` and
+``backend_reason``.
 
-On CUDA devices "triton" where triton is installed, else "apex" where NVIDIA's apex is; on the CPU "native" where there
-is a C compiler and the C passes have vectors for the processor, or win a trial of some milliseconds; else "torch". The
-environment variable COMPOPT_BACKEND names one; it is the only way to get "compile", which takes a C++ compiler and half
-a minute, and the "triton" of the interpreter. Ranks that choose differently by themselves all take "torch".
-"""
+On CUDA devices "triton" where triton is installed, else "apex" where NVIDIA's apex is; on the CPU
+"native" where there is a C compiler and the C passes have vectors for the processor, or win a trial
+of some milliseconds; else "torch". The environment variable COMPOPT_BACKEND names one; it is the
+only way to get "compile", which takes a C++ compiler and half a minute, and the "triton" of the
+interpreter. Ranks that choose differently by themselves all take "torch"."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from .ops import Ops
 from .race import times_as_long
 
 NAMES = ("auto", "torch", "native", "triton", "compile", "apex")
-MARGIN = 0.8  # of the time that PyTorch's operators take: what a back end has to stay below in a trial
+MARGIN = (
+    0.8  # of the time that PyTorch's operators take: what a back end has to stay below in a trial
+)
 log = logging.getLogger("compopt")
 
 
@@ -41,7 +44,8 @@ def choose(devices: set[str]) -> Ops:
         missing = _missing(asked, devices)
         if missing:
             raise RuntimeError(
-                f"COMPOPT_BACKEND={asked} cannot run here: {missing}. Unset it, or name another back end."
+                f"COMPOPT_BACKEND={asked} cannot run here: {missing}. Unset it, or name another "
+                "back end."
             )
         chosen = _make(asked, devices)
         chosen.reason = _said(chosen, "COMPOPT_BACKEND names it")
@@ -55,8 +59,8 @@ def give_way() -> Ops:
     chosen = _make("torch", set())
     chosen.automatic, chosen.reason = True, "torch: ranks had chosen different back ends"
     warnings.warn(
-        "ranks have chosen different back ends (a compiler or a processor differs), so all take PyTorch's operators: "
-        "COMPOPT_BACKEND=native or torch on all ranks says which.",
+        "ranks have chosen different back ends (a compiler or a processor differs), so all take "
+        "PyTorch's operators: COMPOPT_BACKEND=native or torch on all ranks says which.",
         stacklevel=2,
     )
     log.info("back end: %s", chosen.reason)
@@ -73,9 +77,12 @@ def _fastest(devices: set[str]) -> Ops:
             chosen = _make(name, devices)
         except UnknownISA:  # what was asked for is not given up in silence
             raise
-        except Exception as error:  # no compiler, another driver: that only shows when a kernel is built
+        except (
+            Exception
+        ) as error:  # no compiler, another driver: that only shows when a kernel is built
             warnings.warn(
-                f"the {name} back end is installed but does not run, PyTorch's operators take its place: {error}",
+                f"the {name} back end is installed but does not run, PyTorch's operators take its "
+                f"place: {error}",
                 stacklevel=2,
             )
             why.append(f"{name} does not run")
@@ -96,7 +103,8 @@ def _said(chosen: Ops, why: str) -> str:
 
 
 def _slow(chosen: Ops) -> str:
-    """Why it is not taken though it runs: C passes without vectors lose against PyTorch's operators with them.
+    """Why it is not taken though it runs: C passes without vectors lose against PyTorch's operators
+    with them.
 
     Where neither has any, a trial tells.
     """
@@ -104,20 +112,30 @@ def _slow(chosen: Ops) -> str:
         return ""
     vectors = torch.backends.cpu.get_cpu_capability()
     if vectors not in ("DEFAULT", "NO AVX"):
-        return f"no native, it has no vectors here (portable) and PyTorch's operators have {vectors}"
+        return (
+            f"no native, it has no vectors here (portable) and PyTorch's operators have {vectors}"
+        )
     times = _trial(torch.get_num_threads())
-    return "" if times < MARGIN else f"no native, portable it took {times:.1f} x their time in a trial"
+    return (
+        "" if times < MARGIN else f"no native, portable it took {times:.1f} x their time in a trial"
+    )
 
 
 @lru_cache(maxsize=4)
 def _trial(threads: int) -> float:
-    """Once a process: all its optimizers are to have the same back end, also when they are laid out anew."""
+    """Once a process: all its optimizers are to have the same back end, also when they are laid out
+    anew.
+    """
     return times_as_long(_make("native", {"cpu"}), Ops())
 
 
 def _interpreted(name: str) -> str:
     """Triton's interpreter computes on the CPU, and slowly: it is for tests."""
-    return "it is interpreted" if name == "triton" and os.environ.get("TRITON_INTERPRET") == "1" else ""
+    return (
+        "it is interpreted"
+        if name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+        else ""
+    )
 
 
 def _missing(name: str, devices: set[str]) -> str:

@@ -1,8 +1,9 @@
-"""Element-wise passes by ``torch.compile``: one loop over memory where operators in a row would take several.
+"""Element-wise passes by ``torch.compile``: one loop over memory where operators in a row would
+take several.
 
-Compiled when the first optimizer is made, so that a compiler that is missing says so then and not in the middle of a
-step. Numbers that change from step to step go in as a tensor and lengths stay open, so a pass is compiled once.
-"""
+Compiled when the first optimizer is made, so that a compiler that is missing says so then and not
+in the middle of a step. Numbers that change from step to step go in as a tensor and lengths stay
+open, so a pass is compiled once."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from .ops import Ops
 
 
 class CompiledOps(Ops):
-    """AdamW with Radius's residual, and AdamS, in one loop each, for float32; the rest is PyTorch's."""
+    """AdamW with Radius's residual, and AdamS, in one loop each, for float32; the rest is
+    PyTorch's.
+    """
 
     name = "compile"
 
@@ -37,20 +40,39 @@ class CompiledOps(Ops):
         residual: Tensor,
         add: Tensor | None,
     ) -> None:
-        if not _fits(w, g, m, v, residual):  # the same on all ranks, whatever ``add`` is on this one
+        if not _fits(
+            w, g, m, v, residual
+        ):  # the same on all ranks, whatever ``add`` is on this one
             return super().adamw_and_add(group, w, g, m, v, step, residual, add)
-        add = self.scratch(w, w.numel(), use="add").zero_() if add is None else add.to(w.dtype).contiguous()
+        add = (
+            self.scratch(w, w.numel(), use="add").zero_()
+            if add is None
+            else add.to(w.dtype).contiguous()
+        )
         (beta1, beta2), t, lr = group["betas"], float(step), float(group["lr"])
         factors = [
-            1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**t), group["eps"],
-            lr / (1 - beta1**t), -1.0 if group["maximize"] else 1.0,
-        ]  # fmt: skip
+            1 - lr * group["weight_decay"],
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            math.sqrt(1 - beta2**t),
+            group["eps"],
+            lr / (1 - beta1**t),
+            -1.0 if group["maximize"] else 1.0,
+        ]
         _compiled(_adamw_and_add)(
             *_flat(w, g, m, v, residual, add), torch.tensor(factors, dtype=w.dtype, device=w.device)
         )
 
     def adams(
-        self, group: dict, w: Tensor, g: Tensor, m: Tensor, step: Tensor, clip: float = 1.0, decay: bool = True
+        self,
+        group: dict,
+        w: Tensor,
+        g: Tensor,
+        m: Tensor,
+        step: Tensor,
+        clip: float = 1.0,
+        decay: bool = True,
     ) -> None:
         if not _fits(w, g, m):
             return super().adams(group, w, g, m, step, clip, decay)
@@ -63,7 +85,7 @@ class CompiledOps(Ops):
 
 def _adamw_and_add(
     w: Tensor, g: Tensor, m: Tensor, v: Tensor, residual: Tensor, add: Tensor, factors: Tensor
-) -> None:  # fmt: skip
+) -> None:
     shrink, new1, old2, new2, root, eps, rate, sign = factors.unbind()
     residual.add_(add)
     g = g * sign

@@ -1,4 +1,5 @@
-"""Plain PyTorch: what every kernel has to reproduce. Slow where that is clearer; the specification, not the fast path.
+"""Plain PyTorch: what every kernel has to reproduce. Slow where that is clearer; the specification,
+not the fast path.
 
 Vectors are flat; n is the number of elements of a tensor, k how many of them are selected.
 """
@@ -15,10 +16,21 @@ WIDTH = 65536  # elements that are added up side by side
 
 
 def adamw_(
-    w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: float, *,
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool = False,
-) -> None:  # fmt: skip
-    """One AdamW step in place, ``step`` counted from 1 (Loshchilov and Hutter 2019; Radius, Algorithm 2)."""
+    w: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    step: float,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+) -> None:
+    """One AdamW step in place, ``step`` counted from 1 (Loshchilov and Hutter 2019; Radius,
+    Algorithm 2).
+    """
     g = -g if maximize else g
     w.mul_(1 - lr * weight_decay)
     m.lerp_(g, 1 - betas[0])
@@ -28,22 +40,40 @@ def adamw_(
 
 
 def adamw_update(
-    w: Tensor, m: Tensor, v: Tensor, step: float, *, betas: tuple[float, float], eps: float, weight_decay: float
+    w: Tensor,
+    m: Tensor,
+    v: Tensor,
+    step: float,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
 ) -> Tensor:
-    """What AdamW subtracts, over lr: ``mhat / (sqrt(vhat) + eps) + weight_decay * w`` (Radius, Algorithm 2, line 5)."""
+    """What AdamW subtracts, over lr: ``mhat / (sqrt(vhat) + eps) + weight_decay * w`` (Radius,
+    Algorithm 2, line 5).
+    """
     denominator = (v.sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
     return m.div(denominator).div_(1 - betas[0] ** step).add_(w, alpha=weight_decay)
 
 
 def adams_(
-    w: Tensor, g: Tensor, m: Tensor, step: float, *, lr: float, betas: tuple[float, float], eps: float,
-    weight_decay: float, bias_correction: str = "scape", clip: float = 1.0,
-) -> None:  # fmt: skip
-    """One AdamS step in place, ``step`` counted from 1 (SCAPE, equation 2): v is made of g and the *previous* m.
+    w: Tensor,
+    g: Tensor,
+    m: Tensor,
+    step: float,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    bias_correction: str = "scape",
+    clip: float = 1.0,
+) -> None:
+    """One AdamS step in place, ``step`` counted from 1 (SCAPE, equation 2): v is made of g and the
+    *previous* m.
 
-    ``bias_correction``: "scape" divides m by 1 - b1^t and v by 1 - b2^t; "adams" m, old and new, by 1 - b1^t only.
-    ``clip`` multiplies the gradient in v alone (SCAPE's line 18 as printed).
-    """
+    ``bias_correction``: "scape" divides m by 1 - b1^t and v by 1 - b2^t; "adams" m, old and new, by
+    1 - b1^t only. ``clip`` multiplies the gradient in v alone (SCAPE's line 18 as printed)."""
     old, new, first = adams_factors(step, betas, bias_correction)
     denominator = m.square().mul_(old).addcmul_(g, g, value=new * clip**2).sqrt_().add_(eps)
     m.lerp_(g, 1 - betas[0])
@@ -51,7 +81,9 @@ def adams_(
     w.addcdiv_(m, denominator, value=-lr / first)
 
 
-def adams_factors(step: float, betas: tuple[float, float], bias_correction: str) -> tuple[float, float, float]:
+def adams_factors(
+    step: float, betas: tuple[float, float], bias_correction: str
+) -> tuple[float, float, float]:
     """Factors of the previous m^2 and of g^2 in v, and the divisor of m."""
     first, second = 1 - betas[0] ** step, 1 - betas[1] ** step
     if bias_correction == "adams":
@@ -60,7 +92,12 @@ def adams_factors(step: float, betas: tuple[float, float], bias_correction: str)
 
 
 def compact(
-    g: Tensor, index: Tensor | None, out: Tensor, add: Tensor | None = None, scale: float = 1.0, sign: float = 1.0
+    g: Tensor,
+    index: Tensor | None,
+    out: Tensor,
+    add: Tensor | None = None,
+    scale: float = 1.0,
+    sign: float = 1.0,
 ) -> None:
     """``out = (sign * g + scale * add)[index]``, in out's dtype; None: all elements."""
     x = sign * g.reshape(-1).to(torch.promote_types(g.dtype, torch.float32))
@@ -70,12 +107,21 @@ def compact(
 
 
 def radius_(
-    w: Tensor, m: Tensor, v: Tensor, residual: Tensor, g: Tensor, values: Tensor, index: Tensor, step: float, **hyper
+    w: Tensor,
+    m: Tensor,
+    v: Tensor,
+    residual: Tensor,
+    g: Tensor,
+    values: Tensor,
+    index: Tensor,
+    step: float,
+    **hyper,
 ) -> None:
-    """Radius, lines 15 to 25 of a sparse step: AdamW on ``values`` at ``index`` and 0 elsewhere, and the residual.
+    """Radius, lines 15 to 25 of a sparse step: AdamW on ``values`` at ``index`` and 0 elsewhere,
+    and the residual.
 
-    ``g`` is the rank's own gradient: where it was not sent it is held back. ``hyper`` as for ``adamw_``.
-    """
+    ``g`` is the rank's own gradient: where it was not sent it is held back. ``hyper`` as for
+    ``adamw_``."""
     average = torch.zeros_like(w)
     scatter(values, index, average.view(-1))
     adamw_(w, average, m, v, step, **hyper)
@@ -84,36 +130,68 @@ def radius_(
 
 
 def moment(
-    residual: Tensor, g: Tensor, m: Tensor, held: Tensor, *, betas: tuple[float, float], maximize: bool = False
+    residual: Tensor,
+    g: Tensor,
+    m: Tensor,
+    held: Tensor,
+    *,
+    betas: tuple[float, float],
+    maximize: bool = False,
 ) -> Tensor:
     """SCAPE, line 10: ``b1 m + (1 - b1) g + e``, with m given at the positions ``held``."""
-    x = residual.reshape(-1).add(g.reshape(-1), alpha=(betas[0] - 1) if maximize else (1 - betas[0]))
+    x = residual.reshape(-1).add(
+        g.reshape(-1), alpha=(betas[0] - 1) if maximize else (1 - betas[0])
+    )
     return x.index_add_(0, held, m, alpha=betas[0])
 
 
 def scape_(
-    w: Tensor, residual: Tensor, g: Tensor, m: Tensor, held: Tensor, values: Tensor, index: Tensor, step: float, *,
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool = False, **adams,
-) -> Tensor:  # fmt: skip
+    w: Tensor,
+    residual: Tensor,
+    g: Tensor,
+    m: Tensor,
+    held: Tensor,
+    values: Tensor,
+    index: Tensor,
+    step: float,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+    **adams,
+) -> Tensor:
     """SCAPE, lines 10, 11 and 16 to 21, in place; returns the new momentum, at ``index``.
 
-    ``m``: the old one, at ``held``. ``values``: the averaged gradient at ``index``. ``adams``: ``bias_correction`` and
-    ``clip`` of ``adams_``.
-    """
+    ``m``: the old one, at ``held``. ``values``: the averaged gradient at ``index``. ``adams``:
+    ``bias_correction`` and ``clip`` of ``adams_``."""
     x = moment(residual, g, m, held, betas=betas, maximize=maximize)
     new = torch.zeros_like(x).index_copy_(0, held, m).index_select(0, index)
     residual.copy_(x.view(residual.shape))
     clear_(residual, index)
     w.mul_(1 - lr * weight_decay)
     selected = w.view(-1).index_select(0, index)
-    adams_(selected, values.to(w.dtype), new, step, lr=lr, betas=betas, eps=eps, weight_decay=0.0, **adams)
+    adams_(
+        selected,
+        values.to(w.dtype),
+        new,
+        step,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=0.0,
+        **adams,
+    )
     w.view(-1).index_copy_(0, index, selected)
     return new
 
 
 def pack_bits(mask: Tensor) -> Tensor:
     """n booleans as ceil(n/8) bytes, the first element in the lowest bit."""
-    whole = torch.nn.functional.pad(mask.view(-1).to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
+    whole = torch.nn.functional.pad(mask.view(-1).to(torch.uint8), (0, -mask.numel() % 8)).view(
+        -1, 8
+    )
     shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
     return (whole << shifts).sum(1, dtype=torch.uint8)
 
@@ -158,17 +236,22 @@ def clear_(x: Tensor, index: Tensor) -> None:
 
 
 def finite_or_nan(g: Tensor) -> Tensor:
-    """1 when ``g`` and its squared norm are finite, NaN otherwise: a second moment could not hold such a gradient.
+    """1 when ``g`` and its squared norm are finite, NaN otherwise: a second moment could not hold
+    such a gradient.
 
-    The rule of all back ends for what makes ranks skip a step. The square is of the gradient's dtype, float32 at least:
-    one element of 1e20 is too large, 1e18 is not, and many of 1e18 are.
+    The rule of all back ends for what makes ranks skip a step. The square is of the gradient's
+    dtype, float32 at least: one element of 1e20 is too large, 1e18 is not, and many of 1e18 are.
     """
-    return torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)).mul_(0).add_(1)
+    return (
+        torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
+        .mul_(0)
+        .add_(1)
+    )
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Linear algebra whose result must not depend on how many threads this process computes with."""
+    """Linear algebra whose result must not depend on the number of this process's threads."""
     threads = torch.get_num_threads()
     if threads == 1:
         yield
@@ -181,11 +264,11 @@ def one_thread() -> Iterator[None]:
 
 
 def squared_norm_alike(x: Tensor) -> Tensor:
-    """|x|^2, the same bits whatever the number of threads and the processor: for what scales an update.
+    """|x|^2, the same bits whatever the number of threads and the processor: for what scales an
+    update.
 
-    Elements a fixed distance apart are added up in turn, in float32, then halves to halves, in float64: additions and
-    products element by element, which every machine rounds alike.
-    """
+    Elements a fixed distance apart are added up in turn, in float32, then halves to halves, in
+    float64: additions and products element by element, which every machine rounds alike."""
     if x.device.type != "cpu":
         return squared_norm(x)
     total = _halved(_folded(x, torch.promote_types(x.dtype, torch.float32)))
@@ -197,7 +280,9 @@ def _folded(x: Tensor, dtype: torch.dtype) -> Tensor:
     square = torch.empty_like(sums)
     for part in x.split(WIDTH):
         wide, own = part.to(dtype), square[: part.numel()]
-        sums[: part.numel()].add_(torch.mul(wide, wide, out=own))  # not addcmul: a fused one rounds once, not twice
+        sums[: part.numel()].add_(
+            torch.mul(wide, wide, out=own)
+        )  # not addcmul: a fused one rounds once, not twice
     return sums.double()
 
 

@@ -18,5 +18,7 @@ def own_x(bucket: Bucket, i: int, piece: Piece, g: Tensor | None) -> Tensor:
         x.add_(g.reshape(-1)[a:b], alpha=(beta1 - 1) if bucket.group["maximize"] else (1 - beta1))
     if held is None:
         return x.add_(m[a:b], alpha=beta1)
-    first, last = torch.searchsorted(held, torch.tensor([a, b], dtype=held.dtype, device=held.device)).tolist()
+    first, last = torch.searchsorted(
+        held, torch.tensor([a, b], dtype=held.dtype, device=held.device)
+    ).tolist()
     return x.index_add_(0, held[first:last] - a, m[first:last], alpha=beta1)

@@ -14,12 +14,22 @@ from .ops import Ops
 ELEMENTS = 1 << 18  # beyond the cores' own caches, as a model's are
 DENSITY = 0.4
 ROUNDS = 5
-GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "maximize": False, "step": 1,
-         "density": DENSITY, "payload_dtype": None}  # fmt: skip
+GROUP = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "maximize": False,
+    "step": 1,
+    "density": DENSITY,
+    "payload_dtype": None,
+}
 
 
 def times_as_long(ours: Ops, theirs: Ops) -> float:
-    """The median of what ``ours`` takes over what ``theirs`` does, in turns; all tensors are float32 on the CPU."""
+    """The median of what ``ours`` takes over what ``theirs`` does, in turns; all tensors are
+    float32 on the CPU.
+    """
     runs = [(ops, trial_bucket()) for ops in (ours, theirs)]
     seconds: list[list[float]] = [[], []]
     with torch.no_grad():

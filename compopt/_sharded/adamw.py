@@ -1,8 +1,7 @@
 """AdamW on this rank's shard of a bucket, and its updated parameters on all ranks.
 
-What the parameters will be is computed before anything is written, so that they can be gathered first: twice the work
-on 1/N of the elements, for steps that are all or nothing.
-"""
+What the parameters will be is computed before anything is written, so that they can be gathered
+first: twice the work on 1/N of the elements, for steps that are all or nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +13,9 @@ from .._state.buckets import Bucket, local
 from .._state.shards import unshard
 from .._wire.requests import AllGather
 
-Part = tuple[Tensor, Tensor | None]  # the averaged gradient of a part of a tensor: values, and where (None: everywhere)
+Part = tuple[
+    Tensor, Tensor | None
+]  # the averaged gradient of a part of a tensor: values, and where (None: everywhere)
 
 
 def moments(bucket: Bucket, i: int) -> list[Tensor]:
@@ -22,15 +23,18 @@ def moments(bucket: Bucket, i: int) -> list[Tensor]:
 
 
 def sends_updates(bucket: Bucket) -> bool:
-    """Whether not parameters are gathered but what is added to them, in bfloat16: half as many bytes.
+    """Whether not parameters are gathered but what is added to them, in bfloat16: half as many
+    bytes.
 
-    All ranks add the same, its owner too, so replicas stay equal; an update is rounded to 8 bits, a parameter is not.
-    """
+    All ranks add the same, its owner too, so replicas stay equal; an update is rounded to 8 bits, a
+    parameter is not."""
     return bucket.group["payload_dtype"] == torch.bfloat16 and bucket.dtype == torch.float32
 
 
 def updated(bucket: Bucket, ops: Ops, average: list[Part], present: list[bool]) -> Tensor:
-    """What this rank's shard of the parameters will be, in their dtype, or the updates; nothing else is written."""
+    """What this rank's shard of the parameters will be, in their dtype, or the updates; nothing
+    else is written.
+    """
     shards, h = bucket.shards, bucket.group
     new, sizes = bucket.memory("new", shards.most, bucket.dtype), shards.sizes(shards.rank)
     new[sum(sizes) :] = 0
@@ -56,8 +60,12 @@ def gather(bucket: Bucket, new: Tensor) -> AllGather:
     return AllGather(new, bucket.memory("gathered", ranks * new.numel(), new.dtype).view(ranks, -1))
 
 
-def commit(bucket: Bucket, ops: Ops, average: list[Part], present: list[bool], rows: Tensor) -> None:
-    """Moments and masters of this rank's shard, step counts, and all parameters, from the gathered ``rows``."""
+def commit(
+    bucket: Bucket, ops: Ops, average: list[Part], present: list[bool], rows: Tensor
+) -> None:
+    """Moments and masters of this rank's shard, step counts, and all parameters, from the gathered
+    ``rows``.
+    """
     h = bucket.group
     for i in (i for i, here in enumerate(present) if here):
         w, (m, v, step) = bucket.weight(i), moments(bucket, i)

@@ -1,21 +1,22 @@
 """SCAPE with sharded state: Algorithm 2 in a form that needs no whole momentum and no all-reduce.
 
-Each rank n keeps a residual e_n of its own; the owner of a shard keeps its momentum m, and a residual c that is common
-to all ranks. M is the mask found one step before, the same on all ranks::
+Each rank n keeps a residual e_n of its own; the owner of a shard keeps its momentum m, and a
+residual c that is common to all ranks. M is the mask found one step before, the same on all ranks::
 
         x_n <- (1 - b1) g_n + e_n
         X <- reduce-scatter of the mean of x_n on M                 # to the owner of each element
         e_n <- x_n off M, 0 on M
         owner: b <- X + b1 m + c on M;  G <- (X + c) / (1 - b1)     # line 14; the averaged gradient
-        owner: next M <- the largest |x_n + b1 m + c| of its shard  # line 9, gathered while they train on
+        owner: next M <- the largest |x_n + b1 m + c| of its shard  # line 9, gathered meanwhile
         owner: c <- b1 m + c off M, 0 on M;  m <- b on M, 0 off M
         owner: AdamS on M, with G                                   # line 15
         w on M <- gathered from the owners                          # line 4
-        w <- (1 - lr weight_decay) w off M                          # line 5, by everyone, in float32
+        w <- (1 - lr weight_decay) w off M                    # line 5, by everyone, in float32
 
-The sum of e_n and c is what the replicated form calls the residual: b1 m, which it adds to every rank's, goes to the
-common one here. So both forms are the same to rounding, and the masks of owners and replicas are of the same step (the
-paper's are one step apart, and its line 12, a dense reduce-scatter, is not needed).
+The sum of e_n and c is what the replicated form calls the residual: b1 m, which it adds to every
+rank's, goes to the common one here. So both forms are the same to rounding, and the masks of owners
+and replicas are of the same step (the paper's are one step apart, and its line 12, a dense
+reduce-scatter, is not needed).
 
 What is sent is x_n / (1 - b1) on M, as in the replicated form.
 """
@@ -80,13 +81,18 @@ def own_x(bucket: Bucket, i: int, g: Tensor | None) -> Tensor:
     state, (start, stop), beta1 = bucket.state, bucket.shards.own[i], bucket.group["betas"][0]
     x = bucket.fetch("residual", i, slice(start, stop)).add_(state["common"][i])
     if g is not None:
-        x.add_(g.reshape(-1)[start:stop], alpha=(beta1 - 1) if bucket.group["maximize"] else (1 - beta1))
+        x.add_(
+            g.reshape(-1)[start:stop],
+            alpha=(beta1 - 1) if bucket.group["maximize"] else (1 - beta1),
+        )
     return x.add_(state["exp_avg"][i], alpha=beta1)
 
 
 @dataclass
 class Exchanged:
-    """What one step exchanges of a bucket: all of a tensor, or what is at ``index`` (positions in it, ascending)."""
+    """What one step exchanges of a bucket: all of a tensor, or what is at ``index`` (positions in
+    it, ascending).
+    """
 
     bucket: Bucket
     index: list[Tensor | None]
@@ -94,13 +100,17 @@ class Exchanged:
     def __post_init__(self) -> None:
         ranges = self.bucket.shards.ranges
         self.sent: list[Payload] = []  # this rank's messages to the owners
-        self.bounds: list[list[int]] = []  # where each rank's elements begin among those exchanged of a tensor
+        self.bounds: list[
+            list[int]
+        ] = []  # where each rank's elements begin among those exchanged of a tensor
         for i, index in enumerate(self.index):
             starts = [own[i] for own in ranges]
             if index is None:
                 self.bounds.append([start for start, _ in starts])
             else:
-                edges = torch.tensor([start for start, _ in starts], dtype=index.dtype, device=index.device)
+                edges = torch.tensor(
+                    [start for start, _ in starts], dtype=index.dtype, device=index.device
+                )
                 self.bounds.append(torch.searchsorted(index, edges).tolist())
             last = len(index) if index is not None else self.bucket.lengths[i]
             self.bounds[-1].append(last)
@@ -115,7 +125,9 @@ class Exchanged:
         return part if self.index[i] is None else self.index[i][part].long()
 
     def own(self, i: int) -> Tensor | slice:
-        """Which elements of this rank's part of tensor i these are, counted from where the part begins."""
+        """Which elements of this rank's part of tensor i these are, counted from where the part
+        begins.
+        """
         at, (start, stop) = self.at(i, self.bucket.shards.rank), self.bucket.shards.own[i]
         return slice(0, stop - start) if isinstance(at, slice) else at - start
 
@@ -143,14 +155,18 @@ class Exchanged:
         common, scale = self.bucket.state["common"], 1 / (1 - self.bucket.group["betas"][0])
         wide = torch.promote_types(self.bucket.dtype, torch.float32)
         return [
-            part.to(wide) if common[i] is None else part.to(wide).add(common[i][self.own(i)], alpha=scale)
+            part.to(wide)
+            if common[i] is None
+            else part.to(wide).add(common[i][self.own(i)], alpha=scale)
             for i, part in enumerate(mean.parts)
         ]
 
     def updated(
         self, ops: Ops, average: list[Tensor], present: list[bool], factor: float
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """What the weights and momenta that this rank owns will be; nothing that outlives the step is written."""
+        """What the weights and momenta that this rank owns will be; nothing that outlives the step
+        is written.
+        """
         bucket, h = self.bucket, self.bucket.group
         consistent = h["clip"] == "consistent"
         weights: list[Tensor] = []
@@ -169,16 +185,26 @@ class Exchanged:
         return torch.nn.functional.pad(new, (0, most - new.numel())), momenta
 
     def commit(
-        self, gathered: Tensor, momenta: list[Tensor | None], present: list[bool], bits: Tensor,
+        self,
+        gathered: Tensor,
+        momenta: list[Tensor | None],
+        present: list[bool],
+        bits: Tensor,
         selection: Selection | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Weights, momenta, residuals and masks of every tensor that has a gradient on any rank."""
         bucket, h = self.bucket, self.bucket.group
-        rows = [row.split([*sizes, len(row) - sum(sizes)]) for row, sizes in
-                zip(gathered, map(self.sizes, range(bucket.shards.ranks)), strict=True)]  # fmt: skip
+        rows = [
+            row.split([*sizes, len(row) - sum(sizes)])
+            for row, sizes in zip(
+                gathered, map(self.sizes, range(bucket.shards.ranks)), strict=True
+            )
+        ]
         masks = bits.split([0 if m is None else len(m) for m in bucket.state["mask"]])
         grads, decay = bucket.grads(), 1 - float(h["lr"]) * h["weight_decay"]
-        streamed = zip(present, bucket.each("residual", write=True), bucket.each_weight(), strict=True)
+        streamed = zip(
+            present, bucket.each("residual", write=True), bucket.each_weight(), strict=True
+        )
         for i, (here, e, w) in enumerate(streamed):
             selecting = selection is not None and i in selection.pieces
             if not here:
@@ -206,11 +232,17 @@ class Exchanged:
         c = state["common"][i]
         c.add_(state["exp_avg"][i], alpha=h["betas"][0])
         if g is not None and (selection or self.index[i] is not None):
-            e.view(g.shape).add_(g, alpha=(h["betas"][0] - 1) if h["maximize"] else (1 - h["betas"][0]))
+            e.view(g.shape).add_(
+                g, alpha=(h["betas"][0] - 1) if h["maximize"] else (1 - h["betas"][0])
+            )
         if selection:
             selection.take(i, e[start:stop] + c)
         rounded = self.sent[0].dropped is not None  # what that took off is owed again
-        dropped = torch.cat([row.dropped_parts[i] for row in self.sent]).mul_(1 - h["betas"][0]) if rounded else 0
+        dropped = (
+            torch.cat([row.dropped_parts[i] for row in self.sent]).mul_(1 - h["betas"][0])
+            if rounded
+            else 0
+        )
         if self.index[i] is None:
             e.copy_(dropped) if rounded else e.zero_()
             c.zero_()

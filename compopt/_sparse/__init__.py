@@ -1,1 +1,4 @@
-"""What sparse methods share. README.md in this folder says what lives here and what it may import."""
+"""What sparse methods share.
+
+README.md in this folder says what lives here and what it may import.
+"""

@@ -1,4 +1,6 @@
-"""What is selected: who deals with which part of a bucket's mask, how many, and how the largest are found."""
+"""What is selected: who deals with which part of a bucket's mask, how many, and how the largest are
+found.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,17 @@ from .._state.masks import (
 
 SLACK = 0.05  # a sampled threshold may miss the wanted count by this share of it
 EXACT_BELOW = 16384  # elements: topk costs less than looking for a threshold
-AIM_BELOW = 0.93  # of the threshold that would do: what drifts from step to step then still finds enough
+AIM_BELOW = (
+    0.93  # of the threshold that would do: what drifts from step to step then still finds enough
+)
 LOOKS = 12  # thresholds tried before topk decides
 
 
 @lru_cache(maxsize=256)
 def deal(lengths: tuple[int, ...], ranks: int, density: float) -> Deal:
-    """Cut the mask of tensors with these lengths (0: not compressed) into one equal range for every rank."""
+    """Cut the mask of tensors with these lengths (0: not compressed) into one equal range for every
+    rank.
+    """
     offsets = offsets_of(lengths)
     cuts = cut_bytes(offsets[-1], ranks)
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
@@ -45,17 +51,20 @@ def deal(lengths: tuple[int, ...], ranks: int, density: float) -> Deal:
             start, stop = stop, min(n, 8 * (cuts[rank + 1] - offset))
             wanted = k * stop // n - k * start // n  # the pieces' add up to the tensor's
             most = math.floor(wanted * (1 + SLACK))
-            pieces[rank].append(Piece(i, start, stop, 8 * (offset - cuts[rank]) + start, wanted, most))
+            pieces[rank].append(
+                Piece(i, start, stop, 8 * (offset - cuts[rank]) + start, wanted, most)
+            )
             rank += 1
     return make_deal([(cuts[rank], cuts[rank + 1], tuple(pieces[rank])) for rank in range(ranks)])
 
 
 def select(x: Tensor, k: int, how: str, ops: Ops, guess: float = 0.0) -> tuple[Tensor, float]:
-    """Positions, ascending, of the k largest |x|, and where to look for them the next time (0: nowhere).
+    """Positions, ascending, of the k largest |x|, and where to look for them the next time (0:
+    nowhere).
 
-    "exact" takes k of them. "sampled" tries thresholds, from ``guess`` or a sample of x on, until the count is within
-    5 % of k; where fewer elements are other than 0, it takes those. A back end that finds them faster takes exactly k.
-    """
+    "exact" takes k of them. "sampled" tries thresholds, from ``guess`` or a sample of x on, until
+    the count is within 5 % of k; where fewer elements are other than 0, it takes those. A back end
+    that finds them faster takes exactly k."""
     if (positions := ops.largest_of(x, k)) is not None:
         return positions, 0.0
     if how == "sampled" and x.numel() > EXACT_BELOW and k:
@@ -66,7 +75,7 @@ def select(x: Tensor, k: int, how: str, ops: Ops, guess: float = 0.0) -> tuple[T
 
 
 def largest(x: Tensor, k: int, ops: Ops) -> Tensor:
-    """Positions, ascending, of exactly the k largest |x|; all that are not 0 where these are fewer."""
+    """Positions, ascending, of exactly the k largest |x|, or of all that are not 0 if fewer."""
     n = x.numel()
     if k >= n:
         return torch.arange(n, dtype=torch.int64, device=x.device)
@@ -86,11 +95,12 @@ def largest(x: Tensor, k: int, ops: Ops) -> Tensor:
 
 
 def _sampled(x: Tensor, k: int, ops: Ops, guess: float) -> tuple[Tensor, float] | None:
-    """About k positions by a threshold, and a guess for the next time; None where no threshold tells (equal values).
+    """About k positions by a threshold, and a guess for the next time; None where no threshold
+    tells (equal values).
 
-    A threshold that lets a few times k through will do: among those a second one is cheap. So the guess aims below.
-    Counts fall with a power of the threshold: at first guess as in a normal distribution, then as two looks show.
-    """
+    A threshold that lets a few times k through will do: among those a second one is cheap. So the
+    guess aims below. Counts fall with a power of the threshold: at first guess as in a normal
+    distribution, then as two looks show."""
     looks: list[tuple[float, float]] = []  # logarithms of threshold and count
     t, power = guess or AIM_BELOW * _of_sample(x, k), min(-0.5, -1.5 * math.log(x.numel() / k))
     for look in range(LOOKS):
@@ -102,7 +112,9 @@ def _sampled(x: Tensor, k: int, ops: Ops, guess: float) -> tuple[Tensor, float] 
             return positions, 0.0
         if k < count <= 4 * k and (fewer := _largest_of(x, positions, k, ops)):
             return fewer
-        if t == 0 or (look == 0 and guess and not k / 4 < count < 4 * k):  # a guess too far off, or most of x is 0
+        if t == 0 or (
+            look == 0 and guess and not k / 4 < count < 4 * k
+        ):  # a guess too far off, or most of x is 0
             t = AIM_BELOW * (_of_sample(x, k) or float(x.abs().mean()))
             continue
         looks.append((math.log(t), math.log(max(count, 0.5))))
@@ -113,7 +125,9 @@ def _sampled(x: Tensor, k: int, ops: Ops, guess: float) -> tuple[Tensor, float] 
 
 
 def _largest_of(x: Tensor, positions: Tensor, k: int, ops: Ops) -> tuple[Tensor, float] | None:
-    """Of these positions those of about the k largest |x|, and a guess; None where no threshold tells."""
+    """Of these positions those of about the k largest |x|, and a guess; None where no threshold
+    tells.
+    """
     values = x.index_select(0, positions)
     t = _of_sample(values, k)
     chosen = positions.index_select(0, ops.above(values, t))
@@ -122,7 +136,11 @@ def _largest_of(x: Tensor, positions: Tensor, k: int, ops: Ops) -> tuple[Tensor,
 
 def _of_sample(x: Tensor, k: int) -> float:
     sample = x[:: max(1, x.numel() // 4096)].abs()
-    return float(sample.kthvalue(sample.numel() - min(sample.numel() - 1, k * sample.numel() // x.numel())).values)
+    return float(
+        sample.kthvalue(
+            sample.numel() - min(sample.numel() - 1, k * sample.numel() // x.numel())
+        ).values
+    )
 
 
 class Selection:
@@ -132,7 +150,9 @@ class Selection:
         self.bucket, self.ops, self.deal, self.rank = bucket, ops, deal, rank
         self.part: Part = deal.parts[rank]
         self.pieces = {piece.tensor: piece for piece in self.part.pieces}
-        self.chosen: dict[int, Tensor] = {}  # a tensor's positions, counted from where its piece begins
+        self.chosen: dict[
+            int, Tensor
+        ] = {}  # a tensor's positions, counted from where its piece begins
         self.guesses: dict[int, float] = {}  # where to look in the next step
 
     def take(self, i: int, x: Tensor) -> None:
@@ -161,11 +181,19 @@ class Selection:
 def density_at(h: dict, t: int) -> float:
     """Density of the mask that step t uses: 1 in the warm-up, then falling."""
     k, ramp = t - dense_steps(h) - 1, h["density_warmup_steps"]
-    return 1.0 if k < 0 else h["density"] if ramp == 0 else max(h["density"], h["density"] ** (k / ramp))
+    return (
+        1.0
+        if k < 0
+        else h["density"]
+        if ramp == 0
+        else max(h["density"], h["density"] ** (k / ramp))
+    )
 
 
 def deal_at(bucket: Bucket, t: int, ranks: int) -> Deal | None:
-    """Who selects what of the mask that step t uses; None where that is all ones, or nothing is compressed."""
+    """Who selects what of the mask that step t uses; None where that is all ones, or nothing is
+    compressed.
+    """
     lengths, density = compressed_lengths(bucket), density_at(bucket.group, t)
     return deal(lengths, ranks, density) if density < 1 and any(lengths) else None
 
@@ -186,10 +214,16 @@ def keep_mask(bucket: Bucket, i: int, index: Tensor | None, bits: Tensor) -> Non
     bucket.cache["held"][i] = index
 
 
-def keep_masks(bucket: Bucket, present: list[bool], index: list[Tensor | None], masks: list[Tensor | None]) -> None:
-    """The same for all compressed tensors that are ``present``, at once where all masks are those of one step ago."""
+def keep_masks(
+    bucket: Bucket, present: list[bool], index: list[Tensor | None], masks: list[Tensor | None]
+) -> None:
+    """The same for all compressed tensors that are ``present``, at once where all masks are those
+    of one step ago.
+    """
     ours = [i for i, compressed in enumerate(bucket.compressed) if compressed]
-    if masks is bucket.state["next_mask"] and all(present[i] and index[i] is not None for i in ours):
+    if masks is bucket.state["next_mask"] and all(
+        present[i] and index[i] is not None for i in ours
+    ):
         bucket.flat["mask"].copy_(bucket.flat["next_mask"])
         bucket.cache["held"] = list(index)
         return

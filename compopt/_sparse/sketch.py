@@ -1,14 +1,15 @@
 """How values at an index that all ranks know cross the network: as they are, or in a count sketch.
 
-A code is made for all shards of a bucket at once. ``sizes[r]`` is how many numbers go to rank r, ``fill`` writes this
-rank's share of each, and ``decode`` turns the mean of what arrived at the owner back into values at its index. Both
-codes are linear, so the mean of codes is the code of the mean.
+A code is made for all shards of a bucket at once. ``sizes[r]`` is how many numbers go to rank r,
+``fill`` writes this rank's share of each, and ``decode`` turns the mean of what arrived at the
+owner back into values at its index. Both codes are linear, so the mean of codes is the code of the
+mean.
 
-The sketch (Li et al. 2024, section 2.2 of TAGC): an element is added, with a sign, to three cells of its shard's table.
-A cell that holds one element gives it away; that is taken off its other two cells, and so on: peeling. Whether it ends
-well depends on the index alone, not on values. So every rank knows beforehand which elements would not come out, and
-these *leftovers* travel as they are, behind the table, instead of in a second round. Nothing is ever estimated.
-"""
+The sketch (Li et al. 2024, section 2.2 of TAGC): an element is added, with a sign, to three cells
+of its shard's table. A cell that holds one element gives it away; that is taken off its other two
+cells, and so on: peeling. Whether it ends well depends on the index alone, not on values. So every
+rank knows beforehand which elements would not come out, and these *leftovers* travel as they are,
+behind the table, instead of in a second round. Nothing is ever estimated."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from torch import Tensor
 
 from .._state.shards import Shards
 
-GOLDEN, ODD = -0x61C8864680B583EB, -0x40A7B892E31B1A47  # 2^64 / golden ratio and splitmix64's first factor, signed
+GOLDEN, ODD = (
+    -0x61C8864680B583EB,
+    -0x40A7B892E31B1A47,
+)  # 2^64 / golden ratio and splitmix64's first factor, signed
 
 
 class Compact:
@@ -41,7 +45,8 @@ class Compact:
 
 
 class Sketch:
-    """For each shard a table of a cell for every ``ratio`` of its compressed elements, and the leftovers.
+    """For each shard a table of a cell for every ``ratio`` of its compressed elements, and the
+    leftovers.
 
     ``seed`` draws the cells; it must be the same on all ranks.
     """
@@ -49,7 +54,9 @@ class Sketch:
     def __init__(self, shards: Shards, index: Tensor, ratio: float, seed: int):
         self.shards, self.index = shards, index
         self.counts = shards.counts(index)
-        self.thirds = [math.ceil(shards.compressed_in(r) / (3 * ratio)) for r in range(shards.ranks)]
+        self.thirds = [
+            math.ceil(shards.compressed_in(r) / (3 * ratio)) for r in range(shards.ranks)
+        ]
         self.tables = [3 * third for third in self.thirds]
         self.cells, self.signs = self._draw(seed)
         self.rounds, left = peel(self.cells, sum(self.tables))
@@ -59,7 +66,9 @@ class Sketch:
         self.sizes = [cells + stuck for cells, stuck in zip(self.tables, self.stuck, strict=True)]
 
     def _draw(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Three cells, a third of the table each, and signs for every element of the index: ``(3, elements)`` both."""
+        """Three cells, a third of the table each, and signs for every element of the index: ``(3,
+        elements)`` both.
+        """
         device = self.index.device
         counts = torch.tensor(self.counts, dtype=torch.int64, device=device)
         third, base = (
@@ -74,7 +83,9 @@ class Sketch:
         return cells, 1 - 2 * (hashed & 1)
 
     def fill(self, parts: list[Tensor], values: Tensor) -> None:
-        """Write for every owner the table and the leftovers of ``values``, this rank's at the index."""
+        """Write for every owner the table and the leftovers of ``values``, this rank's at the
+        index.
+        """
         tables = values.new_zeros(sum(self.tables))
         inside = values.masked_fill(self.left, 0)
         tables.index_add_(0, self.cells.reshape(-1), (inside * self.signs).reshape(-1))
@@ -84,12 +95,18 @@ class Sketch:
             part[len(table) :].copy_(rest)
 
     def decode(self, code: Tensor) -> Tensor:
-        """Values at the index of this rank's shard, peeled out of its table in the order found before."""
+        """Values at the index of this rank's shard, peeled out of its table in the order found
+        before.
+        """
         rank = self.shards.rank
         first, base = sum(self.counts[:rank]), sum(self.tables[:rank])
         own = slice(first, first + self.counts[rank])
         table = code[: self.tables[rank]].clone()
-        cells, signs, left = self.cells[:, own] - base, self.signs[:, own].to(code.dtype), self.left[own]
+        cells, signs, left = (
+            self.cells[:, own] - base,
+            self.signs[:, own].to(code.dtype),
+            self.left[own],
+        )
         values = code.new_zeros(self.counts[rank])
         values[left] = code[self.tables[rank] :]
         for element, which in self.rounds:
@@ -97,7 +114,9 @@ class Sketch:
             element, which = element[mine] - first, which[mine]
             found = table[cells[which, element]] * signs[which, element]
             values[element] = found
-            table.index_add_(0, cells[:, element].reshape(-1), (-found * signs[:, element]).reshape(-1))
+            table.index_add_(
+                0, cells[:, element].reshape(-1), (-found * signs[:, element]).reshape(-1)
+            )
         return values
 
 
@@ -110,15 +129,19 @@ def mixed(x: Tensor) -> Tensor:
 
 
 def peel(cells: Tensor, total: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """The order in which elements come out of a sketch of ``total`` cells, and a mask of those that do not.
+    """The order in which elements come out of a sketch of ``total`` cells, and a mask of those that
+    do not.
 
-    ``cells``: three different ones for each element, shape ``(3, elements)``. A round is elements, ascending, and for
-    each which of its three cells holds nothing else by then.
-    """
+    ``cells``: three different ones for each element, shape ``(3, elements)``. A round is elements,
+    ascending, and for each which of its three cells holds nothing else by then."""
     n, device = cells.shape[1], cells.device
     flat, ids = cells.reshape(-1), torch.arange(n, dtype=torch.int64, device=device)
-    degree = torch.zeros(total, dtype=torch.int64, device=device).index_add_(0, flat, torch.ones_like(flat))
-    held = torch.zeros_like(degree).index_add_(0, flat, ids.repeat(3))  # the sum: where one is left, that one
+    degree = torch.zeros(total, dtype=torch.int64, device=device).index_add_(
+        0, flat, torch.ones_like(flat)
+    )
+    held = torch.zeros_like(degree).index_add_(
+        0, flat, ids.repeat(3)
+    )  # the sum: where one is left, that one
     left = torch.ones(n, dtype=torch.bool, device=device)
     rounds = []
     touched = flat

@@ -1,4 +1,6 @@
-"""What TAGC sends of a bucket's shards, and what a rank holds back of them: lines 1 and 2 of its algorithm."""
+"""What TAGC sends of a bucket's shards, and what a rank holds back of them: lines 1 and 2 of its
+algorithm.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from .selection import compressed_lengths, largest
 
 
 class Left(NamedTuple):
-    """What line 2 leaves of all shards: values at positions among the bits of the mask, and these bits."""
+    """What line 2 leaves of all shards: values at positions among the bits of the mask, and these
+    bits.
+    """
 
     positions: Tensor
     values: Tensor
@@ -42,20 +46,31 @@ def sparsify(bucket: Bucket, ops: Ops, grads: list[Tensor | None]) -> Left:
         found.append(largest(x[8 * first : 8 * last], k, ops).add_(8 * first))
     positions = torch.cat(found)
     values = x.index_select(0, positions)
-    if not values.all():  # line 3: gradients of embeddings are mostly zeros; and so is what is between tensors
+    if (
+        not values.all()
+    ):  # line 3: gradients of embeddings are mostly zeros; and so is what is between tensors
         positions, values = positions[values != 0], values[values != 0]
     return Left(positions, values, ops.bits(positions, shards.offsets[-1]), marks)
 
 
 def most_left(sparsity: float, n: int) -> int:
-    """How many of n elements may be left where at least ``sparsity`` of them are zeroed; one where there are any."""
+    """How many of n elements may be left where at least ``sparsity`` of them are zeroed; one where
+    there are any.
+    """
     return min(n, max(1, n - math.ceil(round(sparsity * n, 6))))
 
 
 def hold_back(
-    bucket: Bucket, grads: list[Tensor | None], left: Left, present: list[bool], rows: list[Payload], union: Tensor
+    bucket: Bucket,
+    grads: list[Tensor | None],
+    left: Left,
+    present: list[bool],
+    rows: list[Payload],
+    union: Tensor,
 ) -> None:
-    """Line 2: the accumulator is what was zeroed, and what rounding took off what was sent, at the ``union``."""
+    """Line 2: the accumulator is what was zeroed, and what rounding took off what was sent, at the
+    ``union``.
+    """
     index = per_tensor(left.positions, compressed_lengths(bucket))
     dropped = None
     if rows[0].dropped is not None:

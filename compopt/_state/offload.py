@@ -1,13 +1,14 @@
 """State that lives in host memory and passes through two device buffers, a tensor at a time.
 
-While tensor i is worked on, tensor i + 1 is on its way in and tensor i - 1 on its way out, each on a stream of its own.
-What must have happened before what is written here once (``DoubleBuffer.each``), in terms of three streams and of
-events between them; ``CudaStreams`` is these on a CUDA device, ``NoStreams`` on any other. The tests put a third there
-that delays every stream as far as the events allow.
+While tensor i is worked on, tensor i + 1 is on its way in and tensor i - 1 on its way out, each on
+a stream of its own. What must have happened before what is written here once
+(``DoubleBuffer.each``), in terms of three streams and of events between them; ``CudaStreams`` is
+these on a CUDA device, ``NoStreams`` on any other. The tests put a third there that delays every
+stream as far as the events allow.
 
-Three waits are needed: work, for what comes in; the way out, for the work; the way into a buffer, for what was last in
-it. A tensor always passes through the same buffer, so the last covers the way in of what has just gone out, too.
-"""
+Three waits are needed: work, for what comes in; the way out, for the work; the way into a buffer,
+for what was last in it. A tensor always passes through the same buffer, so the last covers the way
+in of what has just gone out, too."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from torch import Tensor
 
 
 class Streams(Protocol):
-    """Where copies run. ``stream`` is "in" or "out"; an event is anything, and None has always happened."""
+    """Where copies run.
+
+    ``stream`` is "in" or "out"; an event is anything, and None has always happened.
+    """
 
     def copy(self, stream: str, to: Tensor, source: Tensor, after: Any) -> Any:
         """Copy when the event ``after`` has happened; returns the event of its end."""
@@ -48,7 +52,7 @@ class NoStreams:
 
 
 class CudaStreams:
-    """A stream for each direction beside the one that is current when work is given to the device."""
+    """A stream for each direction, beside the one that is current when work is issued."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -82,7 +86,9 @@ class DoubleBuffer:
         self.free: list[Any] = [None, None]  # when each buffer may be written to
 
     def each(self, tensors: list[Tensor | None], write: bool) -> Iterator[Tensor | None]:
-        """Every host tensor, on the device, valid until the next is asked for; with ``write`` it is then stored."""
+        """Every host tensor, on the device, valid until the next is asked for; with ``write`` it is
+        then stored.
+        """
         passing = [t for t in tensors if t is not None]
         self._grow(max((t.numel() for t in passing), default=0))
         arriving = [self._fetch(k, t) for k, t in enumerate(passing[:1])]
@@ -124,7 +130,9 @@ class Offload:
         self.buffers: dict[tuple, DoubleBuffer] = {}
         self.streams: dict[torch.device, Streams] = {}
 
-    def each(self, name: str, tensors: list[Tensor | None], device: torch.device, write: bool) -> Iterator:
+    def each(
+        self, name: str, tensors: list[Tensor | None], device: torch.device, write: bool
+    ) -> Iterator:
         """As :meth:`DoubleBuffer.each`; every kind of state has buffers of its own."""
         dtype = next((t.dtype for t in tensors if t is not None), torch.float32)
         if (name, dtype, device) not in self.buffers:
@@ -134,6 +142,8 @@ class Offload:
         return self.buffers[name, dtype, device].each(tensors, write)
 
     def finish(self) -> None:
-        """Wait until host memory holds what it should: before anything but ``each`` reads or writes it."""
+        """Wait until host memory holds what it should: before anything but ``each`` reads or writes
+        it.
+        """
         for streams in self.streams.values():
             streams.finish()

@@ -1,1 +1,4 @@
-"""What crosses the network. README.md in this folder says what lives here and what it may import."""
+"""What crosses the network.
+
+README.md in this folder says what lives here and what it may import.
+"""

@@ -1,8 +1,8 @@
-"""The only file that calls ``torch.distributed``'s collectives. Starts requests, counts their bytes.
+"""The only file that calls ``torch.distributed``'s collectives. Starts requests, counts their
+bytes.
 
-``start`` never blocks; ``Pending.wait`` does. Collectives must be started in the same order on all ranks and from one
-thread at a time: two threads on one gloo group silently mix results.
-"""
+``start`` never blocks; ``Pending.wait`` does. Collectives must be started in the same order on all
+ranks and from one thread at a time: two threads on one gloo group silently mix results."""
 
 from __future__ import annotations
 
@@ -38,25 +38,31 @@ _on_the_wire: set[Pending] = set()
 
 @atexit.register
 def _before_exit() -> None:
-    """Let collectives end before the interpreter does: a gloo thread that frees a tensor later aborts the process."""
+    """Let collectives end before the interpreter does: a gloo thread that frees a tensor later
+    aborts the process.
+    """
     for pending in list(_on_the_wire):
         with contextlib.suppress(RuntimeError):
             pending._work.wait(timedelta(seconds=5))
     if dist.is_available() and Pending.started:
-        time.sleep(0.05)  # a finished collective's tensors are let go a moment after it is waited for
+        time.sleep(
+            0.05
+        )  # a finished collective's tensors are let go a moment after it is waited for
 
 
 class Pending:
-    """A collective on its way. ``wait`` returns its result and raises CommunicationError when it failed.
+    """A collective on its way. ``wait`` returns its result and raises CommunicationError when it
+    failed.
 
-    Its result may be another Pending: the second of two collectives that together answer a request. ``more``: what it
-    leads to is another collective, before the step is agreed upon.
-    """
+    Its result may be another Pending: the second of two collectives that together answer a request.
+    ``more``: what it leads to is another collective, before the step is agreed upon."""
 
     started = False  # any, in this process
     in_turns = False  # of ranks that take turns in one process: nobody may wait for it in backward
 
-    def __init__(self, what: str, work: dist.Work | None, finish: Callable[[], object], more: bool = False):
+    def __init__(
+        self, what: str, work: dist.Work | None, finish: Callable[[], object], more: bool = False
+    ):
         self.what, self._work, self._finish, self.more = what, work, finish, more
         if work is not None:
             Pending.started = True
@@ -66,7 +72,9 @@ class Pending:
         if self._work is not None:
             try:
                 self._work.wait()
-            except RuntimeError as error:  # as gloo raises; torch.distributed's own errors are some, too
+            except (
+                RuntimeError
+            ) as error:  # as gloo raises; torch.distributed's own errors are some, too
                 raise CommunicationError(f"{self.what} failed: {_first_line(error)}") from error
             finally:
                 self.forget()
@@ -91,13 +99,16 @@ class Comm:
         alone = alone or not (dist.is_available() and dist.is_initialized())
         if alone and group is not None:
             raise ValueError(
-                "process_group was given, but torch.distributed is not initialised: call init_process_group first."
+                "process_group was given, but torch.distributed is not initialised: call "
+                "init_process_group first."
             )
         self.group = None if alone else group or dist.group.WORLD
         self.rank = 0 if alone else dist.get_rank(self.group)
         self.size = 1 if alone else dist.get_world_size(self.group)
         if self.rank < 0:
-            raise ValueError("process_group does not contain this rank: give every rank the group it belongs to.")
+            raise ValueError(
+                "process_group does not contain this rank: give every rank the group it belongs to."
+            )
         self.bytes_sent = 0
 
     def start(self, request: Request) -> Pending:
@@ -168,7 +179,9 @@ class Comm:
         return Pending(what, work, second, more=True)
 
     def _reduce_scatter_mean(self, tensor: Tensor, sizes: list[int], what: str) -> Pending:
-        """By all_to_all and a sum: (N-1)/N of the tensor's bytes, where gloo's reduce_scatter moves an all-reduce's."""
+        """By all_to_all and a sum: (N-1)/N of the tensor's bytes, where gloo's reduce_scatter moves
+        an all-reduce's.
+        """
         if self.size == 1:
             return Pending(what, None, lambda: tensor.clone())
         received = tensor.new_empty(self.size * sizes[self.rank])
@@ -177,7 +190,9 @@ class Comm:
         return Pending(what, work, lambda: mean_of_rows(received.view(self.size, -1)))
 
     def _bit_or(self, tensor: Tensor, what: str) -> Pending:
-        """An all-reduce where the backend has bitwise or; else segments are exchanged, combined and gathered."""
+        """An all-reduce where the backend has bitwise or; else segments are exchanged, combined and
+        gathered.
+        """
         if self.size == 1:
             return Pending(what, None, lambda: tensor)
         if self.or_in_backend:
@@ -190,12 +205,16 @@ class Comm:
 
         def finish() -> object:
             mine = functools.reduce(torch.bitwise_or, received.view(self.size, segment).unbind())
-            work = self._call(dist.all_gather, what, list(sent.view(self.size, segment).unbind()), mine)
+            work = self._call(
+                dist.all_gather, what, list(sent.view(self.size, segment).unbind()), mine
+            )
             return Pending(what, work, lambda: tensor.copy_(sent[: tensor.numel()]), more=True)
 
         return Pending(what, work, finish, more=True)
 
-    def _call(self, collective: Callable[..., dist.Work | None], what: str, *args: object) -> dist.Work:
+    def _call(
+        self, collective: Callable[..., dist.Work | None], what: str, *args: object
+    ) -> dist.Work:
         """Start one of torch.distributed's collectives."""
         try:
             return collective(*args, group=self.group, async_op=True)
@@ -213,14 +232,20 @@ def _first_line(error: RuntimeError) -> str:
 
 
 def connect(group: object) -> Comm:
-    """A communicator over ``group``: a ProcessGroup, None, or an object that is one already (the tests' simulator)."""
+    """A communicator over ``group``: a ProcessGroup, None, or an object that is one already (the
+    tests' simulator).
+    """
     return group if hasattr(group, "start") else Comm(group)  # type: ignore[return-value, arg-type]
 
 
 def shard_comms(params: Iterable[Tensor]) -> list[Comm]:
-    """Communicators over the meshes of DTensors, one a mesh dimension: together, the ranks that hold one model."""
+    """Communicators over the meshes of DTensors, one a mesh dimension: together, the ranks that
+    hold one model.
+    """
     groups: dict[str, dist.ProcessGroup] = {}
-    for mesh in {mesh: None for p in params if (mesh := getattr(p, "device_mesh", None)) is not None}:
+    for mesh in {
+        mesh: None for p in params if (mesh := getattr(p, "device_mesh", None)) is not None
+    }:
         for group in mesh.get_all_groups():
             groups.setdefault(group.group_name, group)
     return [comm for comm in map(Comm, groups.values()) if comm.size > 1]
@@ -231,7 +256,11 @@ def copies_of(p: Tensor, shards: list[Comm]) -> int:
     cut = set()
     if hasattr(p, "device_mesh"):
         groups = p.device_mesh.get_all_groups()
-        cut = {g.group_name for g, where in zip(groups, p.placements, strict=True) if not where.is_replicate()}
+        cut = {
+            g.group_name
+            for g, where in zip(groups, p.placements, strict=True)
+            if not where.is_replicate()
+        }
     return math.prod(comm.size for comm in shards if comm.group.group_name not in cut)
 
 

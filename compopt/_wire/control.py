@@ -1,8 +1,9 @@
-"""What the runtime wants agreed in a step: numbers beside a payload's header, whose mean over ranks tells what it must.
+"""What the runtime wants agreed in a step: numbers beside a payload's header, whose mean over ranks
+tells what it must.
 
-A payload may be of low precision, and its mean of many ranks. So a fact is 0 or 1, and its mean above 0 where any rank
-has it; a number is bits and their complements, of which the mean of both is above 0 where ranks differ.
-"""
+A payload may be of low precision, and its mean of many ranks. So a fact is 0 or 1, and its mean
+above 0 where any rank has it; a number is bits and their complements, of which the mean of both is
+above 0 where ranks differ."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ Words = list[float] | Tensor  # a tensor: known on the device only, and not wort
 
 
 class Control:
-    """Words by name, in the order in which they are given; their names and lengths are the same on all ranks."""
+    """Words by name, in the order in which they are given; their names and lengths are the same on
+    all ranks.
+    """
 
     def __init__(self, **words: Words):
         self.words = words
@@ -32,7 +35,11 @@ class Control:
     @property
     def on_device(self) -> list[tuple[slice, Tensor]]:
         """The words that only the device knows, and where they belong."""
-        return [(at, self.words[name]) for name, at in self._places() if isinstance(self.words[name], Tensor)]
+        return [
+            (at, self.words[name])
+            for name, at in self._places()
+            if isinstance(self.words[name], Tensor)
+        ]
 
     def read(self, mean: list[float]) -> dict[str, list[float]]:
         """The mean over ranks of all words, by name."""

@@ -1,17 +1,18 @@
 """The mean of a payload over ranks, with int8 on the wire, between the collectives that carry it.
 
-Two stages. The rows of a payload are dealt to the N ranks in chunks. Every rank rounds its payload to int8 and sends
-each chunk to the rank that owns it, which adds the N up in floating point and rounds their mean; then all gather the
-chunks. So 1 byte a value, and the scales, travel each way, and all ranks hold the same bits.
+Two stages. The rows of a payload are dealt to the N ranks in chunks. Every rank rounds its payload
+to int8 and sends each chunk to the rank that owns it, which adds the N up in floating point and
+rounds their mean; then all gather the chunks. So 1 byte a value, and the scales, travel each way,
+and all ranks hold the same bits.
 
-What rounding takes off is not lost: ``Payload.dropped`` holds, on every rank, what it meant to send less what the
-others got of it. A chunk's owner also holds there N times what rounding the mean took off, so that over all ranks::
+What rounding takes off is not lost: ``Payload.dropped`` holds, on every rank, what it meant to send
+less what the others got of it. A chunk's owner also holds there N times what rounding the mean took
+off, so that over all ranks::
 
     mean of what was to be sent = the result + mean of what was dropped
 
-The header and the control words travel as float32 beside the codes of the first stage, to every rank, and each averages
-them in the order of ranks.
-"""
+The header and the control words travel as float32 beside the codes of the first stage, to every
+rank, and each averages them in the order of ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ from .requests import Payload
 
 
 class QuantisedMean:
-    """The mean of one payload over all ranks, as one rank takes part in it. The messages between the stages are bytes.
+    """The mean of one payload over all ranks, as one rank takes part in it. The messages between
+    the stages are bytes.
 
-    ``first`` makes a message for every rank, shape (ranks, bytes). ``second`` takes what all ranks sent to this one,
-    of the same shape, and makes one message for all. ``finish`` takes all of those, shape (ranks, bytes), and leaves
-    the mean in the payload. A single rank calls ``alone`` instead.
-    """
+    ``first`` makes a message for every rank, shape (ranks, bytes). ``second`` takes what all ranks
+    sent to this one, of the same shape, and makes one message for all. ``finish`` takes all of
+    those, shape (ranks, bytes), and leaves the mean in the payload. A single rank calls ``alone``
+    instead."""
 
     def __init__(self, payload: Payload, rank: int, ranks: int):
         self.payload, self.rank, self.ranks, self.scratch = payload, rank, ranks, payload.scratch
@@ -41,11 +43,15 @@ class QuantisedMean:
 
     def first(self) -> Tensor:
         codes, scales = self._quantise_body()
-        out = torch.zeros(self.ranks, self._size(self.words), dtype=torch.uint8, device=codes.device)
+        out = torch.zeros(
+            self.ranks, self._size(self.words), dtype=torch.uint8, device=codes.device
+        )
         words, own_scales, own_codes = self._fields(out, self.words)
         words.copy_(self.payload.flat[: self.words])
         for number, chunk in enumerate(self.layout.chunks):
-            own_scales[number, : chunk.rows] = scales[chunk.first_row : chunk.first_row + chunk.rows]
+            own_scales[number, : chunk.rows] = scales[
+                chunk.first_row : chunk.first_row + chunk.rows
+            ]
             rows = codes[chunk.first_row : chunk.first_row + chunk.rows]
             join(rows, chunk.pieces, own_codes[number])
         return out
@@ -54,18 +60,28 @@ class QuantisedMean:
         payload, chunk = self.payload, self.layout.chunks[self.rank]
         words, scales, codes = self._fields(received, self.words)
         payload.flat[: self.words] = words.to(payload.flat.dtype).cumsum(0)[-1] / self.ranks
-        total, value = (self.scratch(use, chunk.rows * ROW, payload.flat.dtype, received.device).view(-1, ROW)
-                        for use in ("total", "value"))  # fmt: skip
+        total, value = (
+            self.scratch(use, chunk.rows * ROW, payload.flat.dtype, received.device).view(-1, ROW)
+            for use in ("total", "value")
+        )
         total.zero_()
         for rank in range(self.ranks):
-            rows = spread(codes[rank, : chunk.stop - chunk.start], chunk.pieces, chunk.rows, "codes", self.scratch)
+            rows = spread(
+                codes[rank, : chunk.stop - chunk.start],
+                chunk.pieces,
+                chunk.rows,
+                "codes",
+                self.scratch,
+            )
             total.add_(dequantise(rows, scales[rank, : chunk.rows], value))
         total.div_(self.ranks)
 
         out = torch.zeros(1, self._size(0), dtype=torch.uint8, device=received.device)
         _, scales, codes = self._fields(out, 0)
         rows = self.scratch("codes", chunk.rows * ROW, torch.int8, received.device).view(-1, ROW)
-        quantise(total, rows, scales[0, : chunk.rows], total, (*payload.seed, self.rank, 2), self.scratch)
+        quantise(
+            total, rows, scales[0, : chunk.rows], total, (*payload.seed, self.rank, 2), self.scratch
+        )
         join(rows, chunk.pieces, codes[0])
         mine = payload.dropped[chunk.start : chunk.stop]
         for at, row, n in chunk.pieces:
@@ -77,7 +93,9 @@ class QuantisedMean:
         _, scales, codes = self._fields(gathered, 0)
         for number, chunk in enumerate(self.layout.chunks):
             out = body[chunk.start : chunk.stop]
-            rows = spread(codes[number, : len(out)], chunk.pieces, chunk.rows, "codes", self.scratch)
+            rows = spread(
+                codes[number, : len(out)], chunk.pieces, chunk.rows, "codes", self.scratch
+            )
             value = (
                 out.view(-1, ROW)
                 if len(out) == chunk.rows * ROW
@@ -97,10 +115,18 @@ class QuantisedMean:
         return codes, scales
 
     def _size(self, words: int) -> int:
-        """Whole words, and at least one: a message without bytes could not be viewed as words and codes."""
-        return max(4, 4 * (words + self.layout.scales) + self.layout.values + -self.layout.values % 4)
+        """Whole words, and at least one: a message without bytes could not be viewed as words and
+        codes.
+        """
+        return max(
+            4, 4 * (words + self.layout.scales) + self.layout.values + -self.layout.values % 4
+        )
 
     def _fields(self, message: Tensor, words: int) -> tuple[Tensor, Tensor, Tensor]:
         """Words, scales and codes of messages of shape (any, bytes)."""
         a, b = 4 * words, 4 * (words + self.layout.scales)
-        return message[:, :a].view(torch.float32), message[:, a:b].view(torch.float32), message[:, b:].view(torch.int8)
+        return (
+            message[:, :a].view(torch.float32),
+            message[:, a:b].view(torch.float32),
+            message[:, b:].view(torch.int8),
+        )

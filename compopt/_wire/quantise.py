@@ -1,9 +1,10 @@
-"""int8 codes of flat values: rows of 128 that share a scale, stochastic rounding; and how a message is cut into rows.
+"""int8 codes of flat values: rows of 128 that share a scale, stochastic rounding; and how a message
+is cut into rows.
 
-Rounding x in units of scale = (largest of the row) / 127 is floor(x / scale + u), u uniform in [0, 1): unbiased. A row
-of zeros stays one; a row below 1.5e-36 becomes zeros; a row that is not finite becomes NaN. u comes from a table,
-entered at a place that follows from a seed, so that the same run rounds the same way on every machine.
-"""
+Rounding x in units of scale = (largest of the row) / 127 is floor(x / scale + u), u uniform in [0,
+1): unbiased. A row of zeros stays one; a row below 1.5e-36 becomes zeros; a row that is not finite
+becomes NaN. u comes from a table, entered at a place that follows from a seed, so that the same run
+rounds the same way on every machine."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ BLOCK = TABLE // ROW  # rows at a time: they stay in a core's cache from one pas
 
 
 class Piece(NamedTuple):
-    """``n`` values without a gap between rows: ``at`` in the body or chunk, ``row`` the first of the rows they fill."""
+    """``n`` values without a gap between rows: ``at`` in the body or chunk, ``row`` the first of
+    the rows they fill.
+    """
 
     at: int
     row: int
@@ -35,7 +38,9 @@ class Piece(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What one rank owns: values ``start`` to ``stop`` of the body, ``rows`` rows, and the pieces of parts in them."""
+    """What one rank owns: values ``start`` to ``stop`` of the body, ``rows`` rows, and the pieces
+    of parts in them.
+    """
 
     start: int
     stop: int
@@ -45,7 +50,9 @@ class Chunk(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a body is cut into rows and chunks; ``values`` and ``scales``: most that a chunk has, room in messages."""
+    """How a body is cut into rows and chunks; ``values`` and ``scales``: most that a chunk has,
+    room in messages.
+    """
 
     rows: int
     pieces: tuple[Piece, ...]
@@ -59,23 +66,38 @@ def rows_of(n: int) -> int:
 
 
 def wire_bytes(lengths: list[int], words: int) -> int:
-    """Bytes of a payload as codes, scales and ``words`` words of float32: what a rank sends of it each way."""
+    """Bytes of a payload as codes, scales and ``words`` words of float32: what a rank sends of it
+    each way.
+    """
     return sum(lengths) + 4 * (sum(map(rows_of, lengths)) + words)
 
 
 @lru_cache(maxsize=256)
 def layout(lengths: tuple[int, ...], ranks: int) -> Layout:
-    """Rows begin anew with every part, so that no scale is shared by two tensors. Chunks are cut between rows."""
+    """Rows begin anew with every part, so that no scale is shared by two tensors.
+
+    Chunks are cut between rows.
+    """
     ends, row_ends = list(accumulate(lengths)), list(accumulate(map(rows_of, lengths)))
     values, rows = (ends[-1], row_ends[-1]) if lengths else (0, 0)
-    parts = (Piece(end - n, row - rows_of(n), n) for n, end, row in zip(lengths, ends, row_ends, strict=True) if n)
+    parts = (
+        Piece(end - n, row - rows_of(n), n)
+        for n, end, row in zip(lengths, ends, row_ends, strict=True)
+        if n
+    )
     whole = tuple(_joined(parts))
-    cuts = [(0, 0), *(_cut(values * rank // ranks, whole) for rank in range(1, ranks)), (values, rows)]
+    cuts = [
+        (0, 0),
+        *(_cut(values * rank // ranks, whole) for rank in range(1, ranks)),
+        (values, rows),
+    ]
     chunks = tuple(
         Chunk(start, stop, first, last - first, tuple(_within(whole, start, stop, first)))
         for (start, first), (stop, last) in pairwise(cuts)
     )
-    return Layout(rows, whole, chunks, max(c.stop - c.start for c in chunks), max(c.rows for c in chunks))
+    return Layout(
+        rows, whole, chunks, max(c.stop - c.start for c in chunks), max(c.rows for c in chunks)
+    )
 
 
 def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -109,8 +131,13 @@ def _within(pieces: tuple[Piece, ...], start: int, stop: int, first_row: int) ->
             yield Piece(a - start, row + (a - at) // ROW - first_row, b - a)
 
 
-def spread(values: Tensor, pieces: tuple[Piece, ...], rows: int, use: str, scratch: Scratch) -> Tensor:
-    """Flat values as (rows, 128), zeros behind a part that ends within a row. A view where there are none."""
+def spread(
+    values: Tensor, pieces: tuple[Piece, ...], rows: int, use: str, scratch: Scratch
+) -> Tensor:
+    """Flat values as (rows, 128), zeros behind a part that ends within a row.
+
+    A view where there are none.
+    """
     if len(values) == rows * ROW and values.is_contiguous():
         return values.view(rows, ROW)
     out = scratch(use, rows * ROW, values.dtype, values.device)
@@ -130,10 +157,15 @@ def join(rows: Tensor, pieces: tuple[Piece, ...], out: Tensor) -> None:
 
 
 def quantise(
-    x: Tensor, codes: Tensor, scales: Tensor, dropped: Tensor, seed: tuple[int, ...], scratch: Scratch
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    dropped: Tensor,
+    seed: tuple[int, ...],
+    scratch: Scratch,
 ) -> None:
-    """Round (rows, 128) values to ``codes``, int8, in units of ``scales``, float32; ``dropped`` (x itself, or of its
-    shape) gets what rounding took off."""
+    """Round (rows, 128) values to ``codes``, int8, in units of ``scales``, float32; ``dropped`` (x
+    itself, or of its shape) gets what rounding took off."""
     place, noise = _place(seed), _table(x.dtype, x.device)
     for number, a in enumerate(range(0, len(x), BLOCK)):
         x_, scale, drop = x[a : a + BLOCK], scales[a : a + BLOCK], dropped[a : a + BLOCK]
@@ -155,7 +187,10 @@ def dequantise(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
 
 
 def _place(seed: tuple[int, ...]) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(seed).encode(), digest_size=4).digest(), "little") % TABLE
+    return (
+        int.from_bytes(hashlib.blake2b(repr(seed).encode(), digest_size=4).digest(), "little")
+        % TABLE
+    )
 
 
 @lru_cache(maxsize=8)

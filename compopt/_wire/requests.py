@@ -1,8 +1,8 @@
 """What an algorithm may ask of the other ranks.
 
-An algorithm is a generator over one bucket. It yields one of these and is resumed with the answer, so it never touches
-``torch.distributed`` and runs unchanged over real process groups and in the lockstep simulator of the tests.
-"""
+An algorithm is a generator over one bucket. It yields one of these and is resumed with the answer,
+so it never touches ``torch.distributed`` and runs unchanged over real process groups and in the
+lockstep simulator of the tests."""
 
 from __future__ import annotations
 
@@ -20,20 +20,27 @@ BLOCK = 131072  # values rounded at a time: they stay in a core's cache
 class Payload:
     """One flat message: a header, then a part for every tensor of the bucket.
 
-    The header carries, for each tensor, 1 if this rank has a gradient for it, 0 if not, NaN if the gradient is not
-    finite; averaging makes it a verdict that all ranks share. ``control`` carries what the runtime wants agreed (see
-    ``control``): the bucket and step it belongs to; in the last bucket of a step stale payloads, and settings.
+    The header carries, for each tensor, 1 if this rank has a gradient for it, 0 if not, NaN if the
+    gradient is not finite; averaging makes it a verdict that all ranks share. ``control`` carries
+    what the runtime wants agreed (see ``control``): the bucket and step it belongs to; in the last
+    bucket of a step stale payloads, and settings.
 
-    ``dropped``, as long as the body: what rounding took off this rank's share, where what is sent of compressed tensors
-    is rounded. With a ``seed`` the body travels as int8 (see ``int8_mean``), rounded as the seed says; ``dropped`` is
-    known when the payload has been averaged. In a dtype that is too narrow for what is sent, values are written to
-    ``exact``, and ``round`` makes the message of them.
-    """
+    ``dropped``, as long as the body: what rounding took off this rank's share, where what is sent
+    of compressed tensors is rounded. With a ``seed`` the body travels as int8 (see ``int8_mean``),
+    rounded as the seed says; ``dropped`` is known when the payload has been averaged. In a dtype
+    that is too narrow for what is sent, values are written to ``exact``, and ``round`` makes the
+    message of them."""
 
     def __init__(
-        self, flat: Tensor, tensors: int, control: int, lengths: list[int],
-        seed: tuple[int, ...] | None = None, dropped: Tensor | None = None, scratch: Scratch | None = None,
-    ):  # fmt: skip
+        self,
+        flat: Tensor,
+        tensors: int,
+        control: int,
+        lengths: list[int],
+        seed: tuple[int, ...] | None = None,
+        dropped: Tensor | None = None,
+        scratch: Scratch | None = None,
+    ):
         self.flat, self.seed, self.dropped = flat, seed, dropped
         self.scratch = scratch or Scratch()
         self.header = flat[:tensors]
@@ -45,7 +52,9 @@ class Payload:
         )
         self.exact = self.parts if dropped is None or seed is not None else self.dropped_parts
         self.marks: list[float] | None = None  # the averaged header, once it has been read
-        self.starts: Tensor | None = None  # for kernels: how much of its tensor is sent before each block
+        self.starts: Tensor | None = (
+            None  # for kernels: how much of its tensor is sent before each block
+        )
 
     def round(self) -> Payload:
         """Make the message of what ``exact`` holds; there is then what rounding took off."""
@@ -57,7 +66,9 @@ class Payload:
 
     def over(self, flat: Tensor) -> Payload:
         """Another message laid out as this one."""
-        return Payload(flat, len(self.header), len(self.control), [len(part) for part in self.parts])
+        return Payload(
+            flat, len(self.header), len(self.control), [len(part) for part in self.parts]
+        )
 
     @property
     def nbytes(self) -> int:
@@ -69,10 +80,11 @@ class Payload:
 
 @dataclass(slots=True)
 class AllReduceMean:
-    """Mean over ranks, in place. Resumed with the same payload or tensor. A payload with a seed travels as int8.
+    """Mean over ranks, in place. Resumed with the same payload or tensor. A payload with a seed
+    travels as int8.
 
-    ``more``: another exchange follows before Agree; in backward the runtime does not wait for the step to go on.
-    """
+    ``more``: another exchange follows before Agree; in backward the runtime does not wait for the
+    step to go on."""
 
     message: Payload | Tensor
     more: bool = False
@@ -84,7 +96,10 @@ class AllReduceMean:
 
 @dataclass(slots=True)
 class AllGather:
-    """Resumed with a tensor of shape ``(ranks, *tensor.shape)``, row r from rank r. ``into``: memory for it, if any."""
+    """Resumed with a tensor of shape ``(ranks, *tensor.shape)``, row r from rank r.
+
+    ``into``: memory for it, if any.
+    """
 
     tensor: Tensor
     into: Tensor | None = None
@@ -94,9 +109,9 @@ class AllGather:
 class Broadcast:
     """Rank ``source``'s tensor on every rank, in place. Resumed with the same tensor.
 
-    ``confirm``: it is sent behind the commit, and ranks that have it may not meet one that has not. So the next step
-    begins with a word of every rank, and where it was lost on any, all go on without.
-    """
+    ``confirm``: it is sent behind the commit, and ranks that have it may not meet one that has not.
+    So the next step begins with a word of every rank, and where it was lost on any, all go on
+    without."""
 
     tensor: Tensor
     source: int = 0
@@ -105,7 +120,8 @@ class Broadcast:
 
 @dataclass(slots=True)
 class ReduceScatterMean:
-    """Mean over ranks of consecutive rows, row r for rank r: resumed with this rank's row, in memory of its own.
+    """Mean over ranks of consecutive rows, row r for rank r: resumed with this rank's row, in
+    memory of its own.
 
     ``sizes[r]`` is the number of elements of row r, the same on all ranks.
     """
@@ -116,7 +132,10 @@ class ReduceScatterMean:
 
 @dataclass(slots=True)
 class BitOr:
-    """Bitwise or over ranks of a tensor of uint8. Resumed with it. What is at these bits is exchanged next."""
+    """Bitwise or over ranks of a tensor of uint8.
+
+    Resumed with it. What is at these bits is exchanged next.
+    """
 
     tensor: Tensor
 
@@ -125,12 +144,12 @@ class BitOr:
 class Agree:
     """The end of reading and exchanging: wait for every bucket and for one verdict of all ranks.
 
-    Resumed with the L2 norm, over all buckets, of the averaged gradient; from then on state may change. Closed instead
-    of resumed when the step is not to be applied. ``squared_norm`` defaults to that of the payload's body.
+    Resumed with the L2 norm, over all buckets, of the averaged gradient; from then on state may
+    change. Closed instead of resumed when the step is not to be applied. ``squared_norm`` defaults
+    to that of the payload's body.
 
-    ``sharded``: the payload, and so the norm, is of this rank's shard only, and state may change when ``Commit`` is
-    resumed: until then updated parameters are gathered.
-    """
+    ``sharded``: the payload, and so the norm, is of this rank's shard only, and state may change
+    when ``Commit`` is resumed: until then updated parameters are gathered."""
 
     payload: Payload
     phase: str
@@ -140,7 +159,9 @@ class Agree:
 
 @dataclass(slots=True)
 class Commit:
-    """After a sharded ``Agree``: wait until all that was asked for since has arrived, for every bucket."""
+    """After a sharded ``Agree``: wait until all that was asked for since has arrived, for every
+    bucket.
+    """
 
 
 Request = AllReduceMean | AllGather | Broadcast | ReduceScatterMean | BitOr | Agree | Commit
@@ -156,7 +177,9 @@ class CommunicationError(RuntimeError):
 
 
 class NotSent(Exception):
-    """What was to be sent could not be made on this rank, for the reason that is this exception's cause."""
+    """What was to be sent could not be made on this rank, for the reason that is this exception's
+    cause.
+    """
 
 
 def bytes_of(request: Request) -> int:

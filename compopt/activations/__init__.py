@@ -1,12 +1,15 @@
-"""Compressed activations for tensor- and pipeline-parallel layers, in torch's own parallelism (MCBench, MLSys 2024)::
+"""Compressed activations for tensor- and pipeline-parallel layers, in torch's own parallelism
+(MCBench, MLSys 2024)::
 
-    plan = {"up": ColwiseParallel(), "down": CompressedRowwiseParallel(lambda: AutoEncoder(hidden=1024, code=100))}
-    parallelize_module(mlp, mesh["tp"], plan)                                   # torch.distributed.tensor.parallel
-    first = SendCompressed(nn.Sequential(*blocks[:6]), TopK(0.1))             # torch.distributed.pipelining
+    encoder = lambda: AutoEncoder(hidden=1024, code=100)
+    plan = {"up": ColwiseParallel(), "down": CompressedRowwiseParallel(encoder)}
+    parallelize_module(mlp, mesh["tp"], plan)  # torch.distributed.tensor.parallel
+    first = SendCompressed(nn.Sequential(*blocks[:6]), TopK(0.1))  # torch.distributed.pipelining
     second = ReceiveCompressed(nn.Sequential(*blocks[6:]), TopK(0.1), shape=(8, 128, 1024))
 
-A compressor of your own is one class with three methods. What it sends is `values`, which carry gradients, and a `side`
-tensor that does not (or None); `summable` says that adding up the values of all ranks adds up the activations::
+A compressor of your own is one class with three methods. What it sends is `values`, which carry
+gradients, and a `side` tensor that does not (or None); `summable` says that adding up the values of
+all ranks adds up the activations::
 
     class Halves(Compressor):
         summable = True  # the sum of every rank's means is the mean of the sum
@@ -20,9 +23,9 @@ tensor that does not (or None); `summable` says that adding up the values of all
         def bytes(self, shape, dtype=torch.float32):
             return math.prod(shape) // 2 * dtype.itemsize
 
-`set_compression` turns compressors off and on, as in a warm-up; `drop_compressors` takes them out for fine-tuning.
-docs/activations.md says when any of this pays, where it differs from the paper's code and what that is worth.
-"""
+`set_compression` turns compressors off and on, as in a warm-up; `drop_compressors` takes them out
+for fine-tuning. docs/activations.md says when any of this pays, where it differs from the paper's
+code and what that is worth."""
 
 from .codecs import ALONE, AutoEncoder, Compressor, Identity, replicated
 from .dropping import drop_compressors, set_compression

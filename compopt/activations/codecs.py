@@ -10,12 +10,17 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def replicated(weight: Tensor) -> Tensor:
-    """This rank's copy of a weight that is the same on all of them, in a DTensor or not, and so is its gradient."""
+    """This rank's copy of a weight that is the same on all of them, in a DTensor or not, and so is
+    its gradient.
+    """
     return weight.to_local(grad_placements=[Replicate()]) if isinstance(weight, DTensor) else weight
 
 
 class Alone:
-    """One rank that has nobody to add to: a stage boundary, or a process on its own. `MeshRanks` is its counterpart."""
+    """One rank that has nobody to add to: a stage boundary, or a process on its own.
+
+    `MeshRanks` is its counterpart.
+    """
 
     size = 1
 
@@ -28,7 +33,9 @@ class Alone:
         return [x]
 
     def shared(self, weight: Tensor) -> Tensor:
-        """A weight all ranks share but use on different activations: its gradient is summed over the ranks."""
+        """A weight all ranks share but use on different activations: its gradient is summed over
+        the ranks.
+        """
         return replicated(weight)
 
 
@@ -48,18 +55,20 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class Compressor(nn.Module):
-    """Base class. Subclasses give `compress`, `decompress` and `bytes`; calling a compressor does one all-reduce.
+    """Base class. Subclasses give `compress`, `decompress` and `bytes`; calling a compressor does
+    one all-reduce.
 
-    A subclass with settings names them in `extra_repr`: by them the two ends of a stage boundary know each other. One
-    with weights or buffers sets them in `reset_parameters`, alike on all ranks, so that a model can be made on the meta
-    device. Weights of a tensor-parallel module are DTensors: compute with `ranks.shared(weight)` where each rank holds
-    its own activation, with `replicated(weight)` where all hold the same.
+    A subclass with settings names them in `extra_repr`: by them the two ends of a stage boundary
+    know each other. One with weights or buffers sets them in `reset_parameters`, alike on all
+    ranks, so that a model can be made on the meta device. Weights of a tensor-parallel module are
+    DTensors: compute with `ranks.shared(weight)` where each rank holds its own activation, with
+    `replicated(weight)` where all hold the same.
 
-    Attributes:
-        summable: True when the values of several ranks may be added before `decompress`. Otherwise every rank's
+    Attributes: summable: True when the values of several ranks may be added before `decompress`.
+        Otherwise every rank's
             payload is gathered, decompressed and added up.
-        straight_through: True when the gradient that arrives is also that of what was compressed. At a stage boundary
-            it then travels beside the payload, on the group named there.
+        straight_through: True when the gradient that arrives is also that of what was compressed.
+            At a stage boundary it then travels beside the payload, on the group named there.
         gradient_bits: None, or the bits an element of such a gradient.
         enabled: False while everything is sent. See `set_compression`.
     """
@@ -70,11 +79,14 @@ class Compressor(nn.Module):
     enabled = True
 
     def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor | None]:
-        """What is sent for x: (values, side). Gradients flow through the values only; `side` is equal on all ranks
-        where the compressor is summable. `ranks` is there for methods that must agree on something first."""
+        """What is sent for x: (values, side). Gradients flow through the values only; `side` is
+        equal on all ranks where the compressor is summable. `ranks` is there for methods that must
+        agree on something first."""
         raise NotImplementedError
 
-    def decompress(self, values: Tensor, side: Tensor | None, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    def decompress(
+        self, values: Tensor, side: Tensor | None, shape: torch.Size | tuple[int, ...]
+    ) -> Tensor:
         """The activation of that shape, from what was sent."""
         raise NotImplementedError
 
@@ -103,19 +115,24 @@ class Compressor(nn.Module):
             self.learn(total)
             return self.decompress(total, side, x.shape)
         sides = [None] * ranks.size if side is None else ranks.gather(side)
-        parts = [self.decompress(v, s, x.shape) for v, s in zip(ranks.gather(values), sides, strict=True)]
+        parts = [
+            self.decompress(v, s, x.shape) for v, s in zip(ranks.gather(values), sides, strict=True)
+        ]
         return sum(parts[1:], parts[0])
 
     def learn(self, total: Tensor) -> None:
         """Told the sum of all ranks' values, for compressors that start from it the next time."""
 
     def fits_payload(self) -> bool:
-        """Whether a straight-through gradient returns in the payload's place, and needs no group."""
+        """Whether a straight-through gradient returns in the payload's place, without a group."""
         return False
 
 
 class Identity(Compressor):
-    """No compression: the same exchange, everything sent. The reference the others are compared with."""
+    """No compression: the same exchange, everything sent.
+
+    The reference the others are compared with.
+    """
 
     summable = True
 
@@ -130,20 +147,22 @@ class Identity(Compressor):
 
 
 class AutoEncoder(Compressor):
-    """Two learned matrices: `hidden` numbers a token become `code` and back (MCBench, section 3.1). Exact gradients.
+    """Two learned matrices: `hidden` numbers a token become `code` and back (MCBench, section 3.1).
+    Exact gradients.
 
-    The encoder starts as random orthonormal columns and the decoder as their transpose, so that what arrives first is
-    a projection of the activation; both are drawn from `seed` alone, so that all ranks and both ends of a stage
-    boundary start alike. At a boundary the sender trains the encoder, the receiver the decoder. The matrices are used
-    in the activation's precision.
-    """
+    The encoder starts as random orthonormal columns and the decoder as their transpose, so that
+    what arrives first is a projection of the activation; both are drawn from `seed` alone, so that
+    all ranks and both ends of a stage boundary start alike. At a boundary the sender trains the
+    encoder, the receiver the decoder. The matrices are used in the activation's precision."""
 
     summable = True
 
     def __init__(self, hidden: int, code: int, seed: int = 0) -> None:
         super().__init__()
         if not 1 <= code <= hidden:
-            raise ValueError(f"code must be between 1 and hidden; got code={code}, hidden={hidden}.")
+            raise ValueError(
+                f"code must be between 1 and hidden; got code={code}, hidden={hidden}."
+            )
         self.seed = seed
         self.encoder = nn.Parameter(torch.empty(hidden, code, dtype=torch.get_default_dtype()))
         self.decoder = nn.Parameter(torch.empty(code, hidden, dtype=torch.get_default_dtype()))

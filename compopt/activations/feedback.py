@@ -10,11 +10,11 @@ from .recompute import Replay, recomputing
 
 
 class ErrorFeedback(Compressor):
-    """Adds what `codec` took off this rank's last activation to the next one of the same shape, in training.
+    """Adds what `codec` took off this rank's last activation to the next one of the same shape, in
+    training.
 
-    For comparison with the data-parallel habit: what is added belongs to other tokens than those it is added to, so
-    that it can help only where all tokens share what is held back.
-    """
+    For comparison with the data-parallel habit: what is added belongs to other tokens than those it
+    is added to, so that it can help only where all tokens share what is held back."""
 
     def __init__(self, codec: Compressor) -> None:
         super().__init__()
@@ -45,7 +45,9 @@ class ErrorFeedback(Compressor):
                 self._error = error if error.isfinite().all() else None
         return values, side
 
-    def decompress(self, values: Tensor, side: Tensor | None, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    def decompress(
+        self, values: Tensor, side: Tensor | None, shape: torch.Size | tuple[int, ...]
+    ) -> Tensor:
         return self.codec.decompress(values, side, shape)
 
     def bytes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:

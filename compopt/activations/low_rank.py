@@ -12,19 +12,22 @@ from .recompute import Replay, recomputing
 
 
 class PowerSGD(Compressor):
-    """Rank-`rank` factors of the (tokens, hidden) matrix, a power iteration a call (Vogels et al. 2019), fp32 or wider.
+    """Rank-`rank` factors of the (tokens, hidden) matrix, a power iteration a call (Vogels et al.
+    2019), fp32 or wider.
 
-    The column basis P is taken as given, so the gradient is the exact one of the projection x -> P P^T x: a documented
-    straight-through, as the derivative of the QR factorisation is left out. The row basis moves in training only, and
-    not when activation checkpointing computes a forward again.
-    """
+    The column basis P is taken as given, so the gradient is the exact one of the projection x -> P
+    P^T x: a documented straight-through, as the derivative of the QR factorisation is left out. The
+    row basis moves in training only, and not when activation checkpointing computes a forward
+    again."""
 
     summable = True
 
     def __init__(self, rank: int, hidden: int, seed: int = 0) -> None:
         super().__init__()
         if not 1 <= rank <= hidden:
-            raise ValueError(f"rank must be between 1 and hidden; got rank={rank}, hidden={hidden}.")
+            raise ValueError(
+                f"rank must be between 1 and hidden; got rank={rank}, hidden={hidden}."
+            )
         self.seed = seed
         start = torch.empty(hidden, rank, dtype=torch.get_default_dtype())
         self.register_buffer("basis", start)  # what the last call ended with, the start of the next
@@ -35,7 +38,11 @@ class PowerSGD(Compressor):
         """Draw the first basis. After `to_empty`, for a model that was made on the meta device."""
         if not self.basis.is_meta:
             generator = torch.Generator().manual_seed(self.seed)
-            self.basis.copy_(torch.randn(self.basis.shape, generator=generator, dtype=torch.float32, device="cpu"))
+            self.basis.copy_(
+                torch.randn(
+                    self.basis.shape, generator=generator, dtype=torch.float32, device="cpu"
+                )
+            )
 
     def extra_repr(self) -> str:
         return f"rank={self.basis.shape[1]}, hidden={self.basis.shape[0]}, seed={self.seed}"
@@ -44,14 +51,18 @@ class PowerSGD(Compressor):
         matrix = x.reshape(-1, x.shape[-1])
         basis = self._replay(lambda: self.basis)
         with torch.no_grad():
-            wide = torch.promote_types(basis.dtype, torch.float32)  # a QR of half-precision numbers falls apart
+            wide = torch.promote_types(
+                basis.dtype, torch.float32
+            )  # a QR of half-precision numbers falls apart
             columns = ranks.sum(matrix.to(wide) @ basis.to(wide))
             orthonormal = torch.linalg.qr(columns).Q.to(x.dtype)
         values = matrix.t() @ orthonormal
         self.learn(values)
         return values, orthonormal
 
-    def decompress(self, values: Tensor, side: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    def decompress(
+        self, values: Tensor, side: Tensor, shape: torch.Size | tuple[int, ...]
+    ) -> Tensor:
         return (side @ values.t()).view(shape)
 
     @torch.no_grad()

@@ -1,9 +1,9 @@
-"""A gradient that returns across a stage boundary beside the payload, over a group of the two ranks.
+"""A gradient that returns across a stage boundary beside the payload, over a group of the two
+ranks.
 
-Every gradient has a number, and its number is what returns in the payload's place: to find out shapes, torch's
-pipelining goes through the backward of some stages and not of others, and what was sent then must not be taken for the
-first real gradient.
-"""
+Every gradient has a number, and its number is what returns in the payload's place: to find out
+shapes, torch's pipelining goes through the backward of some stages and not of others, and what was
+sent then must not be taken for the first real gradient."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ NUMBERS = 128  # that bfloat16 holds exactly
 
 
 class Pair:
-    """The two ends of a boundary. Gradients are sent in the order of the backwards, which both ends share."""
+    """The two ends of a boundary.
+
+    Gradients are sent in the order of the backwards, which both ends share.
+    """
 
     def __init__(self, group: dist.ProcessGroup, codec: Compressor) -> None:
         if dist.get_world_size(group) != 2:
             raise ValueError(
-                f"pair must be a group of the boundary's two ranks, as new_group([0, 1]) makes; this one has "
-                f"{dist.get_world_size(group)}."
+                "pair must be a group of the boundary's two ranks, as new_group([0, 1]) makes; "
+                f"this one has {dist.get_world_size(group)}."
             )
         self.group, self.codec = group, getattr(codec, "codec", codec)  # what ErrorFeedback wraps
         self.other = dist.get_global_rank(group, 1 - dist.get_rank(group))
@@ -48,7 +51,9 @@ class Pair:
         return (self._number - 1) % NUMBERS
 
     def receive(self, number: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """The gradient of that number, of an activation of that shape, as `like` is in precision and device."""
+        """The gradient of that number, of an activation of that shape, as `like` is in precision
+        and device.
+        """
         bits = self.codec.gradient_bits
         size = math.prod(shape) if bits is None else self.codec.size(shape, bits, like.dtype)
         packed = torch.empty(size, dtype=like.dtype, device=like.device)
@@ -59,7 +64,10 @@ class Pair:
 
 
 class SendBeside(torch.autograd.Function):
-    """The payload of x. What returns for it is the number of x's gradient, below zero; else none was sent."""
+    """The payload of x.
+
+    What returns for it is the number of x's gradient, below zero; else none was sent.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, values: Tensor, pair: Pair) -> Tensor:
@@ -75,7 +83,10 @@ class SendBeside(torch.autograd.Function):
 
 
 class ReturnBeside(torch.autograd.Function):
-    """What a payload was unpacked to. Its gradient is sent; in the payload's place returns the gradient's number."""
+    """What a payload was unpacked to.
+
+    Its gradient is sent; in the payload's place returns the gradient's number.
+    """
 
     @staticmethod
     def forward(ctx, values: Tensor, x: Tensor, pair: Pair) -> Tensor:

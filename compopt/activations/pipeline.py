@@ -1,15 +1,17 @@
-"""Compression at the stage boundaries of torch.distributed.pipelining: a wrapper around each neighbouring stage.
+"""Compression at the stage boundaries of torch.distributed.pipelining: a wrapper around each
+neighbouring stage.
 
     first = SendCompressed(nn.Sequential(*blocks[:6]), TopK(0.1))
     second = ReceiveCompressed(nn.Sequential(*blocks[6:]), TopK(0.1), shape=(8, 128, 1024))
     stage = PipelineStage([first, second][rank], rank, 2, device)      # and any schedule of torch's
 
-What the sender returns is what crosses the network, and the gradient that comes back has the size of the values. The
-last tensor of it has no elements: its shape says which compressor made it, and the receiver compares that with its own
-before a byte is trained on. A stage in the middle is wrapped twice.
+What the sender returns is what crosses the network, and the gradient that comes back has the size
+of the values. The last tensor of it has no elements: its shape says which compressor made it, and
+the receiver compares that with its own before a byte is trained on. A stage in the middle is
+wrapped twice.
 
-The gradient of `Quantize` comes back in full. It has no place in the payload, so it travels beside it, over a group of
-the two ranks that only this boundary uses (every rank calls new_group)::
+The gradient of `Quantize` comes back in full. It has no place in the payload, so it travels beside
+it, over a group of the two ranks that only this boundary uses (every rank calls new_group)::
 
     pair = dist.new_group([0, 1])
     first = SendCompressed(nn.Sequential(*blocks[:6]), Quantize(2), pair=pair)
@@ -34,19 +36,25 @@ def _label(compressor: Compressor, shape: tuple[int, ...], like: Tensor) -> tupl
 
 
 class _Boundary(nn.Module):
-    """A wrapped stage. Its state-dict keys are the stage's own, with those of the compressor beside them."""
+    """A wrapped stage.
+
+    Its state-dict keys are the stage's own, with those of the compressor beside them.
+    """
 
     codec = ""  # the compressor's name in the state dict
 
     def __init__(self, stage: nn.Module, compressor: Compressor, pair) -> None:
         if not isinstance(compressor, Compressor):
-            raise TypeError(f"compressor must be a Compressor, as in TopK(0.1); got {type(compressor).__name__}.")
+            raise TypeError(
+                "compressor must be a Compressor, as in TopK(0.1); got "
+                f"{type(compressor).__name__}."
+            )
         beside = compressor.straight_through and not compressor.fits_payload()
         if beside and pair is None:
             raise ValueError(
-                f"the gradient of {compressor} returns across a stage boundary beside the payload: pass "
-                "pair=torch.distributed.new_group([sender, receiver]) to both ends, or set gradient_bits to at most "
-                "bits, which quantizes it."
+                f"the gradient of {compressor} returns across a stage boundary beside the payload: "
+                "pass pair=torch.distributed.new_group([sender, receiver]) to both ends, or set "
+                "gradient_bits to at most bits, which quantizes it."
             )
         super().__init__()
         self.stage = stage
@@ -69,7 +77,9 @@ class _Boundary(nn.Module):
 
 
 def _without_stage(module: _Boundary, state: dict, prefix: str, _) -> None:
-    """Keys as the stage itself would have them, and what load_state_dict wants to know of its modules' versions."""
+    """Keys as the stage itself would have them, and what load_state_dict wants to know of its
+    modules' versions.
+    """
     _rename(state, prefix + "stage.", prefix)
     _rename(getattr(state, "_metadata", {}), prefix + "stage.", prefix)
 
@@ -86,12 +96,12 @@ def _rename(names: dict, old: str, new: str, but: str | None = None) -> None:
 
 
 class SendCompressed(_Boundary):
-    """A stage whose output leaves compressed: the values, a side tensor where there is one, and a label without size.
+    """A stage whose output leaves compressed: the values, a side tensor where there is one, and a
+    label without size.
 
-    Args:
-        stage: returns one activation.
-        compressor: of the same kind and settings as the receiver's. An AutoEncoder's encoder is trained here.
-        pair: a process group of the two ranks, for a compressor whose gradient returns beside the payload.
+    Args: stage: returns one activation. compressor: of the same kind and settings as the
+        receiver's. An AutoEncoder's encoder is trained here. pair: a process group of the two
+        ranks, for a compressor whose gradient returns beside the payload.
     """
 
     codec = "outgoing"
@@ -112,24 +122,29 @@ class SendCompressed(_Boundary):
             values = SendBeside.apply(x, values, self.pair)
         else:
             values, side = self.compressor.compress(x)
-        return tuple(tensor.contiguous() for tensor in (values, side) if tensor is not None) + (label,)
+        return tuple(tensor.contiguous() for tensor in (values, side) if tensor is not None) + (
+            label,
+        )
 
 
 class ReceiveCompressed(_Boundary):
     """A stage whose input arrives compressed.
 
-    Args:
-        stage: takes one activation, and the keyword arguments of the schedule's step.
-        compressor: of the same kind and settings as the sender's. An AutoEncoder's decoder is trained here.
-        shape: the activation of one micro-batch, for example (sequences, tokens, hidden).
-        pair: as the sender's.
+    Args: stage: takes one activation, and the keyword arguments of the schedule's step. compressor:
+        of the same kind and settings as the sender's. An AutoEncoder's decoder is trained here.
+        shape: the activation of one micro-batch, for example (sequences, tokens, hidden). pair: as
+        the sender's.
     """
 
     codec = "incoming"
 
-    def __init__(self, stage: nn.Module, compressor: Compressor, shape: tuple[int, ...], *, pair=None) -> None:
+    def __init__(
+        self, stage: nn.Module, compressor: Compressor, shape: tuple[int, ...], *, pair=None
+    ) -> None:
         if not shape or min(shape) < 1:
-            raise ValueError(f"shape must be that of one micro-batch's activation; got {tuple(shape)}.")
+            raise ValueError(
+                f"shape must be that of one micro-batch's activation; got {tuple(shape)}."
+            )
         super().__init__(stage, compressor, pair)
         self.shape = tuple(shape)
 
@@ -149,12 +164,23 @@ class ReceiveCompressed(_Boundary):
         return ReturnBeside.apply(values, x, self.pair)
 
     def _compare(self, values: Tensor, label: Tensor | None) -> None:
-        ours = f"{self.compressor}, activation {self.shape} in {values.dtype}, enabled={self.compressor.enabled}"
+        what = f"activation {self.shape} in {values.dtype}"
+        ours = f"{self.compressor}, {what}, enabled={self.compressor.enabled}"
         if label is None or label.ndim != 4 or len(label):
-            raise RuntimeError(f"this stage expects what SendCompressed sends ({ours}); the stage before is no such.")
+            raise RuntimeError(
+                f"this stage expects what SendCompressed sends ({ours}); the stage before is no "
+                "such."
+            )
         wanted = _label(self.compressor, self.shape, values)
-        names = "the kind of compressor", "its settings (bits, density, rank, seed)", "the activation's shape or dtype"
+        names = (
+            "the kind of compressor",
+            "its settings (bits, density, rank, seed)",
+            "the activation's shape or dtype",
+        )
         pairs = zip(names, wanted, label.shape[1:], strict=True)
         differ = [name for name, mine, theirs in pairs if mine != theirs]
         if differ:
-            raise RuntimeError(f"the two ends of a stage boundary differ in {' and '.join(differ)}. This one: {ours}.")
+            raise RuntimeError(
+                f"the two ends of a stage boundary differ in {' and '.join(differ)}. This one: "
+                f"{ours}."
+            )

@@ -11,7 +11,7 @@ from .codecs import ALONE, Alone, Compressor
 
 
 class _Encode(torch.autograd.Function):
-    """x to packed bytes; the gradient arrives as packed bytes too, at its front, and is unpacked."""
+    """x to packed bytes; the gradient arrives packed too, at its front, and is unpacked."""
 
     @staticmethod
     def forward(ctx, x: Tensor, codec: Quantize) -> Tensor:
@@ -39,24 +39,29 @@ class _Decode(torch.autograd.Function):
 
 
 class Quantize(Compressor):
-    """`bits` bits an element, 2^bits levels from -s to s - s / 2^(bits-1), s the largest magnitude of a channel.
+    """`bits` bits an element, 2^bits levels from -s to s - s / 2^(bits-1), s the largest magnitude
+    of a channel.
 
-    As in MCBench's code (its paper writes one scale a tensor, which one large channel spoils for all others). A channel
-    is an entry of the last dimension. Gradients are straight-through: exact in a tensor-parallel all-reduce, where no
-    gradient crosses the network. Across a stage boundary the gradient returns in full beside the payload, on a process
-    group of the two stages; with ``gradient_bits`` no larger than ``bits`` it is quantized and needs no group.
+    As in MCBench's code (its paper writes one scale a tensor, which one large channel spoils for
+    all others). A channel is an entry of the last dimension. Gradients are straight-through: exact
+    in a tensor-parallel all-reduce, where no gradient crosses the network. Across a stage boundary
+    the gradient returns in full beside the payload, on a process group of the two stages; with
+    ``gradient_bits`` no larger than ``bits`` it is quantized and needs no group.
 
-    Args:
-        bits: 2, 4 or 8.
-        stochastic: round up or down at random, without bias, instead of to the nearest.
-        scale: "channel", or "tensor" for one of the whole activation.
-        gradient_bits: of the gradient that returns across a stage boundary: 2, 4, 8, or None for all of it.
+    Args: bits: 2, 4 or 8. stochastic: round up or down at random, without bias, instead of to the
+        nearest. scale: "channel", or "tensor" for one of the whole activation. gradient_bits: of
+        the gradient that returns across a stage boundary: 2, 4, 8, or None for all of it.
     """
 
     straight_through = True
 
     def __init__(
-        self, bits: int, stochastic: bool = False, *, scale: str = "channel", gradient_bits: int | None = None
+        self,
+        bits: int,
+        stochastic: bool = False,
+        *,
+        scale: str = "channel",
+        gradient_bits: int | None = None,
     ) -> None:
         super().__init__()
         if bits not in (2, 4, 8):
@@ -80,8 +85,9 @@ class Quantize(Compressor):
         """Bits of a gradient that returns in place of the payload."""
         if not self.fits_payload():
             raise RuntimeError(
-                f"a gradient of {self.gradient_bits or 'all its'} bits does not fit into a payload of {self.bits}: "
-                "call the compressor, use SendCompressed and ReceiveCompressed with a group, or set gradient_bits."
+                f"a gradient of {self.gradient_bits or 'all its'} bits does not fit into a payload "
+                f"of {self.bits}: call the compressor, use SendCompressed and ReceiveCompressed "
+                "with a group, or set gradient_bits."
             )
         return self.gradient_bits
 
@@ -104,7 +110,9 @@ class Quantize(Compressor):
         return shape[-1] if self.scale == "channel" and shape else 1
 
     def pack(self, x: Tensor, bits: int) -> Tensor:
-        """A bfloat16 scale a channel and the packed codes, seen as a vector of x's dtype: autograd carries that."""
+        """A bfloat16 scale a channel and the packed codes, seen as a vector of x's dtype: autograd
+        carries that.
+        """
         if not x.numel():
             return x.new_zeros(0)
         half, each = 2 ** (bits - 1), 8 // bits

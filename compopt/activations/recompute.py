@@ -1,4 +1,6 @@
-"""What a forward drew, kept so that activation checkpointing draws it again when it computes that forward anew."""
+"""What a forward drew, kept so that activation checkpointing draws it again when it computes that
+forward anew.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,21 @@ KEPT = 64  # forwards in flight at most: micro-batches whose backward has not co
 
 
 def recomputing() -> bool:
-    """Whether this code runs inside a backward: only activation checkpointing computes a forward there."""
+    """Whether this code runs inside a backward: only activation checkpointing computes a forward
+    there.
+    """
     return torch._C._current_graph_task_id() != -1
 
 
 def _may_be_recomputed() -> bool:
-    """Whether checkpointing may stand around this code: it computes without a graph, or takes over what is saved."""
+    """Whether checkpointing may stand around this code: it computes without a graph, or takes over
+    what is saved.
+    """
     if not torch.is_grad_enabled():
         return True
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in every torch we support
+    hooks = getattr(
+        torch._C._autograd, "_top_saved_tensors_default_hooks", None
+    )  # not in every torch we support
     return hooks is None or hooks(True) is not None
 
 
@@ -35,9 +43,9 @@ class _Draw:
 class Replay:
     """Calls ``draw`` in a forward, and gives the same answer when that forward is computed again.
 
-    A forward is known by the next number of torch's own generator, which checkpointing sets back before it computes
-    again. A forward that cannot be told from another raises instead of being given a wrong answer.
-    """
+    A forward is known by the next number of torch's own generator, which checkpointing sets back
+    before it computes again. A forward that cannot be told from another raises instead of being
+    given a wrong answer."""
 
     def __init__(self) -> None:
         self._draws: OrderedDict[int, _Draw] = OrderedDict()
@@ -59,14 +67,16 @@ class Replay:
         drawn = self._draws.get(key)
         if drawn is None:
             raise RuntimeError(
-                "a compressed activation is computed again, and which forward it belongs to is not known: leave "
-                "torch.utils.checkpoint's preserve_rng_state at True, call the forward with the codec that this "
-                f"backward belongs to, and have no more than {KEPT} forwards wait for their backward."
+                "a compressed activation is computed again, and which forward it belongs to is "
+                "not known: leave torch.utils.checkpoint's preserve_rng_state at True, call the "
+                "forward with the codec that this backward belongs to, and have no more than "
+                f"{KEPT} forwards wait for their backward."
             )
         if drawn.ambiguous:
             raise RuntimeError(
-                "a compressed activation is computed again, and two forwards that it could belong to began with the "
-                "same random state: do not call torch.manual_seed between forwards whose backward has not come."
+                "a compressed activation is computed again, and two forwards that it could belong "
+                "to began with the same random state: do not call torch.manual_seed between "
+                "forwards whose backward has not come."
             )
         drawn.repeated = True
         return drawn.value

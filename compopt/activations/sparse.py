@@ -22,7 +22,10 @@ def _check_density(density: float) -> None:
 
 
 class TopK(Compressor):
-    """The `density` part of the elements that is largest in magnitude, with int32 positions. Exact gradients."""
+    """The `density` part of the elements that is largest in magnitude, with int32 positions.
+
+    Exact gradients.
+    """
 
     def __init__(self, density: float) -> None:
         super().__init__()
@@ -37,9 +40,13 @@ class TopK(Compressor):
         index = flat.detach().abs().topk(_kept(self.density, flat.numel()), sorted=False).indices
         return flat[index], index.int()
 
-    def decompress(self, values: Tensor, side: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    def decompress(
+        self, values: Tensor, side: Tensor, shape: torch.Size | tuple[int, ...]
+    ) -> Tensor:
         n = math.prod(shape)
-        index = side.long().clamp(0, max(n - 1, 0))  # torch's pipelining first runs stages on uninitialised memory
+        index = side.long().clamp(
+            0, max(n - 1, 0)
+        )  # torch's pipelining first runs stages on uninitialised memory
         return values.new_zeros(n).index_put((index,), values).view(shape)
 
     def bytes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
@@ -49,10 +56,10 @@ class TopK(Compressor):
 class RandomK(Compressor):
     """A `density` part of the elements at random positions that all ranks share. Exact gradients.
 
-    Positions are (a*j + b) mod n for a random b and a random a without common factor with n: every element is equally
-    likely, n is never sampled on the host, and two numbers tell a receiver which ones. Nothing is scaled up. The k-th
-    forward draws them from `seed` and k; activation checkpointing, which computes it again, meets the same ones.
-    """
+    Positions are (a*j + b) mod n for a random b and a random a without common factor with n: every
+    element is equally likely, n is never sampled on the host, and two numbers tell a receiver which
+    ones. Nothing is scaled up. The k-th forward draws them from `seed` and k; activation
+    checkpointing, which computes it again, meets the same ones."""
 
     summable = True
 
@@ -74,14 +81,18 @@ class RandomK(Compressor):
     def _draw(self, n: int) -> tuple[int, int]:
         self._forwards += 1
         drawn, most = random.Random(f"{self.seed}, {self._forwards}"), max(n, 1)
-        step = next(a for a in iter(lambda: drawn.randrange(1, most + 1), None) if math.gcd(a, most) == 1)
+        step = next(
+            a for a in iter(lambda: drawn.randrange(1, most + 1), None) if math.gcd(a, most) == 1
+        )
         return step, drawn.randrange(most)
 
     def _positions(self, side: Tensor, n: int) -> Tensor:
         places = torch.arange(_kept(self.density, n), dtype=torch.int64, device=side.device)
         return (places * side[0] + side[1]).remainder(max(n, 1))
 
-    def decompress(self, values: Tensor, side: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    def decompress(
+        self, values: Tensor, side: Tensor, shape: torch.Size | tuple[int, ...]
+    ) -> Tensor:
         n = math.prod(shape)
         return values.new_zeros(n).index_put((self._positions(side, n),), values).view(shape)
 

@@ -1,4 +1,7 @@
-"""Compression inside torch's tensor parallelism. The only file of this package that talks to other ranks."""
+"""Compression inside torch's tensor parallelism.
+
+The only file of this package that talks to other ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def _all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """All-reduce forward. What follows is replicated, so every rank already holds the whole gradient."""
+    """All-reduce forward.
+
+    What follows is replicated, so every rank already holds the whole gradient.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -64,12 +70,17 @@ class MeshRanks(Alone):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         if mesh.ndim != 1:
-            raise ValueError(f"mesh must have one dimension, for example mesh['tp']; this one has {mesh.ndim}.")
+            raise ValueError(
+                f"mesh must have one dimension, for example mesh['tp']; this one has {mesh.ndim}."
+            )
         self.mesh, self.size = mesh, mesh.size()
 
     @classmethod
     def world(cls, device_type: str, size: int) -> MeshRanks:
-        """All ranks torchrun started. Initialises torch.distributed where that has not happened yet."""
+        """All ranks torchrun started.
+
+        Initialises torch.distributed where that has not happened yet.
+        """
         return cls(init_device_mesh(device_type, (size,)))
 
     def sum(self, x: Tensor) -> Tensor:
@@ -98,14 +109,16 @@ def _exchange(module: nn.Module, part: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class CompressedRowwiseParallel(RowwiseParallel):
-    """torch's RowwiseParallel of an nn.Linear whose partial outputs are added up through a compressor.
+    """torch's RowwiseParallel of an nn.Linear whose partial outputs are added up through a
+    compressor.
 
-    The compressor becomes the module's child `compressor`, equal on all ranks of the mesh: its parameters, if any, are
-    DTensors as the module's are, trained and saved with the model. A bias is added after the exchange.
+    The compressor becomes the module's child `compressor`, equal on all ranks of the mesh: its
+    parameters, if any, are DTensors as the module's are, trained and saved with the model. A bias
+    is added after the exchange.
 
-    Args:
-        make: called once for each module this style is applied to, returns its compressor.
-        input_layouts, output_layouts, use_local_output: as in RowwiseParallel. The exchange makes the output on every
+    Args: make: called once for each module this style is applied to, returns its compressor.
+        input_layouts, output_layouts, use_local_output: as in RowwiseParallel. The exchange makes
+        the output on every
             rank; with ``output_layouts=Shard(1)``, sequence parallelism, each keeps its own part.
     """
 
@@ -117,28 +130,44 @@ class CompressedRowwiseParallel(RowwiseParallel):
         output_layouts=None,
         use_local_output: bool = True,
     ) -> None:
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
         if isinstance(make, Compressor) or not callable(make):
             raise TypeError(
-                "make must be a function that returns a new compressor, one for each module: `lambda: TopK(0.1)`; got "
+                "make must be a function that returns a new compressor, one for each module: "
+                "`lambda: TopK(0.1)`; got "
                 f"{'the compressor itself, ' if isinstance(make, Compressor) else ''}{make!r}."
             )
         if any(placement.is_partial() for placement in self.output_layouts):
-            raise ValueError("output_layouts must be Replicate() or Shard(...): the exchange adds all parts up.")
+            raise ValueError(
+                "output_layouts must be Replicate() or Shard(...): the exchange adds all parts up."
+            )
         self.make = make
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
-            raise TypeError(f"CompressedRowwiseParallel is for nn.Linear; this module is {type(module).__name__}.")
+            raise TypeError(
+                "CompressedRowwiseParallel is for nn.Linear; this module is "
+                f"{type(module).__name__}."
+            )
         if not isinstance(compressor := self.make(), Compressor):
             raise TypeError(
-                f"make must return a Compressor, as in `lambda: TopK(0.1)`; got {type(compressor).__name__}."
+                "make must return a Compressor, as in `lambda: TopK(0.1)`; got "
+                f"{type(compressor).__name__}."
             )
         if any(isinstance(parameter, DTensor) for parameter in compressor.parameters()):
-            raise ValueError("make must return a new compressor each time it is called; this one is in use already.")
+            raise ValueError(
+                "make must return a new compressor each time it is called; this one is in use "
+                "already."
+            )
         compressor.to(module.weight.device)
         module = super()._apply(module, device_mesh)
-        if type(module).forward is nn.Linear.forward:  # a subclass that computes otherwise keeps its own bias
+        if (
+            type(module).forward is nn.Linear.forward
+        ):  # a subclass that computes otherwise keeps its own bias
             module.__class__ = _LinearThenBias
         _replicate(compressor, module.weight.dtype, device_mesh)
         module.compressor = compressor
@@ -147,7 +176,9 @@ class CompressedRowwiseParallel(RowwiseParallel):
     @staticmethod
     def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
         if not all(placement.is_partial() for placement in outputs.placements):
-            return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+            return RowwiseParallel._prepare_output_fn(
+                output_layouts, use_local_output, mod, outputs, device_mesh
+            )
         part = outputs.to_local(grad_placements=[Replicate()])
         total = _exchange(mod, part, device_mesh)
         everywhere = all(placement.is_replicate() for placement in output_layouts)
@@ -160,10 +191,14 @@ class CompressedRowwiseParallel(RowwiseParallel):
 
 @torch.no_grad()
 def _replicate(compressor: Compressor, dtype: torch.dtype, mesh: DeviceMesh) -> None:
-    """Parameters and buffers as the first rank has them; parameters as DTensors in the module's precision."""
+    """Parameters and buffers as the first rank has them; parameters as DTensors in the module's
+    precision.
+    """
     for part in compressor.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             whole = distribute_tensor(parameter.detach().to(dtype), mesh, [Replicate()])
-            part.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            part.register_parameter(
+                name, nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            )
         for buffer in part.buffers(recurse=False):
             buffer.copy_(distribute_tensor(buffer.detach(), mesh, [Replicate()]).to_local())

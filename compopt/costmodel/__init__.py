@@ -1,15 +1,24 @@
-"""What a training step costs, and what compression would make of it. Plain numbers in, plain numbers out.
+"""What a training step costs, and what compression would make of it. Plain numbers in, plain
+numbers out.
 
 Two models, what follows from them, and the fit that gives both their constants:
 
-- `model_parallel`: activations of tensor- and pipeline-parallel layers, equations 1 to 3 of MCBench;
+- `model_parallel`: activations of tensor- and pipeline-parallel layers, equations 1 to 3 of
+  MCBench;
 - `data_parallel`: gradients averaged inside the optimizer, one row of `METHODS` an optimizer;
 - `advise`: what to use, by the second of these and the losses that were measured;
 - `fit`: constants from measured points, with every residual shown.
 """
 
 from .advice import Advice, Row, Situation, advise, rows_of
-from .data_parallel import Machine, Step, all_gather_seconds, all_reduce_seconds, step_seconds, training_speedup
+from .data_parallel import (
+    Machine,
+    Step,
+    all_gather_seconds,
+    all_reduce_seconds,
+    step_seconds,
+    training_speedup,
+)
 from .devices import DEVICES, Device
 from .fitting import Fit, fit, fit_communication
 from .methods import MEASURED_ON, METHODS, Cost, Method, Workload

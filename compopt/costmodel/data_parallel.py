@@ -1,4 +1,6 @@
-"""Data parallelism: what averaging gradients adds to a step, and what it gives back over a whole training."""
+"""Data parallelism: what averaging gradients adds to a step, and what it gives back over a whole
+training.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one step, by what they go to: computation, the method's own work, communication it waits for."""
+    """Seconds of one step, by what they go to: computation, the method's own work, communication it
+    waits for.
+    """
 
     compute: float
     local: float
@@ -50,28 +54,36 @@ class Step:
 
 
 def all_reduce_seconds(machine: Machine, size: float) -> float:
-    """Ring all-reduce of `size` bytes: 2 (N-1) messages, 2 (N-1)/N of the bytes (Radius, equation 3)."""
+    """Ring all-reduce of `size` bytes: 2 (N-1) messages, 2 (N-1)/N of the bytes (Radius, equation
+    3).
+    """
     hops = machine.ranks - 1
-    return 2 * hops * (machine.latency_s + size / machine.ranks / machine.link_bytes_per_s) if size else 0.0
+    return (
+        2 * hops * (machine.latency_s + size / machine.ranks / machine.link_bytes_per_s)
+        if size
+        else 0.0
+    )
 
 
 def all_gather_seconds(machine: Machine, size: float) -> float:
-    """Ring all-gather to, or reduce-scatter of, `size` bytes: half an all-reduce (Radius, equation 4)."""
+    """Ring all-gather to, or reduce-scatter of, `size` bytes: half an all-reduce (Radius, equation
+    4).
+    """
     return all_reduce_seconds(machine, size) / 2
 
 
 def sent_bytes(machine: Machine, cost: Cost) -> float:
-    """Bytes that leave a rank in a step: 2 (N-1)/N of what is all-reduced, (N-1)/N of what is gathered."""
+    """Bytes that leave a rank in a step: 2 (N-1)/N of what is all-reduced, (N-1)/N of what is
+    gathered.
+    """
     return (machine.ranks - 1) / machine.ranks * (2 * cost.reduced + cost.gathered + cost.hidden)
 
 
 def step_seconds(machine: Machine, cost: Cost, compute_s: float, overlap_s: float = 0.0) -> Step:
     """Predict one step.
 
-    Args:
-        machine: see `Machine`.
-        cost: a row of `METHODS`.
-        compute_s: seconds of a dense step with no communication (forward, backward and AdamW). No prediction is below:
+    Args: machine: see `Machine`. cost: a row of `METHODS`. compute_s: seconds of a dense step with
+        no communication (forward, backward and AdamW). No prediction is below:
             a method with fewer passes over memory than AdamW is not credited for them.
         overlap_s: seconds of the backward pass during which gradients may already travel.
 

@@ -1,8 +1,8 @@
-"""What common accelerators can do, from their makers' data sheets; a share of it is what training gets.
+"""What common accelerators can do, from their makers' data sheets; a share of it is what training
+gets.
 
-Every figure is a peak: memory of the card, bytes a second of its memory, and float32 operations a second outside tensor
-cores, which is what the passes and small products of an optimizer use.
-"""
+Every figure is a peak: memory of the card, bytes a second of its memory, and float32 operations a
+second outside tensor cores, which is what the passes and small products of an optimizer use."""
 
 from __future__ import annotations
 
@@ -43,5 +43,7 @@ DEVICES = {
     "v100": Device(32e9, 0.9e12, 15.7e12, "NVIDIA V100 SXM2 data sheet"),
     "rtx4090": Device(24e9, 1.008e12, 82.6e12, "NVIDIA GeForce RTX 4090 data sheet"),
     "mi300x": Device(192e9, 5.3e12, 163.4e12, "AMD Instinct MI300X data sheet"),
-    "cpu": Device(None, 13e9, 100e9, "one core of the shared Xeon that bench/results was measured on"),
+    "cpu": Device(
+        None, 13e9, 100e9, "one core of the shared Xeon that bench/results was measured on"
+    ),
 }

@@ -1,4 +1,4 @@
-"""Constants from measurements: non-negative least squares on relative errors, residuals included."""
+"""Constants from measurements, by non-negative least squares on relative errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 @dataclass(frozen=True)
 class Fit:
-    """Result of `fit`: `coefficients` a feature, and how far each measured point is from its prediction.
+    """Result of `fit`: `coefficients` a feature, and how far each measured point is from its
+    prediction.
 
     `residuals` are (predicted - measured) / measured, in the order of the points.
     """
@@ -24,16 +25,19 @@ class Fit:
 
     def __str__(self) -> str:
         lines = [f"{name} = {value:.4g}" for name, value in self.coefficients.items()]
-        return "\n".join(lines + [f"point {i}: {100 * error:+.1f} %" for i, error in enumerate(self.residuals)])
+        return "\n".join(
+            lines + [f"point {i}: {100 * error:+.1f} %" for i, error in enumerate(self.residuals)]
+        )
 
 
-def fit(points: Sequence[Mapping[str, float]], seconds: Sequence[float], weights: str = "relative") -> Fit:
+def fit(
+    points: Sequence[Mapping[str, float]], seconds: Sequence[float], weights: str = "relative"
+) -> Fit:
     """Fit seconds = sum of coefficient * feature, coefficients >= 0, over measured points.
 
-    Args:
-        points: one mapping a measurement, feature to amount (FLOPs, bytes on the wire, messages, 1 for a constant).
-        seconds: what was measured, positive.
-        weights: "relative" minimises relative errors, "absolute" seconds.
+    Args: points: one mapping a measurement, feature to amount (FLOPs, bytes on the wire, messages,
+        1 for a constant). seconds: what was measured, positive. weights: "relative" minimises
+        relative errors, "absolute" seconds.
 
     Raises:
         ValueError: fewer points than features, or a measurement that is not positive.
@@ -49,7 +53,9 @@ def fit(points: Sequence[Mapping[str, float]], seconds: Sequence[float], weights
     if weights not in ("relative", "absolute"):
         raise ValueError(f"weights must be 'relative' or 'absolute'; got {weights!r}.")
     target = torch.tensor(seconds, dtype=torch.float64)
-    table = torch.tensor([[point.get(name, 0.0) for name in names] for point in points], dtype=torch.float64)
+    table = torch.tensor(
+        [[point.get(name, 0.0) for name in names] for point in points], dtype=torch.float64
+    )
     weight = 1 / target if weights == "relative" else torch.ones_like(target)
     solution = _non_negative(table * weight[:, None], target * weight)
     residuals = (table @ solution / target - 1).tolist()
@@ -57,7 +63,9 @@ def fit(points: Sequence[Mapping[str, float]], seconds: Sequence[float], weights
 
 
 def _non_negative(table: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Least squares with coefficients >= 0: the most negative one leaves until none is (few features: good enough)."""
+    """Least squares with coefficients >= 0: the most negative one leaves until none is (few
+    features: good enough).
+    """
     scale = table.abs().amax(0).clamp_min(1e-300)  # features differ by 15 orders of magnitude
     kept = list(range(table.shape[1]))
     solution = torch.zeros(table.shape[1], dtype=table.dtype)
@@ -70,21 +78,29 @@ def _non_negative(table: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return solution
 
 
-def fit_communication(elements: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, int, list[float]]:
+def fit_communication(
+    elements: Sequence[float], seconds: Sequence[float]
+) -> tuple[float, float, int, list[float]]:
     """The piecewise all-reduce time of MCBench: (beta, C, d, residuals).
 
-    C below d elements, beta an element from there; every measured size is tried as d and the one with the smallest
-    relative squared error is kept. C is the mean of the points below d (0 when there are none).
-    """
+    C below d elements, beta an element from there; every measured size is tried as d and the one
+    with the smallest relative squared error is kept. C is the mean of the points below d (0 when
+    there are none)."""
     if len(elements) != len(seconds) or len(elements) < 2:
-        raise ValueError(f"At least two (elements, seconds) pairs are needed; got {len(elements)} and {len(seconds)}.")
+        raise ValueError(
+            f"At least two (elements, seconds) pairs are needed; got {len(elements)} and "
+            f"{len(seconds)}."
+        )
     best: tuple[float, float, float, int, list[float]] | None = None
     for threshold in sorted(set(elements)):
         below = [t for n, t in zip(elements, seconds, strict=True) if n < threshold]
         above = [(n, t) for n, t in zip(elements, seconds, strict=True) if n >= threshold]
         constant = sum(below) / len(below) if below else 0.0
         beta = fit([{"n": n} for n, _ in above], [t for _, t in above]).coefficients["n"]
-        residuals = [(constant if n < threshold else beta * n) / t - 1 for n, t in zip(elements, seconds, strict=True)]
+        residuals = [
+            (constant if n < threshold else beta * n) / t - 1
+            for n, t in zip(elements, seconds, strict=True)
+        ]
         error = sum(r * r for r in residuals)
         if best is None or error < best[0]:
             best = (error, beta, constant, int(threshold), residuals)

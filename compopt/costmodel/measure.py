@@ -1,4 +1,6 @@
-"""What the cost model needs to know of a machine and a script, measured: local speed, and seconds a step."""
+"""What the cost model needs to know of a machine and a script, measured: local speed, and seconds a
+step.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,18 @@ from .methods import Workload
 
 
 def measure_local() -> tuple[float, float]:
-    """Bytes a second that one process moves in memory, and FLOPs a second in matrix products, where it would train."""
+    """Bytes a second that one process moves in memory, and FLOPs a second in matrix products, where
+    it would train.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    vector, matrix = (torch.ones(n, dtype=torch.float32, device=device) for n in (1 << 23, (512, 512)))
+    vector, matrix = (
+        torch.ones(n, dtype=torch.float32, device=device) for n in (1 << 23, (512, 512))
+    )
     copy, product = torch.empty_like(vector), torch.empty_like(matrix)
     memory = 2 * vector.nbytes / median_seconds(lambda: copy.copy_(vector), device)
-    return memory, 2 * 512**3 / median_seconds(lambda: torch.mm(matrix, matrix, out=product), device)
+    return memory, 2 * 512**3 / median_seconds(
+        lambda: torch.mm(matrix, matrix, out=product), device
+    )
 
 
 def median_seconds(call: Callable[[], object], device: str, repeats: int = 7) -> float:
@@ -42,9 +50,11 @@ class _EnoughError(BaseException):
 
 
 def profile(script: str, arguments: Sequence[str] = (), steps: int = 12) -> tuple[float, Workload]:
-    """Run a training script until its optimizer has stepped `steps` times: median seconds a step, and its parameters.
+    """Run a training script until its optimizer has stepped `steps` times: median seconds a step,
+    and its parameters.
 
-    The first third of the steps is left out. Start it as one process: what it waits for would count as computation.
+    The first third of the steps is left out. Start it as one process: what it waits for would count
+    as computation.
 
     Raises:
         ValueError: the script ended before enough steps, or there is no such file.
@@ -74,6 +84,9 @@ def profile(script: str, arguments: Sequence[str] = (), steps: int = 12) -> tupl
         hook.remove()
         sys.argv = argv
     if len(moments) <= steps:
-        raise ValueError(f"--profile {script}: it ended after {len(moments)} optimizer steps, {steps + 1} are needed.")
+        raise ValueError(
+            f"--profile {script}: it ended after {len(moments)} optimizer steps, {steps + 1} are "
+            "needed."
+        )
     gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
     return statistics.median(gaps[steps // 3 :]), Workload.of(named.values())

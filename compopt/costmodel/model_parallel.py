@@ -1,11 +1,13 @@
-"""Model parallelism with compressed activations: equations 1 to 3 of MCBench (Bian et al., MLSys 2024).
+"""Model parallelism with compressed activations: equations 1 to 3 of MCBench (Bian et al., MLSys
+2024).
 
-A transformer layer computes, all-reduces B*s*h activations over its tensor-parallel ranks, and computes again; the two
-cannot overlap. Across the stages of a pipeline the same activations travel point to point.
+A transformer layer computes, all-reduces B*s*h activations over its tensor-parallel ranks, and
+computes again; the two cannot overlap. Across the stages of a pipeline the same activations travel
+point to point.
 
-The paper leaves four things open. Its Table 8 comes out (to 0.013) with: times in milliseconds, two bytes an activation
-on the link between stages, B the micro-batch, and the vocabulary term of the FLOP count left out of a layer.
-"""
+The paper leaves four things open. Its Table 8 comes out (to 0.013) with: times in milliseconds, two
+bytes an activation on the link between stages, B the micro-batch, and the vocabulary term of the
+FLOP count left out of a layer."""
 
 from __future__ import annotations
 
@@ -42,17 +44,26 @@ PAPER = LayerCosts(alpha=6.33e-16, beta=3.37e-11, gamma=1.5e-13, constant=2e-4, 
 def layer_flops(batch: float, sequence: int, hidden: int, vocabulary: int = 0) -> float:
     """Floating-point operations of one transformer layer, forward, recomputation and backward.
 
-    96 B s h^2 + 16 B s^2 h + 6 B s h V (Narayanan et al. 2021). The last term is the output layer's, which the paper
-    adds to *every* layer; leave `vocabulary` at 0 unless that is what you mean.
-    """
+    96 B s h^2 + 16 B s^2 h + 6 B s h V (Narayanan et al. 2021). The last term is the output
+    layer's, which the paper adds to *every* layer; leave `vocabulary` at 0 unless that is what you
+    mean."""
     tokens = batch * sequence
-    return 96 * tokens * hidden**2 + 16 * tokens * sequence * hidden + 6 * tokens * hidden * vocabulary
+    return (
+        96 * tokens * hidden**2 + 16 * tokens * sequence * hidden + 6 * tokens * hidden * vocabulary
+    )
 
 
 def layer_seconds(
-    costs: LayerCosts, batch: float, sequence: int, hidden: int, code: int | None = None, vocabulary: int = 0
+    costs: LayerCosts,
+    batch: float,
+    sequence: int,
+    hidden: int,
+    code: int | None = None,
+    vocabulary: int = 0,
 ) -> float:
-    """Seconds of one layer: equation 1, or equation 2 when activations are encoded to `code` numbers a token."""
+    """Seconds of one layer: equation 1, or equation 2 when activations are encoded to `code`
+    numbers a token.
+    """
     tokens = batch * sequence
     compute = costs.alpha * layer_flops(batch, sequence, hidden, vocabulary)
     if code is None:
@@ -76,13 +87,10 @@ def speedup(
 ) -> float:
     """Dense over compressed step time on a pipeline of `nodes` nodes (equation 3).
 
-    Args:
-        costs: the machine, see `LayerCosts`.
-        hidden: width of the model; `code` is what a token's `hidden` numbers are encoded to.
-        layers: transformer layers, spread evenly over the nodes.
-        batch: sequences a step; `micro_batch` of them at a time (default: min(128, batch // nodes), as in Table 8).
-        sequence: tokens a sequence.
-        link_bits_per_s: the link between nodes.
+    Args: costs: the machine, see `LayerCosts`. hidden: width of the model; `code` is what a token's
+        `hidden` numbers are encoded to. layers: transformer layers, spread evenly over the nodes.
+        batch: sequences a step; `micro_batch` of them at a time (default: min(128, batch // nodes),
+        as in Table 8). sequence: tokens a sequence. link_bits_per_s: the link between nodes.
         activation_bytes: bytes an activation on that link.
 
     Raises:
@@ -90,12 +98,19 @@ def speedup(
     """
     if min(hidden, layers, nodes, batch, code) < 1:
         raise ValueError(
-            f"hidden, layers, nodes, batch and code must be positive; got {hidden}, {layers}, {nodes}, {batch}, {code}."
+            f"hidden, layers, nodes, batch and code must be positive; got {hidden}, {layers}, "
+            f"{nodes}, {batch}, {code}."
         )
     if micro_batch is None:
         micro_batch = max(1, min(128, batch // nodes))
     rounds = ((batch / micro_batch - 1) / nodes + 1) * layers
     per_element = (nodes - 1) * micro_batch * sequence * activation_bytes * 8 / link_bits_per_s
-    dense = rounds * layer_seconds(costs, micro_batch, sequence, hidden, None, vocabulary) + per_element * hidden
-    encoded = rounds * layer_seconds(costs, micro_batch, sequence, hidden, code, vocabulary) + per_element * code
+    dense = (
+        rounds * layer_seconds(costs, micro_batch, sequence, hidden, None, vocabulary)
+        + per_element * hidden
+    )
+    encoded = (
+        rounds * layer_seconds(costs, micro_batch, sequence, hidden, code, vocabulary)
+        + per_element * code
+    )
     return dense / encoded

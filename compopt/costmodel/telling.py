@@ -20,12 +20,24 @@ def told(situation: Situation) -> str:
             f"{rate_in_words(8 * m.link_bytes_per_s)} a rank ({s['link']});",
             f"{seconds_in_words(situation.compute_s)} of computation a step ({s['computation']}), "
             f"{seconds_in_words(situation.overlap_s)} of it hiding communication ({s['overlap']});",
-            f"own work at {_si(m.memory_bytes_per_s)}B/s and {_si(m.flops_per_s)}FLOP/s ({s['own work']}).",
+            f"own work at {_si(m.memory_bytes_per_s)}B/s and {_si(m.flops_per_s)}FLOP/s "
+            f"({s['own work']}).",
         ]
     )
 
 
-HEAD = ("method", "MB sent", "compute ms", "own ms", "exposed ms", "step ms", "run", "run bytes", "state MB", "loss")
+HEAD = (
+    "method",
+    "MB sent",
+    "compute ms",
+    "own ms",
+    "exposed ms",
+    "step ms",
+    "run",
+    "run bytes",
+    "state MB",
+    "loss",
+)
 
 
 def table(rows: list[Row]) -> str:
@@ -34,7 +46,8 @@ def table(rows: list[Row]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
     text = [
         "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
         for line in lines
     ]
@@ -47,7 +60,10 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         name,
         f"{row.sent / 1e6:.2f}",
-        *(f"{1e3 * seconds:.1f}" for seconds in (step.compute, step.local, step.exchange, step.total)),
+        *(
+            f"{1e3 * seconds:.1f}"
+            for seconds in (step.compute, step.local, step.exchange, step.total)
+        ),
         f"{row.run:.2f}x",
         f"{100 * row.run_bytes:.1f} %",
         f"{row.state / 1e6:.1f}" + ("" if row.fits else " (does not fit)"),

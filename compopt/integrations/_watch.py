@@ -1,4 +1,6 @@
-"""Finds the DistributedDataParallels of a new optimizer, at their first forward, wherever in the program that is."""
+"""Finds the DistributedDataParallels of a new optimizer, at their first forward, wherever in the
+program that is.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,23 @@ from .._engine.base import CompressedOptimizer
 class Watch:
     """A forward-pre-hook on all modules, which looks into every module once.
 
-    It goes when DDPs hold all trained parameters of its optimizer; or when each of these has had a gradient in a step,
-    so that there is no DDP to wait for; or with the optimizer.
-    """
+    It goes when DDPs hold all trained parameters of its optimizer; or when each of these has had a
+    gradient in a step, so that there is no DDP to wait for; or with the optimizer."""
 
-    def __init__(self, optimizer: CompressedOptimizer, hand_over: Callable[..., list[nn.Module]], taken: list):
+    def __init__(
+        self, optimizer: CompressedOptimizer, hand_over: Callable[..., list[nn.Module]], taken: list
+    ):
         self._optimizer, self._hand_over = weakref.ref(optimizer), hand_over
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._left = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        self._left = {
+            p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+        }
         self._cover(taken)
         if self._left:
             self._look = register_module_forward_pre_hook(self.look)
-            optimizer.told_of_steps.append(self.stepped)  # not a hook of torch's, which could not leave by itself
+            optimizer.told_of_steps.append(
+                self.stepped
+            )  # not a hook of torch's, which could not leave by itself
             weakref.finalize(optimizer, self._look.remove)
 
     def look(self, module: nn.Module, args: Any) -> None:

@@ -1,11 +1,11 @@
 """DistributedDataParallel, with nothing to change in the script.
 
-DDP would average gradients itself, densely. A comm hook that hands each DDP bucket back as it is stops that and tells
-the optimizer which gradients backward has finished. It is registered by ``attach``, or by a forward-pre-hook that every
-new optimizer sets on all modules (see ``_watch``).
+DDP would average gradients itself, densely. A comm hook that hands each DDP bucket back as it is
+stops that and tells the optimizer which gradients backward has finished. It is registered by
+``attach``, or by a forward-pre-hook that every new optimizer sets on all modules (see ``_watch``).
 
-An optimizer that is made over parameters of another takes its place at once, on every rank alike: the one before may
-still be alive on some of them. Optimizers over different parameters share a DDP.
+An optimizer that is made over parameters of another takes its place at once, on every rank alike:
+the one before may still be alive on some of them. Optimizers over different parameters share a DDP.
 """
 
 from __future__ import annotations
@@ -28,24 +28,29 @@ _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary
 
 
 def attach(model: nn.Module, optimizer: CompressedOptimizer) -> None:
-    """Let ``optimizer`` average the gradients of ``model`` (a DDP, or a module that holds one) instead of DDP.
+    """Let ``optimizer`` average the gradients of ``model`` (a DDP, or a module that holds one)
+    instead of DDP.
 
-    Not needed where the optimizer exists before the first forward: it then finds the DDP by itself. Another compopt
-    optimizer over some of the same parameters is replaced: from then on its ``step()`` raises.
+    Not needed where the optimizer exists before the first forward: it then finds the DDP by itself.
+    Another compopt optimizer over some of the same parameters is replaced: from then on its
+    ``step()`` raises.
 
-    Raises:
-        ValueError: no DDP in ``model`` holds the optimizer's parameters, or DDP and the optimizer have different ranks.
-        RuntimeError: DDP has a comm hook of somebody else's already, or is in its ``join()``.
+    Raises: ValueError: no DDP in ``model`` holds the optimizer's parameters, or DDP and the
+        optimizer have different ranks. RuntimeError: DDP has a comm hook of somebody else's
+        already, or is in its ``join()``.
     """
     if not hand_over(model.modules(), optimizer, time.monotonic_ns()):
         raise ValueError(
-            "model holds no DistributedDataParallel with parameters of this optimizer: wrap it first, or pass the "
-            "wrapped model."
+            "model holds no DistributedDataParallel with parameters of this optimizer: wrap it "
+            "first, or pass the wrapped model."
         )
 
 
-def hand_over(modules: Iterable[nn.Module], optimizer: CompressedOptimizer, since: int) -> list[DDP]:
-    """The DDPs among ``modules`` that hold parameters of ``optimizer``, which from now on has their gradients.
+def hand_over(
+    modules: Iterable[nn.Module], optimizer: CompressedOptimizer, since: int
+) -> list[DDP]:
+    """The DDPs among ``modules`` that hold parameters of ``optimizer``, which from now on has their
+    gradients.
 
     ``since``: when it was asked for, which says who replaces whom.
     """
@@ -70,25 +75,34 @@ class Handover:
         self._ddp = weakref.ref(ddp)
         self._since: dict[weakref.ref[CompressedOptimizer], int] = {}
         self._backward = -1  # autograd's number of the backward that was last heard of
-        self._trained: list[bool] = []  # which parameters required a gradient when they were last looked at
+        self._trained: list[
+            bool
+        ] = []  # which parameters required a gradient when they were last looked at
         self._heard: set[Tensor] = set()  # those with a hook of ours
         advice = "compopt needs that place: remove the other hook, or train with torch.optim."
-        ddp._comm_hooks[:] = [(hook, state) for hook, state in ddp._comm_hooks if hook is not _hook]  # of a copy
+        ddp._comm_hooks[:] = [
+            (hook, state) for hook, state in ddp._comm_hooks if hook is not _hook
+        ]  # of a copy
         if ddp._comm_hooks:
             raise RuntimeError(
-                f"this DistributedDataParallel has a comm hook already ({ddp._comm_hooks[0][0].__qualname__}); {advice}"
+                "this DistributedDataParallel has a comm hook already "
+                f"({ddp._comm_hooks[0][0].__qualname__}); {advice}"
             )
         try:
             ddp.register_comm_hook(self, _hook)
         except RuntimeError as error:
-            raise RuntimeError(f"this DistributedDataParallel has a comm hook already; {advice}") from error
+            raise RuntimeError(
+                f"this DistributedDataParallel has a comm hook already; {advice}"
+            ) from error
 
     def __reduce__(self) -> tuple:
-        """A DDP that is saved or copied takes no optimizer with it: the copy has a hook of nobody."""
+        """A DDP that is saved or copied takes no optimizer along: the copy's hook has none."""
         return type(None), ()
 
     def add(self, optimizer: CompressedOptimizer, since: int) -> None:
-        """Give ``optimizer`` its gradients, in place of those that hold the same parameters for less long."""
+        """Give ``optimizer`` its gradients, in place of those that hold the same parameters for
+        less long.
+        """
         if optimizer._alone:
             return
         ours = params_of(optimizer)
@@ -112,9 +126,14 @@ class Handover:
 
     @property
     def by_parameter(self) -> bool:
-        """Whether buckets may start at any time in backward: neither DDP nor another optimizer does there."""
+        """Whether buckets may start at any time in backward: neither DDP nor another optimizer does
+        there.
+        """
         ddp = self._ddp()
-        return not (ddp.find_unused_parameters or ddp.static_graph) and len(list(self.optimizers())) == 1
+        return (
+            not (ddp.find_unused_parameters or ddp.static_graph)
+            and len(list(self.optimizers())) == 1
+        )
 
     def listen(self) -> None:
         """Hear of every gradient as it is finished: sooner than of DDP's buckets of 25 MB."""
@@ -137,13 +156,16 @@ class Handover:
         if backward != self._backward:
             self._backward = backward
             self._begin()
-            # DDP queues its own last callback, which writes p.grad, after this one: so queue again from inside it.
+            # DDP queues its own last callback, which writes p.grad, after this one: so queue again
+            # from inside it.
             _after_backward(lambda: _after_backward(self._backward_done))
         for optimizer in self.optimizers():
             optimizer.gradients_ready(params)
 
     def _begin(self) -> None:
-        """Look, once in a backward, whether everything that is trained has somebody who averages it."""
+        """Look, once in a backward, whether everything that is trained has somebody who averages
+        it.
+        """
         ddp = self._ddp()
         _refuse_join(ddp)
         trained = [p.requires_grad for p in ddp.parameters()]
@@ -166,14 +188,17 @@ class Handover:
         ]
         if left:
             raise RuntimeError(
-                f"{len(left)} parameters of this DistributedDataParallel belong to no compopt optimizer "
-                f"({', '.join(left[:3])}, ...), and nobody would average their gradients: give them to the optimizer "
-                "(compress=False keeps them dense) or set requires_grad=False."
+                f"{len(left)} parameters of this DistributedDataParallel belong to no compopt "
+                f"optimizer ({', '.join(left[:3])}, ...), and nobody would average their "
+                "gradients: give them to the optimizer (compress=False keeps them dense) or set "
+                "requires_grad=False."
             )
 
 
 def _hook(state, bucket):  # DDP requires these names and no other annotations
-    """Give DDP its bucket back unaveraged; average it as DDP would when no optimizer of ours is left."""
+    """Give DDP its bucket back unaveraged; average it as DDP would when no optimizer of ours is
+    left.
+    """
     optimizers = [] if state is None else list(state.optimizers())
     if not optimizers:
         return allreduce_hook(None if state is None else state._ddp().process_group, bucket)
@@ -200,22 +225,24 @@ def _check(ddp: DDP, optimizer: CompressedOptimizer) -> None:
     ours = dist.get_process_group_ranks(group) if group is not None else theirs
     if set(ours) != set(theirs):
         raise ValueError(
-            f"process_group of the optimizer has ranks {ours}, DistributedDataParallel's has {theirs}: "
-            "give both the same group."
+            f"process_group of the optimizer has ranks {ours}, DistributedDataParallel's has "
+            f"{theirs}: give both the same group."
         )
 
 
 def _refuse_join(ddp: DDP) -> None:
     if ddp._join_config.enable:
         raise RuntimeError(
-            "DistributedDataParallel.join() lets ranks end at different steps, but a compopt optimizer exchanges in "
-            "step(), which a rank that has ended no longer calls: leave join() out and give all ranks as many batches "
-            "(drop_last=True)."
+            "DistributedDataParallel.join() lets ranks end at different steps, but a compopt "
+            "optimizer exchanges in step(), which a rank that has ended no longer calls: leave "
+            "join() out and give all ranks as many batches (drop_last=True)."
         )
 
 
 def _meet(optimizer: CompressedOptimizer) -> None:
-    """Take over the DDPs that already leave gradients to an optimizer; find all others at their first forward."""
+    """Take over the DDPs that already leave gradients to an optimizer; find all others at their
+    first forward.
+    """
     now = time.monotonic_ns()
     taken = hand_over(list(_handovers), optimizer, now)
     Watch(optimizer, lambda modules, found: hand_over(modules, found, now), taken)

@@ -1,13 +1,14 @@
-"""FSDP2 and tensor parallelism: parameters that are DTensors, sharded inside a node, averaged compressed between nodes.
+"""FSDP2 and tensor parallelism: parameters that are DTensors, sharded inside a node, averaged
+compressed between nodes.
 
     mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
-    fully_shard(model, mesh=mesh["shard"])
-    optimizer = compopt.RadiusAdamW(model.parameters(), lr=3e-4, process_group=mesh.get_group("replicate"))
+    fully_shard(model, mesh=mesh["shard"]) optimizer = compopt.RadiusAdamW(model.parameters(),
+    lr=3e-4, process_group=mesh.get_group("replicate"))
 
-``fully_shard`` averages over the fast links, densely; the optimizer averages its rank's shards over ``process_group``.
-Every new optimizer with DTensors is looked at here: its meshes are checked, and its parameters set to those of the
-first rank of ``process_group``, as DistributedDataParallel does for those it wraps.
-"""
+``fully_shard`` averages over the fast links, densely; the optimizer averages its rank's shards over
+``process_group``. Every new optimizer with DTensors is looked at here: its meshes are checked, and
+its parameters set to those of the first rank of ``process_group``, as DistributedDataParallel does
+for those it wraps."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ from .._state.buckets import local
 from .._wire.requests import Broadcast
 
 ADVICE = (
-    "call fully_shard(model, mesh=mesh['shard']) with the mesh dimension inside a node, and give the optimizer "
-    "process_group=mesh.get_group('replicate'), the dimension between nodes."
+    "call fully_shard(model, mesh=mesh['shard']) with the mesh dimension inside a node, and give "
+    "the optimizer process_group=mesh.get_group('replicate'), the dimension between nodes."
 )
 
 
 def check_meshes(optimizer: CompressedOptimizer) -> None:
-    """Raise ValueError where ranks of the optimizer's group hold different shards, or have averaged gradients already.
+    """Raise ValueError where ranks of the optimizer's group hold different shards, or have averaged
+    gradients already.
 
     Also where FullyShardedDataParallel made flat parameters of matrices.
     """
@@ -37,8 +39,8 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
         for p, name in zip(bucket.params, bucket.names, strict=True):
             if _flattened(p):
                 raise ValueError(
-                    f"{name} belongs to a FullyShardedDataParallel, whose flat shards cannot be compressed a matrix at "
-                    f"a time: {ADVICE}"
+                    f"{name} belongs to a FullyShardedDataParallel, whose flat shards cannot be "
+                    f"compressed a matrix at a time: {ADVICE}"
                 )
             if hasattr(p, "device_mesh"):
                 _check_mesh(p, name, ours)
@@ -50,21 +52,29 @@ def _check_mesh(p: Tensor, name: str, ours: set[int]) -> None:
         shared = sorted(ours.intersection(dist.get_process_group_ranks(group)))
         if len(shared) < 2:
             continue
-        where = f"mesh dimension {mesh.mesh_dim_names[dim]!r}" if mesh.mesh_dim_names else f"mesh dimension {dim}"
+        where = (
+            f"mesh dimension {mesh.mesh_dim_names[dim]!r}"
+            if mesh.mesh_dim_names
+            else f"mesh dimension {dim}"
+        )
         if placement.is_replicate():
             raise ValueError(
-                f"the gradient of {name} is averaged over {where} before the optimizer sees it, and process_group "
-                f"holds ranks {shared} of it as well, so nothing would be saved: {ADVICE}"
+                f"the gradient of {name} is averaged over {where} before the optimizer sees it, "
+                f"and process_group holds ranks {shared} of it as well, so nothing would be saved: "
+                f"{ADVICE}"
             )
         raise ValueError(
-            f"process_group holds ranks {shared}, which have different shards of {name} ({where}), so their gradients "
-            f"cannot be averaged: {ADVICE}"
+            f"process_group holds ranks {shared}, which have different shards of {name} ({where}), "
+            f"so their gradients cannot be averaged: {ADVICE}"
         )
 
 
 @torch.no_grad()
 def broadcast_parameters(optimizer: CompressedOptimizer) -> None:
-    """Set the parameters of all ranks of the optimizer's group to those of its first. All ranks must call it."""
+    """Set the parameters of all ranks of the optimizer's group to those of its first.
+
+    All ranks must call it.
+    """
     comm = optimizer.comm
     for bucket in [*optimizer._buckets, *optimizer._shelf]:
         for p in bucket.params:

@@ -3,11 +3,12 @@
     from compopt.integrations.hf import CompoptCallback
 
     Trainer(model, args, optimizers=(optimizer, scheduler), callbacks=[CompoptCallback()], ...)
-    Trainer(model, args, optimizer_cls_and_kwargs=(compopt.RadiusAdamW, options), callbacks=[CompoptCallback()], ...)
+    Trainer(model, args, optimizer_cls_and_kwargs=(compopt.RadiusAdamW, options),
+    callbacks=[CompoptCallback()], ...)
 
-The optimizer trains without the callback too. The callback keeps what the Trainer does around it from costing more than
-it must: a clip that would touch gradients on their way, and checkpoints with the residuals of rank 0 only.
-"""
+The optimizer trains without the callback too. The callback keeps what the Trainer does around it
+from costing more than it must: a clip that would touch gradients on their way, and checkpoints with
+the residuals of rank 0 only."""
 
 from __future__ import annotations
 
@@ -19,21 +20,25 @@ from .._engine.base import CompressedOptimizer
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    raise ImportError("compopt.integrations.hf needs Hugging Face's transformers: pip install transformers.") from error
+    raise ImportError(
+        "compopt.integrations.hf needs Hugging Face's transformers: pip install transformers."
+    ) from error
 
 
 class CompoptCallback(TrainerCallback):
     """Clip in the optimizer, consolidate before a save, and log what crossed the network.
 
-    - ``args.max_grad_norm`` moves into the optimizer's groups that have none of their own, and becomes 0: the averaged
-      gradient is then clipped, not each rank's, and no payload sent in backward is sent again. An optimizer that has
-      no such option (AdamS) leaves the Trainer's clip where it was.
-    - Before the Trainer saves, all ranks average their residuals (``consolidate_state``), so that the ``optimizer.pt``
-      which rank 0 writes holds what all of them owe.
-    - The Trainer's logs gain ``grad_norm`` (of the averaged gradient), ``bytes_sent`` (by this rank, a step, averaged
-      since the last log), ``bytes_dense`` (what DDP would have handed over), ``phase``, ``skipped_steps`` (so far) and
-      ``residual_norm`` (this rank's). They reach ``trainer.state.log_history``, the console and callbacks that stand
-      after this one; a reporter that stands before it does not see them.
+    - ``args.max_grad_norm`` moves into the optimizer's groups that have none of their own, and
+      becomes 0: the averaged gradient is then clipped, not each rank's, and no payload sent in
+      backward is sent again. An optimizer that has no such option (AdamS) leaves the Trainer's clip
+      where it was.
+    - Before the Trainer saves, all ranks average their residuals (``consolidate_state``), so that
+      the ``optimizer.pt`` which rank 0 writes holds what all of them owe.
+    - The Trainer's logs gain ``grad_norm`` (of the averaged gradient), ``bytes_sent`` (by this
+      rank, a step, averaged since the last log), ``bytes_dense`` (what DDP would have handed over),
+      ``phase``, ``skipped_steps`` (so far) and ``residual_norm`` (this rank's). They reach
+      ``trainer.state.log_history``, the console and callbacks that stand after this one; a reporter
+      that stands before it does not see them.
 
     Raises ValueError where the Trainer's optimizer is not one of compopt's.
     """
@@ -41,7 +46,9 @@ class CompoptCallback(TrainerCallback):
     def __init__(self) -> None:
         self._bytes: list[int] = []
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         ours = unwrap(optimizer)
         options = [group for group in ours._option_groups if "max_grad_norm" in group]
         if args.max_grad_norm and options:
@@ -50,31 +57,50 @@ class CompoptCallback(TrainerCallback):
                     group["max_grad_norm"] = args.max_grad_norm
             args.max_grad_norm = 0.0
 
-    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         ours = unwrap(optimizer)
         self._bytes.append(ours.stats.bytes_sent)
         if control.should_save:
             ours.consolidate_state()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         if control.should_save:
             unwrap(optimizer).consolidate_state()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        if args.save_strategy == "best" and isinstance(getattr(optimizer, "optimizer", optimizer), CompressedOptimizer):
-            unwrap(optimizer).consolidate_state()  # whether this is the best is known only after this event
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        if args.save_strategy == "best" and isinstance(
+            getattr(optimizer, "optimizer", optimizer), CompressedOptimizer
+        ):
+            unwrap(
+                optimizer
+            ).consolidate_state()  # whether this is the best is known only after this event
 
-    def on_save(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_save(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         whose = unwrap(optimizer)._whose_residuals()
         if whose != "mean":
             warnings.warn(
-                f"the checkpoint of step {state.global_step} holds the residuals of {whose} only, for another callback "
-                "asked for it after CompoptCallback had its turn: put CompoptCallback last in callbacks.",
+                f"the checkpoint of step {state.global_step} holds the residuals of {whose} only, "
+                "for another callback asked for it after CompoptCallback had its turn: put "
+                "CompoptCallback last in callbacks.",
                 stacklevel=2,
             )
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
         if logs is None or "loss" not in logs or not self._bytes:
             return
@@ -97,7 +123,8 @@ def unwrap(optimizer: Any) -> CompressedOptimizer:
     ours = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(ours, CompressedOptimizer):
         raise ValueError(
-            f"CompoptCallback needs an optimizer of compopt, the Trainer has {type(ours).__name__}: pass optimizers= "
-            "or optimizer_cls_and_kwargs= to the Trainer, or leave the callback out."
+            "CompoptCallback needs an optimizer of compopt, the Trainer has "
+            f"{type(ours).__name__}: pass optimizers= or optimizer_cls_and_kwargs= to the Trainer, "
+            "or leave the callback out."
         )
     return ours

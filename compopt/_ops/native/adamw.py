@@ -1,4 +1,6 @@
-"""AdamW by a C pass (kernels/native/adamw.c): Radius's commit of a bucket, and single tensors of sharded state."""
+"""AdamW by a C pass (kernels/native/adamw.c): Radius's commit of a bucket, and single tensors of
+sharded state.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,22 @@ from .tables import Options, Table, addresses, along, at, floats, over_rows, pla
 class AdamWPasses(Ops):
     """What of ``Ops`` is AdamW; ``self.library`` is there."""
 
-    def radius_commit(self, bucket: Bucket, mean: Payload, phase: str, grads: Tensors, index: Tensors) -> list[Tensor]:
+    def radius_commit(
+        self, bucket: Bucket, mean: Payload, phase: str, grads: Tensors, index: Tensors
+    ) -> list[Tensor]:
         """Radius, lines 10, 15, 16 and 21 to 25, for all tensors; returns line 22's masks."""
-        h, state, present, lengths = bucket.group, bucket.state, bucket.present(mean), bucket.lengths
-        scores, weights, own, values = self.scores(bucket, phase), bucket.weights, floats(grads), whole(mean)
+        h, state, present, lengths = (
+            bucket.group,
+            bucket.state,
+            bucket.present(mean),
+            bucket.lengths,
+        )
+        scores, weights, own, values = (
+            self.scores(bucket, phase),
+            bucket.weights,
+            floats(grads),
+            whole(mean),
+        )
         sparse = phase == "sparse"
         sent = sizes_of(mean.parts)
         table = Table(
@@ -45,29 +59,56 @@ class AdamWPasses(Ops):
                 moments = (state[name][i] for name in ("exp_avg", "exp_avg_sq", "step"))
                 size.copy_(self.adamw_update(h, weights[i], *moments).abs_().view(-1))
         hyper = adamw_options(h)
-        wrong = over_rows(lengths, lambda first, last, _: self.library.adamw(table, first, last, hyper))
+        wrong = over_rows(
+            lengths, lambda first, last, _: self.library.adamw(table, first, last, hyper)
+        )
         refuse(bucket, wrong)
         self.owe_again(bucket, mean, index)
         return [self.top_k(x, kept(h["density"], len(x))) for x in scores.values()]
 
     def adamw_ahead(
-        self, group: dict, w: Tensor, g: Tensor, index: Tensor | None, m: Tensor, v: Tensor, step: Tensor, out: Tensor
+        self,
+        group: dict,
+        w: Tensor,
+        g: Tensor,
+        index: Tensor | None,
+        m: Tensor,
+        v: Tensor,
+        step: Tensor,
+        out: Tensor,
     ) -> None:
         if not plain(w, g, m, v, out, step):
             return super().adamw_ahead(group, w, g, index, m, v, step, out)
-        self._adamw_part(group, w, g, index, m, v, step, at("what parameters become", out, w.numel()), 0)
+        self._adamw_part(
+            group, w, g, index, m, v, step, at("what parameters become", out, w.numel()), 0
+        )
 
     def adamw_moments(
-        self, group: dict, w: Tensor, g: Tensor, index: Tensor | None, m: Tensor, v: Tensor, step: Tensor
+        self,
+        group: dict,
+        w: Tensor,
+        g: Tensor,
+        index: Tensor | None,
+        m: Tensor,
+        v: Tensor,
+        step: Tensor,
     ) -> None:
         if not plain(w, g, m, v, step):
             return super().adamw_moments(group, w, g, index, m, v, step)
         self._adamw_part(group, w, g, index, m, v, step, 0, 1)
 
     def _adamw_part(
-        self, group: dict, w: Tensor, g: Tensor, index: Tensor | None, m: Tensor, v: Tensor, step: Tensor, ahead: int,
+        self,
+        group: dict,
+        w: Tensor,
+        g: Tensor,
+        index: Tensor | None,
+        m: Tensor,
+        v: Tensor,
+        step: Tensor,
+        ahead: int,
         moments: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         n, k = w.numel(), g.numel()
         index = None if index is None else index.int()
         table = Table(
@@ -88,7 +129,10 @@ class AdamWPasses(Ops):
             moments=moments,
         )
         if self.library.adamw(table, 0, 1, adamw_options(group)) >= 0:
-            raise RuntimeError(f"positions of an averaged gradient are not ascending within a tensor of {n} elements.")
+            raise RuntimeError(
+                f"positions of an averaged gradient are not ascending within a tensor of {n} "
+                "elements."
+            )
 
 
 def adamw_options(h: dict) -> Options:
@@ -98,14 +142,20 @@ def adamw_options(h: dict) -> Options:
 
 def state_of(bucket: Bucket, name: str) -> list[int]:
     """Where each tensor's state of this name is, in the bucket's; 0 for a tensor that has none."""
-    sizes = [0 if view is None else n for view, n in zip(bucket.state[name], bucket.lengths, strict=True)]
+    sizes = [
+        0 if view is None else n for view, n in zip(bucket.state[name], bucket.lengths, strict=True)
+    ]
     places = along(name, bucket.flat[name], sizes)
-    return [0 if view is None else place for view, place in zip(bucket.state[name], places, strict=True)]
+    return [
+        0 if view is None else place for view, place in zip(bucket.state[name], places, strict=True)
+    ]
 
 
 def steps_of(bucket: Bucket, present: list[bool]) -> list[int]:
     """Where the step counts are of tensors that take part in a step."""
-    steps = [step if here else None for step, here in zip(bucket.state["step"], present, strict=True)]
+    steps = [
+        step if here else None for step, here in zip(bucket.state["step"], present, strict=True)
+    ]
     return addresses("numbers of steps", steps, [1] * len(steps))
 
 
@@ -124,6 +174,7 @@ def refuse(bucket: Bucket, wrong: int) -> None:
     """Raise where a pass came upon positions that are not where they may be."""
     if wrong >= 0:
         raise RuntimeError(
-            f"positions or a mask of {bucket.names[wrong]} do not fit its {bucket.lengths[wrong]} elements: the "
-            "optimizer's state was changed from outside, or an earlier step was interrupted. Load a checkpoint."
+            f"positions or a mask of {bucket.names[wrong]} do not fit its {bucket.lengths[wrong]} "
+            "elements: the optimizer's state was changed from outside, or an earlier step was "
+            "interrupted. Load a checkpoint."
         )

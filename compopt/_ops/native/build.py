@@ -1,9 +1,10 @@
-"""The C passes of kernels/native as a library: built once for this machine, kept, and checked before it is loaded.
+"""The C passes of kernels/native as a library: built once for this machine, kept, and checked
+before it is loaded.
 
 It takes about two seconds, with the system's C compiler, and is kept in ``$XDG_CACHE_HOME/compopt``
-(``~/.cache/compopt``). The name says what it was made of (the sources, the compiler and its version, the C library, the
-processor) and ends in a checksum of the file: one that is damaged, which would end the process, is never loaded.
-"""
+(``~/.cache/compopt``). The name says what it was made of (the sources, the compiler and its
+version, the C library, the processor) and ends in a checksum of the file: one that is damaged,
+which would end the process, is never loaded."""
 
 from __future__ import annotations
 
@@ -18,12 +19,17 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-# No contraction: whether a processor has fused multiply-add must not show in the bits, which all ranks share.
+# No contraction: whether a processor has fused multiply-add must not show in the bits, which all
+# ranks share.
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]
-TARGETS = {  # ways to compile for an instruction set, tried in turn: some compilers know no native architecture
+# ways to compile for an instruction set, tried in turn: some compilers know no native architecture
+TARGETS = {
     "": [["-march=native"], []],  # all that this processor has
     "avx512": [["-march=native"]],
-    "avx2": [["-march=x86-64-v3", "-mtune=native"], ["-mavx2", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt"]],
+    "avx2": [
+        ["-march=x86-64-v3", "-mtune=native"],
+        ["-mavx2", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt"],
+    ],
     "neon": [["-march=native"], []],
     "portable": [["-DPORTABLE"]],
 }
@@ -56,7 +62,9 @@ def compiler() -> str | None:
 
 
 def asked_isa() -> str:
-    """The instruction set that COMPOPT_NATIVE_ISA names, to run with less than there is; "": what the processor has."""
+    """The instruction set that COMPOPT_NATIVE_ISA names, to run with less than there is; "": what
+    the processor has.
+    """
     isa = os.environ.get("COMPOPT_NATIVE_ISA", "")
     if isa not in TARGETS:
         names = ", ".join(name for name in TARGETS if name)
@@ -67,12 +75,14 @@ def asked_isa() -> str:
 def load() -> ctypes.CDLL:
     """The library, built if it is not there yet.
 
-    Raises RuntimeError where there is no compiler, or it fails; ValueError where COMPOPT_NATIVE_ISA names what this
-    processor does not have.
-    """
+    Raises RuntimeError where there is no compiler, or it fails; ValueError where COMPOPT_NATIVE_ISA
+    names what this processor does not have."""
     cc = compiler()
     if cc is None:
-        raise RuntimeError("the native back end needs a C compiler: install gcc or clang, or name another back end.")
+        raise RuntimeError(
+            "the native back end needs a C compiler: install gcc or clang, or name another back "
+            "end."
+        )
     return _load(cc, asked_isa())
 
 
@@ -80,14 +90,17 @@ def load() -> ctypes.CDLL:
 def _load(cc: str, isa: str) -> ctypes.CDLL:
     if isa not in ("", "portable") and isa not in (here := isas(cc)):
         raise UnknownISA(
-            f"COMPOPT_NATIVE_ISA={isa} cannot run here: this processor, as {cc} compiles for it, has "
-            f"{', '.join(here)}. Name one of these, or unset it."
+            f"COMPOPT_NATIVE_ISA={isa} cannot run here: this processor, as {cc} compiles for it, "
+            f"has {', '.join(here)}. Name one of these, or unset it."
         )
     library = _open(cc, isa)
     for name, signature in SIGNATURES.items():
         result, *arguments = signature.split()
         function = getattr(library, name)
-        function.restype, function.argtypes = KINDS[result], [KINDS[kind] for kind in "".join(arguments)]
+        function.restype, function.argtypes = (
+            KINDS[result],
+            [KINDS[kind] for kind in "".join(arguments)],
+        )
     return library
 
 
@@ -106,22 +119,32 @@ def _open(cc: str, isa: str) -> ctypes.CDLL:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compopt"
     try:
         return ctypes.CDLL(str(built(cc, isa, folder)))
-    except OSError:  # nothing can be kept there, or what is there cannot be loaded here: built for this process alone
+    # nothing can be kept there, or what is there cannot be loaded here: built for this process
+    # alone
+    except OSError:
         with tempfile.TemporaryDirectory() as own:
             return ctypes.CDLL(str(built(cc, isa, Path(own))))
 
 
 def built(cc: str, isa: str, folder: Path) -> Path:
     """The library in this folder, checked; built there where none is whole."""
-    package = importlib.util.find_spec("compopt_kernels").origin  # not imported: that would need triton
+    package = importlib.util.find_spec(
+        "compopt_kernels"
+    ).origin  # not imported: that would need triton
     sources = sorted((Path(package).parent / "native").glob("*.[ch]"))
-    made_of = [*(path.read_bytes() for path in sources), *_machine(cc), str([TARGETS[isa], FLAGS]).encode()]
+    made_of = [
+        *(path.read_bytes() for path in sources),
+        *_machine(cc),
+        str([TARGETS[isa], FLAGS]).encode(),
+    ]
     name = f"native-{isa or 'own'}-{hashlib.sha256(b'|'.join(made_of)).hexdigest()[:16]}"
     for path in sorted(folder.glob(f"{name}-*.so")):
         if path.name == _name_of(name, path):
             return path
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as own:  # ranks build at once: each moves a whole file there
+    with tempfile.TemporaryDirectory(
+        dir=folder
+    ) as own:  # ranks build at once: each moves a whole file there
         made = Path(own) / "library.so"
         _compile(cc, TARGETS[isa], [str(path) for path in sources if path.suffix == ".c"], made)
         path = folder / _name_of(name, made)
@@ -144,9 +167,17 @@ def _name_of(name: str, path: Path) -> str:
 
 
 def _machine(cc: str) -> list[bytes]:
-    """What tells machines apart that need libraries of their own: a home folder may be shared by many."""
+    """What tells machines apart that need libraries of their own: a home folder may be shared by
+    many.
+    """
     version = subprocess.run([cc, "--version"], capture_output=True, timeout=60).stdout
-    return [cc.encode(), version, " ".join(platform.libc_ver()).encode(), platform.machine().encode(), _processor()]
+    return [
+        cc.encode(),
+        version,
+        " ".join(platform.libc_ver()).encode(),
+        platform.machine().encode(),
+        _processor(),
+    ]
 
 
 def _processor() -> bytes:

@@ -1,7 +1,8 @@
-"""C passes over float32 tensors on a CPU: a bucket's step reads and writes its memory once (see kernels/native).
+"""C passes over float32 tensors on a CPU: a bucket's step reads and writes its memory once (see
+kernels/native).
 
-Other tensors are left to PyTorch's operators. With several threads the tensors of a bucket are dealt to them.
-"""
+Other tensors are left to PyTorch's operators. With several threads the tensors of a bucket are
+dealt to them."""
 
 from __future__ import annotations
 
@@ -35,20 +36,31 @@ class NativeOps(AdamWPasses, AdamSPasses):
     def reads(bucket: Bucket) -> bool:
         """Whether passes can read this bucket's gradients and state."""
         return (
-            bucket.device.type == "cpu" and bucket.dtype == torch.float32 and bucket.offload is None
-            and bucket.shards is None and max(bucket.lengths) < 2**31
-        )  # fmt: skip
+            bucket.device.type == "cpu"
+            and bucket.dtype == torch.float32
+            and bucket.offload is None
+            and bucket.shards is None
+            and max(bucket.lengths) < 2**31
+        )
 
     def fuses(self, bucket: Bucket) -> bool:
         return self.reads(bucket) and all(local(p).is_contiguous() for p in bucket.params)
 
     def pack(
-        self, bucket: Bucket, grads: Tensors, index: Tensors | None = None, add: Tensors | None = None,
-        scale: float = 1.0, negate: bool = False, bits: Tensors | None = None,
-    ) -> Payload:  # fmt: skip
+        self,
+        bucket: Bucket,
+        grads: Tensors,
+        index: Tensors | None = None,
+        add: Tensors | None = None,
+        scale: float = 1.0,
+        negate: bool = False,
+        bits: Tensors | None = None,
+    ) -> Payload:
         lengths, nothing = bucket.lengths, [None] * len(grads)
         index = index or nothing
-        if bucket.offload is not None or not self.reads(bucket):  # what is offloaded passes by, a tensor at a time
+        if bucket.offload is not None or not self.reads(
+            bucket
+        ):  # what is offloaded passes by, a tensor at a time
             return super().pack(bucket, grads, index, add, scale, negate)
         add = list(add or nothing)
         payload, own, index = self.message(bucket, index), floats(grads), narrowed(bucket, index)
@@ -57,9 +69,15 @@ class NativeOps(AdamWPasses, AdamSPasses):
         if not exact:
             like, whole = bucket.params[0], payload.dropped
             head = self.scratch(like, len(grads), torch.float32, "marks")
-            body = self.scratch(like, len(payload.body), torch.float32, "payload") if whole is None else whole
-        bits = [None if i is None or i.numel() * SPARSE <= n else b
-                for i, n, b in zip(index, lengths, bits or nothing, strict=True)]  # fmt: skip
+            body = (
+                self.scratch(like, len(payload.body), torch.float32, "payload")
+                if whole is None
+                else whole
+            )
+        bits = [
+            None if i is None or i.numel() * SPARSE <= n else b
+            for i, n, b in zip(index, lengths, bits or nothing, strict=True)
+        ]
         positions = [i if b is None else None for i, b in zip(index, bits, strict=True)]
         sizes = [part.numel() for part in payload.parts]
         first, mark = at("a message", body, sum(sizes)), at("marks", head, len(grads))
@@ -75,7 +93,9 @@ class NativeOps(AdamWPasses, AdamSPasses):
             mark=[mark + 4 * i for i in range(len(grads))],
         )
         sign = -1.0 if negate else 1.0
-        refuse(bucket, over_rows(lengths, lambda a, b, _: self.library.pack(table, a, b, sign, scale)))
+        refuse(
+            bucket, over_rows(lengths, lambda a, b, _: self.library.pack(table, a, b, sign, scale))
+        )
         if not exact:
             payload.header.copy_(head)
         if not exact and payload.dropped is None:
@@ -93,7 +113,12 @@ class NativeOps(AdamWPasses, AdamSPasses):
             n=lengths,
             g=addresses("gradients", grads, lengths),
             add=addresses("what is owed", add, lengths),
-            index=addresses("positions", [none if to is None else None for to in out], [0] * len(out), torch.int32),
+            index=addresses(
+                "positions",
+                [none if to is None else None for to in out],
+                [0] * len(out),
+                torch.int32,
+            ),
             mask=0,
             k=[0 if to is None else n for n, to in zip(lengths, out, strict=True)],
             out=addresses("sums", out, lengths),
@@ -110,17 +135,26 @@ class NativeOps(AdamWPasses, AdamSPasses):
         return out.long()
 
     def largest(self, x: Tensor, k: int, guess: float, out: Tensor) -> float:
-        """The positions of the k largest |x|, ascending, into int32 ``out``; returns a guess for next time."""
+        """The positions of the k largest |x|, ascending, into int32 ``out``; returns a guess for
+        next time.
+        """
         room = 2 * self.library.room_for(k)
-        scratch = at("candidates", self.scratch(x, room, torch.int32, "candidates"), room, torch.int32)
+        scratch = at(
+            "candidates", self.scratch(x, room, torch.int32, "candidates"), room, torch.int32
+        )
         found = at("positions", out, k, torch.int32)
-        return self.library.largest(at("what is selected", x, k), x.numel(), k, guess, scratch, found)
+        return self.library.largest(
+            at("what is selected", x, k), x.numel(), k, guess, scratch, found
+        )
 
     def top_k(self, score: Tensor, k: int) -> Tensor:
         """The packed mask of the k elements of largest magnitude."""
         if not plain(score) or score.numel() >= 2**31:
             return super().top_k(score, k)
-        found, bits = torch.empty(k, dtype=torch.int32), torch.zeros((score.numel() + 7) // 8, dtype=torch.uint8)
+        found, bits = (
+            torch.empty(k, dtype=torch.int32),
+            torch.zeros((score.numel() + 7) // 8, dtype=torch.uint8),
+        )
         self.largest(score, k, 0.0, found)
         chosen = Table(1, chosen=at("positions", found, k, torch.int32), k=k, at=0)
         self.library.encode(chosen, 1, None, at("a mask", bits, len(bits), torch.uint8), len(bits))
@@ -140,8 +174,16 @@ class NativeOps(AdamWPasses, AdamSPasses):
 
 
 def narrowed(bucket: Bucket, index: Tensors) -> Tensors:
-    """Positions as passes read them: int32. What does not fit its tensor must not come to fit by losing bits."""
+    """Positions as passes read them: int32.
+
+    What does not fit its tensor must not come to fit by losing bits.
+    """
     for i, n, name in zip(index, bucket.lengths, bucket.names, strict=True):
-        if i is not None and i.dtype != torch.int32 and i.numel() and not 0 <= int(i.min()) <= int(i.max()) < n:
+        if (
+            i is not None
+            and i.dtype != torch.int32
+            and i.numel()
+            and not 0 <= int(i.min()) <= int(i.max()) < n
+        ):
             raise IndexError(f"positions of {name} are not within its {n} elements.")
     return [i if i is None or fits(i, 0, torch.int32) else i.int().contiguous() for i in index]

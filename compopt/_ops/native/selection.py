@@ -1,4 +1,6 @@
-"""What a rank selects of a bucket, by the C passes: the counterpart of ``selection.Selection`` for all its tensors."""
+"""What a rank selects of a bucket, by the C passes: the counterpart of ``selection.Selection`` for
+all its tensors.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ CHOICE = ("guess", "start", "stop", "wanted", "chosen")
 
 
 class NativeSelection:
-    """What this rank selects in one step: exactly as many as are wanted, so that all sizes are known beforehand."""
+    """What this rank selects in one step: exactly as many as are wanted, so that all sizes are
+    known beforehand.
+    """
 
     def __init__(self, bucket: Bucket, ops: Ops, deal: Deal, rank: int):
         self.bucket, self.ops, self.deal = bucket, ops, deal
@@ -43,8 +47,12 @@ class NativeSelection:
         return dict(zip(CHOICE, zip(*rows, strict=True), strict=True))
 
     def columns_of(self, positions: Tensor) -> list[int]:
-        """Where each piece's positions are among these of all, counted from the first element of the piece."""
-        return along("positions", positions, [piece.wanted for piece in self.part.pieces], torch.int32)
+        """Where each piece's positions are among these of all, counted from the first element of
+        the piece.
+        """
+        return along(
+            "positions", positions, [piece.wanted for piece in self.part.pieces], torch.int32
+        )
 
     def take(self, grads: Tensors) -> None:
         """Select by line 10's x of this step, before anything is written."""
@@ -70,7 +78,9 @@ class NativeSelection:
         code = range_of(self.part) if self.deal.coded else None
         room = at("a mask", message, self.deal.length, torch.uint8)
         if self.ops.library.encode(table, len(pieces), code, room, self.deal.length) >= 0:
-            raise RuntimeError("positions that were selected are not within their tensor: memory is at fault.")
+            raise RuntimeError(
+                "positions that were selected are not within their tensor: memory is at fault."
+            )
         return message
 
     def found(self, messages: Tensor) -> tuple[Tensors, Tensor]:
@@ -87,7 +97,9 @@ class NativeSelection:
         first = 0
         for rank, (part, message) in enumerate(zip(parts, messages, strict=True)):
             wanted = sum(piece.wanted for piece in part.pieces)
-            self._read(rank, message, positions[first : first + wanted], bits[part.first : part.last])
+            self._read(
+                rank, message, positions[first : first + wanted], bits[part.first : part.last]
+            )
             first += wanted
         index = positions.split(sizes)
         return [i if c else None for i, c in zip(index, bucket.compressed, strict=True)], bits
@@ -110,13 +122,15 @@ class NativeSelection:
             stop=[piece.stop for piece in part.pieces],
         )
         code = range_of(part) if coded else None
-        received = at("a mask of another rank", message, self.deal.length if coded else len(bits), torch.uint8)
+        received = at(
+            "a mask of another rank", message, self.deal.length if coded else len(bits), torch.uint8
+        )
         own_bits = at("a mask", bits, part.last - part.first, torch.uint8)
         read = self.ops.library.decode(received, len(bits), code, table, len(wanted), own_bits)
         if read != len(found):
             raise CommunicationError(
-                f"the mask of rank {rank} is not what was agreed: it has other positions than {len(found)} in their "
-                "order. Memory or the network is at fault."
+                f"the mask of rank {rank} is not what was agreed: it has other positions than "
+                f"{len(found)} in their order. Memory or the network is at fault."
             )
 
 

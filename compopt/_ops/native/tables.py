@@ -1,4 +1,6 @@
-"""How tensors become what the C passes of kernels/native read: tables of addresses, checked before C sees them."""
+"""How tensors become what the C passes of kernels/native read: tables of addresses, checked before
+C sees them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-NOWHERE = 8  # of a tensor of no elements: something else than none, which is 0, and nobody reads there
+NOWHERE = (
+    8  # of a tensor of no elements: something else than none, which is 0, and nobody reads there
+)
 Tensors = Sequence[Tensor | None]
 
 
@@ -26,33 +30,46 @@ def at(what: str, tensor: Tensor | None, least: int, dtype: torch.dtype = torch.
     return addresses(what, (tensor,), (least,), dtype)[0]
 
 
-def addresses(what: str, tensors: Tensors, least: Sequence[int], dtype: torch.dtype = torch.float32) -> list[int]:
-    """The same for many. Raises ValueError where one is not what the pass will read ``least`` elements of."""
+def addresses(
+    what: str, tensors: Tensors, least: Sequence[int], dtype: torch.dtype = torch.float32
+) -> list[int]:
+    """The same for many.
+
+    Raises ValueError where one is not what the pass will read ``least`` elements of.
+    """
     found: list[int] = []
     for t, n in zip(tensors, least, strict=True):
         if t is None:
             found.append(0)
-        elif t.dtype is dtype and t.is_cpu and t.is_contiguous() and t.numel() >= n:  # ``fits``, without a call
+        elif (
+            t.dtype is dtype and t.is_cpu and t.is_contiguous() and t.numel() >= n
+        ):  # ``fits``, without a call
             found.append(t.data_ptr() or NOWHERE)
         else:
             raise ValueError(
-                f"the native back end reads {n} contiguous elements of {dtype} on the CPU as {what}, and number "
-                f"{len(found)} is {t.dtype} of shape {tuple(t.shape)} and strides {t.stride()} on {t.device}. Nothing "
-                "was read. Was a parameter or its state converted after the optimizer was made? Make the optimizer "
-                "after that."
+                f"the native back end reads {n} contiguous elements of {dtype} on the CPU as "
+                f"{what}, and number {len(found)} is {t.dtype} of shape {tuple(t.shape)} and "
+                f"strides {t.stride()} on {t.device}. Nothing was read. Was a parameter or its "
+                "state converted after the optimizer was made? Make the optimizer after that."
             )
     return found
 
 
-def along(what: str, flat: Tensor, sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> list[int]:
-    """The addresses of tensors of these sizes, which lie in one, side by side from its beginning."""
+def along(
+    what: str, flat: Tensor, sizes: Sequence[int], dtype: torch.dtype = torch.float32
+) -> list[int]:
+    """The addresses of tensors of these sizes that lie side by side from where ``flat`` begins."""
     first = at(what, flat, sum(sizes), dtype)
-    return [first + dtype.itemsize * before for before in accumulate(sizes, initial=0)][: len(sizes)]
+    return [first + dtype.itemsize * before for before in accumulate(sizes, initial=0)][
+        : len(sizes)
+    ]
 
 
 def floats(tensors: Tensors) -> list[Tensor | None]:
-    """Passes walk over memory of float32: what is something else, or laid out otherwise, is copied."""
-    return [t if t is None or fits(t, 0, torch.float32) else t.float().contiguous() for t in tensors]
+    """Passes walk over memory of float32: what is not that, or not contiguous, is copied."""
+    return [
+        t if t is None or fits(t, 0, torch.float32) else t.float().contiguous() for t in tensors
+    ]
 
 
 def plain(*tensors: Tensor) -> bool:
@@ -65,14 +82,18 @@ def sizes_of(tensors: Tensors) -> list[int]:
 
 
 class Table:
-    """Rows of a C struct: the columns in the order of its fields, a number of 8 bytes a row or one for all rows."""
+    """Rows of a C struct: the columns in the order of its fields, a number of 8 bytes a row or one
+    for all rows.
+    """
 
     def __init__(self, rows: int, **columns: Sequence[int] | int):
         width = len(columns)
         self._numbers = array("q", bytes(8 * rows * width))
         for place, column in enumerate(columns.values()):
             if column != 0:
-                self._numbers[place::width] = array("q", [column] * rows if isinstance(column, int) else column)
+                self._numbers[place::width] = array(
+                    "q", [column] * rows if isinstance(column, int) else column
+                )
         self._as_parameter_ = ctypes.c_void_p(self._numbers.buffer_info()[0])
 
 
