@@ -52,20 +52,19 @@ def test_payloads_without_values_are_averaged_all_the_same(case, model, dtype):
     if not takes(case, dtype):
         pytest.skip(f"{case.name} does not take it")
     options = {} if dtype is None else {"payload_dtype": dtype}
-    for size in (1, 2, 3):
-        for compress in (None, True):
-            ours = Ranks(
-                size,
-                lambda: Shapes(MODELS[model]),
-                lambda params, process_group: case.make(
-                    [{"params": list(params), "compress": compress}],  # noqa: B023
-                    process_group=process_group,
-                    **options,
-                ),
-            )
-            ours.train(slope, 5)
-            ours.assert_replicas_equal()
-            assert ours.optimizers[0].stats.skipped == 0 and ours.optimizers[0].stats.step == 5
+    for size, compress in ((1, None), (2, True), (3, None), (3, True)):
+        ours = Ranks(
+            size,
+            lambda: Shapes(MODELS[model]),
+            lambda params, process_group: case.make(
+                [{"params": list(params), "compress": compress}],  # noqa: B023
+                process_group=process_group,
+                **options,
+            ),
+        )
+        ours.train(slope, 5)
+        ours.assert_replicas_equal()
+        assert ours.optimizers[0].stats.skipped == 0 and ours.optimizers[0].stats.step == 5
 
 
 def train(rank: int) -> list[float]:

@@ -26,11 +26,14 @@ def raise_alarm(number: int, frame: object) -> None:
 
 
 @pytest.fixture(autouse=True)
-def alarms():
-    before = signal.signal(signal.SIGALRM, raise_alarm)
+def handlers():
+    """Both signals are handled, also where the shell has these tests ignore SIGINT, as it does in the background."""
+    handlers = {signal.SIGALRM: raise_alarm, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_handlers_run_when_the_block_has_ended_and_are_what_they_were():
