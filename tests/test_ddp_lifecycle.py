@@ -10,7 +10,8 @@ import weakref
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_ddp import Net, batch, plain, radius, said
+from test_ddp import Net, batch, plain, radius
+from test_ddp_refusals import said
 from torch import nn
 from torch.nn.modules.module import _global_forward_pre_hooks as forward_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP

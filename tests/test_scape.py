@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 
@@ -181,78 +180,6 @@ def test_a_clipped_outlier_makes_no_larger_a_step_and_as_printed_it_does():
     assert float(printed.norm()) > 3 * float(clipped.norm())
 
 
-def test_density_falls_exponentially_after_the_warm_up():
-    world, _, params, optimizers = make(1, [(128, 128)], density=0.01, warmup_steps=4, density_warmup_steps=10)
-    seen = []
-    for t in range(18):
-        step(world, params, optimizers, gradients(1, t, [(128, 128)]))
-        seen.append(optimizers[0].stats.density)
-    wanted = [1.0] * 4 + [max(0.01, 0.01 ** (k / 10)) for k in range(14)]
-    assert seen == pytest.approx(wanted, rel=5e-3)
-
-
-def test_the_clock_of_the_mask():
-    """With a delay of 1 the first step has no mask; with 0 it has its own."""
-    for delay, phases in ((1, ["dense", "sparse"]), (0, ["sparse", "sparse"])):
-        world, _, params, optimizers = make(1, density=0.1, density_warmup_steps=0, mask_delay=delay)
-        for t, phase in enumerate(phases):
-            step(world, params, optimizers, gradients(1, t, SHAPES))
-            assert optimizers[0].stats.phase == phase
-
-
-def test_a_lost_mask_makes_the_next_step_dense_and_nothing_is_lost_with_it():
-    world, _, params, optimizers = make(2, density=0.1, density_warmup_steps=0)
-    for t in range(3):
-        step(world, params, optimizers, gradients(2, t, SHAPES))
-    for pending in (exchange.pending for optimizer in optimizers for exchange in optimizer._runtime.tails):
-        world.failing_everywhere.add(pending.number)
-    p = params[0][0]
-    owed = sum(o.state[own[0]]["residual"] for o, own in zip(optimizers, params, strict=True)) / 2
-    wanted = 0.9 * dense_moment(optimizers[0], p) + 0.1 * sum(g[0] for g in gradients(2, 3, SHAPES)) / 2 + owed
-    step(world, params, optimizers, gradients(2, 3, SHAPES))
-    assert optimizers[0].stats.phase == "dense" and optimizers[0].stats.residual_norm() == 0
-    torch.testing.assert_close(dense_moment(optimizers[0], p), wanted)
-    step(world, params, optimizers, gradients(2, 4, SHAPES))
-    assert optimizers[1].stats.phase == "sparse"
-
-
-@pytest.mark.parametrize("selection", ["sampled", "exact"])
-@pytest.mark.parametrize("at", [1, 2, 5])
-def test_a_checkpoint_with_a_mask_in_flight_continues_to_the_bit(at, selection):
-    options = dict(density=0.1, density_warmup_steps=3, selection=selection)
-    shapes = [(256, 256), (30,)]
-    world, _, params, optimizers = make(2, shapes, **options)
-    for t in range(at):
-        step(world, params, optimizers, gradients(2, t, shapes))
-    assert all(optimizer._runtime.tails for optimizer in optimizers)  # in flight
-    reached = [[p.detach().clone() for p in own] for own in params]
-    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
-    again, _, new_params, new = make(2, shapes, **options)
-    for own, held, optimizer, state in zip(new_params, reached, new, saved, strict=True):
-        for p, w in zip(own, held, strict=True):
-            p.data.copy_(w)
-        optimizer.load_state_dict(state)
-    for t in range(at, at + 5):
-        step(world, params, optimizers, gradients(2, t, shapes))
-        step(again, new_params, new, gradients(2, t, shapes))
-        assert optimizers[0].stats.phase == new[0].stats.phase == "sparse"
-    for p, q in zip(params[1], new_params[1], strict=True):
-        assert torch.equal(p, q)
-        for name, value in optimizers[1].state[p].items():
-            assert torch.equal(value, new[1].state[q][name]), name
-
-
-def test_a_moment_that_does_not_fit_its_mask_is_refused():
-    world, _, params, optimizers = make(1, density=0.1, density_warmup_steps=0)
-    for t in range(3):
-        step(world, params, optimizers, gradients(1, t, SHAPES))
-    state = copy.deepcopy(optimizers[0].state_dict())
-    for broken in (state["state"][0]["exp_avg"][:-1], torch.zeros(3)):
-        state["state"][0]["exp_avg"] = broken
-        with pytest.raises(ValueError, match="'exp_avg' of parameter 0"):
-            optimizers[0].load_state_dict(state)
-
-
 @pytest.mark.parametrize("density, most", [(0.1, 4.7), (0.01, 4.4)])
 def test_state_is_smaller_than_adamws(density, most):
     p = nn.Parameter(torch.zeros(512, 512))
@@ -317,79 +244,3 @@ def test_moments_of_any_beta_are_carried_to_the_next_mask():
             step(world, params, optimizers, grads)
             oracle.step(grads)
             torch.testing.assert_close(params[0][0].detach(), oracle.params[0], rtol=1e-10, atol=1e-11)
-
-
-FEW = [(64, 64), (80,), (3, 41, 47)]
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "steps"),
-    [("one percent", 2, 100), ("one percent", 4, 100), *((name, 3, 15) for name in OPTIONS), ("no delay", 1, 15)],
-)
-def test_sharded_equals_replicated(name, ranks, steps):
-    """To 1e-12, with identical masks; what is owed is the same when they are saved, and each loads the other's."""
-    options = OPTIONS[name]
-    whole, shared = make(ranks, FEW, **options), make(ranks, FEW, **options, sharded=True)
-    for t in range(steps):
-        grads = gradients(ranks, t, FEW)
-        for world, _, params, optimizers in (whole, shared):
-            step(world, params, optimizers, grads)
-        for p, q in zip(whole[2][-1], shared[2][0], strict=True):
-            torch.testing.assert_close(q.detach(), p.detach(), rtol=1e-12, atol=1e-12)
-        assert shared[3][0].stats.phase == whole[3][0].stats.phase
-    for world, _, _, optimizers in (whole, shared):
-        world.consolidate(optimizers)
-    saved, wanted = shared[3][-1].state_dict(), whole[3][0].state_dict()
-    for i, compressed in enumerate([True, False, True]):
-        for state in ("exp_avg", "residual") if compressed else ("exp_avg",):
-            torch.testing.assert_close(saved["state"][i][state], wanted["state"][i][state], rtol=1e-11, atol=1e-12)
-        for mask in ("mask", "next_mask") if compressed else ():
-            assert torch.equal(saved["state"][i][mask], wanted["state"][i][mask])
-    for world, _, params, optimizers in (whole, shared):  # each goes on from the other's checkpoint
-        for optimizer in optimizers:
-            optimizer.load_state_dict(copy.deepcopy(wanted if optimizer.sharded else saved))
-        step(world, params, optimizers, gradients(ranks, 200, FEW))
-    for p, q in zip(whole[2][-1], shared[2][0], strict=True):
-        torch.testing.assert_close(q.detach(), p.detach(), rtol=1e-11, atol=1e-12)
-
-
-def test_sharded_state_is_a_share_of_it():
-    """Momentum and the common residual: 1/N of the elements on each rank. What crosses is the mask's share."""
-    world, _, params, optimizers = make(4, density=0.1, density_warmup_steps=0, sharded=True)
-    for t in range(3):
-        step(world, params, optimizers, gradients(4, t, SHAPES))
-    n = sum(p.numel() for p in params[0])
-    for optimizer in optimizers:
-        held = sum(entry["exp_avg"].numel() for entry in optimizer.state.values())
-        assert abs(held - n / 4) <= 2 * 64
-    stats, exchanged = (
-        optimizers[0].stats,
-        0.1 * sum(p.numel() for p, c in zip(params[0], COMPRESSED, strict=True) if c),
-    )
-    exchanged += sum(p.numel() for p, c in zip(params[0], COMPRESSED, strict=True) if not c)
-    assert stats.parameter_bytes == pytest.approx(8 * exchanged / 4, rel=0.1)
-    assert stats.payload_bytes == pytest.approx(8 * exchanged, rel=0.2)
-
-
-@pytest.mark.parametrize("late", range(4))
-def test_sharded_whichever_collective_fails_nothing_has_changed(late):
-    world, _, params, optimizers = make(2, density=0.1, density_warmup_steps=0, sharded=True)
-    for t in range(3):
-        step(world, params, optimizers, gradients(2, t, SHAPES))
-    for optimizer in optimizers:
-        optimizer._settle()
-    kept = [[p.detach().clone() for p in own] for own in params]
-    state = [
-        [{k: v.clone() for k, v in o.state[p].items()} for p in own] for o, own in zip(optimizers, params, strict=True)
-    ]
-    world.failing_everywhere.add(world.comms[0].started + late)
-    if late < 3:  # gradients, norm, parameters; what follows are the masks, without which a step is dense
-        with pytest.raises(compopt.CommunicationError, match="step 4 was not applied"):
-            step(world, params, optimizers, gradients(2, 3, SHAPES))
-        for rank in range(2):
-            assert all(torch.equal(p, q) for p, q in zip(params[rank], kept[rank], strict=True))
-            for p, entry in zip(params[rank], state[rank], strict=True):
-                assert all(torch.equal(optimizers[rank].state[p][name], before) for name, before in entry.items())
-    for t in range(3, 6):
-        step(world, params, optimizers, gradients(2, t, SHAPES))
-    assert all(torch.equal(p, q) for p, q in zip(*params, strict=True)) and optimizers[0].stats.step == 6

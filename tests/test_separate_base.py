@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
-import pickle
 
 import pytest
 import torch
@@ -150,6 +148,14 @@ def test_groups_are_the_bases_own_and_schedulers_act_on_it():
     assert not torch.equal(late, torch.ones(64, 64)) and optimizer.state[late]["residual"].any()
 
 
+def assert_same(a: dict, b: dict) -> None:
+    """Two state dicts, to the bit."""
+    (left, one), (right, other) = tree_flatten(a), tree_flatten(b)
+    assert one == other
+    for x, y in zip(left, right, strict=True):
+        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
 class Watching(torch.optim.SGD):
     """Notes the gradients it is given."""
 
@@ -198,77 +204,6 @@ def test_a_bad_gradient_on_one_rank_never_reaches_the_base():
     assert all(torch.equal(p, w) for p, w in zip(ranks.models[0].parameters(), weights, strict=True))
     for optimizer, old in zip(ranks.optimizers, before, strict=True):
         assert_same(optimizer.state_dict(), old)
-
-
-def assert_same(a: dict, b: dict) -> None:
-    """Two state dicts, to the bit."""
-    (left, one), (right, other) = tree_flatten(a), tree_flatten(b)
-    assert one == other
-    for x, y in zip(left, right, strict=True):
-        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-
-
-def through_a_file(state: dict) -> dict:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def test_a_checkpoint_carries_both_and_continues_to_the_bit():
-    whole = wrapped(adamw, adaptive=True, adapt_interval=4)
-    whole.train(loss, 6)
-    saved = [(copy.deepcopy(m.state_dict()), through_a_file(o.state_dict())) for _, m, o in whole]
-    whole.train(loss, 6)
-    resumed = wrapped(adamw, adaptive=True, adapt_interval=4)
-    resumed.steps = 6
-    for (weights, state), (_, model, optimizer) in zip(saved, resumed, strict=True):
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
-        assert optimizer.param_groups is optimizer.base.param_groups
-    resumed.train(loss, 6)
-    for a, b in zip(whole.optimizers, resumed.optimizers, strict=True):
-        assert_same(a.state_dict(), b.state_dict())
-    for p, q in zip(whole.models[1].parameters(), resumed.models[1].parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-def test_a_checkpoint_of_the_base_alone_is_taken_and_one_that_does_not_fit_is_refused_whole():
-    model, wrapped_model = Net(), Net()
-    plain = adamw(model.parameters())
-    loss(model, 0, 0).backward()
-    plain.step()
-    optimizer = compopt.Separate(adamw(wrapped_model.parameters()), ratio=8)
-    optimizer.load_state_dict(through_a_file(plain.state_dict()))
-    assert torch.equal(
-        optimizer.base.state[wrapped_model.up.weight]["exp_avg"], plain.state[model.up.weight]["exp_avg"]
-    )
-
-    loss(wrapped_model, 0, 1).backward()
-    optimizer.step()
-    before = copy.deepcopy(optimizer.state_dict())
-    broken = copy.deepcopy(before)
-    broken["state"][0]["residual"] = torch.zeros(3)
-    broken["base"]["state"][0]["exp_avg"] += 1
-    with pytest.raises(ValueError, match="residual"):
-        optimizer.load_state_dict(broken)
-    assert_same(optimizer.state_dict(), before)
-
-
-def test_copies_and_pickles_continue_alike():
-    model = Net()
-    optimizer = compopt.Separate(adamw(model.parameters()), ratio=8)
-    for t in range(3):
-        optimizer.zero_grad()
-        loss(model, 0, t).backward()
-        optimizer.step()
-    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
-    for net, own in [(model, optimizer), *copies]:
-        own.zero_grad()
-        loss(net, 0, 3).backward()
-        own.step()
-        assert own.param_groups is own.base.param_groups and own.param_groups[0]["params"][0] is net.up.weight
-        assert torch.equal(net.up.weight, model.up.weight) and torch.equal(net.down.weight, model.down.weight)
 
 
 def test_what_cannot_be_wrapped_is_refused():

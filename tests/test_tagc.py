@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import itertools
 
 import pytest
 import torch
 from oracles import TagcOracle
 from problems import COMPRESSED, gradients, replicas, step, weights
-from sim import World
 from torch import nn
 
 import compopt
@@ -161,91 +158,6 @@ def test_the_or_loses_no_index_where_added_fields_do(ranks, shared):
         assert torch.equal(fields_added(bits, 4), union)
 
 
-def test_moments_and_masters_are_shared_out_equally():
-    world, _, params, optimizers = make(4, dtype=torch.bfloat16, sparsity=0.9)
-    step(world, params, optimizers, gradients(4, 0, SHAPES, torch.bfloat16))
-    n = sum(p.numel() for p in params[0])
-    for optimizer in optimizers:
-        for name in ("exp_avg", "exp_avg_sq", "master"):
-            held = sum(entry[name].numel() for entry in optimizer.state.values())
-            assert abs(held - n / 4) <= 2 * 64 and all(e[name].dtype == torch.float32 for e in optimizer.state.values())
-
-
-@pytest.mark.parametrize("late", range(4))
-def test_whichever_collective_fails_nothing_has_changed(late):
-    """Index, gradients, norm, and the updated parameters: all or nothing."""
-    world, _, params, optimizers = make(2, sparsity=0.9)
-    for t in range(2):
-        step(world, params, optimizers, gradients(2, t, SHAPES))
-    kept = [[p.detach().clone() for p in own] for own in params]
-    state = [
-        [{k: v.clone() for k, v in o.state[p].items()} for p in own] for o, own in zip(optimizers, params, strict=True)
-    ]
-    world.failing_everywhere.add(world.comms[0].started + late)
-    with pytest.raises(compopt.CommunicationError, match="step 3 was not applied"):
-        step(world, params, optimizers, gradients(2, 2, SHAPES))
-    for rank in range(2):
-        assert all(torch.equal(p, q) for p, q in zip(params[rank], kept[rank], strict=True))
-        for p, entry in zip(params[rank], state[rank], strict=True):
-            assert all(torch.equal(optimizers[rank].state[p][name], before) for name, before in entry.items())
-    step(world, params, optimizers, gradients(2, 2, SHAPES))
-    assert all(torch.equal(p, q) for p, q in zip(*params, strict=True)) and optimizers[0].stats.step == 3
-
-
-def test_a_consolidated_checkpoint_is_whole_and_fits_adamw():
-    world, _, params, optimizers = make(3, sparsity=0.0)
-    for t in range(3):
-        step(world, params, optimizers, gradients(3, t, SHAPES))
-    world.consolidate(optimizers)
-    saved = copy.deepcopy(optimizers[2].state_dict())
-    reference = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in params[0]], **HYPER)
-    reference.load_state_dict(saved)
-    step(world, params, optimizers, grads := gradients(3, 3, SHAPES))
-    own = reference.param_groups[0]["params"]
-    for i, p in enumerate(own):
-        p.grad = sum(grads[rank][i] for rank in range(3)) / 3
-    reference.step()
-    for p, wanted in zip(params[1], own, strict=True):
-        torch.testing.assert_close(p.detach(), wanted.detach(), rtol=1e-10, atol=1e-12)
-    assert optimizers[0].state_dict()["param_groups"][0]["residuals"] == "rank 0 of 3"  # a step later it is not
-
-
-def test_after_a_rank_is_lost_the_shards_of_the_others_are_kept():
-    world, _, params, optimizers = make(3, sparsity=0.9)
-    for t in range(3):
-        step(world, params, optimizers, gradients(3, t, SHAPES))
-    before = [torch.cat([o.state[own[0]]["exp_avg_sq"] for o, own in zip(optimizers, params, strict=True)])]
-    lost = slice(len(optimizers[0].state[params[0][0]]["exp_avg_sq"]), None)
-    lost = slice(lost.start, lost.start + len(optimizers[1].state[params[1][0]]["exp_avg_sq"]))
-    before[0][lost] = 0
-    survivors, world = [0, 2], World(2)
-    params, optimizers = [params[r] for r in survivors], [optimizers[r] for r in survivors]
-    with pytest.warns(UserWarning, match="1 of 3 ranks are gone.* shards begin again"):
-        world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)])
-    world.consolidate(optimizers)
-    saved = optimizers[1].state_dict()["state"][0]["exp_avg_sq"]
-    torch.testing.assert_close(saved.view(-1), before[0])
-    step(world, params, optimizers, gradients(2, 3, SHAPES))
-    assert all(torch.equal(p, q) for p, q in zip(*params, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_rank_that_alone_missed_the_parameters_takes_the_step_over(dtype):
-    world, _, params, optimizers = make(2, dtype=dtype, sparsity=0.9, lr=1e-3)
-    for t in range(3):
-        step(world, params, optimizers, gradients(2, t, SHAPES, dtype))
-    world.failing.add((1, world.comms[0].started + 3))  # index, gradients, norm, parameters
-    with pytest.raises(compopt.CommunicationError, match="step 4 was not applied on rank 1"):
-        step(world, params, optimizers, gradients(2, 3, SHAPES, dtype))
-    assert [o.param_groups[0]["step"] for o in optimizers] == [4, 3]
-    world = World(2)
-    with pytest.warns(UserWarning, match="rank 1 had not applied step 4"):
-        world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)])
-    step(world, params, optimizers, gradients(2, 4, SHAPES, dtype))
-    assert [o.stats.step for o in optimizers] == [5, 5]
-    assert all(torch.equal(p, q) for p, q in zip(*params, strict=True))
-
-
 def named(*names: str) -> list[tuple[str, nn.Parameter]]:
     return [(name, nn.Parameter(torch.zeros(64, 64))) for name in names]
 
@@ -302,21 +214,6 @@ def test_steps_of_small_tensors_send_at_least_something():
     world, _, params, optimizers = make(1, [(64, 64)], sparsity=0.9999)
     step(world, params, optimizers, gradients(1, 0, [(64, 64)]))
     assert optimizers[0].stats.density == 1 / 4096
-
-
-def test_masters_are_the_same_whoever_owns_them():
-    """A bfloat16 run on 1, 2 and 3 ranks with the same gradients everywhere, nothing held back: equal parameters."""
-    found = []
-    for ranks in (1, 2, 4):
-        world, _, params, optimizers = make(ranks, dtype=torch.bfloat16, sparsity=0.0, lr=1e-3)
-        for t in range(4):
-            grads = gradients(1, t, SHAPES, torch.bfloat16)[0]
-            for o in optimizers:
-                o._handed_over = True  # bit-identical gradients on purpose
-            step(world, params, optimizers, [grads] * ranks)
-        found.append(params[-1])
-    for a, b in itertools.combinations(found, 2):
-        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 def test_updates_of_float32_parameters_are_gathered_in_bfloat16_with_such_a_payload():
