@@ -26,7 +26,6 @@ PHASES = {  # of the six steps: two are warm-up, and Radius compresses from the 
     "powersgd": {"dense": 2, "sparse": 4},
     "topk": {"dense": 2, "sparse": 4},
 }
-ON_TWO_RANKS = [name for name in PHASES if name != "radius"]  # which torchrun starts
 
 
 def load(name: str):
@@ -54,15 +53,13 @@ def start(launcher: list[str], folder: Path, optimizer: str) -> subprocess.Popen
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(processes: list[subprocess.Popen]) -> None:
-    """Wait for processes that `start` began, and leave none behind."""
+def finish(process: subprocess.Popen) -> None:
+    """Wait for a process that `start` began, and leave none behind."""
     try:
-        for process in processes:
-            output, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, f"{process.args}: {output}"
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, f"{process.args}: {output}"
     finally:
-        for process in processes:
-            process.terminate()
+        process.terminate()
 
 
 def check(folder: Path, optimizer: str, ranks: int) -> None:
@@ -86,29 +83,28 @@ def check(folder: Path, optimizer: str, ranks: int) -> None:
 
 
 def test_train_gpt_on_one_process(tmp_path):
-    plain = [sys.executable]
-    finish([start(plain, tmp_path, "adamw"), start(plain, tmp_path, "radius")])
-    check(tmp_path, "adamw", ranks=1)
+    finish(start([sys.executable], tmp_path, "radius"))
     check(tmp_path, "radius", ranks=1)
 
 
 def test_train_gpt_under_torchrun(tmp_path):
-    finish([start(TORCHRUN, tmp_path, "radius")])
+    finish(start(TORCHRUN, tmp_path, "radius"))
     check(tmp_path, "radius", ranks=2)
 
 
-def on_two_ranks(rank: int, folder: str) -> None:
-    as_torchrun_would(rank, 2)
-    for optimizer in ON_TWO_RANKS:
+def one_after_the_other(rank: int, folder: str, ranks: int, optimizers: list[str]) -> None:
+    as_torchrun_would(rank, ranks)
+    for optimizer in optimizers:
         example("train_gpt", *options(Path(folder), optimizer))
 
 
-def test_train_gpt_on_two_ranks(tmp_path):
-    """The others one after the other in two processes: what starting these takes, the test above has seen."""
+@pytest.mark.parametrize(("ranks", "optimizers"), [(1, ["adamw"]), (2, [name for name in PHASES if name != "radius"])])
+def test_train_gpt_in_processes_that_are_there(ranks, optimizers, tmp_path):
+    """What it takes to start them, the tests before have seen."""
     write_text(tmp_path)
-    run_ranks(on_two_ranks, 2, str(tmp_path))
-    for optimizer in ON_TWO_RANKS:
-        check(tmp_path, optimizer, ranks=2)
+    run_ranks(one_after_the_other, ranks, str(tmp_path), ranks, optimizers)
+    for optimizer in optimizers:
+        check(tmp_path, optimizer, ranks)
 
 
 def test_corpus_is_the_same_everywhere_and_its_parts_are_apart(tmp_path):
