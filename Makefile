@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test properties fuzz soak sanitize neon mutants lint wheel docs bench clean
+.PHONY: demo test properties fuzz soak sanitize neon mutants lint types wheel docs bench clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -36,6 +36,9 @@ neon: .venv/ready  ## the C passes for 64-bit ARM in an emulator, against this m
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: .venv/ready  ## mypy --strict over the package and its kernels; what is relaxed, and why, is in pyproject.toml
+	$(BIN)/mypy
 
 wheel: .venv/ready  ## build the wheel, install it into an empty environment, train one step there
 	$(BIN)/python tests/check_wheel.py
