@@ -7,8 +7,8 @@ import pytest
 
 RADIUS, SCAPE = check.FORMS[0], check.FORMS[2]
 CASES = [
-    check.Case(RADIUS, "torch", "float32", 2, [check.TINY], steps=10),
-    check.Case(SCAPE, "torch", "payload int8", 3, [check.TINY], steps=10),
+    check.Case(RADIUS, "torch", "float32", 2, check.TINY, steps=10),
+    check.Case(SCAPE, "torch", "payload int8", 3, check.TINY, steps=10),
 ]
 
 
