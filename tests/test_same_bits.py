@@ -12,6 +12,7 @@ CASES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:gradients were changed")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.form.name)
 def test_two_runs_are_equal_and_a_change_is_told_with_its_step(case, monkeypatch):
     before, again = check.run(case), check.run(case)
