@@ -12,18 +12,17 @@ AdamS's authors, takes m^2 / (1 - b1^t)^2 in place of m^2 and does not correct f
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 from torch import Tensor
 
 from ._engine.base import CompressedOptimizer
 from ._engine.options import check_adams, check_compress
 from ._ops.ops import Ops
 from ._state.buckets import Bucket, StateSpec
-from ._wire.requests import Agree, AllReduceMean, Request
+from ._wire.comm import ProcessGroup
+from ._wire.requests import Agree, AllReduceMean, Asking
 
 
-def adams(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
+def adams(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Equation 2, one bucket, one step."""
     mean = yield AllReduceMean(ops.pack(bucket, bucket.grads(), negate=bucket.group["maximize"]))
     yield Agree(mean, "dense")  # from here on state changes
@@ -60,7 +59,7 @@ class AdamS(CompressedOptimizer):
         weight_decay: float = 0.1,
         *,
         bias_correction: str = "scape",
-        process_group: object = None,
+        process_group: ProcessGroup | None = None,
         maximize: bool = False,
     ):
         defaults = dict(
@@ -80,5 +79,5 @@ class AdamS(CompressedOptimizer):
     def state_specs(self, dtype) -> dict[str, StateSpec]:
         return {"exp_avg": StateSpec(dtype)}
 
-    def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
+    def algorithm(self, bucket: Bucket) -> Asking[None]:
         return adams(bucket, self.ops)

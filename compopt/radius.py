@@ -26,8 +26,6 @@ is undefined until T divides t), all ranks use rank 0's mask (equal by construct
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 import torch
 from torch import Tensor
 
@@ -37,10 +35,11 @@ from ._engine.when import dense_steps
 from ._ops.math import kept
 from ._ops.ops import Ops, clip_factor
 from ._state.buckets import Bucket, StateSpec
-from ._wire.requests import Agree, AllReduceMean, Broadcast, Payload, Request
+from ._wire.comm import ProcessGroup
+from ._wire.requests import Agree, AllReduceMean, Asking, Broadcast, Payload
 
 
-def radius(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
+def radius(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Algorithm 1, one bucket, one step."""
     h, state, grads = bucket.group, bucket.state, bucket.grads()
     index = bucket.cache.get("index")
@@ -251,7 +250,7 @@ class RadiusAdamW(CompressedOptimizer):
         max_grad_norm: float | None = None,
         payload_dtype: torch.dtype | None = None,
         when: str = "always",
-        process_group: object = None,
+        process_group: ProcessGroup | None = None,
         maximize: bool = False,
         offload: str | None = None,
     ):
@@ -298,7 +297,7 @@ class RadiusAdamW(CompressedOptimizer):
             "mask": StateSpec(torch.uint8, packed=True, compressed_only=True),
         }
 
-    def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
+    def algorithm(self, bucket: Bucket) -> Asking[None]:
         return radius(bucket, self.ops)
 
     def tidy(self, bucket: Bucket) -> None:

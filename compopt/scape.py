@@ -49,10 +49,11 @@ from ._sparse.selection import (
 )
 from ._state.buckets import Bucket, StateSpec
 from ._state.masks import count_shared, per_tensor, positions_of
-from ._wire.requests import Agree, AllGather, AllReduceMean, Payload, Request
+from ._wire.comm import ProcessGroup
+from ._wire.requests import Agree, AllGather, AllReduceMean, Asking, Payload
 
 
-def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Generator[Request, object, None]:
+def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
     """Algorithm 1, one bucket, one step."""
     h, grads = bucket.group, bucket.grads()
     delayed = h["mask_delay"] == 1
@@ -258,7 +259,7 @@ class ScapeAdamS(CompressedOptimizer):
         max_grad_norm: float | None = None,
         payload_dtype: torch.dtype | None = None,
         when: str = "always",
-        process_group: object = None,
+        process_group: ProcessGroup | None = None,
         maximize: bool = False,
         sharded: bool = False,
         offload: str | None = None,
@@ -400,7 +401,7 @@ class ScapeAdamS(CompressedOptimizer):
             if self.sharded:
                 bucket.flat["common"].zero_()
 
-    def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
+    def algorithm(self, bucket: Bucket) -> Asking[None]:
         if self.sharded:
             return sharded_scape(bucket, self.ops)
         return scape(bucket, self.ops, self.comm.rank, self.comm.size)

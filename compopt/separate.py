@@ -23,7 +23,7 @@ start of ``warmup_steps`` is possible."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ from ._lowrank.projections import grams_of, pack, reconstruct, squared_norm
 from ._lowrank.tracking import follow, followed, join, track
 from ._ops.ops import Ops, clip_factor
 from ._state.buckets import Bucket, StateSpec, grad_dtype, local
-from ._wire.requests import Agree, AllReduceMean, Request
+from ._wire.comm import ProcessGroup
+from ._wire.requests import Agree, AllReduceMean, Asking
 
 
 def separate(
@@ -48,7 +49,7 @@ def separate(
     exchange: Exchange,
     target: Callable[[Bucket, int, Tensor | None], Tensor],
     apply: Callable[[Bucket, int, Tensor], None],
-) -> Generator[Request, object, None]:
+) -> Asking[None]:
     """Algorithm 1, one bucket, one step.
 
     The averaged gradient of tensor i is written to ``target(bucket, i, whole)`` and handed to
@@ -177,7 +178,7 @@ class SeparateAdam(Projecting):
         clip: str = "local",
         when: str = "always",
         payload_dtype: torch.dtype | None = None,
-        process_group: object = None,
+        process_group: ProcessGroup | None = None,
         maximize: bool = False,
     ):
         defaults = dict(
@@ -214,7 +215,7 @@ class SeparateAdam(Projecting):
             **super().state_specs(dtype),
         }
 
-    def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
+    def algorithm(self, bucket: Bucket) -> Asking[None]:
         return separate(
             bucket, self.ops, self.exchange(bucket), weakly(self.target), weakly(self.apply)
         )
@@ -269,7 +270,7 @@ class Separate(Projecting):
         clip: str = "local",
         when: str = "always",
         payload_dtype: torch.dtype | None = None,
-        process_group: object = None,
+        process_group: ProcessGroup | None = None,
     ):
         if not isinstance(base, torch.optim.Optimizer):
             raise TypeError(
@@ -377,7 +378,7 @@ class Separate(Projecting):
         base = [known_of(group, self.base.defaults) for group in self.base.param_groups]
         return [*super()._settings(), {"base": type(self.base).__name__}, *base]
 
-    def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
+    def algorithm(self, bucket: Bucket) -> Asking[None]:
         return separate(
             bucket, self.ops, self.exchange(bucket), weakly(self.target), weakly(self.apply)
         )

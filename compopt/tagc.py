@@ -28,7 +28,6 @@ or nothing here too."""
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +45,8 @@ from ._sparse.selection import compressed_lengths
 from ._sparse.sketch import Compact, Sketch
 from ._sparse.sparsify import Left, hold_back, settle, sparsify
 from ._state.buckets import Bucket, StateSpec
-from ._wire.requests import Agree, BitOr, Commit, Payload, ReduceScatterMean, Request
+from ._wire.comm import ProcessGroup
+from ._wire.requests import Agree, Asking, BitOr, Commit, Payload, ReduceScatterMean
 
 # The projections to queries, keys and values, by the names that are customary. What follows the
 # attention is a linear layer like any other (section 3.2).
@@ -56,7 +56,7 @@ ATTENTION = re.compile(
 )
 
 
-def tagc(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
+def tagc(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Algorithm 1, all shards of one bucket, one step."""
     h, shards, grads = bucket.group, bucket.shards, bucket.grads()
     sparse = h["step"] >= dense_steps(h) and shards.offsets[-1] > 0
@@ -228,7 +228,7 @@ class TagcAdamW(CompressedOptimizer):
         max_grad_norm: float | None = None,
         payload_dtype: torch.dtype | None = None,
         when: str = "always",
-        process_group: object = None,
+        process_group: ProcessGroup | None = None,
         maximize: bool = False,
     ):
         defaults = dict(
@@ -290,7 +290,7 @@ class TagcAdamW(CompressedOptimizer):
             "residual": StateSpec(dtype, compressed_only=True),
         }
 
-    def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
+    def algorithm(self, bucket: Bucket) -> Asking[None]:
         return tagc(bucket, self.ops)
 
     def _report(self, verdict: Any, comm: Any) -> None:

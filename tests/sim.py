@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 import torch
 from torch import Tensor, nn
 
+from compopt._wire.comm import Comm
 from compopt._wire.int8_mean import QuantisedMean
 from compopt._wire.requests import (
     AllGather,
@@ -59,7 +60,7 @@ class SimPending:
         return self.world.answers[self.number][self.rank]
 
 
-class SimComm:
+class SimComm(Comm):
     """One rank's view of the world; what an optimizer takes as ``process_group``."""
 
     def __init__(self, world: World, rank: int):

@@ -20,14 +20,12 @@ of P differ in size by singular values, not by their squares, and int8 keeps the
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 import torch
 from torch import Tensor
 
 from .._ops.ops import Ops
 from .._state.buckets import Bucket
-from .._wire.requests import AllReduceMean, Payload, Request
+from .._wire.requests import AllReduceMean, Asking, Payload
 from .projections import Plan, columns_of, scaled_sum
 
 Matrices = list[Tensor | None]
@@ -40,7 +38,7 @@ def track(
     plan: Plan,
     bases: Matrices,
     clipped: float,
-) -> Generator[Request, object, tuple[Matrices, Payload | None]]:
+) -> Asking[tuple[Matrices, Payload | None]]:
     """Lines 1 and 2: for each tensor that is tracked its R, (d, r); and the payload whose header is
     agreed already.
 

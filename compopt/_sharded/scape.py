@@ -23,7 +23,6 @@ What is sent is x_n / (1 - b1) on M, as in the replicated form.
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -33,10 +32,10 @@ from .._ops.math import squared_norm
 from .._ops.ops import Ops, clip_factor
 from .._sparse.selection import Selection, deal_at, keep_mask
 from .._state.buckets import Bucket
-from .._wire.requests import Agree, AllGather, Commit, Payload, ReduceScatterMean, Request
+from .._wire.requests import Agree, AllGather, Asking, Commit, Payload, ReduceScatterMean
 
 
-def sharded_scape(bucket: Bucket, ops: Ops) -> Generator[Request, object, None]:
+def sharded_scape(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Algorithm 2, one bucket, one step."""
     h, shards, grads = bucket.group, bucket.shards, bucket.grads()
     delayed = h["mask_delay"] == 1

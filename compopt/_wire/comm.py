@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,12 @@ from .requests import (
     mean_of_rows,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
+# As a name for annotations: torch may be built without torch.distributed.
+ProcessGroup: TypeAlias = "dist.ProcessGroup"
+
 _on_the_wire: set[Pending] = set()
 
 
@@ -42,12 +49,12 @@ def _before_exit() -> None:
     aborts the process.
     """
     for pending in list(_on_the_wire):
-        with contextlib.suppress(RuntimeError):
-            pending._work.wait(timedelta(seconds=5))
+        if pending.work is not None:
+            with contextlib.suppress(RuntimeError):
+                pending.work.wait(timedelta(seconds=5))
     if dist.is_available() and Pending.started:
-        time.sleep(
-            0.05
-        )  # a finished collective's tensors are let go a moment after it is waited for
+        # A finished collective's tensors are let go a moment after it is waited for.
+        time.sleep(0.05)
 
 
 class Pending:
@@ -57,24 +64,29 @@ class Pending:
     Its result may be another Pending: the second of two collectives that together answer a request.
     ``more``: what it leads to is another collective, before the step is agreed upon."""
 
-    started = False  # any, in this process
-    in_turns = False  # of ranks that take turns in one process: nobody may wait for it in backward
+    # Any, in this process.
+    started = False
+    # Of ranks that take turns in one process: nobody may wait for it in backward.
+    in_turns = False
 
     def __init__(
-        self, what: str, work: dist.Work | None, finish: Callable[[], object], more: bool = False
+        self,
+        what: str,
+        work: dist.Work | None,
+        finish: Callable[[], object],
+        more: bool = False,
     ):
-        self.what, self._work, self._finish, self.more = what, work, finish, more
+        self.what, self.work, self._finish, self.more = what, work, finish, more
         if work is not None:
             Pending.started = True
             _on_the_wire.add(self)
 
     def wait(self) -> object:
-        if self._work is not None:
+        if self.work is not None:
             try:
-                self._work.wait()
-            except (
-                RuntimeError
-            ) as error:  # as gloo raises; torch.distributed's own errors are some, too
+                self.work.wait()
+            # As gloo raises; torch.distributed's own errors are some, too.
+            except RuntimeError as error:
                 raise CommunicationError(f"{self.what} failed: {_first_line(error)}") from error
             finally:
                 self.forget()
@@ -82,9 +94,9 @@ class Pending:
 
     def drain(self) -> None:
         """Wait until it uses its memory no more; whatever comes of it."""
-        if self._work is not None:
+        if self.work is not None:
             with contextlib.suppress(RuntimeError):
-                self._work.wait()
+                self.work.wait()
             self.forget()
 
     def forget(self) -> None:
@@ -95,14 +107,14 @@ class Pending:
 class Comm:
     """The ranks of one process group; a single process when there is none, or when ``alone``."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, alone: bool = False):
+    def __init__(self, group: ProcessGroup | None = None, alone: bool = False):
         alone = alone or not (dist.is_available() and dist.is_initialized())
         if alone and group is not None:
             raise ValueError(
                 "process_group was given, but torch.distributed is not initialised: call "
                 "init_process_group first."
             )
-        self.group = None if alone else group or dist.group.WORLD
+        self.group: ProcessGroup | None = None if alone else group or dist.group.WORLD
         self.rank = 0 if alone else dist.get_rank(self.group)
         self.size = 1 if alone else dist.get_world_size(self.group)
         if self.rank < 0:
@@ -128,7 +140,7 @@ class Comm:
                 work = self._call(dist.all_gather, what, list(rows.unbind()), tensor.contiguous())
                 return Pending(what, work, lambda: rows)
             case Broadcast(tensor, source):
-                if self.size == 1:
+                if self.group is None or self.size == 1:
                     return Pending(what, None, lambda: tensor)
                 source = dist.get_global_rank(self.group, source)
                 work = self._call(dist.broadcast, what, tensor, source)
@@ -142,7 +154,7 @@ class Comm:
     def _all_reduce_mean(self, request: AllReduceMean, what: str) -> Pending:
         if isinstance(request.message, Payload) and request.message.seed is not None:
             return self._quantised_mean(request.message, what, request.more)
-        tensor: Tensor = request.tensor
+        tensor = request.tensor
         if self.size == 1:
             return Pending(what, None, lambda: request.message)
         work = self._call(dist.all_reduce, what, tensor)
@@ -214,7 +226,7 @@ class Comm:
 
     def _call(
         self, collective: Callable[..., dist.Work | None], what: str, *args: object
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Start one of torch.distributed's collectives."""
         try:
             return collective(*args, group=self.group, async_op=True)
@@ -231,18 +243,24 @@ def _first_line(error: RuntimeError) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def connect(group: object) -> Comm:
-    """A communicator over ``group``: a ProcessGroup, None, or an object that is one already (the
-    tests' simulator).
-    """
-    return group if hasattr(group, "start") else Comm(group)  # type: ignore[return-value, arg-type]
+def connect(group: ProcessGroup | Comm | None) -> Comm:
+    """A communicator over ``group``, which may be one already (the tests' simulator)."""
+    return group if isinstance(group, Comm) else Comm(group)
+
+
+def mesh_groups(p: Tensor) -> list[tuple[ProcessGroup, Placement]]:
+    """The group of each mesh dimension of a DTensor, and how ``p`` lies on it; of others none."""
+    mesh = getattr(p, "device_mesh", None)
+    if mesh is None:
+        return []
+    return list(zip(mesh.get_all_groups(), getattr(p, "placements", ()), strict=True))
 
 
 def shard_comms(params: Iterable[Tensor]) -> list[Comm]:
     """Communicators over the meshes of DTensors, one a mesh dimension: together, the ranks that
     hold one model.
     """
-    groups: dict[str, dist.ProcessGroup] = {}
+    groups: dict[str, ProcessGroup] = {}
     for mesh in {
         mesh: None for p in params if (mesh := getattr(p, "device_mesh", None)) is not None
     }:
@@ -253,15 +271,10 @@ def shard_comms(params: Iterable[Tensor]) -> list[Comm]:
 
 def copies_of(p: Tensor, shards: list[Comm]) -> int:
     """Among the ranks that hold one model, how many hold the same part of ``p``."""
-    cut = set()
-    if hasattr(p, "device_mesh"):
-        groups = p.device_mesh.get_all_groups()
-        cut = {
-            g.group_name
-            for g, where in zip(groups, p.placements, strict=True)
-            if not where.is_replicate()
-        }
-    return math.prod(comm.size for comm in shards if comm.group.group_name not in cut)
+    cut = {group.group_name for group, where in mesh_groups(p) if not where.is_replicate()}
+    return math.prod(
+        comm.size for comm in shards if comm.group is None or comm.group.group_name not in cut
+    )
 
 
 def has_met_others(comm: Comm) -> bool:

@@ -36,9 +36,9 @@ class Control:
     def on_device(self) -> list[tuple[slice, Tensor]]:
         """The words that only the device knows, and where they belong."""
         return [
-            (at, self.words[name])
-            for name, at in self._places()
-            if isinstance(self.words[name], Tensor)
+            (at, words)
+            for (_, at), words in zip(self._places(), self.words.values(), strict=True)
+            if isinstance(words, Tensor)
         ]
 
     def read(self, mean: list[float]) -> dict[str, list[float]]:

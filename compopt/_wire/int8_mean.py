@@ -33,13 +33,16 @@ class QuantisedMean:
     instead."""
 
     def __init__(self, payload: Payload, rank: int, ranks: int):
+        if payload.seed is None or payload.dropped is None:
+            raise ValueError("payload has no seed, or nowhere to put what int8 drops: give both.")
         self.payload, self.rank, self.ranks, self.scratch = payload, rank, ranks, payload.scratch
+        self.seed, self.dropped = payload.seed, payload.dropped
         self.layout = layout(tuple(len(part) for part in payload.parts), ranks)
         self.words = len(payload.header) + len(payload.control)
 
     def alone(self) -> None:
         self._quantise_body()
-        self.payload.body.sub_(self.payload.dropped)
+        self.payload.body.sub_(self.dropped)
 
     def first(self) -> Tensor:
         codes, scales = self._quantise_body()
@@ -80,10 +83,10 @@ class QuantisedMean:
         _, scales, codes = self._fields(out, 0)
         rows = self.scratch("codes", chunk.rows * ROW, torch.int8, received.device).view(-1, ROW)
         quantise(
-            total, rows, scales[0, : chunk.rows], total, (*payload.seed, self.rank, 2), self.scratch
+            total, rows, scales[0, : chunk.rows], total, (*self.seed, self.rank, 2), self.scratch
         )
         join(rows, chunk.pieces, codes[0])
-        mine = payload.dropped[chunk.start : chunk.stop]
+        mine = self.dropped[chunk.start : chunk.stop]
         for at, row, n in chunk.pieces:
             mine[at : at + n].add_(total.view(-1)[ROW * row : ROW * row + n], alpha=self.ranks)
         return out[0]
@@ -104,14 +107,13 @@ class QuantisedMean:
             join(dequantise(rows, scales[number, : chunk.rows], value), chunk.pieces, out)
 
     def _quantise_body(self) -> tuple[Tensor, Tensor]:
-        payload = self.payload
-        body, dropped, rows = payload.body, payload.dropped, self.layout.rows
+        body, rows = self.payload.body, self.layout.rows
         x = spread(body, self.layout.pieces, rows, "value", self.scratch)
-        rest = dropped.view(-1, ROW) if x.data_ptr() == body.data_ptr() else x
+        rest = self.dropped.view(-1, ROW) if x.data_ptr() == body.data_ptr() else x
         codes = self.scratch("codes", rows * ROW, torch.int8, body.device).view(-1, ROW)
         scales = self.scratch("scales", rows, torch.float32, body.device)
-        quantise(x, codes, scales, rest, (*payload.seed, self.rank, 1), self.scratch)
-        join(rest, self.layout.pieces, dropped)
+        quantise(x, codes, scales, rest, (*self.seed, self.rank, 1), self.scratch)
+        join(rest, self.layout.pieces, self.dropped)
         return codes, scales
 
     def _size(self, words: int) -> int:

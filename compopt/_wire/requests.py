@@ -6,7 +6,9 @@ lockstep simulator of the tests."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,18 +49,16 @@ class Payload:
         self.control = flat[tensors : tensors + control]
         self.body = flat[tensors + control :]
         self.parts = list(self.body.split(lengths))
-        self.dropped_parts: list[Tensor] | list[None] = (
-            [None] * len(lengths) if dropped is None else list(dropped.split(lengths))
-        )
+        self.dropped_parts = [] if dropped is None else list(dropped.split(lengths))
         self.exact = self.parts if dropped is None or seed is not None else self.dropped_parts
-        self.marks: list[float] | None = None  # the averaged header, once it has been read
-        self.starts: Tensor | None = (
-            None  # for kernels: how much of its tensor is sent before each block
-        )
+        # The averaged header, once it has been read.
+        self.marks: list[float] | None = None
+        # For kernels: how much of its tensor is sent before each block.
+        self.starts: Tensor | None = None
 
     def round(self) -> Payload:
         """Make the message of what ``exact`` holds; there is then what rounding took off."""
-        if self.exact is not self.parts:
+        if self.exact is not self.parts and self.dropped is not None:
             for sent, rest in zip(self.body.split(BLOCK), self.dropped.split(BLOCK), strict=True):
                 sent.copy_(rest)
                 rest.sub_(sent)
@@ -164,7 +164,15 @@ class Commit:
     """
 
 
+# What a generator is resumed with: a Payload or a Tensor after a collective, the norm after Agree.
+# No type can say which of them follows which request.
+Answer: TypeAlias = Any
+
 Request = AllReduceMean | AllGather | Broadcast | ReduceScatterMean | BitOr | Agree | Commit
+
+# A generator that asks other ranks, and what it returns in the end.
+Result = TypeVar("Result")
+Asking: TypeAlias = Generator[Request, Answer, Result]
 
 
 def mean_of_rows(rows: Tensor) -> Tensor:
@@ -188,5 +196,5 @@ def bytes_of(request: Request) -> int:
         return 0
     if isinstance(request, AllReduceMean) and isinstance(request.message, Payload):
         return request.message.nbytes
-    tensor: torch.Tensor = request.tensor
+    tensor: Tensor = request.tensor
     return tensor.numel() * tensor.element_size()

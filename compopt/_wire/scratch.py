@@ -10,7 +10,7 @@ class Scratch:
     """Memory of one owner, who works on one thread at a time: two optimizers never share it."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple, Tensor] = {}
+        self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def __call__(self, use: str, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """n elements, contents undefined, until the next call for the same ``use``."""
