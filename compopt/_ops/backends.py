@@ -4,8 +4,8 @@
 On CUDA devices "triton" where triton is installed, else "apex" where NVIDIA's apex is; on the CPU
 "native" where there is a C compiler and the C passes have vectors for the processor, or win a trial
 of some milliseconds; else "torch". The environment variable COMPOPT_BACKEND names one; it is the
-only way to get "compile", which takes a C++ compiler and half a minute, and the "triton" of the
-interpreter. Ranks that choose differently by themselves all take "torch"."""
+only way to get the "triton" of the interpreter. Ranks that choose differently by themselves all
+take "torch"."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .native.build import UnknownISA, compiler
 from .ops import Ops
 from .race import times_as_long
 
-NAMES = ("auto", "torch", "native", "triton", "compile", "apex")
+NAMES = ("auto", "torch", "native", "triton", "apex")
 MARGIN = (
     0.8  # of the time that PyTorch's operators take: what a back end has to stay below in a trial
 )
@@ -165,8 +165,6 @@ def _make(name: str, devices: set[str]) -> Ops:
         from .triton import TritonOps as Chosen
     elif name == "native":
         from .native.ops import NativeOps as Chosen
-    elif name == "compile":
-        from .compiled import CompiledOps as Chosen
     elif name == "apex":
         from .apex import ApexOps as Chosen
     else:
