@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,21 @@ def replicated(weight: Tensor) -> Tensor:
     its gradient.
     """
     return weight.to_local(grad_placements=[Replicate()]) if isinstance(weight, DTensor) else weight
+
+
+def applied(function: type[torch.autograd.Function], *args: object) -> Tensor:
+    """``function.apply(*args)``, of which torch does not say what it returns."""
+    result: Tensor = function.apply(*args)
+    return result
+
+
+def given(side: Tensor | None) -> Tensor:
+    """The side tensor, for a compressor that cannot do without."""
+    if side is None:
+        raise ValueError(
+            "side is missing beside the values: decompress what the same compressor has compressed."
+        )
+    return side
 
 
 class Alone:
@@ -46,11 +62,11 @@ class _StraightThrough(torch.autograd.Function):
     """y forward, the gradient of x backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, y: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -69,7 +85,8 @@ class Compressor(nn.Module):
             payload is gathered, decompressed and added up.
         straight_through: True when the gradient that arrives is also that of what was compressed.
             At a stage boundary it then travels beside the payload, on the group named there.
-        gradient_bits: None, or the bits an element of such a gradient.
+        gradient_bits: None, or the bits an element of such a gradient, which `pack`, `size` and
+            `unpack` then make and read.
         enabled: False while everything is sent. See `set_compression`.
     """
 
@@ -84,13 +101,11 @@ class Compressor(nn.Module):
         agree on something first."""
         raise NotImplementedError
 
-    def decompress(
-        self, values: Tensor, side: Tensor | None, shape: torch.Size | tuple[int, ...]
-    ) -> Tensor:
+    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """The activation of that shape, from what was sent."""
         raise NotImplementedError
 
-    def bytes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         """Bytes of one rank's payload for an activation of that shape."""
         raise NotImplementedError
 
@@ -106,7 +121,7 @@ class Compressor(nn.Module):
             return self._total(x, ranks)
         with torch.no_grad():
             total = self._total(x, ranks)
-        return _StraightThrough.apply(x, total)
+        return applied(_StraightThrough, x, total)
 
     def _total(self, x: Tensor, ranks: Alone) -> Tensor:
         values, side = self.compress(x, ranks)
@@ -127,6 +142,18 @@ class Compressor(nn.Module):
         """Whether a straight-through gradient returns in the payload's place, without a group."""
         return False
 
+    def pack(self, x: Tensor, bits: int) -> Tensor:
+        """A gradient of that many bits an element, as a vector of x's dtype."""
+        raise NotImplementedError
+
+    def size(self, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> int:
+        """Elements of that dtype that `pack` makes of that shape."""
+        raise NotImplementedError
+
+    def unpack(self, values: Tensor, shape: tuple[int, ...], bits: int) -> Tensor:
+        """The tensor of that shape that `pack` was given, to within rounding."""
+        raise NotImplementedError
+
 
 class Identity(Compressor):
     """No compression: the same exchange, everything sent.
@@ -139,10 +166,10 @@ class Identity(Compressor):
     def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, None]:
         return x, None
 
-    def decompress(self, values: Tensor, side: None, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         return values.view(shape)
 
-    def bytes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         return math.prod(shape) * dtype.itemsize
 
 
@@ -186,8 +213,8 @@ class AutoEncoder(Compressor):
     def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, None]:
         return x @ ranks.shared(self.encoder).to(x.dtype), None
 
-    def decompress(self, values: Tensor, side: None, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         return (values @ replicated(self.decoder).to(values.dtype)).view(shape)
 
-    def bytes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         return math.prod(shape[:-1]) * self.encoder.shape[1] * dtype.itemsize

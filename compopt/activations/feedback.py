@@ -22,7 +22,7 @@ class ErrorFeedback(Compressor):
         self.summable, self.straight_through = codec.summable, codec.straight_through
         self.gradient_bits = codec.gradient_bits
         self._error: Tensor | None = None  # of other tokens: not worth a place in a checkpoint
-        self._replay = Replay()
+        self._replay: Replay[Tensor | None] = Replay()
 
     def extra_repr(self) -> str:
         return f"{type(self.codec).__name__}({self.codec.extra_repr()})"
@@ -36,8 +36,9 @@ class ErrorFeedback(Compressor):
 
     def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor | None]:
         error = self._replay(lambda: self._error) if self.training else None
-        known = error is not None and error.shape == x.shape
-        y = x + error.to(x.dtype) if known else x
+        if error is not None and error.shape != x.shape:
+            error = None
+        y = x if error is None else x + error.to(x.dtype)
         values, side = self.codec.compress(y, ranks)
         if self.training and not recomputing():
             with torch.no_grad():
@@ -45,10 +46,17 @@ class ErrorFeedback(Compressor):
                 self._error = error if error.isfinite().all() else None
         return values, side
 
-    def decompress(
-        self, values: Tensor, side: Tensor | None, shape: torch.Size | tuple[int, ...]
-    ) -> Tensor:
+    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         return self.codec.decompress(values, side, shape)
 
-    def bytes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    def pack(self, x: Tensor, bits: int) -> Tensor:
+        return self.codec.pack(x, bits)
+
+    def size(self, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> int:
+        return self.codec.size(shape, bits, dtype)
+
+    def unpack(self, values: Tensor, shape: tuple[int, ...], bits: int) -> Tensor:
+        return self.codec.unpack(values, shape, bits)
+
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         return self.codec.bytes(shape, dtype)

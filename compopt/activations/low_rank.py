@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .codecs import ALONE, Alone, Compressor
+from .codecs import ALONE, Alone, Compressor, given
 from .recompute import Replay, recomputing
 
 
@@ -21,6 +21,8 @@ class PowerSGD(Compressor):
     again."""
 
     summable = True
+    # What the last call ended with, the start of the next.
+    basis: Tensor
 
     def __init__(self, rank: int, hidden: int, seed: int = 0) -> None:
         super().__init__()
@@ -30,8 +32,8 @@ class PowerSGD(Compressor):
             )
         self.seed = seed
         start = torch.empty(hidden, rank, dtype=torch.get_default_dtype())
-        self.register_buffer("basis", start)  # what the last call ended with, the start of the next
-        self._replay = Replay()
+        self.register_buffer("basis", start)
+        self._replay: Replay[Tensor] = Replay()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -51,29 +53,28 @@ class PowerSGD(Compressor):
         matrix = x.reshape(-1, x.shape[-1])
         basis = self._replay(lambda: self.basis)
         with torch.no_grad():
-            wide = torch.promote_types(
-                basis.dtype, torch.float32
-            )  # a QR of half-precision numbers falls apart
+            # A QR of half-precision numbers falls apart.
+            wide = torch.promote_types(basis.dtype, torch.float32)
             columns = ranks.sum(matrix.to(wide) @ basis.to(wide))
             orthonormal = torch.linalg.qr(columns).Q.to(x.dtype)
         values = matrix.t() @ orthonormal
         self.learn(values)
         return values, orthonormal
 
-    def decompress(
-        self, values: Tensor, side: Tensor, shape: torch.Size | tuple[int, ...]
-    ) -> Tensor:
-        return (side @ values.t()).view(shape)
+    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        return (given(side) @ values.t()).view(shape)
 
     @torch.no_grad()
     def learn(self, total: Tensor) -> None:
         if not self.training or recomputing():
             return
-        if total.shape == self.basis.shape:  # fewer tokens than the rank: keep the wider basis
-            usable = total.isfinite().all()  # one bad batch must not spoil every later one
+        # Of fewer tokens than the rank: keep the wider basis.
+        if total.shape == self.basis.shape:
+            # One bad batch must not spoil every later one.
+            usable = total.isfinite().all()
             # A new tensor: a forward that is computed again may need the old one.
             self.basis = torch.where(usable, total.to(self.basis.dtype), self.basis)
 
-    def bytes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         tokens, (hidden, rank) = math.prod(shape[:-1]), self.basis.shape
         return min(rank, tokens) * (tokens + hidden) * dtype.itemsize

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,18 +33,20 @@ class Pair:
                 "pair must be a group of the boundary's two ranks, as new_group([0, 1]) makes; "
                 f"this one has {dist.get_world_size(group)}."
             )
-        self.group, self.codec = group, getattr(codec, "codec", codec)  # what ErrorFeedback wraps
+        self.group, self.codec = group, codec
         self.other = dist.get_global_rank(group, 1 - dist.get_rank(group))
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
         self._number = 0  # of the next gradient
 
-    def __deepcopy__(self, memo) -> Pair:
+    def __deepcopy__(self, memo: dict[int, object]) -> Pair:
         return self  # a process group cannot be copied
 
     def send(self, gradient: Tensor) -> int:
         """Start sending; returns the gradient's number."""
         while len(self._sent) >= IN_FLIGHT:
-            self._sent.popleft()[0].wait()
+            work, _ = self._sent.popleft()
+            if work is not None:
+                work.wait()
         bits = self.codec.gradient_bits
         packed = gradient.contiguous() if bits is None else self.codec.pack(gradient, bits)
         self._sent.append((dist.isend(packed, self.other, group=self.group), packed))
@@ -70,12 +73,12 @@ class SendBeside(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, values: Tensor, pair: Pair) -> Tensor:
+    def forward(ctx: Any, x: Tensor, values: Tensor, pair: Pair) -> Tensor:
         ctx.pair, ctx.shape = pair, tuple(x.shape)
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         number = -1 - int(gradient.flatten()[0])
         if number < 0:
             return gradient.new_zeros(ctx.shape), None, None
@@ -89,11 +92,11 @@ class ReturnBeside(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, values: Tensor, x: Tensor, pair: Pair) -> Tensor:
+    def forward(ctx: Any, values: Tensor, x: Tensor, pair: Pair) -> Tensor:
         ctx.pair, ctx.shape = pair, values.shape
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         number = ctx.pair.send(gradient)
         return gradient.new_full(ctx.shape, -1.0 - number), None, None

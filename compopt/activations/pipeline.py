@@ -20,11 +20,14 @@ it, over a group of the two ranks that only this boundary uses (every rank calls
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
-from .codecs import Compressor
+from .._wire.comm import ProcessGroup
+from .codecs import Compressor, applied
 from .pair import Pair, ReturnBeside, SendBeside
 
 
@@ -43,14 +46,14 @@ class _Boundary(nn.Module):
 
     codec = ""  # the compressor's name in the state dict
 
-    def __init__(self, stage: nn.Module, compressor: Compressor, pair) -> None:
+    def __init__(self, stage: nn.Module, compressor: Compressor, pair: ProcessGroup | None) -> None:
         if not isinstance(compressor, Compressor):
             raise TypeError(
                 "compressor must be a Compressor, as in TopK(0.1); got "
                 f"{type(compressor).__name__}."
             )
         beside = compressor.straight_through and not compressor.fits_payload()
-        if beside and pair is None:
+        if pair is None and beside:
             raise ValueError(
                 f"the gradient of {compressor} returns across a stage boundary beside the payload: "
                 "pass pair=torch.distributed.new_group([sender, receiver]) to both ends, or set "
@@ -59,16 +62,18 @@ class _Boundary(nn.Module):
         super().__init__()
         self.stage = stage
         self.add_module(self.codec, compressor)
-        self.pair = Pair(pair, compressor) if beside else None
-        self.register_state_dict_post_hook(_without_stage)
-        self.register_load_state_dict_pre_hook(_with_stage)
+        self.pair = Pair(pair, compressor) if pair is not None and beside else None
+        nn.Module.register_state_dict_post_hook(self, _without_stage)
+        nn.Module.register_load_state_dict_pre_hook(self, _with_stage)
 
     @property
     def compressor(self) -> Compressor:
         """The compressor of this end."""
-        return self._modules[self.codec]
+        found = self._modules[self.codec]
+        assert isinstance(found, Compressor)
+        return found
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         """Parts of the stage by their own names, by which a state dict calls them."""
         try:
             return super().__getattr__(name)
@@ -76,7 +81,9 @@ class _Boundary(nn.Module):
             return getattr(super().__getattr__("stage"), name)
 
 
-def _without_stage(module: _Boundary, state: dict, prefix: str, _) -> None:
+def _without_stage(
+    module: _Boundary, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
     """Keys as the stage itself would have them, and what load_state_dict wants to know of its
     modules' versions.
     """
@@ -84,12 +91,12 @@ def _without_stage(module: _Boundary, state: dict, prefix: str, _) -> None:
     _rename(getattr(state, "_metadata", {}), prefix + "stage.", prefix)
 
 
-def _with_stage(module: _Boundary, state: dict, prefix: str, *_) -> None:
+def _with_stage(module: _Boundary, state: dict[str, Any], prefix: str, *_: object) -> None:
     own = prefix + module.codec + "."
     _rename(state, prefix, prefix + "stage.", but=own)
 
 
-def _rename(names: dict, old: str, new: str, but: str | None = None) -> None:
+def _rename(names: dict[str, Any], old: str, new: str, but: str | None = None) -> None:
     for key in list(names):
         if key.startswith(old) and not (but and key.startswith(but)):
             names[new + key[len(old) :]] = names.pop(key)
@@ -106,20 +113,22 @@ class SendCompressed(_Boundary):
 
     codec = "outgoing"
 
-    def __init__(self, stage: nn.Module, compressor: Compressor, *, pair=None) -> None:
+    def __init__(
+        self, stage: nn.Module, compressor: Compressor, *, pair: ProcessGroup | None = None
+    ) -> None:
         super().__init__(stage, compressor, pair)
 
-    def forward(self, *args, **kwargs) -> tuple[Tensor, ...]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         return self._send(self.stage(*args, **kwargs))
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def _send(self, x: Tensor) -> tuple[Tensor, ...]:
         label = x.new_empty((0, *_label(self.compressor, x.shape, x)))
         if not self.compressor.enabled:
             return x.contiguous(), label
         if self.pair is not None:
             values, side = self.compressor.compress(x.detach())
-            values = SendBeside.apply(x, values, self.pair)
+            values = applied(SendBeside, x, values, self.pair)
         else:
             values, side = self.compressor.compress(x)
         return tuple(tensor.contiguous() for tensor in (values, side) if tensor is not None) + (
@@ -139,7 +148,12 @@ class ReceiveCompressed(_Boundary):
     codec = "incoming"
 
     def __init__(
-        self, stage: nn.Module, compressor: Compressor, shape: tuple[int, ...], *, pair=None
+        self,
+        stage: nn.Module,
+        compressor: Compressor,
+        shape: tuple[int, ...],
+        *,
+        pair: ProcessGroup | None = None,
     ) -> None:
         if not shape or min(shape) < 1:
             raise ValueError(
@@ -148,10 +162,10 @@ class ReceiveCompressed(_Boundary):
         super().__init__(stage, compressor, pair)
         self.shape = tuple(shape)
 
-    def forward(self, *payload: Tensor, **kwargs):
+    def forward(self, *payload: Tensor, **kwargs: Any) -> Any:
         return self.stage(self._receive(*payload), **kwargs)
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def _receive(self, values: Tensor, *rest: Tensor) -> Tensor:
         self._compare(values, rest[-1] if rest else None)
         side = rest[0] if len(rest) == 2 else None
@@ -161,7 +175,7 @@ class ReceiveCompressed(_Boundary):
             return self.compressor.decompress(values, side, self.shape)
         with torch.no_grad():
             x = self.compressor.decompress(values, side, self.shape)
-        return ReturnBeside.apply(values, x, self.pair)
+        return applied(ReturnBeside, values, x, self.pair)
 
     def _compare(self, values: Tensor, label: Tensor | None) -> None:
         what = f"activation {self.shape} in {values.dtype}"

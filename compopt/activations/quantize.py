@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .codecs import ALONE, Alone, Compressor
+from .codecs import ALONE, Alone, Compressor, applied
 
 
 class _Encode(torch.autograd.Function):
     """x to packed bytes; the gradient arrives packed too, at its front, and is unpacked."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, codec: Quantize) -> Tensor:
+    def forward(ctx: Any, x: Tensor, codec: Quantize) -> Tensor:
         ctx.codec, ctx.shape = codec, x.shape
         return codec.pack(x, codec.bits)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         bits = ctx.codec.bits_within_payload()
         return ctx.codec.unpack(gradient, ctx.shape, bits), None
 
@@ -28,12 +29,12 @@ class _Decode(torch.autograd.Function):
     """Packed bytes to x; the gradient of x leaves as packed bytes, as many as came."""
 
     @staticmethod
-    def forward(ctx, values: Tensor, codec: Quantize, shape: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, values: Tensor, codec: Quantize, shape: tuple[int, ...]) -> Tensor:
         ctx.codec, ctx.came = codec, values.numel()
         return codec.unpack(values, shape, codec.bits)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         packed = ctx.codec.pack(gradient, ctx.codec.bits_within_payload())
         return nn.functional.pad(packed, (0, ctx.came - packed.numel())), None, None
 
@@ -60,7 +61,7 @@ class Quantize(Compressor):
         bits: int,
         stochastic: bool = False,
         *,
-        scale: str = "channel",
+        scale: Literal["channel", "tensor"] = "channel",
         gradient_bits: int | None = None,
     ) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class Quantize(Compressor):
 
     def bits_within_payload(self) -> int:
         """Bits of a gradient that returns in place of the payload."""
-        if not self.fits_payload():
+        if self.gradient_bits is None or not self.fits_payload():
             raise RuntimeError(
                 f"a gradient of {self.gradient_bits or 'all its'} bits does not fit into a payload "
                 f"of {self.bits}: call the compressor, use SendCompressed and ReceiveCompressed "
@@ -92,21 +93,21 @@ class Quantize(Compressor):
         return self.gradient_bits
 
     def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, None]:
-        return _Encode.apply(x, self), None
+        return applied(_Encode, x, self), None
 
-    def decompress(self, values: Tensor, side: None, shape: torch.Size | tuple[int, ...]) -> Tensor:
-        return _Decode.apply(values, self, tuple(shape))
+    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        return applied(_Decode, values, self, tuple(shape))
 
-    def bytes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         return self.size(shape, self.bits, dtype) * dtype.itemsize
 
-    def size(self, shape: torch.Size | tuple[int, ...], bits: int, dtype: torch.dtype) -> int:
+    def size(self, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> int:
         """Elements of that dtype that `pack` makes of that shape."""
         n = math.prod(shape)
         packed = 2 * self._scales(shape) + -(-n * bits // 8) if n else 0
         return -(-packed // dtype.itemsize)
 
-    def _scales(self, shape: torch.Size | tuple[int, ...]) -> int:
+    def _scales(self, shape: tuple[int, ...]) -> int:
         return shape[-1] if self.scale == "channel" and shape else 1
 
     def pack(self, x: Tensor, bits: int) -> Tensor:
@@ -115,7 +116,7 @@ class Quantize(Compressor):
         """
         if not x.numel():
             return x.new_zeros(0)
-        half, each = 2 ** (bits - 1), 8 // bits
+        half, each = 1 << (bits - 1), 8 // bits
         wide = torch.promote_types(x.dtype, torch.float32)
         matrix = x.detach().reshape(-1, self._scales(x.shape)).to(wide)
         scales = matrix.abs().amax(0).bfloat16()
@@ -129,15 +130,17 @@ class Quantize(Compressor):
         packed = torch.cat([scales.view(torch.uint8), packed])
         return nn.functional.pad(packed, (0, -packed.numel() % x.element_size())).view(x.dtype)
 
-    def unpack(self, values: Tensor, shape: torch.Size | tuple[int, ...], bits: int) -> Tensor:
+    def unpack(self, values: Tensor, shape: tuple[int, ...], bits: int) -> Tensor:
         """The tensor of that shape that `pack` was given, to within rounding."""
-        n, half, each = math.prod(shape), 2 ** (bits - 1), 8 // bits
+        n, half, each = math.prod(shape), 1 << (bits - 1), 8 // bits
         if not n:
             return values.new_zeros(shape)
         wide = torch.promote_types(values.dtype, torch.float32)
         raw, front = values.detach().contiguous().view(torch.uint8), 2 * self._scales(shape)
         scales = raw[:front].clone().view(torch.bfloat16).to(wide)
         packed = raw[front : front + -(-n // each)]
-        codes = torch.stack([(packed >> (i * bits)) & (2**bits - 1) for i in range(each)], dim=1)
+        codes = torch.stack(
+            [(packed >> (i * bits)) & ((1 << bits) - 1) for i in range(each)], dim=1
+        )
         levels = codes.view(-1)[:n].to(wide).view(-1, len(scales)) - half
         return (levels * (scales / half)).to(values.dtype).view(shape)

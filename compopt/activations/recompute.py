@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 
-KEPT = 64  # forwards in flight at most: micro-batches whose backward has not come
+Drawn = TypeVar("Drawn")
+# Forwards in flight at most: micro-batches whose backward has not come.
+KEPT = 64
 
 
 def recomputing() -> bool:
@@ -27,20 +29,19 @@ def _may_be_recomputed() -> bool:
     """
     if not torch.is_grad_enabled():
         return True
-    hooks = getattr(
-        torch._C._autograd, "_top_saved_tensors_default_hooks", None
-    )  # not in every torch we support
+    # Not in every torch we support.
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return hooks is None or hooks(True) is not None
 
 
 @dataclass
-class _Draw:
-    value: Any
+class _Draw(Generic[Drawn]):
+    value: Drawn
     repeated: bool = False
     ambiguous: bool = False
 
 
-class Replay:
+class Replay(Generic[Drawn]):
     """Calls ``draw`` in a forward, and gives the same answer when that forward is computed again.
 
     A forward is known by the next number of torch's own generator, which checkpointing sets back
@@ -48,9 +49,9 @@ class Replay:
     given a wrong answer."""
 
     def __init__(self) -> None:
-        self._draws: OrderedDict[int, _Draw] = OrderedDict()
+        self._draws: OrderedDict[int, _Draw[Drawn]] = OrderedDict()
 
-    def __call__(self, draw: Callable[[], Any]) -> Any:
+    def __call__(self, draw: Callable[[], Drawn]) -> Drawn:
         key = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         if recomputing():
             return self._again(key)
@@ -63,7 +64,7 @@ class Replay:
             self._draws.popitem(last=False)
         return self._draws[key].value
 
-    def _again(self, key: int) -> Any:
+    def _again(self, key: int) -> Drawn:
         drawn = self._draws.get(key)
         if drawn is None:
             raise RuntimeError(

@@ -8,7 +8,7 @@ import random
 import torch
 from torch import Tensor
 
-from .codecs import ALONE, Alone, Compressor
+from .codecs import ALONE, Alone, Compressor, given
 from .recompute import Replay
 
 
@@ -40,16 +40,13 @@ class TopK(Compressor):
         index = flat.detach().abs().topk(_kept(self.density, flat.numel()), sorted=False).indices
         return flat[index], index.int()
 
-    def decompress(
-        self, values: Tensor, side: Tensor, shape: torch.Size | tuple[int, ...]
-    ) -> Tensor:
+    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         n = math.prod(shape)
-        index = side.long().clamp(
-            0, max(n - 1, 0)
-        )  # torch's pipelining first runs stages on uninitialised memory
+        # torch's pipelining first runs stages on uninitialised memory.
+        index = given(side).long().clamp(0, max(n - 1, 0))
         return values.new_zeros(n).index_put((index,), values).view(shape)
 
-    def bytes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         return _kept(self.density, math.prod(shape)) * (dtype.itemsize + 4)
 
 
@@ -68,7 +65,7 @@ class RandomK(Compressor):
         _check_density(density)
         self.density, self.seed = density, seed
         self._forwards = 0
-        self._replay = Replay()
+        self._replay: Replay[tuple[int, int]] = Replay()
 
     def extra_repr(self) -> str:
         return f"density={self.density}, seed={self.seed}"
@@ -90,11 +87,10 @@ class RandomK(Compressor):
         places = torch.arange(_kept(self.density, n), dtype=torch.int64, device=side.device)
         return (places * side[0] + side[1]).remainder(max(n, 1))
 
-    def decompress(
-        self, values: Tensor, side: Tensor, shape: torch.Size | tuple[int, ...]
-    ) -> Tensor:
+    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         n = math.prod(shape)
-        return values.new_zeros(n).index_put((self._positions(side, n),), values).view(shape)
+        index = self._positions(given(side), n)
+        return values.new_zeros(n).index_put((index,), values).view(shape)
 
-    def bytes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         return _kept(self.density, math.prod(shape)) * dtype.itemsize + 16

@@ -6,22 +6,25 @@ The only file of this package that talks to other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-from .codecs import Alone, Compressor, replicated
+from .codecs import Alone, Compressor, applied, replicated
 
 # torch is renaming it; 2.6 knows only the old name.
 _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 
 def _all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", mesh))
+    total: Tensor = collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", mesh))
+    return total
 
 
 class _Sum(torch.autograd.Function):
@@ -31,11 +34,11 @@ class _Sum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         return _all_reduce(x, mesh)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -43,12 +46,13 @@ class _Gather(torch.autograd.Function):
     """All-gather forward, (ranks, *shape); backward a rank takes the gradient of its own part."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.rank = mesh.get_local_rank()
-        return collectives.wait_tensor(_all_gather(x.contiguous()[None], 0, mesh))
+        rows: Tensor = collectives.wait_tensor(_all_gather(x.contiguous()[None], 0, mesh))
+        return rows
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient[ctx.rank], None
 
 
@@ -56,12 +60,12 @@ class _Shared(torch.autograd.Function):
     """Nothing forward; backward sums the gradients the ranks got from their own activations."""
 
     @staticmethod
-    def forward(ctx, weight: Tensor, mesh: DeviceMesh) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.mesh = mesh
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(gradient, ctx.mesh), None
 
 
@@ -84,13 +88,13 @@ class MeshRanks(Alone):
         return cls(init_device_mesh(device_type, (size,)))
 
     def sum(self, x: Tensor) -> Tensor:
-        return _Sum.apply(x, self.mesh)
+        return applied(_Sum, x, self.mesh)
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        return list(_Gather.apply(x, self.mesh).unbind(0))
+        return list(applied(_Gather, x, self.mesh).unbind(0))
 
     def shared(self, weight: Tensor) -> Tensor:
-        return _Shared.apply(replicated(weight), self.mesh)
+        return applied(_Shared, replicated(weight), self.mesh)
 
 
 class _LinearThenBias(nn.Linear):
@@ -100,9 +104,9 @@ class _LinearThenBias(nn.Linear):
         return nn.functional.linear(x, self.weight)
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def _exchange(module: nn.Module, part: Tensor, mesh: DeviceMesh) -> Tensor:
-    total = module.compressor(part, MeshRanks(mesh))
+    total: Tensor = module.get_submodule("compressor")(part, MeshRanks(mesh))
     if isinstance(module, _LinearThenBias) and module.bias is not None:
         total = total + replicated(module.bias)
     return total
@@ -126,8 +130,8 @@ class CompressedRowwiseParallel(RowwiseParallel):
         self,
         make: Callable[[], Compressor],
         *,
-        input_layouts=None,
-        output_layouts=None,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
         super().__init__(
@@ -165,20 +169,26 @@ class CompressedRowwiseParallel(RowwiseParallel):
             )
         compressor.to(module.weight.device)
         module = super()._apply(module, device_mesh)
-        if (
-            type(module).forward is nn.Linear.forward
-        ):  # a subclass that computes otherwise keeps its own bias
+        # A subclass that computes otherwise keeps its own bias.
+        if type(module).forward is nn.Linear.forward:
             module.__class__ = _LinearThenBias
-        _replicate(compressor, module.weight.dtype, device_mesh)
+        _replicate(compressor, module.get_parameter("weight").dtype, device_mesh)
         module.compressor = compressor
         return module
 
     @staticmethod
-    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+    def _prepare_output_fn(
+        output_layouts: tuple[Placement, ...],
+        use_local_output: bool,
+        mod: nn.Module,
+        outputs: DTensor,
+        device_mesh: DeviceMesh,
+    ) -> Tensor:
         if not all(placement.is_partial() for placement in outputs.placements):
-            return RowwiseParallel._prepare_output_fn(
+            plain: Tensor = RowwiseParallel._prepare_output_fn(
                 output_layouts, use_local_output, mod, outputs, device_mesh
             )
+            return plain
         part = outputs.to_local(grad_placements=[Replicate()])
         total = _exchange(mod, part, device_mesh)
         everywhere = all(placement.is_replicate() for placement in output_layouts)
