@@ -12,12 +12,14 @@ AdamS's authors, takes m^2 / (1 - b1^t)^2 in place of m^2 and does not correct f
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ._engine.base import CompressedOptimizer
 from ._engine.options import check_adams, check_compress
 from ._ops.ops import Ops
-from ._state.buckets import Bucket, StateSpec
+from ._state.buckets import Bucket
+from ._state.layouts import Dense, Layout
 from ._wire.comm import ProcessGroup
 from ._wire.requests import Agree, AllReduceMean, Asking
 
@@ -76,8 +78,8 @@ class AdamS(CompressedOptimizer):
         check_adams(group)
         check_compress(group)
 
-    def state_specs(self, dtype) -> dict[str, StateSpec]:
-        return {"exp_avg": StateSpec(dtype)}
+    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+        return {"exp_avg": Dense(dtype)}
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         return adams(bucket, self.ops)

@@ -34,7 +34,8 @@ from ._engine.options import check_adam, check_compression, require
 from ._engine.when import dense_steps
 from ._ops.math import kept
 from ._ops.ops import Ops, clip_factor
-from ._state.buckets import Bucket, StateSpec
+from ._state.buckets import Bucket
+from ._state.layouts import Bits, Dense, Layout
 from ._wire.comm import ProcessGroup
 from ._wire.requests import Agree, AllReduceMean, Asking, Broadcast, Payload
 
@@ -289,12 +290,12 @@ class RadiusAdamW(CompressedOptimizer):
             "in [0, 1]",
         )
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
+    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {
-            "exp_avg": StateSpec(dtype),
-            "exp_avg_sq": StateSpec(dtype),
-            "residual": StateSpec(dtype, compressed_only=True),
-            "mask": StateSpec(torch.uint8, packed=True, compressed_only=True),
+            "exp_avg": Dense(dtype),
+            "exp_avg_sq": Dense(dtype),
+            "residual": Dense(dtype, compressed_only=True),
+            "mask": Bits(compressed_only=True),
         }
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:

@@ -47,7 +47,8 @@ from ._sparse.selection import (
     keep_mask,
     keep_masks,
 )
-from ._state.buckets import Bucket, StateSpec
+from ._state.buckets import Bucket
+from ._state.layouts import Bits, Dense, Layout, OnMask, Scalar, Sharded
 from ._state.masks import count_shared, per_tensor, positions_of
 from ._wire.comm import ProcessGroup
 from ._wire.requests import Agree, AllGather, AllReduceMean, Asking, Payload
@@ -318,18 +319,19 @@ class ScapeAdamS(CompressedOptimizer):
             "'consistent' or 'scape'",
         )
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
-        bits = StateSpec(torch.uint8, packed=True, compressed_only=True)
-        own = {
-            "exp_avg": StateSpec(dtype, sharded=True),
-            "common": StateSpec(dtype, sharded=True, compressed_only=True, optional=True),
-        }
+    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+        momentum: dict[str, Layout] = {"exp_avg": OnMask(dtype, "mask")}
+        if self.sharded:
+            momentum = {
+                "exp_avg": Sharded(dtype),
+                "common": Sharded(dtype, compressed_only=True, optional=True),
+            }
         return {
-            **(own if self.sharded else {"exp_avg": StateSpec(dtype, on="mask")}),
-            "residual": StateSpec(dtype, compressed_only=True),
-            "mask": bits,
-            "next_mask": bits,
-            "threshold": StateSpec(torch.float64, compressed_only=True, scalar=True),
+            **momentum,
+            "residual": Dense(dtype, compressed_only=True),
+            "mask": Bits(compressed_only=True),
+            "next_mask": Bits(compressed_only=True),
+            "threshold": Scalar(torch.float64, compressed_only=True),
         }
 
     def _report(self, verdict: Any, comm: Any) -> None:

@@ -38,7 +38,8 @@ from ._lowrank.projecting import Exchange, Projecting, resets
 from ._lowrank.projections import grams_of, pack, reconstruct, squared_norm
 from ._lowrank.tracking import follow, followed, join, track
 from ._ops.ops import Ops, clip_factor
-from ._state.buckets import Bucket, StateSpec, grad_dtype, local
+from ._state.buckets import Bucket, grad_dtype, local
+from ._state.layouts import Dense, Layout
 from ._wire.comm import ProcessGroup
 from ._wire.requests import Agree, AllReduceMean, Asking
 
@@ -208,10 +209,10 @@ class SeparateAdam(Projecting):
         check_adam(group)
         super().check_group(group)
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
+    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {
-            "exp_avg": StateSpec(dtype),
-            "exp_avg_sq": StateSpec(dtype),
+            "exp_avg": Dense(dtype),
+            "exp_avg_sq": Dense(dtype),
             **super().state_specs(dtype),
         }
 
@@ -369,7 +370,7 @@ class Separate(Projecting):
             self.add_param_group(group)  # somebody gave it to the base
         super().before_exchange()
 
-    def _specs(self, bucket: Bucket) -> dict[str, StateSpec]:
+    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
         specs = super()._specs(bucket)
         specs.pop("master", None)  # parameters of low precision are the base's business
         return specs

@@ -44,7 +44,8 @@ from ._sharded.adamw import Part, commit, gather, updated
 from ._sparse.selection import compressed_lengths
 from ._sparse.sketch import Compact, Sketch
 from ._sparse.sparsify import Left, hold_back, settle, sparsify
-from ._state.buckets import Bucket, StateSpec
+from ._state.buckets import Bucket
+from ._state.layouts import Dense, Layout, Sharded
 from ._wire.comm import ProcessGroup
 from ._wire.requests import Agree, Asking, BitOr, Commit, Payload, ReduceScatterMean
 
@@ -283,11 +284,11 @@ class TagcAdamW(CompressedOptimizer):
             )
         return bool(re.search(group["select"], name))
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
+    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {
-            "exp_avg": StateSpec(dtype, sharded=True),
-            "exp_avg_sq": StateSpec(dtype, sharded=True),
-            "residual": StateSpec(dtype, compressed_only=True),
+            "exp_avg": Sharded(dtype),
+            "exp_avg_sq": Sharded(dtype),
+            "residual": Dense(dtype, compressed_only=True),
         }
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:

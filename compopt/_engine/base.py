@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._ops.backends import choose, give_way
-from .._state.buckets import Bucket, StateSpec, is_compressed, local, make_buckets
+from .._state.buckets import Bucket, is_compressed, local, make_buckets
+from .._state.layouts import Dense, Layout, Sharded
 from .._state.offload import Offload
 from .._state.shards import Shards
 from .._wire.comm import Comm, Pending, connect, copies_of, has_met_others, shard_comms
@@ -80,7 +81,7 @@ class CompressedOptimizer(Stepping, Saving, Optimizer):
 
     # What a class supplies
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
+    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         raise NotImplementedError
 
     def algorithm(self, bucket: Bucket) -> Generator[Request, object, None]:
@@ -294,17 +295,13 @@ class CompressedOptimizer(Stepping, Saving, Optimizer):
             checkpoint.fill(bucket, self._specs(bucket), self.state)
             self.restore(bucket)
 
-    def _specs(self, bucket: Bucket) -> dict[str, StateSpec]:
+    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
         low = bucket.dtype.itemsize < 4
         specs = self.state_specs(torch.float32 if low else bucket.dtype)
-        return (
-            {
-                **specs,
-                "master": StateSpec(torch.float32, sharded=self.sharded and not self.whole_masters),
-            }
-            if low
-            else specs
-        )
+        if not low:
+            return specs
+        layout = Sharded if self.sharded and not self.whole_masters else Dense
+        return {**specs, "master": layout(torch.float32)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its options are checked, its state created.

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Generator, MutableMapping
+from collections.abc import Generator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .._ops.math import pack_bits, unpack_bits
-from .._state.buckets import Bucket, StateSpec, is_compressed, laid_out_as, local
+from .._state.buckets import Bucket, is_compressed, local
+from .._state.layouts import Layout, Member
 from .._state.shards import unshard
 from .._wire.requests import AllGather, AllReduceMean
 from .when import as_now
@@ -38,115 +38,63 @@ OF_TORCH = {"step", "exp_avg", "exp_avg_sq"}  # what torch.optim.AdamW keeps
 
 
 def fill(
-    bucket: Bucket, specs: dict[str, StateSpec], state: MutableMapping[Tensor, dict[str, Any]]
+    bucket: Bucket, layouts: Mapping[str, Layout], state: MutableMapping[Tensor, dict[str, Any]]
 ) -> None:
-    """Allocate the bucket's state, copy in what ``state`` holds of it, and make ``state`` show
-    views of it.
+    """Allocate the bucket's state, and make ``state`` show views of it.
+
+    What ``state`` holds so far is copied in.
     """
-    held = [dict(state.get(p, {})) for p in bucket.params]
-    for name, spec in specs.items():
-        bucket.allocate(name, spec, held)
-    on = bucket.device if bucket.device.type == "cuda" else "cpu"
-    bucket.state["step"] = [
-        torch.zeros((), dtype=torch.float32, device=on).copy_(
-            old.get("step", torch.zeros((), dtype=torch.float32))
-        )
-        for old in held
-    ]
+    held = [{name: local(value) for name, value in state.get(p, {}).items()} for p in bucket.params]
+    for name, layout in layouts.items():
+        bucket.allocate(name, layout, held)
+    bucket.state["step"] = [_count(bucket, old) for old in held]
     for i, (p, old) in enumerate(zip(bucket.params, held, strict=True)):
-        entry = {"step": bucket.state["step"][i]}
-        for name, spec in specs.items():
+        member, entry = bucket.member(i), {"step": bucket.state["step"][i]}
+        if "master" in layouts:
+            old.setdefault("master", local(p.detach()))
+        for name, layout in layouts.items():
             view = bucket.state[name][i]
             if view is None:
                 continue
-            if name in old and spec.of:
-                _begin(view, local(old[name]).reshape(-1), bucket.lengths[i])
-            elif name in old:
-                view.copy_(_own(bucket, i, local(old[name]), spec).view(view.shape))
-            elif name == "master":
-                view.copy_(bucket.own_part(i) if spec.sharded else local(p.detach()))
-            entry[name] = bucket.shown(i, view, _whole(spec, bucket, i))
+            if name in old:
+                view.copy_(layout.part(old[name], member).view(view.shape))
+            entry[name] = layout.shown(view, member)
         state[p] = entry
     bucket.entries = [state[p] for p in bucket.params]
 
 
-def _begin(view: Tensor, held: Tensor, n: int) -> None:
-    """Copy the first elements of a state that ``spread`` made ``n`` long; what does not fit begins
-    anew, at 0.
-    """
-    if held.numel() in (view.numel(), n):
-        view.copy_(held[: view.numel()])
-
-
-def _own(bucket: Bucket, i: int, held: Tensor, spec: StateSpec) -> Tensor:
-    """What this rank keeps of a state that may be whole, as a checkpoint has it."""
-    if not spec.sharded or held.numel() != bucket.lengths[i]:
-        return held
-    start, stop = bucket.shards.own[i]
-    return held.reshape(-1)[start:stop]
-
-
-def _whole(spec: StateSpec, bucket: Bucket, i: int) -> bool:
-    """Whether this state of tensor i is kept in the tensor's shape."""
-    kept_small = spec.packed or spec.scalar or spec.sharded or spec.of
-    return not (kept_small or (spec.on and bucket.compressed[i]))
+def _count(bucket: Bucket, held: Mapping[str, Tensor]) -> Tensor:
+    """How many steps a tensor has taken; as torch's own optimizers keep it, on the device."""
+    on = bucket.device if bucket.device.type == "cuda" else "cpu"
+    count = torch.zeros((), dtype=torch.float32, device=on)
+    return count.copy_(held["step"]) if "step" in held else count
 
 
 def spread(
-    bucket: Bucket, i: int, specs: dict[str, StateSpec], entry: dict[str, Any]
+    bucket: Bucket, i: int, layouts: Mapping[str, Layout], entry: dict[str, Any]
 ) -> dict[str, Any]:
     """The state of tensor i as a state dict has it: all in the tensor's shape."""
-    p, spread_out = bucket.params[i].detach(), dict(entry)
-    for name, spec in specs.items():
-        if name not in entry or spec.scalar or _whole(spec, bucket, i):
-            continue
-        if spec.sharded and bucket.gathered:
-            whole = bucket.gathered[name][i].to(bucket.device)
-        elif spec.sharded and bucket.shards is None:  # of a frozen parameter
-            whole = entry[name]
-        elif spec.sharded:  # the rest is other ranks'
-            start, stop = bucket.shards.own[i]
-            whole = torch.nn.functional.pad(entry[name], (start, bucket.lengths[i] - stop))
-        elif spec.of:  # shorter than the tensor
-            whole = torch.nn.functional.pad(
-                entry[name], (0, bucket.lengths[i] - entry[name].numel())
-            )
-        elif spec.packed:
-            whole = unpack_bits(entry[name], bucket.lengths[i])
-        else:
-            mask = unpack_bits(entry[spec.on], bucket.lengths[i])
-            whole = torch.zeros(mask.shape, dtype=spec.dtype, device=mask.device).masked_scatter_(
-                mask, entry[name]
-            )
-        spread_out[name] = laid_out_as(p, whole.view(local(p).shape))
+    member, spread_out = bucket.member(i), dict(entry)
+    for name, layout in layouts.items():
+        gathered = bucket.gathered.get(name)
+        if name in entry and gathered is not None:
+            spread_out[name] = member.laid_out(gathered[i].to(bucket.device))
+        elif name in entry:
+            spread_out[name] = layout.whole(entry[name], member, entry)
     return spread_out
 
 
-def _gathered(
-    entry: dict[str, Any], specs: dict[str, StateSpec], compressed: bool
-) -> dict[str, Any]:
-    """What ``spread`` made, or another optimizer's state, as it is kept in memory."""
+def compact(entry: dict[str, Any], layouts: Mapping[str, Layout], member: Member) -> dict[str, Any]:
+    """What ``spread`` made, or another optimizer's state, as small as it is kept in memory."""
     held = {
-        k: local(v) if isinstance(v, Tensor) else v
-        for k, v in entry.items()
-        if k in specs or k == "step"
+        name: local(value) if isinstance(value, Tensor) else value
+        for name, value in entry.items()
+        if name in layouts or name == "step"
     }
-    masks = {
-        k: v.reshape(-1)
-        for k, v in held.items()
-        if k != "step" and specs[k].packed and v.dtype == torch.bool
+    return {
+        name: layouts[name].compact(value, member, held) if name in layouts else value
+        for name, value in held.items()
     }
-    for name, spec in specs.items():
-        if name in masks:
-            held[name] = pack_bits(masks[name])
-        elif (
-            compressed
-            and name in held
-            and spec.on in masks
-            and held[name].numel() == masks[spec.on].numel()
-        ):
-            held[name] = held[name].reshape(-1)[masks[spec.on]]
-    return held
 
 
 def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -163,8 +111,10 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     pairs: list[tuple[Tensor, dict[str, Any]]] = []
     buckets = [*optimizer._buckets, *optimizer._shelf]
     specs = {p: optimizer._specs(bucket) for bucket in buckets for p in bucket.params}
-    compressed = {
-        p: c for bucket in buckets for p, c in zip(bucket.params, bucket.compressed, strict=True)
+    members = {
+        p: Member(p, c)
+        for bucket in buckets
+        for p, c in zip(bucket.params, bucket.compressed, strict=True)
     }
     for group, other in zip(groups, saved, strict=True):
         for place, (p, key) in enumerate(zip(group["params"], other["params"], strict=True)):
@@ -178,9 +128,9 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
                     written_by,
                     type(optimizer).__name__,
                 )
-            pairs.append((p, _gathered(entry, specs[p], compressed[p])))
+            pairs.append((p, compact(entry, specs[p], members[p])))
     for number, (p, entry) in enumerate(pairs):
-        _check(number, p, entry, specs[p], compressed[p])
+        _check(number, entry, specs[p], members[p])
     for other in saved:
         _warn_of_other_ranks(optimizer, other.get("residuals", "mean"))
 
@@ -206,7 +156,7 @@ def as_tensor(value: Tensor | float | bool) -> Tensor:
 
 def _keep(
     bucket: Bucket,
-    specs: dict[Tensor, dict[str, StateSpec]],
+    specs: dict[Tensor, dict[str, Layout]],
     state: MutableMapping[Tensor, dict[str, Any]],
 ) -> None:
     """What was loaded of parameters that are not laid out is copied, where there is any."""
@@ -293,7 +243,7 @@ def _options(optimizer: Any, group: dict[str, Any], other: dict[str, Any]) -> di
 def _check_names(
     number: int,
     entry: dict,
-    specs: dict[str, StateSpec],
+    specs: dict[str, Layout],
     compressed: bool,
     written_by: str,
     loaded_by: str,
@@ -322,32 +272,34 @@ def _check_names(
 
 
 def _check(
-    number: int, p: Tensor, entry: dict[str, Any], specs: dict[str, StateSpec], compressed: bool
+    number: int, entry: dict[str, Any], layouts: Mapping[str, Layout], member: Member
 ) -> None:
+    """Raise ValueError where a state is not what it should be."""
     for name, value in entry.items():
         if name == "step" and not (isinstance(value, (Tensor, int, float)) and float(value) >= 0):
             raise ValueError(
                 f"loaded state 'step' of parameter {number} is {value!r}, no count: it is damaged."
             )
-        if name not in specs:
+        if name not in layouts:
             continue
-        want = specs[name].numel(local(p).numel())
-        mask = entry.get(specs[name].on)
-        if compressed and isinstance(mask, Tensor):
-            want = int(sum(((mask >> bit) & 1).sum() for bit in range(8)))
-        if value.numel() != want and not specs[name].of:
+        want = layouts[name].wanted(value, member, entry)
+        if value.numel() != want:
             raise ValueError(
                 f"loaded state {name!r} of parameter {number} has {value.numel()} elements, "
-                f"{want} are needed for shape {tuple(p.shape)}."
+                f"{want} are needed for shape {tuple(member.param.shape)}."
             )
-        whole = not value.is_floating_point()
-        if whole != (not specs[name].dtype.is_floating_point) or not (
-            whole or value.isfinite().all()
-        ):
+        if not _fits(value, layouts[name].dtype):
             raise ValueError(
                 f"loaded state {name!r} of parameter {number} is of {value.dtype} or not finite, "
-                f"and {specs[name].dtype} is needed: it is damaged."
+                f"and {layouts[name].dtype} is needed: it is damaged."
             )
+
+
+def _fits(value: Tensor, dtype: torch.dtype) -> bool:
+    """Whether values are finite, and of whole numbers where these are kept."""
+    if value.is_floating_point() != dtype.is_floating_point:
+        return False
+    return not value.is_floating_point() or bool(value.isfinite().all())
 
 
 def _warn_of_other_ranks(optimizer: Any, residuals: str) -> None:

@@ -15,7 +15,8 @@ from .._engine.base import CompressedOptimizer
 from .._engine.options import check_compression, require
 from .._engine.when import dense_steps
 from .._ops.ops import clip_factor
-from .._state.buckets import Bucket, StateSpec, local
+from .._state.buckets import Bucket, local
+from .._state.layouts import Dense, Layout, Prefix
 from .projections import (
     KINDS,
     Matrices,
@@ -100,10 +101,10 @@ class Projecting(CompressedOptimizer):
                 "clip_grad_norm_ before step()."
             )
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
-        return {"residual": StateSpec(dtype, compressed_only=True)}
+    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+        return {"residual": Dense(dtype, compressed_only=True)}
 
-    def _specs(self, bucket: Bucket) -> dict[str, StateSpec]:
+    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
         specs = super()._specs(bucket)
         if bucket.group["projection"] != "tracked":
             return specs
@@ -112,7 +113,8 @@ class Projecting(CompressedOptimizer):
             q = self._projection(p, bucket.group)
             return 0 if q is None else q.m * q.r
 
-        return {**specs, "basis": replace(specs["residual"], of=size, optional=True)}
+        dtype = specs["residual"].dtype
+        return {**specs, "basis": Prefix(dtype, size, compressed_only=True, optional=True)}
 
     def exchange(self, bucket: Bucket) -> Exchange:
         """How ``bucket`` is projected at the step that comes."""

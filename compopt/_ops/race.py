@@ -7,7 +7,8 @@ import time
 
 import torch
 
-from .._state.buckets import Bucket, StateSpec
+from .._state.buckets import Bucket
+from .._state.layouts import Bits, Dense
 from .math import top_k
 from .ops import Ops
 
@@ -50,8 +51,8 @@ def trial_bucket() -> Bucket:
     p.grad = draw[1].view(512, -1).clone()
     bucket = Bucket(0, GROUP, [p], ["trial"])
     for name in ("exp_avg", "exp_avg_sq", "residual"):
-        bucket.allocate(name, StateSpec(torch.float32), [{}])
-    bucket.allocate("mask", StateSpec(torch.uint8, packed=True), [{}])
+        bucket.allocate(name, Dense(torch.float32), [{}])
+    bucket.allocate("mask", Bits(), [{}])
     bucket.state["mask"][0].copy_(top_k(draw[2], int(DENSITY * ELEMENTS)))
     bucket.state["step"] = [torch.zeros((), dtype=torch.float32)]
     return bucket

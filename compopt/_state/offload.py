@@ -12,7 +12,7 @@ in of what has just gone out, too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -64,10 +64,12 @@ class CudaStreams:
             own.wait_event(after)
         with torch.cuda.stream(own):
             to.copy_(source, non_blocking=True)
-        return own.record_event()
+        event: torch.cuda.Event = own.record_event()
+        return event
 
     def worked(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream(self.device).record_event()
+        event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
+        return event
 
     def hold(self, event: Any) -> None:
         torch.cuda.current_stream(self.device).wait_event(event)
@@ -85,9 +87,10 @@ class DoubleBuffer:
         self.buffers = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
         self.free: list[Any] = [None, None]  # when each buffer may be written to
 
-    def each(self, tensors: list[Tensor | None], write: bool) -> Iterator[Tensor | None]:
-        """Every host tensor, on the device, valid until the next is asked for; with ``write`` it is
-        then stored.
+    def each(self, tensors: Sequence[Tensor], write: bool) -> Iterator[Tensor]:
+        """Every host tensor, on the device, valid until the next is asked for.
+
+        With ``write`` it is then stored. None stays None: of some kinds of state tensors have none.
         """
         passing = [t for t in tensors if t is not None]
         self._grow(max((t.numel() for t in passing), default=0))
@@ -95,7 +98,7 @@ class DoubleBuffer:
         k = 0
         for tensor in tensors:
             if tensor is None:
-                yield None
+                yield tensor
                 continue
             self.streams.hold(arriving[k])
             if k + 1 < len(passing):
@@ -127,23 +130,24 @@ class Offload:
 
     def __init__(self, names: tuple[str, ...]):
         self.names = names
-        self.buffers: dict[tuple, DoubleBuffer] = {}
+        self.buffers: dict[tuple[str, torch.dtype, torch.device], DoubleBuffer] = {}
         self.streams: dict[torch.device, Streams] = {}
 
     def each(
-        self, name: str, tensors: list[Tensor | None], device: torch.device, write: bool
-    ) -> Iterator:
+        self, name: str, tensors: Sequence[Tensor], device: torch.device, write: bool
+    ) -> Iterator[Tensor]:
         """As :meth:`DoubleBuffer.each`; every kind of state has buffers of its own."""
         dtype = next((t.dtype for t in tensors if t is not None), torch.float32)
+        if device not in self.streams:
+            self.streams[device] = CudaStreams(device) if device.type == "cuda" else NoStreams()
         if (name, dtype, device) not in self.buffers:
-            if device not in self.streams:
-                self.streams[device] = CudaStreams(device) if device.type == "cuda" else NoStreams()
             self.buffers[name, dtype, device] = DoubleBuffer(self.streams[device], dtype, device)
         return self.buffers[name, dtype, device].each(tensors, write)
 
     def finish(self) -> None:
-        """Wait until host memory holds what it should: before anything but ``each`` reads or writes
-        it.
+        """Wait until host memory holds what it should.
+
+        Call it before anything but ``each`` reads or writes there.
         """
         for streams in self.streams.values():
             streams.finish()

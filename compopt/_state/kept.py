@@ -1,0 +1,206 @@
+"""Tensors of one group, dtype and device, and what is kept of them: flat storage, a view a tensor.
+
+Each kind of state is one flat tensor; ``optimizer.state[p]`` shows views of it. Where parameters
+are below float32 one kind of state is their master, which a step updates in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layouts import Layout, Member, Sharded
+from .offload import Offload
+from .shards import Shards
+from .tensors import Chosen, grad_dtype, is_compressed, local
+
+# elements: a few vectors of them stay in a core's own cache between one pass and the next
+BLOCK = 131072
+
+Entry = dict[str, Tensor]  # what the optimizer's state holds of one tensor
+
+
+class Kept:
+    """Tensors of one group, dtype and device, with their state."""
+
+    def __init__(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        names: list[str],
+        chosen: Chosen | None = None,
+    ):
+        self.group, self.params, self.names = group, params, names
+        chosen = chosen or is_compressed
+        self.compressed = [chosen(p, group, name) for p, name in zip(params, names, strict=True)]
+        self.lengths = [local(p).numel() for p in params]
+        self.dtype, self.device = params[0].dtype, params[0].device
+        self.grad_dtype = grad_dtype(params[0])
+        # of what is computed with gradients and state
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        # ranks that hold the same shards, among those that hold the other shards of the model
+        self.copies = 1
+        # which part of each tensor this rank owns, where state is sharded
+        self.shards: Shards | None = None
+        self.offload: Offload | None = None  # what of the state is in host memory
+        self.layouts: dict[str, Layout] = {}
+        self.flat: dict[str, Tensor] = {}
+        # name -> a view for each tensor; None, which the type leaves out, where a tensor has no
+        # such state: of some kinds only compressed tensors have any
+        self.state: dict[str, list[Tensor]] = {}
+        # the optimizer's state of each tensor, which shows the views
+        self.entries: list[Entry] = []
+        # sharded state, whole: from consolidate_state to the next step
+        self.gathered: dict[str, list[Tensor | None]] = {}
+        # derived from state, rebuilt when absent, never saved
+        self.cache: dict[str, Any] = {}
+
+    @property
+    def numel(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def sharded(self) -> list[str]:
+        """The names of sharded state."""
+        return [name for name, layout in self.layouts.items() if isinstance(layout, Sharded)]
+
+    def member(self, i: int) -> Member:
+        own = None if self.shards is None else self.shards.own[i]
+        return Member(self.params[i], self.compressed[i], own)
+
+    def allocate(self, name: str, layout: Layout, held: Sequence[Mapping[str, Tensor]]) -> None:
+        """Flat zeros for one kind of state, and a view of it for every tensor that has it.
+
+        ``held`` is what is kept so far of every tensor.
+        """
+        self.layouts[name] = layout
+        members = [self.member(i) for i in range(len(self.params))]
+        has = [member.compressed or not layout.compressed_only for member in members]
+        sizes = [
+            layout.numel(member, old.get(name)) if here else 0
+            for member, here, old in zip(members, has, held, strict=True)
+        ]
+        self.flat[name] = self._zeros(name, sum(sizes), layout.dtype)
+        views: list[Any] = list(torch.split(self.flat[name], sizes))
+        for i, (member, here) in enumerate(zip(members, has, strict=True)):
+            views[i] = views[i].view(layout.shape(member)) if here else None
+        self.state[name] = views
+
+    def _zeros(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        if self.offload is None or name not in self.offload.names:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+        flat = torch.zeros(size, dtype=dtype, device="cpu")
+        return flat.pin_memory() if self.device.type == "cuda" else flat
+
+    def resize(self, name: str, sizes: list[int]) -> list[Tensor]:
+        """Storage of these sizes for state that lives on a mask, contents undefined.
+
+        The old views stay readable.
+        """
+        old, layout = self.state[name], self.layouts[name]
+        if [view.numel() for view in old] == sizes:
+            return old
+        self.flat[name] = self.flat[name].new_empty(sum(sizes))
+        views = torch.split(self.flat[name], sizes)
+        members = [self.member(i) for i in range(len(self.params))]
+        self.state[name] = [
+            view.view(layout.shape(member)) for view, member in zip(views, members, strict=True)
+        ]
+        for entry, view, member in zip(self.entries, self.state[name], members, strict=False):
+            entry[name] = layout.shown(view, member)
+        return self.state[name]
+
+    def each(self, name: str, write: bool = False) -> Iterator[Tensor]:
+        """One kind of state, a tensor at a time, on the bucket's device.
+
+        What is offloaded is there until the next is asked for, and with ``write`` then stored. All
+        others are the state itself."""
+        if self.offload is None or name not in self.offload.names:
+            return iter(self.state[name])
+        return self.offload.each(name, self.state[name], self.device, write)
+
+    def fetch(self, name: str, i: int, at: Tensor | slice) -> Tensor:
+        """A copy, on the bucket's device, of some elements of a state of tensor i."""
+        self.wait_for_host()
+        x = self.state[name][i].reshape(-1)
+        return x[at if isinstance(at, slice) else at.to(x.device)].to(self.device, copy=True)
+
+    def wait_for_host(self) -> None:
+        """Wait until host memory holds what it should."""
+        if self.offload is not None:
+            self.offload.finish()
+
+    @property
+    def owes(self) -> bool:
+        """Whether a dense step has to send what compressed ones before it held back."""
+        if "owes" not in self.cache:
+            self.wait_for_host()
+            residual = self.flat.get("residual")
+            self.cache["owes"] = residual is not None and bool(residual.any())
+        return bool(self.cache["owes"])
+
+    # What a step updates: parameters, or their float32 masters where they are below float32
+
+    def own_part(self, i: int) -> Tensor:
+        """What this rank owns of parameter i, flat; a copy of what is not contiguous."""
+        p = local(self.params[i].detach()).reshape(-1)
+        if self.shards is None:
+            return p
+        start, stop = self.shards.own[i]
+        return p[start:stop]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """What a step updates of all tensors."""
+        return [self.weight(i) for i in range(len(self.params))]
+
+    def weight(self, i: int) -> Tensor:
+        """What a step updates of tensor i."""
+        if "master" in self.state:
+            return self.state["master"][i]
+        return local(self.params[i].detach()) if self.shards is None else self.own_part(i)
+
+    def each_weight(self) -> Iterator[Tensor]:
+        """What a step updates, whole, a tensor at a time."""
+        if "master" in self.state:
+            return self.each("master", write=True)
+        return (local(p.detach()) for p in self.params)
+
+    def fetch_weight(self, i: int, at: Tensor | slice) -> Tensor:
+        """A copy of some elements of what a step updates of tensor i, whole."""
+        if "master" in self.state:
+            return self.fetch("master", i, at)
+        return local(self.params[i].detach()).reshape(-1)[at].clone()
+
+    def publish(self, i: int, master: Tensor | None = None) -> None:
+        """Bring an updated master to its parameter.
+
+        ``master`` is where it is while it is offloaded.
+        """
+        if "master" in self.state:
+            local(self.params[i].detach()).copy_(self.weight(i) if master is None else master)
+
+    def renew_masters(self) -> None:
+        """Masters follow parameters that were set from outside: loaded, clamped, pruned, broadcast.
+
+        A parameter is its master, rounded. Where it is not, element by element, the master takes
+        its value."""
+        if "master" not in self.state:
+            return
+        self.wait_for_host()
+        for i, master in enumerate(self.state["master"]):
+            p = self.layouts["master"].part(local(self.params[i].detach()), self.member(i))
+            blocks = zip(master.view(-1).split(BLOCK), p.reshape(-1).split(BLOCK), strict=True)
+            for own, shown in blocks:
+                take_over(own, shown.to(own.device))
+
+
+def take_over(master: Tensor, p: Tensor) -> None:
+    """``p`` into ``master`` where that, rounded, is something else."""
+    rounded = master.to(p.dtype)
+    # on a device looking costs more than writing
+    if master.device.type == "cpu" and torch.equal(rounded, p):
+        return
+    master.copy_(torch.where(rounded == p, master, p))
