@@ -85,7 +85,7 @@ class Fleet(Comm):
                     answer = yield request
 
         optimizer._runtime.algorithm = noted
-        optimizer._alike = SameEverywhere()
+        optimizer._engine.known.alike = SameEverywhere()
 
     def start(self, request: Request) -> Pending:
         bucket, self.bucket = self.bucket, None

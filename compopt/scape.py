@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +34,7 @@ from torch import Tensor
 from ._engine.base import CompressedOptimizer
 from ._engine.options import check_adams, check_compression, require
 from ._engine.stats import Stats
+from ._engine.verdicts import Verdict
 from ._engine.weakly import weakly
 from ._ops.moment import own_x
 from ._ops.ops import Ops, clip_factor
@@ -334,20 +334,19 @@ class ScapeAdamS(CompressedOptimizer):
             "threshold": Scalar(torch.float64, compressed_only=True),
         }
 
-    def _report(self, verdict: Any, comm: Any) -> None:
-        super()._report(verdict, comm)
+    def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
         held = [
             pair
             for b in self._buckets
             for pair in zip(b.cache["held"], compressed_lengths(b), strict=True)
         ]
         masks = sum(self._mask_bytes(bucket, verdict.applied) for bucket in self._buckets)
-        self.stats = ScapeStats(
-            **vars(self.stats),
+        return ScapeStats(
+            **vars(stats),
             density=sum(n if i is None else len(i) for i, n in held)
             / max(1, sum(n for _, n in held)),
             mask_bytes=masks,
-            payload_bytes=self.stats.bytes_sent - masks - self.stats.parameter_bytes,
+            payload_bytes=stats.bytes_sent - masks - stats.parameter_bytes,
             mask_overlap=weakly(self._mask_overlap),
         )
 
@@ -369,7 +368,7 @@ class ScapeAdamS(CompressedOptimizer):
 
         The newest mask is the next step's with ``mask_delay=1``. Tensors that have had no two masks
         are left out."""
-        self._runtime.settle()
+        self._runtime.tails.settle()
         pairs: dict[str, tuple[int, int]] = {}
         for bucket in self._buckets:
             newest = bucket.cache.get("index")

@@ -349,21 +349,18 @@ class Separate(Projecting):
                 self.param_groups.pop()
             raise
         self._own_groups.append(own)
-        if hasattr(self, "_runtime"):
-            own["step"] = self._own_groups[0]["step"]
-            self._rebuild()
+        self._lay_out(own)
 
-    def give_way(self) -> None:
-        super().give_way()
+    def gave_way(self) -> None:
         if isinstance(self.base, CompressedOptimizer):
-            self.base.give_way()
+            self.base._engine.give_way()
 
-    def _build(self) -> None:
+    def before_layout(self) -> None:
+        super().before_layout()
         if isinstance(self.base, CompressedOptimizer):
-            self.base._alone, self.base._comm = True, None
+            self.base._engine.stand_alone()
         self._averages: dict[Tensor, Tensor] = {}
         self._given: dict[Tensor, Tensor] = {}
-        super()._build()
 
     def before_exchange(self) -> None:
         for group in self.param_groups[len(self._own_groups) :]:
@@ -459,16 +456,17 @@ class Separate(Projecting):
 
     def _begin_anew(self) -> None:
         """Hold nothing back, and count steps from 0, as a new optimizer does."""
-        self._settle()
-        for bucket in self._buckets:
+        engine = self._engine
+        engine.settle()
+        for bucket in engine.buckets:
             for tensors in bucket.state.values():
                 for tensor in tensors:
                     if tensor is not None:
                         tensor.zero_()
         for group in self._own_groups:
             group["step"] = 0
-        self._half_step, self._consolidated = "", None
-        self._rebuild()
+        engine.half_step, engine.consolidated = "", None
+        engine.rebuild()
 
     def _contents(self) -> dict[str, Any]:
         contents = super()._contents()

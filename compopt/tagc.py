@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +36,7 @@ from torch import Tensor
 from ._engine.base import CompressedOptimizer
 from ._engine.options import check_adam, check_compression, require
 from ._engine.stats import Stats
+from ._engine.verdicts import Verdict
 from ._engine.when import dense_steps
 from ._ops.math import squared_norm
 from ._ops.ops import Ops, clip_factor
@@ -294,15 +294,14 @@ class TagcAdamW(CompressedOptimizer):
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         return tagc(bucket, self.ops)
 
-    def _report(self, verdict: Any, comm: Any) -> None:
-        super()._report(verdict, comm)
+    def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
         counts = [bucket.cache.get("counts", (None, 0)) for bucket in self._buckets]
         lengths = [sum(compressed_lengths(bucket)) for bucket in self._buckets]
         sent = sum(
             n if union is None else union for n, (union, _) in zip(lengths, counts, strict=True)
         )
-        self.stats = TagcStats(
-            **vars(self.stats),
+        return TagcStats(
+            **vars(stats),
             density=sent / max(1, sum(lengths)),
             leftovers=sum(count for _, count in counts),
         )

@@ -48,13 +48,20 @@ def trained(case: Case, comm: object, steps: int) -> tuple[nn.Module, torch.opti
     return model, optimizer
 
 
+def begun_in_backward(optimizer) -> None:
+    for bucket in optimizer._buckets:
+        for p in bucket.params:
+            optimizer._runtime.early.finished(p, bucket)
+    optimizer._runtime.begin(optimizer._buckets, optimizer.comm)
+
+
 @pytest.mark.parametrize("case", [*CASES, *FORMS, TRACKED], ids=lambda case: case.name)
 def test_a_deleted_optimizer_is_gone_at_once(case, no_collector):
     """Also its model, with masks on the wire, with a bucket begun in backward, and whoever holds its statistics."""
     model, optimizer = trained(case, World(1).comms[0], steps=6)
     optimizer.state_dict()
-    optimizer._runtime.begin(optimizer._buckets, optimizer.comm, lambda bucket: True)
-    assert optimizer._runtime.schedule.exchanges
+    begun_in_backward(optimizer)
+    assert optimizer._runtime.early.schedule.exchanges
     stats, gone = optimizer.stats, [weakref.ref(optimizer), weakref.ref(model), weakref.ref(model[0].weight)]
     del optimizer
     assert gone[0]() is None

@@ -11,8 +11,8 @@ from sim import Ranks, World
 from torch import nn
 
 import compopt
-from compopt._engine.exchanges import Fingerprint
-from compopt._engine.runtime import Verdict, _agree_with
+from compopt._engine.fingerprint import Fingerprint
+from compopt._engine.verdicts import Verdict, agree_with
 from compopt._state import buckets as _buckets
 from compopt._state.buckets import Bucket
 from compopt._wire.control import bits, differ, place_bits
@@ -158,7 +158,7 @@ def test_a_rank_that_cannot_read_its_gradients_is_heard_by_all(make):
 def verdicts(*said: Verdict) -> list[Verdict]:
     """What becomes of the verdicts of shards of one model."""
     world = World(len(said))
-    world.run([_agree_with([comm], one, torch.device("cpu")) for comm, one in zip(world.comms, said, strict=True)])
+    world.run([agree_with([comm], one, torch.device("cpu")) for comm, one in zip(world.comms, said, strict=True)])
     return list(said)
 
 

@@ -13,15 +13,12 @@ from torch import Tensor
 
 from .._wire.control import differ
 
-TENSORS, SAMPLE = (
-    8,
-    512,
-)  # the largest tensors of the last bucket, and elements of each: what every step looks at
+# the largest tensors of the last bucket, and elements of each: what every step looks at
+TENSORS, SAMPLE = 8, 512
 BITS = 16  # by accident ranks agree on them once in 65,536 steps, which costs a handshake
 WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SPREAD = (
-    0x9E3779B97F4A7C15 - 2**64
-)  # odd, its bits like drawn ones: low bits of a sum reach high ones
+# odd, its bits like drawn ones: low bits of a sum reach high ones
+SPREAD = 0x9E3779B97F4A7C15 - 2**64
 
 
 class Alike:
@@ -29,9 +26,8 @@ class Alike:
 
     def __init__(self) -> None:
         self.differed = False  # gradients did, in a step
-        self.accepted = (
-            False  # the same data on purpose, or the sample is of tensors that see no data
-        )
+        # the same data on purpose, or the sample is of tensors that see no data
+        self.accepted = False
         self.suspected = False
 
     def note(self, mean: list[float]) -> bool:

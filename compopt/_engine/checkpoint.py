@@ -24,6 +24,7 @@ from .when import as_now
 
 if TYPE_CHECKING:
     from .._wire.comm import Comm, Pending
+    from .engine import Engine
 
 FORMAT = 1  # of state dicts; written into every group, beside the class. 0: none was written yet
 NOT_OPTIONS = {
@@ -97,20 +98,16 @@ def compact(entry: dict[str, Any], layouts: Mapping[str, Layout], member: Member
     }
 
 
-def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
+def load(engine: Engine, state_dict: dict[str, Any]) -> None:
     """Put ``state_dict``'s groups and tensors into the optimizer, after checking that all of it
     fits.
     """
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        state_dict = hook(optimizer, state_dict) or state_dict
-    groups, saved = optimizer._option_groups, groups_of(optimizer, state_dict)
-    written_by = _writer(optimizer, state_dict)
-    options = [
-        _options(optimizer, group, other) for group, other in zip(groups, saved, strict=True)
-    ]
+    groups, saved, state = engine.option_groups, groups_of(engine, state_dict), engine.face.state
+    written_by = _writer(engine, state_dict)
+    options = [_options(engine, group, other) for group, other in zip(groups, saved, strict=True)]
     pairs: list[tuple[Tensor, dict[str, Any]]] = []
-    buckets = [*optimizer._buckets, *optimizer._shelf]
-    specs = {p: optimizer._specs(bucket) for bucket in buckets for p in bucket.params}
+    buckets = [*engine.buckets, *engine.shelf]
+    specs = {p: engine.specs(bucket) for bucket in buckets for p in bucket.params}
     members = {
         p: Member(p, c)
         for bucket in buckets
@@ -126,13 +123,13 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
                     specs[p],
                     is_compressed(p, other),
                     written_by,
-                    type(optimizer).__name__,
+                    engine.name,
                 )
             pairs.append((p, compact(entry, specs[p], members[p])))
     for number, (p, entry) in enumerate(pairs):
         _check(number, entry, specs[p], members[p])
     for other in saved:
-        _warn_of_other_ranks(optimizer, other.get("residuals", "mean"))
+        _warn_of_other_ranks(engine, other.get("residuals", "mean"))
 
     counted = max([float(entry.get("step", 0)) for _, entry in pairs], default=0.0)
     for group, other, kept in zip(groups, saved, options, strict=True):
@@ -140,11 +137,9 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         if "step" not in other:  # from torch.optim: count on from its parameters
             group["step"] = int(counted)
     for p, entry in pairs:
-        optimizer.state[p] = {k: as_tensor(v) for k, v in entry.items()}
-    for bucket in optimizer._shelf:
-        _keep(bucket, specs, optimizer.state)
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
+        state[p] = {k: as_tensor(v) for k, v in entry.items()}
+    for bucket in engine.shelf:
+        _keep(bucket, specs, state)
 
 
 def as_tensor(value: Tensor | float | bool) -> Tensor:
@@ -167,7 +162,7 @@ def _keep(
             state[p] = {k: v.to(bucket.device, dtypes[k], copy=True) for k, v in kept.items()}
 
 
-def groups_of(optimizer: Any, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+def groups_of(engine: Engine, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
     """The saved groups, when they are as many and as long as the optimizer's, and of a format known
     here.
     """
@@ -176,7 +171,7 @@ def groups_of(optimizer: Any, state_dict: dict[str, Any]) -> list[dict[str, Any]
             raise ValueError(
                 f"loaded state dict has no {key!r}: it is no optimizer's state_dict(), or damaged."
             )
-    groups, saved = optimizer._option_groups, state_dict["param_groups"]
+    groups, saved = engine.option_groups, state_dict["param_groups"]
     if len(groups) != len(saved):
         raise ValueError(
             f"loaded state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}."
@@ -199,11 +194,11 @@ def groups_of(optimizer: Any, state_dict: dict[str, Any]) -> list[dict[str, Any]
     return saved
 
 
-def _writer(optimizer: Any, state_dict: dict[str, Any]) -> str:
+def _writer(engine: Engine, state_dict: dict[str, Any]) -> str:
     """The class that wrote a state dict, "torch" where it does not say, when the optimizer can go
     on from it.
     """
-    saved, ours = state_dict["param_groups"], type(optimizer).__name__
+    saved, ours = state_dict["param_groups"], engine.name
     written_by = saved[0].get("class", "torch") if saved else "torch"
     for number, entry in state_dict["state"].items():
         if not isinstance(entry, dict):
@@ -219,7 +214,7 @@ def _writer(optimizer: Any, state_dict: dict[str, Any]) -> str:
     return written_by
 
 
-def _options(optimizer: Any, group: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _options(engine: Engine, group: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """What one saved group says, also what only the user knows of; when the optimizer takes the
     options it knows.
 
@@ -232,7 +227,7 @@ def _options(optimizer: Any, group: dict[str, Any], other: dict[str, Any]) -> di
             f"loaded state dict has step {step!r}: a count of steps is needed; it is damaged."
         )
     try:
-        optimizer.check_group({**group, **kept})
+        engine.face.check_group({**group, **kept})
     except (TypeError, AttributeError) as error:
         raise ValueError(
             f"loaded state dict has an option of a wrong type ({error}): it is damaged."
@@ -302,8 +297,8 @@ def _fits(value: Tensor, dtype: torch.dtype) -> bool:
     return not value.is_floating_point() or bool(value.isfinite().all())
 
 
-def _warn_of_other_ranks(optimizer: Any, residuals: str) -> None:
-    comm = optimizer.comm
+def _warn_of_other_ranks(engine: Engine, residuals: str) -> None:
+    comm = engine.comm
     if residuals not in ("mean", f"rank {comm.rank} of {comm.size}"):
         warnings.warn(
             f"this checkpoint holds the residuals of {residuals} and is loaded on rank "

@@ -7,39 +7,43 @@ is unfrozen. Of state that is cut into shards it is kept whole."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from .._wire.comm import Comm
 from . import checkpoint
-from .handshake import Turns
+from .turns import Turns
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
-def parameters(optimizer: Any) -> list[Tensor]:
-    return [p for group in optimizer._option_groups for p in group["params"]]
+def parameters(engine: Engine) -> list[Tensor]:
+    return [p for group in engine.option_groups for p in group["params"]]
 
 
-def changed(optimizer: Any) -> bool:
+def changed(engine: Engine) -> bool:
     """Whether other parameters require a gradient than those laid out."""
-    return any(p.requires_grad != (p in optimizer._trained) for p in optimizer._met)
+    return any(p.requires_grad != (p in engine.trained) for p in engine.met)
 
 
-def meet(optimizer: Any) -> None:
+def meet(engine: Engine) -> None:
     """Take note of parameters that are new.
 
     Those met before are laid out as they were, whatever they require now.
     """
-    params = parameters(optimizer)
-    new = {p for p in params if p not in optimizer._met and p.requires_grad}
-    optimizer._trained = frozenset(new | optimizer._trained & set(params))
-    optimizer._met = frozenset(params)
+    params = parameters(engine)
+    new = {p for p in params if p not in engine.met and p.requires_grad}
+    engine.trained = frozenset(new | engine.trained & set(params))
+    engine.met = frozenset(params)
 
 
-def follow(optimizer: Any, comm: Comm) -> Turns:
+def follow(engine: Engine, comm: Comm) -> Turns[None]:
     """Lay out what requires a gradient now, which is the same on all ranks."""
-    optimizer._settle()
-    for bucket in optimizer._buckets:
+    engine.settle()
+    state = engine.face.state
+    for bucket in engine.buckets:
         for name in bucket.sharded:
             whole = yield from checkpoint.gather(bucket, name, comm)
             for entry, vector in zip(bucket.entries, whole, strict=True):
@@ -47,35 +51,38 @@ def follow(optimizer: Any, comm: Comm) -> Turns:
                     entry[name] = vector.to(bucket.device)
         for p, entry in zip(bucket.params, bucket.entries, strict=True):
             if not p.requires_grad:
-                optimizer.state[p] = {name: tensor.clone() for name, tensor in entry.items()}
-    optimizer._trained = frozenset(p for p in optimizer._met if p.requires_grad)
-    optimizer._rebuild()
-    for bucket in optimizer._buckets:
+                state[p] = {name: tensor.clone() for name, tensor in entry.items()}
+    engine.trained = frozenset(p for p in engine.met if p.requires_grad)
+    engine.rebuild()
+    for bucket in engine.buckets:
         bucket.renew_masters()
 
 
-def consolidate(optimizer: Any, comm: Comm) -> Turns:
+def consolidate(engine: Engine, comm: Comm) -> Turns[None]:
     """Residuals of frozen parameters become their mean over ranks too."""
-    for bucket in optimizer._shelf:
+    face = engine.face
+    for bucket in engine.shelf:
         for p in bucket.params:
-            for name in optimizer.averaged_state:
-                if name in optimizer.state.get(p, {}):
-                    yield from checkpoint.average(optimizer.state[p][name], bucket.device, comm)
+            for name in face.averaged_state:
+                if name in face.state.get(p, {}):
+                    yield from checkpoint.average(face.state[p][name], bucket.device, comm)
 
 
-def without_state(optimizer: Any, group: dict[str, Any]) -> list[int]:
+def without_state(engine: Engine, group: dict[str, Any]) -> list[int]:
     """The places in a group of parameters of which nothing is kept: a checkpoint that lacks it is
     not damaged.
     """
-    return [place for place, p in enumerate(group["params"]) if not optimizer.state.get(p)]
+    state = engine.face.state
+    return [place for place, p in enumerate(group["params"]) if not state.get(p)]
 
 
-def reset_from_outside(optimizer: Any) -> bool:
+def reset_from_outside(engine: Engine) -> bool:
     """Whether ``optimizer.state`` was replaced, by a trainer that begins anew, and no longer shows
     the buckets.
     """
+    state = engine.face.state
     return any(
-        optimizer.state.get(p) is not entry
-        for bucket in optimizer._buckets
+        state.get(p) is not entry
+        for bucket in engine.buckets
         for p, entry in zip(bucket.params, bucket.entries, strict=True)
     )

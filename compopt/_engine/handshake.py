@@ -14,27 +14,40 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Generator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
 from .._state.buckets import local
-from .._wire.comm import Comm, Pending
+from .._wire.comm import Comm
 from .._wire.requests import AllGather, CommunicationError
+from .alike import Alike
+from .turns import Turns, ask
 
-Turns = Generator[Pending, None, Any]
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
-def describe(optimizer: Any) -> list[str]:
+@dataclass
+class Acquaintance:
+    """What is known of the other ranks."""
+
+    acquainted: bool = False  # a handshake has shown that they agree, and it still holds
+    structure: str = ""  # the options that decide what is sent, which all had in the last step
+    alike: Alike = field(default_factory=Alike)
+
+
+def describe(engine: Engine) -> list[str]:
     """Everything that must be equal on all ranks, a line each."""
-    name, *groups = optimizer._settings()
-    lines = [f"class: {name}", f"check_replicas_every: {optimizer.check_replicas_every}"]
+    face = engine.face
+    name, *groups = face._settings()
+    lines = [f"class: {name}", f"check_replicas_every: {face.check_replicas_every}"]
     for number, group in enumerate(groups):
         lines += [f"group {number}, {key}: {value!r}" for key, value in sorted(group.items())]
     of = {}
-    for bucket in [*optimizer._buckets, *optimizer._shelf]:
+    for bucket in [*engine.buckets, *engine.shelf]:
         for p, name, compressed in zip(bucket.params, bucket.names, bucket.compressed, strict=True):
             values = f"values of checksum {_checksum(local(p.detach())):x}"
             trained = f"requires_grad={p.requires_grad}"
@@ -42,33 +55,34 @@ def describe(optimizer: Any) -> list[str]:
                 f"{name}: shape {tuple(p.shape)}, {p.dtype}, {trained}, compress={compressed}, "
                 f"{values}"
             )
-    return lines + [
-        of[p] for group in reversed(optimizer._option_groups) for p in reversed(group["params"])
-    ]
+    groups_back = reversed(engine.option_groups)
+    return lines + [of[p] for group in groups_back for p in reversed(group["params"])]
 
 
-def handshake(optimizer: Any, comm: Comm) -> Turns:
+def handshake(engine: Engine, comm: Comm) -> Turns[None]:
     """Raise ValueError when ranks differ, RuntimeError when something else averaged the gradients
     already.
     """
-    code, times = zlib.crc32("\n".join(describe(optimizer)).encode()), _times(optimizer)
-    backend = [zlib.crc32(optimizer.backend.encode()), optimizer.ops.automatic]
+    code = zlib.crc32("\n".join(describe(engine)).encode())
+    backend = [zlib.crc32(engine.ops.name.encode()), engine.ops.automatic]
     words = torch.tensor(
-        [code, _fingerprint(optimizer), _chosen(optimizer), *backend, *times], dtype=torch.int64
+        [code, _fingerprint(engine), _chosen(engine), *backend, *_times(engine)],
+        dtype=torch.int64,
     )
-    rows = (yield from gather(words.to(device_of(optimizer)), comm)).tolist()
+    rows = (yield from gather(words.to(engine.device), comm)).tolist()
     if any(row[3] != rows[0][3] for row in rows) and all(row[4] for row in rows):
-        optimizer.give_way()
-        return (yield from handshake(optimizer, comm))
+        engine.give_way()
+        yield from handshake(engine, comm)
+        return
     if any(row[0] != code for row in rows):
-        yield from explain_mismatch(optimizer, comm)
+        yield from explain_mismatch(engine, comm)
     if any(row[2] != rows[0][2] for row in rows):  # masks were lost on some ranks
-        optimizer.forget_chosen()
-    if all(map(all, (row[5:] for row in rows))):
-        optimizer._trial.compare([row[5:] for row in rows])
+        engine.forget_chosen()
+    if engine.trial is not None and all(map(all, (row[5:] for row in rows))):
+        engine.trial.compare([row[5:] for row in rows])
     prints = {row[1] for row in rows}
     same = comm.size > 1 and len(prints) == 1 and prints != {0}
-    if optimizer._alike.refuses(same, optimizer._handed_over):
+    if engine.known.alike.refuses(same, engine.handed_over):
         raise RuntimeError(
             "all ranks hold bit-identical gradients: something averaged them before step(), or "
             "all ranks train on the same data. If DistributedDataParallel wraps the model, call "
@@ -78,9 +92,9 @@ def handshake(optimizer: Any, comm: Comm) -> Turns:
         )
 
 
-def explain_mismatch(optimizer: Any, comm: Comm) -> Turns:
+def explain_mismatch(engine: Engine, comm: Comm) -> Turns[NoReturn]:
     """Exchange the descriptions and raise a ValueError that names the first difference."""
-    theirs = yield from _tell(describe(optimizer), device_of(optimizer), comm)
+    theirs = yield from _tell(describe(engine), engine.device, comm)
     for rank, lines in enumerate(theirs):
         for a, b in zip(theirs[0] + [""] * len(lines), lines + [""] * len(theirs[0]), strict=False):
             if a != b:
@@ -93,28 +107,25 @@ def explain_mismatch(optimizer: Any, comm: Comm) -> Turns:
     )
 
 
-def tell_failure(optimizer: Any, comm: Comm, mine: Exception | None) -> Turns:
+def tell_failure(engine: Engine, comm: Comm, mine: Exception | None) -> Turns[NoReturn]:
     """Raise CommunicationError that says which ranks could not send their gradients.
 
     ``mine``: why this one cannot.
     """
     said = [] if mine is None else [f"{type(mine).__name__}: {mine}"]
     del mine  # its frames hold this one
-    theirs = yield from _tell(said, device_of(optimizer), comm)
+    theirs = yield from _tell(said, engine.device, comm)
     who = [f"rank {rank} ({lines[0]})" for rank, lines in enumerate(theirs) if lines]
     raise CommunicationError(
         f"the gradients of {', '.join(who) or 'another shard'} could not be sent"
     )
 
 
-def _tell(lines: list[str], device: torch.device, comm: Comm) -> Turns:
+def _tell(lines: list[str], device: torch.device, comm: Comm) -> Turns[list[list[str]]]:
     """What every rank has to say."""
     text = torch.frombuffer(bytearray(json.dumps(lines).encode()), dtype=torch.uint8).to(device)
-    sizes = (
-        (yield from gather(torch.tensor([text.numel()], dtype=torch.int64, device=device), comm))
-        .view(-1)
-        .tolist()
-    )
+    size = torch.tensor([text.numel()], dtype=torch.int64, device=device)
+    sizes = (yield from gather(size, comm)).view(-1).tolist()
     padded = torch.cat([text, text.new_zeros(max(sizes) - text.numel())])
     rows = yield from gather(padded, comm)
     return [
@@ -122,27 +133,23 @@ def _tell(lines: list[str], device: torch.device, comm: Comm) -> Turns:
     ]
 
 
-def gather(tensor: Tensor, comm: Comm) -> Turns:
-    pending = comm.start(AllGather(tensor))
-    yield pending
-    return pending.wait()
+def gather(tensor: Tensor, comm: Comm) -> Turns[Tensor]:
+    """A row of every rank."""
+    return (yield from ask(comm, AllGather(tensor)))
 
 
-def _chosen(optimizer: Any) -> int:
+def _chosen(engine: Engine) -> int:
     """The same on all ranks that hold the same masks."""
-    flats = (bucket.flat[name] for bucket in optimizer._buckets for name in optimizer.chosen_state)
+    names = engine.face.chosen_state
+    flats = (bucket.flat[name] for bucket in engine.buckets for name in names)
     return zlib.crc32(repr([_checksum(flat) for flat in flats]).encode())
 
 
-def _times(optimizer: Any) -> list[int]:
+def _times(engine: Engine) -> list[int]:
     """What a trial has timed, a dense and a compressed step; zeros where there is none, or it goes
     on.
     """
-    return (optimizer._trial.words() if optimizer._trial else []) or [0, 0]
-
-
-def device_of(optimizer: Any) -> torch.device:
-    return optimizer._buckets[0].device if optimizer._buckets else torch.device("cpu")
+    return (engine.trial.words() if engine.trial else []) or [0, 0]
 
 
 def _checksum(tensor: Tensor) -> int:
@@ -154,16 +161,16 @@ def _checksum(tensor: Tensor) -> int:
     return int((raw.view(torch.int16) if raw.numel() % 2 == 0 else raw).sum(dtype=torch.int64))
 
 
-def _fingerprint(optimizer: Any) -> int:
+def _fingerprint(engine: Engine) -> int:
     """A number that two ranks share when their gradients are the same to the bit; 0 when there is
     nothing to compare.
 
     Zeros and gradients that are not finite are nothing: those may well be alike on ranks of
     different data."""
     sums = []
-    for bucket in optimizer._buckets:
+    for bucket in engine.buckets:
         for p in bucket.params:
             g = None if p.grad is None else local(p.grad)
             telling = g is not None and bool(g.any()) and bool(g.isfinite().all())
-            sums.append(_checksum(g) or 1 if telling else 0)
+            sums.append(_checksum(g) or 1 if telling and g is not None else 0)
     return zlib.crc32(repr(sums).encode()) + 1 if any(sums) else 0

@@ -8,45 +8,49 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .._state.buckets import local
-from .._wire.comm import Comm, connect
+from .._wire.comm import Comm, ProcessGroup, connect
 from .._wire.requests import Broadcast
 from . import checkpoint
-from .handshake import Turns, device_of, gather
+from .handshake import gather
+from .turns import Turns, ask
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
-def rebind(optimizer: Any, process_group: object) -> Turns:
+def rebind(engine: Engine, group: ProcessGroup | Comm | None) -> Turns[None]:
     """``CompressedOptimizer.rebind``."""
-    before = optimizer._comm.size if optimizer._comm else 0
-    if optimizer.sharded and (now := connect(process_group).size) > before:
+    before = engine.connection.size if engine.connection else 0
+    sharded = engine.face.sharded
+    if sharded and (now := connect(group).size) > before:
         raise ValueError(
-            f"rebind of {type(optimizer).__name__} goes to as many ranks or fewer, got {now} after "
+            f"rebind of {engine.name} goes to as many ranks or fewer, got {now} after "
             f"{before}: its state is cut into shards, so load a consolidated checkpoint on all "
             "ranks instead."
         )
-    optimizer._runtime.forget()
-    optimizer.forget_chosen()
-    optimizer._offload.finish()
-    for bucket in optimizer._buckets:
+    engine.runtime.forget()
+    engine.forget_chosen()
+    engine.offload.finish()
+    for bucket in engine.buckets:
         for entry in bucket.entries:
             for name in bucket.sharded:
                 entry.pop(name, None)
-    optimizer._before = optimizer._before or optimizer._buckets
-    optimizer._group, optimizer._comm, optimizer._counted = process_group, None, 0
-    optimizer._build()
-    yield from catch_up(optimizer, optimizer.comm)
-    if optimizer.sharded:
-        yield from checkpoint.move(optimizer._before, optimizer._buckets, optimizer.comm)
-    optimizer._before = None
-    tell_what_is_lost(optimizer, before, optimizer.comm.size)
+    engine.before = engine.before or engine.buckets
+    engine.connect_to(group)
+    yield from catch_up(engine, engine.comm)
+    if sharded:
+        yield from checkpoint.move(engine.before, engine.buckets, engine.comm)
+    engine.before = None
+    tell_what_is_lost(engine, before, engine.comm.size)
 
 
-def catch_up(optimizer: Any, comm: Comm) -> Turns:
+def catch_up(engine: Engine, comm: Comm) -> Turns[None]:
     """Bring ranks that are one step behind to where the others are; their own residuals are lost.
 
     A residual may have gone out with the step that the others applied, and must not go out again.
@@ -55,13 +59,14 @@ def catch_up(optimizer: Any, comm: Comm) -> Turns:
     Raises:
         ValueError: ranks are further apart than the failure of one step can bring them.
     """
-    saved = optimizer.state_dict()
-    sharded = {name for bucket in optimizer._buckets for name in bucket.sharded}
-    shared = list(_shared(saved, sharded.union(optimizer.averaged_state)))
+    face = engine.face
+    saved = face.state_dict()
+    sharded = {name for bucket in engine.buckets for name in bucket.sharded}
+    shared = list(_shared(saved, sharded.union(face.averaged_state)))
     words = torch.tensor(
         [saved["param_groups"][0]["step"], len(shared)],
         dtype=torch.int64,
-        device=device_of(optimizer),
+        device=engine.device,
     )
     rows = (yield from gather(words, comm)).tolist()
     steps = [step for step, _ in rows]
@@ -74,17 +79,17 @@ def catch_up(optimizer: Any, comm: Comm) -> Turns:
             "first: load the same checkpoint on all of them."
         )
     source = steps.index(ahead)
-    params = [local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
+    params = [local(p.detach()) for group in face.param_groups for p in group["params"]]
     for tensor in [*params, *shared]:
         yield from _take_over(tensor, source, comm, words.device)
     if mine < ahead:
-        lost = optimizer._residual_norm()
+        lost = engine.residual_norm()
         for group in saved["param_groups"]:
             group.update(step=ahead, residuals="mean")
         for entry in saved["state"].values():
-            for name in set(optimizer.averaged_state) & entry.keys():
+            for name in set(face.averaged_state) & entry.keys():
                 entry[name] = torch.zeros_like(entry[name])
-        optimizer.load_state_dict(saved)
+        face.load_state_dict(saved)
         warnings.warn(
             f"rank {comm.rank} had not applied step {ahead}, and took it over from rank {source}: "
             f"what it held back itself (of norm {lost:.3g}) is lost.",
@@ -103,21 +108,20 @@ def _shared(saved: dict[str, Any], own: set[str]) -> Iterator[Tensor]:
             )
 
 
-def _take_over(tensor: Tensor, source: int, comm: Comm, device: torch.device) -> Turns:
+def _take_over(tensor: Tensor, source: int, comm: Comm, device: torch.device) -> Turns[None]:
     numbers = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
     message = numbers.to(device).contiguous()
-    pending = comm.start(Broadcast(message, source))
-    yield pending
-    numbers.copy_(pending.wait())
+    numbers.copy_((yield from ask(comm, Broadcast(message, source))))
 
 
-def tell_what_is_lost(optimizer: Any, before: int, now: int) -> None:
+def tell_what_is_lost(engine: Engine, before: int, now: int) -> None:
     """Warn that ranks are gone, and with them what they held back."""
-    if optimizer.averaged_state and now < before:
-        shards = " The moments of their shards begin again at zero." if optimizer.sharded else ""
+    face = engine.face
+    if face.averaged_state and now < before:
+        shards = " The moments of their shards begin again at zero." if face.sharded else ""
         warnings.warn(
             f"{before - now} of {before} ranks are gone, and what they held back is lost with "
             f"them. The {now} that go on keep theirs (on this rank of norm "
-            f"{optimizer._residual_norm():.3g}).{shards}",
+            f"{engine.residual_norm():.3g}).{shards}",
             stacklevel=5,
         )

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .._wire.comm import Pending
+from .._wire.comm import Comm, Pending, ProcessGroup
 from . import checkpoint, frozen
+from .engine import Engine
 
 
 class Saving:
     """What ``CompressedOptimizer`` does of torch.optim's ``state_dict``, ``load_state_dict``,
     pickling and copying.
     """
+
+    _engine: Engine
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, and never communicates. Every state has its parameter's shape: masks are
@@ -25,15 +28,16 @@ class Saving:
         Residuals are the mean over ranks right after :meth:`consolidate_state`, else this rank's
         own; the groups say which, under ``residuals``, and which ``class`` wrote them in which
         ``format``."""
-        self._refuse_half_step()
-        self._settle()
-        if frozen.reset_from_outside(self):
-            self._rebuild()
+        engine = self._engine
+        engine.refuse_half_step()
+        engine.settle()
+        if frozen.reset_from_outside(engine):
+            engine.rebuild()
         saved = super().state_dict()
         place = {
             p: n for n, p in enumerate(p for group in self.param_groups for p in group["params"])
         }
-        for bucket in [*self._buckets, *self._shelf]:
+        for bucket in [*engine.buckets, *engine.shelf]:
             for i, p in enumerate(bucket.params):
                 if entry := saved["state"].get(place[p]):
                     saved["state"][place[p]] = checkpoint.spread(
@@ -43,20 +47,13 @@ class Saving:
             group.update(self._signature(own))
         return saved
 
-    def _settle(self) -> None:
-        """Wait for what was sent behind the last commit, and make the state readable."""
-        self._runtime.settle()
-        for bucket in self._buckets:
-            self.tidy(bucket)
-        self._offload.finish()
-
     def _whose_residuals(self) -> str:
         own = self.sharded or self.averaged_state
-        whole = all(bucket.gathered or not bucket.sharded for bucket in self._buckets)
+        whole = all(bucket.gathered or not bucket.sharded for bucket in self._engine.buckets)
         same = (
             not own
             or self.comm.size == 1
-            or (whole and self._consolidated == self._option_groups[0]["step"])
+            or (whole and self._engine.consolidated == self._engine.steps)
         )
         return "mean" if same else f"rank {self.comm.rank} of {self.comm.size}"
 
@@ -71,11 +68,11 @@ class Saving:
             "class": type(self).__name__,
             "format": checkpoint.FORMAT,
         }
-        without = frozen.without_state(self, group)
+        without = frozen.without_state(self._engine, group)
         return {**signature, "without_state": without} if without else signature
 
     def _groups_of(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-        return checkpoint.groups_of(self, state_dict)
+        return checkpoint.groups_of(self._engine, state_dict)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -86,12 +83,17 @@ class Saving:
 
         Also takes a checkpoint of ``torch.optim.AdamW``. Raises ValueError, with nothing loaded,
         when it does not fit."""
-        self._settle()
-        self._runtime.drop_early()
-        checkpoint.load(self, state_dict)
-        self._consolidated = None
-        self._rebuild()
-        self._half_step = ""
+        engine = self._engine
+        engine.settle()
+        engine.runtime.early.drop()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        checkpoint.load(engine, state_dict)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+        engine.consolidated = None
+        engine.rebuild()
+        engine.half_step = ""
 
     @torch.no_grad()
     def consolidate_state(self) -> None:
@@ -104,45 +106,49 @@ class Saving:
             pass
 
     def consolidate_in_turns(self) -> Generator[Pending, None, None]:
-        self._refuse_half_step()
-        self._settle()
-        for bucket in self._buckets:
+        engine = self._engine
+        engine.refuse_half_step()
+        engine.settle()
+        for bucket in engine.buckets:
             for name in self.averaged_state:
                 if bucket.flat[name].numel():
-                    yield from checkpoint.average(bucket.flat[name], bucket.device, self.comm)
+                    yield from checkpoint.average(bucket.flat[name], bucket.device, engine.comm)
             bucket.gathered = {}
             for name in bucket.sharded:
-                bucket.gathered[name] = yield from checkpoint.gather(bucket, name, self.comm)
-        yield from frozen.consolidate(self, self.comm)
-        self._consolidated = self._option_groups[0]["step"]
-
-    _consolidated: int | None = None
+                bucket.gathered[name] = yield from checkpoint.gather(bucket, name, engine.comm)
+        yield from frozen.consolidate(engine, engine.comm)
+        engine.consolidated = engine.steps
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._group is not None:
+        if self._engine.group is not None:
             raise TypeError(
                 "an optimizer with a process_group cannot be pickled: save its state_dict() "
                 "instead."
             )
-        self._refuse_half_step()
-        self._settle()
+        self._engine.refuse_half_step()
+        self._engine.settle()
         return self._contents()
 
     def _contents(self) -> dict[str, Any]:
         """What a copy is made from; the rest is rebuilt."""
-        own = {name: getattr(self, name) for name in ("sharded", "offload", "_met", "_trained")}
-        return {**Optimizer.__getstate__(self), **own}
+        engine = self._engine
+        own = {"sharded": self.sharded, "offload": self.offload}
+        laid_out = {"_met": engine.met, "_trained": engine.trained}
+        return {**Optimizer.__getstate__(self), **own, **laid_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._group = None
-        self._build()
+        self._revive(state, None)
+
+    def _revive(self, contents: dict[str, Any], group: ProcessGroup | Comm | None) -> None:
+        """Become a copy of what had these contents."""
+        contents = dict(contents)
+        self._engine = Engine(self, group, contents.pop("_met"), contents.pop("_trained"))
+        Optimizer.__setstate__(self, contents)
+        self._engine.build()
 
     def __deepcopy__(self, memo: dict) -> Saving:
-        self._refuse_half_step()
-        self._settle()
+        self._engine.refuse_half_step()
+        self._engine.settle()
         new = type(self).__new__(type(self))
-        Optimizer.__setstate__(new, copy.deepcopy(self._contents(), memo))
-        new._group = self._group
-        new._build()
+        new._revive(copy.deepcopy(self._contents(), memo), self._engine.group)
         return new

@@ -11,32 +11,35 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._wire.control import bits
 
+if TYPE_CHECKING:
+    from .engine import Engine
+
 # Options that may change from step to step without a word: they change no message's length.
 FREE = {"step", "lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
 
 
-def settings_of(optimizer: Any) -> list:
+def settings_of(engine: Engine) -> list[Any]:
     """Its class, the options of its groups, its back end."""
-    known = optimizer._known_options
+    face = engine.face
+    known = face._known_options
     return [
-        type(optimizer).__name__ + (" (sharded)" if optimizer.sharded else ""),
-        *(known_of(group, known) for group in optimizer._option_groups),
-        {
-            "backend": optimizer.backend
-        },  # two round differently, and select differently among equals
+        engine.name + (" (sharded)" if face.sharded else ""),
+        *(known_of(group, known) for group in engine.option_groups),
+        # two round differently, and select differently among equals
+        {"backend": engine.ops.name},
     ]
 
 
-def structure_of(optimizer: Any) -> str:
+def structure_of(engine: Engine) -> str:
     """The options that decide what is sent, and so the lengths of messages."""
-    known = sorted(optimizer._known_options - FREE)
-    return repr([known_of(group, known) for group in optimizer._option_groups])
+    known = sorted(engine.face._known_options - FREE)
+    return repr([known_of(group, known) for group in engine.option_groups])
 
 
 def known_of(group: dict[str, Any], known: Iterable[str]) -> dict[str, object]:
@@ -64,13 +67,12 @@ def plain(value: object) -> object:
         return tuple(sorted(map(plain, value), key=repr))
     if isinstance(value, list | tuple):
         return tuple(map(plain, value))
-    named = (
-        value if hasattr(value, "__qualname__") else type(value)
-    )  # a function or a class, else of which class it is
+    # a function or a class, else of which class it is
+    named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def bits_of(settings: list) -> list[float]:
+def bits_of(settings: list[Any]) -> list[float]:
     """16 bits of a checksum and their complements, as numbers whose mean over ranks shows any
     difference.
     """

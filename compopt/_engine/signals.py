@@ -9,9 +9,8 @@ from _signal import getsignal  # signal's own makes an enum of its answer, in 64
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-NUMBERS = tuple(
-    map(int, signal.valid_signals())
-)  # asked for once: it takes longer than all the rest
+# asked for once: it takes longer than all the rest
+NUMBERS = tuple(map(int, signal.valid_signals()))
 Handler = Callable[[int, FrameType | None], object]
 
 
@@ -53,7 +52,9 @@ def _put_back(held: dict[int, Handler]) -> None:
 
 
 def _run_all(
-    handlers: dict[int, Handler], came: list[tuple[int, FrameType | None]], raised: list
+    handlers: dict[int, Handler],
+    came: list[tuple[int, FrameType | None]],
+    raised: list[BaseException],
 ) -> None:
     """Run the handlers of what came, every one of them; the first error of any is raised."""
     for number, frame in came:

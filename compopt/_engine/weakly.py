@@ -16,13 +16,13 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
     Called when that is gone it raises ReferenceError.
     """
-    ref, name = weakref.WeakMethod(method), f"{type(method.__self__).__name__}.{method.__name__}"
+    ref, name = weakref.WeakMethod(method), method.__name__
 
     def call(*args: Any) -> Any:
         alive = ref()
         if alive is None:
             raise ReferenceError(
-                f"{name} belongs to an optimizer that was deleted: ask while it lives."
+                f"{name}() belongs to an optimizer that was deleted: ask while it lives."
             )
         return alive(*args)
 

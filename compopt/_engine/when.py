@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-SKIP, TIMED = (
-    3,
-    8,
-)  # steps of each kind: not timed (buffers, hooks and masks are made in them), and timed
+from .._state.buckets import Bucket
+
+# steps of each kind: not timed (buffers, hooks and masks are made in them), and timed
+SKIP, TIMED = 3, 8
 CLEARLY = 0.95  # of a dense step: what takes longer gains too little to approximate gradients for
 FOREVER = 2**62  # steps
 WAITS = {"resample"}  # phases that are neither: dense, and rare
@@ -32,9 +32,10 @@ def dense_steps(group: dict[str, Any]) -> int:
     """Steps before compression starts: the user's, more where a trial needs them, all where it does
     not pay.
     """
+    users: int = group["warmup_steps"]
     if group["when"] != "auto":
-        return group["warmup_steps"]
-    return FOREVER if group["pays"] is False else max(group["warmup_steps"], group["dense_until"])
+        return users
+    return FOREVER if group["pays"] is False else max(users, group["dense_until"])
 
 
 def as_now(saved: dict[str, Any]) -> dict[str, Any]:
@@ -46,13 +47,12 @@ def as_now(saved: dict[str, Any]) -> dict[str, Any]:
     now = {**saved, **OPTIONS}
     if saved.get("warmup_steps") == FOREVER:
         now |= {"when": "auto", "pays": False}
-        del now[
-            "warmup_steps"
-        ]  # the user's is not known any more: what the optimizer was made with
+        # the user's is not known any more: what the optimizer was made with stays
+        del now["warmup_steps"]
     return now
 
 
-def trial(groups: list[dict[str, Any]], buckets: list[Any]) -> Trial | None:
+def trial(groups: list[dict[str, Any]], buckets: list[Bucket]) -> Trial | None:
     """Begin one where a group with compressed tensors says "auto" and nothing is known of it."""
     compressing = [g for g in groups if any(b.group is g and any(b.compressed) for b in buckets)]
     tried = [g for g in compressing if g.get("when") == "auto" and g["pays"] is None]

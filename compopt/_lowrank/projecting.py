@@ -178,7 +178,7 @@ class Projecting(CompressedOptimizer):
             ratio, beta = h["adapted"][self._numbers[p][1]]
         return projection(local(p).shape, is_sharded(p), ratio, h["projection"], beta, h["rank"])
 
-    def _build(self) -> None:
+    def before_layout(self) -> None:
         self._matrices = Matrices()
         self._norm = 0.0  # of the local gradient, where that is clipped
         self._cosines: dict[Tensor, float] = {}
@@ -188,10 +188,9 @@ class Projecting(CompressedOptimizer):
         self._numbers = {
             p: (number, place) for number, (p, place) in enumerate(places)
         }  # in all, and in its group
-        super()._build()
-        self._warn_of_unstable_beta()
 
-    def _warn_of_unstable_beta(self) -> None:
+    def after_layout(self) -> None:
+        """Warn, once, of a beta with which the error grows."""
         for bucket in self._buckets:
             group = bucket.group
             for name, p, compressed in zip(

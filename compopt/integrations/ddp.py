@@ -103,12 +103,12 @@ class Handover:
         """Give ``optimizer`` its gradients, in place of those that hold the same parameters for
         less long.
         """
-        if optimizer._alone:
+        if optimizer._engine.alone:
             return
         ours = params_of(optimizer)
         for ref, its_since in list(self._since.items()):
             other = ref()
-            if other is None or other._alone:
+            if other is None or other._engine.alone:
                 del self._since[ref]
             elif other is not optimizer and not ours.isdisjoint(params_of(other)):
                 if its_since > since:
@@ -218,7 +218,7 @@ def _after_backward(callback) -> None:
 def _check(ddp: DDP, optimizer: CompressedOptimizer) -> None:
     """Raise where ``ddp`` cannot leave its gradients to ``optimizer``."""
     _refuse_join(ddp)
-    if optimizer._alone:
+    if optimizer._engine.alone:
         return
     theirs = dist.get_process_group_ranks(ddp.process_group)
     group = getattr(optimizer.comm, "group", None)

@@ -33,9 +33,10 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
 
     Also where FullyShardedDataParallel made flat parameters of matrices.
     """
-    group = getattr(optimizer.comm, "group", None)
+    engine = optimizer._engine
+    group = getattr(engine.comm, "group", None)
     ours = set(dist.get_process_group_ranks(group)) if group is not None else set()
-    for bucket in [*optimizer._buckets, *optimizer._shelf]:
+    for bucket in [*engine.buckets, *engine.shelf]:
         for p, name in zip(bucket.params, bucket.names, strict=True):
             if _flattened(p):
                 raise ValueError(
@@ -75,8 +76,9 @@ def broadcast_parameters(optimizer: CompressedOptimizer) -> None:
 
     All ranks must call it.
     """
-    comm = optimizer.comm
-    for bucket in [*optimizer._buckets, *optimizer._shelf]:
+    engine = optimizer._engine
+    comm = engine.comm
+    for bucket in [*engine.buckets, *engine.shelf]:
         for p in bucket.params:
             comm.start(Broadcast(local(p.detach()))).wait()
 

@@ -78,7 +78,7 @@ def test_masks_that_reached_some_ranks_only_never_meet_payloads_of_another_lengt
     ranks.train(loss, 5)
     ranks.backward(loss)
     tails = [exchange.pending for exchange in ranks.optimizers[1]._runtime.tails]
-    if not tails or ranks.optimizers[1]._runtime.unconfirmed:
+    if not tails or ranks.optimizers[1]._runtime.tails.unconfirmed:
         pytest.skip("sends nothing behind the commit, or asks before it relies on it")
     ranks.world.failing.update((1, pending.number) for pending in tails)
     before = snapshot(ranks.optimizers[0])[: len(list(ranks.models[0].parameters()))]
@@ -121,7 +121,7 @@ def test_ranks_that_meet_again_after_some_lost_their_masks_choose_them_anew(case
         pytest.skip("sends nothing behind the commit")
     ranks.world.failing.update((1, pending.number) for pending in tails)
     for optimizer in ranks.optimizers:
-        optimizer._acquainted = False
+        optimizer._engine.known.acquainted = False
     ranks.train(loss, 1)
     assert {optimizer.stats.phase for optimizer in ranks.optimizers} <= {"dense", "resample"}
     ranks.train(loss, 4)

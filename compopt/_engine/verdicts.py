@@ -1,0 +1,122 @@
+"""What all ranks decide about one step, from numbers that every one of them holds alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .._ops.math import squared_norm, squared_norm_alike
+from .._wire.comm import Comm
+from .._wire.control import differ
+from .._wire.requests import AllReduceMean
+from .exchanges import Exchange
+from .turns import Turns, ask
+
+
+@dataclass
+class Verdict:
+    """What all ranks decided about one step."""
+
+    applied: bool = True
+    exchanges: list[Exchange] = field(default_factory=list)
+    # of each bucket that has compressed tensors
+    phase_of: dict[int, str] = field(default_factory=dict)
+    norm: float = 0.0
+    early: int = 0  # buckets whose exchange began in backward and counted
+    resent: bool = False  # early payloads were stale and went out again
+    mismatch: bool = False  # a rank has other settings
+    failed: bool = False  # a rank could not read its gradients
+    # buckets whose payload met one of another bucket or step
+    misplaced: list[int] = field(default_factory=list)
+    # the mean over ranks of the last bucket's control
+    agreed: dict[str, list[float]] = field(default_factory=dict)
+    # tensors with a non-finite gradient on some rank
+    bad: list[str] = field(default_factory=list)
+
+    def take_error(self, known: Exception | None = None) -> Exception | None:
+        """Why this rank could not read its gradients, unless that is ``known``.
+
+        Not kept: its frames hold this.
+        """
+        errors = [exchange.error for exchange in self.exchanges if exchange.error is not None]
+        for exchange in self.exchanges:
+            exchange.error = None
+        return known or (errors[0] if errors else None)
+
+
+Numbers = tuple[list[float], list[dict[str, list[float]]]]
+
+
+def judge(exchanges: list[Exchange]) -> Verdict:
+    """The verdict, from averaged numbers that are the same on every rank."""
+    norms, controls = _read(exchanges)
+    verdict = Verdict(exchanges=exchanges, agreed=controls[-1])
+    total = 0.0
+    for exchange, squared, control in zip(exchanges, norms, controls, strict=True):
+        bucket, agree = exchange.bucket, exchange.agreement
+        marks = agree.payload.marks or []
+        verdict.bad += [
+            name for name, mark in zip(bucket.names, marks, strict=True) if mark != mark
+        ]
+        verdict.failed |= control["failed"][0] > 0
+        verdict.misplaced += [bucket.index] if differ(control["place"]) else []
+        total += squared / bucket.copies
+        if any(bucket.compressed):
+            verdict.phase_of[bucket.index] = agree.phase
+    verdict.mismatch = differ(verdict.agreed["settings"])
+    verdict.norm = total**0.5
+    if total != total or total == float("inf"):
+        verdict.bad = verdict.bad or ["the average over ranks"]
+    verdict.applied = not (verdict.bad or verdict.mismatch or verdict.failed or verdict.misplaced)
+    return verdict
+
+
+def _read(exchanges: list[Exchange]) -> Numbers:
+    """The squared norm of every bucket's average, and its control words; the payloads' ``marks``
+    are set.
+
+    All at once, on the host: on a GPU this is where a step waits for the device, and the only
+    place."""
+    parts: list[Tensor] = []
+    clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
+    # every rank clips by the norm it finds itself
+    norm_of = squared_norm_alike if clips else squared_norm
+    for agree in (exchange.agreement for exchange in exchanges):
+        payload, squared = agree.payload, agree.squared_norm
+        if squared is None:
+            squared = norm_of(payload.body)
+        parts += [squared.double().view(1), payload.header.double(), payload.control.double()]
+    numbers: list[float] = torch.cat([part.to(parts[-1].device) for part in parts]).tolist()
+    norms: list[float] = []
+    controls: list[dict[str, list[float]]] = []
+    at = 0
+    for exchange in exchanges:
+        payload = exchange.agreement.payload
+        norms.append(numbers[at])
+        middle = at + 1 + len(payload.header)
+        end = middle + len(payload.control)
+        payload.marks = numbers[at + 1 : middle]
+        controls.append(exchange.control.read(numbers[middle:end]))
+        at = end
+    return norms, controls
+
+
+def agree_with(shards: list[Comm], verdict: Verdict, device: torch.device) -> Turns[None]:
+    """One norm and one verdict over all shards of a model, summed along one dimension of its mesh
+    after another.
+    """
+    if not shards:
+        return
+    facts = [verdict.bad, verdict.mismatch, verdict.failed, verdict.misplaced]
+    words = [0.0 if verdict.bad else verdict.norm**2, *(float(bool(fact)) for fact in facts)]
+    message = torch.tensor(words, dtype=torch.float64, device=device)
+    for comm in shards:
+        mean = yield from ask(comm, AllReduceMean(message))
+        message = mean * comm.size
+    squared, bad, mismatch, failed, misplaced = message.tolist()
+    verdict.norm, verdict.mismatch, verdict.failed = squared**0.5, mismatch > 0, failed > 0
+    verdict.bad = verdict.bad or (["a tensor of another shard"] if bad else [])
+    verdict.misplaced = verdict.misplaced or ([-1] if misplaced else [])
+    verdict.applied = not (bad or mismatch or failed or misplaced)
