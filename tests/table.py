@@ -6,13 +6,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import compopt
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from randomk import RandomK
 
 
 @dataclass(frozen=True)
@@ -115,8 +120,15 @@ CASES = [
     ),
 ]
 
-# Other forms of the classes, which take the tests of conformance only.
+# Other forms of the classes, and docs/writing.md's, which take the tests of conformance only.
 FORMS = [
+    Case(
+        RandomK,
+        compressed=dict(density=0.1, warmup_steps=2),
+        lossless=dict(density=1.0),
+        reference=torch.optim.AdamW,
+        bad=ADAM_BAD | COMMON_BAD | {"density": [0.0, 1.5, -0.1]},
+    ),
     Case(
         compopt.ScapeAdamS,
         compressed=dict(density=0.1, warmup_steps=2, density_warmup_steps=2, selection="exact", sharded=True),

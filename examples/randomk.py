@@ -1,0 +1,121 @@
+"""RandomK with error feedback: an optimizer of one's own on compopt's engine, complete. `python examples/randomk.py`
+
+docs/writing.md builds it step by step. One bucket on rank n at step t; g is this rank's gradient, e what it has not
+sent yet::
+
+    1  P <- the same round(density * n) random positions on all ranks      # all, in the dense start
+    2  s <- (g + e) at P
+    3  s <- mean over ranks of s
+    4  s <- s * min(1, max_grad_norm / |s|)
+    5  e <- e + g;  e at P <- what rounding took off this rank's s
+    6  w <- AdamW by a gradient that is s at P and 0 elsewhere
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from compopt._engine.base import CompressedOptimizer
+from compopt._engine.options import check_adam, check_compression, require
+from compopt._ops.math import kept
+from compopt._ops.ops import Ops, clip_factor
+from compopt._state.buckets import Bucket
+from compopt._state.layouts import Dense, Layout
+from compopt._wire.requests import Agree, AllReduceMean, Asking
+
+
+def randomk(bucket: Bucket, ops: Ops) -> Asking[None]:
+    """Lines 1 to 6, one bucket, one step."""
+    h, state, grads = bucket.group, bucket.state, bucket.grads()
+    t = h["step"] + 1
+    dense = t <= h["warmup_steps"] or not any(bucket.compressed)
+    index = [None] * len(grads) if dense else draw(bucket, t)  # line 1
+    bits = [None if at is None else ops.bits(at, -(-n // 8)) for at, n in zip(index, bucket.lengths, strict=True)]
+
+    sent = ops.pack(bucket, grads, index, add=state["residual"], bits=bits)  # line 2
+    mean = yield AllReduceMean(sent)  # line 3
+    norm = yield Agree(mean, "dense" if dense else "sparse")
+    # From here on state may change.
+    if (factor := clip_factor(norm, h["max_grad_norm"])) < 1:
+        mean.body.mul_(factor)  # line 4
+
+    for i, present in enumerate(bucket.present(mean)):
+        if not present:  # on no rank: all stays as it was
+            continue
+        e, g, at, part = state["residual"][i], grads[i], index[i], mean.parts[i]
+        if e is not None:  # of a compressed tensor, line 5
+            e.add_(0 if g is None else g)
+            ops.put(e, at, mean.dropped_parts[i] if mean.dropped_parts else torch.zeros_like(part))
+        w, m, v, step = bucket.weight(i), state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
+        step += 1
+        ops.adamw(h, w, ops.expand(part, at, w), m, v, step)  # line 6
+        bucket.publish(i)
+
+
+def draw(bucket: Bucket, t: int) -> list[Tensor | None]:
+    """Line 1: ascending positions in each compressed tensor; None for what is sent whole."""
+    found: list[Tensor | None] = [None] * len(bucket.params)
+    for i in (i for i, compressed in enumerate(bucket.compressed) if compressed):
+        n, words = bucket.lengths[i], (bucket.group["seed"], t, bucket.index, i)
+        random = torch.Generator().manual_seed(zlib.crc32(repr(words).encode()))
+        some = torch.randperm(n, generator=random)[: kept(bucket.group["density"], n)]
+        found[i] = some.sort().values.to(bucket.device)
+    return found
+
+
+class RandomK(CompressedOptimizer):
+    """AdamW on gradients of which every step sends a random part; the rest is sent later.
+
+    Args: params, lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`. density: share of a
+        compressed tensor that a step sends. seed: its positions follow from it. warmup_steps: dense steps at the
+        start. max_grad_norm, payload_dtype, process_group: as in :class:`compopt.RadiusAdamW`.
+    State: AdamW's ``exp_avg`` and ``exp_avg_sq``; of compressed tensors ``residual``, what was not sent yet.
+    Raises: ValueError: an option out of its range."""
+
+    averaged_state = ("residual",)
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=1e-2,
+        *,
+        density=0.1,
+        seed=0,
+        warmup_steps=0,
+        max_grad_norm=None,
+        payload_dtype=None,
+        maximize=False,
+        process_group=None,
+    ):
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
+        defaults |= dict(density=density, seed=seed, warmup_steps=warmup_steps)
+        defaults |= dict(max_grad_norm=max_grad_norm, payload_dtype=payload_dtype)
+        super().__init__(params, defaults, process_group)
+
+    def check_group(self, group: dict) -> None:
+        check_adam(group)
+        check_compression(group)
+        require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
+
+    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+        residual = Dense(dtype, compressed_only=True)
+        return {"exp_avg": Dense(dtype), "exp_avg_sq": Dense(dtype), "residual": residual}
+
+    def algorithm(self, bucket: Bucket) -> Asking[None]:
+        return randomk(bucket, self.ops)
+
+
+if __name__ == "__main__":
+    w, x = torch.nn.Parameter(torch.zeros(64, 64)), torch.randn(1024, 64)
+    optimizer = RandomK([w], lr=1e-2, warmup_steps=10)
+    for _ in range(300):
+        w.grad = x.t() @ (x @ w.detach() - x.flip(1)) / len(x)
+        optimizer.step()
+    loss = (x @ w - x.flip(1)).square().mean()
+    print(f"loss {loss:.4f}, {optimizer.stats.bytes_sent} of {optimizer.stats.bytes_dense} bytes a step")
