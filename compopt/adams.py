@@ -12,8 +12,11 @@ AdamS's authors, takes m^2 / (1 - b1^t)^2 in place of m^2 and does not correct f
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
 from ._engine.options import check_adams, check_compress
@@ -54,13 +57,13 @@ class AdamS(CompressedOptimizer):
 
     def __init__(
         self,
-        params,
+        params: ParamsT,
         lr: float | Tensor = 3e-4,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         *,
-        bias_correction: str = "scape",
+        bias_correction: Literal["scape", "adams"] = "scape",
         process_group: ProcessGroup | None = None,
         maximize: bool = False,
     ):

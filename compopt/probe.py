@@ -10,6 +10,7 @@ local work with all ranks busy."""
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ def measured() -> dict[str, Any]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     ranks = MeshRanks.world(device, size)
     messages = [torch.ones(nbytes // 4, dtype=torch.float32, device=device) for nbytes in SIZES]
-    seconds = [median_seconds(lambda x=x: ranks.sum(x), device) for x in messages]
+    seconds = [median_seconds(functools.partial(ranks.sum, x), device) for x in messages]
     own = torch.tensor([*seconds, *measure_local()], dtype=torch.float64, device=device)
     *agreed, memory, flops = (ranks.sum(own) / size).tolist()  # all ranks must print the same
     points = [

@@ -26,8 +26,11 @@ is undefined until T divides t), all ranks use rank 0's mask (equal by construct
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
 from ._engine.options import check_adam, check_compression, require
@@ -238,7 +241,7 @@ class RadiusAdamW(CompressedOptimizer):
 
     def __init__(
         self,
-        params,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -250,10 +253,10 @@ class RadiusAdamW(CompressedOptimizer):
         residual_scale: float = 1.0,
         max_grad_norm: float | None = None,
         payload_dtype: torch.dtype | None = None,
-        when: str = "always",
+        when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
         maximize: bool = False,
-        offload: str | None = None,
+        offload: Literal["residual"] | None = None,
     ):
         require(offload in (None, "residual"), "offload", offload, "None or 'residual'")
         self.offload = offload

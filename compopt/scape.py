@@ -27,9 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
 from ._engine.options import check_adams, check_compression, require
@@ -244,7 +246,7 @@ class ScapeAdamS(CompressedOptimizer):
 
     def __init__(
         self,
-        params,
+        params: ParamsT,
         lr: float | Tensor = 3e-4,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -253,17 +255,17 @@ class ScapeAdamS(CompressedOptimizer):
         density: float = 0.1,
         warmup_steps: int = 0,
         density_warmup_steps: int = 1000,
-        mask_delay: int = 1,
-        selection: str = "sampled",
-        clip: str = "consistent",
-        bias_correction: str = "scape",
+        mask_delay: Literal[0, 1] = 1,
+        selection: Literal["sampled", "exact"] = "sampled",
+        clip: Literal["consistent", "scape"] = "consistent",
+        bias_correction: Literal["scape", "adams"] = "scape",
         max_grad_norm: float | None = None,
         payload_dtype: torch.dtype | None = None,
-        when: str = "always",
+        when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
         maximize: bool = False,
         sharded: bool = False,
-        offload: str | None = None,
+        offload: Literal["residual", "all"] | None = None,
     ):
         require(
             offload in (None, "residual", "all"), "offload", offload, "None, 'residual' or 'all'"

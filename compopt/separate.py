@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
 from ._engine.options import check_adam
@@ -160,24 +161,24 @@ class SeparateAdam(Projecting):
 
     def __init__(
         self,
-        params,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
         ratio: float = 16,
-        ef_beta: float | str = "auto",
-        reset_interval: int | str | None = "auto",
+        ef_beta: float | Literal["auto"] = "auto",
+        reset_interval: int | Literal["auto"] | None = "auto",
         seed: int = 0,
-        projection: str = "gaussian",
+        projection: Literal["gaussian", "orthonormal", "tracked"] = "gaussian",
         rank: int = 16,
         adaptive: bool = False,
         adapt_interval: int = 2000,
         warmup_steps: int = 0,
         max_grad_norm: float | None = None,
-        clip: str = "local",
-        when: str = "always",
+        clip: Literal["local", "reconstructed"] = "local",
+        when: Literal["always", "auto"] = "always",
         payload_dtype: torch.dtype | None = None,
         process_group: ProcessGroup | None = None,
         maximize: bool = False,
@@ -259,17 +260,17 @@ class Separate(Projecting):
         base: torch.optim.Optimizer,
         *,
         ratio: float = 16,
-        ef_beta: float | str = "auto",
-        reset_interval: int | str | None = "auto",
+        ef_beta: float | Literal["auto"] = "auto",
+        reset_interval: int | Literal["auto"] | None = "auto",
         seed: int = 0,
-        projection: str = "gaussian",
+        projection: Literal["gaussian", "orthonormal", "tracked"] = "gaussian",
         rank: int = 16,
         adaptive: bool = False,
         adapt_interval: int = 2000,
         warmup_steps: int = 0,
         max_grad_norm: float | None = None,
-        clip: str = "local",
-        when: str = "always",
+        clip: Literal["local", "reconstructed"] = "local",
+        when: Literal["always", "auto"] = "always",
         payload_dtype: torch.dtype | None = None,
         process_group: ProcessGroup | None = None,
     ):

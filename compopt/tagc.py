@@ -29,9 +29,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
 from ._engine.options import check_adam, check_compression, require
@@ -215,20 +217,20 @@ class TagcAdamW(CompressedOptimizer):
 
     def __init__(
         self,
-        params,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
         sparsity: float = 0.9875,
-        codec: str = "compact",
+        codec: Literal["compact", "sketch"] = "compact",
         sketch_ratio: float = 10,
         select: str | None = None,
         warmup_steps: int = 0,
         max_grad_norm: float | None = None,
         payload_dtype: torch.dtype | None = None,
-        when: str = "always",
+        when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
         maximize: bool = False,
     ):

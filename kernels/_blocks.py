@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BLOCK = (
-    4096 if INTERPRETED else 1024
-)  # elements a program: the interpreter pays by the program, a GPU wants many
-HEAD = 10  # numbers in front of the table that hold for all its rows
+# Elements a program: the interpreter pays by the program, a GPU wants many.
+BLOCK = 4096 if INTERPRETED else 1024
+# Numbers in front of the table that hold for all its rows.
+HEAD = 10
 HEAD_ = tl.constexpr(HEAD)
 N = tl.constexpr(0)  # the field of a row that says how many elements the tensor has
 # What kernels call. The interpreter would set up the whole language anew at every call of a jitted
@@ -85,13 +85,12 @@ def table(
         for row in rows
         for cell in row
     ]
-    fixed = torch.tensor([*head, *[0.0] * (HEAD - len(head))], dtype=torch.float64).view(
-        torch.int64
-    )
-    return upload(torch.cat([fixed, torch.tensor(cells, dtype=torch.int64)]), device)
+    fixed = torch.tensor([*head, *[0.0] * (HEAD - len(head))], dtype=torch.float64)
+    numbers = torch.tensor(cells, dtype=torch.int64)
+    return upload(torch.cat([fixed.view(torch.int64), numbers]), device)
 
 
-def on(device: torch.device) -> contextlib.AbstractContextManager:
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 

@@ -164,13 +164,14 @@ def scape(
 
     ``clip`` multiplies the averaged gradient in v alone (line 18 as printed). ``maximize`` negates
     the own gradient."""
+    values = [row.values.dtype for row in rows if row.values is not None]
     public = [row.public.dtype for row in rows if row.public is not None]
     blocks.run(
         _scape,
         table(rows, blocks.where.device, _head(lr, betas, eps, weight_decay, clip, maximize)),
         starts,
         held_starts,
-        VT=TYPES[rows[0].values.dtype],
+        VT=TYPES[values[0]],
         PT=TYPES[public[0] if public else torch.float32],
         ADAMS=bias_correction == "adams",
         ALIGN=alignment(blocks, *([getattr(row, name) for row in rows] for name in WHOLE)),

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from table import CASES, by_name
-from test_ddp import said
+from test_ddp_refusals import said
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

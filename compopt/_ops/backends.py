@@ -22,9 +22,8 @@ from .ops import Ops
 from .race import times_as_long
 
 NAMES = ("auto", "torch", "native", "triton", "apex")
-MARGIN = (
-    0.8  # of the time that PyTorch's operators take: what a back end has to stay below in a trial
-)
+# Of the time that PyTorch's operators take: what a back end has to stay below in a trial.
+MARGIN = 0.8
 log = logging.getLogger("compopt")
 
 
@@ -75,11 +74,11 @@ def _fastest(devices: set[str]) -> Ops:
             continue
         try:
             chosen = _make(name, devices)
-        except UnknownISA:  # what was asked for is not given up in silence
+        # What was asked for is not given up in silence.
+        except UnknownISA:
             raise
-        except (
-            Exception
-        ) as error:  # no compiler, another driver: that only shows when a kernel is built
+        # No compiler, another driver: that only shows when a kernel is built.
+        except Exception as error:
             warnings.warn(
                 f"the {name} back end is installed but does not run, PyTorch's operators take its "
                 f"place: {error}",
@@ -162,11 +161,15 @@ def _installed(module: str) -> bool:
 def _make(name: str, devices: set[str]) -> Ops:
     """Imported only when chosen: triton takes a second, and need not be installed."""
     if name == "triton":
-        from .triton import TritonOps as Chosen
-    elif name == "native":
-        from .native.ops import NativeOps as Chosen
-    elif name == "apex":
-        from .apex import ApexOps as Chosen
-    else:
-        Chosen = Ops
-    return Chosen(devices)
+        from .triton import TritonOps
+
+        return TritonOps(devices)
+    if name == "native":
+        from .native.ops import NativeOps
+
+        return NativeOps(devices)
+    if name == "apex":
+        from .apex import ApexOps
+
+        return ApexOps(devices)
+    return Ops(devices)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-WIDTH = 65536  # elements that are added up side by side
+BiasCorrection = Literal["scape", "adams"]
+# Elements that are added up side by side.
+WIDTH = 65536
 
 
 def adamw_(
@@ -66,7 +69,7 @@ def adams_(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    bias_correction: str = "scape",
+    bias_correction: BiasCorrection = "scape",
     clip: float = 1.0,
 ) -> None:
     """One AdamS step in place, ``step`` counted from 1 (SCAPE, equation 2): v is made of g and the
@@ -82,7 +85,7 @@ def adams_(
 
 
 def adams_factors(
-    step: float, betas: tuple[float, float], bias_correction: str
+    step: float, betas: tuple[float, float], bias_correction: BiasCorrection
 ) -> tuple[float, float, float]:
     """Factors of the previous m^2 and of g^2 in v, and the divisor of m."""
     first, second = 1 - betas[0] ** step, 1 - betas[1] ** step
@@ -115,7 +118,7 @@ def radius_(
     values: Tensor,
     index: Tensor,
     step: float,
-    **hyper,
+    **hyper: Any,
 ) -> None:
     """Radius, lines 15 to 25 of a sparse step: AdamW on ``values`` at ``index`` and 0 elsewhere,
     and the residual.
@@ -139,9 +142,8 @@ def moment(
     maximize: bool = False,
 ) -> Tensor:
     """SCAPE, line 10: ``b1 m + (1 - b1) g + e``, with m given at the positions ``held``."""
-    x = residual.reshape(-1).add(
-        g.reshape(-1), alpha=(betas[0] - 1) if maximize else (1 - betas[0])
-    )
+    own = (betas[0] - 1) if maximize else (1 - betas[0])
+    x = residual.reshape(-1).add(g.reshape(-1), alpha=own)
     return x.index_add_(0, held, m, alpha=betas[0])
 
 
@@ -160,7 +162,7 @@ def scape_(
     eps: float,
     weight_decay: float,
     maximize: bool = False,
-    **adams,
+    **adams: Any,
 ) -> Tensor:
     """SCAPE, lines 10, 11 and 16 to 21, in place; returns the new momentum, at ``index``.
 
@@ -172,26 +174,16 @@ def scape_(
     clear_(residual, index)
     w.mul_(1 - lr * weight_decay)
     selected = w.view(-1).index_select(0, index)
-    adams_(
-        selected,
-        values.to(w.dtype),
-        new,
-        step,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=0.0,
-        **adams,
-    )
+    g = values.to(w.dtype)
+    adams_(selected, g, new, step, lr=lr, betas=betas, eps=eps, weight_decay=0.0, **adams)
     w.view(-1).index_copy_(0, index, selected)
     return new
 
 
 def pack_bits(mask: Tensor) -> Tensor:
     """n booleans as ceil(n/8) bytes, the first element in the lowest bit."""
-    whole = torch.nn.functional.pad(mask.view(-1).to(torch.uint8), (0, -mask.numel() % 8)).view(
-        -1, 8
-    )
+    flags = mask.view(-1).to(torch.uint8)
+    whole = torch.nn.functional.pad(flags, (0, -mask.numel() % 8)).view(-1, 8)
     shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
     return (whole << shifts).sum(1, dtype=torch.uint8)
 
@@ -242,11 +234,9 @@ def finite_or_nan(g: Tensor) -> Tensor:
     The rule of all back ends for what makes ranks skip a step. The square is of the gradient's
     dtype, float32 at least: one element of 1e20 is too large, 1e18 is not, and many of 1e18 are.
     """
-    return (
-        torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
-        .mul_(0)
-        .add_(1)
-    )
+    dtype = torch.promote_types(g.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(g, dtype=dtype)
+    return norm.mul_(0).add_(1)
 
 
 @contextlib.contextmanager
@@ -280,9 +270,8 @@ def _folded(x: Tensor, dtype: torch.dtype) -> Tensor:
     square = torch.empty_like(sums)
     for part in x.split(WIDTH):
         wide, own = part.to(dtype), square[: part.numel()]
-        sums[: part.numel()].add_(
-            torch.mul(wide, wide, out=own)
-        )  # not addcmul: a fused one rounds once, not twice
+        # Not addcmul: a fused one rounds once, not twice.
+        sums[: part.numel()].add_(torch.mul(wide, wide, out=own))
     return sums.double()
 
 
@@ -297,7 +286,9 @@ def _halved(sums: Tensor) -> Tensor:
 
 def squared_norm(x: Tensor) -> Tensor:
     """|x|^2, in float64 where float32 would overflow or x is of lower precision."""
-    if x.device.type != "cpu":  # where looking at the first result costs more than a second
-        return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+    # Where looking at the first result costs more than a second.
+    if x.device.type != "cpu":
+        norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+        return norm.square()
     fast = torch.dot(x, x) if x.dtype in (torch.float32, torch.float64) else None
     return fast if fast is not None and fast.isfinite() else x.double().square().sum()

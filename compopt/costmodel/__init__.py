@@ -10,7 +10,7 @@ Two models, what follows from them, and the fit that gives both their constants:
 - `fit`: constants from measured points, with every residual shown.
 """
 
-from .advice import Advice, Row, Situation, advise, rows_of
+from .advice import Advice, advise
 from .data_parallel import (
     Machine,
     Step,
@@ -23,6 +23,7 @@ from .devices import DEVICES, Device
 from .fitting import Fit, fit, fit_communication
 from .methods import MEASURED_ON, METHODS, Cost, Method, Workload
 from .model_parallel import PAPER, LayerCosts, layer_flops, layer_seconds, speedup
+from .predicting import Row, Situation, rows_of
 
 __all__ = [
     "DEVICES",

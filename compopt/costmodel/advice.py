@@ -8,68 +8,24 @@ from __future__ import annotations
 
 import math
 import textwrap
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from .data_parallel import Machine, Step, sent_bytes, step_seconds, training_speedup
+from .data_parallel import Machine
 from .devices import DEVICES
-from .methods import MEASURED_ON, METHODS, Cost, Workload
+from .methods import MEASURED_ON, METHODS, Workload
+from .predicting import DENSE, Row, Situation, copies_over, part_of, rows_of
 from .telling import rate_in_words, seconds_in_words, table, told
 
-DENSE = "AdamW+DDP"
-WORTH_IT = 1.05  # a predicted gain below this says nothing
-BACKWARD = (
-    2 / 3
-)  # of a step: two of its three passes over the layers, during which gradients may already travel
-LAST_BUCKET = 0.1  # of the gradient, taken to be ready only when backward ends
-ROOM = 0.6  # of a device's memory for parameters, gradients and state; the rest is for activations
-MEASURED_WIDTH = 128  # of the model on which losses were measured
-
-
-@dataclass(frozen=True)
-class Row:
-    """One method: what it sends and keeps, its step by what the time goes to, and the run it gives.
-
-    Args:
-        sent: bytes that leave a rank in a compressed step, of ring collectives.
-        step: seconds of a compressed step: computation, own work, exposed communication.
-        speedup: of such a step over a dense one.
-        run: of the whole run, the dense start included.
-        run_bytes: share of a dense run's bytes that the whole run sends.
-        state: bytes of optimizer state a rank.
-        loss: final loss over AdamW's where it was measured, else None.
-        ours: whether it is a class of this package.
-        fits: whether parameters, gradients and state fit into the memory that is left for them.
-    """
-
-    method: str
-    sent: float
-    step: Step
-    speedup: float
-    run: float
-    run_bytes: float
-    state: float
-    loss: float | None
-    ours: bool
-    fits: bool
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What the advice is about.
-
-    ``sources`` says of each number whether it was given, measured or assumed.
-    """
-
-    work: Workload
-    machine: Machine
-    compute_s: float
-    overlap_s: float
-    shard: int
-    memory_bytes: float | None
-    loss_budget: float
-    sources: dict[str, str] = field(default_factory=dict)
+# A predicted gain below this says nothing.
+WORTH_IT = 1.05
+# Of a step: two of its three passes over the layers, during which gradients may already travel.
+BACKWARD = 2 / 3
+# Of the gradient, taken to be ready only when backward ends.
+LAST_BUCKET = 0.1
+# Of the model on which losses were measured.
+MEASURED_WIDTH = 128
 
 
 @dataclass(frozen=True)
@@ -152,7 +108,7 @@ def advise(
         else "measured",
     }
     situation = Situation(
-        _part(work, shard),
+        part_of(work, shard),
         machine,
         step_s,
         (1 - LAST_BUCKET) * BACKWARD * step_s if overlap_s is None else overlap_s,
@@ -163,57 +119,6 @@ def advise(
     )
     rows = rows_of(situation)
     return _decided(situation, rows)
-
-
-def copies_over(work: Workload, ranks: int, memory_bytes: float | None) -> int:
-    """Ranks over which one copy of the model has to be cut so that all methods fit: the fewest that
-    divide `ranks`.
-    """
-    if memory_bytes is None or ranks < 1:
-        return 1
-    state = max(method(work, ranks).state for method in METHODS.values())
-    needed = (8 * work.parameters + state) / (ROOM * memory_bytes)
-    return next((n for n in range(1, ranks + 1) if ranks % n == 0 and n >= needed), 1)
-
-
-def _part(work: Workload, shard: int) -> Workload:
-    """What one rank averages where a copy is cut over `shard` ranks."""
-    return replace(
-        work, parameters=max(1, work.parameters // shard), perimeter=work.perimeter / shard
-    )
-
-
-def rows_of(situation: Situation) -> list[Row]:
-    """Every method in this situation."""
-    work, machine = situation.work, situation.machine
-    costs = {name: method(work, machine.ranks) for name, method in METHODS.items()}
-    steps = {
-        name: step_seconds(machine, c, situation.compute_s, situation.overlap_s)
-        for name, c in costs.items()
-    }
-    dense, dense_bytes = steps[DENSE].total, sent_bytes(machine, costs[DENSE])
-    rows = []
-    for name, method in METHODS.items():
-        cost, seconds, sent = costs[name], steps[name].total, sent_bytes(machine, costs[name])
-        rows.append(
-            Row(
-                name,
-                sent,
-                steps[name],
-                dense / seconds,
-                training_speedup(dense, seconds, method.start),
-                method.start + (1 - method.start) * (sent / dense_bytes if dense_bytes else 1.0),
-                cost.state,
-                method.loss,
-                method.ours,
-                _fits(cost, work, situation.memory_bytes),
-            )
-        )
-    return rows
-
-
-def _fits(cost: Cost, work: Workload, memory_bytes: float | None) -> bool:
-    return memory_bytes is None or 8 * work.parameters + cost.state <= ROOM * memory_bytes
 
 
 def _allowed(situation: Situation, rows: list[Row]) -> list[Row]:
@@ -228,12 +133,10 @@ def _allowed(situation: Situation, rows: list[Row]) -> list[Row]:
 def _decided(situation: Situation, rows: list[Row]) -> Advice:
     allowed = _allowed(situation, rows)
     best = allowed[0] if allowed else None
-    method = (
-        best.method
-        if best is not None and situation.machine.ranks > 1 and best.run >= WORTH_IT
-        else DENSE
-    )
-    why = _why_dense(situation, rows, best) if method == DENSE else _why(situation, rows, best)
+    if best is not None and situation.machine.ranks > 1 and best.run >= WORTH_IT:
+        method, why = best.method, _why(situation, rows, best)
+    else:
+        method, why = DENSE, _why_dense(situation, rows)
     return Advice(situation, rows, method, METHODS[method].line, why)
 
 
@@ -261,7 +164,7 @@ def _wide(situation: Situation, best: Row) -> str:
     )
 
 
-def _why_dense(situation: Situation, rows: list[Row], best: Row | None) -> str:
+def _why_dense(situation: Situation, rows: list[Row]) -> str:
     dense = next(row for row in rows if row.method == DENSE)
     if situation.machine.ranks == 1:
         copies = (
@@ -278,20 +181,21 @@ def _why_dense(situation: Situation, rows: list[Row], best: Row | None) -> str:
     others = [row for row in rows if row.ours and row.run >= WORTH_IT]
     if others:
         other = max(others, key=lambda row: row.run)
-        reason = (
-            "does not fit into memory"
-            if not other.fits
-            else f"had {_percent(other.loss)} AdamW's loss"
-        )
-        return (
-            f"{because} {other.method} would make it {other.run:.1f} times as fast, but {reason}."
-        )
+        run = f"{other.method} would make it {other.run:.1f} times as fast"
+        return f"{because} {run}, but {_against(other)}."
     rate = pays_below(situation)
     return because + (f" Below about {rate_in_words(rate)} a rank one would." if rate else "")
 
 
-def _percent(loss: float) -> str:
-    return f"{100 * (loss - 1):.1f} % above"
+def _against(row: Row) -> str:
+    """Why a method that is fast enough is not advised."""
+    if not row.fits:
+        return "does not fit into memory"
+    return f"had {_percent(row.loss)} AdamW's loss"
+
+
+def _percent(loss: float | None) -> str:
+    return "an unknown share of" if loss is None else f"{100 * (loss - 1):.1f} % above"
 
 
 def _sure(run: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -31,7 +32,9 @@ class Fit:
 
 
 def fit(
-    points: Sequence[Mapping[str, float]], seconds: Sequence[float], weights: str = "relative"
+    points: Sequence[Mapping[str, float]],
+    seconds: Sequence[float],
+    weights: Literal["relative", "absolute"] = "relative",
 ) -> Fit:
     """Fit seconds = sum of coefficient * feature, coefficients >= 0, over measured points.
 
@@ -91,17 +94,18 @@ def fit_communication(
             f"At least two (elements, seconds) pairs are needed; got {len(elements)} and "
             f"{len(seconds)}."
         )
-    best: tuple[float, float, float, int, list[float]] | None = None
-    for threshold in sorted(set(elements)):
-        below = [t for n, t in zip(elements, seconds, strict=True) if n < threshold]
-        above = [(n, t) for n, t in zip(elements, seconds, strict=True) if n >= threshold]
-        constant = sum(below) / len(below) if below else 0.0
-        beta = fit([{"n": n} for n, _ in above], [t for _, t in above]).coefficients["n"]
-        residuals = [
-            (constant if n < threshold else beta * n) / t - 1
-            for n, t in zip(elements, seconds, strict=True)
-        ]
-        error = sum(r * r for r in residuals)
-        if best is None or error < best[0]:
-            best = (error, beta, constant, int(threshold), residuals)
-    return best[1:]
+    found = [_cut_at(threshold, elements, seconds) for threshold in sorted(set(elements))]
+    return min(found, key=lambda pieces: sum(r * r for r in pieces[3]))
+
+
+def _cut_at(
+    threshold: float, elements: Sequence[float], seconds: Sequence[float]
+) -> tuple[float, float, int, list[float]]:
+    """(beta, C, d, residuals) where d is ``threshold``."""
+    points = list(zip(elements, seconds, strict=True))
+    below = [t for n, t in points if n < threshold]
+    above = [(n, t) for n, t in points if n >= threshold]
+    constant = sum(below) / len(below) if below else 0.0
+    beta = fit([{"n": n} for n, _ in above], [t for _, t in above]).coefficients["n"]
+    residuals = [(constant if n < threshold else beta * n) / t - 1 for n, t in points]
+    return beta, constant, int(threshold), residuals

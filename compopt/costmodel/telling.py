@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .methods import MEASURED_ON
-
-if TYPE_CHECKING:
-    from .advice import Row, Situation
+from .predicting import Row, Situation
 
 
 def told(situation: Situation) -> str:

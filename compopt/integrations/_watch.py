@@ -5,8 +5,7 @@ program that is.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -22,7 +21,10 @@ class Watch:
     gradient in a step, so that there is no DDP to wait for; or with the optimizer."""
 
     def __init__(
-        self, optimizer: CompressedOptimizer, hand_over: Callable[..., list[nn.Module]], taken: list
+        self,
+        optimizer: CompressedOptimizer,
+        hand_over: Callable[[list[nn.Module], CompressedOptimizer], Sequence[nn.Module]],
+        taken: Sequence[nn.Module],
     ):
         self._optimizer, self._hand_over = weakref.ref(optimizer), hand_over
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -32,12 +34,11 @@ class Watch:
         self._cover(taken)
         if self._left:
             self._look = register_module_forward_pre_hook(self.look)
-            optimizer.told_of_steps.append(
-                self.stepped
-            )  # not a hook of torch's, which could not leave by itself
+            # Not a hook of torch's, which could not leave by itself.
+            optimizer.told_of_steps.append(self.stepped)
             weakref.finalize(optimizer, self._look.remove)
 
-    def look(self, module: nn.Module, args: Any) -> None:
+    def look(self, module: nn.Module, args: object) -> None:
         """The hook: ``module`` is about to run."""
         if torch.compiler.is_compiling() or module in self._seen:
             return
@@ -59,7 +60,7 @@ class Watch:
         self._left = {p for p in self._left if p.grad is None}
         self._end()
 
-    def _cover(self, found: list[nn.Module]) -> None:
+    def _cover(self, found: Sequence[nn.Module]) -> None:
         for module in found:
             self._left.difference_update(module.parameters())
 

@@ -10,14 +10,17 @@ the one before may still be alive on some of them. Optimizers over different par
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .._engine import base
@@ -74,15 +77,15 @@ class Handover:
     def __init__(self, ddp: DDP):
         self._ddp = weakref.ref(ddp)
         self._since: dict[weakref.ref[CompressedOptimizer], int] = {}
-        self._backward = -1  # autograd's number of the backward that was last heard of
-        self._trained: list[
-            bool
-        ] = []  # which parameters required a gradient when they were last looked at
-        self._heard: set[Tensor] = set()  # those with a hook of ours
+        # Autograd's number of the backward that was last heard of.
+        self._backward = -1
+        # Which parameters required a gradient when they were last looked at.
+        self._trained: list[bool] = []
+        # Those with a hook of ours.
+        self._heard: set[Tensor] = set()
         advice = "compopt needs that place: remove the other hook, or train with torch.optim."
-        ddp._comm_hooks[:] = [
-            (hook, state) for hook, state in ddp._comm_hooks if hook is not _hook
-        ]  # of a copy
+        # Ours is there in a copy.
+        ddp._comm_hooks[:] = [(hook, state) for hook, state in ddp._comm_hooks if hook is not _hook]
         if ddp._comm_hooks:
             raise RuntimeError(
                 "this DistributedDataParallel has a comm hook already "
@@ -95,9 +98,16 @@ class Handover:
                 f"this DistributedDataParallel has a comm hook already; {advice}"
             ) from error
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A DDP that is saved or copied takes no optimizer along: the copy's hook has none."""
         return type(None), ()
+
+    @property
+    def ddp(self) -> DDP:
+        """The DDP, which is there as long as it is trained."""
+        ddp = self._ddp()
+        assert ddp is not None
+        return ddp
 
     def add(self, optimizer: CompressedOptimizer, since: int) -> None:
         """Give ``optimizer`` its gradients, in place of those that hold the same parameters for
@@ -129,7 +139,7 @@ class Handover:
         """Whether buckets may start at any time in backward: neither DDP nor another optimizer does
         there.
         """
-        ddp = self._ddp()
+        ddp = self.ddp
         return (
             not (ddp.find_unused_parameters or ddp.static_graph)
             and len(list(self.optimizers())) == 1
@@ -142,10 +152,12 @@ class Handover:
         def finished(p: Tensor) -> None:
             handover = ref()
             ddp = None if handover is None else handover._ddp()
-            if ddp is not None and ddp.require_backward_grad_sync and handover.by_parameter:
+            if handover is None or ddp is None:
+                return
+            if ddp.require_backward_grad_sync and handover.by_parameter:
                 handover.finished([p])
 
-        for p in self._ddp().parameters():
+        for p in self.ddp.parameters():
             if p.requires_grad and p not in self._heard:
                 self._heard.add(p)
                 p.register_post_accumulate_grad_hook(finished)
@@ -166,7 +178,7 @@ class Handover:
         """Look, once in a backward, whether everything that is trained has somebody who averages
         it.
         """
-        ddp = self._ddp()
+        ddp = self.ddp
         _refuse_join(ddp)
         trained = [p.requires_grad for p in ddp.parameters()]
         if trained != self._trained:
@@ -179,7 +191,7 @@ class Handover:
             optimizer.backward_done()
 
     def _check_cover(self) -> None:
-        ddp = self._ddp()
+        ddp = self.ddp
         ours = {p for optimizer in self.optimizers() for p in params_of(optimizer)}
         left = [
             name
@@ -195,23 +207,29 @@ class Handover:
             )
 
 
-def _hook(state, bucket):  # DDP requires these names and no other annotations
+# DDP wants these names, and compares annotations with classes: here they would be strings.
+def _hook(state, bucket):  # type: ignore[no-untyped-def]
+    return _give_back(state, bucket)
+
+
+def _give_back(handover: Handover | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Give DDP its bucket back unaveraged; average it as DDP would when no optimizer of ours is
     left.
     """
-    optimizers = [] if state is None else list(state.optimizers())
-    if not optimizers:
-        return allreduce_hook(None if state is None else state._ddp().process_group, bucket)
-    if not state.by_parameter:
-        state.finished(bucket.parameters())
+    optimizers = [] if handover is None else list(handover.optimizers())
+    if handover is None or not optimizers:
+        group = _get_default_group() if handover is None else handover.ddp.process_group
+        return allreduce_hook(group, bucket)
+    if not handover.by_parameter:
+        handover.finished(bucket.parameters())
     for optimizer in optimizers:
         optimizer.handed_over()
-    done = torch.futures.Future()
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
-def _after_backward(callback) -> None:
+def _after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -245,7 +263,7 @@ def _meet(optimizer: CompressedOptimizer) -> None:
     """
     now = time.monotonic_ns()
     taken = hand_over(list(_handovers), optimizer, now)
-    Watch(optimizer, lambda modules, found: hand_over(modules, found, now), taken)
+    Watch(optimizer, functools.partial(hand_over, since=now), taken)
 
 
 base.constructed.append(_meet)

@@ -15,10 +15,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._engine import base
 from .._engine.base import CompressedOptimizer
 from .._state.buckets import local
+from .._wire.comm import mesh_groups
 from .._wire.requests import Broadcast
 
 ADVICE = (
@@ -43,13 +45,13 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
                     f"{name} belongs to a FullyShardedDataParallel, whose flat shards cannot be "
                     f"compressed a matrix at a time: {ADVICE}"
                 )
-            if hasattr(p, "device_mesh"):
-                _check_mesh(p, name, ours)
+            mesh = getattr(p, "device_mesh", None)
+            if mesh is not None:
+                _check_mesh(p, mesh, name, ours)
 
 
-def _check_mesh(p: Tensor, name: str, ours: set[int]) -> None:
-    mesh = p.device_mesh
-    for dim, (group, placement) in enumerate(zip(mesh.get_all_groups(), p.placements, strict=True)):
+def _check_mesh(p: Tensor, mesh: DeviceMesh, name: str, ours: set[int]) -> None:
+    for dim, (group, placement) in enumerate(mesh_groups(p)):
         shared = sorted(ours.intersection(dist.get_process_group_ranks(group)))
         if len(shared) < 2:
             continue

@@ -77,9 +77,8 @@ class CompoptCallback(TrainerCallback):
         if args.save_strategy == "best" and isinstance(
             getattr(optimizer, "optimizer", optimizer), CompressedOptimizer
         ):
-            unwrap(
-                optimizer
-            ).consolidate_state()  # whether this is the best is known only after this event
+            # Whether this is the best is known only after this event.
+            unwrap(optimizer).consolidate_state()
 
     def on_save(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
