@@ -113,3 +113,22 @@ def test_masters_are_the_same_whoever_owns_them():
         found.append(params[-1])
     for a, b in itertools.combinations(found, 2):
         assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def test_a_checkpoint_knows_which_tensors_are_compressed_by_name():
+    """Attention is not, and keeps no residual: that was taken for damage."""
+
+    def made() -> tuple[list[nn.Parameter], compopt.TagcAdamW]:
+        params = [nn.Parameter(torch.ones(80, 80)) for _ in range(2)]
+        named = zip(("layer.q_proj.weight", "fc.weight"), params, strict=True)
+        return params, compopt.TagcAdamW(list(named), lr=1e-2, warmup_steps=0)
+
+    params, optimizer = made()
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    optimizer.consolidate_state()
+    again = made()[1]
+    again.load_state_dict(optimizer.state_dict())
+    ours, theirs = (one.state_dict()["state"] for one in (optimizer, again))
+    assert "residual" not in ours[0] and torch.equal(ours[1]["residual"], theirs[1]["residual"])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket, is_compressed, local
+from .._state.buckets import Bucket, local
 from .._state.layouts import Layout, Member
 from .._state.shards import unshard
 from .._wire.requests import AllGather, AllReduceMean
@@ -114,14 +114,16 @@ def load(engine: Engine, state_dict: dict[str, Any]) -> None:
         for p, c in zip(bucket.params, bucket.compressed, strict=True)
     }
     for group, other in zip(groups, saved, strict=True):
+        names = group.get("param_names") or other.get("param_names")
         for place, (p, key) in enumerate(zip(group["params"], other["params"], strict=True)):
+            name = names[place] if names else ""
             entry = state_dict["state"].get(key, {})
             if entry or place not in other.get("without_state", ()):
                 _check_names(
                     len(pairs),
                     entry,
                     specs[p],
-                    is_compressed(p, other),
+                    optimizer.is_compressed(p, {**group, **other}, name),
                     written_by,
                     engine.name,
                 )
