@@ -123,7 +123,7 @@ def load(engine: Engine, state_dict: dict[str, Any]) -> None:
                     len(pairs),
                     entry,
                     specs[p],
-                    optimizer.is_compressed(p, {**group, **other}, name),
+                    engine.face.is_compressed(p, {**group, **other}, name),
                     written_by,
                     engine.name,
                 )
