@@ -41,12 +41,16 @@ class AdamS(CompressedOptimizer):
     Takes the place of ``torch.optim.AdamW`` in any script; under DistributedDataParallel it
     averages gradients itself.
 
-    Args: params: parameters, named parameters or groups, as torch takes them. lr, eps,
-        weight_decay, maximize: as in :class:`torch.optim.AdamW`. Weight decay is decoupled. betas:
-        decay of the momentum, and weight of the previous momentum's square in the normaliser.
+    Args:
+        params: parameters, named parameters or groups, as torch takes them.
+        lr, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`. Weight decay is
+            decoupled.
+        betas: decay of the momentum, and weight of the previous momentum's square in the
+            normaliser.
         bias_correction: "scape" corrects m for b1 and v for b2; "adams" as AdamS's authors, see the
-        top of this file. process_group: the ranks to average over. None: the default group, or one
-        process where there is none.
+            top of this file.
+        process_group: the ranks to average over. None: the default group, or one process where
+            there is none.
 
     State: ``exp_avg``, as large as the parameter.
 

@@ -1,7 +1,7 @@
 """`compopt-advise`: what each method would make of a training step, and whether that is worth it.
 
-    compopt-advise --parameters 350M --ranks 8 --link 1gbit --step-time 400 compopt-advise
-    --parameters 7B --ranks 64 --link 25gbit --step-time 2000 --device h100 --loss-budget 0.01
+    compopt-advise --parameters 350M --ranks 8 --link 1gbit --step-time 400
+    compopt-advise --parameters 7B --ranks 64 --link 25gbit --step-time 2000 --loss-budget 0.01
     compopt-advise --ranks 8 --link 100mbit --profile train.py
 
 To measure the network and the machines instead of naming them, run `torchrun ... -m compopt.probe

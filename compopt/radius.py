@@ -201,31 +201,34 @@ class RadiusAdamW(CompressedOptimizer):
     Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward takes
     over DDP's all-reduce.
 
-    Args: params: parameters, named parameters or groups, as torch takes them. A group may override
-        every option below and
-            say ``compress=False`` or ``True``; by default tensors of at least 2 dimensions and 4096
-            elements are compressed, the rest is averaged dense in the same message.
-        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`. density: share of
-        each compressed tensor's elements that cross the network in a sparse step, in (0, 1].
+    Args:
+        params: parameters, named parameters or groups, as torch takes them. A group may override
+            every option below and say ``compress=False`` or ``True``; by default tensors of at
+            least 2 dimensions and 4096 elements are compressed, the rest is averaged dense in the
+            same message.
+        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`.
+        density: share of each compressed tensor's elements that cross the network in a sparse step,
+            in (0, 1].
         interval: steps from one choice of elements to the next; each of these *resample* steps is
-        dense, and the step
-            after it sends nothing before ``step()``: ranks first tell each other that all have the
-            new mask.
+            dense, and the step after it sends nothing before ``step()``: ranks first tell each
+            other that all have the new mask.
         warmup_steps: steps of plain AdamW before compression starts. The paper takes 15 to 20 % of
-        the run. residual_scale: factor on what was held back when it is sent at a resample step; 1
-        is the paper's. max_grad_norm: clip the averaged gradient, all groups together, to this L2
-        norm (None: no clipping). Not the
-            same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
+            the run.
+        residual_scale: factor on what was held back when it is sent at a resample step; 1 is the
+            paper's.
+        max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no
+            clipping). Not the same as ``clip_grad_norm_`` before ``step()``, which sees the local
+            gradient.
         payload_dtype: dtype on the wire (None: the gradient's). What rounding to a narrower one
             takes off compressed tensors is kept in ``residual``. torch.int8 sends 1 byte a value
             and a scale for each 128, rounded at random without bias.
         when: "always", or "auto": time dense and compressed steps at the start, and stay dense
             where compression does not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where
-        there is none. offload: "residual" keeps it in host memory (pinned, with CUDA), 4 bytes an
-        element. Tensor by tensor it passes
-            through two device buffers as large as the largest; copies run beside the work on the
-            tensor between.
+            there is none.
+        offload: "residual" keeps it in host memory (pinned, with CUDA), 4 bytes an element. Tensor
+            by tensor it passes through two device buffers as large as the largest; copies run
+            beside the work on the tensor between.
 
     State beside AdamW's two moments: ``residual`` (as large as the parameter; until it is saved or
     sent it also holds what was sent since) and ``mask`` (1 bit an element), for compressed tensors.

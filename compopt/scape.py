@@ -195,20 +195,25 @@ class ScapeAdamS(CompressedOptimizer):
     Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; its first forward hands
     its all-reduce over.
 
-    Args: params: parameters, named parameters or groups, as torch takes them. A group may override
-        every option below and
-            say ``compress=False`` or ``True``; by default tensors of at least 2 dimensions and 4096
-            elements are compressed, the rest is averaged dense in the same message.
-        lr, betas, eps, weight_decay, bias_correction, maximize: as in :class:`AdamS`. density:
-        share of each compressed tensor's elements that crosses the network in a step, in (0, 1].
-        warmup_steps: steps of dense AdamS before compression starts. density_warmup_steps: steps
-        over which the density then falls, exponentially, from 1 to ``density``. mask_delay: 1, the
-        paper's: a step uses the mask of the step before, gathered meanwhile. 0: its own, gathered
-            first: one small exchange more that nothing hides, for a mask that is not stale.
+    Args:
+        params: parameters, named parameters or groups, as torch takes them. A group may override
+            every option below and say ``compress=False`` or ``True``; by default tensors of at
+            least 2 dimensions and 4096 elements are compressed, the rest is averaged dense in the
+            same message.
+        lr, betas, eps, weight_decay, bias_correction, maximize: as in :class:`AdamS`.
+        density: share of each compressed tensor's elements that crosses the network in a step, in
+            (0, 1].
+        warmup_steps: steps of dense AdamS before compression starts.
+        density_warmup_steps: steps over which the density then falls, exponentially, from 1 to
+            ``density``.
+        mask_delay: 1, the paper's: a step uses the mask of the step before, gathered meanwhile. 0:
+            its own, gathered first: one small exchange more that nothing hides, for a mask that is
+            not stale.
         selection: "sampled" finds a threshold that selects within 5 % of the wanted number; "exact"
-        is torch.topk. clip: with ``max_grad_norm``, "consistent" clips the averaged gradient in
-        momentum and normaliser, "scape" in
-            the normaliser only, as printed: an outlier then makes a larger step.
+            is torch.topk.
+        clip: with ``max_grad_norm``, "consistent" clips the averaged gradient in momentum and
+            normaliser, "scape" in the normaliser only, as printed: an outlier then makes a larger
+            step.
         max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no
             clipping). Not the same as ``clip_grad_norm_`` before ``step()``, which sees the local
             gradient.

@@ -113,36 +113,37 @@ class SeparateAdam(Projecting):
     Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; its first forward hands
     its all-reduce over.
 
-    Args: params: parameters, named parameters or groups, as torch takes them. A group may override
-        every option below and
-            say ``compress=False`` or ``True``; by default tensors of at least 2 dimensions and 4096
-            elements are projected, the rest is averaged dense in the same message.
-        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`. ratio: how many
-        times smaller a projected tensor is on the wire. Its smaller side (the last dimension where
-            rows are sharded, or fewer than 64), d long, becomes ceil(d / ratio) long; 1 averages
-            dense.
+    Args:
+        params: parameters, named parameters or groups, as torch takes them. A group may override
+            every option below and say ``compress=False`` or ``True``; by default tensors of at
+            least 2 dimensions and 4096 elements are projected, the rest is averaged dense in the
+            same message.
+        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`.
+        ratio: how many times smaller a projected tensor is on the wire. Its smaller side (the last
+            dimension where rows are sharded, or fewer than 64), d long, becomes ceil(d / ratio)
+            long; 1 averages dense.
         ef_beta: weight of the old error in the error feedback. "auto": the most stable, w / (1 + w)
             with w = (d + 1) / r; for orthonormal projections 0, so that nothing is ever dropped. 1:
             no error feedback. A number is taken as given, with a warning where the error would grow
             without end.
         reset_interval: steps after which the error is forgotten (None: never). "auto": 128; never
-        when tracked. seed: the matrices follow from it, the step and the tensor's number; the same
-        on all ranks. projection: "gaussian", unbiased; "orthonormal", the projection on the same
-        space: a contraction; or "tracked",
-            the projection on a space that follows the gradient's largest singular vectors
-            (PowerSGD's power iteration): two smaller exchanges, one after the other. It keeps most
-            of the gradient; see ``tracking``.
+            when tracked.
+        seed: the matrices follow from it, the step and the tensor's number; the same on all ranks.
+        projection: "gaussian", unbiased; "orthonormal", the projection on the same space: a
+            contraction; or "tracked", the projection on a space that follows the gradient's largest
+            singular vectors (PowerSGD's power iteration): two smaller exchanges, one after the
+            other. It keeps most of the gradient; see ``tracking``.
         rank: columns of a tracked tensor's factors; ``ratio`` says nothing then. A tensor of rows x
             columns takes rank * (rows + columns) values on the wire. Sharded rows are tracked shard
             by shard.
         adaptive: let ratio (and ef_beta, where it is a number) of every tensor follow how well it
             is reconstructed, against the mean over tensors, every ``adapt_interval`` steps
             (G-SEPARATE, Algorithm 3).
-        warmup_steps: steps averaged dense before compression starts. max_grad_norm: clip to this L2
-        norm, all groups together (None: no clipping). clip: what is clipped. "local": each rank's
-        gradient before it is projected; no overlap with backward then.
-            "reconstructed": the averaged gradient; its norm is about sqrt(1 + w) times the true
-            one, so that a norm that suits AdamW clips every step.
+        warmup_steps: steps averaged dense before compression starts.
+        max_grad_norm: clip to this L2 norm, all groups together (None: no clipping).
+        clip: what is clipped. "local": each rank's gradient before it is projected; no overlap with
+            backward then. "reconstructed": the averaged gradient; its norm is about sqrt(1 + w)
+            times the true one, so that a norm that suits AdamW clips every step.
         payload_dtype: dtype on the wire (None: the gradient's). What rounding to a narrower one
             takes off compressed tensors is kept in ``residual``. torch.int8 sends 1 byte a value
             and a scale for each 128, rounded at random without bias.
@@ -237,22 +238,26 @@ class Separate(Projecting):
     """Any torch optimizer, on gradients averaged through a random low-rank projection (SEPARATE,
     Algorithm 1)::
 
-        optimizer = compopt.Separate(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        ratio=16)
+        base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = compopt.Separate(base, ratio=16)
 
     ``param_groups`` are the base's own, so LR schedulers act on it; ``state_dict()`` holds the
     base's under "base". While the base steps, ``p.grad`` is the averaged gradient (None where no
     rank had one); before and after it is this rank's own. A parameter group of the base may say
     ``compress``, ``ratio``, ``rank`` and ``ef_beta`` for its tensors.
 
-    Args: base: an optimizer over the model's parameters; one of this package (AdamS) is stopped
-        from averaging. ratio, ...: all other options are those of :class:`SeparateAdam`.
+    Args:
+        base: an optimizer over the model's parameters; one of this package (AdamS) is stopped from
+            averaging.
+        ratio, ...: all other options are those of :class:`SeparateAdam`.
 
     State beside the base's: the residual, and the basis of tracked tensors. Not saved: one averaged
     gradient as large as the parameters.
 
-    Raises: TypeError: base is no optimizer, or one that evaluates the model more than once a step
-        (LBFGS). ValueError: base compresses by itself; an option out of its range.
+    Raises:
+        TypeError: base is no optimizer, or one that evaluates the model more than once a step
+            (LBFGS).
+        ValueError: base compresses by itself; an option out of its range.
     """
 
     def __init__(

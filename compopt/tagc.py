@@ -173,13 +173,12 @@ class TagcAdamW(CompressedOptimizer):
     masters where parameters are of lower precision; updated parameters are gathered at the end of
     the step.
 
-    Args: params: parameters, named parameters or groups, as torch takes them. A group may override
-        every option below and
-            say ``compress=False`` or ``True``.
-        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`. sparsity: share of
-        each shard's compressed elements that is held back, at least, in [0, 1). The union over
-        ranks
-            of what is left is sent, so bytes grow with the number of ranks.
+    Args:
+        params: parameters, named parameters or groups, as torch takes them. A group may override
+            every option below and say ``compress=False`` or ``True``.
+        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`.
+        sparsity: share of each shard's compressed elements that is held back, at least, in [0, 1).
+            The union over ranks of what is left is sent, so bytes grow with the number of ranks.
         codec: "compact" sends the values at the union as they are. "sketch", the paper's, sends a
             count sketch, in float32 at least. Where it can be decoded it is larger: a table needs
             1.22 cells for an element.
@@ -190,9 +189,10 @@ class TagcAdamW(CompressedOptimizer):
             needs ``named_parameters()``. None: tensors of at least 2 dimensions and 4096 elements,
             but not the projections to queries, keys and values where the parameters are named
             customarily (the paper's selection).
-        warmup_steps: steps of plain AdamW before compression starts. max_grad_norm: clip the
-        averaged gradient, all groups together, to this L2 norm (None: no clipping). Not the
-            same as ``clip_grad_norm_`` before ``step()``, which sees the local gradient.
+        warmup_steps: steps of plain AdamW before compression starts.
+        max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no
+            clipping). Not the same as ``clip_grad_norm_`` before ``step()``, which sees the local
+            gradient.
         payload_dtype: dtype of gradients on the wire (None: the gradient's). What rounding to a
             narrower one takes off compressed tensors is kept in ``residual``. With torch.bfloat16
             float32 parameters are gathered as their updates in bfloat16: half as many bytes.

@@ -72,10 +72,13 @@ def encode(
 ) -> Tensor:
     """The code of the set bits, ``length`` bytes.
 
-    Args: bits: a packed mask. length: bytes of the message; what the code leaves of it is 0. upper:
-        bits of the run of high bits; a multiple of 8. row_bits: bits of each row of low bits, at
-        least as many as there are positions; a multiple of 8. low: how many low bits of a position
-        its code keeps apart.
+    Args:
+        bits: a packed mask.
+        length: bytes of the message; what the code leaves of it is 0.
+        upper: bits of the run of high bits; a multiple of 8.
+        row_bits: bits of each row of low bits, at least as many as there are positions; a multiple
+            of 8.
+        low: how many low bits of a position its code keeps apart.
     """
     blocks = Blocks([8 * bits.numel()], bits.device, block)
     words = torch.zeros((length + 3) // 4, dtype=torch.int32, device=bits.device)

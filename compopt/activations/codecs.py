@@ -80,9 +80,9 @@ class Compressor(nn.Module):
     DTensors: compute with `ranks.shared(weight)` where each rank holds its own activation, with
     `replicated(weight)` where all hold the same.
 
-    Attributes: summable: True when the values of several ranks may be added before `decompress`.
-        Otherwise every rank's
-            payload is gathered, decompressed and added up.
+    Attributes:
+        summable: True when the values of several ranks may be added before `decompress`. Otherwise
+            every rank's payload is gathered, decompressed and added up.
         straight_through: True when the gradient that arrives is also that of what was compressed.
             At a stage boundary it then travels beside the payload, on the group named there.
         gradient_bits: None, or the bits an element of such a gradient, which `pack`, `size` and

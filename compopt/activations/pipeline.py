@@ -106,9 +106,12 @@ class SendCompressed(_Boundary):
     """A stage whose output leaves compressed: the values, a side tensor where there is one, and a
     label without size.
 
-    Args: stage: returns one activation. compressor: of the same kind and settings as the
-        receiver's. An AutoEncoder's encoder is trained here. pair: a process group of the two
-        ranks, for a compressor whose gradient returns beside the payload.
+    Args:
+        stage: returns one activation.
+        compressor: of the same kind and settings as the receiver's. An AutoEncoder's encoder is
+            trained here.
+        pair: a process group of the two ranks, for a compressor whose gradient returns beside the
+            payload.
     """
 
     codec = "outgoing"
@@ -139,10 +142,12 @@ class SendCompressed(_Boundary):
 class ReceiveCompressed(_Boundary):
     """A stage whose input arrives compressed.
 
-    Args: stage: takes one activation, and the keyword arguments of the schedule's step. compressor:
-        of the same kind and settings as the sender's. An AutoEncoder's decoder is trained here.
-        shape: the activation of one micro-batch, for example (sequences, tokens, hidden). pair: as
-        the sender's.
+    Args:
+        stage: takes one activation, and the keyword arguments of the schedule's step.
+        compressor: of the same kind and settings as the sender's. An AutoEncoder's decoder is
+            trained here.
+        shape: the activation of one micro-batch, for example (sequences, tokens, hidden).
+        pair: as the sender's.
     """
 
     codec = "incoming"

@@ -49,9 +49,12 @@ class Quantize(Compressor):
     the gradient returns in full beside the payload, on a process group of the two stages; with
     ``gradient_bits`` no larger than ``bits`` it is quantized and needs no group.
 
-    Args: bits: 2, 4 or 8. stochastic: round up or down at random, without bias, instead of to the
-        nearest. scale: "channel", or "tensor" for one of the whole activation. gradient_bits: of
-        the gradient that returns across a stage boundary: 2, 4, 8, or None for all of it.
+    Args:
+        bits: 2, 4 or 8.
+        stochastic: round up or down at random, without bias, instead of to the nearest.
+        scale: "channel", or "tensor" for one of the whole activation.
+        gradient_bits: of the gradient that returns across a stage boundary: 2, 4, 8, or None for
+            all of it.
     """
 
     straight_through = True

@@ -120,10 +120,11 @@ class CompressedRowwiseParallel(RowwiseParallel):
     parameters, if any, are DTensors as the module's are, trained and saved with the model. A bias
     is added after the exchange.
 
-    Args: make: called once for each module this style is applied to, returns its compressor.
+    Args:
+        make: called once for each module this style is applied to, returns its compressor.
         input_layouts, output_layouts, use_local_output: as in RowwiseParallel. The exchange makes
-        the output on every
-            rank; with ``output_layouts=Shard(1)``, sequence parallelism, each keeps its own part.
+            the output on every rank; with ``output_layouts=Shard(1)``, sequence parallelism, each
+            keeps its own part.
     """
 
     def __init__(

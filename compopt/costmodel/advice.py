@@ -69,17 +69,24 @@ def advise(
 ) -> Advice:
     """Predict a training step and run with every method of `METHODS`, and say what to use.
 
-    Args: model: a model, a `Workload`, or a number of parameters (a transformer's shapes are then
-        assumed). ranks: processes in all. link_bits_per_s: what one rank can send, each second,
-        while it receives as much. step_s: seconds of a dense step of one process, without
-        communication. overlap_s: seconds of it during which gradients may already travel; None:
-        nine tenths of backward. latency_s: seconds of one message. device: a name in `DEVICES`, for
-        the speed of the optimizer's own work and for memory; None: "a100". local: bytes and float32
-        operations a second of a rank, where they were measured. memory_bytes: of one rank's device;
-        None: the device's. shard: ranks that share one copy of the model (FSDP inside a node);
-        None: as few as memory asks for. loss_budget: share by which a method's measured loss may
-        exceed AdamW's. sources: for a number by its name, "given", "measured" or "assumed", where
-        that is not plain from the call.
+    Args:
+        model: a model, a `Workload`, or a number of parameters (a transformer's shapes are then
+            assumed).
+        ranks: processes in all.
+        link_bits_per_s: what one rank can send, each second, while it receives as much.
+        step_s: seconds of a dense step of one process, without communication.
+        overlap_s: seconds of it during which gradients may already travel; None: nine tenths of
+            backward.
+        latency_s: seconds of one message.
+        device: a name in `DEVICES`, for the speed of the optimizer's own work and for memory; None:
+            "a100".
+        local: bytes and float32 operations a second of a rank, where they were measured.
+        memory_bytes: of one rank's device; None: the device's.
+        shard: ranks that share one copy of the model (FSDP inside a node); None: as few as memory
+            asks for.
+        loss_budget: share by which a method's measured loss may exceed AdamW's.
+        sources: for a number by its name, "given", "measured" or "assumed", where that is not plain
+            from the call.
 
     Raises:
         ValueError: a number is out of range; the sentence names it.

@@ -82,9 +82,12 @@ def sent_bytes(machine: Machine, cost: Cost) -> float:
 def step_seconds(machine: Machine, cost: Cost, compute_s: float, overlap_s: float = 0.0) -> Step:
     """Predict one step.
 
-    Args: machine: see `Machine`. cost: a row of `METHODS`. compute_s: seconds of a dense step with
-        no communication (forward, backward and AdamW). No prediction is below:
-            a method with fewer passes over memory than AdamW is not credited for them.
+    Args:
+        machine: see `Machine`.
+        cost: a row of `METHODS`.
+        compute_s: seconds of a dense step with no communication (forward, backward and AdamW). No
+            prediction is below: a method with fewer passes over memory than AdamW is not credited
+            for them.
         overlap_s: seconds of the backward pass during which gradients may already travel.
 
     Raises:

@@ -38,9 +38,11 @@ def fit(
 ) -> Fit:
     """Fit seconds = sum of coefficient * feature, coefficients >= 0, over measured points.
 
-    Args: points: one mapping a measurement, feature to amount (FLOPs, bytes on the wire, messages,
-        1 for a constant). seconds: what was measured, positive. weights: "relative" minimises
-        relative errors, "absolute" seconds.
+    Args:
+        points: one mapping a measurement, feature to amount (FLOPs, bytes on the wire, messages, 1
+            for a constant).
+        seconds: what was measured, positive.
+        weights: "relative" minimises relative errors, "absolute" seconds.
 
     Raises:
         ValueError: fewer points than features, or a measurement that is not positive.

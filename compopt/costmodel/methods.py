@@ -23,11 +23,13 @@ THRESHOLD = 60
 class Workload:
     """The parameters of one model.
 
-    Args: parameters: how many. compressed: share of them in tensors that are compressed (at least
-        2-D and 4096 elements). side: the smaller side of those tensors, averaged by size. What a
-        projection costs. perimeter: sum of (rows + columns) over those tensors. What low-rank
-        factors cost. large: share of parameters in matrices that are not attention's. What TAGC
-        compresses by default.
+    Args:
+        parameters: how many.
+        compressed: share of them in tensors that are compressed (at least 2-D and 4096 elements).
+        side: the smaller side of those tensors, averaged by size. What a projection costs.
+        perimeter: sum of (rows + columns) over those tensors. What low-rank factors cost.
+        large: share of parameters in matrices that are not attention's. What TAGC compresses by
+            default.
     """
 
     parameters: int
@@ -72,11 +74,14 @@ class Workload:
 class Cost:
     """One method on one workload: amounts a step and a rank, for the whole model.
 
-    Args: reduced: bytes handed to all-reduce. gathered: bytes every rank holds after gathers, or
-        held before reduce-scatters, that the step waits for. hidden: such bytes that travel while
-        the next forward and backward run. state: bytes of optimizer state. traffic: bytes moved in
-        memory beyond a dense AdamW step; negative when there are fewer. flops: floating-point
-        operations beyond it.
+    Args:
+        reduced: bytes handed to all-reduce.
+        gathered: bytes every rank holds after gathers, or held before reduce-scatters, that the
+            step waits for.
+        hidden: such bytes that travel while the next forward and backward run.
+        state: bytes of optimizer state.
+        traffic: bytes moved in memory beyond a dense AdamW step; negative when there are fewer.
+        flops: floating-point operations beyond it.
     """
 
     reduced: float
@@ -182,10 +187,13 @@ class Method:
     """One row of the table; calling it with a workload, a number of ranks and options gives its
     `Cost`.
 
-    Args: cost: the formula, and its options in this row. line: how the optimizer is made in Python.
+    Args:
+        cost: the formula, and its options in this row.
+        line: how the optimizer is made in Python.
         loss: final loss over dense AdamW's in the runs of bench/results (see `MEASURED_ON`); None:
-        not measured. start: share of those runs' steps that were averaged dense first. ours:
-        whether it is a class of this package.
+            not measured.
+        start: share of those runs' steps that were averaged dense first.
+        ours: whether it is a class of this package.
     """
 
     cost: Callable[..., Cost]

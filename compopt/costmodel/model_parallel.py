@@ -87,10 +87,14 @@ def speedup(
 ) -> float:
     """Dense over compressed step time on a pipeline of `nodes` nodes (equation 3).
 
-    Args: costs: the machine, see `LayerCosts`. hidden: width of the model; `code` is what a token's
-        `hidden` numbers are encoded to. layers: transformer layers, spread evenly over the nodes.
+    Args:
+        costs: the machine, see `LayerCosts`.
+        hidden: width of the model; `code` is what a token's `hidden` numbers are encoded to.
+        layers: transformer layers, spread evenly over the nodes.
         batch: sequences a step; `micro_batch` of them at a time (default: min(128, batch // nodes),
-        as in Table 8). sequence: tokens a sequence. link_bits_per_s: the link between nodes.
+            as in Table 8).
+        sequence: tokens a sequence.
+        link_bits_per_s: the link between nodes.
         activation_bytes: bytes an activation on that link.
 
     Raises:

@@ -38,9 +38,10 @@ def attach(model: nn.Module, optimizer: CompressedOptimizer) -> None:
     Another compopt optimizer over some of the same parameters is replaced: from then on its
     ``step()`` raises.
 
-    Raises: ValueError: no DDP in ``model`` holds the optimizer's parameters, or DDP and the
-        optimizer have different ranks. RuntimeError: DDP has a comm hook of somebody else's
-        already, or is in its ``join()``.
+    Raises:
+        ValueError: no DDP in ``model`` holds the optimizer's parameters, or DDP and the optimizer
+            have different ranks.
+        RuntimeError: DDP has a comm hook of somebody else's already, or is in its ``join()``.
     """
     if not hand_over(model.modules(), optimizer, time.monotonic_ns()):
         raise ValueError(

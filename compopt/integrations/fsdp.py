@@ -2,8 +2,9 @@
 compressed between nodes.
 
     mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
-    fully_shard(model, mesh=mesh["shard"]) optimizer = compopt.RadiusAdamW(model.parameters(),
-    lr=3e-4, process_group=mesh.get_group("replicate"))
+    fully_shard(model, mesh=mesh["shard"])
+    group = mesh.get_group("replicate")
+    optimizer = compopt.RadiusAdamW(model.parameters(), lr=3e-4, process_group=group)
 
 ``fully_shard`` averages over the fast links, densely; the optimizer averages its rank's shards over
 ``process_group``. Every new optimizer with DTensors is looked at here: its meshes are checked, and
