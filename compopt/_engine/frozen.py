@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .._wire.comm import Comm
-from . import checkpoint
+from . import moving
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def follow(engine: Engine, comm: Comm) -> Turns[None]:
     state = engine.face.state
     for bucket in engine.buckets:
         for name in bucket.sharded:
-            whole = yield from checkpoint.gather(bucket, name, comm)
+            whole = yield from moving.gather(bucket, name, comm)
             for entry, vector in zip(bucket.entries, whole, strict=True):
                 if vector is not None:
                     entry[name] = vector.to(bucket.device)
@@ -65,7 +65,7 @@ def consolidate(engine: Engine, comm: Comm) -> Turns[None]:
         for p in bucket.params:
             for name in face.averaged_state:
                 if name in face.state.get(p, {}):
-                    yield from checkpoint.average(face.state[p][name], bucket.device, comm)
+                    yield from moving.average(face.state[p][name], bucket.device, comm)
 
 
 def without_state(engine: Engine, group: dict[str, Any]) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ def require(good: bool, argument: str, value: object, wanted: str) -> None:
         raise ValueError(f"{argument} must be {wanted}, got {value!r}.")
 
 
-def check_adam(group: dict) -> None:
+def check_adam(group: dict[str, Any]) -> None:
     """Check the options that every AdamW-like class has; the errors begin as torch's own."""
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got {tuple(group['lr'].shape)}.")
@@ -35,7 +37,7 @@ def check_adam(group: dict) -> None:
             )
 
 
-def check_compression(group: dict) -> None:
+def check_compression(group: dict[str, Any]) -> None:
     """Check the options that every compressing class has."""
     when = group.setdefault("when", "always")  # an older checkpoint does not say
     require(when in ("always", "auto"), "when", when, "'always' or 'auto'")
@@ -56,7 +58,7 @@ def check_compression(group: dict) -> None:
     check_compress(group)
 
 
-def check_compress(group: dict) -> None:
+def check_compress(group: dict[str, Any]) -> None:
     """Check what a group says of its compression."""
     require(
         group["compress"] in (None, True, False),
@@ -66,7 +68,7 @@ def check_compress(group: dict) -> None:
     )
 
 
-def check_adams(group: dict) -> None:
+def check_adams(group: dict[str, Any]) -> None:
     """Check the options that AdamS-like classes have."""
     check_adam(group)
     known = ("scape", "adams")

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._state.buckets import local
 from .._wire.comm import Comm, ProcessGroup, connect
 from .._wire.requests import Broadcast
-from . import checkpoint
+from . import moving
 from .handshake import gather
 from .turns import Turns, ask
 
@@ -45,7 +45,7 @@ def rebind(engine: Engine, group: ProcessGroup | Comm | None) -> Turns[None]:
     engine.connect_to(group)
     yield from catch_up(engine, engine.comm)
     if sharded:
-        yield from checkpoint.move(engine.before, engine.buckets, engine.comm)
+        yield from moving.move(engine.before, engine.buckets, engine.comm)
     engine.before = None
     tell_what_is_lost(engine, before, engine.comm.size)
 

@@ -42,8 +42,7 @@ class Kept:
         self.wide = torch.promote_types(self.dtype, torch.float32)
         # ranks that hold the same shards, among those that hold the other shards of the model
         self.copies = 1
-        # which part of each tensor this rank owns, where state is sharded
-        self.shards: Shards | None = None
+        self._shards: Shards | None = None
         self.offload: Offload | None = None  # what of the state is in host memory
         self.layouts: dict[str, Layout] = {}
         self.flat: dict[str, Tensor] = {}
@@ -62,12 +61,28 @@ class Kept:
         return sum(self.lengths)
 
     @property
+    def cut(self) -> bool:
+        """Whether state is sharded: each rank owns a part of each tensor."""
+        return self._shards is not None
+
+    @property
+    def shards(self) -> Shards:
+        """Which part of each tensor this rank owns."""
+        if self._shards is None:
+            raise RuntimeError("this bucket is not cut into shards: set `shards` first.")
+        return self._shards
+
+    @shards.setter
+    def shards(self, shards: Shards) -> None:
+        self._shards = shards
+
+    @property
     def sharded(self) -> list[str]:
         """The names of sharded state."""
         return [name for name, layout in self.layouts.items() if isinstance(layout, Sharded)]
 
     def member(self, i: int) -> Member:
-        own = None if self.shards is None else self.shards.own[i]
+        own = self.shards.own[i] if self.cut else None
         return Member(self.params[i], self.compressed[i], own)
 
     def allocate(self, name: str, layout: Layout, held: Sequence[Mapping[str, Tensor]]) -> None:
@@ -146,7 +161,7 @@ class Kept:
     def own_part(self, i: int) -> Tensor:
         """What this rank owns of parameter i, flat; a copy of what is not contiguous."""
         p = local(self.params[i].detach()).reshape(-1)
-        if self.shards is None:
+        if not self.cut:
             return p
         start, stop = self.shards.own[i]
         return p[start:stop]
@@ -160,7 +175,7 @@ class Kept:
         """What a step updates of tensor i."""
         if "master" in self.state:
             return self.state["master"][i]
-        return local(self.params[i].detach()) if self.shards is None else self.own_part(i)
+        return self.own_part(i) if self.cut else local(self.params[i].detach())
 
     def each_weight(self) -> Iterator[Tensor]:
         """What a step updates, whole, a tensor at a time."""

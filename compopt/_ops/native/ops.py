@@ -39,7 +39,7 @@ class NativeOps(AdamWPasses, AdamSPasses):
             bucket.device.type == "cpu"
             and bucket.dtype == torch.float32
             and bucket.offload is None
-            and bucket.shards is None
+            and not bucket.cut
             and max(bucket.lengths) < 2**31
         )
 

@@ -1,0 +1,266 @@
+"""A state dict into an optimizer: after checking that all of it fits, so that nothing is loaded in
+part.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._state.buckets import Bucket
+from .._state.layouts import Layout, Member
+from .checkpoint import FORMAT, compact
+from .when import as_now
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+# of a saved group: what it is, and who wrote it
+NOT_OPTIONS = {"params", "param_names", "without_state", "residuals", "class", "format"}
+OF_TORCH = {"step", "exp_avg", "exp_avg_sq"}  # what torch.optim.AdamW keeps
+
+Group = dict[str, Any]
+Layouts = Mapping[str, Layout]
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """What a state dict holds of one tensor, and where it goes."""
+
+    number: int  # of the tensor among all
+    member: Member
+    layouts: Layouts
+    entry: dict[str, Any]
+
+
+def load(engine: Engine, state_dict: dict[str, Any]) -> None:
+    """Put ``state_dict``'s groups and tensors into the optimizer; all of them, or none.
+
+    Raises:
+        ValueError: it does not fit, or is damaged.
+    """
+    groups, saved = engine.option_groups, groups_of(engine, state_dict)
+    written_by = _writer(engine.name, state_dict)
+    options = [_options(engine, group, other) for group, other in zip(groups, saved, strict=True)]
+    tensors = list(_arriving(engine, state_dict, written_by))
+    for tensor in tensors:
+        _check(tensor)
+    for other in saved:
+        _warn_of_other_ranks(engine, other.get("residuals", "mean"))
+
+    counted = max([float(tensor.entry.get("step", 0)) for tensor in tensors], default=0.0)
+    for group, other, kept in zip(groups, saved, options, strict=True):
+        group.update(kept)
+        if "step" not in other:  # from torch.optim: count on from its parameters
+            group["step"] = int(counted)
+    state = engine.face.state
+    for tensor in tensors:
+        state[tensor.member.param] = {k: as_tensor(v) for k, v in tensor.entry.items()}
+    layouts = {tensor.member.param: tensor.layouts for tensor in tensors}
+    for bucket in engine.shelf:
+        _keep(bucket, layouts, state)
+
+
+def as_tensor(value: Tensor | float | bool) -> Tensor:
+    """A state as a tensor: other optimizers save some as numbers."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def _keep(
+    bucket: Bucket,
+    layouts: Mapping[Tensor, Layouts],
+    state: MutableMapping[Tensor, dict[str, Any]],
+) -> None:
+    """What was loaded of parameters that are not laid out is copied, where there is any."""
+    for p in bucket.params:
+        kept = state.pop(p)
+        dtypes = {name: layout.dtype for name, layout in layouts[p].items()}
+        dtypes["step"] = torch.float32
+        if kept:
+            state[p] = {k: v.to(bucket.device, dtypes[k], copy=True) for k, v in kept.items()}
+
+
+def _arriving(engine: Engine, state_dict: dict[str, Any], written_by: str) -> Iterator[Arriving]:
+    """What the state dict holds of every tensor, as small as it is kept.
+
+    Raises ValueError where names are missing.
+    """
+    known: dict[Tensor, tuple[Member, Layouts]] = {}
+    for bucket in [*engine.buckets, *engine.shelf]:
+        for p, compressed in zip(bucket.params, bucket.compressed, strict=True):
+            known[p] = Member(p, compressed), engine.specs(bucket)
+    ours, number = written_by == engine.name, 0
+    for group, other in zip(engine.option_groups, state_dict["param_groups"], strict=True):
+        names = group.get("param_names") or other.get("param_names")
+        options = {**group, **other}
+        for place, (p, key) in enumerate(zip(group["params"], other["params"], strict=True)):
+            member, layouts = known[p]
+            entry = state_dict["state"].get(key, {})
+            # torch.optim keeps nothing for what never had a gradient, and no residuals
+            if entry or (ours and place not in other.get("without_state", ())):
+                name = names[place] if names else ""
+                compressed = ours and engine.face.is_compressed(p, options, name)
+                wanted = _wanted(layouts, compressed)
+                _check_names(number, entry, layouts, wanted, engine.name)
+            yield Arriving(number, member, layouts, compact(entry, layouts, member))
+            number += 1
+
+
+# Checks
+
+
+def groups_of(engine: Engine, state_dict: dict[str, Any]) -> list[Group]:
+    """The saved groups.
+
+    Raises ValueError unless they are as many and as long as the optimizer's, and of a format known
+    here.
+    """
+    for key, kind in ("state", dict), ("param_groups", list):
+        if not isinstance(state_dict, dict) or not isinstance(state_dict.get(key), kind):
+            raise ValueError(
+                f"loaded state dict has no {key!r}: it is no optimizer's state_dict(), or damaged."
+            )
+    groups: list[Group] = engine.option_groups
+    saved: list[Group] = state_dict["param_groups"]
+    if len(groups) != len(saved):
+        raise ValueError(
+            f"loaded state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}."
+        )
+    for number, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        _check_group(number, group, other)
+    return saved
+
+
+def _check_group(number: int, group: Group, other: Group) -> None:
+    if not isinstance(other, dict) or not isinstance(other.get("params"), list):
+        raise ValueError(
+            f"loaded state dict has no list of parameters in group {number}: it is damaged."
+        )
+    if len(group["params"]) != len(other["params"]):
+        raise ValueError(
+            f"loaded state dict has {len(other['params'])} parameters in group {number}, "
+            f"the optimizer has {len(group['params'])}."
+        )
+    if other.get("format", 0) not in range(FORMAT + 1):
+        raise ValueError(
+            f"loaded state dict has format {other['format']!r}, this compopt reads formats up "
+            f"to {FORMAT}: load it with the compopt that wrote it, or a newer one."
+        )
+
+
+def _writer(ours: str, state_dict: dict[str, Any]) -> str:
+    """The class that wrote a state dict, "torch" where it does not say.
+
+    Raises ValueError where ``ours`` cannot go on from it.
+    """
+    saved = state_dict["param_groups"]
+    written_by: str = saved[0].get("class", "torch") if saved else "torch"
+    for number, entry in state_dict["state"].items():
+        if not isinstance(entry, dict):
+            raise ValueError(
+                f"loaded state of parameter {number} is no dict, but {entry!r}: it is damaged."
+            )
+        if written_by not in ("torch", ours) and (entry.keys() - OF_TORCH):
+            raise ValueError(
+                f"loaded state dict is of {written_by}, and its state "
+                f"{min(entry.keys() - OF_TORCH)!r} is nothing that {ours} goes on from: build "
+                f"{written_by}, or load a checkpoint of {ours} or torch.optim."
+            )
+    return written_by
+
+
+def _options(engine: Engine, group: Group, other: Group) -> Group:
+    """What one saved group says, also what only the user knows of.
+
+    The names of parameters stay the optimizer's own: they say what is compressed. Raises
+    ValueError where the optimizer does not take an option that it knows.
+    """
+    kept = copy.deepcopy(as_now({k: v for k, v in other.items() if k not in NOT_OPTIONS}))
+    step = kept.get("step", 0)
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(
+            f"loaded state dict has step {step!r}: a count of steps is needed; it is damaged."
+        )
+    try:
+        engine.face.check_group({**group, **kept})
+    except (TypeError, AttributeError) as error:
+        raise ValueError(
+            f"loaded state dict has an option of a wrong type ({error}): it is damaged."
+        ) from error
+    return kept
+
+
+def _wanted(layouts: Layouts, compressed: bool) -> set[str]:
+    """The states that must be there of a tensor, and of one that is ``compressed``."""
+    wanted = {"step"}
+    for name, layout in layouts.items():
+        if name == "master":
+            continue
+        if not layout.compressed_only or (compressed and not layout.optional):
+            wanted.add(name)
+    return wanted
+
+
+def _check_names(
+    number: int, entry: dict[str, Any], layouts: Layouts, wanted: set[str], ours: str
+) -> None:
+    if wanted - entry.keys():
+        raise ValueError(
+            f"loaded state of parameter {number} lacks {', '.join(sorted(wanted - entry.keys()))}: "
+            f"it is damaged, or of an optimizer that {ours} cannot go on from."
+        )
+    for name in layouts.keys() & entry.keys():
+        if not isinstance(entry[name], Tensor):
+            raise ValueError(
+                f"loaded state {name!r} of parameter {number} is no tensor: it is damaged."
+            )
+
+
+def _check(tensor: Arriving) -> None:
+    """Raise ValueError where a state is not what it should be."""
+    member, number = tensor.member, tensor.number
+    for name, value in tensor.entry.items():
+        if name == "step" and not (isinstance(value, (Tensor, int, float)) and float(value) >= 0):
+            raise ValueError(
+                f"loaded state 'step' of parameter {number} is {value!r}, no count: it is damaged."
+            )
+        if name not in tensor.layouts:
+            continue
+        layout = tensor.layouts[name]
+        want = layout.wanted(value, member, tensor.entry)
+        if value.numel() != want:
+            raise ValueError(
+                f"loaded state {name!r} of parameter {number} has {value.numel()} elements, "
+                f"{want} are needed for shape {tuple(member.param.shape)}."
+            )
+        if not _fits(value, layout.dtype):
+            raise ValueError(
+                f"loaded state {name!r} of parameter {number} is of {value.dtype} or not finite, "
+                f"and {layout.dtype} is needed: it is damaged."
+            )
+
+
+def _fits(value: Tensor, dtype: torch.dtype) -> bool:
+    """Whether values are finite, and of whole numbers where these are kept."""
+    if value.is_floating_point() != dtype.is_floating_point:
+        return False
+    return not value.is_floating_point() or bool(value.isfinite().all())
+
+
+def _warn_of_other_ranks(engine: Engine, residuals: str) -> None:
+    comm = engine.comm
+    if residuals not in ("mean", f"rank {comm.rank} of {comm.size}"):
+        warnings.warn(
+            f"this checkpoint holds the residuals of {residuals} and is loaded on rank "
+            f"{comm.rank} of {comm.size}: what the other ranks held back is lost. Call "
+            "consolidate_state() on all ranks before saving.",
+            stacklevel=4,
+        )
