@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._engine.base import CompressedOptimizer
 from .._engine.options import check_compression, require
+from .._engine.weakly import weakly
 from .._engine.when import dense_steps
 from .._ops.ops import clip_factor
 from .._state.buckets import Bucket, local
@@ -109,8 +110,11 @@ class Projecting(CompressedOptimizer):
         if bucket.group["projection"] != "tracked":
             return specs
 
+        # buckets keep layouts, and must not keep their optimizer
+        projection_of, group = weakly(self._projection), bucket.group
+
         def size(p: Tensor) -> int:
-            q = self._projection(p, bucket.group)
+            q: Projection | None = projection_of(p, group)
             return 0 if q is None else q.m * q.r
 
         dtype = specs["residual"].dtype
