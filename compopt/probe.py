@@ -23,7 +23,8 @@ from .activations import MeshRanks
 from .costmodel.fitting import fit
 from .costmodel.measure import measure_local, median_seconds
 
-SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 23)  # bytes of the messages that are timed
+# Bytes of the messages that are timed.
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 23)
 
 
 def measured() -> dict[str, Any]:
@@ -45,7 +46,8 @@ def measured() -> dict[str, Any]:
     messages = [torch.ones(nbytes // 4, dtype=torch.float32, device=device) for nbytes in SIZES]
     seconds = [median_seconds(functools.partial(ranks.sum, x), device) for x in messages]
     own = torch.tensor([*seconds, *measure_local()], dtype=torch.float64, device=device)
-    *agreed, memory, flops = (ranks.sum(own) / size).tolist()  # all ranks must print the same
+    # All ranks must print the same.
+    *agreed, memory, flops = (ranks.sum(own) / size).tolist()
     points = [
         {"bytes": 2 * (size - 1) / size * x.nbytes, "messages": 2.0 * (size - 1)} for x in messages
     ]

@@ -20,7 +20,8 @@ BLOCK = 4096 if INTERPRETED else 1024
 # Numbers in front of the table that hold for all its rows.
 HEAD = 10
 HEAD_ = tl.constexpr(HEAD)
-N = tl.constexpr(0)  # the field of a row that says how many elements the tensor has
+# The field of a row that says how many elements the tensor has.
+N = tl.constexpr(0)
 # What kernels call. The interpreter would set up the whole language anew at every call of a jitted
 # function.
 inlined = (lambda function: function) if INTERPRETED else triton.jit

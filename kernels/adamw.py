@@ -51,15 +51,8 @@ class AdamWRow(NamedTuple):
     public: Tensor | None = None
 
 
-WHOLE = (
-    "w",
-    "m",
-    "v",
-    "residual",
-    "grad",
-    "score",
-    "public",
-)  # read or written from one end to the other
+# Read or written from one end to the other.
+WHOLE = ("w", "m", "v", "residual", "grad", "score", "public")
 FIELDS = tl.constexpr(len(AdamWRow._fields))
 BITS, VALUES, W, M, V, STEP, UPDATE, RESIDUAL, GRAD, SCORE, PUBLIC = (
     tl.constexpr(f) for f in range(1, 12)

@@ -34,7 +34,8 @@ def _compact(
     chosen = selected(row, BITS, i, there)
     add = read(row, ADD, i, chosen == 1, ST)
     write(row, OUT, rank(chosen, starts, block), chosen == 1, sign * g + scale * add, OT)
-    bad = tl.sum((g - g != 0).to(tl.int32), 0)  # inf - inf and NaN - NaN are NaN
+    # inf - inf and NaN - NaN are NaN.
+    bad = tl.sum((g - g != 0).to(tl.int32), 0)
     write(
         row,
         MARK,

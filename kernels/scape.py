@@ -55,7 +55,8 @@ class ScapeRow(NamedTuple):
     end: int = 0
 
 
-WHOLE = ("w", "residual", "grad", "public")  # read or written from one end to the other
+# Read or written from one end to the other.
+WHOLE = ("w", "residual", "grad", "public")
 FIELDS = tl.constexpr(len(ScapeRow._fields))
 BITS, HELD, OLD, VALUES, W, M, STEP, UPDATE, RESIDUAL, GRAD, PUBLIC, X, BEGIN, END = (
     tl.constexpr(f) for f in range(1, 15)

@@ -19,13 +19,11 @@ from torch import Tensor
 from ._blocks import HEAD, HEAD_, TYPES, Blocks, inlined, on, own_block, rank, read, table, write
 from .pack_bits import to_bytes
 
-PASSES = (
-    (20, 11),
-    (9, 11),
-    (0, 9),
-)  # of a magnitude's 31 bits: the lowest that is looked at, and how many
+# Of a magnitude's 31 bits: the lowest that is looked at, and how many.
+PASSES = ((20, 11), (9, 11), (0, 9))
 BINS = 2048
-CHUNKS = 16  # blocks a program counts before it adds to the bins that all share
+# Blocks a program counts before it adds to the bins that all share.
+CHUNKS = 16
 
 
 class TopKRow(NamedTuple):
@@ -84,9 +82,8 @@ def _descend(prefix, wanted, bins, WIDTH: tl.constexpr):
     b = tl.arange(0, BINS_)
     counts, want = tl.load(bins + t.to(tl.int64) * BINS_ + b), tl.load(wanted + t)
     at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    chosen = tl.minimum(
-        tl.sum((at_least >= want).to(tl.int32), 0) - 1, (1 << WIDTH) - 1
-    )  # the highest, where none is
+    # The highest, where none is.
+    chosen = tl.minimum(tl.sum((at_least >= want).to(tl.int32), 0) - 1, (1 << WIDTH) - 1)
     tl.store(wanted + t, want - tl.sum(tl.where(b > chosen, counts, 0), 0))
     tl.store(prefix + t, (tl.load(prefix + t) << WIDTH) + chosen)
 

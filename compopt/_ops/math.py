@@ -246,7 +246,8 @@ def one_thread() -> Iterator[None]:
     if threads == 1:
         yield
         return
-    torch.set_num_threads(1)  # of the calling thread
+    # Of the calling thread.
+    torch.set_num_threads(1)
     try:
         yield
     finally:

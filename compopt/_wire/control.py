@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-Words = list[float] | Tensor  # a tensor: known on the device only, and not worth waiting for
+# A tensor: known on the device only, and not worth waiting for.
+Words = list[float] | Tensor
 
 
 class Control:

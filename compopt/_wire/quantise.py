@@ -20,11 +20,15 @@ from torch import Tensor
 
 from .scratch import Scratch
 
-ROW = 128  # values that share a scale: 4 bytes of it are 3 % of theirs
+# Values that share a scale: 4 bytes of it are 3 % of theirs.
+ROW = 128
 LARGEST = 127.0
-SMALLEST = torch.finfo(torch.float32).tiny  # of scales: 1 / scale is finite
-TABLE = 65536  # numbers u, one of each 65536th
-BLOCK = TABLE // ROW  # rows at a time: they stay in a core's cache from one pass to the next
+# Of scales: 1 / scale is finite.
+SMALLEST = torch.finfo(torch.float32).tiny
+# Numbers u, one of each 65536th.
+TABLE = 65536
+# Rows at a time: they stay in a core's cache from one pass to the next.
+BLOCK = TABLE // ROW
 
 
 class Piece(NamedTuple):
@@ -172,7 +176,8 @@ def quantise(
         t = scratch("block", x_.numel(), x.dtype, x.device).view(x_.shape)
         largest = torch.abs(x_, out=t).amax(1)
         scale.copy_(largest.div_(LARGEST).masked_fill_(largest < SMALLEST, 0))
-        scale.add_(scale - scale)  # inf becomes NaN
+        # inf becomes NaN.
+        scale.add_(scale - scale)
         unit = scale.to(x.dtype).unsqueeze(1)
         at = (place + 40503 * number) % TABLE
         torch.mul(x_, torch.where(unit > 0, 1 / unit, 0), out=t)

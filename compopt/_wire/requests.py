@@ -16,7 +16,8 @@ from torch import Tensor
 from .quantise import wire_bytes
 from .scratch import Scratch
 
-BLOCK = 131072  # values rounded at a time: they stay in a core's cache
+# Values rounded at a time: they stay in a core's cache.
+BLOCK = 131072
 
 
 class Payload:

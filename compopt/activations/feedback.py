@@ -21,7 +21,8 @@ class ErrorFeedback(Compressor):
         self.codec = codec
         self.summable, self.straight_through = codec.summable, codec.straight_through
         self.gradient_bits = codec.gradient_bits
-        self._error: Tensor | None = None  # of other tokens: not worth a place in a checkpoint
+        # Of other tokens: not worth a place in a checkpoint.
+        self._error: Tensor | None = None
         self._replay: Replay[Tensor | None] = Replay()
 
     def extra_repr(self) -> str:

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from .codecs import Compressor
 
-IN_FLIGHT = 3  # one that nobody asked for, one on its way, one being made
-NUMBERS = 128  # that bfloat16 holds exactly
+# One that nobody asked for, one on its way, one being made.
+IN_FLIGHT = 3
+# That bfloat16 holds exactly.
+NUMBERS = 128
 
 
 class Pair:
@@ -36,10 +38,12 @@ class Pair:
         self.group, self.codec = group, codec
         self.other = dist.get_global_rank(group, 1 - dist.get_rank(group))
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
-        self._number = 0  # of the next gradient
+        # Of the next gradient.
+        self._number = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> Pair:
-        return self  # a process group cannot be copied
+        # A process group cannot be copied.
+        return self
 
     def send(self, gradient: Tensor) -> int:
         """Start sending; returns the gradient's number."""

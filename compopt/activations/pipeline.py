@@ -44,7 +44,8 @@ class _Boundary(nn.Module):
     Its state-dict keys are the stage's own, with those of the compressor beside them.
     """
 
-    codec = ""  # the compressor's name in the state dict
+    # The compressor's name in the state dict.
+    codec = ""
 
     def __init__(self, stage: nn.Module, compressor: Compressor, pair: ProcessGroup | None) -> None:
         if not isinstance(compressor, Compressor):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MEMORY_SHARE = 0.75  # of the peak bytes a second that elementwise passes reach
-PRODUCT_SHARE = 0.5  # of the peak operations a second that thin matrix products reach
+# Of the peak bytes a second that elementwise passes reach.
+MEMORY_SHARE = 0.75
+# Of the peak operations a second that thin matrix products reach.
+PRODUCT_SHARE = 0.5
 
 
 @dataclass(frozen=True)

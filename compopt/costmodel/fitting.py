@@ -71,7 +71,8 @@ def _non_negative(table: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Least squares with coefficients >= 0: the most negative one leaves until none is (few
     features: good enough).
     """
-    scale = table.abs().amax(0).clamp_min(1e-300)  # features differ by 15 orders of magnitude
+    # Features differ by 15 orders of magnitude.
+    scale = table.abs().amax(0).clamp_min(1e-300)
     kept = list(range(table.shape[1]))
     solution = torch.zeros(table.shape[1], dtype=table.dtype)
     while kept:

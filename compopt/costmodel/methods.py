@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-FLOAT = 4  # gradients, payloads and optimizer state are fp32
-TOP_K = 25 * FLOAT  # bytes an element that torch.topk costs on a CPU: 18 to 32 passes
+# Gradients, payloads and optimizer state are fp32.
+FLOAT = 4
+# Bytes an element that torch.topk costs on a CPU: 18 to 32 passes.
+TOP_K = 25 * FLOAT
 # bytes an element that PyTorch's operators move for a sampled threshold: flags, words, positions
 THRESHOLD = 60
 
@@ -142,7 +144,8 @@ def _separate(work: Workload, ranks: int, ratio: int = 16) -> Cost:
     return Cost(
         reduced=FLOAT * (n / ratio + rest),
         state=8 * work.parameters + 4 * n,
-        traffic=40 * n,  # h = g + e, three reads or writes of h and hhat, e, ghat
+        # h = g + e, three reads or writes of h and hhat, e, ghat.
+        traffic=40 * n,
         flops=6 * n * work.side / ratio,
     )
 
@@ -153,15 +156,18 @@ def _tracked(work: Workload, ranks: int, rank: int = 16) -> Cost:
     return Cost(
         reduced=(1 + FLOAT / 128) * (rank * work.perimeter + rest),
         state=8 * work.parameters + 4 * n + FLOAT * rank * work.perimeter / 2,
-        traffic=48 * n,  # h = g + e twice, ghat, e and what rounding dropped
+        # h = g + e twice, ghat, e and what rounding dropped.
+        traffic=48 * n,
         flops=8 * n * rank
-        + 2 * rank**2 * work.perimeter,  # four products, and two orthonormal bases
+        # Four products, and two orthonormal bases.
+        + 2 * rank**2 * work.perimeter,
     )
 
 
 def _tagc(work: Workload, ranks: int, sparsity: float = 0.9875, width: int = FLOAT) -> Cost:
     n, rest = work.parameters * work.large, work.parameters * (1 - work.large)
-    union = 1 - sparsity**ranks  # independent choices: the worst case
+    # Independent choices: the worst case.
+    union = 1 - sparsity**ranks
     # Payload and the rest are reduced to their owners, bitmaps go there and back, parameters are
     # gathered.
     return Cost(
