@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 # Options that may change from step to step without a word: they change no message's length.
 FREE = {"step", "lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
 
+# Most options are of these types. Whether a value is a number of another kind takes ten times as
+# long to tell, and every step looks at every option.
+PLAIN = {type(None), bool, int, float, str}
+
 
 def settings_of(engine: Engine) -> list[Any]:
     """Its class, the options of its groups, its back end."""
@@ -38,7 +42,7 @@ def settings_of(engine: Engine) -> list[Any]:
 
 def structure_of(engine: Engine) -> str:
     """The options that decide what is sent, and so the lengths of messages."""
-    known = sorted(engine.face._known_options - FREE)
+    known = engine.face._known_options - FREE
     return repr([known_of(group, known) for group in engine.option_groups])
 
 
@@ -51,7 +55,7 @@ def plain(value: object) -> object:
     """Numbers, text and tuples of them, whose ``repr`` is the same wherever ``value`` means the
     same.
     """
-    if value is None or isinstance(value, bool | str):
+    if type(value) in PLAIN or isinstance(value, str):
         return value
     if hasattr(value, "tolist"):  # tensors, and what is NumPy's
         return plain(value.tolist())
