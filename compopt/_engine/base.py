@@ -1,7 +1,7 @@
 """What every optimizer here shares with torch.optim: groups, closure, hooks, state, checkpoints.
 
-A class says which state it keeps (``state_specs``), how one bucket steps (``algorithm``), and
-checks its options (``check_group``). The rest is the engine's."""
+What differs between classes is in ``face``: which state one keeps (``state_specs``), how one bucket
+steps (``algorithm``), its options (``check_group``). The rest is the engine's."""
 
 from __future__ import annotations
 
@@ -13,45 +13,26 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._ops.ops import Ops
-from .._state.buckets import Bucket, is_compressed
-from .._state.layouts import Dense, Layout, Sharded
+from .._state.buckets import Bucket
 from .._wire.comm import Comm, Pending, ProcessGroup
-from .._wire.requests import Asking
 from . import recovery, stepping
 from .engine import Engine
-from .face import Group
+from .face import Face, Group
 from .runtime import Runtime
 from .saving import Saving
-from .settings import settings_of
 from .stats import Stats
-from .verdicts import Verdict
 from .when import OPTIONS
 
 # told of every new optimizer (integrations.ddp listens)
 constructed: list[Callable[[CompressedOptimizer], None]] = []
 
 
-class CompressedOptimizer(Saving, Optimizer):
+class CompressedOptimizer(Saving, Optimizer, Face):
     """Base of the optimizers that average their own gradients, compressed.
 
     A step is all or nothing: when any rank has a non-finite gradient all ranks skip it, and when a
     collective fails :class:`CommunicationError` is raised; parameters, state and step counts are
     then as they were."""
-
-    # per-rank state of which only the mean over ranks ever matters
-    averaged_state: tuple[str, ...] = ()
-    # masks that the next step chooses anew where they are lost (all zero)
-    chosen_state: tuple[str, ...] = ()
-    # each rank keeps state of its own shard only, and parameters are gathered in the step
-    sharded = False
-    # though state is sharded: every rank updates all masters
-    whole_masters = False
-    # what of the state lives in host memory: "residual", "all" (masters too), or nothing
-    offload: str | None = None
-    # steps skipped in a row after which step() raises; set it on the optimizer to change it
-    max_skipped = 100
-    # every so many steps a checksum of the parameters rides in the payload; 0: never
-    check_replicas_every = 0
 
     def __init__(
         self,
@@ -71,80 +52,6 @@ class CompressedOptimizer(Saving, Optimizer):
     def _check_defaults(self, defaults: dict[str, Any]) -> None:
         """Bad options are told before bad parameters, as torch does."""
         self.check_group({**defaults, "params": []})
-
-    # What a class supplies
-
-    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        raise NotImplementedError
-
-    def algorithm(self, bucket: Bucket) -> Asking[None]:
-        raise NotImplementedError
-
-    def check_group(self, group: Group) -> None:
-        raise NotImplementedError
-
-    def is_compressed(self, p: Tensor, group: Group, name: str) -> bool:
-        """Whether ``p`` is compressed: what its group says, else matrices and larger of at least
-        4096 elements.
-        """
-        return is_compressed(p, group)
-
-    def before_layout(self) -> None:
-        """Called before buckets and state are laid out, at first and whenever groups, ranks or a
-        checkpoint come.
-        """
-
-    def after_layout(self) -> None:
-        """Called when they are laid out."""
-
-    def restore(self, bucket: Bucket) -> None:
-        """Rebuild what ``bucket.cache`` derives from state, after it was set from outside."""
-
-    def tidy(self, bucket: Bucket) -> None:
-        """Bring state that is kept in a cheaper form during training to what it means, before it is
-        read.
-        """
-
-    def before_exchange(self) -> None:
-        """Called at the start of a step, when the gradients are what will be sent."""
-
-    def committed(self) -> None:
-        """Called when all buckets have committed a step, before it is counted."""
-
-    def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
-        """``stats`` of the step that has just ended, with more where a class knows more."""
-        return stats
-
-    def gave_way(self) -> None:
-        """Called when all ranks go on with PyTorch's operators."""
-
-    @property
-    def _option_groups(self) -> list[Group]:
-        """The groups that hold the options of this class: ``param_groups``, unless it wraps another
-        optimizer's.
-        """
-        return self.param_groups
-
-    @property
-    def _known_options(self) -> set[str]:
-        """The names of these options.
-
-        Whatever else a group holds is the user's, and nothing here looks at it.
-        """
-        return set(self.defaults)
-
-    def _settings(self) -> list[Any]:
-        """What must be the same on all ranks, step for step; more of it where a class has more."""
-        return settings_of(self._engine)
-
-    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
-        """The state of a bucket's tensors: the class's, and masters of low precision."""
-        low = bucket.dtype.itemsize < 4
-        specs = self.state_specs(torch.float32 if low else bucket.dtype)
-        if not low:
-            return specs
-        layout = Sharded if self.sharded and not self.whole_masters else Dense
-        return {**specs, "master": layout(torch.float32)}
 
     # Stepping
 

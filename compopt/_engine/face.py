@@ -1,76 +1,128 @@
-"""What the engine asks of the optimizer that it drives."""
+"""What the engine asks of the optimizer that it drives.
+
+A class of optimizers says which state it keeps (``state_specs``), how one bucket steps
+(``algorithm``), and checks its options (``check_group``). All else has a default."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any, Protocol
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket
-from .._state.layouts import Layout
+from .._state.buckets import Bucket, is_compressed
+from .._state.layouts import Dense, Layout, Sharded
 from .._wire.requests import Asking
+from .settings import settings_of
 from .stats import Stats
 from .verdicts import Verdict
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 Group = dict[str, Any]  # one of torch's parameter groups: "params", and options by name
 
 
-class Face(Protocol):
-    """Torch's groups and state, and what a class of optimizers says of itself.
+class Face:
+    """What a class of optimizers says of itself; beside it torch's groups and state."""
 
-    ``CompressedOptimizer`` has a default for all of it but ``algorithm``, ``state_specs`` and
-    ``check_group``; what each means is said there."""
+    _engine: Engine
+    defaults: dict[str, Any]
+    param_groups: list[Group]
+    state: defaultdict[Tensor, Any]
 
-    averaged_state: tuple[str, ...]
-    chosen_state: tuple[str, ...]
-    sharded: bool
-    whole_masters: bool
-    offload: str | None
-    max_skipped: int
-    check_replicas_every: int
+    # per-rank state of which only the mean over ranks ever matters
+    averaged_state: tuple[str, ...] = ()
+    # masks that the next step chooses anew where they are lost (all zero)
+    chosen_state: tuple[str, ...] = ()
+    # each rank keeps state of its own shard only, and parameters are gathered in the step
+    sharded = False
+    # though state is sharded: every rank updates all masters
+    whole_masters = False
+    # what of the state lives in host memory: "residual", "all" (masters too), or nothing
+    offload: str | None = None
+    # steps skipped in a row after which step() raises; set it on the optimizer to change it
+    max_skipped = 100
+    # every so many steps a checksum of the parameters rides in the payload; 0: never
+    check_replicas_every = 0
+
+    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+        raise NotImplementedError
+
+    def algorithm(self, bucket: Bucket) -> Asking[None]:
+        raise NotImplementedError
+
+    def check_group(self, group: Group) -> None:
+        raise NotImplementedError
+
+    def is_compressed(self, p: Tensor, group: Group, name: str) -> bool:
+        """Whether ``p`` is compressed: what its group says, else matrices and larger of at least
+        4096 elements.
+        """
+        return is_compressed(p, group)
+
+    def before_layout(self) -> None:
+        """Called before buckets and state are laid out, at first and whenever groups, ranks or a
+        checkpoint come.
+        """
+
+    def after_layout(self) -> None:
+        """Called when they are laid out."""
+
+    def restore(self, bucket: Bucket) -> None:
+        """Rebuild what ``bucket.cache`` derives from state, after it was set from outside."""
+
+    def tidy(self, bucket: Bucket) -> None:
+        """Bring state that is kept in a cheaper form during training to what it means, before it is
+        read.
+        """
+
+    def before_exchange(self) -> None:
+        """Called at the start of a step, when the gradients are what will be sent."""
+
+    def committed(self) -> None:
+        """Called when all buckets have committed a step, before it is counted."""
+
+    def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
+        """``stats`` of the step that has just ended, with more where a class knows more."""
+        return stats
+
+    def gave_way(self) -> None:
+        """Called when all ranks go on with PyTorch's operators."""
 
     @property
-    def param_groups(self) -> list[Group]: ...
+    def _option_groups(self) -> list[Group]:
+        """The groups that hold the options of this class: ``param_groups``, unless it wraps another
+        optimizer's.
+        """
+        return self.param_groups
 
     @property
-    def state(self) -> MutableMapping[Tensor, Any]: ...
+    def _known_options(self) -> set[str]:
+        """The names of these options.
 
-    @property
-    def _option_groups(self) -> list[Group]: ...
+        Whatever else a group holds is the user's, and nothing here looks at it.
+        """
+        return set(self.defaults)
 
-    @property
-    def _known_options(self) -> set[str]: ...
+    def _settings(self) -> list[Any]:
+        """What must be the same on all ranks, step for step; more of it where a class has more."""
+        return settings_of(self._engine)
 
-    def algorithm(self, bucket: Bucket) -> Asking[None]: ...
+    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
+        """The state of a bucket's tensors: the class's, and masters of low precision."""
+        low = bucket.dtype.itemsize < 4
+        specs = self.state_specs(torch.float32 if low else bucket.dtype)
+        if not low:
+            return specs
+        layout = Sharded if self.sharded and not self.whole_masters else Dense
+        return {**specs, "master": layout(torch.float32)}
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]: ...
+    # Torch's
 
-    def _specs(self, bucket: Bucket) -> dict[str, Layout]: ...
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
 
-    def _settings(self) -> list[Any]: ...
-
-    def check_group(self, group: Group) -> None: ...
-
-    def is_compressed(self, p: Tensor, group: Group, name: str) -> bool: ...
-
-    def before_layout(self) -> None: ...
-
-    def after_layout(self) -> None: ...
-
-    def restore(self, bucket: Bucket) -> None: ...
-
-    def tidy(self, bucket: Bucket) -> None: ...
-
-    def before_exchange(self) -> None: ...
-
-    def committed(self) -> None: ...
-
-    def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats: ...
-
-    def gave_way(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError
