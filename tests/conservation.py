@@ -17,7 +17,7 @@ import torch
 from table import Case
 from torch import Tensor
 
-from compopt._lowrank.projecting import resets
+from compopt._lowrank.options import forgets
 
 Optimizers = list[torch.optim.Optimizer]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}  # of what ``Ledger.check`` returns
@@ -97,7 +97,7 @@ class Ledger:
 
     def _sides(self, n: int, group: dict, adam: dict, m_: Tensor, r_: Tensor, rounds: bool) -> tuple[Tensor, Tensor]:
         m, r, g, weight = self.m[n], self.r[n], self.g[n], self.weights[n]
-        reset = "reset_interval" in group and resets(group, group["step"])
+        reset = "reset_interval" in group and forgets(group, group["step"])
         if g is None:  # no rank had a gradient
             return torch.stack([m_, r_]), torch.stack([m, r * (not reset)])
         beta, sign = adam["betas"][0], -1 if adam["maximize"] else 1

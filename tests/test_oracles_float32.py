@@ -19,7 +19,8 @@ from table import CASES
 from torch import Tensor
 
 import compopt
-from compopt._lowrank.projections import Matrices, projection
+from compopt._lowrank.matrices import Matrices
+from compopt._lowrank.projections import projection
 
 LARGE = [(260, 512), (80,), (260, 512)]  # of 133,120 elements: two ranks own, and select in, one each
 SMALL = [(64, 64), (80,), (64, 64)]  # for Triton's interpreter
@@ -70,8 +71,9 @@ def separate(start: list[Tensor], optimizers: list, options: dict[str, Any]):
 
 def tracked(start: list[Tensor], optimizers: list, options: dict[str, Any]):
     (bucket,) = optimizers[0]._buckets
-    bases = [None if Q is None else Q.double() for Q in optimizers[0].exchange(bucket).bases][::-1]
-    return PowerSGDOracle([w.clone() for w in start], len(optimizers), adamw, lambda i: bases[i])
+    tracked = optimizers[0].projections(bucket).tracked
+    bases = {len(start) - 1 - i: tensor.Q.double() for i, tensor in tracked.items()}
+    return PowerSGDOracle([w.clone() for w in start], len(optimizers), adamw, bases.get)
 
 
 def adamw(params: list[Tensor]) -> torch.optim.Optimizer:

@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compopt._lowrank.projections import (
-    KINDS,
-    Matrices,
-    gaussian_quantiles,
-    is_sharded,
-    least_beta,
-    projection,
-    variance,
-)
+from compopt._lowrank.kinds import KINDS, variance
+from compopt._lowrank.matrices import Matrices, gaussian_quantiles
+from compopt._lowrank.projections import is_sharded, projection
 from compopt._state.buckets import Bucket
 
 
@@ -142,7 +136,7 @@ def test_auto_is_the_most_stable_beta(kind, ratio):
     def growth(beta: float) -> float:
         return beta**2 + (1 - beta) ** 2 * w
 
-    assert least_beta(q) <= q.beta
+    assert q.least_beta <= q.beta
     if kind == "gaussian":
         assert growth(q.beta) < min(growth(q.beta - 0.01), growth(q.beta + 0.01)) and growth(q.beta) < 1
-        assert growth(least_beta(q)) == pytest.approx(1)
+        assert growth(q.least_beta) == pytest.approx(1)

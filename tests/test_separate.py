@@ -14,7 +14,8 @@ from ranks import run_ranks
 from torch import nn
 
 import compopt
-from compopt._lowrank.projections import Matrices, projection
+from compopt._lowrank.matrices import Matrices
+from compopt._lowrank.projections import projection
 
 ADAM = dict(lr=3e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
 BASES = {

@@ -36,7 +36,7 @@ def test_the_seed_decides_about_the_matrices_and_nothing_else_does():
 
 @pytest.mark.parametrize("projection", ["gaussian", "orthonormal"])
 def test_matrices_are_other_ones_in_every_step_and_for_every_tensor(projection):
-    from compopt._lowrank.projections import Matrices
+    from compopt._lowrank.matrices import Matrices
     from compopt._lowrank.projections import projection as plan_of
 
     q = plan_of((64, 80), False, 16, projection, "auto", 4)

@@ -20,89 +20,66 @@ of P differ in size by singular values, not by their squares, and int8 keeps the
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from .._ops.ops import Ops
 from .._state.buckets import Bucket
 from .._wire.requests import AllReduceMean, Asking, Payload
-from .projections import Plan, columns_of, scaled_sum
+from .orthonormal import orthonormal
+from .sent import Projected, multiply
 
-Matrices = list[Tensor | None]
+
+@dataclass
+class Tracked(Projected):
+    """A tensor that is projected on columns which follow its gradient."""
+
+    Q: Tensor  # what the step before left, (m, r)
+
+    @property
+    def first_length(self) -> int:
+        """Of P, on the wire."""
+        return self.q.d * self.q.r
+
+    def P(self, part: Tensor) -> Tensor:
+        """A part of the first payload as a (d, r) matrix.
+
+        By columns: values of one size follow each other."""
+        return part.view(self.q.r, self.q.d).t()
 
 
 def track(
-    bucket: Bucket,
-    ops: Ops,
-    grads: list[Tensor | None],
-    plan: Plan,
-    bases: Matrices,
-    clipped: float,
-) -> Asking[tuple[Matrices, Payload | None]]:
-    """Lines 1 and 2: for each tensor that is tracked its R, (d, r); and the payload whose header is
-    agreed already.
+    bucket: Bucket, ops: Ops, grads: list[Tensor | None], tracked: dict[int, Tracked]
+) -> Asking[Payload]:
+    """Lines 1 and 2: R for each of these tensors of the bucket, by their numbers.
 
-    ``bases``: Q of these tensors, None for others. Nothing is exchanged where there are none.
-    """
-    if all(Q is None for Q in bases):
-        return [None] * len(plan), None
-    lengths = [0 if Q is None else q.d * q.r for q, Q in zip(plan, bases, strict=True)]
+    Returns the payload, whose header all ranks have agreed on."""
+    lengths = [0] * len(bucket.params)
+    for i, tensor in tracked.items():
+        lengths[i] = tensor.first_length
     payload = bucket.payload(lengths, bucket.group["payload_dtype"], use=1)
     ops.mark(payload, grads)
-    for i, (q, Q) in enumerate(zip(plan, bases, strict=True)):
-        if Q is not None:
-            h = q.matrix(scaled_sum(bucket.state["residual"][i], grads[i], clipped, ops)).t()
-            out = (
-                payload.exact[i].view(q.r, q.d).t()
-            )  # by columns: values of one size follow each other
-            if out.dtype == h.dtype:
-                torch.mm(h, Q, out=out)
-            else:
-                out.copy_(h @ Q)
-    mean = yield AllReduceMean(payload.round(), more=True)
-    wide = [
-        None if Q is None else part.view(q.r, q.d).t().to(Q.dtype)
-        for part, q, Q in zip(mean.parts, plan, bases, strict=True)
-    ]
-    return orthonormal(wide), mean
+    for i, tensor in tracked.items():
+        multiply(tensor.h().t(), tensor.Q, out=tensor.P(payload.exact[i]))
+    mean: Payload = yield AllReduceMean(payload.round(), more=True)  # line 1
+    P = [tensor.P(mean.parts[i]).to(tensor.Q.dtype) for i, tensor in tracked.items()]
+    for tensor, R in zip(tracked.values(), orthonormal(P), strict=True):  # line 2
+        tensor.R = R
+    return mean
 
 
-def orthonormal(matrices: Matrices) -> Matrices:
-    """Orthonormal columns that span each matrix's, those of equal shape found together. Zeros give
-    unit vectors.
-
-    In float32 at least. Every rank finds its own, of equal matrices, so they must be equal to the
-    bit."""
-    found: Matrices = [None] * len(matrices)
-    for shape in {matrix.shape for matrix in matrices if matrix is not None}:
-        same = [
-            i for i, matrix in enumerate(matrices) if matrix is not None and matrix.shape == shape
-        ]
-        stacked = torch.stack([matrices[i] for i in same])
-        for i, Q in zip(same, columns_of(stacked), strict=True):
-            found[i] = Q
-    return found
+def next_bases(tracked: dict[int, Tracked], mean: Payload) -> list[Tensor]:
+    """Line 5: the next Q of each."""
+    return orthonormal([tensor.q.of_part(mean.parts[i]) for i, tensor in tracked.items()])
 
 
-def join(some: list[Tensor | None], others: list[Tensor | None]) -> list[Tensor | None]:
-    """The tracked matrices, and for other tensors the drawn ones."""
-    return [b if a is None else a for a, b in zip(some, others, strict=True)]
-
-
-def followed(plan: Plan, mean: Payload) -> Matrices:
-    """Line 5: the next Q of each tensor that is tracked."""
-    tracked = [q is not None and q.kind == "tracked" for q in plan]
-    return orthonormal(
-        [
-            q.of_part(part) if yes else None
-            for q, part, yes in zip(plan, mean.parts, tracked, strict=False)
-        ]
-    )
-
-
-def follow(bucket: Bucket, new: Matrices, present: list[bool]) -> None:
-    """Keep the next Q of the tensors that have had a gradient."""
-    for i, (Q, here) in enumerate(zip(new, present, strict=True)):
-        if Q is not None and here:
+def follow(
+    bucket: Bucket, tracked: dict[int, Tracked], bases: list[Tensor], present: list[int]
+) -> None:
+    """Keep the next Q of those that have had a gradient."""
+    here = set(present)
+    for i, Q in zip(tracked, bases, strict=True):
+        if i in here:
             bucket.state["basis"][i].view(Q.shape).copy_(Q)
             bucket.cache["warm"][i] = True

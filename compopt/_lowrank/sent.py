@@ -1,0 +1,163 @@
+"""How one tensor is sent at one step: projected, or whole. Both answer to the same calls.
+
+A part of a payload is what is sent of the tensor, or after averaging what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .._ops.ops import Ops
+from .._wire.requests import Payload
+from .projections import Projection
+
+
+@dataclass
+class Whole:
+    """A tensor whose gradient is averaged as it is.
+
+    ``e`` is what an earlier step, projected or rounded, has left of it: None where nothing ever is.
+    ``owed``: it may be other than 0; ``sends``: and what it holds is worth sending."""
+
+    g: Tensor | None
+    e: Tensor | None
+    clipped: float
+    length: int
+    owed: bool
+    sends: bool
+
+    def write(self, part: Tensor) -> None:
+        """Into its part of the message."""
+        if self.g is None:
+            part.zero_()
+        else:
+            part.copy_(self.g.reshape(-1)).mul_(self.clipped)
+        if self.e is not None and self.sends:
+            part.add_(self.e.view(-1))
+
+    def cosine(self, part: Tensor) -> Tensor | float:
+        return 0.0
+
+    def keep(self, part: Tensor) -> None:
+        """Nothing of this rank's own part is needed later."""
+
+    def square(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """|ghat|^2."""
+        return part.to(dtype).square().sum()
+
+    def average_in(self, part: Tensor) -> Tensor | None:
+        """Where the averaged gradient is already."""
+        return part
+
+    def reconstruct(self, part: Tensor, factor: float, ghat: Tensor) -> Tensor:
+        """``factor`` times the averaged gradient, into ``ghat``, where it may be already."""
+        if ghat.data_ptr() != part.data_ptr():
+            ghat.view(-1).copy_(part)
+        return ghat.mul_(factor) if factor != 1 else ghat
+
+    def feed_back(self, mean: Payload, i: int) -> None:
+        """All has been sent, or was the noise of an unbiased projection, which owes nothing: there
+        remains what rounding took off.
+        """
+        if self.e is None:
+            return
+        if mean.dropped is not None:
+            self.e.view(-1).copy_(mean.dropped_parts[i])
+        elif self.owed:
+            self.e.zero_()
+
+
+@dataclass
+class Projected:
+    """A tensor of which p_n = h_n R is averaged: SEPARATE's lines for one matrix."""
+
+    g: Tensor | None
+    e: Tensor
+    clipped: float
+    q: Projection
+    ops: Ops
+    R: Tensor = field(init=False)  # of line 2; drawn anew wherever it is used
+    p: Tensor = field(init=False)  # this rank's, to be subtracted from its error
+    gram: Tensor = field(init=False)  # R^T R
+
+    @property
+    def length(self) -> int:
+        return self.q.m * self.q.r
+
+    def h(self) -> Tensor:
+        """Line 1, as an (m, d) matrix. Scratch memory."""
+        e, g = self.e, self.g
+        h = self.ops.scratch(e, e.numel()).view(e.shape)
+        if g is None:
+            h.copy_(e)
+        else:
+            torch.add(e, g, alpha=self.clipped, out=h)
+        return self.q.matrix(h)
+
+    def write(self, part: Tensor) -> None:
+        """Line 2, into its part of the message."""
+        multiply(self.h(), self.R, out=self.q.of_part(part))
+
+    def cosine(self, part: Tensor) -> Tensor | float:
+        """Between this rank's gradient and the reconstruction of what it sends."""
+        q, R = self.q, self.R
+        if self.g is None:
+            return 0.0
+        g = q.matrix(self.g.contiguous()).to(R.dtype)
+        ghat = q.of_part(part).to(R.dtype) @ R.t()
+        lengths = torch.linalg.vector_norm(g) * torch.linalg.vector_norm(ghat)
+        cosine: Tensor = (g * ghat).sum() / lengths.clamp_min(torch.finfo(R.dtype).tiny)
+        return cosine
+
+    def keep(self, part: Tensor) -> None:
+        """What is needed when the payload is the mean of all ranks', and R holds other numbers."""
+        self.p = part.clone()
+        self.gram = self.R.t() @ self.R
+
+    def square(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """|ghat|^2, without reconstructing: |p R^T|^2 is the sum of (p R^T R) * p."""
+        p = self.q.of_part(part).to(dtype) * self.q.scale
+        return (p @ self.gram.to(dtype)).mul_(p).sum()
+
+    def average_in(self, part: Tensor) -> Tensor | None:
+        """Nowhere yet."""
+        return None
+
+    def reconstruct(self, part: Tensor, factor: float, ghat: Tensor) -> Tensor:
+        """Line 4, times ``factor``, into ``ghat``."""
+        q, R = self.q, self.R
+        p = q.of_part(part).to(R.dtype) * (q.scale * factor)
+        if ghat.dtype == R.dtype:
+            torch.mm(p, R.t(), out=q.matrix(ghat))
+            return ghat
+        exact = self.ops.scratch(R, ghat.numel()).view(ghat.shape)
+        torch.mm(p, R.t(), out=q.matrix(exact))
+        return ghat.copy_(exact)
+
+    def feed_back(self, mean: Payload, i: int) -> None:
+        """Line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
+
+        p is what the others got of this rank: where it was rounded on its way, as int8, without
+        what that took off."""
+        e, g, q, R = self.e, self.g, self.q, self.R
+        if q.beta == 1:
+            return
+        if g is not None:
+            e.add_(g, alpha=(1 - q.beta) * self.clipped)
+        if mean.seed is not None:
+            self.p.sub_(mean.dropped_parts[i])
+        p = q.of_part(self.p).to(R.dtype)
+        q.matrix(e).addmm_(p, R.t(), alpha=-(1 - q.beta) * q.scale)
+
+
+Sent = Whole | Projected
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """The product of two matrices, into one of any dtype."""
+    if out.dtype == b.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(a @ b)

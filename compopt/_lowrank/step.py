@@ -1,0 +1,155 @@
+"""One bucket at one step: how each of its tensors is sent, and the message that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .._ops.math import one_thread
+from .._ops.ops import Ops, clip_factor
+from .._state.buckets import Bucket
+from .._wire.requests import Asking, Payload
+from .options import clips_average, forgets
+from .sent import Projected, Sent
+from .tracking import Tracked, follow, next_bases, track
+
+
+@dataclass
+class Projections:
+    """How one bucket is projected at one step.
+
+    ``tensors`` says how each tensor is sent, ``draw_matrices`` makes the random matrices of those
+    that are projected on such. ``clipped`` is the factor on the local gradient; ``sends``: tensors
+    sent whole take along what is owed of them. ``found`` takes the cosines of Algorithm 3, at a
+    step that adapts to them. ``alike``: the averaged gradient is clipped by the norm that each rank
+    finds, so it must not depend on the number of threads."""
+
+    bucket: Bucket
+    ops: Ops
+    tensors: list[Sent]
+    draw_matrices: Callable[[], list[Tensor | None]]
+    clipped: float
+    sends: bool
+    found: Callable[[dict[Tensor, float]], None] | None
+    alike: bool
+    agreed: Payload | None = None  # a payload before this one, whose header is the ranks' mean
+    bases: list[Tensor] = field(
+        default_factory=list
+    )  # what tracked tensors begin with the next time
+
+    @property
+    def projects(self) -> bool:
+        """Whether anything is projected."""
+        return any(isinstance(tensor, Projected) for tensor in self.tensors)
+
+    @property
+    def grads(self) -> list[Tensor | None]:
+        return [tensor.g for tensor in self.tensors]
+
+    @property
+    def phase(self) -> str:
+        return "projected" if self.projects else "dense"
+
+    @property
+    def tracked(self) -> dict[int, Tracked]:
+        pairs = enumerate(self.tensors)
+        return {i: tensor for i, tensor in pairs if isinstance(tensor, Tracked)}
+
+    def track(self) -> Asking[None]:
+        """Find the columns of what is tracked, by an exchange before."""
+        if self.tracked:
+            self.agreed = yield from track(self.bucket, self.ops, self.grads, self.tracked)
+
+    def draw(self) -> None:
+        """Line 2, R: valid until matrices of another bucket are drawn."""
+        for tensor, R in zip(self.tensors, self.draw_matrices(), strict=True):
+            if isinstance(tensor, Projected) and R is not None:
+                tensor.R = R
+
+    def pack(self) -> Payload:
+        """Lines 1 and 2: the bucket's message.
+
+        p of every projected tensor, the other gradients whole, the cosines if asked for."""
+        bucket, grads = self.bucket, self.grads
+        if not self.projects and self.clipped == 1:  # in one pass, where the back end has one
+            owed: list[Tensor | None] = [*bucket.state["residual"]]
+            return self.ops.pack(bucket, grads, add=owed if self.sends else None)
+        lengths = [tensor.length for tensor in self.tensors]
+        cosines = [len(lengths)] if self.found else []
+        payload = bucket.payload(lengths + cosines, bucket.group["payload_dtype"])
+        if self.agreed is None:
+            self.ops.mark(payload, grads)
+        else:
+            payload.header.copy_(self.agreed.header)
+            payload.control.copy_(self.agreed.control)
+        for i, tensor in enumerate(self.tensors):
+            tensor.write(payload.exact[i])
+            if self.found:
+                payload.exact[-1][i] = tensor.cosine(payload.exact[i])
+        return payload.round()
+
+    def keep(self, sent: Payload) -> None:
+        """What is needed of this rank's own message when it is the mean of all ranks'."""
+        with self.arithmetic():
+            for tensor, part in zip(self.tensors, sent.parts, strict=False):
+                tensor.keep(part)
+
+    def squared_norm(self, mean: Payload) -> Tensor | None:
+        """|ghat|^2 over the bucket; None where it is that of the payload."""
+        if not self.projects:
+            return None
+        with self.arithmetic():
+            fast = self._squared_norm(mean, torch.promote_types(mean.flat.dtype, torch.float32))
+            return fast if fast.isfinite() else self._squared_norm(mean, torch.float64)
+
+    def _squared_norm(self, mean: Payload, dtype: torch.dtype) -> Tensor:
+        squares = [mean.header.new_zeros((), dtype=dtype)]
+        for tensor, part in zip(self.tensors, mean.parts, strict=False):
+            squares.append(tensor.square(part, dtype))
+        return torch.stack(squares).sum()
+
+    def arithmetic(self) -> AbstractContextManager[None]:
+        return one_thread() if self.alike else nullcontext()
+
+    def find_bases(self, mean: Payload) -> None:
+        """What tracked tensors begin with the next time."""
+        self.bases = next_bases(self.tracked, mean)
+
+    # After all ranks have agreed
+
+    def factor(self, norm: float) -> float:
+        """That clips the averaged gradient, where it is clipped."""
+        h = self.bucket.group
+        return clip_factor(norm, h["max_grad_norm"]) if clips_average(h) else 1.0
+
+    def present(self, mean: Payload) -> list[int]:
+        """The tensors of which any rank has a gradient; this is a step more of each."""
+        steps = self.bucket.state["step"]
+        present = [i for i, here in enumerate(self.bucket.present(mean)) if here]
+        for i in present:
+            steps[i] += 1
+        return present
+
+    @property
+    def forgets(self) -> bool:
+        """Whether the errors are forgotten after this step."""
+        return forgets(self.bucket.group, self.bucket.group["step"] + 1)
+
+    def commit(self, mean: Payload, present: list[int]) -> None:
+        """What the next step begins with."""
+        bucket = self.bucket
+        follow(bucket, self.tracked, self.bases, present)
+        waits = len(present) < len(self.tensors)
+        bucket.cache["owes"] = self.projects or (bucket.owes and waits)
+        if self.found:
+            self.found(self._cosines(mean, present))
+
+    def _cosines(self, mean: Payload, present: list[int]) -> dict[Tensor, float]:
+        """The mean over ranks, of each projected tensor of which any has a gradient."""
+        params, cosines = self.bucket.params, mean.parts[-1].tolist()
+        projected = [i for i in present if isinstance(self.tensors[i], Projected)]
+        return {params[i]: cosines[i] for i in projected}

@@ -1,0 +1,209 @@
+"""An optimizer that averages gradients for another one: groups, steps and checkpoints of the two.
+
+``param_groups`` are the base's. The options of the wrapper's own class are in groups beside them,
+``_own_groups``, one for each."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .._engine.base import CompressedOptimizer
+from .._engine.settings import known_of
+from .._engine.when import OPTIONS
+from .._state.buckets import Bucket
+from .._state.layouts import Layout
+from .._wire.comm import ProcessGroup
+from .bases import Averages
+from .projecting import Group, Projecting
+
+# What a group of the base may say for its tensors.
+SAID = ("param_names", "compress", "ratio", "rank", "ef_beta")
+
+
+class Wrapping(Projecting):
+    """Steps ``base`` on averaged gradients."""
+
+    def __init__(self, base: Optimizer, options: Group, process_group: ProcessGroup | None):
+        check_base(base)
+        self.base = base
+        self._own_groups: list[Group] = []
+        self._own_defaults = dict(options, adapted=None, compress=None, step=0, **OPTIONS)
+        super().__init__(base.param_groups, base.defaults, process_group)
+
+    def _check_defaults(self, defaults: Group) -> None:
+        """These are the base's; ours are checked with each group."""
+
+    # Groups
+
+    @property
+    def param_groups(self) -> list[Group]:
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        """torch's constructor sets an empty list; the groups are the base's all the same."""
+
+    @property
+    def _option_groups(self) -> list[Group]:
+        return self._own_groups
+
+    @property
+    def _known_options(self) -> set[str]:
+        return set(self._own_defaults)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group to the base, and our options for it.
+
+        All ranks must do so at the same step.
+        """
+        new = all(param_group is not group for group in self.param_groups)
+        if new:
+            self.base.add_param_group(param_group)
+        try:
+            self._own_groups.append(
+                self._options_for(self.param_groups[-1] if new else param_group)
+            )
+        except (TypeError, ValueError):
+            if new:
+                self.param_groups.pop()
+            raise
+        self._lay_out(self._own_groups[-1])
+
+    def _options_for(self, group: Group) -> Group:
+        """Our options for a group of the base, checked."""
+        said = {name: group[name] for name in SAID if name in group}
+        own = {**self._own_defaults, **said, "params": group["params"]}
+        self._admit(own)
+        return own
+
+    def before_exchange(self) -> None:
+        for group in self.param_groups[len(self._own_groups) :]:
+            self.add_param_group(group)  # somebody gave it to the base
+        super().before_exchange()
+
+    def _settings(self) -> list[Any]:
+        base = [known_of(group, self.base.defaults) for group in self.base.param_groups]
+        return [*super()._settings(), {"base": type(self.base).__name__}, *base]
+
+    # State
+
+    def before_layout(self) -> None:
+        super().before_layout()
+        if isinstance(self.base, CompressedOptimizer):
+            self.base._engine.stand_alone()
+        self._averages = Averages()
+
+    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
+        specs = super()._specs(bucket)
+        specs.pop("master", None)  # parameters of low precision are the base's business
+        return specs
+
+    def gave_way(self) -> None:
+        if isinstance(self.base, CompressedOptimizer):
+            self.base._engine.give_way()
+
+    # Stepping
+
+    def committed(self) -> None:
+        """Step the base, once, on the averaged gradients."""
+        super().committed()
+        params = [p for group in self.param_groups for p in group["params"]]
+        with self._averages.as_gradients(params):
+            self.base.step()
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, of our own state and options, and the base's ``state_dict()`` under "base".
+
+        No communication.
+        """
+        saved = super().state_dict()
+        for packed, own in zip(saved["param_groups"], self._own_groups, strict=True):
+            places = packed["params"]
+            packed.clear()
+            packed.update({**own, "params": places, **self._signature(own)})
+        return {**saved, "base": self.base.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load both. A checkpoint without "base" is taken for the base's own: compression then
+        starts anew.
+
+        Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
+        """
+        groups = self._groups_of(state_dict)
+        self._groups_of(state_dict.get("base", state_dict))
+        if "base" not in state_dict:
+            check_of_base(state_dict, groups, type(self.base).__name__)
+        before = self.base.state_dict()
+        # torch's would share its tensors
+        self.base.load_state_dict(copy.deepcopy(state_dict.get("base", state_dict)))
+        if "base" not in state_dict:
+            self._begin_anew()
+            return
+        try:
+            super().load_state_dict(state_dict)
+        except Exception:
+            self.base.load_state_dict(before)
+            raise
+
+    def _begin_anew(self) -> None:
+        """Hold nothing back, and count steps from 0, as a new optimizer does."""
+        engine = self._engine
+        engine.settle()
+        for bucket in engine.buckets:
+            for tensors in bucket.state.values():
+                for tensor in tensors:
+                    if tensor is not None:
+                        tensor.zero_()
+        for group in self._own_groups:
+            group["step"] = 0
+        engine.half_step, engine.consolidated = "", None
+        engine.rebuild()
+
+    def _contents(self) -> dict[str, Any]:
+        contents = super()._contents()
+        del contents["param_groups"]
+        return {
+            **contents,
+            "base": self.base,
+            "_own_groups": self._own_groups,
+            "_own_defaults": self._own_defaults,
+        }
+
+
+def check_base(base: object) -> None:
+    """Raise where an optimizer cannot be wrapped."""
+    name = type(base).__name__
+    if not isinstance(base, Optimizer):
+        raise TypeError(
+            f"base must be a torch optimizer, got {name}: pass e.g. torch.optim.AdamW(...)."
+        )
+    if isinstance(base, torch.optim.LBFGS):
+        raise TypeError(
+            "base must take one gradient a step: LBFGS evaluates the model again within its step."
+        )
+    if getattr(base, "averaged_state", ()):
+        raise ValueError(
+            f"base {name} compresses by itself: wrap one that does not, or use it alone."
+        )
+
+
+def check_of_base(state_dict: dict[str, Any], groups: list[Group], base: str) -> None:
+    """Raise where a checkpoint without our own part is not one of the base's class."""
+    if any("residual" in entry for entry in state_dict["state"].values()):
+        raise ValueError(
+            "loaded state dict has residuals but not the base optimizer's state: "
+            "torch.distributed.checkpoint's get_optimizer_state_dict leaves that out. Save "
+            "optimizer.state_dict() itself."
+        )
+    if groups and groups[0].get("class", "torch") not in ("torch", base):
+        raise ValueError(
+            f"loaded state dict is of {groups[0]['class']}, from which {base} cannot go on: load "
+            "one of Separate or of the base optimizer."
+        )
