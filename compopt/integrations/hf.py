@@ -16,6 +16,7 @@ import warnings
 from typing import Any
 
 from .._engine.base import CompressedOptimizer
+from .._engine.saving import whose_residuals
 
 try:
     from transformers import TrainerCallback
@@ -83,7 +84,7 @@ class CompoptCallback(TrainerCallback):
     def on_save(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        whose = unwrap(optimizer)._whose_residuals()
+        whose = whose_residuals(unwrap(optimizer)._engine)
         if whose != "mean":
             warnings.warn(
                 f"the checkpoint of step {state.global_step} holds the residuals of {whose} only, "
