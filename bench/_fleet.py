@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compopt._engine.alike import Alike
-from compopt._sparse.selection import compressed_lengths, deal
+from compopt._sparse.dealing import compressed_lengths, deal
 from compopt._state.buckets import Bucket
-from compopt._state.masks import bits_of, encode, set_bits_
+from compopt._state.deal import encode
+from compopt._state.masks import bits_of, set_bits_
 from compopt._wire.comm import Comm, Pending
 from compopt._wire.requests import Agree, AllGather, AllReduceMean, BitOr, Broadcast, Commit, ReduceScatterMean, Request
 

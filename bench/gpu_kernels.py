@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import compopt
 from compopt._ops import math
-from compopt._sparse.selection import deal
-from compopt._state import masks as _masks
+from compopt._sparse.dealing import deal
+from compopt._state import deal as _deal
 
 RESULTS = Path(__file__).parent / "results"
 REPEATS, SETTLE = 20, 5
@@ -112,7 +112,7 @@ def codes(n: int, device: torch.device) -> dict[str, Operation]:
     import compopt_kernels as kernels
 
     part, other = (given := deal((n,), 2, 0.01)).parts
-    coded = _masks.code_of(part)
+    coded = _deal.code_of(part)
     flags = torch.rand(8 * (part.last - part.first), device=device) < 0.01
     flags[flags.nonzero()[part.most :]] = False
     bits = math.pack_bits(flags)

@@ -34,7 +34,7 @@ from bytes import gpt
 
 import compopt
 from compopt._ops.math import kept
-from compopt._sparse.selection import compressed_lengths, deal_at
+from compopt._sparse.dealing import compressed_lengths, deal_at
 from compopt._state.buckets import is_compressed
 
 RESULTS = Path(__file__).parent / "results"

@@ -24,14 +24,25 @@ from ._ops.ops import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._wire.comm import ProcessGroup
-from ._wire.requests import Agree, AllReduceMean, Asking
+from ._wire.requests import Agree, AllReduceMean, Asking, Payload
 
 
 def adams(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Equation 2, one bucket, one step."""
-    mean = yield AllReduceMean(ops.pack(bucket, bucket.grads(), negate=bucket.group["maximize"]))
+    sent = ops.pack(bucket, bucket.grads(), negate=bucket.group["maximize"])
+    mean = yield AllReduceMean(sent)
     yield Agree(mean, "dense")  # from here on state changes
-    ops.adams_commit(bucket, mean)
+    ops.run("adams.commit", commit, bucket, mean)
+
+
+def commit(bucket: Bucket, ops: Ops, mean: Payload) -> None:
+    """v, m and w of every tensor that has a gradient on any rank."""
+    h, m, step = bucket.group, bucket.state["exp_avg"], bucket.state["step"]
+    for i, (w, here) in enumerate(zip(bucket.weights, bucket.present(mean), strict=True)):
+        if here:
+            step[i] += 1
+            ops.adams(h, w, ops.expand(mean.parts[i], None, w), m[i], step[i])
+            bucket.publish(i)
 
 
 class AdamS(CompressedOptimizer):

@@ -26,6 +26,7 @@ is undefined until T divides t), all ranks use rank 0's mask (equal by construct
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -35,108 +36,95 @@ from torch.optim.optimizer import ParamsT
 from ._engine.base import CompressedOptimizer
 from ._engine.options import check_adam, check_compression, require
 from ._engine.when import dense_steps
+from ._ops.commits import update_size
 from ._ops.math import kept
 from ._ops.ops import Ops, clip_factor
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Dense, Layout
+from ._state.masks import Mask, Tensors
 from ._wire.comm import ProcessGroup
 from ._wire.requests import Agree, AllReduceMean, Asking, Broadcast, Payload
 
 
 def radius(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Algorithm 1, one bucket, one step."""
-    h, state, grads = bucket.group, bucket.state, bucket.grads()
-    index = bucket.cache.get("index")
-    t, rounds = h["step"] + 1, bucket.rounds
-    if rounds:
-        forget_sent(bucket, ops)
-    owed = (
-        bucket.each("residual") if rounds else None
-    )  # what rounding dropped, where values are sent the next time
-
-    if t < dense_steps(h) or not any(bucket.compressed):
-        if bucket.owes:  # the dense start was taken up again
-            forget_sent(bucket, ops)
-            owed = bucket.each("residual")
-        phase, sent = "dense", ops.pack(bucket, grads, add=owed)  # line 4
-    elif index is None or t % h["interval"] == 0:
-        forget_sent(bucket, ops)
-        phase, sent = (
-            "resample",
-            ops.pack(bucket, grads, add=bucket.each("residual"), scale=h["residual_scale"]),
-        )  # line 8
-    else:
-        phase, sent = (
-            "sparse",
-            ops.pack(bucket, grads, index, add=owed, bits=state["mask"]),
-        )  # line 13
-    index = index if phase == "sparse" else [None] * len(grads)
-
+    h, grads = bucket.group, bucket.grads()
+    phase = phase_of(bucket)
+    mask = bucket.cache["mask"] if phase == "sparse" else Mask(bucket)
+    owed = held_back(bucket, ops, phase)
+    scale = h["residual_scale"] if phase == "resample" else 1.0
+    sent = ops.pack(bucket, grads, mask, add=owed, scale=scale)  # lines 8, 13
     mean = yield AllReduceMean(sent)  # lines 4, 9, 14
-    norm = yield Agree(
-        mean, phase
-    )  # one norm, one verdict, over all buckets and ranks; from here on state changes
+    # One norm, one verdict, over all buckets and ranks; from here on state changes.
+    norm = yield Agree(mean, phase)
     if (factor := clip_factor(norm, h["max_grad_norm"])) < 1:
         mean.body.mul_(factor)  # line 20
 
-    if ops.fuses(bucket):
-        masks = ops.radius_commit(bucket, mean, phase, grads, index)  # what follows, in a kernel
-    else:
-        masks = commit(bucket, ops, mean, phase, index, grads)
-    settled(bucket, mean, phase, rounds)
+    # Lines 10, 15, 16 and 21 to 25.
+    masks = ops.run("radius.commit", commit, bucket, mean, phase, mask, grads)
+    settled(bucket, mean, phase)
     if phase == "resample":
         masks, sizes = keep_where_absent(bucket, bucket.present(mean), masks)
-        bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
+        bucket.cache.pop("mask", None)  # until the new masks are here the bucket has none
         bucket.flat["mask"].zero_()
-        flat = yield Broadcast(
-            torch.cat(masks), confirm=True
-        )  # sent behind the commit, awaited by the next step
+        # Line 22: sent behind the commit, awaited by the next step.
+        flat = yield Broadcast(torch.cat(masks), confirm=True)
         bucket.flat["mask"].copy_(flat)
-        remember_positions(bucket, ops, sizes)
+        bits = bucket.state["mask"]
+        bucket.cache["mask"] = Mask(bucket, bits=bits, sizes=sizes, decode=ops.positions)
+
+
+def phase_of(bucket: Bucket) -> str:
+    """Lines 3, 7 and 12: what the coming step is."""
+    h, t = bucket.group, bucket.group["step"] + 1
+    if t < dense_steps(h) or not any(bucket.compressed):
+        return "dense"
+    return "resample" if "mask" not in bucket.cache or t % h["interval"] == 0 else "sparse"
+
+
+def held_back(bucket: Bucket, ops: Ops, phase: str) -> Iterator[Tensor | None] | None:
+    """The residuals, where the step sends them: all at a resample step, and at a dense one that
+    follows sparse ones; at every step what rounding has taken off.
+    """
+    again = phase == "dense" and bucket.owes  # the dense start was taken up again
+    if not (again or bucket.rounds or phase == "resample"):
+        return None
+    forget_sent(bucket, ops)
+    return bucket.each("residual")
 
 
 def commit(
-    bucket: Bucket,
-    ops: Ops,
-    mean: Payload,
-    phase: str,
-    index: list[Tensor | None],
-    grads: list[Tensor | None],
+    bucket: Bucket, ops: Ops, mean: Payload, phase: str, mask: Mask, grads: Tensors
 ) -> list[Tensor]:
     """Lines 10, 15, 16 and 21 to 25 for every tensor that has a gradient on any rank; returns line
     22's masks.
     """
     h, state, masks, weights = bucket.group, bucket.state, [], bucket.weights
     rounds = mean.dropped is not None
-    residuals = (
-        bucket.each("residual", write=True)
-        if rounds or phase != "dense"
-        else iter(state["residual"])
-    )
+    residuals = iter(state["residual"])
+    if rounds or phase != "dense":
+        residuals = bucket.each("residual", write=True)
     for i, (present, residual) in enumerate(zip(bucket.present(mean), residuals, strict=True)):
-        resample = phase == "resample" and bucket.compressed[i]
+        index, resample = mask.positions[i], phase == "resample" and bucket.compressed[i]
         w, m, v, step = weights[i], state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
         before = w.clone() if resample else w
         if present:
             step += 1
-            average = ops.expand(mean.parts[i], index[i], w)  # line 15
-            if index[i] is not None:  # lines 16, 21, 25
+            average = ops.expand(mean.parts[i], index, w)  # line 15
+            if index is not None:  # lines 16, 21, 25
                 ops.adamw_and_add(h, w, average, m, v, step, residual, grads[i])
             else:
                 ops.adamw(h, w, average, m, v, step)  # lines 21, 25
             if bucket.compressed[i] and rounds:
-                ops.put(residual, index[i], mean.dropped_parts[i])
+                ops.put(residual, index, mean.dropped_parts[i])
             elif resample:
                 residual.zero_()  # line 10
-            elif index[i] is not None and grads[i] is not None:
+            elif index is not None and grads[i] is not None:
                 bucket.cache["sent"] = True  # what was sent is taken off again by forget_sent
             bucket.publish(i)
         if resample:
-            masks.append(
-                ops.top_k(
-                    ops.adamw_update(h, before, m, v, step).abs_(), kept(h["density"], w.numel())
-                )
-            )  # line 22
+            u = update_size(h, before, m, v, step)
+            masks.append(ops.top_k(u, kept(h["density"], w.numel())))  # line 22
     return masks
 
 
@@ -147,7 +135,8 @@ def keep_where_absent(
 
     What it owes stays, off the old mask; on a new one it would be taken for sent. Returned with how
     many elements of each tensor are selected, which an old mask does not tell."""
-    sizes: list[int | None] = [kept(bucket.group["density"], n) for n in bucket.lengths]
+    density, pairs = bucket.group["density"], zip(bucket.lengths, bucket.compressed, strict=True)
+    sizes: list[int | None] = [kept(density, n) if c else n for n, c in pairs]
     masks = masks.copy()
     for place, i in enumerate(i for i, c in enumerate(bucket.compressed) if c):
         old = bucket.state["mask"][i]
@@ -156,10 +145,10 @@ def keep_where_absent(
     return masks, sizes
 
 
-def settled(bucket: Bucket, mean: Payload, phase: str, rounds: bool) -> None:
+def settled(bucket: Bucket, mean: Payload, phase: str) -> None:
     """Note whether residuals are owed, beside what rounding drops; a dense step has sent them."""
     present = bucket.present(mean)
-    if phase == "dense" and bucket.owes and not rounds:
+    if phase == "dense" and bucket.owes and not bucket.rounds:
         for residual, here in zip(bucket.each("residual", write=True), present, strict=True):
             if here and residual is not None:
                 residual.zero_()
@@ -170,28 +159,13 @@ def forget_sent(bucket: Bucket, ops: Ops) -> None:
     """Line 16, "0 on the mask": once before the residual is read, for all sparse steps that shared
     this mask.
     """
-    if bucket.cache.get("sent", False):
-        for residual, index in zip(
-            bucket.each("residual", write=True), bucket.cache["index"], strict=True
-        ):
-            if index is not None:
-                ops.clear_(residual, index)
-        bucket.cache["sent"] = False  # last: where this is interrupted it is done again
-
-
-def remember_positions(bucket: Bucket, ops: Ops, sizes: list[int | None] | None = None) -> None:
-    """Decode the packed masks once; a step then gathers by position. Nothing to do while there is
-    no mask.
-
-    ``sizes``: of masks that have just been chosen, and so are there: how many each selects, None
-    where nobody knows."""
-    masks = bucket.state.get("mask", [])
-    pairs = [(m, n) for m, n in zip(masks, bucket.lengths, strict=bool(masks)) if m is not None]
-    if pairs and (sizes or all(n == 0 or m.any() for m, n in pairs)):
-        bucket.cache["index"] = [
-            None if m is None else ops.positions(m, n, size)
-            for m, n, size in zip(masks, bucket.lengths, sizes or [None] * len(masks), strict=True)
-        ]
+    if not bucket.cache.get("sent", False):
+        return
+    residuals, mask = bucket.each("residual", write=True), bucket.cache["mask"]
+    for residual, index in zip(residuals, mask.positions, strict=True):
+        if index is not None:
+            ops.clear_(residual, index)
+    bucket.cache["sent"] = False  # last: where this is interrupted it is done again
 
 
 class RadiusAdamW(CompressedOptimizer):
@@ -312,4 +286,6 @@ class RadiusAdamW(CompressedOptimizer):
 
     def restore(self, bucket: Bucket) -> None:
         bucket.cache.clear()
-        remember_positions(bucket, self.ops)
+        bits = bucket.state["mask"]
+        if any(bucket.compressed) and all(b is None or not b.numel() or b.any() for b in bits):
+            bucket.cache["mask"] = Mask(bucket, bits=bits, decode=self.ops.positions)

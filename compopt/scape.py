@@ -25,8 +25,7 @@ gathers the masks of a step before its payload."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Generator
 from typing import Literal
 
 import torch
@@ -38,154 +37,118 @@ from ._engine.options import check_adams, check_compression, require
 from ._engine.stats import Stats
 from ._engine.verdicts import Verdict
 from ._engine.weakly import weakly
+from ._ops.commits import keep_absent
 from ._ops.moment import own_x
 from ._ops.ops import Ops, clip_factor
-from ._sharded.scape import sharded_scape
-from ._sparse.selection import (
-    Selection,
-    compressed_lengths,
-    deal_at,
-    fill_ones,
-    keep_mask,
-    keep_masks,
-)
+from ._sharded.scape import fold_common, sharded_scape
+from ._sparse.dealing import deal_at, forget_next, keep, restore
+from ._sparse.momentum import make_x, update
+from ._sparse.selection import Selection
+from ._sparse.stats import ScapeStats, density, mask_bytes, overlaps
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Dense, Layout, OnMask, Scalar, Sharded
-from ._state.masks import count_shared, per_tensor, positions_of
+from ._state.masks import Mask, stored
 from ._wire.comm import ProcessGroup
 from ._wire.requests import Agree, AllGather, AllReduceMean, Asking, Payload
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "mask_delay": (0, 1),
+    "selection": ("sampled", "exact"),
+    "clip": ("consistent", "scape"),
+}
 
 
 def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
     """Algorithm 1, one bucket, one step."""
     h, grads = bucket.group, bucket.grads()
     delayed = h["mask_delay"] == 1
-    deal = deal_at(
-        bucket, h["step"] + 1 + delayed, ranks
-    )  # of the mask selected now; None: it is all ones
-    fused = ops.fuses(bucket)  # kernels that take all tensors of the bucket at once
-    selection = (
-        (ops.scape_selection if fused else Selection)(bucket, ops, deal, rank) if deal else None
-    )
-
-    index, masks = bucket.cache.get("index"), bucket.state["next_mask"]  # found one step ago
-    if deal and not delayed:
-        if fused:
-            selection.take(grads)
-        else:
-            for i, piece in selection.pieces.items():
-                selection.take(i, own_x(bucket, i, piece, grads[i]))
-        rows = yield AllGather(selection.message())
-        index, bits = selection.found(rows)
-        masks = list(bits.split([0 if m is None else m.numel() for m in masks]))
-    index = index or [None] * len(grads)
+    # Of the mask that is selected now; None: it is all ones.
+    deal = deal_at(bucket, h["step"] + 1 + delayed, ranks)
+    selection = ops.run("scape.selection", Selection, bucket, deal, rank) if deal else None
+    mask = bucket.cache.get("next_mask") or Mask(bucket)  # found one step ago
+    if selection and not delayed:
+        selection.take(grads)  # lines 10, 15
+        mask = selection.found((yield AllGather(selection.message())))
 
     sent = ops.pack(
         bucket,
         grads,
-        index,
+        mask,
         add=bucket.each("residual"),
         scale=1 / (1 - h["betas"][0]),
         negate=h["maximize"],
-        bits=masks,
     )
     mean = yield AllReduceMean(sent)  # line 14
-    norm = yield Agree(
-        mean, "sparse" if any(i is not None for i in index) else "dense"
-    )  # from here on state changes
-    commit(bucket, ops, mean, index, masks, clip_factor(norm, h["max_grad_norm"]), selection)
+    norm = yield Agree(mean, "sparse" if mask.sparse else "dense")  # from here on state changes
+    factor = clip(bucket, mean, norm)  # line 18
+    old = make_room(bucket, mean, mask)
+    behind = selection if delayed else None
+    ops.run("scape.commit", commit, bucket, mean, mask, old, factor, behind)  # lines 10 to 21
+    keep(bucket, mask, mean)
+    if selection:
+        selection.settle()
     if delayed:
-        bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
-        bucket.flat["next_mask"].zero_()
-        if deal:
-            rows = yield AllGather(selection.message())  # awaited when the next step needs it
-            bucket.cache["index"], bits = selection.found(rows)
-            bucket.flat["next_mask"].copy_(bits)
+        forget_next(bucket)
+    if behind:
+        rows = yield AllGather(behind.message())  # awaited when the next step needs it
+        bucket.cache["next_mask"] = stored(behind.found(rows), bucket, "next_mask")
+
+
+def clip(bucket: Bucket, mean: Payload, norm: float) -> float:
+    """Line 18: clip the average; returns the factor on G in v alone, where that is asked for."""
+    h = bucket.group
+    factor = clip_factor(norm, h["max_grad_norm"])
+    if h["clip"] == "scape" or factor == 1:
+        return factor
+    mean.body.mul_(factor)
+    return 1.0
+
+
+def make_room(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
+    """Momenta as large as what is on the mask, contents undefined; returns those of before."""
+    old = bucket.state["exp_avg"]
+    present = zip(bucket.present(mean), mask.sizes, old, strict=True)
+    bucket.resize("exp_avg", [size if here else m.numel() for here, size, m in present])
+    return old
 
 
 def commit(
     bucket: Bucket,
     ops: Ops,
     mean: Payload,
-    index: list[Tensor | None],
-    masks: list[Tensor | None],
+    mask: Mask,
+    old: list[Tensor],
     factor: float,
     selection: Selection | None,
 ) -> None:
-    """Lines 10 to 21, for every tensor that has a gradient on any rank; the other tensors stay as
-    they are.
-    """
-    h, state, present = bucket.group, bucket.state, bucket.present(mean)
-    grads = bucket.grads()
-    if h["clip"] == "consistent" and factor != 1:
-        mean.body.mul_(factor)
-        factor = 1.0
-    old = state["exp_avg"]
-    sizes = [
-        m.numel() if not here else n if i is None else i.numel()
-        for m, here, n, i in zip(old, present, bucket.lengths, index, strict=True)
-    ]
-    new = bucket.resize("exp_avg", sizes)
-    if ops.fuses(bucket):
-        ops.scape_commit(
-            bucket, mean, index, masks, old, factor, selection if h["mask_delay"] == 1 else None
-        )
-        keep_masks(bucket, present, index, masks)
-        for i, (here, compressed) in enumerate(zip(present, bucket.compressed, strict=True)):
-            if here and compressed:
-                owe(bucket, ops, mean, i, index[i], state["residual"][i])
-        return
-    streamed = zip(present, bucket.each("residual", write=True), bucket.each_weight(), strict=True)
+    """Lines 10, 11 and 15 to 21, for every tensor that has a gradient on any rank; the others stay
+    as they are.
+
+    ``old`` are the momenta of before, where they were held."""
+    state, grads, held = bucket.state, bucket.grads(), bucket.cache["mask"]
+    keep_absent(old, state["exp_avg"], bucket.present(mean))
+    residuals, weights = bucket.each("residual", write=True), bucket.each_weight()
+    streamed = zip(bucket.present(mean), residuals, weights, strict=True)
     for i, (here, e, w) in enumerate(streamed):
-        piece = selection.pieces.get(i) if selection and h["mask_delay"] == 1 else None
+        piece = selection.pieces.get(i) if selection else None
+        if not here and selection and piece:
+            selection.choose(i, own_x(bucket, i, piece, None))
         if not here:
-            if new is not old:
-                new[i].copy_(old[i])
-            if piece:
-                selection.take(i, own_x(bucket, i, piece, None))
             continue
-        state["step"][i] += 1
-        m = old[i]
+        index, m, step = mask.positions[i], old[i], state["step"][i]
+        step += 1
         if e is not None:
-            e, held = e.view(-1), bucket.cache["held"][i]
-            m = ops.scape_moment(
-                h, e, grads[i], held, m, index[i], piece is not None, bucket.cache["owed"][i]
-            )  # line 10
-            if piece:
-                selection.take(i, e[piece.start : piece.stop])  # line 15
-            keep_mask(bucket, i, index[i], masks[i])
-        new[i].copy_(m)
-        ops.scape_update(h, e, w, index[i], mean.parts[i], new[i], state["step"][i], factor)
-        if e is not None:
-            owe(bucket, ops, mean, i, index[i], e)
+            e, wanted = e.view(-1), index is not None or piece is not None
+            was, owed = held.positions[i], bucket.cache["owed"][i]
+            m = make_x(bucket.group, e, grads[i], was, m, index, wanted, owed)  # line 10
+        if selection and piece:
+            selection.choose(i, e[piece.start : piece.stop])  # line 15
+        m = state["exp_avg"][i].copy_(m)
+        update(bucket.group, ops, e, w, index, mean.parts[i], m, step, factor)
+        if e is not None and mean.dropped is not None:
+            # Add the rounding error of what was sent back to the residual, which is 0 there.
+            ops.put(e, index, mean.dropped_parts[i].mul_(1 - bucket.group["betas"][0]))
         bucket.publish(i, w)
-    if selection:
-        for i, guess in selection.guesses.items():
-            state["threshold"][i].fill_(guess)
-
-
-def owe(
-    bucket: Bucket, ops: Ops, mean: Payload, i: int, index: Tensor | None, residual: Tensor
-) -> None:
-    """What rounding took off what tensor i sent is owed again."""
-    if mean.dropped is not None:
-        dropped = mean.dropped_parts[i].mul_(1 - bucket.group["betas"][0])
-        ops.put(residual, index, dropped)
-    bucket.cache["owed"][i] = mean.dropped is not None
-
-
-@dataclass
-class ScapeStats(Stats):
-    """Adds what SCAPE did in the last step.
-
-    ``density``: share of the compressed elements that was exchanged. ``payload_bytes`` and
-    ``mask_bytes``: what this rank handed over of each. ``mask_overlap()``: share of the newest mask
-    that was in the mask before it (Figure 6)."""
-
-    density: float = 1.0
-    payload_bytes: int = 0
-    mask_bytes: int = 0
-    mask_overlap: Callable[[], float] = field(default=lambda: 0.0, repr=False)
 
 
 class ScapeAdamS(CompressedOptimizer):
@@ -306,25 +269,11 @@ class ScapeAdamS(CompressedOptimizer):
             "None or a floating-point dtype where state is sharded",
         )
         require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
-        require(
-            group["density_warmup_steps"] >= 0,
-            "density_warmup_steps",
-            group["density_warmup_steps"],
-            ">= 0",
-        )
-        require(group["mask_delay"] in (0, 1), "mask_delay", group["mask_delay"], "0 or 1")
-        require(
-            group["selection"] in ("sampled", "exact"),
-            "selection",
-            group["selection"],
-            "'sampled' or 'exact'",
-        )
-        require(
-            group["clip"] in ("consistent", "scape"),
-            "clip",
-            group["clip"],
-            "'consistent' or 'scape'",
-        )
+        ramp = group["density_warmup_steps"]
+        require(ramp >= 0, "density_warmup_steps", ramp, ">= 0")
+        for name, words in CHOICES.items():
+            said = " or ".join(map(repr, words))
+            require(group[name] in words, name, group[name], said)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         momentum: dict[str, Layout] = {"exp_avg": OnMask(dtype, "mask")}
@@ -342,28 +291,15 @@ class ScapeAdamS(CompressedOptimizer):
         }
 
     def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
-        held = [
-            pair
-            for b in self._buckets
-            for pair in zip(b.cache["held"], compressed_lengths(b), strict=True)
-        ]
-        masks = sum(self._mask_bytes(bucket, verdict.applied) for bucket in self._buckets)
+        ranks = self.comm.size
+        masks = sum(mask_bytes(b, verdict.applied, ranks) for b in self._buckets)
         return ScapeStats(
             **vars(stats),
-            density=sum(n if i is None else len(i) for i, n in held)
-            / max(1, sum(n for _, n in held)),
+            density=density(self._buckets),
             mask_bytes=masks,
             payload_bytes=stats.bytes_sent - masks - stats.parameter_bytes,
             mask_overlap=weakly(self._mask_overlap),
         )
-
-    def _mask_bytes(self, bucket: Bucket, applied: bool) -> int:
-        """What this rank handed over of the bucket's mask in the step that has just been counted,
-        if it was applied.
-        """
-        h = bucket.group
-        deal = deal_at(bucket, h["step"] + (h["mask_delay"] if applied else 1), self.comm.size)
-        return deal.length if deal and (applied or not h["mask_delay"]) else 0
 
     def _mask_overlap(self) -> float:
         overlaps = self.mask_overlaps().values()
@@ -376,19 +312,10 @@ class ScapeAdamS(CompressedOptimizer):
         The newest mask is the next step's with ``mask_delay=1``. Tensors that have had no two masks
         are left out."""
         self._runtime.tails.settle()
-        pairs: dict[str, tuple[int, int]] = {}
+        found: dict[str, tuple[int, int]] = {}
         for bucket in self._buckets:
-            newest = bucket.cache.get("index")
-            for i, name in enumerate(bucket.names):
-                if shared := bucket.cache["shared"][i]:
-                    pairs[name] = shared
-                elif newest and newest[i] is not None and bucket.cache["held"][i] is not None:
-                    held = bucket.cache["held"][i]
-                    pairs[name] = (
-                        int(count_shared(bucket.state["next_mask"][i], held)),
-                        len(newest[i]),
-                    )
-        return pairs
+            found.update(overlaps(bucket))
+        return found
 
     def consolidate_in_turns(self) -> Generator:
         """Residuals become their mean, and each rank's own guesses where to look for a threshold
@@ -399,15 +326,7 @@ class ScapeAdamS(CompressedOptimizer):
         yield from super().consolidate_in_turns()
         for bucket in self._buckets:
             bucket.flat["threshold"].zero_()
-            for i, common in enumerate(bucket.gathered.get("common", [])):
-                if common is not None:  # what it stands for is the same in every rank's residual
-                    residual = bucket.state["residual"][i].view(
-                        -1
-                    )  # in host memory, where it is offloaded
-                    residual.add_(common.to(residual.device))
-                    common.zero_()
-            if self.sharded:
-                bucket.flat["common"].zero_()
+            fold_common(bucket)
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         if self.sharded:
@@ -416,19 +335,4 @@ class ScapeAdamS(CompressedOptimizer):
 
     def restore(self, bucket: Bucket) -> None:
         bucket.cache.clear()
-        bucket.cache["held"], bucket.cache["shared"] = (
-            [None] * len(bucket.params) for _ in range(2)
-        )
-        bucket.cache["owed"] = [True] * len(
-            bucket.params
-        )  # e may be other than 0 on the mask: rounding leaves that
-        lengths, state = compressed_lengths(bucket), bucket.state
-        for i, n in enumerate(lengths):
-            if n and (
-                not state["mask"][i].any() if self.sharded else state["exp_avg"][i].numel() == n
-            ):
-                fill_ones(state["mask"][i], n)
-            elif n:
-                bucket.cache["held"][i] = per_tensor(positions_of(state["mask"][i]), (n,))[0]
-        if bucket.flat["next_mask"].any():
-            bucket.cache["index"] = per_tensor(positions_of(bucket.flat["next_mask"]), lengths)
+        restore(bucket, self.ops.positions)

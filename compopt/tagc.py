@@ -43,7 +43,7 @@ from ._engine.when import dense_steps
 from ._ops.math import squared_norm
 from ._ops.ops import Ops, clip_factor
 from ._sharded.adamw import Part, commit, gather, updated
-from ._sparse.selection import compressed_lengths
+from ._sparse.dealing import compressed_lengths
 from ._sparse.sketch import Compact, Sketch
 from ._sparse.sparsify import Left, hold_back, settle, sparsify
 from ._state.buckets import Bucket

@@ -24,6 +24,7 @@ from compopt._ops.math import kept
 from compopt._ops.ops import Ops, clip_factor
 from compopt._state.buckets import Bucket
 from compopt._state.layouts import Dense, Layout
+from compopt._state.masks import Mask
 from compopt._wire.requests import Agree, AllReduceMean, Asking
 
 
@@ -32,10 +33,9 @@ def randomk(bucket: Bucket, ops: Ops) -> Asking[None]:
     h, state, grads = bucket.group, bucket.state, bucket.grads()
     t = h["step"] + 1
     dense = t <= h["warmup_steps"] or not any(bucket.compressed)
-    index = [None] * len(grads) if dense else draw(bucket, t)  # line 1
-    bits = [None if at is None else ops.bits(at, -(-n // 8)) for at, n in zip(index, bucket.lengths, strict=True)]
+    mask = Mask(bucket) if dense else draw(bucket, t)  # line 1
 
-    sent = ops.pack(bucket, grads, index, add=state["residual"], bits=bits)  # line 2
+    sent = ops.pack(bucket, grads, mask, add=state["residual"])  # line 2
     mean = yield AllReduceMean(sent)  # line 3
     norm = yield Agree(mean, "dense" if dense else "sparse")
     # From here on state may change.
@@ -45,7 +45,7 @@ def randomk(bucket: Bucket, ops: Ops) -> Asking[None]:
     for i, present in enumerate(bucket.present(mean)):
         if not present:  # on no rank: all stays as it was
             continue
-        e, g, at, part = state["residual"][i], grads[i], index[i], mean.parts[i]
+        e, g, at, part = state["residual"][i], grads[i], mask.positions[i], mean.parts[i]
         if e is not None:  # of a compressed tensor, line 5
             e.add_(0 if g is None else g)
             ops.put(e, at, mean.dropped_parts[i] if mean.dropped_parts else torch.zeros_like(part))
@@ -55,7 +55,7 @@ def randomk(bucket: Bucket, ops: Ops) -> Asking[None]:
         bucket.publish(i)
 
 
-def draw(bucket: Bucket, t: int) -> list[Tensor | None]:
+def draw(bucket: Bucket, t: int) -> Mask:
     """Line 1: ascending positions in each compressed tensor; None for what is sent whole."""
     found: list[Tensor | None] = [None] * len(bucket.params)
     for i in (i for i, compressed in enumerate(bucket.compressed) if compressed):
@@ -63,7 +63,7 @@ def draw(bucket: Bucket, t: int) -> list[Tensor | None]:
         random = torch.Generator().manual_seed(zlib.crc32(repr(words).encode()))
         some = torch.randperm(n, generator=random)[: kept(bucket.group["density"], n)]
         found[i] = some.sort().values.to(bucket.device)
-    return found
+    return Mask(bucket, positions=found)
 
 
 class RandomK(CompressedOptimizer):

@@ -222,14 +222,15 @@ def test_radius_conserves_what_rounding_drops(size, backend, monkeypatch):
         given[w.data_ptr()] = g.double()
         adamw(h, w, g, *rest)
 
-    def spy_on_all(bucket, mean, phase, grads, index):  # where a kernel takes all tensors at once
+    def spy_on_all(bucket, ops, mean, phase, mask, grads):  # where a kernel takes all tensors at once
         for i, (values, w) in enumerate(zip(mean.parts, bucket.weights, strict=True)):
-            given[w.data_ptr()] = ops.expand(values, index[i], w).double()
-        return commit(bucket, mean, phase, grads, index)
+            given[w.data_ptr()] = ops.expand(values, mask.positions[i], w).double()
+        return commit.run(bucket, ops, mean, phase, mask, grads)
 
     monkeypatch.setattr(ops, "adamw", spy)
-    if commit := getattr(ops, "radius_commit", None):
-        monkeypatch.setattr(ops, "radius_commit", spy_on_all)
+    if commit := ops.faster.get("radius.commit"):
+        spied = {"radius.commit": commit._replace(run=spy_on_all)}
+        monkeypatch.setattr(ops, "faster", {**ops.faster, **spied}, raising=False)
     phases = set()
     for _ in range(9):
         before = residual_of(ranks)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from compopt._ops import math as _math
-from compopt._sparse import selection
-from compopt._state import masks as _masks
+from compopt._sparse import dealing
+from compopt._state import deal as _deal
 
 kernels = pytest.importorskip("compopt_kernels", reason="needs triton")
 
@@ -202,7 +202,7 @@ def test_top_k(device, case):
 def test_code(device, density):
     """The bytes are the reference's, and both ranges come back into one mask."""
     lengths, random = (20_000, 4096), torch.Generator().manual_seed(1)
-    deal = selection.deal(lengths, 2, density)
+    deal = dealing.deal(lengths, 2, density)
     assert deal.coded
     words = torch.zeros((deal.parts[-1].last + 3) // 4, dtype=torch.int32, device=device)
     whole, rows = [], []
@@ -211,9 +211,9 @@ def test_code(device, density):
         flags = torch.zeros(n, dtype=torch.bool)
         flags[torch.randperm(n, generator=random)[: part.most]] = True
         bits, whole = _math.pack_bits(flags), [*whole, flags]
-        upper, row_bits, low = _masks.code_of(part)
+        upper, row_bits, low = _deal.code_of(part)
         message = kernels.encode(bits.to(device), deal.length, upper, row_bits, low, block=1024)
-        assert torch.equal(message.cpu(), _masks.encode(flags.nonzero().view(-1), bits, deal, rank))
+        assert torch.equal(message.cpu(), _deal.encode(flags.nonzero().view(-1), bits, deal, rank))
         rows.append(kernels.CodeRow(upper, message, 8 * part.first, row_bits, low))
     kernels.decode(rows, words, block=1024)
     assert torch.equal(words.view(torch.uint8)[: deal.parts[-1].last].cpu(), _math.pack_bits(torch.cat(whole)))

@@ -9,10 +9,12 @@ import torch
 
 from compopt._ops import math as _math
 from compopt._ops import ops
-from compopt._sparse import selection
+from compopt._sparse import dealing, selection
+from compopt._state import deal as _deal
 from compopt._state import masks
 
 OPS = ops.Ops()
+above = selection.above
 LENGTHS = (4096, 0, 70 * 80 + 3, 100_003, 17)
 
 
@@ -20,7 +22,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def owned(part: masks.Part, seed: int = 0) -> torch.Tensor:
+def owned(part: _deal.Part, seed: int = 0) -> torch.Tensor:
     """Flags of a range, as many of each piece as are wanted."""
     flags = torch.zeros(8 * (part.last - part.first), dtype=torch.bool)
     for piece in part.pieces:
@@ -32,7 +34,7 @@ def owned(part: masks.Part, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("density", [0.5, 0.1, 0.01, 1e-5])
 def test_every_element_is_dealt_once_and_evenly_and_k_adds_up(ranks, density):
-    parts = selection.deal(LENGTHS, ranks, density).parts
+    parts = dealing.deal(LENGTHS, ranks, density).parts
     for i, n in enumerate(LENGTHS):
         pieces = [piece for part in parts for piece in part.pieces if piece.tensor == i]
         assert sum(piece.stop - piece.start for piece in pieces) == n
@@ -68,12 +70,12 @@ def test_every_bit_of_a_word_is_found():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
 @pytest.mark.parametrize("density", [0.5, 0.2, 0.1, 0.01, 1e-4])
 def test_what_the_ranks_send_is_what_all_assemble(ranks, density):
-    deal = selection.deal(LENGTHS, ranks, density)
+    deal = dealing.deal(LENGTHS, ranks, density)
     flags = [owned(part, rank) for rank, part in enumerate(deal.parts)]
     owns = [f.nonzero().view(-1) for f in flags]
-    messages = [masks.encode(owns[r], masks.bits_of(f.clone()), deal, r) for r, f in enumerate(flags)]
+    messages = [_deal.encode(owns[r], masks.bits_of(f.clone()), deal, r) for r, f in enumerate(flags)]
     assert {len(message) for message in messages} == {deal.length}
-    bits, positions = masks.assemble(torch.stack(messages), deal, ranks - 1, owns[-1])
+    bits, positions = _deal.assemble(torch.stack(messages), deal, ranks - 1, owns[-1])
     whole = torch.cat(flags)
     assert torch.equal(bits, _math.pack_bits(whole)) and torch.equal(positions, whole.nonzero().view(-1))
     local = masks.per_tensor(positions, LENGTHS)
@@ -88,7 +90,7 @@ def test_what_the_ranks_send_is_what_all_assemble(ranks, density):
 
 @pytest.mark.parametrize("density", [0.3, 0.1, 0.03, 0.01, 0.001])
 def test_the_code_is_the_smaller_and_near_the_entropy(density):
-    size = 2 * selection.deal((10_000_000,), 2, density).length
+    size = 2 * dealing.deal((10_000_000,), 2, density).length
     entropy = -(density * math.log2(density) + (1 - density) * math.log2(1 - density)) * 10_000_000 / 8
     assert entropy < size <= 10_000_064 / 8
     if density < 0.2:
@@ -96,14 +98,14 @@ def test_the_code_is_the_smaller_and_near_the_entropy(density):
 
 
 def test_as_many_as_may_ever_be_selected_fit():
-    deal = selection.deal((200_000,), 2, 0.01)
+    deal = dealing.deal((200_000,), 2, 0.01)
     part = deal.parts[1]
     flags = torch.zeros(8 * (part.last - part.first), dtype=torch.bool)
     most = sum(int(1.05 * piece.wanted) for piece in part.pieces)
     assert part.most == most
     flags[-most:] = True  # the highest positions have the longest code
-    message = masks.encode(flags.nonzero().view(-1), masks.bits_of(flags.clone()), deal, 1)
-    assert torch.equal(masks.decode(message, part), flags.nonzero().view(-1))
+    message = _deal.encode(flags.nonzero().view(-1), masks.bits_of(flags.clone()), deal, 1)
+    assert torch.equal(_deal.decode(message, part), flags.nonzero().view(-1))
 
 
 DISTRIBUTIONS = {
@@ -136,7 +138,7 @@ def test_a_sampled_threshold_selects_the_largest_within_5_percent(name, density,
 def test_a_guess_from_the_last_step_is_enough(name, monkeypatch):
     x, looks = DISTRIBUTIONS[name](generator(4)), []
     _, t = selection.select(x, 1000, "sampled", OPS)
-    monkeypatch.setattr(OPS, "above", lambda x, t: looks.append(len(x)) or type(OPS).above(OPS, x, t), raising=False)
+    monkeypatch.setattr(selection, "above", lambda x, *rest: looks.append(len(x)) or above(x, *rest))
     selection.select(1.05 * x, 1000, "sampled", OPS, t)
     selection.select(0.95 * x, 1000, "sampled", OPS, t)
     assert looks.count(len(x)) == 2
@@ -154,7 +156,7 @@ def test_exact_takes_k_and_small_tensors_are_always_exact():
 @pytest.mark.parametrize("guess", [0.0, 1e-9, 1e9])
 def test_few_looks_are_enough_however_far_off_the_guess(name, guess, monkeypatch):
     x, looks = DISTRIBUTIONS[name](generator(5)), []
-    monkeypatch.setattr(OPS, "above", lambda x, t: looks.append(len(x)) or type(OPS).above(OPS, x, t), raising=False)
+    monkeypatch.setattr(selection, "above", lambda x, *rest: looks.append(len(x)) or above(x, *rest))
     monkeypatch.setattr(torch.Tensor, "topk", None)  # what decides where no threshold does
     for k in (300, 3000):
         looks.clear()

@@ -15,8 +15,10 @@ from compopt._ops.native import build
 from compopt._ops.native.ops import NativeOps
 from compopt._ops.native.selection import NativeSelection, range_of
 from compopt._ops.native.tables import Table
-from compopt._sparse import selection as _selection
+from compopt._sparse import dealing
+from compopt._state import deal as _deal
 from compopt._state import masks
+from compopt._state.masks import Mask
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
 SHAPES = [(64, 68), (17,), (300, 70), (1, 5), (2500, 4)]  # blocks of 1024 elements end within tensors
@@ -144,7 +146,7 @@ def test_top_k_and_positions(ops, n, k):
 @pytest.mark.parametrize("ranks, density", [(1, 0.01), (2, 0.01), (3, 0.2), (5, 0.001)])
 def test_masks_cross_the_network_as_the_reference_has_them(ops, ranks, density):
     lengths = (4096, 70 * 80 + 3, 40_003)
-    deal = _selection.deal(lengths, ranks, density)
+    deal = dealing.deal(lengths, ranks, density)
     params = [nn.Parameter(torch.zeros(n, 1)) for n in reversed(lengths)]  # a bucket takes the last first
     (bucket,) = compopt.ScapeAdamS(params)._buckets
     random = torch.Generator().manual_seed(ranks)
@@ -156,7 +158,7 @@ def test_masks_cross_the_network_as_the_reference_has_them(ops, ranks, density):
         own = torch.cat([c + piece.at for c, piece in zip(chosen, part.pieces, strict=True)])
         bits = torch.zeros(part.last - part.first, dtype=torch.uint8)
         masks.set_bits_(bits, own)
-        expected = masks.encode(own, bits, deal, rank)
+        expected = _deal.encode(own, bits, deal, rank)
         if not deal.coded:
             assert len(expected) == deal.length
         assert torch.equal(selection.message(), expected)
@@ -164,11 +166,10 @@ def test_masks_cross_the_network_as_the_reference_has_them(ops, ranks, density):
         messages.append(expected)
         global_bits.append(bits)
     for selection in selections:
-        index, bits = selection.found(torch.stack(messages))
-        assert torch.equal(bits, torch.cat(global_bits))
-        own = bits.split([(n + 7) // 8 for n in lengths])
-        for i, (n, b) in enumerate(zip(lengths, own, strict=True)):
-            assert torch.equal(index[i], math.positions(b, n))
+        mask = selection.found(torch.stack(messages))
+        assert torch.equal(torch.cat(mask.bits), torch.cat(global_bits))
+        for n, bits, positions in zip(lengths, mask.bits, mask.positions, strict=True):
+            assert torch.equal(positions, math.positions(bits, n))
 
 
 BROKEN = {  # what a message of one rank turns into on its way
@@ -184,7 +185,7 @@ BROKEN = {  # what a message of one rank turns into on its way
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_mask_that_is_not_what_was_agreed_is_refused(ops, broken, density):
     """What another rank sends is not trusted with memory: positions are where they may be, or an error says so."""
-    deal = _selection.deal((4096, 0, 40_000), 2, density)
+    deal = dealing.deal((4096, 0, 40_000), 2, density)
     params = [nn.Parameter(torch.zeros(n, 1)) for n in (40_000, 10, 4096)]
     (bucket,) = compopt.ScapeAdamS(params)._buckets
     messages = []
@@ -193,7 +194,7 @@ def test_a_mask_that_is_not_what_was_agreed_is_refused(ops, broken, density):
         selection.positions.copy_(torch.cat([torch.arange(piece.wanted) for piece in part.pieces]))
         messages.append(selection.message().clone())  # the next one of this bucket lies in the same memory
     selection.found(torch.stack(messages))
-    bits = masks.code_of(deal.parts[0])[0] if deal.coded else 8 * len(messages[0])
+    bits = _deal.code_of(deal.parts[0])[0] if deal.coded else 8 * len(messages[0])
     BROKEN[broken](messages[0], bits)
     if broken == "not ascending" and not deal.coded:
         return  # bits cannot be
@@ -204,12 +205,12 @@ def test_a_mask_that_is_not_what_was_agreed_is_refused(ops, broken, density):
 @pytest.mark.parametrize("byte, last", [(255, 255), (0, 128)])
 def test_a_code_that_says_what_was_not_agreed_writes_nothing_beyond(ops, byte, last):
     """Neither for more positions than agreed, nor for positions too large."""
-    deal = _selection.deal((40_000,), 2, 0.01)
+    deal = dealing.deal((40_000,), 2, 0.01)
     (piece,), part = deal.parts[0].pieces, deal.parts[0]
     size = part.last - part.first
     out, bits = torch.full((piece.wanted + 8,), -1, dtype=torch.int32), torch.zeros(9 * size, dtype=torch.uint8)
     message = torch.full((deal.length,), byte, dtype=torch.uint8)
-    message[masks.code_of(part)[0] // 8 - 1] = last  # the last of the runs that tell high bits
+    message[_deal.code_of(part)[0] // 8 - 1] = last  # the last of the runs that tell high bits
     row = Table(1, found=out.data_ptr(), k=piece.wanted, at=piece.at, start=piece.start, stop=piece.stop)
     read = ops.library.decode(message.data_ptr(), size, range_of(part), row, 1, bits.data_ptr())
     assert read != piece.wanted
@@ -262,6 +263,6 @@ def test_what_is_not_finite_is_marked_wherever_it_is(ops, bad):
         grads = [torch.ones(50, 100), torch.ones(50, 100), None]
         grads[0].view(-1)[at_element] = bad
         index = [torch.tensor([7], dtype=torch.int32)] * 3
-        payload = ops.pack(bucket, grads, index)
+        payload = ops.pack(bucket, grads, Mask(bucket, positions=index))
         assert payload.header.isnan().tolist() == [True, False, False]
         assert payload.header[1:].tolist() == [1.0, 0.0] and payload.body.tolist()[1:] == [1.0, 0.0]

@@ -14,6 +14,7 @@ from compopt._ops.native import build, tables
 from compopt._ops.native.ops import NativeOps
 from compopt._ops.ops import Ops
 from compopt._state import masks
+from compopt._state.masks import Mask
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
 N = 5000
@@ -50,10 +51,14 @@ def test_a_tensor_becomes_an_address_only_as_it_will_be_read():
 def test_positions_of_another_dtype_are_converted(ops, bucket):
     """They were read as if they were int32: zeros between all, values of the wrong places."""
     grads, positions = bucket.grads(), torch.tensor([1, 7, 4999])
-    expected = Ops().pack(bucket, grads, [positions] * 2).flat.clone()
+
+    def packed(by: Ops, positions: torch.Tensor) -> torch.Tensor:
+        return by.pack(bucket, grads, Mask(bucket, positions=[positions] * 2)).flat
+
+    expected = packed(Ops(), positions).clone()
     for dtype in (torch.int64, torch.int32, torch.int16):
-        assert torch.equal(ops.pack(bucket, grads, [positions.to(dtype)] * 2).flat, expected)
-    assert torch.equal(ops.pack(bucket, grads, [torch.stack([positions.int()] * 2, 1)[:, 0]] * 2).flat, expected)
+        assert torch.equal(packed(ops, positions.to(dtype)), expected)
+    assert torch.equal(packed(ops, torch.stack([positions.int()] * 2, 1)[:, 0]), expected)
 
 
 @pytest.mark.parametrize("owed", [False, True])
@@ -65,33 +70,35 @@ def test_a_message_is_what_plain_operators_make_of_it(ops, bucket, every, negate
     masks.set_bits_(bits, index[0].long())
     add = [p.detach() for p in bucket.params] if owed else None
     options = {"add": add, "scale": 0.5, "negate": negate}
-    expected = Ops().pack(bucket, grads, index, **options).flat.clone()
-    assert torch.equal(ops.pack(bucket, grads, index, bits=[bits] * 2, **options).flat, expected)
+    expected = Ops().pack(bucket, grads, Mask(bucket, positions=index), **options).flat.clone()
+    assert torch.equal(ops.pack(bucket, grads, Mask(bucket, bits=[bits] * 2), **options).flat, expected)
 
 
 @pytest.mark.parametrize(
-    "positions, error",
-    [
-        (torch.tensor([3, 2**32 + 4]), IndexError),  # would fit, had it 32 bits
-        (torch.tensor([-1, 4]), IndexError),
-        (torch.tensor([3, N], dtype=torch.int32), RuntimeError),
-        (torch.tensor([-7, 4], dtype=torch.int32), RuntimeError),
-        (torch.tensor([4000, 3], dtype=torch.int32), RuntimeError),
-        (torch.tensor([3, 2**31 - 1], dtype=torch.int32), RuntimeError),
-    ],
-)
-def test_positions_outside_are_refused_before_they_are_read(ops, bucket, positions, error):
-    with pytest.raises(error, match=r"parameter [01] of group 0.*5000 elements"):
-        ops.pack(bucket, bucket.grads(), [positions, None])
+    "positions", [[3, 2**32 + 4], [-1, 4], [3, N], [-7, 4], [4000, 3], [3, 3], [3, 2**31 - 1]]
+)  # the first would fit, had it 32 bits
+def test_positions_outside_are_refused_before_they_are_read(ops, bucket, positions):
+    with pytest.raises(ValueError, match=r"parameter [01] of group 0 are not ascending within its 5000 elements"):
+        Mask(bucket, positions=[torch.tensor(positions), None])
+    mask = Mask(bucket, positions=[torch.tensor([1, 2]), None])
+    if positions == [3, 3] or max(positions) >= 2**31:
+        return
+    mask.positions[0].copy_(torch.tensor(positions))  # what was right when the mask was made is not trusted
+    with pytest.raises(RuntimeError, match=r"parameter [01] of group 0.*5000 elements"):
+        ops.pack(bucket, bucket.grads(), mask)
 
 
 def test_a_mask_with_fewer_bits_than_are_to_be_sent_is_refused(ops, bucket):
-    bits, index = torch.zeros(N // 8, dtype=torch.uint8), torch.arange(2000, dtype=torch.int32)
+    bits = torch.zeros(N // 8, dtype=torch.uint8)
     bits[:200] = 255
+    mask = Mask(bucket, bits=[bits, None], sizes=[2000, N])
     with pytest.raises(RuntimeError, match="parameter 1 of group 0 do not fit its 5000 elements"):
-        ops.pack(bucket, bucket.grads(), [index, None], bits=[bits, None])
-    with pytest.raises(ValueError, match="as packed masks"):
-        ops.pack(bucket, bucket.grads(), [index, None], bits=[bits[:-1], None])
+        ops.pack(bucket, bucket.grads(), mask)
+    with pytest.raises(RuntimeError, match="a mask has 1600 of 5000 elements, and 2000 were selected"):
+        mask.positions  # noqa: B018
+    for wrong in (bits[:-1], bits.int()):
+        with pytest.raises(ValueError, match=r"the mask of parameter 1 of group 0 is .* 625 bytes of bits"):
+            Mask(bucket, bits=[wrong, None])
 
 
 class Net(nn.Module):
@@ -176,8 +183,9 @@ def test_positions_left_by_an_interrupted_commit_end_in_words(monkeypatch, broke
     train(ranks, 3)
     (bucket,) = ranks.optimizers[0]._buckets
     (i,) = [i for i, compressed in enumerate(bucket.compressed) if compressed]
-    held = bucket.cache["held"][i]
-    bucket.cache["held"][i] = {
+    positions = bucket.cache["mask"].positions
+    held = positions[i]
+    positions[i] = {
         "beyond": held + 70 * 64,
         "before": held - 70 * 64,
         "descending": held.flip(0),

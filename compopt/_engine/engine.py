@@ -192,7 +192,7 @@ class Engine:
             face.tidy(bucket)
             for name in face.chosen_state:
                 bucket.flat[name].zero_()
-                bucket.cache.pop("index", None)
+                bucket.cache.pop(name, None)
 
     # Between steps
 

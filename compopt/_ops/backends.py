@@ -161,7 +161,7 @@ def _installed(module: str) -> bool:
 def _make(name: str, devices: set[str]) -> Ops:
     """Imported only when chosen: triton takes a second, and need not be installed."""
     if name == "triton":
-        from .triton import TritonOps
+        from .triton.ops import TritonOps
 
         return TritonOps(devices)
     if name == "native":

@@ -1,15 +1,18 @@
 """What algorithms compute with: PyTorch's own operators here, kernels in ``triton``, and so on.
 
-``backends`` chooses. The functions here also walk the tensors of a bucket, so that an algorithm
-reads as its paper does."""
+``backends`` chooses. An algorithm packs what it sends, and commits by ``run``: the paper's own
+lines, or what the back end has registered in their place."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket
-from .._state.masks import positions_of, set_bits_
+from .._state.masks import Mask, Tensors, positions_of
 from .._wire.requests import Payload
 from .._wire.scratch import Scratch
 from . import math
@@ -17,24 +20,53 @@ from . import math
 HYPER = ("betas", "eps", "weight_decay", "maximize")
 # elements: a few vectors of them stay in a core's own cache between one pass and the next
 BLOCK = 131072
-Tensors = list[Tensor | None]
+Group = dict[str, Any]
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
+
+
+class Faster(NamedTuple):
+    """What a back end does in place of a reference, and for which buckets."""
+
+    takes: Callable[[Any, Bucket], bool]  # asked with the back end
+    run: Callable[..., Any]  # called as the reference is
 
 
 class Ops:
-    """PyTorch's own operators, ``torch._fused_adamw_`` among them, with scratch memory that is used
-    again.
+    """PyTorch's own operators, ``torch._fused_adamw_`` among them.
+
+    A bucket's messages: ``pack``, ``mark`` and ``marks``, ``add_up``.
+    A bucket's commit: ``run``.
+    One tensor: ``expand``, ``put``, ``clear_``, ``adamw`` and what goes with it, ``adams``.
+    What is selected: ``top_k``, ``largest_of``, ``positions``, ``set_bits_of``.
+    Memory that is used again: ``scratch``.
     """
 
     name = "torch"
     reason = ""  # why it was chosen
     automatic = False  # chosen by itself, not by name
+    # By the names that algorithms give to ``run``.
+    faster: Mapping[str, Faster] = {}
 
-    def __init__(self, devices: set[str] = frozenset()) -> None:
+    def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
         self._scratch = Scratch()
 
-    def fuses(self, bucket: Bucket) -> bool:
-        """Whether kernels commit this bucket as a whole (``radius_commit``)."""
-        return False
+    def run(
+        self,
+        name: str,
+        reference: Callable[Concatenate[Bucket, Any, Rest], Result],
+        bucket: Bucket,
+        *args: Rest.args,
+        **options: Rest.kwargs,
+    ) -> Result:
+        """``reference(bucket, self, *args)``, or what is registered as ``name`` if it takes the
+        bucket.
+        """
+        faster = self.faster.get(name)
+        if faster is not None and faster.takes(self, bucket):
+            result: Result = faster.run(bucket, self, *args, **options)
+            return result
+        return reference(bucket, self, *args, **options)
 
     def scratch(
         self, like: Tensor, n: int, dtype: torch.dtype | None = None, use: str = ""
@@ -44,35 +76,22 @@ class Ops:
         """
         return self._scratch(use, n, dtype or like.dtype, like.device)
 
-    @staticmethod
-    def message(bucket: Bucket, index: Tensors) -> Payload:
-        """An empty payload for what is at ``index``, all where a tensor has none."""
-        lengths = [
-            n if i is None else i.numel() for n, i in zip(bucket.lengths, index, strict=True)
-        ]
-        return bucket.payload(lengths, bucket.group.get("payload_dtype"))
-
     def pack(
         self,
         bucket: Bucket,
         grads: Tensors,
-        index: Tensors | None = None,
+        mask: Mask | None = None,
         add: Tensors | None = None,
         scale: float = 1.0,
         negate: bool = False,
-        bits: Tensors | None = None,
     ) -> Payload:
-        """The bucket's message: ``grads``, or minus them, plus ``scale * add``, at ``index`` where
-        a tensor has one.
-
-        ``bits``: the packed masks that ``index`` was decoded from, for kernels that read these.
-        """
-        index = index or [None] * len(grads)
-        payload = self.message(bucket, index)
+        """The bucket's message: ``grads``, or minus them, plus ``scale * add``, on the mask."""
+        mask = mask or Mask(bucket)
+        payload = empty_message(bucket, mask)
         self.mark(payload, grads)
-        for part, g, i, extra in zip(
-            payload.exact, grads, index, add or [None] * len(grads), strict=True
-        ):
+        extras = add or [None] * len(grads)
+        rows = zip(payload.exact, grads, mask.positions, extras, strict=True)
+        for part, g, i, extra in rows:
             if g is None:
                 part.zero_()
             elif i is None:
@@ -84,9 +103,8 @@ class Ops:
             if negate:
                 part.neg_()
             if extra is not None:
-                part.add_(
-                    extra.view(-1) if i is None else extra.view(-1).index_select(0, i), alpha=scale
-                )
+                extra = extra.view(-1)
+                part.add_(extra if i is None else extra.index_select(0, i), alpha=scale)
         return payload.round()
 
     @classmethod
@@ -102,6 +120,18 @@ class Ops:
             [zero if g is None else math.finite_or_nan(g).to(zero.dtype) for g in grads]
         )
 
+    def add_up(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
+        """``out = grad + add``, flat, where there is an ``out``; returns the marks of all gradients
+        (see ``mark``).
+        """
+        for g, more, to in zip(grads, add, out, strict=True):
+            if to is not None and more is not None:
+                to.copy_(more.reshape(-1))
+            if to is not None and g is not None:
+                to.add_(g.reshape(-1))
+        exact = torch.promote_types(bucket.dtype, torch.float32)
+        return self.marks(grads, torch.empty(0, dtype=exact, device=bucket.device))
+
     def expand(self, values: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
         """An averaged gradient as a dense tensor like ``like``, zero where nothing was exchanged.
 
@@ -113,53 +143,40 @@ class Ops:
         if index is None:
             dense.copy_(values)
         else:
-            self.scatter(values, index, dense)
+            dense.zero_().scatter_(0, self.wide(index), values.to(dense.dtype))
         return dense.view(like.shape)
-
-    def scatter(self, values: Tensor, index: Tensor, out: Tensor) -> None:
-        out.zero_().scatter_(0, self._wide(index), values.to(out.dtype))
 
     def put(self, x: Tensor, index: Tensor | None, values: Tensor) -> None:
         """``x = values`` at ``index``, or everywhere."""
         if index is None:
             x.view(-1).copy_(values)
         else:
-            x.view(-1).scatter_(0, self._wide(index), values.to(x.dtype))
+            x.view(-1).scatter_(0, self.wide(index), values.to(x.dtype))
 
     def clear_(self, x: Tensor, index: Tensor) -> None:
-        x.view(-1).scatter_(0, self._wide(index), 0)
+        """``x = 0`` at ``index``."""
+        x.view(-1).scatter_(0, self.wide(index), 0)
 
-    def _wide(self, index: Tensor) -> Tensor:
+    def wide(self, index: Tensor) -> Tensor:
         """Positions as int64, which scatter wants, in scratch memory."""
-        return (
-            index
-            if index.dtype == torch.int64
-            else self.scratch(index, index.numel(), torch.int64).copy_(index)
-        )
+        if index.dtype == torch.int64:
+            return index
+        return self.scratch(index, index.numel(), torch.int64).copy_(index)
 
-    def adamw(self, group: dict, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
+    def adamw(self, group: Group, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
         """One AdamW step in place; ``step`` is already counted up."""
         hyper = {name: group[name] for name in HYPER}
         if not (w.is_contiguous() and g.is_contiguous()):
             return math.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
         beta1, beta2 = hyper.pop("betas")
+        lists = [w], [g], [m], [v], [], [step]
         torch._fused_adamw_(
-            [w],
-            [g],
-            [m],
-            [v],
-            [],
-            [step],
-            lr=float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            amsgrad=False,
-            **hyper,
+            *lists, lr=float(group["lr"]), beta1=beta1, beta2=beta2, amsgrad=False, **hyper
         )
 
     def adamw_and_add(
         self,
-        group: dict,
+        group: Group,
         w: Tensor,
         g: Tensor,
         m: Tensor,
@@ -179,7 +196,7 @@ class Ops:
 
     def adamw_ahead(
         self,
-        group: dict,
+        group: Group,
         w: Tensor,
         g: Tensor,
         index: Tensor | None,
@@ -191,16 +208,17 @@ class Ops:
         """Into ``out`` what AdamW would make of ``w`` by ``g`` at ``index``; w, m, v and ``step``
         stay as they are.
         """
-        w, m, v = (
+        copies = [
             self.scratch(x, x.numel(), use=use).copy_(x)
             for x, use in ((w, "w"), (m, "m"), (v, "v"))
-        )
+        ]
+        w, m, v = copies
         self.adamw(group, w, self.expand(g, index, w), m, v, step + 1)
         out.copy_(w)
 
     def adamw_moments(
         self,
-        group: dict,
+        group: Group,
         w: Tensor,
         g: Tensor,
         index: Tensor | None,
@@ -212,34 +230,9 @@ class Ops:
         step += 1
         self.adamw(group, self.scratch(w, w.numel(), use="w"), self.expand(g, index, w), m, v, step)
 
-    def add_up(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
-        """``out = grad + add``, flat, where there is an ``out``; returns the marks of all gradients
-        (see ``mark``).
-        """
-        for g, more, to in zip(grads, add, out, strict=True):
-            if to is not None:
-                to.copy_(more.reshape(-1))
-            if to is not None and g is not None:
-                to.add_(g.reshape(-1))
-        exact = torch.promote_types(bucket.dtype, torch.float32)
-        return self.marks(grads, torch.empty(0, dtype=exact, device=bucket.device))
-
-    @staticmethod
-    def adamw_update(group: dict, w: Tensor, m: Tensor, v: Tensor, step: Tensor) -> Tensor:
-        """What AdamW subtracts from ``w``, over the learning rate."""
-        return math.adamw_update(
-            w,
-            m,
-            v,
-            max(float(step), 1.0),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-        )
-
     def adams(
         self,
-        group: dict,
+        group: Group,
         w: Tensor,
         g: Tensor,
         m: Tensor,
@@ -252,160 +245,28 @@ class Ops:
 
         It is an AdamW step whose second moment, before it, is the square of the first.
         """
-        lr, eps, weight_decay = (
-            float(group["lr"]),
-            group["eps"],
-            group["weight_decay"] if decay else 0.0,
-        )
-        plain = (
-            clip == 1
-            and group["bias_correction"] == "scape"
-            and all(x.is_contiguous() for x in (w, g, m))
-        )
-        if not plain:
-            names = ("betas", "bias_correction")
-            hyper = {name: group[name] for name in names} | {
-                "lr": lr,
-                "eps": eps,
-                "weight_decay": weight_decay,
-            }
+        (beta1, beta2), correction = group["betas"], group["bias_correction"]
+        hyper: Group = {
+            "lr": float(group["lr"]),
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"] if decay else 0.0,
+        }
+        contiguous = w.is_contiguous() and g.is_contiguous() and m.is_contiguous()
+        if not (clip == 1 and correction == "scape" and contiguous):
+            hyper |= {"betas": group["betas"], "bias_correction": correction}
             return math.adams_(w, g, m, float(step), clip=clip, **hyper)
-        beta1, beta2 = group["betas"]
-        square = self.scratch(
-            m, min(BLOCK, m.numel()), use="square"
-        )  # of its own: g may be scratch too
+        # Of its own: g may be scratch too.
+        square = self.scratch(m, min(BLOCK, m.numel()), use="square")
         for w_, g_, m_ in zip(*(x.view(-1).split(BLOCK) for x in (w, g, m)), strict=True):
             v = torch.mul(m_, m_, out=square[: m_.numel()])
+            lists = [w_], [g_], [m_], [v], [], [step]
             torch._fused_adamw_(
-                [w_],
-                [g_],
-                [m_],
-                [v],
-                [],
-                [step],
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                amsgrad=False,
-                weight_decay=weight_decay,
-                eps=eps,
-                maximize=False,
+                *lists, beta1=beta1, beta2=beta2, amsgrad=False, maximize=False, **hyper
             )
 
-    def adams_commit(self, bucket: Bucket, mean: Payload) -> None:
-        """AdamS for every tensor that has a gradient on any rank."""
-        state, weights = bucket.state, bucket.weights
-        for i, here in enumerate(bucket.present(mean)):
-            if here:
-                w, step = weights[i], state["step"][i]
-                step += 1
-                self.adams(
-                    bucket.group, w, self.expand(mean.parts[i], None, w), state["exp_avg"][i], step
-                )
-                bucket.publish(i)
-
-    def scores(self, bucket: Bucket, phase: str) -> dict[int, Tensor]:
-        """Memory for the sizes of the updates of each tensor, by its number, whose mask is chosen
-        by them.
-        """
-        chosen = [i for i, c in enumerate(bucket.compressed) if c and phase == "resample"]
-        lengths = [bucket.lengths[i] for i in chosen]
-        flat = self.scratch(bucket.flat["exp_avg"], sum(lengths), use="score")
-        return dict(zip(chosen, flat.split(lengths), strict=True))
-
-    def owe_again(self, bucket: Bucket, mean: Payload, index: Tensors) -> None:
-        """What rounding took off what was sent into the residuals, which are 0 there."""
-        if mean.dropped is not None:
-            for i, here in enumerate(bucket.present(mean)):
-                if here and bucket.compressed[i]:
-                    self.put(bucket.state["residual"][i], index[i], mean.dropped_parts[i])
-
-    def scape_moment(
-        self,
-        h: dict,
-        e: Tensor,
-        g: Tensor | None,
-        held: Tensor | None,
-        m: Tensor,
-        index: Tensor | None,
-        selecting: bool,
-        owed: bool = False,
-    ) -> Tensor:
-        """Make the residual ``e``, flat, SCAPE's x = b1 m + (1 - b1) g + e (line 10), where
-        somebody needs it.
-
-        ``m`` is the momentum at ``held``, ``index`` what was exchanged (None: everywhere);
-        ``selecting``: this rank selects from x now; e is 0 at ``held`` unless ``owed``. Returns the
-        momentum at ``index``."""
-        beta1, wanted = h["betas"][0], index is not None or selecting
-        if held is None:
-            old = m if index is None else m.index_select(0, index)
-            if wanted:
-                e.add_(m, alpha=beta1)
-        elif owed:  # e holds m for a moment, and shows what of it is at the mask
-            held, at = held.long(), slice(None) if index is None else index.long()
-            before, own = e[at].clone(), e[held]
-            e[at] = 0
-            e[held] = m
-            old = e[at].clone()
-            e[at] = before
-            e[held] = own.add_(m, alpha=beta1)
-        else:  # the same, but e is 0 where m is not
-            held = held.long()
-            before = e.clone() if index is None else e.index_select(0, index)
-            e.scatter_(0, held, m)
-            old = (e if index is None else e.index_select(0, index)).sub(before)
-            e.scatter_(0, held, beta1 * m)
-        if g is not None and wanted:
-            e.view(g.shape).add_(g, alpha=(beta1 - 1) if h["maximize"] else (1 - beta1))
-        return old
-
-    def scape_update(
-        self,
-        h: dict,
-        e: Tensor | None,
-        w: Tensor,
-        index: Tensor | None,
-        g: Tensor,
-        m: Tensor,
-        step: Tensor,
-        factor: float,
-    ) -> None:
-        """SCAPE, lines 11 and 16 to 21: what was sent is no longer owed; m and w follow the average
-        ``g`` at ``index``.
-
-        ``e`` is None for a tensor that is not compressed; ``factor`` multiplies g in v alone.
-        """
-        if index is None:
-            if e is not None:
-                e.zero_()
-            return self.adams(h, w, self.expand(g, None, w), m.view(w.shape), step, factor)
-        where = self._wide(index)
-        e.scatter_(0, where, 0)
-        if h["weight_decay"]:
-            w.mul_(1 - float(h["lr"]) * h["weight_decay"])
-        flat = w.reshape(-1)  # a copy where w is not contiguous
-        selected = flat.index_select(0, index)
-        self.adams(h, selected, g.to(w.dtype), m, step, factor, decay=False)
-        flat.scatter_(0, where, selected)
-        if not w.is_contiguous():
-            w.copy_(flat.view(w.shape))
-
-    def above(self, x: Tensor, t: float) -> Tensor:
-        """The positions of |x| > t, ascending, int64."""
-        flags = self.scratch(x, x.numel() + -x.numel() % 8, torch.bool, "flags")
-        flags[x.numel() :] = False
-        shrunk = self.scratch(x, min(BLOCK, x.numel()))
-        for own, x_ in zip(flags[: x.numel()].split(BLOCK), x.split(BLOCK), strict=True):
-            own.copy_(
-                torch.hardshrink(x_, t, out=shrunk[: x_.numel()])
-            )  # several times faster than a comparison
-        words = flags.view(
-            torch.int64
-        )  # of 8 flags each: most are 0, and looking at one is looking at 8
-        item = words.nonzero().view(-1)
-        hit = words.index_select(0, item).view(torch.bool).nonzero().view(-1)
-        return item.index_select(0, hit >> 3).bitwise_left_shift_(3).add_(hit.bitwise_and_(7))
+    def top_k(self, score: Tensor, k: int) -> Tensor:
+        """The packed mask of the k elements of largest magnitude."""
+        return math.top_k(score, k)
 
     def largest_of(self, x: Tensor, k: int) -> Tensor | None:
         """The positions, ascending, of the k largest |x|, int64; None where looking for a threshold
@@ -413,21 +274,21 @@ class Ops:
         """
         return None
 
-    def bits(self, positions: Tensor, size: int) -> Tensor:
-        """``size`` bytes with the bits at these positions set."""
-        bits = torch.empty(size, dtype=torch.uint8, device=positions.device)
-        set_bits_(bits, positions)
-        return bits
-
-    top_k = staticmethod(math.top_k)
-    set_bits_of = staticmethod(positions_of)  # their positions, int64
-
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
         """The selected positions of a packed mask, ascending.
 
         ``size``: how many, where that is known.
         """
         return math.positions(bits, n)
+
+    def set_bits_of(self, bits: Tensor) -> Tensor:
+        """The positions of all set bits, ascending, int64."""
+        return positions_of(bits)
+
+
+def empty_message(bucket: Bucket, mask: Mask) -> Payload:
+    """A payload for what is on the mask."""
+    return bucket.payload(mask.sizes, bucket.group.get("payload_dtype"))
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:

@@ -6,9 +6,12 @@ import statistics
 import time
 
 import torch
+from torch import Tensor
 
 from .._state.buckets import Bucket
 from .._state.layouts import Bits, Dense
+from .._state.masks import Mask, Tensors
+from .._wire.requests import Payload
 from .math import top_k
 from .ops import Ops
 
@@ -60,14 +63,20 @@ def trial_bucket() -> Bucket:
 
 def sparse_step(bucket: Bucket, ops: Ops) -> None:
     """What Radius does in a sparse step: read at a mask, and commit."""
-    state, grads, cache = bucket.state, bucket.grads(), bucket.cache
-    if "index" not in cache:
-        cache["index"] = [ops.positions(state["mask"][0], ELEMENTS)]
-    mean = ops.pack(bucket, grads, cache["index"], bits=state["mask"])
-    if ops.fuses(bucket):
-        ops.radius_commit(bucket, mean, "sparse", grads, cache["index"])
-        return
-    w, m, v, step = bucket.weights[0], state["exp_avg"][0], state["exp_avg_sq"][0], state["step"][0]
+    grads, cache = bucket.grads(), bucket.cache
+    if "mask" not in cache:
+        cache["mask"] = Mask(bucket, bits=bucket.state["mask"], decode=ops.positions)
+    mean = ops.pack(bucket, grads, cache["mask"])
+    ops.run("radius.commit", plain_commit, bucket, mean, "sparse", cache["mask"], grads)
+
+
+def plain_commit(
+    bucket: Bucket, ops: Ops, mean: Payload, phase: str, mask: Mask, grads: Tensors
+) -> list[Tensor]:
+    """What matters for time of Radius's own commit, of one tensor."""
+    state, w = bucket.state, bucket.weights[0]
+    m, v, step = state["exp_avg"][0], state["exp_avg_sq"][0], state["step"][0]
     step += 1
-    average = ops.expand(mean.parts[0], cache["index"][0], w)
+    average = ops.expand(mean.parts[0], mask.positions[0], w)
     ops.adamw_and_add(bucket.group, w, average, m, v, step, state["residual"][0], grads[0])
+    return []

@@ -30,8 +30,10 @@ from torch import Tensor
 
 from .._ops.math import squared_norm
 from .._ops.ops import Ops, clip_factor
-from .._sparse.selection import Selection, deal_at, keep_mask
+from .._sparse.dealing import deal_at, forget_next, keep
+from .._sparse.selection import Selection
 from .._state.buckets import Bucket
+from .._state.masks import Mask, stored
 from .._wire.requests import Agree, AllGather, Asking, Commit, Payload, ReduceScatterMean
 
 
@@ -41,21 +43,19 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> Asking[None]:
     delayed = h["mask_delay"] == 1
     deal = deal_at(bucket, h["step"] + 1 + delayed, shards.ranks)  # its parts are the shards
     selection = Selection(bucket, ops, deal, shards.rank) if deal else None
-
-    index, bits = bucket.cache.get("index"), bucket.flat["next_mask"]  # found one step ago
-    if deal and not delayed:
+    mask = bucket.cache.get("next_mask") or Mask(bucket)  # found one step ago
+    if selection and not delayed:
         for i in selection.pieces:
-            selection.take(i, own_x(bucket, i, grads[i]))
-        rows = yield AllGather(selection.message())
-        index, bits = selection.found(rows)
-    exchanged = Exchanged(bucket, index or [None] * len(grads))
+            selection.choose(i, own_x(bucket, i, grads[i]))
+        mask = selection.found((yield AllGather(selection.message())))
 
+    exchanged = Exchanged(bucket, mask)
     messages, flat = exchanged.messages(ops, grads)
     row = yield ReduceScatterMean(flat, [message.flat.numel() for message in messages])
     mean = messages[shards.rank].over(row)
     average = exchanged.average(mean)
     squared = sum(map(squared_norm, average))
-    phase = "sparse" if any(i is not None for i in exchanged.index) else "dense"
+    phase = "sparse" if mask.sparse else "dense"
     norm = yield Agree(mean, phase, squared, sharded=True)
 
     present = bucket.present(mean)
@@ -63,16 +63,29 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> Asking[None]:
     gathered = (yield AllGather(new)) if shards.ranks > 1 else new.unsqueeze(0)
     bucket.parameter_bytes = new.nbytes if shards.ranks > 1 else 0
     yield Commit()  # from here on state changes
-    exchanged.commit(gathered, momenta, present, bits, selection if delayed else None)
-    for i, guess in selection.guesses.items() if selection else ():
-        bucket.state["threshold"][i].fill_(guess)
+    behind = selection if delayed else None
+    exchanged.commit(gathered, momenta, present, behind)
+    keep(bucket, mask, mean)
+    if selection:
+        selection.settle()
     if delayed:
-        bucket.cache.pop("index", None)  # until the new masks are here the bucket has none
-        bucket.flat["next_mask"].zero_()
-        if deal:
-            rows = yield AllGather(selection.message())  # awaited when the next step needs it
-            bucket.cache["index"], bits = selection.found(rows)
-            bucket.flat["next_mask"].copy_(bits)
+        forget_next(bucket)
+    if behind:
+        rows = yield AllGather(behind.message())  # awaited when the next step needs it
+        bucket.cache["next_mask"] = stored(behind.found(rows), bucket, "next_mask")
+
+
+def fold_common(bucket: Bucket) -> None:
+    """Add what is common to all ranks to each one's own residual; where state is not sharded there
+    is none.
+    """
+    for i, common in enumerate(bucket.gathered.get("common", [])):
+        if common is not None:
+            residual = bucket.state["residual"][i].view(-1)  # in host memory, where it is offloaded
+            residual.add_(common.to(residual.device))
+            common.zero_()
+    if "common" in bucket.flat:
+        bucket.flat["common"].zero_()
 
 
 def own_x(bucket: Bucket, i: int, g: Tensor | None) -> Tensor:
@@ -89,12 +102,10 @@ def own_x(bucket: Bucket, i: int, g: Tensor | None) -> Tensor:
 
 @dataclass
 class Exchanged:
-    """What one step exchanges of a bucket: all of a tensor, or what is at ``index`` (positions in
-    it, ascending).
-    """
+    """What one step exchanges of a bucket: what is on a mask."""
 
     bucket: Bucket
-    index: list[Tensor | None]
+    mask: Mask
 
     def __post_init__(self) -> None:
         ranges = self.bucket.shards.ranges
@@ -102,7 +113,7 @@ class Exchanged:
         self.bounds: list[
             list[int]
         ] = []  # where each rank's elements begin among those exchanged of a tensor
-        for i, index in enumerate(self.index):
+        for i, index in enumerate(self.mask.positions):
             starts = [own[i] for own in ranges]
             if index is None:
                 self.bounds.append([start for start, _ in starts])
@@ -121,7 +132,7 @@ class Exchanged:
     def at(self, i: int, rank: int) -> Tensor | slice:
         """Which elements of flattened tensor i these are."""
         part = slice(self.bounds[i][rank], self.bounds[i][rank + 1])
-        return part if self.index[i] is None else self.index[i][part].long()
+        return part if self.mask.positions[i] is None else self.mask.positions[i][part].long()
 
     def own(self, i: int) -> Tensor | slice:
         """Which elements of this rank's part of tensor i these are, counted from where the part
@@ -188,10 +199,9 @@ class Exchanged:
         gathered: Tensor,
         momenta: list[Tensor | None],
         present: list[bool],
-        bits: Tensor,
         selection: Selection | None,
     ) -> None:
-        """Weights, momenta, residuals and masks of every tensor that has a gradient on any rank."""
+        """Weights, momenta and residuals of every tensor that has a gradient on any rank."""
         bucket, h = self.bucket, self.bucket.group
         rows = [
             row.split([*sizes, len(row) - sum(sizes)])
@@ -199,7 +209,6 @@ class Exchanged:
                 gathered, map(self.sizes, range(bucket.shards.ranks)), strict=True
             )
         ]
-        masks = bits.split([0 if m is None else len(m) for m in bucket.state["mask"]])
         grads, decay = bucket.grads(), 1 - float(h["lr"]) * h["weight_decay"]
         streamed = zip(
             present, bucket.each("residual", write=True), bucket.each_weight(), strict=True
@@ -208,19 +217,18 @@ class Exchanged:
             selecting = selection is not None and i in selection.pieces
             if not here:
                 if selecting:
-                    selection.take(i, own_x(bucket, i, None))
+                    selection.choose(i, own_x(bucket, i, None))
                 continue
             bucket.state["step"][i] += 1
             if bucket.compressed[i]:
                 self._hold_back(i, e.view(-1), grads[i], selection if selecting else None)
-                keep_mask(bucket, i, self.index[i], masks[i])
             bucket.state["exp_avg"][i].zero_()[self.own(i)] = momenta[i]
             values = torch.cat([row[i] for row in rows])
-            if self.index[i] is None:
+            if self.mask.positions[i] is None:
                 w.copy_(values.view(w.shape))
             else:
                 flat = w.mul_(decay).reshape(-1)  # a copy where w is not contiguous
-                flat.scatter_(0, self.index[i].long(), values)
+                flat.scatter_(0, self.mask.positions[i].long(), values)
                 if not w.is_contiguous():
                     w.copy_(flat.view(w.shape))
             bucket.publish(i, w)
@@ -230,21 +238,21 @@ class Exchanged:
         state, h, (start, stop) = self.bucket.state, self.bucket.group, self.bucket.shards.own[i]
         c = state["common"][i]
         c.add_(state["exp_avg"][i], alpha=h["betas"][0])
-        if g is not None and (selection or self.index[i] is not None):
+        if g is not None and (selection or self.mask.positions[i] is not None):
             e.view(g.shape).add_(
                 g, alpha=(h["betas"][0] - 1) if h["maximize"] else (1 - h["betas"][0])
             )
         if selection:
-            selection.take(i, e[start:stop] + c)
+            selection.choose(i, e[start:stop] + c)
         rounded = self.sent[0].dropped is not None  # what that took off is owed again
         dropped = (
             torch.cat([row.dropped_parts[i] for row in self.sent]).mul_(1 - h["betas"][0])
             if rounded
             else 0
         )
-        if self.index[i] is None:
+        if self.mask.positions[i] is None:
             e.copy_(dropped) if rounded else e.zero_()
             c.zero_()
         else:
-            e.scatter_(0, self.index[i].long(), dropped)
+            e.scatter_(0, self.mask.positions[i].long(), dropped)
             c.scatter_(0, self.own(i).long(), 0)

@@ -1,61 +1,39 @@
-"""What is selected: who deals with which part of a bucket's mask, how many, and how the largest are
-found.
-"""
+"""What is selected of a bucket in one step: how the largest are found, a tensor at a time."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from .._engine.when import dense_steps
-from .._ops.math import kept
-from .._ops.ops import Ops
+from .._ops.moment import own_x
+from .._ops.ops import BLOCK, Ops
 from .._state.buckets import Bucket
-from .._state.masks import (
-    Deal,
-    Part,
-    Piece,
-    assemble,
-    count_shared,
-    cut_bytes,
-    encode,
-    make_deal,
-    offsets_of,
-    per_tensor,
-)
+from .._state.deal import Deal, Part, assemble, encode
+from .._state.masks import Mask, Tensors, bits_at, bits_by_tensor, per_tensor
+from .dealing import SLACK, compressed_lengths
 
-SLACK = 0.05  # a sampled threshold may miss the wanted count by this share of it
 EXACT_BELOW = 16384  # elements: topk costs less than looking for a threshold
-AIM_BELOW = (
-    0.93  # of the threshold that would do: what drifts from step to step then still finds enough
-)
+# Of the threshold that would do: what drifts from step to step then still finds enough.
+AIM_BELOW = 0.93
 LOOKS = 12  # thresholds tried before topk decides
 
 
-@lru_cache(maxsize=256)
-def deal(lengths: tuple[int, ...], ranks: int, density: float) -> Deal:
-    """Cut the mask of tensors with these lengths (0: not compressed) into one equal range for every
-    rank.
-    """
-    offsets = offsets_of(lengths)
-    cuts = cut_bytes(offsets[-1], ranks)
-    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-    for i, (n, offset) in enumerate(zip(lengths, offsets, strict=False)):
-        k, stop = kept(density, n), 0
-        rank = bisect_right(cuts, offset) - 1
-        while stop < n:
-            start, stop = stop, min(n, 8 * (cuts[rank + 1] - offset))
-            wanted = k * stop // n - k * start // n  # the pieces' add up to the tensor's
-            most = math.floor(wanted * (1 + SLACK))
-            pieces[rank].append(
-                Piece(i, start, stop, 8 * (offset - cuts[rank]) + start, wanted, most)
-            )
-            rank += 1
-    return make_deal([(cuts[rank], cuts[rank + 1], tuple(pieces[rank])) for rank in range(ranks)])
+def above(x: Tensor, t: float, ops: Ops) -> Tensor:
+    """The positions of |x| > t, ascending, int64."""
+    flags = ops.scratch(x, x.numel() + -x.numel() % 8, torch.bool, "flags")
+    flags[x.numel() :] = False
+    shrunk = ops.scratch(x, min(BLOCK, x.numel()))
+    for own, x_ in zip(flags[: x.numel()].split(BLOCK), x.split(BLOCK), strict=True):
+        # Several times faster than a comparison.
+        own.copy_(torch.hardshrink(x_, t, out=shrunk[: x_.numel()]))
+    # Words of 8 flags each: most are 0, and looking at one is looking at 8.
+    words = flags.view(torch.int64)
+    item = words.nonzero().view(-1)
+    hit = words.index_select(0, item).view(torch.bool).nonzero().view(-1)
+    return item.index_select(0, hit >> 3).bitwise_left_shift_(3).add_(hit.bitwise_and_(7))
 
 
 def select(x: Tensor, k: int, how: str, ops: Ops, guess: float = 0.0) -> tuple[Tensor, float]:
@@ -84,7 +62,7 @@ def largest(x: Tensor, k: int, ops: Ops) -> Tensor:
     if n > EXACT_BELOW and k <= n // 4:  # of more than that topk would sort nearly all of x anyway
         t = _of_sample(x, min(n, k + k // 2 + n // 1024))
         for _ in range(LOOKS):
-            candidates = ops.above(x, t)
+            candidates = above(x, t, ops)
             if len(candidates) >= k:
                 chosen = x.index_select(0, candidates).abs_().topk(k, sorted=False).indices
                 return candidates.index_select(0, chosen).sort().values
@@ -104,7 +82,7 @@ def _sampled(x: Tensor, k: int, ops: Ops, guess: float) -> tuple[Tensor, float] 
     looks: list[tuple[float, float]] = []  # logarithms of threshold and count
     t, power = guess or AIM_BELOW * _of_sample(x, k), min(-0.5, -1.5 * math.log(x.numel() / k))
     for look in range(LOOKS):
-        positions = ops.above(x, t)
+        positions = above(x, t, ops)
         count = len(positions)
         if abs(count - k) <= SLACK * k:
             return positions, t * AIM_BELOW * (k / count) ** (1 / power)
@@ -130,7 +108,7 @@ def _largest_of(x: Tensor, positions: Tensor, k: int, ops: Ops) -> tuple[Tensor,
     """
     values = x.index_select(0, positions)
     t = _of_sample(values, k)
-    chosen = positions.index_select(0, ops.above(values, t))
+    chosen = positions.index_select(0, above(values, t, ops))
     return (chosen, AIM_BELOW * t) if abs(len(chosen) - k) <= SLACK * k else None
 
 
@@ -144,22 +122,33 @@ def _of_sample(x: Tensor, k: int) -> float:
 
 
 class Selection:
-    """The elements that this rank selects of one bucket in one step, a tensor at a time."""
+    """The elements that this rank selects of one bucket in one step, a tensor at a time.
+
+    A back end may have another that selects of all tensors at once."""
 
     def __init__(self, bucket: Bucket, ops: Ops, deal: Deal, rank: int):
         self.bucket, self.ops, self.deal, self.rank = bucket, ops, deal, rank
         self.part: Part = deal.parts[rank]
         self.pieces = {piece.tensor: piece for piece in self.part.pieces}
-        self.chosen: dict[
-            int, Tensor
-        ] = {}  # a tensor's positions, counted from where its piece begins
+        # A tensor's positions, counted from where its piece begins.
+        self.chosen: dict[int, Tensor] = {}
         self.guesses: dict[int, float] = {}  # where to look in the next step
 
-    def take(self, i: int, x: Tensor) -> None:
+    def take(self, grads: Tensors) -> None:
+        """Select of all tensors, by what line 10 makes of ``grads``, before anything is written."""
+        for i, piece in self.pieces.items():
+            self.choose(i, own_x(self.bucket, i, piece, grads[i]))
+
+    def choose(self, i: int, x: Tensor) -> None:
         """Select among ``x``, this rank's piece of tensor i."""
         how, wanted = self.bucket.group["selection"], self.pieces[i].wanted
         guess = float(self.bucket.state["threshold"][i])
         self.chosen[i], self.guesses[i] = select(x, wanted, how, self.ops, guess)
+
+    def settle(self) -> None:
+        """Keep where to look in the next step."""
+        for i, guess in self.guesses.items():
+            self.bucket.state["threshold"][i].fill_(guess)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -169,70 +158,12 @@ class Selection:
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)
 
     def message(self) -> Tensor:
+        """This rank's bits, coded where codes are smaller."""
         size = self.part.last - self.part.first
-        return encode(self.positions, self.ops.bits(self.positions, size), self.deal, self.rank)
+        return encode(self.positions, bits_at(self.positions, size), self.deal, self.rank)
 
-    def found(self, messages: Tensor) -> tuple[list[Tensor | None], Tensor]:
-        """All ranks' selections, as positions in each tensor and as the bucket's bits."""
+    def found(self, messages: Tensor) -> Mask:
+        """All ranks' selections."""
         bits, positions = assemble(messages, self.deal, self.rank, self.positions)
-        return per_tensor(positions, compressed_lengths(self.bucket)), bits
-
-
-def density_at(h: dict, t: int) -> float:
-    """Density of the mask that step t uses: 1 in the warm-up, then falling."""
-    k, ramp = t - dense_steps(h) - 1, h["density_warmup_steps"]
-    return (
-        1.0
-        if k < 0
-        else h["density"]
-        if ramp == 0
-        else max(h["density"], h["density"] ** (k / ramp))
-    )
-
-
-def deal_at(bucket: Bucket, t: int, ranks: int) -> Deal | None:
-    """Who selects what of the mask that step t uses; None where that is all ones, or nothing is
-    compressed.
-    """
-    lengths, density = compressed_lengths(bucket), density_at(bucket.group, t)
-    return deal(lengths, ranks, density) if density < 1 and any(lengths) else None
-
-
-def compressed_lengths(bucket: Bucket) -> tuple[int, ...]:
-    return tuple(n if c else 0 for n, c in zip(bucket.lengths, bucket.compressed, strict=True))
-
-
-def keep_mask(bucket: Bucket, i: int, index: Tensor | None, bits: Tensor) -> None:
-    """Note that the momentum of tensor i is now on ``index``, or everywhere."""
-    mask, held = bucket.state["mask"][i], bucket.cache["held"][i]
-    if index is not None:
-        if bucket.group["mask_delay"] == 0 and held is not None:
-            bucket.cache["shared"][i] = int(count_shared(bits, held)), len(index)
-        mask.copy_(bits)
-    elif held is not None:
-        fill_ones(mask, bucket.lengths[i])
-    bucket.cache["held"][i] = index
-
-
-def keep_masks(
-    bucket: Bucket, present: list[bool], index: list[Tensor | None], masks: list[Tensor | None]
-) -> None:
-    """The same for all compressed tensors that are ``present``, at once where all masks are those
-    of one step ago.
-    """
-    ours = [i for i, compressed in enumerate(bucket.compressed) if compressed]
-    if masks is bucket.state["next_mask"] and all(
-        present[i] and index[i] is not None for i in ours
-    ):
-        bucket.flat["mask"].copy_(bucket.flat["next_mask"])
-        bucket.cache["held"] = list(index)
-        return
-    for i in ours:
-        if present[i]:
-            keep_mask(bucket, i, index[i], masks[i])
-
-
-def fill_ones(mask: Tensor, n: int) -> None:
-    mask.fill_(255)
-    if n % 8:
-        mask[-1] = (1 << n % 8) - 1
+        index = per_tensor(positions, compressed_lengths(self.bucket))
+        return Mask(self.bucket, bits=bits_by_tensor(self.bucket, bits), positions=index)

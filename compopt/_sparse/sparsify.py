@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .._ops.ops import Ops
 from .._state.buckets import Bucket
-from .._state.masks import per_tensor
+from .._state.masks import bits_at, per_tensor
 from .._wire.requests import Payload
-from .selection import compressed_lengths, largest
+from .dealing import compressed_lengths
+from .selection import largest
 
 
 class Left(NamedTuple):
@@ -50,7 +51,7 @@ def sparsify(bucket: Bucket, ops: Ops, grads: list[Tensor | None]) -> Left:
         not values.all()
     ):  # line 3: gradients of embeddings are mostly zeros; and so is what is between tensors
         positions, values = positions[values != 0], values[values != 0]
-    return Left(positions, values, ops.bits(positions, shards.offsets[-1]), marks)
+    return Left(positions, values, bits_at(positions, shards.offsets[-1]), marks)
 
 
 def most_left(sparsity: float, n: int) -> int:

@@ -1,65 +1,160 @@
-"""Masks as bits, as positions, and as they cross the network.
+"""Masks: which elements of a bucket's tensors are selected, as bits and as positions.
 
 A bucket's mask is one bit an element of its compressed tensors, whole bytes a tensor, one tensor
-after the other. The ranks own equal ranges of these bytes, and the ranges are gathered. A range
-travels as bits, or coded where that is smaller: after Elias and Fano, a position's low bits as they
-are and its high bits as gaps in unary, about log2(e / density) bits a selected element, whose size
-is known before anything is selected."""
+after the other."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from .buckets import Bucket
+
 WORD = 8  # bytes: ranges begin at whole words of 64 bits
-# times a word of 8 booleans: their bits, the first lowest, in the highest byte
+# Times a word of 8 booleans: their bits, the first lowest, in the highest byte.
 GATHER_BITS = 0x0102040810204080
-SPREAD_BYTE, ONE_BIT_EACH = (
-    0x0101010101010101,
-    -0x7FBFDFEFF7FBFDFF,
-)  # a byte in all 8; bit i of byte i (0x8040...01)
+# Times a byte: that byte in all 8 of a word.
+SPREAD_BYTE = 0x0101010101010101
+# Bit i of byte i: 0x8040...01.
+ONE_BIT_EACH = -0x7FBFDFEFF7FBFDFF
+
+Tensors = list[Tensor | None]
 
 
-class Piece(NamedTuple):
-    """Elements ``start`` to ``stop`` of a flattened tensor, of which about ``wanted`` are selected.
+class Mask:
+    """Which elements a step takes of a bucket: some of a compressed tensor, all of any other.
 
-    ``at`` is where they begin among the flags of their rank's range. More than ``most`` are never
-    selected."""
+    ``bits[i]`` has one bit an element of tensor i, the first in the lowest; ``positions[i]`` says
+    where they are set, ascending, in int32 where that holds them. Both are None for a tensor that
+    is taken whole, and ``Mask(bucket)`` takes all of them whole. ``sizes[i]`` elements are taken.
 
-    tensor: int
-    start: int
-    stop: int
-    at: int
-    wanted: int
-    most: int
+    Made of one of the two, a mask finds the other once, when it is asked for. ``decode(bits, n,
+    size)`` is the back end's way from bits to positions. ``sizes`` is given where bits were just
+    chosen and their number is known. Positions given beside bits were read from these bits.
 
-
-class Part(NamedTuple):
-    """What one rank selects: its range of the mask's bytes, and the pieces of tensors in it,
-    ``most`` elements in all.
-
-    ``low`` is how many low bits of a position its code keeps apart; None where bits are smaller
-    than any code."""
-
-    first: int
-    last: int
-    pieces: tuple[Piece, ...]
-    most: int
-    low: int | None
-
-
-class Deal(NamedTuple):
-    """Who selects what.
-
-    ``coded``: the ranges travel as codes; ``length``: bytes of every rank's message.
+    Raises TypeError or ValueError where bits or positions are not such.
     """
 
-    parts: tuple[Part, ...]
-    coded: bool
-    length: int
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        bits: Tensors | None = None,
+        positions: Tensors | None = None,
+        sizes: Sequence[int | None] | None = None,
+        decode: Callable[[Tensor, int, int | None], Tensor] | None = None,
+    ):
+        if bits is not None:
+            _check_bits(bits, bucket)
+        elif positions is not None:
+            positions = _checked_positions(positions, bucket)
+        given = positions if bits is None else bits
+        self.sparse = given is not None and any(one is not None for one in given)
+        self.lengths = bucket.lengths
+        whole: Tensors = [None] * len(self.lengths)
+        self._bits = bits if self.sparse else whole
+        self._positions = positions if self.sparse else whole
+        self._sizes = sizes if self.sparse else self.lengths
+        self._decode = decode or _decoded
+        # For kernels: how many elements of its tensor are selected before each block.
+        self.starts: Tensor | None = None
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether there are bits without making them of positions."""
+        return self._bits is not None
+
+    @property
+    def bits(self) -> Tensors:
+        if self._bits is None:
+            pairs = zip(self.positions, self.lengths, strict=True)
+            self._bits = [None if p is None else bits_at(p, (n + 7) // 8) for p, n in pairs]
+        return self._bits
+
+    @property
+    def positions(self) -> Tensors:
+        if self._positions is None:
+            sizes = self._sizes or [None] * len(self.lengths)
+            rows = zip(self.bits, self.lengths, sizes, strict=True)
+            self._positions = [None if b is None else self._read(b, n, k) for b, n, k in rows]
+        return self._positions
+
+    @property
+    def sizes(self) -> list[int]:
+        if self._sizes is None or None in self._sizes:
+            pairs = zip(self.positions, self.lengths, strict=True)
+            self._sizes = [n if p is None else p.numel() for p, n in pairs]
+        return self._sizes
+
+    def _read(self, bits: Tensor, n: int, size: int | None) -> Tensor:
+        found = self._decode(bits, n, size)
+        if size is not None and found.numel() != size:
+            raise RuntimeError(
+                f"a mask has {found.numel()} of {n} elements, and {size} were selected: the "
+                "optimizer's state was changed from outside. Load a checkpoint."
+            )
+        return found
+
+
+def bits_by_tensor(bucket: Bucket, bits: Tensor) -> Tensors:
+    """The bucket's bits, one tensor's after the other's, as a list; None where it has none."""
+    sizes = [
+        (n + 7) // 8 if c else 0 for n, c in zip(bucket.lengths, bucket.compressed, strict=True)
+    ]
+    cut = zip(bits.split(sizes), bucket.compressed, strict=True)
+    return [own if compressed else None for own, compressed in cut]
+
+
+def stored(mask: Mask, bucket: Bucket, name: str) -> Mask:
+    """The same mask, its bits copied to the bucket's state of this name."""
+    bits = bucket.state[name]
+    own = [b for b in bits if b is not None]
+    if own:
+        torch._foreach_copy_(own, [b for b in mask.bits if b is not None])
+    return Mask(bucket, bits=bits, positions=mask.positions, sizes=mask.sizes)
+
+
+def _check_bits(bits: Tensors, bucket: Bucket) -> None:
+    for b, n, name in zip(bits, bucket.lengths, bucket.names, strict=True):
+        if b is not None and (b.dtype is not torch.uint8 or b.numel() != (n + 7) // 8):
+            raise ValueError(
+                f"the mask of {name} is {b.numel()} elements of {b.dtype}: its {n} elements have "
+                f"{(n + 7) // 8} bytes of bits, torch.uint8."
+            )
+
+
+def _checked_positions(positions: Tensors, bucket: Bucket) -> Tensors:
+    """The same as they are kept, where they are ascending and within their tensors."""
+    dtype = positions_dtype(bucket.lengths)
+    found: Tensors = []
+    for p, n, name in zip(positions, bucket.lengths, bucket.names, strict=True):
+        if p is not None and (p.is_floating_point() or p.dtype is torch.bool or p.dim() != 1):
+            raise TypeError(
+                f"positions of {name} must be a vector of integers, got {p.dtype} of shape "
+                f"{tuple(p.shape)}."
+            )
+        if p is not None and p.numel() and not _ascending_within(p, n):
+            raise ValueError(f"positions of {name} are not ascending within its {n} elements.")
+        found.append(None if p is None else p.to(dtype).contiguous())
+    return found
+
+
+def _ascending_within(p: Tensor, n: int) -> bool:
+    return int(p[0]) >= 0 and int(p[-1]) < n and bool((p[1:] > p[:-1]).all())
+
+
+def _decoded(bits: Tensor, n: int, size: int | None) -> Tensor:
+    return positions_of(bits).to(positions_dtype([n]))
+
+
+def positions_dtype(lengths: Sequence[int]) -> torch.dtype:
+    """Of positions in tensors of these lengths."""
+    return torch.int32 if max(lengths) < 2**31 else torch.int64
 
 
 def offsets_of(lengths: tuple[int, ...]) -> list[int]:
@@ -118,111 +213,17 @@ def set_bits_(bits: Tensor, positions: Tensor) -> None:
     bits.zero_().index_add_(0, positions >> 3, one << (positions & 7).to(torch.uint8))
 
 
+def bits_at(positions: Tensor, size: int) -> Tensor:
+    """``size`` bytes with the bits at these positions set."""
+    bits = torch.empty(size, dtype=torch.uint8, device=positions.device)
+    set_bits_(bits, positions)
+    return bits
+
+
 def count_shared(bits: Tensor, positions: Tensor) -> Tensor:
     """How many of the bits at ``positions`` are set."""
     shifts = (positions & 7).to(torch.uint8)
     return (bits.index_select(0, positions >> 3).bitwise_right_shift_(shifts) & 1).sum()
-
-
-# On the wire
-
-
-def make_deal(ranges: list[tuple[int, int, tuple[Piece, ...]]]) -> Deal:
-    """How these ranges of bytes, one a rank, travel.
-
-    One rank has nobody to send to, and keeps its bits.
-    """
-    parts = []
-    for first, last, pieces in ranges:
-        n, k = 8 * (last - first), sum(piece.most for piece in pieces)
-        best = min(range(1, 24), key=lambda low: _code_bits(n, k, low))
-        parts.append(Part(first, last, pieces, k, best if _code_bits(n, k, best) < n else None))
-    coded = len(parts) > 1 and all(part.low is not None for part in parts)
-    lengths = [
-        _code_bits(8 * (p.last - p.first), p.most, p.low) // 8 if coded else p.last - p.first
-        for p in parts
-    ]
-    return Deal(tuple(parts), coded, max(lengths))
-
-
-def _code_bits(n: int, k: int, low: int) -> int:
-    """Bits of the code of at most k among n positions: high bits in unary, then a row for each low
-    bit.
-    """
-    return _upper(n, k, low) + low * _whole(k)
-
-
-def _upper(n: int, k: int, low: int) -> int:
-    return _whole((n >> low) + k + 1)
-
-
-def _whole(n: int) -> int:
-    return n + -n % 8
-
-
-def code_of(part: Part) -> tuple[int, int, int]:
-    """How a range is coded: bits of the run of high bits, bits of a row of low bits, and how many
-    rows.
-    """
-    return _upper(8 * (part.last - part.first), part.most, part.low), _whole(part.most), part.low
-
-
-def encode(positions: Tensor, bits: Tensor, deal: Deal, rank: int) -> Tensor:
-    """This rank's message, from the positions and bits of its range."""
-    code = _code(positions, deal.parts[rank]) if deal.coded else bits
-    return torch.nn.functional.pad(code, (0, deal.length - code.numel()))
-
-
-def _code(position: Tensor, part: Part) -> Tensor:
-    k, device = position.numel(), position.device
-    upper = torch.zeros(
-        _upper(8 * (part.last - part.first), part.most, part.low), dtype=torch.bool, device=device
-    )
-    upper[(position >> part.low).add_(torch.arange(k, dtype=torch.int64, device=device))] = True
-    rows = torch.zeros(part.low, _whole(part.most), dtype=torch.bool, device=device)
-    for n, row in enumerate(rows):
-        row[:k] = (position >> n) & 1
-    return bits_of(torch.cat([upper, rows.view(-1)]))
-
-
-def decode(message: Tensor, part: Part) -> Tensor:
-    """The positions in a coded range, ascending, int64."""
-    upper, k = _upper(8 * (part.last - part.first), part.most, part.low) // 8, _whole(part.most)
-    position = positions_of(message[:upper])
-    position.sub_(
-        torch.arange(position.numel(), dtype=torch.int64, device=message.device)
-    ).bitwise_left_shift_(part.low)
-    rows = flags_of(message[upper : upper + part.low * k // 8]).view(part.low, k)[
-        :, : position.numel()
-    ]
-    for n, row in enumerate(rows):
-        position.add_(row, alpha=1 << n)
-    return position
-
-
-def assemble(messages: Tensor, deal: Deal, rank: int, own: Tensor) -> tuple[Tensor, Tensor]:
-    """All ranks' messages as the bucket's mask, and its positions among the mask's bits, ascending,
-    int64.
-
-    ``own``: the positions in this rank's own range, which it knows.
-    """
-    read = (
-        decode
-        if deal.coded
-        else lambda message, part: positions_of(message[: part.last - part.first])
-    )
-    pairs = enumerate(zip(messages, deal.parts, strict=True))
-    found = [
-        (own if r == rank else read(message, part)) + 8 * part.first for r, (message, part) in pairs
-    ]
-    positions = torch.cat(found) if len(found) > 1 else found[0]
-    if not deal.coded:
-        return torch.cat(
-            [m[: p.last - p.first] for m, p in zip(messages, deal.parts, strict=True)]
-        ), positions
-    bits = messages.new_empty(deal.parts[-1].last)
-    set_bits_(bits, positions)
-    return bits, positions
 
 
 def per_tensor(positions: Tensor, lengths: tuple[int, ...]) -> list[Tensor | None]:
@@ -230,7 +231,7 @@ def per_tensor(positions: Tensor, lengths: tuple[int, ...]) -> list[Tensor | Non
     (not compressed).
     """
     offsets = offsets_of(lengths)
-    dtype = torch.int32 if max(lengths) < 2**31 else torch.int64
+    dtype = positions_dtype(lengths)
     cuts = torch.searchsorted(
         positions, 8 * torch.tensor(offsets, dtype=torch.int64, device=positions.device)
     ).tolist()

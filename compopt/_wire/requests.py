@@ -54,8 +54,6 @@ class Payload:
         self.exact = self.parts if dropped is None or seed is not None else self.dropped_parts
         # The averaged header, once it has been read.
         self.marks: list[float] | None = None
-        # For kernels: how much of its tensor is sent before each block.
-        self.starts: Tensor | None = None
 
     def round(self) -> Payload:
         """Make the message of what ``exact`` holds; there is then what rounding took off."""

@@ -4,71 +4,29 @@ sharded state.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
+from ..._state.masks import Mask, Tensors
 from ..._wire.requests import Payload
+from ..commits import owe_again, scores, update_size
 from ..math import kept
-from ..ops import Ops, Tensors
-from .tables import Options, Table, addresses, along, at, floats, over_rows, plain, sizes_of
+from ..ops import Group, Ops
+from .tables import Options, Table, addresses, along, at, floats, over_rows, plain
 
 
 class AdamWPasses(Ops):
-    """What of ``Ops`` is AdamW; ``self.library`` is there."""
+    """What of ``Ops`` is AdamW."""
 
-    def radius_commit(
-        self, bucket: Bucket, mean: Payload, phase: str, grads: Tensors, index: Tensors
-    ) -> list[Tensor]:
-        """Radius, lines 10, 15, 16 and 21 to 25, for all tensors; returns line 22's masks."""
-        h, state, present, lengths = (
-            bucket.group,
-            bucket.state,
-            bucket.present(mean),
-            bucket.lengths,
-        )
-        scores, weights, own, values = (
-            self.scores(bucket, phase),
-            bucket.weights,
-            floats(grads),
-            whole(mean),
-        )
-        sparse = phase == "sparse"
-        sent = sizes_of(mean.parts)
-        table = Table(
-            len(grads),
-            n=lengths,
-            w=addresses("parameters", weights, lengths),
-            m=state_of(bucket, "exp_avg"),
-            v=state_of(bucket, "exp_avg_sq"),
-            step=steps_of(bucket, present),
-            mean=addresses("an averaged gradient", values, sent if sparse else lengths),
-            mask=masks_of(state["mask"], lengths) if sparse else 0,
-            index=0,
-            k=sent,
-            residual=state_of(bucket, "residual") if phase != "dense" else 0,
-            g=addresses("gradients", own, lengths),
-            score=addresses("scores", [scores.get(i) for i in range(len(grads))], lengths),
-            ahead=0,
-            moments=0,
-        )
-        for i, size in scores.items():
-            if not present[i]:
-                moments = (state[name][i] for name in ("exp_avg", "exp_avg_sq", "step"))
-                size.copy_(self.adamw_update(h, weights[i], *moments).abs_().view(-1))
-        hyper = adamw_options(h)
-        wrong = over_rows(
-            lengths, lambda first, last, _: self.library.adamw(table, first, last, hyper)
-        )
-        refuse(bucket, wrong)
-        self.owe_again(bucket, mean, index)
-        return [self.top_k(x, kept(h["density"], len(x))) for x in scores.values()]
+    library: ctypes.CDLL
 
     def adamw_ahead(
         self,
-        group: dict,
+        group: Group,
         w: Tensor,
         g: Tensor,
         index: Tensor | None,
@@ -85,7 +43,7 @@ class AdamWPasses(Ops):
 
     def adamw_moments(
         self,
-        group: dict,
+        group: Group,
         w: Tensor,
         g: Tensor,
         index: Tensor | None,
@@ -99,7 +57,7 @@ class AdamWPasses(Ops):
 
     def _adamw_part(
         self,
-        group: dict,
+        group: Group,
         w: Tensor,
         g: Tensor,
         index: Tensor | None,
@@ -135,7 +93,43 @@ class AdamWPasses(Ops):
             )
 
 
-def adamw_options(h: dict) -> Options:
+def radius_commit(
+    bucket: Bucket, ops: AdamWPasses, mean: Payload, phase: str, mask: Mask, grads: Tensors
+) -> list[Tensor]:
+    """Radius, lines 10, 15, 16 and 21 to 25, for all tensors; returns line 22's masks."""
+    h, state, lengths = bucket.group, bucket.state, bucket.lengths
+    present = bucket.present(mean)
+    chosen = scores(bucket, ops, phase)
+    for i, size in chosen.items():
+        if not present[i]:
+            w, m, v = bucket.weight(i), state["exp_avg"][i], state["exp_avg_sq"][i]
+            size.copy_(update_size(h, w, m, v, state["step"][i]).view(-1))
+    weights, own, values, sent = bucket.weights, floats(grads), whole(mean), mask.sizes
+    table = Table(
+        len(grads),
+        n=lengths,
+        w=addresses("parameters", weights, lengths),
+        m=state_of(bucket, "exp_avg"),
+        v=state_of(bucket, "exp_avg_sq"),
+        step=steps_of(bucket, present),
+        mean=addresses("an averaged gradient", values, sent),
+        mask=masks_of(mask.bits, lengths) if mask.sparse else 0,
+        index=0,
+        k=sent,
+        residual=state_of(bucket, "residual") if phase != "dense" else 0,
+        g=addresses("gradients", own, lengths),
+        score=addresses("scores", [chosen.get(i) for i in range(len(grads))], lengths),
+        ahead=0,
+        moments=0,
+    )
+    hyper = adamw_options(h)
+    wrong = over_rows(lengths, lambda first, last, _: ops.library.adamw(table, first, last, hyper))
+    refuse(bucket, wrong)
+    owe_again(bucket, ops, mean, mask)
+    return [ops.top_k(x, kept(h["density"], len(x))) for x in chosen.values()]
+
+
+def adamw_options(h: Group) -> Options:
     (beta1, beta2), sign = h["betas"], -1.0 if h["maximize"] else 1.0
     return Options(float(h["lr"]), beta1, beta2, h["eps"], h["weight_decay"], sign)
 

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket, local
+from ..._state.masks import Mask, Tensors
 from ..._wire.requests import Payload
-from ..ops import Tensors
-from .adams import AdamSPasses
-from .adamw import AdamWPasses, masks_of, refuse
+from ..ops import Faster, Ops, empty_message
+from .adams import AdamSPasses, adams_commit, scape_commit
+from .adamw import AdamWPasses, masks_of, radius_commit, refuse
 from .build import isa_of, load
+from .selection import NativeSelection
 from .tables import Table, addresses, along, at, fits, floats, over_rows, plain
 
 SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
@@ -27,58 +29,27 @@ class NativeOps(AdamWPasses, AdamSPasses):
 
     name = "native"
 
-    def __init__(self, devices: set[str] = frozenset()) -> None:
+    def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
         super().__init__(devices)
         self.library = load()
         self.isa = isa_of(self.library)
-
-    @staticmethod
-    def reads(bucket: Bucket) -> bool:
-        """Whether passes can read this bucket's gradients and state."""
-        return (
-            bucket.device.type == "cpu"
-            and bucket.dtype == torch.float32
-            and bucket.offload is None
-            and not bucket.cut
-            and max(bucket.lengths) < 2**31
-        )
-
-    def fuses(self, bucket: Bucket) -> bool:
-        return self.reads(bucket) and all(local(p).is_contiguous() for p in bucket.params)
 
     def pack(
         self,
         bucket: Bucket,
         grads: Tensors,
-        index: Tensors | None = None,
+        mask: Mask | None = None,
         add: Tensors | None = None,
         scale: float = 1.0,
         negate: bool = False,
-        bits: Tensors | None = None,
     ) -> Payload:
-        lengths, nothing = bucket.lengths, [None] * len(grads)
-        index = index or nothing
-        if bucket.offload is not None or not self.reads(
-            bucket
-        ):  # what is offloaded passes by, a tensor at a time
-            return super().pack(bucket, grads, index, add, scale, negate)
-        add = list(add or nothing)
-        payload, own, index = self.message(bucket, index), floats(grads), narrowed(bucket, index)
-        exact = payload.flat.dtype == torch.float32
-        head, body = payload.header, payload.body
-        if not exact:
-            like, whole = bucket.params[0], payload.dropped
-            head = self.scratch(like, len(grads), torch.float32, "marks")
-            body = (
-                self.scratch(like, len(payload.body), torch.float32, "payload")
-                if whole is None
-                else whole
-            )
-        bits = [
-            None if i is None or i.numel() * SPARSE <= n else b
-            for i, n, b in zip(index, lengths, bits or nothing, strict=True)
-        ]
-        positions = [i if b is None else None for i, b in zip(index, bits, strict=True)]
+        if not reads(self, bucket):  # what is offloaded passes by, a tensor at a time
+            return super().pack(bucket, grads, mask, add, scale, negate)
+        mask, lengths = mask or Mask(bucket), bucket.lengths
+        payload, own = empty_message(bucket, mask), floats(grads)
+        add = list(add) if add else [None] * len(grads)
+        head, body = self._exact(bucket, payload)
+        bits, positions = bits_or_positions(mask)
         sizes = [part.numel() for part in payload.parts]
         first, mark = at("a message", body, sum(sizes)), at("marks", head, len(grads))
         table = Table(
@@ -93,14 +64,23 @@ class NativeOps(AdamWPasses, AdamSPasses):
             mark=[mark + 4 * i for i in range(len(grads))],
         )
         sign = -1.0 if negate else 1.0
-        refuse(
-            bucket, over_rows(lengths, lambda a, b, _: self.library.pack(table, a, b, sign, scale))
-        )
-        if not exact:
+        passed = over_rows(lengths, lambda a, b, _: self.library.pack(table, a, b, sign, scale))
+        refuse(bucket, passed)
+        if payload.flat.dtype != torch.float32:
             payload.header.copy_(head)
-        if not exact and payload.dropped is None:
-            payload.body.copy_(body)
+            if payload.dropped is None:
+                payload.body.copy_(body)
         return payload.round()
+
+    def _exact(self, bucket: Bucket, payload: Payload) -> tuple[Tensor, Tensor]:
+        """Where header and body are written in float32: in the message, if it is of that."""
+        if payload.flat.dtype == torch.float32:
+            return payload.header, payload.body
+        like, body = bucket.params[0], payload.dropped
+        head = self.scratch(like, len(payload.header), torch.float32, "marks")
+        if body is None:
+            body = self.scratch(like, len(payload.body), torch.float32, "payload")
+        return head, body
 
     def add_up(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
         if not plain(*(x for x in (*grads, *add, *out) if x is not None)):
@@ -173,17 +153,36 @@ class NativeOps(AdamWPasses, AdamSPasses):
         return out[: self.library.positions(mask, n, room, at("positions", out, room, torch.int32))]
 
 
-def narrowed(bucket: Bucket, index: Tensors) -> Tensors:
-    """Positions as passes read them: int32.
+def bits_or_positions(mask: Mask) -> tuple[Tensors, Tensors]:
+    """For each tensor one of the two, whichever is read faster; neither where it is taken whole."""
+    if not mask.has_bits:
+        return [None] * len(mask.lengths), mask.positions
+    rows = zip(mask.bits, mask.sizes, mask.lengths, strict=True)
+    bits = [None if b is None or size * SPARSE <= n else b for b, size, n in rows]
+    if all(read is b for read, b in zip(bits, mask.bits, strict=True)):
+        return bits, [None] * len(bits)
+    return bits, [p if b is None else None for p, b in zip(mask.positions, bits, strict=True)]
 
-    What does not fit its tensor must not come to fit by losing bits.
-    """
-    for i, n, name in zip(index, bucket.lengths, bucket.names, strict=True):
-        if (
-            i is not None
-            and i.dtype != torch.int32
-            and i.numel()
-            and not 0 <= int(i.min()) <= int(i.max()) < n
-        ):
-            raise IndexError(f"positions of {name} are not within its {n} elements.")
-    return [i if i is None or fits(i, 0, torch.int32) else i.int().contiguous() for i in index]
+
+def reads(ops: Ops, bucket: Bucket) -> bool:
+    """Whether passes can read this bucket's gradients and state."""
+    return (
+        bucket.device.type == "cpu"
+        and bucket.dtype == torch.float32
+        and bucket.offload is None
+        and bucket.shards is None
+        and max(bucket.lengths) < 2**31
+    )
+
+
+def writes(ops: Ops, bucket: Bucket) -> bool:
+    """Whether they can also write its parameters."""
+    return reads(ops, bucket) and all(local(p).is_contiguous() for p in bucket.params)
+
+
+NativeOps.faster = {
+    "radius.commit": Faster(writes, radius_commit),
+    "scape.commit": Faster(writes, scape_commit),
+    "scape.selection": Faster(writes, NativeSelection),
+    "adams.commit": Faster(writes, adams_commit),
+}

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
-from ..._state.masks import Deal, Part, code_of
+from ..._state.deal import Deal, Part, code_of
+from ..._state.masks import Mask, Tensors, bits_by_tensor
 from ..._wire.requests import CommunicationError
 from ..moment import own_x
-from ..ops import Ops, Tensors
+from ..ops import Ops
 from .tables import Table, addresses, along, at
 
 # The end of scape.c's struct: where to look for the largest, among what, how many, into where.
@@ -83,8 +84,11 @@ class NativeSelection:
             )
         return message
 
-    def found(self, messages: Tensor) -> tuple[Tensors, Tensor]:
-        """All ranks' selections, as positions in each tensor and as the bucket's bits.
+    def settle(self) -> None:
+        """Where to look the next time has been noted by the pass that selected."""
+
+    def found(self, messages: Tensor) -> Mask:
+        """All ranks' selections.
 
         Raises CommunicationError where a rank selected what was not agreed.
         """
@@ -97,12 +101,12 @@ class NativeSelection:
         first = 0
         for rank, (part, message) in enumerate(zip(parts, messages, strict=True)):
             wanted = sum(piece.wanted for piece in part.pieces)
-            self._read(
-                rank, message, positions[first : first + wanted], bits[part.first : part.last]
-            )
+            own = positions[first : first + wanted]
+            self._read(rank, message, own, bits[part.first : part.last])
             first += wanted
-        index = positions.split(sizes)
-        return [i if c else None for i, c in zip(index, bucket.compressed, strict=True)], bits
+        index = zip(positions.split(sizes), bucket.compressed, strict=True)
+        own = [p if compressed else None for p, compressed in index]
+        return Mask(bucket, bits=bits_by_tensor(bucket, bits), positions=own)
 
     def _read(self, rank: int, message: Tensor, found: Tensor, bits: Tensor) -> None:
         part, coded = self.deal.parts[rank], self.deal.coded

@@ -1,0 +1,1 @@
+"""Triton kernels: a launch for all tensors of a bucket."""

@@ -1,0 +1,125 @@
+"""Triton kernels: a bucket's step in a few launches, without a dense copy of what was averaged, and
+without waiting.
+
+Works on CUDA tensors; on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1), to see that it
+is right. What lies on other devices is left to PyTorch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import compopt_kernels as kernels
+import torch
+from torch import Tensor
+
+from ..._state.buckets import Bucket, upload
+from ..._state.masks import Mask, Tensors
+from ..._wire.requests import Payload
+from ..ops import Faster, Group, Ops, empty_message
+from .commits import radius_commit, scape_commit
+from .selection import TritonSelection
+from .tables import blocks_of, flattened, overflows, starts_of
+
+
+class TritonOps(Ops):
+    """The kernels of ``compopt_kernels``, a launch for all tensors of a bucket."""
+
+    name = "triton"
+
+    def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
+        super().__init__(devices)
+        self.device = "cpu" if kernels.INTERPRETED else "cuda"
+        # Where none can be built, raise now.
+        kernels.pack_bits(torch.ones(8, dtype=torch.bool, device=self.device))
+
+    def pack(
+        self,
+        bucket: Bucket,
+        grads: Tensors,
+        mask: Mask | None = None,
+        add: Tensors | None = None,
+        scale: float = 1.0,
+        negate: bool = False,
+    ) -> Payload:
+        if not takes(self, bucket):
+            return super().pack(bucket, grads, mask, add, scale, negate)
+        mask = mask or Mask(bucket)
+        payload = empty_message(bucket, mask)
+        present = [0.0 if g is None else 1.0 for g in grads]
+        marks = upload(present, payload.exact[0].dtype, bucket.device)
+        marks.add_(overflows(grads, marks))
+        kernels.compact(
+            blocks_of(bucket),
+            mask.bits,
+            starts_of(bucket, mask),
+            flattened(grads),
+            payload.exact,
+            marks.split(1),
+            add or [None] * len(grads),
+            scale,
+            -1.0 if negate else 1.0,
+        )
+        payload.header.copy_(marks)
+        return payload.round()
+
+    def adams(
+        self,
+        group: Group,
+        w: Tensor,
+        g: Tensor,
+        m: Tensor,
+        step: Tensor,
+        clip: float = 1.0,
+        decay: bool = True,
+    ) -> None:
+        if w.device.type != self.device or not all(x.is_contiguous() for x in (w, g, m)):
+            return super().adams(group, w, g, m, step, clip, decay)
+        blocks = kernels.cut((w.numel(),), w.device)
+        row = kernels.ScapeRow(w.numel(), None, None, m, g, w, m, step, 1)
+        kernels.scape(
+            blocks,
+            blocks.firsts,
+            blocks.firsts,
+            [row],
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"] if decay else 0.0,
+            bias_correction=group["bias_correction"],
+            clip=clip,
+        )
+
+    def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
+        """As the reference; where ``size`` is not known this waits for the device."""
+        if bits.device.type != self.device:
+            return super().positions(bits, n, size)
+        blocks = kernels.cut((n,), bits.device)
+        size = int(kernels.unpack_bits(bits, n).sum()) if size is None else size
+        return kernels.positions(blocks, [bits], kernels.count(blocks, [bits]), [size])[0]
+
+    def largest(self, xs: Iterable[Tensor], ks: Iterable[int]) -> list[Tensor]:
+        """For each tensor the packed mask of its k elements of largest magnitude."""
+        rows = [
+            kernels.TopKRow(
+                x.numel(),
+                k,
+                x,
+                torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device),
+            )
+            for x, k in zip(xs, ks, strict=True)
+        ]
+        if rows:
+            kernels.top_k(kernels.cut(tuple(row.n for row in rows), rows[0].x.device), rows)
+        return [row.bits for row in rows]
+
+
+def takes(ops: TritonOps, bucket: Bucket) -> bool:
+    """Whether kernels can read and write this bucket."""
+    return bucket.device.type == ops.device and bucket.offload is None
+
+
+TritonOps.faster = {
+    "radius.commit": Faster(takes, radius_commit),
+    "scape.commit": Faster(takes, scape_commit),
+    "scape.selection": Faster(takes, TritonSelection),
+}

@@ -1,0 +1,131 @@
+"""Who deals with which part of a bucket's mask, how much is selected, and the masks a bucket keeps
+from one step to the next.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from functools import lru_cache
+
+from torch import Tensor
+
+from .._engine.when import dense_steps
+from .._ops.math import kept
+from .._ops.ops import Group
+from .._state.buckets import Bucket
+from .._state.deal import Deal, Piece, make_deal
+from .._state.masks import Mask, Tensors, count_shared, cut_bytes, offsets_of, stored
+from .._wire.requests import Payload
+
+SLACK = 0.05  # a sampled threshold may miss the wanted count by this share of it
+
+
+@lru_cache(maxsize=256)
+def deal(lengths: tuple[int, ...], ranks: int, density: float) -> Deal:
+    """Cut the mask of tensors with these lengths (0: not compressed) into one equal range for every
+    rank.
+    """
+    offsets = offsets_of(lengths)
+    cuts = cut_bytes(offsets[-1], ranks)
+    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
+    for i, (n, offset) in enumerate(zip(lengths, offsets, strict=False)):
+        k, stop = kept(density, n), 0
+        rank = bisect_right(cuts, offset) - 1
+        while stop < n:
+            start, stop = stop, min(n, 8 * (cuts[rank + 1] - offset))
+            wanted = k * stop // n - k * start // n  # the pieces' add up to the tensor's
+            most = math.floor(wanted * (1 + SLACK))
+            pieces[rank].append(
+                Piece(i, start, stop, 8 * (offset - cuts[rank]) + start, wanted, most)
+            )
+            rank += 1
+    return make_deal([(cuts[rank], cuts[rank + 1], tuple(pieces[rank])) for rank in range(ranks)])
+
+
+def density_at(h: Group, t: int) -> float:
+    """Density of the mask that step t uses: 1 in the warm-up, then falling."""
+    k, ramp = t - dense_steps(h) - 1, h["density_warmup_steps"]
+    density: float = h["density"]
+    if k < 0:
+        return 1.0
+    return density if ramp == 0 else max(density, density ** (k / ramp))
+
+
+def deal_at(bucket: Bucket, t: int, ranks: int) -> Deal | None:
+    """Who selects what of the mask that step t uses; None where that is all ones, or nothing is
+    compressed.
+    """
+    lengths, density = compressed_lengths(bucket), density_at(bucket.group, t)
+    return deal(lengths, ranks, density) if density < 1 and any(lengths) else None
+
+
+def compressed_lengths(bucket: Bucket) -> tuple[int, ...]:
+    return tuple(n if c else 0 for n, c in zip(bucket.lengths, bucket.compressed, strict=True))
+
+
+def keep(bucket: Bucket, mask: Mask, mean: Payload) -> None:
+    """Note that the momenta of tensors that took part in a step are on its mask now."""
+    present, held, bits = bucket.present(mean), bucket.cache["mask"], bucket.state["mask"]
+    for i, here in enumerate(present):
+        if here:
+            bucket.cache["owed"][i] = mean.dropped is not None
+    if bucket.group["mask_delay"] == 0:  # later nobody knows the mask of before
+        _note_shared(bucket, mask, held, present)
+    if all(present) and mask.sparse:
+        bucket.cache["mask"] = stored(mask, bucket, "mask")
+        return
+    positions: Tensors = []
+    for i, (here, own) in enumerate(zip(present, bits, strict=True)):
+        new, old = mask.positions[i], held.positions[i]
+        positions.append(new if here else old)
+        if here and new is not None:
+            own.copy_(mask.bits[i])
+        elif here and old is not None:
+            fill_ones(own, bucket.lengths[i])
+    own_bits = [None if p is None else b for p, b in zip(positions, bits, strict=True)]
+    bucket.cache["mask"] = Mask(bucket, bits=own_bits, positions=positions)
+
+
+def _note_shared(bucket: Bucket, mask: Mask, held: Mask, present: list[bool]) -> None:
+    for i, here in enumerate(present):
+        bits, old = mask.bits[i], held.positions[i]
+        if here and bits is not None and old is not None:
+            bucket.cache["shared"][i] = int(count_shared(bits, old)), mask.sizes[i]
+
+
+def restore(bucket: Bucket, decode: Callable[[Tensor, int, int | None], Tensor]) -> None:
+    """Fill the bucket's cache by its state, which was set from outside."""
+    state, count = bucket.state, len(bucket.params)
+    bucket.cache["shared"] = [None] * count
+    # Residuals may be other than 0 on the mask: rounding leaves that.
+    bucket.cache["owed"] = [True] * count
+    bits: Tensors = [None] * count
+    for i, n in enumerate(compressed_lengths(bucket)):
+        if n and _is_everywhere(bucket, i):
+            fill_ones(state["mask"][i], n)
+        elif n:
+            bits[i] = state["mask"][i]
+    bucket.cache["mask"] = Mask(bucket, bits=bits, decode=decode)
+    if bucket.flat["next_mask"].any():
+        bucket.cache["next_mask"] = Mask(bucket, bits=state["next_mask"], decode=decode)
+
+
+def _is_everywhere(bucket: Bucket, i: int) -> bool:
+    """Whether the momentum of compressed tensor i is on no mask."""
+    if bucket.shards is None:
+        return bucket.state["exp_avg"][i].numel() == bucket.lengths[i]
+    return not bucket.state["mask"][i].any()
+
+
+def forget_next(bucket: Bucket) -> None:
+    """Until the next mask has arrived the bucket has none."""
+    bucket.cache.pop("next_mask", None)
+    bucket.flat["next_mask"].zero_()
+
+
+def fill_ones(mask: Tensor, n: int) -> None:
+    mask.fill_(255)
+    if n % 8:
+        mask[-1] = (1 << n % 8) - 1
