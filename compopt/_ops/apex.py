@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .ops import Ops
+from .ops import Group, Ops
 
 DEVICE = "cuda"
 DECOUPLED, CORRECTED = 1, 1  # weight decay as in AdamW; moments divided by 1 - beta^t
@@ -18,14 +18,14 @@ class ApexOps(Ops):
 
     name = "apex"
 
-    def __init__(self, devices: set[str] = frozenset()) -> None:
+    def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
         import amp_C
         from apex.multi_tensor_apply import multi_tensor_applier
 
         super().__init__(devices)
         self._adam, self._apply = amp_C.multi_tensor_adam, multi_tensor_applier
 
-    def adamw(self, group: dict, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
+    def adamw(self, group: Group, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
         fits = (
             w.device.type == DEVICE
             and w.dtype == g.dtype == torch.float32

@@ -169,10 +169,8 @@ class Ops:
         if not (w.is_contiguous() and g.is_contiguous()):
             return math.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
         beta1, beta2 = hyper.pop("betas")
-        lists = [w], [g], [m], [v], [], [step]
-        torch._fused_adamw_(
-            *lists, lr=float(group["lr"]), beta1=beta1, beta2=beta2, amsgrad=False, **hyper
-        )
+        hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
+        torch._fused_adamw_([w], [g], [m], [v], [], [step], **hyper)
 
     def adamw_and_add(
         self,
@@ -255,14 +253,12 @@ class Ops:
         if not (clip == 1 and correction == "scape" and contiguous):
             hyper |= {"betas": group["betas"], "bias_correction": correction}
             return math.adams_(w, g, m, float(step), clip=clip, **hyper)
+        hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
         # Of its own: g may be scratch too.
         square = self.scratch(m, min(BLOCK, m.numel()), use="square")
         for w_, g_, m_ in zip(*(x.view(-1).split(BLOCK) for x in (w, g, m)), strict=True):
             v = torch.mul(m_, m_, out=square[: m_.numel()])
-            lists = [w_], [g_], [m_], [v], [], [step]
-            torch._fused_adamw_(
-                *lists, beta1=beta1, beta2=beta2, amsgrad=False, maximize=False, **hyper
-            )
+            torch._fused_adamw_([w_], [g_], [m_], [v], [], [step], **hyper)
 
     def top_k(self, score: Tensor, k: int) -> Tensor:
         """The packed mask of the k elements of largest magnitude."""

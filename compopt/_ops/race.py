@@ -43,7 +43,7 @@ def times_as_long(ours: Ops, theirs: Ops) -> float:
                 sparse_step(bucket, ops)
                 if turn:  # the first makes scratch memory
                     taken.append(time.perf_counter() - start)
-    return statistics.median(a / b for a, b in zip(*seconds, strict=True))
+    return float(statistics.median(a / b for a, b in zip(*seconds, strict=True)))
 
 
 def trial_bucket() -> Bucket:

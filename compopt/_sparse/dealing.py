@@ -78,10 +78,10 @@ def keep(bucket: Bucket, mask: Mask, mean: Payload) -> None:
         return
     positions: Tensors = []
     for i, (here, own) in enumerate(zip(present, bits, strict=True)):
-        new, old = mask.positions[i], held.positions[i]
+        new, old, taken = mask.positions[i], held.positions[i], mask.bits[i]
         positions.append(new if here else old)
-        if here and new is not None:
-            own.copy_(mask.bits[i])
+        if here and taken is not None:
+            own.copy_(taken)
         elif here and old is not None:
             fill_ones(own, bucket.lengths[i])
     own_bits = [None if p is None else b for p, b in zip(positions, bits, strict=True)]

@@ -75,12 +75,13 @@ def update(
         e.zero_()
     if e is None or index is None:
         return ops.adams(h, w, ops.expand(g, None, w), m.view(w.shape), step, factor)
-    ops.clear_(e, index)  # line 11
+    where = ops.wide(index)
+    e.scatter_(0, where, 0)  # line 11
     if h["weight_decay"]:
         w.mul_(1 - float(h["lr"]) * h["weight_decay"])
     flat = w.reshape(-1)  # a copy where w is not contiguous
     selected = flat.index_select(0, index)
     ops.adams(h, selected, g.to(w.dtype), m, step, factor, decay=False)
-    ops.put(flat, index, selected)
+    flat.scatter_(0, where, selected)
     if not w.is_contiguous():
         w.copy_(flat.view(w.shape))

@@ -33,14 +33,14 @@ class Part(NamedTuple):
     """What one rank selects: its range of the mask's bytes, and the pieces of tensors in it,
     ``most`` elements in all.
 
-    ``low`` is how many low bits of a position its code keeps apart; None where bits are smaller
+    ``low`` is how many low bits of a position its code keeps apart; 0 where bits are smaller
     than any code."""
 
     first: int
     last: int
     pieces: tuple[Piece, ...]
     most: int
-    low: int | None
+    low: int
 
 
 class Deal(NamedTuple):
@@ -62,9 +62,9 @@ def make_deal(ranges: list[tuple[int, int, tuple[Piece, ...]]]) -> Deal:
     parts = []
     for first, last, pieces in ranges:
         n, k = 8 * (last - first), sum(piece.most for piece in pieces)
-        best = min(range(1, 24), key=lambda low: _code_bits(n, k, low))
-        parts.append(Part(first, last, pieces, k, best if _code_bits(n, k, best) < n else None))
-    coded = len(parts) > 1 and all(part.low is not None for part in parts)
+        size, best = min((_code_bits(n, k, low), low) for low in range(1, 24))
+        parts.append(Part(first, last, pieces, k, best if size < n else 0))
+    coded = len(parts) > 1 and all(part.low for part in parts)
     lengths = [
         _code_bits(8 * (p.last - p.first), p.most, p.low) // 8 if coded else p.last - p.first
         for p in parts

@@ -44,8 +44,8 @@ class Mask:
         self,
         bucket: Bucket,
         *,
-        bits: Tensors | None = None,
-        positions: Tensors | None = None,
+        bits: Sequence[Tensor | None] | None = None,
+        positions: Sequence[Tensor | None] | None = None,
         sizes: Sequence[int | None] | None = None,
         decode: Callable[[Tensor, int, int | None], Tensor] | None = None,
     ):
@@ -59,7 +59,8 @@ class Mask:
         whole: Tensors = [None] * len(self.lengths)
         self._bits = bits if self.sparse else whole
         self._positions = positions if self.sparse else whole
-        self._sizes = sizes if self.sparse else self.lengths
+        self._told = sizes  # None where nobody has said
+        self._sizes = None if self.sparse else self.lengths
         self._decode = decode or _decoded
         # For kernels: how many elements of its tensor are selected before each block.
         self.starts: Tensor | None = None
@@ -70,25 +71,27 @@ class Mask:
         return self._bits is not None
 
     @property
-    def bits(self) -> Tensors:
+    def bits(self) -> Sequence[Tensor | None]:
         if self._bits is None:
             pairs = zip(self.positions, self.lengths, strict=True)
             self._bits = [None if p is None else bits_at(p, (n + 7) // 8) for p, n in pairs]
         return self._bits
 
     @property
-    def positions(self) -> Tensors:
+    def positions(self) -> Sequence[Tensor | None]:
         if self._positions is None:
-            sizes = self._sizes or [None] * len(self.lengths)
+            sizes = self._told or [None] * len(self.lengths)
             rows = zip(self.bits, self.lengths, sizes, strict=True)
             self._positions = [None if b is None else self._read(b, n, k) for b, n, k in rows]
         return self._positions
 
     @property
     def sizes(self) -> list[int]:
-        if self._sizes is None or None in self._sizes:
-            pairs = zip(self.positions, self.lengths, strict=True)
-            self._sizes = [n if p is None else p.numel() for p, n in pairs]
+        if self._sizes is None:
+            self._sizes = [size for size in self._told or () if size is not None]
+            if len(self._sizes) < len(self.lengths):
+                pairs = zip(self.positions, self.lengths, strict=True)
+                self._sizes = [n if p is None else p.numel() for p, n in pairs]
         return self._sizes
 
     def _read(self, bits: Tensor, n: int, size: int | None) -> Tensor:
@@ -112,14 +115,14 @@ def bits_by_tensor(bucket: Bucket, bits: Tensor) -> Tensors:
 
 def stored(mask: Mask, bucket: Bucket, name: str) -> Mask:
     """The same mask, its bits copied to the bucket's state of this name."""
-    bits = bucket.state[name]
+    bits: Sequence[Tensor | None] = bucket.state[name]
     own = [b for b in bits if b is not None]
     if own:
         torch._foreach_copy_(own, [b for b in mask.bits if b is not None])
     return Mask(bucket, bits=bits, positions=mask.positions, sizes=mask.sizes)
 
 
-def _check_bits(bits: Tensors, bucket: Bucket) -> None:
+def _check_bits(bits: Sequence[Tensor | None], bucket: Bucket) -> None:
     for b, n, name in zip(bits, bucket.lengths, bucket.names, strict=True):
         if b is not None and (b.dtype is not torch.uint8 or b.numel() != (n + 7) // 8):
             raise ValueError(
@@ -128,7 +131,7 @@ def _check_bits(bits: Tensors, bucket: Bucket) -> None:
             )
 
 
-def _checked_positions(positions: Tensors, bucket: Bucket) -> Tensors:
+def _checked_positions(positions: Sequence[Tensor | None], bucket: Bucket) -> Tensors:
     """The same as they are kept, where they are ascending and within their tensors."""
     dtype = positions_dtype(bucket.lengths)
     found: Tensors = []

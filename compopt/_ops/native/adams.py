@@ -155,6 +155,7 @@ def _passes(
 
     def part(first: int, last: int, thread: int) -> int:
         own_choice, own_sent = choosing + 4 * room * thread, gathered + 4 * most * thread
-        return ops.library.scape(table, first, last, hyper, own_choice, own_sent)
+        wrong: int = ops.library.scape(table, first, last, hyper, own_choice, own_sent)
+        return wrong
 
     refuse(bucket, over_rows(lengths, part))

@@ -153,7 +153,7 @@ def steps_of(bucket: Bucket, present: list[bool]) -> list[int]:
     return addresses("numbers of steps", steps, [1] * len(steps))
 
 
-def masks_of(masks: Tensors, lengths: list[int]) -> list[int]:
+def masks_of(masks: Sequence[Tensor | None], lengths: list[int]) -> list[int]:
     return addresses("packed masks", masks, [(n + 7) // 8 for n in lengths], torch.uint8)
 
 
@@ -161,7 +161,7 @@ def whole(payload: Payload) -> Sequence[Tensor]:
     """The averaged values in float32."""
     if payload.flat.dtype == torch.float32:
         return payload.parts
-    return payload.body.float().split([len(part) for part in payload.parts])
+    return list(payload.body.float().split([len(part) for part in payload.parts]))
 
 
 def refuse(bucket: Bucket, wrong: int) -> None:

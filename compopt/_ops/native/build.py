@@ -112,7 +112,8 @@ def isas(cc: str) -> list[str]:
 
 def isa_of(library: ctypes.CDLL) -> str:
     """What a library was built for."""
-    return library.isa().decode()
+    isa: bytes = library.isa()
+    return isa.decode()
 
 
 def _open(cc: str, isa: str) -> ctypes.CDLL:
@@ -128,10 +129,11 @@ def _open(cc: str, isa: str) -> ctypes.CDLL:
 
 def built(cc: str, isa: str, folder: Path) -> Path:
     """The library in this folder, checked; built there where none is whole."""
-    package = importlib.util.find_spec(
-        "compopt_kernels"
-    ).origin  # not imported: that would need triton
-    sources = sorted((Path(package).parent / "native").glob("*.[ch]"))
+    # Not imported: that would need triton.
+    package = importlib.util.find_spec("compopt_kernels")
+    if package is None or package.origin is None:
+        raise RuntimeError("the package compopt_kernels is not installed beside compopt.")
+    sources = sorted((Path(package.origin).parent / "native").glob("*.[ch]"))
     made_of = [
         *(path.read_bytes() for path in sources),
         *_machine(cc),

@@ -6,6 +6,7 @@ dealt to them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -119,13 +120,11 @@ class NativeOps(AdamWPasses, AdamSPasses):
         next time.
         """
         room = 2 * self.library.room_for(k)
-        scratch = at(
-            "candidates", self.scratch(x, room, torch.int32, "candidates"), room, torch.int32
-        )
-        found = at("positions", out, k, torch.int32)
-        return self.library.largest(
-            at("what is selected", x, k), x.numel(), k, guess, scratch, found
-        )
+        memory = self.scratch(x, room, torch.int32, "candidates")
+        scratch = at("candidates", memory, room, torch.int32)
+        found, values = at("positions", out, k, torch.int32), at("what is selected", x, k)
+        again: float = self.library.largest(values, x.numel(), k, guess, scratch, found)
+        return again
 
     def top_k(self, score: Tensor, k: int) -> Tensor:
         """The packed mask of the k elements of largest magnitude."""
@@ -153,7 +152,9 @@ class NativeOps(AdamWPasses, AdamSPasses):
         return out[: self.library.positions(mask, n, room, at("positions", out, room, torch.int32))]
 
 
-def bits_or_positions(mask: Mask) -> tuple[Tensors, Tensors]:
+def bits_or_positions(
+    mask: Mask,
+) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
     """For each tensor one of the two, whichever is read faster; neither where it is taken whole."""
     if not mask.has_bits:
         return [None] * len(mask.lengths), mask.positions

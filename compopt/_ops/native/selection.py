@@ -4,6 +4,8 @@ all its tensors.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,10 @@ from ..._state.deal import Deal, Part, code_of
 from ..._state.masks import Mask, Tensors, bits_by_tensor
 from ..._wire.requests import CommunicationError
 from ..moment import own_x
-from ..ops import Ops
 from .tables import Table, addresses, along, at
+
+if TYPE_CHECKING:
+    from .ops import NativeOps
 
 # The end of scape.c's struct: where to look for the largest, among what, how many, into where.
 CHOICE = ("guess", "start", "stop", "wanted", "chosen")
@@ -24,7 +28,7 @@ class NativeSelection:
     known beforehand.
     """
 
-    def __init__(self, bucket: Bucket, ops: Ops, deal: Deal, rank: int):
+    def __init__(self, bucket: Bucket, ops: NativeOps, deal: Deal, rank: int):
         self.bucket, self.ops, self.deal = bucket, ops, deal
         self.part: Part = deal.parts[rank]
         self.pieces = {piece.tensor: piece for piece in self.part.pieces}
@@ -45,7 +49,7 @@ class NativeSelection:
             else none
             for i, here in enumerate(present)
         ]
-        return dict(zip(CHOICE, zip(*rows, strict=True), strict=True))
+        return {name: list(column) for name, *column in zip(CHOICE, *rows, strict=True)}
 
     def columns_of(self, positions: Tensor) -> list[int]:
         """Where each piece's positions are among these of all, counted from the first element of
@@ -105,8 +109,8 @@ class NativeSelection:
             self._read(rank, message, own, bits[part.first : part.last])
             first += wanted
         index = zip(positions.split(sizes), bucket.compressed, strict=True)
-        own = [p if compressed else None for p, compressed in index]
-        return Mask(bucket, bits=bits_by_tensor(bucket, bits), positions=own)
+        ours = [p if compressed else None for p, compressed in index]
+        return Mask(bucket, bits=bits_by_tensor(bucket, bits), positions=ours)
 
     def _read(self, rank: int, message: Tensor, found: Tensor, bits: Tensor) -> None:
         part, coded = self.deal.parts[rank], self.deal.coded

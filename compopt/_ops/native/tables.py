@@ -119,8 +119,9 @@ def over_rows(lengths: Sequence[int], call: Callable[[int, int, int], int]) -> i
         if done * threads >= total * len(cuts):
             cuts.append(i + 1)
     ranges = list(zip(cuts, [*cuts[1:-1], len(lengths)], strict=False))
-    found = _pool(threads).map(lambda item: call(*item[1], item[0]), enumerate(ranges))
-    return min((row for row in list(found) if row >= 0), default=-1)
+    first, last = zip(*ranges, strict=True)
+    found = list(_pool(threads).map(call, first, last, range(threads)))
+    return min((row for row in found if row >= 0), default=-1)
 
 
 @lru_cache(maxsize=4)

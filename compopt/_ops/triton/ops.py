@@ -95,7 +95,10 @@ class TritonOps(Ops):
             return super().positions(bits, n, size)
         blocks = kernels.cut((n,), bits.device)
         size = int(kernels.unpack_bits(bits, n).sum()) if size is None else size
-        return kernels.positions(blocks, [bits], kernels.count(blocks, [bits]), [size])[0]
+        found: list[Tensor] = kernels.positions(
+            blocks, [bits], kernels.count(blocks, [bits]), [size]
+        )
+        return found[0]
 
     def largest(self, xs: Iterable[Tensor], ks: Iterable[int]) -> list[Tensor]:
         """For each tensor the packed mask of its k elements of largest magnitude."""

@@ -74,7 +74,8 @@ class TritonSelection:
     def message(self) -> Tensor:
         """This rank's bits, coded where codes are smaller."""
         if self.deal.coded:
-            return kernels.encode(self.bits, self.deal.length, *code_of(self.part))
+            code: Tensor = kernels.encode(self.bits, self.deal.length, *code_of(self.part))
+            return code
         return torch.nn.functional.pad(self.bits, (0, self.deal.length - self.bits.numel()))
 
     def found(self, messages: Tensor) -> Mask:
