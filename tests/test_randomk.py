@@ -68,7 +68,7 @@ def test_it_follows_its_pseudo_code(ranks, limit):
     oracle, (bucket,) = Oracle(ranks, start, limit), optimizers[0]._buckets
     for t in range(10):
         grads = absent(gradients(ranks, t), t)
-        drawn = [None] * len(SHAPES) if t < 2 else draw(bucket, t + 1)
+        drawn = [None] * len(SHAPES) if t < 2 else draw(bucket, t + 1).positions
         in_order = {id(p): at for p, at in zip(bucket.params, drawn, strict=True)}
         oracle.step(grads, [in_order[id(p)] for p in params[0]])
         step(world, params, optimizers, grads)
@@ -80,7 +80,8 @@ def test_positions_are_alike_on_ranks_and_others_in_every_step():
     _, _, optimizers = replicas(2, weights(), lambda p, **o: RandomK(p, **H, **o))
     (first,), (second,) = (optimizer._buckets for optimizer in optimizers)
     for t in range(3, 6):
-        for n, a, b, later in zip(first.lengths, draw(first, t), draw(second, t), draw(first, t + 1), strict=True):
+        masks = draw(first, t), draw(second, t), draw(first, t + 1)
+        for n, a, b, later in zip(first.lengths, *(mask.positions for mask in masks), strict=True):
             if a is not None:
                 assert torch.equal(a, b) and not torch.equal(a, later)
                 assert len(a) == round(0.2 * n) == len(a.unique()) and torch.equal(a, a.sort().values)
