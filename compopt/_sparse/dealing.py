@@ -114,7 +114,7 @@ def restore(bucket: Bucket, decode: Callable[[Tensor, int, int | None], Tensor])
 
 def _is_everywhere(bucket: Bucket, i: int) -> bool:
     """Whether the momentum of compressed tensor i is on no mask."""
-    if bucket.shards is None:
+    if not bucket.cut:
         return bucket.state["exp_avg"][i].numel() == bucket.lengths[i]
     return not bucket.state["mask"][i].any()
 

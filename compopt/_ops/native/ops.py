@@ -171,7 +171,7 @@ def reads(ops: Ops, bucket: Bucket) -> bool:
         bucket.device.type == "cpu"
         and bucket.dtype == torch.float32
         and bucket.offload is None
-        and bucket.shards is None
+        and not bucket.cut
         and max(bucket.lengths) < 2**31
     )
 
