@@ -5,6 +5,7 @@ steps (``algorithm``), its options (``check_group``). The rest is the engine's."
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -15,11 +16,10 @@ from torch.optim import Optimizer
 from .._ops.ops import Ops
 from .._state.buckets import Bucket
 from .._wire.comm import Comm, Pending, ProcessGroup
-from . import recovery, stepping
+from . import frozen, loading, recovery, saving, stepping
 from .engine import Engine
 from .face import Face, Group
 from .runtime import Runtime
-from .saving import Saving
 from .stats import Stats
 from .when import OPTIONS
 
@@ -27,7 +27,7 @@ from .when import OPTIONS
 constructed: list[Callable[[CompressedOptimizer], None]] = []
 
 
-class CompressedOptimizer(Saving, Optimizer, Face):
+class CompressedOptimizer(Optimizer, Face):
     """Base of the optimizers that average their own gradients, compressed.
 
     A step is all or nothing: when any rank has a non-finite gradient all ranks skip it, and when a
@@ -207,3 +207,91 @@ class CompressedOptimizer(Saving, Optimizer, Face):
         if self._engine.built:
             group["step"] = self._option_groups[0]["step"]
             self._engine.rebuild()
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, and never communicates. Every state has its parameter's shape: masks are
+        booleans.
+
+        Residuals are the mean over ranks right after :meth:`consolidate_state`, else this rank's
+        own; the groups say which, under ``residuals``, and which ``class`` wrote them in which
+        ``format``."""
+        engine = self._engine
+        saving.come_to_rest(engine)
+        if frozen.reset_from_outside(engine):
+            engine.rebuild()
+        saved: dict[str, Any] = super().state_dict()
+        saving.complete(engine, saved)
+        return saved
+
+    def _signature(self, group: Group) -> dict[str, Any]:
+        return saving.signature(self._engine, group)
+
+    def _groups_of(self, state_dict: dict[str, Any]) -> list[Group]:
+        return loading.groups_of(self._engine, state_dict)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but dtypes are kept: masks stay bits, residuals as precise as they were. All
+        ranks must load.
+
+        Of groups everything is taken over, but the names of parameters.
+
+        Also takes a checkpoint of ``torch.optim.AdamW``. Raises ValueError, with nothing loaded,
+        when it does not fit."""
+        engine = self._engine
+        engine.settle()
+        engine.runtime.early.drop()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        loading.load(engine, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+        engine.consolidated = None
+        engine.rebuild()
+        engine.half_step = ""
+
+    @torch.no_grad()
+    def consolidate_state(self) -> None:
+        """Replace each rank's residuals by their mean over ranks. All ranks must call it, before
+        ``state_dict``.
+
+        Only the mean ever reaches the model, so training goes on as before, and a checkpoint
+        restores on any number of ranks."""
+        for _ in self.consolidate_in_turns():
+            pass
+
+    def consolidate_in_turns(self) -> Generator[Pending, None, None]:
+        yield from saving.consolidate(self._engine)
+
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._engine.group is not None:
+            raise TypeError(
+                "an optimizer with a process_group cannot be pickled: save its state_dict() "
+                "instead."
+            )
+        saving.come_to_rest(self._engine)
+        return self._contents()
+
+    def _contents(self) -> dict[str, Any]:
+        """What a copy is made from; the rest is rebuilt."""
+        return {**super().__getstate__(), **saving.contents(self._engine)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._revive(state, None)
+
+    def _revive(self, contents: dict[str, Any], group: ProcessGroup | Comm | None) -> None:
+        """Become a copy of what had these contents."""
+        contents = dict(contents)
+        self._engine = Engine(self, group, contents.pop("_met"), contents.pop("_trained"))
+        super().__setstate__(contents)
+        self._engine.build()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedOptimizer:
+        saving.come_to_rest(self._engine)
+        new = type(self).__new__(type(self))
+        new._revive(copy.deepcopy(self._contents(), memo), self._engine.group)
+        return new
