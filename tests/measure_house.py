@@ -115,7 +115,7 @@ def ruff(tree: Path) -> int:
 def mypy(tree: Path) -> int:
     with tempfile.TemporaryDirectory() as cache:
         words = ["--strict", "--config-file", ROOT / "pyproject.toml", "--cache-dir", cache, "compopt", "kernels"]
-        return complaints(tree, BIN / "mypy", *words)
+        return complaints(tree, sys.executable, "-m", "mypy", *words)
 
 
 def measure(tree: Path, types: bool) -> dict[str, object]:
