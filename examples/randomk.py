@@ -1,7 +1,6 @@
 """RandomK with error feedback: an optimizer of one's own on compopt's engine, complete. `python examples/randomk.py`
 
-docs/writing.md builds it step by step. One bucket on rank n at step t; g is this rank's gradient, e what it has not
-sent yet::
+docs/writing.md builds it step by step. One bucket on rank n at step t; g is its gradient, e what it has not sent yet::
 
     1  P <- the same round(density * n) random positions on all ranks      # all, in the dense start
     2  s <- (g + e) at P
@@ -14,6 +13,7 @@ sent yet::
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from compopt._ops.ops import Ops, clip_factor
 from compopt._state.buckets import Bucket
 from compopt._state.layouts import Dense, Layout
 from compopt._state.masks import Mask
+from compopt._wire.comm import ProcessGroup
 from compopt._wire.requests import Agree, AllReduceMean, Asking
 
 
@@ -34,17 +35,14 @@ def randomk(bucket: Bucket, ops: Ops) -> Asking[None]:
     t = h["step"] + 1
     dense = t <= h["warmup_steps"] or not any(bucket.compressed)
     mask = Mask(bucket) if dense else draw(bucket, t)  # line 1
-
     sent = ops.pack(bucket, grads, mask, add=state["residual"])  # line 2
     mean = yield AllReduceMean(sent)  # line 3
     norm = yield Agree(mean, "dense" if dense else "sparse")
     # From here on state may change.
     if (factor := clip_factor(norm, h["max_grad_norm"])) < 1:
         mean.body.mul_(factor)  # line 4
-
-    for i, present in enumerate(bucket.present(mean)):
-        if not present:  # on no rank: all stays as it was
-            continue
+    # Of a tensor without a gradient on any rank all stays as it was.
+    for i in (i for i, present in enumerate(bucket.present(mean)) if present):
         e, g, at, part = state["residual"][i], grads[i], mask.positions[i], mean.parts[i]
         if e is not None:  # of a compressed tensor, line 5
             e.add_(0 if g is None else g)
@@ -79,26 +77,26 @@ class RandomK(CompressedOptimizer):
 
     def __init__(
         self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=1e-2,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
         *,
-        density=0.1,
-        seed=0,
-        warmup_steps=0,
-        max_grad_norm=None,
-        payload_dtype=None,
-        maximize=False,
-        process_group=None,
+        density: float = 0.1,
+        seed: int = 0,
+        warmup_steps: int = 0,
+        max_grad_norm: float | None = None,
+        payload_dtype: torch.dtype | None = None,
+        maximize: bool = False,
+        process_group: ProcessGroup | None = None,
     ):
-        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
-        defaults |= dict(density=density, seed=seed, warmup_steps=warmup_steps)
-        defaults |= dict(max_grad_norm=max_grad_norm, payload_dtype=payload_dtype)
-        super().__init__(params, defaults, process_group)
+        adamw = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
+        own: dict[str, Any] = dict(density=density, seed=seed, warmup_steps=warmup_steps)
+        own |= dict(max_grad_norm=max_grad_norm, payload_dtype=payload_dtype)
+        super().__init__(params, {**adamw, **own}, process_group)
 
-    def check_group(self, group: dict) -> None:
+    def check_group(self, group: dict[str, Any]) -> None:
         check_adam(group)
         check_compression(group)
         require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
