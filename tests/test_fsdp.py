@@ -275,3 +275,16 @@ def test_tensor_parallel_inside_fsdp_inside_replicas():
     for found in run_ranks(three_axes, 8):
         assert found["far"] < 1e-9 and abs(found["norm"]) < 1e-9
         assert found["apart"] == 0 and found["phase"] == "sparse" and found["share"] < 0.6
+
+
+def grown(rank: int) -> list[tuple[int, ...]]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Sequential(nn.Linear(64, 80), nn.Linear(80, 64)), mesh=mesh["shard"])
+    optimizer = compopt.ScapeAdamS(model[0].parameters(), process_group=mesh.get_group("replicate"))
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    momenta = [entry["exp_avg"] for entry in optimizer.state.values()]
+    return [tuple(m.to_local().shape) for m in momenta if hasattr(m, "to_local")]  # of biases; others are on a mask
+
+
+def test_a_group_that_comes_later_finds_the_momenta_of_sharded_tensors_that_are_not_compressed():
+    assert run_ranks(grown, 2) == [[(40,), (32,)]] * 2
