@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,14 +42,15 @@ from ._engine.verdicts import Verdict
 from ._engine.when import dense_steps
 from ._ops.math import squared_norm
 from ._ops.ops import Ops, clip_factor
-from ._sharded.adamw import Part, commit, gather, updated
+from ._sharded.adamw import commit, gather, updated
+from ._sparse.codes import CODES
 from ._sparse.dealing import compressed_lengths
-from ._sparse.sketch import Compact, Sketch
-from ._sparse.sparsify import Left, hold_back, settle, sparsify
+from ._sparse.rows import Averaged, CodedRows, Rows
+from ._sparse.sparsify import sparsify
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Sharded
 from ._wire.comm import ProcessGroup
-from ._wire.requests import Agree, Asking, BitOr, Commit, Payload, ReduceScatterMean
+from ._wire.requests import Agree, Asking, BitOr, Commit, ReduceScatterMean
 
 # The projections to queries, keys and values, by the names that are customary. What follows the
 # attention is a linear layer like any other (section 3.2).
@@ -59,97 +60,53 @@ ATTENTION = re.compile(
 )
 
 
-def tagc(bucket: Bucket, ops: Ops) -> Asking[None]:
+def tagc(
+    bucket: Bucket,
+    ops: Ops,
+) -> Asking[None]:
     """Algorithm 1, all shards of one bucket, one step."""
-    h, shards, grads = bucket.group, bucket.shards, bucket.grads()
-    sparse = h["step"] >= dense_steps(h) and shards.offsets[-1] > 0
-    left = code = None
-    if sparse:
-        left = sparsify(bucket, ops, grads)  # lines 1 and 2
-        index = yield BitOr(left.bits)  # lines 3 and 4
-        code = coded(bucket, ops.set_bits_of(index))
-    rows, flat = messages(bucket, ops, grads, left, code)  # line 5
-    row = yield ReduceScatterMean(flat, [payload.flat.numel() for payload in rows])  # lines 6 and 9
-    mean = rows[shards.rank].over(row)
-    average = averaged(bucket, mean, code)  # line 10
-    squared = sum(squared_norm(values) for values, _ in average)
-    norm = yield Agree(mean, "sparse" if sparse else "dense", squared, sharded=True)
-    if (factor := clip_factor(norm, h["max_grad_norm"])) < 1:
-        for values, _ in average:
-            values.mul_(factor)
+    max_norm = bucket.group["max_grad_norm"]
+    sent = Rows(bucket, ops)
+    if sparsifies(bucket):
+        left = sparsify(bucket, ops)  # lines 1 and 2
+        bits = yield BitOr(left.bits)  # lines 3 and 4
+        index = ops.set_bits_of(bits)
+        sent = CodedRows(bucket, ops, left, index)
 
+    sent.pack()  # line 5
+    row = yield ReduceScatterMean(sent.flat, sent.sizes)  # lines 6 and 9
+    mean = sent.mean(row)
+    average = sent.decode(mean)  # line 10
+    squared = squared_norm_of(average)
+    norm = yield Agree(mean, sent.phase, squared, sharded=True)
+
+    factor = clip_factor(norm, max_norm)
+    clip(average, factor)
     present = bucket.present(mean)
     new = updated(bucket, ops, average, present)
-    gathered = (yield gather(bucket, new)) if shards.ranks > 1 else new.unsqueeze(0)
-    yield Commit()  # from here on state changes
+    gathered = yield from gather(bucket, new)
+    yield Commit()
+    # from here on state changes
     commit(bucket, ops, average, present, gathered)
-    if sparse:
-        hold_back(bucket, grads, left, present, rows, code.index)
-    else:
-        settle(bucket, present, rows)
-    bucket.cache["owes"] = (
-        sparse or rows[0].dropped is not None or (bucket.owes and not all(present))
-    )
-    bucket.cache["counts"] = (len(code.index), code.leftovers) if sparse else (None, 0)
+    sent.hold_back(present)  # line 2
 
 
-Code = Compact | Sketch
-
-
-def coded(bucket: Bucket, index: Tensor) -> Code:
-    """The code of this step's index; a sketch's cells are drawn anew for every bucket and step."""
+def sparsifies(bucket: Bucket) -> bool:
+    """Whether the dense start is over, and there is anything to compress."""
     h = bucket.group
-    if h["codec"] == "compact":
-        return Compact(bucket.shards, index)
-    return Sketch(bucket.shards, index, h["sketch_ratio"], 1_000_003 * h["step"] + bucket.index)
+    return h["step"] >= dense_steps(h) and bucket.shards.offsets[-1] > 0
 
 
-def messages(
-    bucket: Bucket, ops: Ops, grads: list[Tensor | None], left: Left | None, code: Code | None
-) -> tuple[list[Payload], Tensor]:
-    """A row for every owner: the header, its part of each dense tensor, and of the compressed ones
-    the code.
-    """
-    shards = bucket.shards
-    dense = [i for i, c in enumerate(bucket.compressed) if not (code and c)]
-    sizes = code.sizes if code else [0] * shards.ranks
-    lengths = [[*(shards.sizes(r)[i] for i in dense), sizes[r]] for r in range(shards.ranks)]
-    exact = torch.promote_types(bucket.dtype, torch.float32)  # what peeling needs
-    rows, flat = bucket.payloads(
-        lengths, exact if isinstance(code, Sketch) else bucket.group["payload_dtype"]
-    )
-    marks = left.marks if left else ops.marks(grads, flat)
-    for r, row in enumerate(rows):
-        row.header.copy_(marks)
-        for part, i in zip(row.exact, dense, strict=False):
-            if grads[i] is None:
-                part.zero_()
-            else:
-                part.copy_(grads[i].reshape(-1)[slice(*shards.ranges[r][i])])
-            if bucket.owes and bucket.compressed[i]:  # the dense start was taken up again
-                part.add_(bucket.state["residual"][i].reshape(-1)[slice(*shards.ranges[r][i])])
-    if code:
-        own = ops.scratch(bucket.flat["residual"], 8 * shards.offsets[-1], use="x")
-        own.index_fill_(0, code.index, 0).scatter_(
-            0, left.positions, left.values
-        )  # 0 at what only others have left
-        code.fill([row.exact[-1] for row in rows], own.index_select(0, code.index))
-    for row in rows:
-        row.round()
-    return rows, flat
+def squared_norm_of(average: list[Averaged]) -> Tensor:
+    """|G|^2 of this rank's shard."""
+    first, *others = [squared_norm(values) for values, _ in average]
+    return sum(others, first)
 
 
-def averaged(bucket: Bucket, mean: Payload, code: Code | None) -> list[Part]:
-    """Line 10, for this rank's part of every tensor: values, and where in the part they are (None:
-    everywhere).
-    """
-    *dense, code_of_mean = mean.parts
-    index = bucket.shards.in_own_parts(code.index) if code else [None] * len(bucket.params)
-    sparse = iter(
-        code.decode(code_of_mean).split([len(i) for i in index if i is not None]) if code else ()
-    )
-    dense = iter(dense)
-    return [(next(dense) if i is None else next(sparse), i) for i in index]
+def clip(average: list[Averaged], factor: float) -> None:
+    if factor < 1:
+        for values, _ in average:
+            values.mul_(factor)
 
 
 @dataclass
@@ -251,7 +208,7 @@ class TagcAdamW(CompressedOptimizer):
         )
         super().__init__(params, defaults, process_group)
 
-    def check_group(self, group: dict) -> None:
+    def check_group(self, group: dict[str, Any]) -> None:
         check_adam(group)
         check_compression(group)
         if group["payload_dtype"] == torch.int8:
@@ -262,10 +219,10 @@ class TagcAdamW(CompressedOptimizer):
         require(0 <= group["sparsity"] < 1, "sparsity", group["sparsity"], "in [0, 1)")
         require(group["sketch_ratio"] >= 1, "sketch_ratio", group["sketch_ratio"], ">= 1")
         require(
-            group["codec"] in ("compact", "sketch"),
+            group["codec"] in CODES,
             "codec",
             group["codec"],
-            "'compact' or 'sketch'",
+            " or ".join(map(repr, CODES)),
         )
         require(
             group["select"] is None or valid(group["select"]),
@@ -279,11 +236,10 @@ class TagcAdamW(CompressedOptimizer):
                 "named_parameters()."
             )
 
-    def is_compressed(self, p: Tensor, group: dict, name: str) -> bool:
+    def is_compressed(self, p: Tensor, group: dict[str, Any], name: str) -> bool:
         if group["compress"] is not None or group["select"] is None:
-            return super().is_compressed(p, group, name) and not (
-                group["compress"] is None and ATTENTION.search(name)
-            )
+            chosen = group["compress"] is None and ATTENTION.search(name)
+            return super().is_compressed(p, group, name) and not chosen
         return bool(re.search(group["select"], name))
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
@@ -309,7 +265,7 @@ class TagcAdamW(CompressedOptimizer):
         )
 
 
-def valid(pattern: object) -> bool:
+def valid(pattern: Any) -> bool:
     try:
         return bool(re.compile(pattern))
     except (TypeError, re.error):

@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from .._ops.ops import Ops
+from .._sparse.rows import Averaged
 from .._state.buckets import Bucket, local
 from .._state.shards import unshard
-from .._wire.requests import AllGather
-
-Part = tuple[
-    Tensor, Tensor | None
-]  # the averaged gradient of a part of a tensor: values, and where (None: everywhere)
+from .._wire.requests import AllGather, Asking
 
 
-def moments(bucket: Bucket, i: int) -> list[Tensor]:
-    return [bucket.state[name][i] for name in ("exp_avg", "exp_avg_sq", "step")]
+def moments(bucket: Bucket, i: int) -> tuple[Tensor, Tensor, Tensor]:
+    state = bucket.state
+    return state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
 
 
 def sends_updates(bucket: Bucket) -> bool:
@@ -31,59 +29,73 @@ def sends_updates(bucket: Bucket) -> bool:
     return bucket.group["payload_dtype"] == torch.bfloat16 and bucket.dtype == torch.float32
 
 
-def updated(bucket: Bucket, ops: Ops, average: list[Part], present: list[bool]) -> Tensor:
+def updated(bucket: Bucket, ops: Ops, average: list[Averaged], present: list[bool]) -> Tensor:
     """What this rank's shard of the parameters will be, in their dtype, or the updates; nothing
     else is written.
     """
-    shards, h = bucket.shards, bucket.group
-    new, sizes = bucket.memory("new", shards.most, bucket.dtype), shards.sizes(shards.rank)
+    shards = bucket.shards
+    sizes = shards.sizes(shards.rank)
+    new = bucket.memory("new", shards.most, bucket.dtype)
     new[sum(sizes) :] = 0
     for i, out in enumerate(new[: sum(sizes)].split(sizes)):
         w = bucket.weight(i)
-        if not present[i] or not w.numel():
-            out.copy_(w)
-        elif w.dtype == out.dtype:
-            ops.adamw_ahead(h, w, *average[i], *moments(bucket, i), out)
+        if present[i] and w.numel():
+            step_ahead(bucket, ops, i, average[i], out)
         else:
-            ahead = ops.scratch(w, w.numel(), use="ahead")
-            ops.adamw_ahead(h, w, *average[i], *moments(bucket, i), ahead)
-            out.copy_(ahead)
+            out.copy_(w)
         if sends_updates(bucket):
             out.sub_(w)
     return new.bfloat16() if sends_updates(bucket) else new
 
 
-def gather(bucket: Bucket, new: Tensor) -> AllGather:
-    """What asks for all ranks' ``new``."""
+def step_ahead(bucket: Bucket, ops: Ops, i: int, average: Averaged, out: Tensor) -> None:
+    """What this rank's part of parameter i will be, in any dtype."""
+    w, (g, index), (m, v, step) = bucket.weight(i), average, moments(bucket, i)
+    if w.dtype == out.dtype:
+        ops.adamw_ahead(bucket.group, w, g, index, m, v, step, out)
+    else:
+        ahead = ops.scratch(w, w.numel(), use="ahead")
+        ops.adamw_ahead(bucket.group, w, g, index, m, v, step, ahead)
+        out.copy_(ahead)
+
+
+def gather(bucket: Bucket, new: Tensor) -> Asking[Tensor]:
+    """All ranks' ``new``, a row each."""
     ranks = bucket.shards.ranks
+    if ranks == 1:
+        return new.unsqueeze(0)
     bucket.parameter_bytes = new.nbytes
-    return AllGather(new, bucket.memory("gathered", ranks * new.numel(), new.dtype).view(ranks, -1))
+    memory = bucket.memory("gathered", ranks * new.numel(), new.dtype)
+    rows: Tensor = yield AllGather(new, memory.view(ranks, -1))
+    return rows
 
 
 def commit(
-    bucket: Bucket, ops: Ops, average: list[Part], present: list[bool], rows: Tensor
+    bucket: Bucket, ops: Ops, average: list[Averaged], present: list[bool], rows: Tensor
 ) -> None:
     """Moments and masters of this rank's shard, step counts, and all parameters, from the gathered
     ``rows``.
     """
     h = bucket.group
     for i in (i for i, here in enumerate(present) if here):
-        w, (m, v, step) = bucket.weight(i), moments(bucket, i)
+        w, (g, index), (m, v, step) = bucket.weight(i), average[i], moments(bucket, i)
         if not w.numel():
             step += 1
         elif "master" in bucket.state:
             step += 1
-            ops.adamw(h, w, ops.expand(*average[i], w), m, v, step)
+            ops.adamw(h, w, ops.expand(g, index, w), m, v, step)
         else:  # the parameters themselves are gathered
-            ops.adamw_moments(h, w, *average[i], m, v, step)
+            ops.adamw_moments(h, w, g, index, m, v, step)
     publish(bucket, rows)
 
 
 def publish(bucket: Bucket, rows: Tensor) -> None:
     """Gathered shards into the parameters."""
     tensors = [local(p.detach()) for p in bucket.params]
-    flats = [w.view(-1) if w.is_contiguous() else w.reshape(-1).clone() for w in tensors]
+    flats: list[Tensor | None] = []
+    for w in tensors:
+        flats.append(w.view(-1) if w.is_contiguous() else w.reshape(-1).clone())
     unshard(bucket.shards, rows, flats, add=sends_updates(bucket))
     for w, flat in zip(tensors, flats, strict=True):
-        if not w.is_contiguous():
+        if flat is not None and not w.is_contiguous():
             w.copy_(flat.view(w.shape))

@@ -1,15 +1,10 @@
-"""How values at an index that all ranks know cross the network: as they are, or in a count sketch.
+"""A count sketch (Li et al. 2024, section 2.2 of TAGC), as a code for values at an index.
 
-A code is made for all shards of a bucket at once. ``sizes[r]`` is how many numbers go to rank r,
-``fill`` writes this rank's share of each, and ``decode`` turns the mean of what arrived at the
-owner back into values at its index. Both codes are linear, so the mean of codes is the code of the
-mean.
-
-The sketch (Li et al. 2024, section 2.2 of TAGC): an element is added, with a sign, to three cells
-of its shard's table. A cell that holds one element gives it away; that is taken off its other two
-cells, and so on: peeling. Whether it ends well depends on the index alone, not on values. So every
-rank knows beforehand which elements would not come out, and these *leftovers* travel as they are,
-behind the table, instead of in a second round. Nothing is ever estimated."""
+An element is added, with a sign, to three cells of its shard's table. A cell that holds one element
+gives it away; that is taken off its other two cells, and so on: peeling. Whether it ends well
+depends on the index alone, not on values. So every rank knows beforehand which elements would not
+come out, and these *leftovers* travel as they are, behind the table, instead of in a second round.
+Nothing is ever estimated."""
 
 from __future__ import annotations
 
@@ -26,30 +21,14 @@ GOLDEN, ODD = (
 )  # 2^64 / golden ratio and splitmix64's first factor, signed
 
 
-class Compact:
-    """The values themselves, in the order of the index."""
-
-    leftovers = 0
-
-    def __init__(self, shards: Shards, index: Tensor):
-        self.index, self.sizes = index, shards.counts(index)
-
-    def fill(self, parts: list[Tensor], values: Tensor) -> None:
-        """Write for every owner its part of ``values``, this rank's at the index."""
-        for part, own in zip(parts, values.split(self.sizes), strict=True):
-            part.copy_(own)
-
-    def decode(self, code: Tensor) -> Tensor:
-        """Values at the index of the shard whose owner received ``code``."""
-        return code
-
-
 class Sketch:
     """For each shard a table of a cell for every ``ratio`` of its compressed elements, and the
     leftovers.
 
     ``seed`` draws the cells; it must be the same on all ranks.
     """
+
+    exact = True  # peeling adds and subtracts
 
     def __init__(self, shards: Shards, index: Tensor, ratio: float, seed: int):
         self.shards, self.index = shards, index
@@ -143,7 +122,7 @@ def peel(cells: Tensor, total: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor
         0, flat, ids.repeat(3)
     )  # the sum: where one is left, that one
     left = torch.ones(n, dtype=torch.bool, device=device)
-    rounds = []
+    rounds: list[tuple[Tensor, Tensor]] = []
     touched = flat
     while True:
         element = held[touched[degree[touched] == 1]].unique()

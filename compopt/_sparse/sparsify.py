@@ -13,8 +13,7 @@ from torch import Tensor
 
 from .._ops.ops import Ops
 from .._state.buckets import Bucket
-from .._state.masks import bits_at, per_tensor
-from .._wire.requests import Payload
+from .._state.masks import bits_at
 from .dealing import compressed_lengths
 from .selection import largest
 
@@ -30,26 +29,26 @@ class Left(NamedTuple):
     marks: Tensor  # of all gradients, finite or not
 
 
-def sparsify(bucket: Bucket, ops: Ops, grads: list[Tensor | None]) -> Left:
+def sparsify(bucket: Bucket, ops: Ops) -> Left:
     """Lines 1 and 2: in every shard, the largest of gradient and accumulator."""
     shards, sparsity = bucket.shards, bucket.group["sparsity"]
     x = ops.scratch(bucket.flat["residual"], 8 * shards.offsets[-1], use="x")
+    grads, residual = bucket.grads(), bucket.state["residual"]
     whole: list[Tensor | None] = [None] * len(grads)
     for i, n in enumerate(compressed_lengths(bucket)):
         if n:
             first, last = 8 * shards.offsets[i], 8 * shards.offsets[i + 1]
             whole[i] = x[first : first + n]
             x[first + n : last] = 0
-    marks = ops.add_up(bucket, grads, bucket.state["residual"], whole)
+    marks = ops.add_up(bucket, grads, [*residual], whole)
     found = []
     for r, (first, last) in enumerate(itertools.pairwise(shards.cuts)):
         k = most_left(sparsity, shards.compressed_in(r)) if sparsity else 8 * (last - first)
         found.append(largest(x[8 * first : 8 * last], k, ops).add_(8 * first))
     positions = torch.cat(found)
     values = x.index_select(0, positions)
-    if (
-        not values.all()
-    ):  # line 3: gradients of embeddings are mostly zeros; and so is what is between tensors
+    # line 3: gradients of embeddings are mostly zeros; and so is what is between tensors
+    if not values.all():
         positions, values = positions[values != 0], values[values != 0]
     return Left(positions, values, bits_at(positions, shards.offsets[-1]), marks)
 
@@ -59,45 +58,3 @@ def most_left(sparsity: float, n: int) -> int:
     there are any.
     """
     return min(n, max(1, n - math.ceil(round(sparsity * n, 6))))
-
-
-def hold_back(
-    bucket: Bucket,
-    grads: list[Tensor | None],
-    left: Left,
-    present: list[bool],
-    rows: list[Payload],
-    union: Tensor,
-) -> None:
-    """Line 2: the accumulator is what was zeroed, and what rounding took off what was sent, at the
-    ``union``.
-    """
-    index = per_tensor(left.positions, compressed_lengths(bucket))
-    dropped = None
-    if rows[0].dropped is not None:
-        at_union = torch.cat([row.dropped_parts[-1] for row in rows])
-        at_own = at_union.index_select(0, torch.searchsorted(union, left.positions))
-        dropped = iter(at_own.split([len(i) for i in index if i is not None]))
-    for i, own in enumerate(index):
-        if own is None:
-            continue
-        rest = next(dropped) if dropped is not None else None
-        if present[i]:
-            acc = bucket.state["residual"][i]
-            if grads[i] is not None:
-                acc.add_(grads[i])
-            if rest is None:
-                acc.view(-1).index_fill_(0, own.long(), 0)
-            else:
-                acc.view(-1).index_copy_(0, own.long(), rest)
-
-
-def settle(bucket: Bucket, present: list[bool], rows: list[Payload]) -> None:
-    """After a dense step: what was held back has been sent, but what rounding took off."""
-    for i, (residual, here) in enumerate(zip(bucket.state["residual"], present, strict=True)):
-        if not here or residual is None:
-            continue
-        if rows[0].dropped is not None:
-            residual.view(-1).copy_(torch.cat([row.dropped_parts[i] for row in rows]))
-        elif bucket.owes:
-            residual.zero_()

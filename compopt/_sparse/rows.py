@@ -1,0 +1,167 @@
+"""What TAGC sends of a bucket: a row for the owner of each shard. Everything as it is, or coded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._ops.ops import Ops
+from .._state.buckets import Bucket
+from .._state.masks import per_tensor
+from .._wire.requests import Payload
+from .codes import CODES, Code
+from .dealing import compressed_lengths
+from .sparsify import Left
+
+# The averaged gradient of this rank's part of a tensor: values, and where they are in the part
+# (None: everywhere).
+Averaged = tuple[Tensor, Tensor | None]
+
+
+class Rows:
+    """All gradients as they are, and of compressed tensors what is owed: a dense step."""
+
+    phase = "dense"
+
+    def __init__(self, bucket: Bucket, ops: Ops):
+        self.bucket, self.ops, self.shards = bucket, ops, bucket.shards
+        self.grads = bucket.grads()
+        self.whole = list(range(len(self.grads)))  # the tensors that are sent as they are
+
+    def pack(self) -> None:
+        """Make the rows, and the memory they lie in."""
+        lengths = [self.lengths(rank) for rank in range(self.shards.ranks)]
+        self.rows, self.flat = self.bucket.payloads(lengths, self.dtype)
+        marks = self.marks()
+        for rank, row in enumerate(self.rows):
+            row.header.copy_(marks)
+            for part, i in zip(row.exact, self.whole, strict=False):
+                self.write(part, i, slice(*self.shards.ranges[rank][i]))
+        self.write_code()
+        for row in self.rows:
+            row.round()
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """On the wire."""
+        dtype: torch.dtype | None = self.bucket.group["payload_dtype"]
+        return dtype
+
+    def lengths(self, rank: int) -> list[int]:
+        """How many numbers of each tensor go to ``rank``."""
+        sizes = self.shards.sizes(rank)
+        return [sizes[i] for i in self.whole]
+
+    def marks(self) -> Tensor:
+        """Of all gradients: finite or not."""
+        return self.ops.marks(self.grads, self.flat)
+
+    def write(self, part: Tensor, i: int, owned: slice) -> None:
+        """The elements of tensor i that one rank owns."""
+        g, bucket = self.grads[i], self.bucket
+        if g is None:
+            part.zero_()
+        else:
+            part.copy_(g.reshape(-1)[owned])
+        if bucket.owes and bucket.compressed[i]:  # the dense start was taken up again
+            part.add_(bucket.state["residual"][i].reshape(-1)[owned])
+
+    def write_code(self) -> None:
+        """Nothing is coded."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers in each row, with its header."""
+        return [row.flat.numel() for row in self.rows]
+
+    def mean(self, row: Tensor) -> Payload:
+        """What has arrived for this rank's shard."""
+        return self.rows[self.shards.rank].over(row)
+
+    def decode(self, mean: Payload) -> list[Averaged]:
+        """The averaged gradient of this rank's part of every tensor."""
+        return [(part, None) for part in mean.parts]
+
+    def hold_back(self, present: list[bool]) -> None:
+        """What was held back has been sent, but for what rounding took off it."""
+        bucket, rounds = self.bucket, self.rows[0].dropped is not None
+        compressed = [i for i, c in enumerate(bucket.compressed) if c and present[i]]
+        for i in compressed:
+            acc = bucket.state["residual"][i].view(-1)
+            if rounds:
+                acc.copy_(torch.cat([row.dropped_parts[i] for row in self.rows]))
+            elif bucket.owes:
+                acc.zero_()
+        bucket.cache["owes"] = rounds or (bucket.owes and not all(present))
+        bucket.cache["counts"] = None, 0
+
+
+class CodedRows(Rows):
+    """Of compressed tensors what line 2 has left, coded; all others as they are."""
+
+    phase = "sparse"
+
+    def __init__(self, bucket: Bucket, ops: Ops, left: Left, index: Tensor):
+        super().__init__(bucket, ops)
+        h = bucket.group
+        seed = 1_000_003 * h["step"] + bucket.index  # drawn anew for every bucket and step
+        self.left = left
+        self.code: Code = CODES[h["codec"]](self.shards, index, h["sketch_ratio"], seed)
+        self.whole = [i for i in self.whole if not bucket.compressed[i]]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        exact = torch.promote_types(self.bucket.dtype, torch.float32)
+        return exact if self.code.exact else super().dtype
+
+    def lengths(self, rank: int) -> list[int]:
+        return [*super().lengths(rank), self.code.sizes[rank]]
+
+    def marks(self) -> Tensor:
+        return self.left.marks
+
+    def write_code(self) -> None:
+        """Line 5: this rank's values at the index, 0 at what only others have left."""
+        left, index = self.left, self.code.index
+        residual, size = self.bucket.flat["residual"], 8 * self.shards.offsets[-1]
+        own = self.ops.scratch(residual, size, use="x")
+        own.index_fill_(0, index, 0)
+        own.scatter_(0, left.positions, left.values)
+        self.code.fill([row.exact[-1] for row in self.rows], own.index_select(0, index))
+
+    def decode(self, mean: Payload) -> list[Averaged]:
+        """Line 10."""
+        *whole, coded = mean.parts
+        index = self.shards.in_own_parts(self.code.index)
+        lengths = [len(at) for at in index if at is not None]
+        values = iter(self.code.decode(coded).split(lengths))
+        parts = iter(whole)
+        return [(next(parts), None) if at is None else (next(values), at) for at in index]
+
+    def hold_back(self, present: list[bool]) -> None:
+        """Line 2: the accumulator is what was zeroed, and what rounding took off what was sent."""
+        bucket, residual = self.bucket, self.bucket.state["residual"]
+        index = per_tensor(self.left.positions, compressed_lengths(bucket))
+        sent = {i: at.long() for i, at in enumerate(index) if at is not None}
+        dropped = self.dropped([len(at) for at in sent.values()])
+        for (i, at), rest in zip(sent.items(), dropped, strict=True):
+            if not present[i]:
+                continue
+            g, acc = self.grads[i], residual[i]
+            if g is not None:
+                acc.add_(g)
+            acc.view(-1).index_copy_(0, at, rest)
+        bucket.cache["owes"] = True
+        bucket.cache["counts"] = len(self.code.index), self.code.leftovers
+
+    def dropped(self, lengths: list[int]) -> Sequence[Tensor]:
+        """What rounding took off what this rank has sent of each tensor."""
+        positions = self.left.positions
+        if self.rows[0].dropped is None:
+            nothing = self.bucket.flat["residual"].new_zeros(len(positions))
+            return torch.split(nothing, lengths)
+        at_index = torch.cat([row.dropped_parts[-1] for row in self.rows])
+        own = at_index.index_select(0, torch.searchsorted(self.code.index, positions))
+        return torch.split(own, lengths)
