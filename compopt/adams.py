@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
+from ._engine.face import Group
 from ._engine.options import check_adams, check_compress
 from ._ops.ops import Ops
 from ._state.buckets import Bucket
@@ -92,7 +93,7 @@ class AdamS(CompressedOptimizer):
         )
         super().__init__(params, defaults, process_group)
 
-    def check_group(self, group: dict) -> None:
+    def check_group(self, group: Group) -> None:
         check_adams(group)
         check_compress(group)
 

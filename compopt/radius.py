@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
+from ._engine.face import Group
 from ._engine.options import check_adam, check_compression, require
 from ._engine.when import dense_steps
 from ._ops.commits import update_size
@@ -253,7 +254,7 @@ class RadiusAdamW(CompressedOptimizer):
         )
         super().__init__(params, defaults, process_group)
 
-    def check_group(self, group: dict) -> None:
+    def check_group(self, group: Group) -> None:
         check_adam(group)
         check_compression(group)
         require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")

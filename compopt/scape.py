@@ -25,7 +25,6 @@ gathers the masks of a step before its payload."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Literal
 
 import torch
@@ -33,8 +32,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
+from ._engine.face import Group
 from ._engine.options import check_adams, check_compression, require
 from ._engine.stats import Stats
+from ._engine.turns import Turns
 from ._engine.verdicts import Verdict
 from ._engine.weakly import weakly
 from ._ops.commits import keep_absent
@@ -258,7 +259,7 @@ class ScapeAdamS(CompressedOptimizer):
         )
         super().__init__(params, defaults, process_group)
 
-    def check_group(self, group: dict) -> None:
+    def check_group(self, group: Group) -> None:
         check_adams(group)
         check_compression(group)
         exact = self.sharded and group["payload_dtype"] == torch.int8
@@ -317,7 +318,7 @@ class ScapeAdamS(CompressedOptimizer):
             found.update(overlaps(bucket))
         return found
 
-    def consolidate_in_turns(self) -> Generator:
+    def consolidate_in_turns(self) -> Turns[None]:
         """Residuals become their mean, and each rank's own guesses where to look for a threshold
         are forgotten.
 

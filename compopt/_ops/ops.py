@@ -5,7 +5,7 @@ lines, or what the back end has registered in their place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -81,7 +81,7 @@ class Ops:
         bucket: Bucket,
         grads: Tensors,
         mask: Mask | None = None,
-        add: Tensors | None = None,
+        add: Iterable[Tensor | None] | None = None,
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:

@@ -24,6 +24,7 @@ What is sent is x_n / (1 - b1) on M, as in the replicated form.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> Asking[None]:
     row = yield ReduceScatterMean(flat, [message.flat.numel() for message in messages])
     mean = messages[shards.rank].over(row)
     average = exchanged.average(mean)
-    squared = sum(map(squared_norm, average))
+    squared = reduce(torch.add, map(squared_norm, average))
     phase = "sparse" if mask.sparse else "dense"
     norm = yield Agree(mean, phase, squared, sharded=True)
 
@@ -64,7 +65,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> Asking[None]:
     bucket.parameter_bytes = new.nbytes if shards.ranks > 1 else 0
     yield Commit()  # from here on state changes
     behind = selection if delayed else None
-    exchanged.commit(gathered, momenta, present, behind)
+    exchanged.commit(gathered, momenta, behind)
     keep(bucket, mask, mean)
     if selection:
         selection.settle()
@@ -110,9 +111,8 @@ class Exchanged:
     def __post_init__(self) -> None:
         ranges = self.bucket.shards.ranges
         self.sent: list[Payload] = []  # this rank's messages to the owners
-        self.bounds: list[
-            list[int]
-        ] = []  # where each rank's elements begin among those exchanged of a tensor
+        # Where each rank's elements begin among those exchanged of a tensor.
+        self.bounds: list[list[int]] = []
         for i, index in enumerate(self.mask.positions):
             starts = [own[i] for own in ranges]
             if index is None:
@@ -131,8 +131,8 @@ class Exchanged:
 
     def at(self, i: int, rank: int) -> Tensor | slice:
         """Which elements of flattened tensor i these are."""
-        part = slice(self.bounds[i][rank], self.bounds[i][rank + 1])
-        return part if self.mask.positions[i] is None else self.mask.positions[i][part].long()
+        part, index = slice(*self.bounds[i][rank : rank + 2]), self.mask.positions[i]
+        return part if index is None else index[part].long()
 
     def own(self, i: int) -> Tensor | slice:
         """Which elements of this rank's part of tensor i these are, counted from where the part
@@ -184,12 +184,15 @@ class Exchanged:
         for i, g in enumerate(average):
             own = self.at(i, bucket.shards.rank)
             w = bucket.fetch_weight(i, own)
-            m = bucket.state["exp_avg"][i][self.own(i)].clone() if present[i] else None
-            if present[i] and w.numel():
+            weights.append(w)
+            if not present[i]:
+                momenta.append(None)
+                continue
+            m = bucket.state["exp_avg"][i][self.own(i)].clone()
+            momenta.append(m)
+            if w.numel():
                 g = g * factor if consistent else g
                 ops.adams(h, w, g, m, bucket.state["step"][i] + 1, 1.0 if consistent else factor)
-            weights.append(w)
-            momenta.append(m)
         most = max(sum(self.sizes(rank)) for rank in range(bucket.shards.ranks))
         new = torch.cat(weights)
         return torch.nn.functional.pad(new, (0, most - new.numel())), momenta
@@ -198,7 +201,6 @@ class Exchanged:
         self,
         gathered: Tensor,
         momenta: list[Tensor | None],
-        present: list[bool],
         selection: Selection | None,
     ) -> None:
         """Weights, momenta and residuals of every tensor that has a gradient on any rank."""
@@ -210,25 +212,24 @@ class Exchanged:
             )
         ]
         grads, decay = bucket.grads(), 1 - float(h["lr"]) * h["weight_decay"]
-        streamed = zip(
-            present, bucket.each("residual", write=True), bucket.each_weight(), strict=True
-        )
-        for i, (here, e, w) in enumerate(streamed):
-            selecting = selection is not None and i in selection.pieces
-            if not here:
+        residuals, weights = bucket.each("residual", write=True), bucket.each_weight()
+        for i, (m, e, w) in enumerate(zip(momenta, residuals, weights, strict=True)):
+            selecting = selection if selection and i in selection.pieces else None
+            if m is None:
                 if selecting:
-                    selection.choose(i, own_x(bucket, i, None))
+                    selecting.choose(i, own_x(bucket, i, None))
                 continue
             bucket.state["step"][i] += 1
             if bucket.compressed[i]:
-                self._hold_back(i, e.view(-1), grads[i], selection if selecting else None)
-            bucket.state["exp_avg"][i].zero_()[self.own(i)] = momenta[i]
-            values = torch.cat([row[i] for row in rows])
-            if self.mask.positions[i] is None:
+                self._hold_back(i, e.view(-1), grads[i], selecting)
+            bucket.state["exp_avg"][i].zero_()[self.own(i)] = m
+            values, index = torch.cat([row[i] for row in rows]), self.mask.positions[i]
+            if index is None:
                 w.copy_(values.view(w.shape))
             else:
-                flat = w.mul_(decay).reshape(-1)  # a copy where w is not contiguous
-                flat.scatter_(0, self.mask.positions[i].long(), values)
+                # A copy where w is not contiguous.
+                flat = w.mul_(decay).reshape(-1)
+                flat.scatter_(0, index.long(), values)
                 if not w.is_contiguous():
                     w.copy_(flat.view(w.shape))
             bucket.publish(i, w)
@@ -244,15 +245,18 @@ class Exchanged:
             )
         if selection:
             selection.choose(i, e[start:stop] + c)
-        rounded = self.sent[0].dropped is not None  # what that took off is owed again
-        dropped = (
-            torch.cat([row.dropped_parts[i] for row in self.sent]).mul_(1 - h["betas"][0])
-            if rounded
-            else 0
-        )
-        if self.mask.positions[i] is None:
-            e.copy_(dropped) if rounded else e.zero_()
+        index, own = self.mask.positions[i], self.own(i)
+        if index is None or isinstance(own, slice):
+            e.zero_()
             c.zero_()
         else:
-            e.scatter_(0, self.mask.positions[i].long(), dropped)
-            c.scatter_(0, self.own(i).long(), 0)
+            e.scatter_(0, index.long(), 0)
+            c.scatter_(0, own.long(), 0)
+        if self.sent[0].dropped is None:
+            return
+        # What rounding took off is owed again.
+        dropped = torch.cat([row.dropped_parts[i] for row in self.sent]).mul_(1 - h["betas"][0])
+        if index is None:
+            e.copy_(dropped)
+        else:
+            e.scatter_(0, index.long(), dropped)

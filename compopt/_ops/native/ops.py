@@ -6,7 +6,7 @@ dealt to them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -40,7 +40,7 @@ class NativeOps(AdamWPasses, AdamSPasses):
         bucket: Bucket,
         grads: Tensors,
         mask: Mask | None = None,
-        add: Tensors | None = None,
+        add: Iterable[Tensor | None] | None = None,
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:

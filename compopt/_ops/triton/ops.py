@@ -37,7 +37,7 @@ class TritonOps(Ops):
         bucket: Bucket,
         grads: Tensors,
         mask: Mask | None = None,
-        add: Tensors | None = None,
+        add: Iterable[Tensor | None] | None = None,
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:
