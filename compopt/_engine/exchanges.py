@@ -162,7 +162,7 @@ class Exchange:
         self.close()
         failed = [float(self.error is not None)]
         self.control = self.bucket.control = Control(failed=failed, **self.words)
-        self.generator = self.algorithm(self.bucket)
+        self.generator = self._make()
         request = self._send(None)
         for held in answers:
             if isinstance(held, Payload):
@@ -170,6 +170,14 @@ class Exchange:
                 held = request.message
             request = self._send(held)
         return request
+
+    def _make(self) -> Asking[None]:
+        """A new generator; a class may look at gradients already where it makes one."""
+        self.bucket.withheld = self.error is not None
+        try:
+            return self.algorithm(self.bucket)
+        finally:
+            self.bucket.withheld = False
 
     def _send(self, answer: Answer) -> Request:
         assert self.generator is not None
