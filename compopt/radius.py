@@ -26,7 +26,6 @@ is undefined until T divides t), all ranks use rank 0's mask (equal by construct
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -39,7 +38,16 @@ from ._engine.options import check_adam, check_compression, require
 from ._engine.when import dense_steps
 from ._ops.commits import update_size
 from ._ops.math import kept
-from ._ops.ops import Ops, clip_factor
+from ._ops.ops import Group, Ops, clip_factor
+from ._sparse.resampling import (
+    forget_mask,
+    forget_sent,
+    held_back,
+    keep_mask,
+    keep_where_absent,
+    restore,
+    settled,
+)
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Dense, Layout
 from ._state.masks import Mask, Tensors
@@ -49,30 +57,31 @@ from ._wire.requests import Agree, AllReduceMean, Asking, Broadcast, Payload
 
 def radius(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Algorithm 1, one bucket, one step."""
-    h, grads = bucket.group, bucket.grads()
+    grads = bucket.grads()
     phase = phase_of(bucket)
     mask = bucket.cache["mask"] if phase == "sparse" else Mask(bucket)
-    owed = held_back(bucket, ops, phase)
-    scale = h["residual_scale"] if phase == "resample" else 1.0
-    sent = ops.pack(bucket, grads, mask, add=owed, scale=scale)  # lines 8, 13
+    owed, scale = held_back(bucket, ops, phase)
+    sent = ops.pack(bucket, grads, mask, owed, scale)  # lines 8, 13
     mean = yield AllReduceMean(sent)  # lines 4, 9, 14
     # One norm, one verdict, over all buckets and ranks; from here on state changes.
     norm = yield Agree(mean, phase)
-    if (factor := clip_factor(norm, h["max_grad_norm"])) < 1:
-        mean.body.mul_(factor)  # line 20
-
-    # Lines 10, 15, 16 and 21 to 25.
-    masks = ops.run("radius.commit", commit, bucket, mean, phase, mask, grads)
+    clip(bucket, mean, norm)  # line 20
+    masks = ops.run(
+        "radius.commit",  # lines 10, 15, 16 and 21 to 25
+        commit,
+        bucket,
+        mean,
+        phase,
+        mask,
+        grads,
+    )
     settled(bucket, mean, phase)
     if phase == "resample":
-        masks, sizes = keep_where_absent(bucket, bucket.present(mean), masks)
-        bucket.cache.pop("mask", None)  # until the new masks are here the bucket has none
-        bucket.flat["mask"].zero_()
+        masks, sizes = keep_where_absent(bucket, mean, masks)
+        forget_mask(bucket)
         # Line 22: sent behind the commit, awaited by the next step.
-        flat = yield Broadcast(torch.cat(masks), confirm=True)
-        bucket.flat["mask"].copy_(flat)
-        bits = bucket.state["mask"]
-        bucket.cache["mask"] = Mask(bucket, bits=bits, sizes=sizes, decode=ops.positions)
+        bits = yield Broadcast(torch.cat(masks), confirm=True)
+        keep_mask(bucket, ops, bits, sizes)
 
 
 def phase_of(bucket: Bucket) -> str:
@@ -83,15 +92,10 @@ def phase_of(bucket: Bucket) -> str:
     return "resample" if "mask" not in bucket.cache or t % h["interval"] == 0 else "sparse"
 
 
-def held_back(bucket: Bucket, ops: Ops, phase: str) -> Iterator[Tensor | None] | None:
-    """The residuals, where the step sends them: all at a resample step, and at a dense one that
-    follows sparse ones; at every step what rounding has taken off.
-    """
-    again = phase == "dense" and bucket.owes  # the dense start was taken up again
-    if not (again or bucket.rounds or phase == "resample"):
-        return None
-    forget_sent(bucket, ops)
-    return bucket.each("residual")
+def clip(bucket: Bucket, mean: Payload, norm: float) -> None:
+    """Line 20."""
+    if (factor := clip_factor(norm, bucket.group["max_grad_norm"])) < 1:
+        mean.body.mul_(factor)
 
 
 def commit(
@@ -127,46 +131,6 @@ def commit(
             u = update_size(h, before, m, v, step)
             masks.append(ops.top_k(u, kept(h["density"], w.numel())))  # line 22
     return masks
-
-
-def keep_where_absent(
-    bucket: Bucket, present: list[bool], masks: list[Tensor]
-) -> tuple[list[Tensor], list[int | None]]:
-    """The new masks, but the old one of a tensor without a gradient on any rank.
-
-    What it owes stays, off the old mask; on a new one it would be taken for sent. Returned with how
-    many elements of each tensor are selected, which an old mask does not tell."""
-    density, pairs = bucket.group["density"], zip(bucket.lengths, bucket.compressed, strict=True)
-    sizes: list[int | None] = [kept(density, n) if c else n for n, c in pairs]
-    masks = masks.copy()
-    for place, i in enumerate(i for i, c in enumerate(bucket.compressed) if c):
-        old = bucket.state["mask"][i]
-        if not present[i] and old.any():
-            masks[place], sizes[i] = old.clone(), None
-    return masks, sizes
-
-
-def settled(bucket: Bucket, mean: Payload, phase: str) -> None:
-    """Note whether residuals are owed, beside what rounding drops; a dense step has sent them."""
-    present = bucket.present(mean)
-    if phase == "dense" and bucket.owes and not bucket.rounds:
-        for residual, here in zip(bucket.each("residual", write=True), present, strict=True):
-            if here and residual is not None:
-                residual.zero_()
-    bucket.cache["owes"] = phase == "sparse" or (bucket.owes and not all(present))
-
-
-def forget_sent(bucket: Bucket, ops: Ops) -> None:
-    """Line 16, "0 on the mask": once before the residual is read, for all sparse steps that shared
-    this mask.
-    """
-    if not bucket.cache.get("sent", False):
-        return
-    residuals, mask = bucket.each("residual", write=True), bucket.cache["mask"]
-    for residual, index in zip(residuals, mask.positions, strict=True):
-        if index is not None:
-            ops.clear_(residual, index)
-    bucket.cache["sent"] = False  # last: where this is interrupted it is done again
 
 
 class RadiusAdamW(CompressedOptimizer):
@@ -207,7 +171,7 @@ class RadiusAdamW(CompressedOptimizer):
 
     State beside AdamW's two moments: ``residual`` (as large as the parameter; until it is saved or
     sent it also holds what was sent since) and ``mask`` (1 bit an element), for compressed tensors.
-    Positions are decoded to 4 bytes a selected element while the optimizer lives.
+    Positions are decoded, to 4 bytes a selected element, when a back end first asks for them.
 
     Raises:
         ValueError: an option out of its range.
@@ -287,6 +251,4 @@ class RadiusAdamW(CompressedOptimizer):
 
     def restore(self, bucket: Bucket) -> None:
         bucket.cache.clear()
-        bits = bucket.state["mask"]
-        if any(bucket.compressed) and all(b is None or not b.numel() or b.any() for b in bits):
-            bucket.cache["mask"] = Mask(bucket, bits=bits, decode=self.ops.positions)
+        restore(bucket, self.ops)

@@ -40,38 +40,40 @@ from ._engine.verdicts import Verdict
 from ._engine.weakly import weakly
 from ._ops.commits import keep_absent
 from ._ops.moment import own_x
-from ._ops.ops import Ops, clip_factor
+from ._ops.ops import Group, Ops
 from ._sharded.scape import fold_common, sharded_scape
-from ._sparse.dealing import deal_at, forget_next, keep, restore
-from ._sparse.momentum import make_x, update
+from ._sparse.dealing import (
+    deal_now,
+    forget_next,
+    keep,
+    keep_next,
+    make_room,
+    mask_now,
+    restore,
+)
+from ._sparse.momentum import clip, make_x, update
+from ._sparse.options import OFFLOADS, check_scape
 from ._sparse.selection import Selection
-from ._sparse.stats import ScapeStats, density, mask_bytes, overlaps
+from ._sparse.stats import ScapeStats, overlaps, scape_stats, shared_of
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Dense, Layout, OnMask, Scalar, Sharded
-from ._state.masks import Mask, stored
+from ._state.masks import Mask
 from ._wire.comm import ProcessGroup
 from ._wire.requests import Agree, AllGather, AllReduceMean, Asking, Payload
-
-CHOICES: dict[str, tuple[object, ...]] = {
-    "mask_delay": (0, 1),
-    "selection": ("sampled", "exact"),
-    "clip": ("consistent", "scape"),
-}
 
 
 def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
     """Algorithm 1, one bucket, one step."""
     h, grads = bucket.group, bucket.grads()
     delayed = h["mask_delay"] == 1
-    # Of the mask that is selected now; None: it is all ones.
-    deal = deal_at(bucket, h["step"] + 1 + delayed, ranks)
+    deal = deal_now(bucket, ranks)
     selection = ops.run("scape.selection", Selection, bucket, deal, rank) if deal else None
-    mask = bucket.cache.get("next_mask") or Mask(bucket)  # found one step ago
+    mask = mask_now(bucket)
     if selection and not delayed:
         selection.take(grads)  # lines 10, 15
-        mask = selection.found((yield AllGather(selection.message())))
-
-    sent = ops.pack(
+        rows = yield AllGather(selection.message())
+        mask = selection.found(rows)
+    sent = ops.pack(  # line 10
         bucket,
         grads,
         mask,
@@ -80,11 +82,13 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
         negate=h["maximize"],
     )
     mean = yield AllReduceMean(sent)  # line 14
-    norm = yield Agree(mean, "sparse" if mask.sparse else "dense")  # from here on state changes
+    norm = yield Agree(mean, mask.phase)  # from here on state changes
     factor = clip(bucket, mean, norm)  # line 18
     old = make_room(bucket, mean, mask)
     behind = selection if delayed else None
-    ops.run("scape.commit", commit, bucket, mean, mask, old, factor, behind)  # lines 10 to 21
+    ops.run(  # lines 10, 11 and 15 to 21
+        "scape.commit", commit, bucket, mean, mask, old, factor, behind
+    )
     keep(bucket, mask, mean)
     if selection:
         selection.settle()
@@ -92,25 +96,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
         forget_next(bucket)
     if behind:
         rows = yield AllGather(behind.message())  # awaited when the next step needs it
-        bucket.cache["next_mask"] = stored(behind.found(rows), bucket, "next_mask")
-
-
-def clip(bucket: Bucket, mean: Payload, norm: float) -> float:
-    """Line 18: clip the average; returns the factor on G in v alone, where that is asked for."""
-    h = bucket.group
-    factor = clip_factor(norm, h["max_grad_norm"])
-    if h["clip"] == "scape" or factor == 1:
-        return factor
-    mean.body.mul_(factor)
-    return 1.0
-
-
-def make_room(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
-    """Momenta as large as what is on the mask, contents undefined; returns those of before."""
-    old = bucket.state["exp_avg"]
-    present = zip(bucket.present(mean), mask.sizes, old, strict=True)
-    bucket.resize("exp_avg", [size if here else m.numel() for here, size, m in present])
-    return old
+        keep_next(bucket, behind.found(rows))
 
 
 def commit(
@@ -236,9 +222,7 @@ class ScapeAdamS(CompressedOptimizer):
         sharded: bool = False,
         offload: Literal["residual", "all"] | None = None,
     ):
-        require(
-            offload in (None, "residual", "all"), "offload", offload, "None, 'residual' or 'all'"
-        )
+        require(offload in OFFLOADS, "offload", offload, "None, 'residual' or 'all'")
         self.sharded, self.offload = sharded, offload
         defaults = dict(
             lr=lr,
@@ -262,27 +246,13 @@ class ScapeAdamS(CompressedOptimizer):
     def check_group(self, group: Group) -> None:
         check_adams(group)
         check_compression(group)
-        exact = self.sharded and group["payload_dtype"] == torch.int8
-        require(
-            not exact,
-            "payload_dtype",
-            group["payload_dtype"],
-            "None or a floating-point dtype where state is sharded",
-        )
-        require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
-        ramp = group["density_warmup_steps"]
-        require(ramp >= 0, "density_warmup_steps", ramp, ">= 0")
-        for name, words in CHOICES.items():
-            said = " or ".join(map(repr, words))
-            require(group[name] in words, name, group[name], said)
+        check_scape(group, self.sharded)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         momentum: dict[str, Layout] = {"exp_avg": OnMask(dtype, "mask")}
         if self.sharded:
-            momentum = {
-                "exp_avg": Sharded(dtype),
-                "common": Sharded(dtype, compressed_only=True, optional=True),
-            }
+            common = Sharded(dtype, compressed_only=True, optional=True)
+            momentum = {"exp_avg": Sharded(dtype), "common": common}
         return {
             **momentum,
             "residual": Dense(dtype, compressed_only=True),
@@ -291,20 +261,12 @@ class ScapeAdamS(CompressedOptimizer):
             "threshold": Scalar(torch.float64, compressed_only=True),
         }
 
-    def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
-        ranks = self.comm.size
-        masks = sum(mask_bytes(b, verdict.applied, ranks) for b in self._buckets)
-        return ScapeStats(
-            **vars(stats),
-            density=density(self._buckets),
-            mask_bytes=masks,
-            payload_bytes=stats.bytes_sent - masks - stats.parameter_bytes,
-            mask_overlap=weakly(self._mask_overlap),
-        )
+    def add_to_stats(self, stats: Stats, verdict: Verdict) -> ScapeStats:
+        overlap, ranks = weakly(self._mask_overlap), self.comm.size
+        return scape_stats(stats, self._buckets, verdict.applied, ranks, overlap)
 
     def _mask_overlap(self) -> float:
-        overlaps = self.mask_overlaps().values()
-        return sum(shared for shared, _ in overlaps) / max(1, sum(k for _, k in overlaps))
+        return shared_of(self.mask_overlaps())
 
     def mask_overlaps(self) -> dict[str, tuple[int, int]]:
         """For each compressed tensor, by name: elements that its newest mask shares with the one
@@ -313,10 +275,7 @@ class ScapeAdamS(CompressedOptimizer):
         The newest mask is the next step's with ``mask_delay=1``. Tensors that have had no two masks
         are left out."""
         self._runtime.tails.settle()
-        found: dict[str, tuple[int, int]] = {}
-        for bucket in self._buckets:
-            found.update(overlaps(bucket))
-        return found
+        return {name: pair for b in self._buckets for name, pair in overlaps(b).items()}
 
     def consolidate_in_turns(self) -> Turns[None]:
         """Residuals become their mean, and each rank's own guesses where to look for a threshold

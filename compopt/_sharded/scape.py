@@ -31,38 +31,47 @@ from torch import Tensor
 
 from .._ops.math import squared_norm
 from .._ops.ops import Ops, clip_factor
-from .._sparse.dealing import deal_at, forget_next, keep
+from .._sparse.dealing import deal_now, forget_next, keep, keep_next, mask_now
 from .._sparse.selection import Selection
 from .._state.buckets import Bucket
-from .._state.masks import Mask, stored
+from .._state.masks import Mask
 from .._wire.requests import Agree, AllGather, Asking, Commit, Payload, ReduceScatterMean
 
 
 def sharded_scape(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Algorithm 2, one bucket, one step."""
-    h, shards, grads = bucket.group, bucket.shards, bucket.grads()
-    delayed = h["mask_delay"] == 1
-    deal = deal_at(bucket, h["step"] + 1 + delayed, shards.ranks)  # its parts are the shards
+    shards = bucket.shards
+    grads = bucket.grads()
+    delayed = bucket.group["mask_delay"] == 1
+    deal = deal_now(bucket, shards.ranks)  # its parts are the shards
     selection = Selection(bucket, ops, deal, shards.rank) if deal else None
-    mask = bucket.cache.get("next_mask") or Mask(bucket)  # found one step ago
+    mask = mask_now(bucket)
     if selection and not delayed:
         for i in selection.pieces:
             selection.choose(i, own_x(bucket, i, grads[i]))
-        mask = selection.found((yield AllGather(selection.message())))
+        rows = yield AllGather(selection.message())
+        mask = selection.found(rows)
 
     exchanged = Exchanged(bucket, mask)
-    messages, flat = exchanged.messages(ops, grads)
-    row = yield ReduceScatterMean(flat, [message.flat.numel() for message in messages])
+    messages = exchanged.messages(ops, grads)
+    row = yield exchanged.request
     mean = messages[shards.rank].over(row)
     average = exchanged.average(mean)
     squared = reduce(torch.add, map(squared_norm, average))
-    phase = "sparse" if mask.sparse else "dense"
-    norm = yield Agree(mean, phase, squared, sharded=True)
+    norm = yield Agree(mean, mask.phase, squared, sharded=True)
 
     present = bucket.present(mean)
-    new, momenta = exchanged.updated(ops, average, present, clip_factor(norm, h["max_grad_norm"]))
-    gathered = (yield AllGather(new)) if shards.ranks > 1 else new.unsqueeze(0)
-    bucket.parameter_bytes = new.nbytes if shards.ranks > 1 else 0
+    new, momenta = exchanged.updated(
+        ops,
+        average,
+        present,
+        norm,
+    )
+    gathered = new.unsqueeze(0)
+    bucket.parameter_bytes = 0
+    if shards.ranks > 1:
+        gathered = yield AllGather(new)
+        bucket.parameter_bytes = new.nbytes
     yield Commit()  # from here on state changes
     behind = selection if delayed else None
     exchanged.commit(gathered, momenta, behind)
@@ -73,7 +82,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> Asking[None]:
         forget_next(bucket)
     if behind:
         rows = yield AllGather(behind.message())  # awaited when the next step needs it
-        bucket.cache["next_mask"] = stored(behind.found(rows), bucket, "next_mask")
+        keep_next(bucket, behind.found(rows))
 
 
 def fold_common(bucket: Bucket) -> None:
@@ -141,7 +150,7 @@ class Exchanged:
         at, (start, stop) = self.at(i, self.bucket.shards.rank), self.bucket.shards.own[i]
         return slice(0, stop - start) if isinstance(at, slice) else at - start
 
-    def messages(self, ops: Ops, grads: list[Tensor | None]) -> tuple[list[Payload], Tensor]:
+    def messages(self, ops: Ops, grads: list[Tensor | None]) -> list[Payload]:
         """A row for every owner: the header, and x_n / (1 - b1) at what it owns."""
         bucket, h = self.bucket, self.bucket.group
         ranks = range(bucket.shards.ranks)
@@ -158,7 +167,8 @@ class Exchanged:
                 if e is not None:
                     part.add_(e.view(-1)[at], alpha=1 / (1 - h["betas"][0]))
         self.sent = [row.round() for row in rows]
-        return rows, flat
+        self.request = ReduceScatterMean(flat, [row.flat.numel() for row in rows])
+        return rows
 
     def average(self, mean: Payload) -> list[Tensor]:
         """G, of what this rank owns of each tensor."""
@@ -172,13 +182,13 @@ class Exchanged:
         ]
 
     def updated(
-        self, ops: Ops, average: list[Tensor], present: list[bool], factor: float
+        self, ops: Ops, average: list[Tensor], present: list[bool], norm: float
     ) -> tuple[Tensor, list[Tensor | None]]:
         """What the weights and momenta that this rank owns will be; nothing that outlives the step
         is written.
         """
         bucket, h = self.bucket, self.bucket.group
-        consistent = h["clip"] == "consistent"
+        consistent, factor = h["clip"] == "consistent", clip_factor(norm, h["max_grad_norm"])
         weights: list[Tensor] = []
         momenta: list[Tensor | None] = []
         for i, g in enumerate(average):

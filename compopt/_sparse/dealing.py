@@ -61,6 +61,14 @@ def deal_at(bucket: Bucket, t: int, ranks: int) -> Deal | None:
     return deal(lengths, ranks, density) if density < 1 and any(lengths) else None
 
 
+def deal_now(bucket: Bucket, ranks: int) -> Deal | None:
+    """Who selects what of the mask that is selected in the coming step: the next step's, or its
+    own.
+    """
+    h = bucket.group
+    return deal_at(bucket, h["step"] + 1 + h["mask_delay"], ranks)
+
+
 def compressed_lengths(bucket: Bucket) -> tuple[int, ...]:
     return tuple(n if c else 0 for n, c in zip(bucket.lengths, bucket.compressed, strict=True))
 
@@ -117,6 +125,24 @@ def _is_everywhere(bucket: Bucket, i: int) -> bool:
     if not bucket.cut:
         return bucket.state["exp_avg"][i].numel() == bucket.lengths[i]
     return not bucket.state["mask"][i].any()
+
+
+def mask_now(bucket: Bucket) -> Mask:
+    """The mask that was found one step ago; all, where there is none."""
+    return bucket.cache.get("next_mask") or Mask(bucket)
+
+
+def make_room(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
+    """Momenta as large as what is on the mask, contents undefined; returns those of before."""
+    old = bucket.state["exp_avg"]
+    present = zip(bucket.present(mean), mask.sizes, old, strict=True)
+    bucket.resize("exp_avg", [size if here else m.numel() for here, size, m in present])
+    return old
+
+
+def keep_next(bucket: Bucket, mask: Mask) -> None:
+    """The next step uses this mask."""
+    bucket.cache["next_mask"] = stored(mask, bucket, "next_mask")
 
 
 def forget_next(bucket: Bucket) -> None:

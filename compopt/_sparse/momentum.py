@@ -1,5 +1,5 @@
-"""SCAPE's lines on one tensor: x = b1 m + (1 - b1) g + e in the place of the residual e, and the
-update of momentum and weights where something was exchanged.
+"""SCAPE's lines: the clip; and on one tensor, x = b1 m + (1 - b1) g + e in the place of the
+residual e, and the update of momentum and weights where something was exchanged.
 """
 
 from __future__ import annotations
@@ -7,7 +7,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._ops.moment import own_share
-from .._ops.ops import Group, Ops
+from .._ops.ops import Group, Ops, clip_factor
+from .._state.buckets import Bucket
+from .._wire.requests import Payload
+
+
+def clip(bucket: Bucket, mean: Payload, norm: float) -> float:
+    """Line 18: clip the average; returns the factor on G in v alone, where that is asked for."""
+    h = bucket.group
+    factor = clip_factor(norm, h["max_grad_norm"])
+    if h["clip"] == "scape" or factor == 1:
+        return factor
+    mean.body.mul_(factor)
+    return 1.0
 
 
 def make_x(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .._engine.stats import Stats
@@ -23,6 +23,20 @@ class ScapeStats(Stats):
     payload_bytes: int = 0
     mask_bytes: int = 0
     mask_overlap: Callable[[], float] = field(default=lambda: 0.0, repr=False)
+
+
+def scape_stats(
+    stats: Stats, buckets: Sequence[Bucket], applied: bool, ranks: int, overlap: Callable[[], float]
+) -> ScapeStats:
+    """What all optimizers report of a step, and what SCAPE adds."""
+    masks = sum(mask_bytes(bucket, applied, ranks) for bucket in buckets)
+    return ScapeStats(
+        **vars(stats),
+        density=density(buckets),
+        mask_bytes=masks,
+        payload_bytes=stats.bytes_sent - masks - stats.parameter_bytes,
+        mask_overlap=overlap,
+    )
 
 
 def density(buckets: Iterable[Bucket]) -> float:
@@ -56,3 +70,9 @@ def overlaps(bucket: Bucket) -> dict[str, tuple[int, int]]:
         elif newest and newest.bits[i] is not None and old is not None:
             found[name] = int(count_shared(newest.bits[i], old)), newest.sizes[i]
     return found
+
+
+def shared_of(overlaps: dict[str, tuple[int, int]]) -> float:
+    """The share of all newest masks that was in the masks before them."""
+    pairs = overlaps.values()
+    return sum(shared for shared, _ in pairs) / max(1, sum(k for _, k in pairs))

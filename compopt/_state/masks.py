@@ -66,6 +66,11 @@ class Mask:
         self.starts: Tensor | None = None
 
     @property
+    def phase(self) -> str:
+        """What a step that sends this is, in ``stats``."""
+        return "sparse" if self.sparse else "dense"
+
+    @property
     def has_bits(self) -> bool:
         """Whether there are bits without making them of positions."""
         return self._bits is not None

@@ -48,7 +48,7 @@ class NativeOps(AdamWPasses, AdamSPasses):
             return super().pack(bucket, grads, mask, add, scale, negate)
         mask, lengths = mask or Mask(bucket), bucket.lengths
         payload, own = empty_message(bucket, mask), floats(grads)
-        add = list(add) if add else [None] * len(grads)
+        owed = list(add) if add else [None] * len(grads)
         head, body = self._exact(bucket, payload)
         bits, positions = bits_or_positions(mask)
         sizes = [part.numel() for part in payload.parts]
@@ -57,7 +57,7 @@ class NativeOps(AdamWPasses, AdamSPasses):
             len(grads),
             n=lengths,
             g=addresses("gradients", own, lengths),
-            add=addresses("what is owed", add, lengths),
+            add=addresses("what is owed", owed, lengths),
             index=addresses("positions", positions, sizes, torch.int32),
             mask=masks_of(bits, lengths),
             k=sizes,

@@ -1,0 +1,32 @@
+"""What SCAPE's options may be."""
+
+from __future__ import annotations
+
+import torch
+
+from .._engine.options import require
+from .._ops.ops import Group
+
+OFFLOADS = (None, "residual", "all")
+CHOICES: dict[str, tuple[object, ...]] = {
+    "mask_delay": (0, 1),
+    "selection": ("sampled", "exact"),
+    "clip": ("consistent", "scape"),
+}
+
+
+def check_scape(group: Group, sharded: bool) -> None:
+    """Raise ValueError where an option of a group cannot be."""
+    exact = sharded and group["payload_dtype"] == torch.int8
+    require(
+        not exact,
+        "payload_dtype",
+        group["payload_dtype"],
+        "None or a floating-point dtype where state is sharded",
+    )
+    require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
+    ramp = group["density_warmup_steps"]
+    require(ramp >= 0, "density_warmup_steps", ramp, ">= 0")
+    for name, words in CHOICES.items():
+        said = " or ".join(map(repr, words))
+        require(group[name] in words, name, group[name], said)
