@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT
 from ._engine.base import CompressedOptimizer
 from ._engine.face import Group
 from ._engine.options import check_adams, check_compress
-from ._ops.ops import Group, Ops
+from ._ops.ops import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._wire.comm import ProcessGroup

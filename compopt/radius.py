@@ -38,7 +38,7 @@ from ._engine.options import check_adam, check_compression, require
 from ._engine.when import dense_steps
 from ._ops.commits import update_size
 from ._ops.math import kept
-from ._ops.ops import Group, Ops, clip_factor
+from ._ops.ops import Ops, clip_factor
 from ._sparse.resampling import (
     forget_mask,
     forget_sent,

@@ -40,7 +40,7 @@ from ._engine.verdicts import Verdict
 from ._engine.weakly import weakly
 from ._ops.commits import keep_absent
 from ._ops.moment import own_x
-from ._ops.ops import Group, Ops
+from ._ops.ops import Ops
 from ._sharded.scape import fold_common, sharded_scape
 from ._sparse.dealing import (
     deal_now,
