@@ -8,7 +8,8 @@ One bucket at step t; G is the average over ranks of the gradient::
 
 with mhat = m / (1 - b1^t), vhat = v / (1 - b2^t). ``bias_correction="adams"``, after the code of
 AdamS's authors, takes m^2 / (1 - b1^t)^2 in place of m^2 and does not correct for b2: with b2 =
-0.999 its first step is 31 times the learning rate, so it wants a warm-up of the learning rate."""
+0.999 its first step is 31 times the learning rate, so it wants a warm-up of the learning rate.
+"""
 
 from __future__ import annotations
 

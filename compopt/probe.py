@@ -5,7 +5,8 @@
 
 Start it with torchrun on all machines, as the training will be. It takes a few seconds: all-reduces
 from 1 KiB to 8 MiB give the latency and the rate of a rank's link, copies and products the speed of
-local work with all ranks busy."""
+local work with all ranks busy.
+"""
 
 from __future__ import annotations
 

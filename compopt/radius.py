@@ -22,7 +22,8 @@ interval::
 
 Where we differ from the paper: the first step after the warm-up resamples at once (the paper's mask
 is undefined until T divides t), all ranks use rank 0's mask (equal by construction), and
-``residual_scale`` can damp the sum of up to T - 1 gradients that a resample adds to one."""
+``residual_scale`` can damp the sum of up to T - 1 gradients that a resample adds to one.
+"""
 
 from __future__ import annotations
 

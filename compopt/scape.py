@@ -1,5 +1,4 @@
-"""SCAPE: extreme sparse communication by the first moment (Zheng, Chen, Xie and Zhang, 2026),
-Algorithm 1.
+"""SCAPE: extreme sparse communication by the first moment (Zheng et al., 2026), Algorithm 1.
 
 One bucket on rank n at step t; M is the mask found one step before (all ones at first), e_n the
 rank's residual, m the momentum, which is 0 off the mask of the step before::
@@ -21,7 +20,8 @@ then rounds G only, not the momentum.
 Where we differ from the paper: line 20 lost its square root. As printed (``clip="scape"``) line 18
 shrinks G in v only, so that an outlier makes a *bigger* step; by default ("consistent") m is made
 of the clipped G too. A mask that is lost on its way makes the next step dense. ``mask_delay=0``
-gathers the masks of a step before its payload."""
+gathers the masks of a step before its payload.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ def commit(
     """Lines 10, 11 and 15 to 21, for every tensor that has a gradient on any rank; the others stay
     as they are.
 
-    ``old`` are the momenta of before, where they were held."""
+    ``old`` are the momenta of before, where they were held.
+    """
     state, grads, held = bucket.state, bucket.grads(), bucket.cache["mask"]
     keep_absent(old, state["exp_avg"], bucket.present(mean))
     residuals, weights = bucket.each("residual", write=True), bucket.each_weight()
@@ -273,7 +274,8 @@ class ScapeAdamS(CompressedOptimizer):
         before, and all of it.
 
         The newest mask is the next step's with ``mask_delay=1``. Tensors that have had no two masks
-        are left out."""
+        are left out.
+        """
         self._runtime.tails.settle()
         return {name: pair for b in self._buckets for name, pair in overlaps(b).items()}
 

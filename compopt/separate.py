@@ -19,7 +19,8 @@ Where we differ from the paper: beta weights the *old* error. As printed it weig
 with w = (d + 1) / r, about the ratio, the squared error grows by beta_old^2 + (1 - beta_old)^2 w a
 step: without end at the paper's own settings. On the old error that is stable for beta > (w - 1) /
 (w + 1) and least at w / (1 + w), "auto". The smaller side of a tensor is projected, and a dense
-start of ``warmup_steps`` is possible."""
+start of ``warmup_steps`` is possible.
+"""
 
 from __future__ import annotations
 

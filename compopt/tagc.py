@@ -23,7 +23,8 @@ and indexed (section 3.3).
 Where we differ from the authors' code: the or is exact at any number of ranks (they add fields of 1
 or 4 bits, which carry into their neighbours), at *least* ``sparsity`` is zeroed, of each shard, and
 nothing is estimated. Updated parameters are gathered before anything is written, so a step is all
-or nothing here too."""
+or nothing here too.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ from ._wire.requests import Agree, Asking, BitOr, Commit, ReduceScatterMean
 # The projections to queries, keys and values, by the names that are customary. What follows the
 # attention is a linear layer like any other (section 3.2).
 ATTENTION = re.compile(
-    r"(^|[._])((w?(q|k|v|kv|qk|qkv)|query|key|value|query_key_value|c_attn)(_proj|_lin)?(\.weight)?|in_proj_weight)$",
+    r"(^|[._])"
+    r"((w?(q|k|v|kv|qk|qkv)|query|key|value|query_key_value|c_attn)(_proj|_lin)?(\.weight)?"
+    r"|in_proj_weight)$",
     re.IGNORECASE,
 )
 
@@ -115,7 +118,8 @@ class TagcStats(Stats):
 
     ``density``: share of the compressed elements at which some rank had something to send.
     ``leftovers``: elements, over all shards, that the sketch could not have given back and that
-    were sent as they are."""
+    were sent as they are.
+    """
 
     density: float = 1.0
     leftovers: int = 0

@@ -7,7 +7,8 @@ table of addresses, a row a tensor, and a list of blocks; each program takes one
 64 bits wide, maths is float32 at least.
 
 Without a GPU the kernels run in Triton's interpreter: TRITON_INTERPRET=1, set before this package
-is imported."""
+is imported.
+"""
 
 from ._blocks import INTERPRETED, Blocks, cut
 from .adamw import AdamWRow, adamw

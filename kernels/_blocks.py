@@ -41,7 +41,8 @@ class Blocks:
 
     ``where``: a row for each block, of the tensor's number and the block's first element.
     ``of_tensor``: for each block the number of its tensor's first block. ``firsts``: ``starts``
-    where everything is selected."""
+    where everything is selected.
+    """
 
     def __init__(self, lengths: Sequence[int], device: torch.device, size: int | None = None):
         self.lengths, self.size = tuple(lengths), size or BLOCK
@@ -60,7 +61,8 @@ class Blocks:
 
         Ranks have to compute the same bits, also where their memory's layout, or a gradient that is
         missing, makes them run variants of a kernel: so no multiplication and addition are fused
-        into one rounding."""
+        into one rounding.
+        """
         if self.count:
             with on(self.where.device):
                 kernel[(self.count,)](
@@ -127,7 +129,8 @@ def own_block(where, table, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl
     are.
 
     ``ALIGN``, here and below: what lengths and addresses are multiples of; 16 lets a thread load
-    four numbers at once."""
+    four numbers at once.
+    """
     block = tl.program_id(0).to(tl.int64)
     row = table + HEAD_ + tl.load(where + 2 * block) * FIELDS
     i = tl.multiple_of(tl.load(where + 2 * block + 1), ALIGN) + tl.arange(0, BLOCK)

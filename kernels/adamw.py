@@ -35,7 +35,8 @@ class AdamWRow(NamedTuple):
 
     ``values``: the averaged gradient at ``bits`` (None: everywhere). ``residual``: 0 on the mask,
     plus ``grad`` off it. ``update``: 0 leaves w, m, v and the residual as they are. ``score``: gets
-    |what AdamW subtracts, over lr|. ``public``: a copy of ``w`` in lower precision."""
+    |what AdamW subtracts, over lr|. ``public``: a copy of ``w`` in lower precision.
+    """
 
     n: int
     bits: Tensor | None

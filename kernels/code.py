@@ -2,7 +2,8 @@
 
 Of the j-th selected position the high bits are one set bit, at their value plus j, in a first run
 of bits; each of its ``low`` low bits is the j-th bit of a row of its own. Bits are set by atomic OR
-into words that were zero."""
+into words that were zero.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class CodeRow(NamedTuple):
     rows of low bits.
 
     ``first``: the bit of the mask that the range begins with. ``row_bits`` and ``low`` as for
-    ``encode``."""
+    ``encode``.
+    """
 
     upper: int
     message: Tensor

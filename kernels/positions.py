@@ -45,7 +45,8 @@ def positions(
     """The selected positions of each tensor, ascending: int32, int64 where any tensor needs it.
 
     ``starts``: what ``count`` returned. ``sizes``: how many there are; known beforehand, so that
-    nobody waits. No more than these are written."""
+    nobody waits. No more than these are written.
+    """
     device = blocks.where.device
     dtype = torch.int32 if max(blocks.lengths, default=0) < 2**31 else torch.int64
     found = list(torch.empty(sum(sizes), dtype=dtype, device=device).split(list(sizes)))

@@ -36,7 +36,8 @@ class ScapeRow(NamedTuple):
     ``values``: the averaged gradient at ``bits`` (None: everywhere). ``old``: the momentum at
     ``held`` (None: everywhere); ``m`` gets the new one, at ``bits``. ``update``: 0 leaves
     everything as it is. ``x`` gets line 10's x of the elements ``begin`` to ``end``. ``public``: a
-    copy of ``w`` in lower precision."""
+    copy of ``w`` in lower precision.
+    """
 
     n: int
     bits: Tensor | None
@@ -164,7 +165,8 @@ def scape(
     already negated.
 
     ``clip`` multiplies the averaged gradient in v alone (line 18 as printed). ``maximize`` negates
-    the own gradient."""
+    the own gradient.
+    """
     values = [row.values.dtype for row in rows if row.values is not None]
     public = [row.public.dtype for row in rows if row.public is not None]
     blocks.run(

@@ -4,7 +4,8 @@
 A radix selection: the bits of |x|, as a float32, are looked at 11, 11 and 9 at a time from the top,
 each pass counting how many elements fall into each bin and going on in the bin that holds the k-th.
 That leaves the k-th magnitude itself and how many of those equal to it are wanted; these are taken
-in the order of their position."""
+in the order of their position.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ the bit.
 The handshake compares all of them. Between handshakes a code of a few of them rides in every step's
 payload: where the code is the same on all ranks, the next step begins with a handshake, which looks
 at all and refuses. So a model that is wrapped by DistributedDataParallel again, in the middle of a
-run, is noticed within two steps."""
+run, is noticed within two steps.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Alike:
         averages them.
 
         From the first step on, with gradients that DDP has ``handed_over``, the ranks' data is the
-        same on purpose."""
+        same on purpose.
+        """
         self.accepted, self.suspected = same or self.suspected, False
         return same and (self.differed or not handed_over)
 
@@ -57,7 +59,8 @@ def sample(grads: list[Tensor | None], device: torch.device) -> Tensor:
     compare.
 
     Nobody waits for it: it is on the device of the gradients. Zeros only, or a number that is not
-    finite, are nothing: those may well be alike on ranks of different data."""
+    finite, are nothing: those may well be alike on ranks of different data.
+    """
     there = [g.detach() for g in grads if g is not None and g.numel()]
     parts = [_some(g.reshape(-1)) for g in sorted(there, key=Tensor.numel, reverse=True)[:TENSORS]]
     if not parts:

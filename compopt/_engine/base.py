@@ -1,7 +1,8 @@
 """What every optimizer here shares with torch.optim: groups, closure, hooks, state, checkpoints.
 
 What differs between classes is in ``face``: which state one keeps (``state_specs``), how one bucket
-steps (``algorithm``), its options (``check_group``). The rest is the engine's."""
+steps (``algorithm``), its options (``check_group``). The rest is the engine's.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class CompressedOptimizer(Optimizer, Face):
 
     A step is all or nothing: when any rank has a non-finite gradient all ranks skip it, and when a
     collective fails :class:`CommunicationError` is raised; parameters, state and step counts are
-    then as they were."""
+    then as they were.
+    """
 
     def __init__(
         self,
@@ -57,12 +59,12 @@ class CompressedOptimizer(Optimizer, Face):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average the gradients over ranks, compressed, and update the parameters. All ranks must
-        call it.
+        """Average gradients over ranks, compressed, and update parameters. All ranks must call it.
 
         Raises CommunicationError when a collective failed, ValueError when ranks differ in
         settings, RuntimeError when the gradients were averaged before; in each case nothing was
-        applied."""
+        applied.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -74,9 +76,7 @@ class CompressedOptimizer(Optimizer, Face):
         return loss
 
     def step_in_turns(self) -> Generator[Pending, None, None]:
-        """The step as a generator that yields each collective it is about to wait for (the
-        simulator's turns).
-        """
+        """The step as a generator, which yields each collective it is about to wait for."""
         yield from stepping.step(self._engine)
 
     # GradScaler then leaves unscaling and skipping to step(): all ranks agree
@@ -92,7 +92,8 @@ class CompressedOptimizer(Optimizer, Face):
         so.
 
         Raises ValueError when ranks are more than one step apart, or sharded state would have to go
-        to more ranks; CommunicationError when ranks fail again."""
+        to more ranks; CommunicationError when ranks fail again.
+        """
         for _ in self.rebind_in_turns(process_group):
             pass
 
@@ -152,9 +153,7 @@ class CompressedOptimizer(Optimizer, Face):
         self._engine.retired = False
 
     def retire(self) -> None:
-        """Another optimizer has these parameters now: nothing more is sent from here, and
-        ``step()`` says so.
-        """
+        """Another optimizer has these parameters now: from here on ``step()`` says so."""
         self._engine.retire()
 
     def handed_over(self) -> None:
@@ -162,9 +161,7 @@ class CompressedOptimizer(Optimizer, Face):
         self._engine.handed_over = True
 
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
-        """Backward has finished these parameters: start the buckets that are now complete, but the
-        last.
-        """
+        """Backward has finished these parameters: start complete buckets, all but the last."""
         self._engine.gradients_ready(params)
 
     def backward_done(self) -> None:
@@ -216,7 +213,8 @@ class CompressedOptimizer(Optimizer, Face):
 
         Residuals are the mean over ranks right after :meth:`consolidate_state`, else this rank's
         own; the groups say which, under ``residuals``, and which ``class`` wrote them in which
-        ``format``."""
+        ``format``.
+        """
         engine = self._engine
         saving.come_to_rest(engine)
         if frozen.reset_from_outside(engine):
@@ -239,7 +237,8 @@ class CompressedOptimizer(Optimizer, Face):
         Of groups everything is taken over, but the names of parameters.
 
         Also takes a checkpoint of ``torch.optim.AdamW``. Raises ValueError, with nothing loaded,
-        when it does not fit."""
+        when it does not fit.
+        """
         engine = self._engine
         engine.settle()
         engine.runtime.early.drop()
@@ -258,7 +257,8 @@ class CompressedOptimizer(Optimizer, Face):
         ``state_dict``.
 
         Only the mean ever reaches the model, so training goes on as before, and a checkpoint
-        restores on any number of ranks."""
+        restores on any number of ranks.
+        """
         for _ in self.consolidate_in_turns():
             pass
 

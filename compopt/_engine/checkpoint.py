@@ -3,7 +3,8 @@
 In memory masks are bits and a momentum that is zero off its mask keeps only what is on it. In a
 state dict every state has its parameter's shape, and is a DTensor where the parameter is one: so
 torch.distributed.checkpoint can cut and join it like the parameter, and a checkpoint loads under
-another wrapper or another number of ranks."""
+another wrapper or another number of ranks.
+"""
 
 from __future__ import annotations
 

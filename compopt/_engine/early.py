@@ -1,7 +1,8 @@
 """What of a step is on its way before ``step()`` is called: begun in backward.
 
 A bucket may start in backward, as soon as its gradients are there. The last one never does: it is
-sent by ``step()``, and says whether on any rank what went out early has gone stale."""
+sent by ``step()``, and says whether on any rank what went out early has gone stale.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ and what is on its way to the other ranks.
 ``CompressedOptimizer`` is torch's face of it, and holds one. The engine knows the optimizer as a
 ``Face`` and does not keep it alive: there is no cycle, and both go when the optimizer is deleted.
 ``build`` lays everything out for the groups there are; it runs anew when groups, ranks or a
-checkpoint come. What outlives that is set in ``__init__``."""
+checkpoint come. What outlives that is set in ``__init__``.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +153,8 @@ class Engine:
         """The ranks to average over; connected when first needed.
 
         Without a process group it is this process alone, until there is one: torch.distributed may
-        be initialised after a checkpoint was loaded."""
+        be initialised after a checkpoint was loaded.
+        """
         if self._others_came():
             self.settle()
             self.runtime.early.drop()
@@ -256,7 +258,8 @@ class Engine:
         last.
 
         In the order of their index, whatever the order in which they get ready: collectives start
-        alike on all ranks."""
+        alike on all ranks.
+        """
         waits = not self.known.acquainted or self.scaled or bool(self.half_step)
         if waits or self.comm.size == 1:
             return

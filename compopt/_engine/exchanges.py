@@ -21,7 +21,8 @@ class Exchange:
 
     Where the generator raises before ``Agree``, this rank takes part all the same, as if it had no
     gradients, with a word that says so: the others would wait for it until the group's timeout.
-    ``error`` is what was raised."""
+    ``error`` is what was raised.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """What the engine asks of the optimizer that it drives.
 
 A class of optimizers says which state it keeps (``state_specs``), how one bucket steps
-(``algorithm``), and checks its options (``check_group``). All else has a default."""
+(``algorithm``), and checks its options (``check_group``). All else has a default.
+"""
 
 from __future__ import annotations
 

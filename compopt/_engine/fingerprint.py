@@ -15,7 +15,8 @@ class Fingerprint:
     Version counters would not do: ``p.grad.data`` has one of its own, and Trainer multiplies by 1
     to learn a norm. A tensor's bits are added up as integers, which no change of one element leaves
     alone, and its elements as numbers, which tells what integers miss (of 512 floats twice as large
-    the bits add up to the same). Nobody waits for it."""
+    the bits add up to the same). Nobody waits for it.
+    """
 
     def __init__(self, bucket: Bucket):
         self.bucket = bucket

@@ -3,7 +3,8 @@
 What is laid out follows ``requires_grad``, at the start of a step, when all ranks have seen in a
 handshake that they agree. What was kept of a parameter that is frozen later stays in
 ``optimizer.state``, in tensors of its own, is saved like all state, and goes on when the parameter
-is unfrozen. Of state that is cut into shards it is kept whole."""
+is unfrozen. Of state that is cut into shards it is kept whole.
+"""
 
 from __future__ import annotations
 

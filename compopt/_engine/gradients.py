@@ -30,7 +30,8 @@ def unscale(engine: Engine) -> float | None:
     """Divide by the GradScaler's scale, which may differ between ranks, what it left scaled.
 
     Returns that scale. With a scaler no bucket starts in backward: the gradients are not yet what
-    will be sent."""
+    will be sent.
+    """
     face = engine.face
     engine.scaled = hasattr(face, "found_inf")
     scale = getattr(face, "grad_scale", None)
@@ -44,7 +45,8 @@ def scale_back(engine: Engine, scale: float) -> None:
     """Leave gradients and scale as they were for whoever tries the step again.
 
     A GradScaler takes its attributes back only where the step succeeds, and multiplies what it then
-    finds."""
+    finds.
+    """
     _scale_by(engine, scale)
     face = engine.face
     for name in ("grad_scale", "found_inf"):

@@ -8,7 +8,8 @@ never pickles.
 
 It is a collective of another kind than the payload's. Where only some ranks come here, nobody's
 payload meets one of another length, on which gloo ends the process: both wait until the group's
-timeout, and raise."""
+timeout, and raise.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +167,8 @@ def _fingerprint(engine: Engine) -> int:
     nothing to compare.
 
     Zeros and gradients that are not finite are nothing: those may well be alike on ranks of
-    different data."""
+    different data.
+    """
     sums = []
     for bucket in engine.buckets:
         for p in bucket.params:

@@ -2,7 +2,8 @@
 
 A rank that dies while a step's messages are on the wire may leave some ranks with all of them and
 others without. The first have then applied the step, the others have not, and no further message
-could have prevented it. The ranks behind take the step over from one that is ahead."""
+could have prevented it. The ranks behind take the step over from one that is ahead.
+"""
 
 from __future__ import annotations
 

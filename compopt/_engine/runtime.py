@@ -6,7 +6,8 @@ applied; it resumes all or closes all.
 
 What started in backward (see ``early``) may have gone stale: a clip or an unscale touched the
 gradients since. The last bucket's control words say whether that is so on any rank; if so, all
-ranks send all others again. No extra collective, no rank alone."""
+ranks send all others again. No extra collective, no rank alone.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ class Runtime:
         """Where this rank failed after it had sent everything, and so could not say so.
 
         With sharded state there is one more message before anything is written. Without, the others
-        apply the step: it is not applied here, as where the wire fails on one rank only."""
+        apply the step: it is not applied here, as where the wire fails on one rank only.
+        """
         if verdict.failed or all(exchange.error is None for exchange in verdict.exchanges):
             return
         error = None if sharded else verdict.take_error()

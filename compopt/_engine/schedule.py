@@ -2,7 +2,8 @@
 
 Ranks must start their collectives in the same order. So the order is a function of the buckets'
 numbers alone, whatever the order in which backward finishes gradients, and however much of it runs
-in backward: see ``in_order``."""
+in backward: see ``in_order``.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def in_order(
 
     Bucket after bucket begins; after each, those before it whose exchange has another stage take
     one, in order. When all have begun the rest follows, in turns. Yields what is about to begin, or
-    to be waited for."""
+    to be waited for.
+    """
     for bucket in buckets:
         yield bucket
         exchanges.append(terms.begin(bucket, bucket is buckets[-1]))
@@ -60,7 +62,8 @@ class Schedule:
     """One step's exchanges, and how far they have come in their order.
 
     Backward runs as much of it as its gradients allow, but never begins the last bucket; ``step()``
-    runs the rest. So ranks of which one has come further in backward still agree."""
+    runs the rest. So ranks of which one has come further in backward still agree.
+    """
 
     def __init__(self, buckets: list[Bucket], algorithm: Algorithm, comm: Comm):
         self.buckets = buckets

@@ -4,7 +4,8 @@ of a checksum.
 A group may hold anything beside the options of its class: what a scheduler put there, a name, a
 function. Only options that the class knows are compared, and those by what they mean: text that is
 the same in every process, whatever the address of an object or the order in which a process walks
-through a set."""
+through a set.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ def held_back() -> Iterator[None]:
     has ended.
 
     A handler may raise, and would do so between any two lines. Only the main thread ever runs them;
-    in others there is nothing to hold back."""
+    in others there is nothing to hold back.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -14,7 +14,8 @@ class Stats:
     what DDP would have. ``parameter_bytes`` is the part of it that went into gathering updated
     parameters, where state is sharded. ``when`` is what ``when="auto"`` has found out, with the
     seconds of a step of each kind. ``phase`` is what the compressed tensors did: "dense", "skipped"
-    (nothing was applied), or a phase of the class."""
+    (nothing was applied), or a phase of the class.
+    """
 
     step: int = 0
     phase: str = "none"

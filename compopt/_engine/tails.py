@@ -49,7 +49,8 @@ class Tails:
         """Finish the generators whose last request was sent behind the commit.
 
         When that request failed the tail is dropped: it is not part of the step, and the algorithm
-        does without."""
+        does without.
+        """
         tails, self.exchanges = self.exchanges, []
         for exchange in tails:
             try:

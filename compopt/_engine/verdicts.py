@@ -78,7 +78,8 @@ def _read(exchanges: list[Exchange]) -> Numbers:
     are set.
 
     All at once, on the host: on a GPU this is where a step waits for the device, and the only
-    place."""
+    place.
+    """
     parts: list[Tensor] = []
     clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
     # every rank clips by the norm it finds itself

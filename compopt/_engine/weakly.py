@@ -2,7 +2,8 @@
 cycle.
 
 An optimizer in a cycle stays, with its model, until Python's collector runs, at another time on
-every rank."""
+every rank.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ The steps of the dense start are timed, from the end of one ``step()`` to the en
 so are the first compressed ones. Then the medians of all ranks go round with the handshake of the
 next step, before anything of that step is written. Where compressed steps are not clearly faster,
 by more than such timings err, the dense start has no end. Only groups that say "auto" are tried.
-What was found is kept with them (``pays``); the user's ``warmup_steps`` stay as they are."""
+What was found is kept with them (``pays``); the user's ``warmup_steps`` stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ class Trial:
     """The times of dense and of compressed steps, until all ranks have compared them.
 
     ``tried``: the groups it is about, which are dense until it has timed that. The ``others`` come
-    to rest first: what is compared then differs in nothing else."""
+    to rest first: what is compared then differs in nothing else.
+    """
 
     def __init__(
         self, tried: list[dict[str, Any]], others: list[dict[str, Any]], indices: list[int]

@@ -8,7 +8,8 @@ and c the mean of these over tensors, every ``adapt_interval`` steps::
 More columns where the reconstruction is worse than on average, fewer where it is better.
 
 Where we differ from the paper: beta never leaves what is stable (see ``Kind.least_beta``), and
-"auto" follows the ratio by itself."""
+"auto" follows the ratio by itself.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ class AdamW:
 class Averages:
     """The averaged gradients of a step, kept until an optimizer of torch steps on all of them.
 
-    Memory for them is kept from step to step."""
+    Memory for them is kept from step to step.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[Tensor, Tensor] = {}

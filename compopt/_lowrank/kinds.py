@@ -2,7 +2,8 @@
 
 A kind says which side of a matrix is projected and to how many columns, what makes the
 reconstruction right, how much of the old error may be kept, and what becomes of random numbers
-that are drawn for it. Everything else is the same for all."""
+that are drawn for it. Everything else is the same for all.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class Kind(ABC):
     def best_beta(self, d: int, r: int) -> float:
         """The weight of the old error with which the error is least.
 
-        A contraction never enlarges the error: all of the new one may be kept."""
+        A contraction never enlarges the error: all of the new one may be kept.
+        """
         return 0.0
 
     def of_random(self, R: Tensor) -> None:
@@ -67,7 +69,8 @@ class Random(Kind):
     As many bytes and as much variance for the same ratio, with less to draw and to multiply. Unless
     it has few rows: what would be left of so few carries too little. Its columns are projected
     then, unless that takes too many numbers. So are those of sharded rows: whole on every rank,
-    whatever the shard's number of rows."""
+    whatever the shard's number of rows.
+    """
 
     def cut(self, rows: int, columns: int, sharded: bool, ratio: float, rank: int) -> Cut | None:
         few = rows < NARROW
@@ -91,7 +94,8 @@ class Gaussian(Random):
     """Independent normal numbers: the reconstruction is unbiased.
 
     With a weight beta of the old error, the squared error grows by beta^2 + (1 - beta)^2 w a
-    step."""
+    step.
+    """
 
     owes = False
 
@@ -117,7 +121,8 @@ class Orthonormal(Random):
 class Tracked(Kind):
     """Orthonormal columns that follow the gradient; the random ones are where they begin.
 
-    Rows are projected, to ``rank`` of them: each shard is a matrix of its own."""
+    Rows are projected, to ``rank`` of them: each shard is a matrix of its own.
+    """
 
     follows = True
     forgets_after = None  # what a contraction that follows the gradient has left is worth keeping

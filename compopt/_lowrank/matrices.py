@@ -1,7 +1,8 @@
 """The random matrices of a step, the same bits on all ranks.
 
 Drawn by hashing a counter in integers (splitmix64) and looking up 16 bits at a time in a table of
-Gaussian quantiles: unlike ``torch.randn``, the same on every device, machine and torch version."""
+Gaussian quantiles: unlike ``torch.randn``, the same on every device, machine and torch version.
+"""
 
 from __future__ import annotations
 

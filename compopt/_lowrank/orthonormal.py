@@ -23,7 +23,8 @@ def orthonormal(matrices: list[Tensor]) -> list[Tensor]:
     """The same for each of several matrices, those of equal shape together.
 
     Zeros give unit vectors. Every rank finds its own, of equal matrices, so they must be equal to
-    the bit."""
+    the bit.
+    """
     found: dict[int, Tensor] = {}
     for shape in {matrix.shape for matrix in matrices}:
         same = [i for i, matrix in enumerate(matrices) if matrix.shape == shape]

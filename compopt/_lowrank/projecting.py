@@ -137,7 +137,8 @@ class Projecting(CompressedOptimizer):
     def bases(self, bucket: Bucket, plan: Plan) -> dict[int, Tensor]:
         """What each tracked tensor's last step left; at first random numbers.
 
-        Valid until matrices are drawn."""
+        Valid until matrices are drawn.
+        """
         tracked = {i: q for i, q in enumerate(plan) if q is not None and q.kind.follows}
         if not tracked:
             return {}

@@ -1,7 +1,8 @@
 """How a tensor is projected: as a matrix H of m rows and d columns.
 
 ``H R`` with R of shape (d, r) crosses the network, and ``scale * (H R) R^T`` is its
-reconstruction."""
+reconstruction.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Projection:
 
     ``rows`` and ``columns`` are the tensor as a matrix; ``of_rows``: its rows are projected, not
     its columns. ``r`` is what remains of the projected dimension, ``beta`` the weight of the old
-    error."""
+    error.
+    """
 
     rows: int
     columns: int

@@ -1,6 +1,7 @@
 """How one tensor is sent at one step: projected, or whole. Both answer to the same calls.
 
-A part of a payload is what is sent of the tensor, or after averaging what came of it."""
+A part of a payload is what is sent of the tensor, or after averaging what came of it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Whole:
     """A tensor whose gradient is averaged as it is.
 
     ``e`` is what an earlier step, projected or rounded, has left of it: None where nothing ever is.
-    ``owed``: it may be other than 0; ``sends``: and what it holds is worth sending."""
+    ``owed``: it may be other than 0; ``sends``: and what it holds is worth sending.
+    """
 
     g: Tensor | None
     e: Tensor | None
@@ -140,7 +142,8 @@ class Projected:
         """Line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
 
         p is what the others got of this rank: where it was rounded on its way, as int8, without
-        what that took off."""
+        what that took off.
+        """
         e, g, q, R = self.e, self.g, self.q, self.R
         if q.beta == 1:
             return

@@ -26,7 +26,8 @@ class Projections:
     that are projected on such. ``clipped`` is the factor on the local gradient; ``sends``: tensors
     sent whole take along what is owed of them. ``found`` takes the cosines of Algorithm 3, at a
     step that adapts to them. ``alike``: the averaged gradient is clipped by the norm that each rank
-    finds, so it must not depend on the number of threads."""
+    finds, so it must not depend on the number of threads.
+    """
 
     bucket: Bucket
     ops: Ops
@@ -73,7 +74,8 @@ class Projections:
     def pack(self) -> Payload:
         """Lines 1 and 2: the bucket's message.
 
-        p of every projected tensor, the other gradients whole, the cosines if asked for."""
+        p of every projected tensor, the other gradients whole, the cosines if asked for.
+        """
         bucket, grads = self.bucket, self.grads
         if not self.projects and self.clipped == 1:  # in one pass, where the back end has one
             owed: list[Tensor | None] = [*bucket.state["residual"]]

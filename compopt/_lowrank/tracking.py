@@ -16,7 +16,8 @@ is: P may travel as int8 as well as p.
 
 Where we differ from the paper: each rank holds back what *it* sent too little, not its distance
 from the average, which has the same mean and does not grow; Q is made orthonormal, so that columns
-of P differ in size by singular values, not by their squares, and int8 keeps the small ones."""
+of P differ in size by singular values, not by their squares, and int8 keeps the small ones.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Tracked(Projected):
     def P(self, part: Tensor) -> Tensor:
         """A part of the first payload as a (d, r) matrix.
 
-        By columns: values of one size follow each other."""
+        By columns: values of one size follow each other.
+        """
         return part.view(self.q.r, self.q.d).t()
 
 
@@ -54,7 +56,8 @@ def track(
 ) -> Asking[Payload]:
     """Lines 1 and 2: R for each of these tensors of the bucket, by their numbers.
 
-    Returns the payload, whose header all ranks have agreed on."""
+    Returns the payload, whose header all ranks have agreed on.
+    """
     lengths = [0] * len(bucket.params)
     for i, tensor in tracked.items():
         lengths[i] = tensor.first_length

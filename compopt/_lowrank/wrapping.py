@@ -1,7 +1,8 @@
 """An optimizer that averages gradients for another one: groups, steps and checkpoints of the two.
 
 ``param_groups`` are the base's. The options of the wrapper's own class are in groups beside them,
-``_own_groups``, one for each."""
+``_own_groups``, one for each.
+"""
 
 from __future__ import annotations
 

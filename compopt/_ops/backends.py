@@ -5,7 +5,8 @@ On CUDA devices "triton" where triton is installed, else "apex" where NVIDIA's a
 "native" where there is a C compiler and the C passes have vectors for the processor, or win a trial
 of some milliseconds; else "torch". The environment variable COMPOPT_BACKEND names one; it is the
 only way to get the "triton" of the interpreter. Ranks that choose differently by themselves all
-take "torch"."""
+take "torch".
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,8 @@ def adams_(
     *previous* m.
 
     ``bias_correction``: "scape" divides m by 1 - b1^t and v by 1 - b2^t; "adams" m, old and new, by
-    1 - b1^t only. ``clip`` multiplies the gradient in v alone (SCAPE's line 18 as printed)."""
+    1 - b1^t only. ``clip`` multiplies the gradient in v alone (SCAPE's line 18 as printed).
+    """
     old, new, first = adams_factors(step, betas, bias_correction)
     denominator = m.square().mul_(old).addcmul_(g, g, value=new * clip**2).sqrt_().add_(eps)
     m.lerp_(g, 1 - betas[0])
@@ -124,7 +125,8 @@ def radius_(
     and the residual.
 
     ``g`` is the rank's own gradient: where it was not sent it is held back. ``hyper`` as for
-    ``adamw_``."""
+    ``adamw_``.
+    """
     average = torch.zeros_like(w)
     scatter(values, index, average.view(-1))
     adamw_(w, average, m, v, step, **hyper)
@@ -167,7 +169,8 @@ def scape_(
     """SCAPE, lines 10, 11 and 16 to 21, in place; returns the new momentum, at ``index``.
 
     ``m``: the old one, at ``held``. ``values``: the averaged gradient at ``index``. ``adams``:
-    ``bias_correction`` and ``clip`` of ``adams_``."""
+    ``bias_correction`` and ``clip`` of ``adams_``.
+    """
     x = moment(residual, g, m, held, betas=betas, maximize=maximize)
     new = torch.zeros_like(x).index_copy_(0, held, m).index_select(0, index)
     residual.copy_(x.view(residual.shape))
@@ -259,7 +262,8 @@ def squared_norm_alike(x: Tensor) -> Tensor:
     update.
 
     Elements a fixed distance apart are added up in turn, in float32, then halves to halves, in
-    float64: additions and products element by element, which every machine rounds alike."""
+    float64: additions and products element by element, which every machine rounds alike.
+    """
     if x.device.type != "cpu":
         return squared_norm(x)
     total = _halved(_folded(x, torch.promote_types(x.dtype, torch.float32)))

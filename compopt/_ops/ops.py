@@ -1,7 +1,8 @@
 """What algorithms compute with: PyTorch's own operators here, kernels in ``triton``, and so on.
 
 ``backends`` chooses. An algorithm packs what it sends, and commits by ``run``: the paper's own
-lines, or what the back end has registered in their place."""
+lines, or what the back end has registered in their place.
+"""
 
 from __future__ import annotations
 

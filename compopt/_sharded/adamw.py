@@ -1,7 +1,8 @@
 """AdamW on this rank's shard of a bucket, and its updated parameters on all ranks.
 
 What the parameters will be is computed before anything is written, so that they can be gathered
-first: twice the work on 1/N of the elements, for steps that are all or nothing."""
+first: twice the work on 1/N of the elements, for steps that are all or nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def sends_updates(bucket: Bucket) -> bool:
     bytes.
 
     All ranks add the same, its owner too, so replicas stay equal; an update is rounded to 8 bits, a
-    parameter is not."""
+    parameter is not.
+    """
     return bucket.group["payload_dtype"] == torch.bfloat16 and bucket.dtype == torch.float32
 
 

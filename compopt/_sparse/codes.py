@@ -2,7 +2,8 @@
 ``CODES`` each.
 
 A code is made for all shards of a bucket at once. Codes are linear, so the mean of codes is the
-code of the mean."""
+code of the mean.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Code(Protocol):
     """Values at an ``index``, ascending, among the bits of a bucket's mask.
 
     ``ratio``: how many compressed elements there are for a number sent, where a code can choose;
-    ``seed`` draws what is random in it, the same on all ranks."""
+    ``seed`` draws what is random in it, the same on all ranks.
+    """
 
     exact: bool  # it must travel in float32 at least
     index: Tensor

@@ -35,7 +35,8 @@ def make_x(
     """Make the residual ``e``, flat, x where that is ``wanted``; returns the momentum at ``index``
     (None: everywhere).
 
-    ``m`` is the momentum at ``held``, and e is 0 there unless something is ``owed``."""
+    ``m`` is the momentum at ``held``, and e is 0 there unless something is ``owed``.
+    """
     beta1: float = h["betas"][0]
     if held is None:
         old = m if index is None else m.index_select(0, index)
@@ -82,7 +83,8 @@ def update(
     """Lines 11 and 16 to 21: what was sent is no longer owed; m and w follow the average ``g`` at
     ``index``.
 
-    ``e`` is None for a tensor that is not compressed; ``factor`` multiplies g in v alone."""
+    ``e`` is None for a tensor that is not compressed; ``factor`` multiplies g in v alone.
+    """
     if e is not None and index is None:
         e.zero_()
     if e is None or index is None:

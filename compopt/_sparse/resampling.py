@@ -17,7 +17,8 @@ def held_back(bucket: Bucket, ops: Ops, phase: str) -> tuple[Iterator[Tensor | N
     """The residuals, where the step sends them, and the factor on them (line 8).
 
     All are sent at a resample step, and at a dense one that follows sparse ones; at every step what
-    rounding has taken off."""
+    rounding has taken off.
+    """
     again = phase == "dense" and bucket.owes  # the dense start was taken up again
     if not (again or bucket.rounds or phase == "resample"):
         return None, 1.0
@@ -32,7 +33,8 @@ def keep_where_absent(
     """The new masks, but the old one of a tensor without a gradient on any rank.
 
     What it owes stays, off the old mask; on a new one it would be taken for sent. Returned with how
-    many elements of each tensor are selected, which an old mask does not tell."""
+    many elements of each tensor are selected, which an old mask does not tell.
+    """
     density, present = bucket.group["density"], bucket.present(mean)
     pairs = zip(bucket.lengths, bucket.compressed, strict=True)
     sizes: list[int | None] = [kept(density, n) if c else n for n, c in pairs]

@@ -42,7 +42,8 @@ def select(x: Tensor, k: int, how: str, ops: Ops, guess: float = 0.0) -> tuple[T
 
     "exact" takes k of them. "sampled" tries thresholds, from ``guess`` or a sample of x on, until
     the count is within 5 % of k; where fewer elements are other than 0, it takes those. A back end
-    that finds them faster takes exactly k."""
+    that finds them faster takes exactly k.
+    """
     if (positions := ops.largest_of(x, k)) is not None:
         return positions, 0.0
     if how == "sampled" and x.numel() > EXACT_BELOW and k:
@@ -78,7 +79,8 @@ def _sampled(x: Tensor, k: int, ops: Ops, guess: float) -> tuple[Tensor, float] 
 
     A threshold that lets a few times k through will do: among those a second one is cheap. So the
     guess aims below. Counts fall with a power of the threshold: at first guess as in a normal
-    distribution, then as two looks show."""
+    distribution, then as two looks show.
+    """
     looks: list[tuple[float, float]] = []  # logarithms of threshold and count
     t, power = guess or AIM_BELOW * _of_sample(x, k), min(-0.5, -1.5 * math.log(x.numel() / k))
     for look in range(LOOKS):
@@ -124,7 +126,8 @@ def _of_sample(x: Tensor, k: int) -> float:
 class Selection:
     """The elements that this rank selects of one bucket in one step, a tensor at a time.
 
-    A back end may have another that selects of all tensors at once."""
+    A back end may have another that selects of all tensors at once.
+    """
 
     def __init__(self, bucket: Bucket, ops: Ops, deal: Deal, rank: int):
         self.bucket, self.ops, self.deal, self.rank = bucket, ops, deal, rank

@@ -4,7 +4,8 @@ An element is added, with a sign, to three cells of its shard's table. A cell th
 gives it away; that is taken off its other two cells, and so on: peeling. Whether it ends well
 depends on the index alone, not on values. So every rank knows beforehand which elements would not
 come out, and these *leftovers* travel as they are, behind the table, instead of in a second round.
-Nothing is ever estimated."""
+Nothing is ever estimated.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def peel(cells: Tensor, total: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor
     do not.
 
     ``cells``: three different ones for each element, shape ``(3, elements)``. A round is elements,
-    ascending, and for each which of its three cells holds nothing else by then."""
+    ascending, and for each which of its three cells holds nothing else by then.
+    """
     n, device = cells.shape[1], cells.device
     flat, ids = cells.reshape(-1), torch.arange(n, dtype=torch.int64, device=device)
     degree = torch.zeros(total, dtype=torch.int64, device=device).index_add_(

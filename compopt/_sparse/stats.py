@@ -17,7 +17,8 @@ class ScapeStats(Stats):
 
     ``density``: share of the compressed elements that was exchanged. ``payload_bytes`` and
     ``mask_bytes``: what this rank handed over of each. ``mask_overlap()``: share of the newest mask
-    that was in the mask before it (Figure 6)."""
+    that was in the mask before it (Figure 6).
+    """
 
     density: float = 1.0
     payload_bytes: int = 0

@@ -2,7 +2,8 @@
 
 A bucket holds parameters of one group, dtype and device, in reverse order of registration (the
 order in which backward finishes them). What is kept of them is in ``kept``; here are the memory and
-the messages of its steps, and how parameters are dealt into buckets."""
+the messages of its steps, and how parameters are dealt into buckets.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ class Bucket(Kept):
         """An empty payload with ``lengths[i]`` elements for tensor i.
 
         The next one for this ``use`` has its memory. ``dtype``: on the wire; the gradients' where
-        it is None. int8 is for the wire only, see ``int8_mean``."""
+        it is None. int8 is for the wire only, see ``int8_mean``.
+        """
         size = len(self.params) + len(self.control) + sum(lengths)
         seed = (self.group["step"], self.index, use) if dtype == torch.int8 else None
         dtype = self.wide if seed else dtype or self.grad_dtype

@@ -3,7 +3,8 @@
 The ranks own equal ranges of the mask's bytes, and the ranges are gathered. A range travels as
 bits, or coded where that is smaller: after Elias and Fano, a position's low bits as they are and
 its high bits as gaps in unary, about log2(e / density) bits a selected element, whose size is known
-before anything is selected."""
+before anything is selected.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Piece(NamedTuple):
     """Elements ``start`` to ``stop`` of a flattened tensor, of which about ``wanted`` are selected.
 
     ``at`` is where they begin among the flags of their rank's range. More than ``most`` are never
-    selected."""
+    selected.
+    """
 
     tensor: int
     start: int
@@ -34,7 +36,8 @@ class Part(NamedTuple):
     ``most`` elements in all.
 
     ``low`` is how many low bits of a position its code keeps apart; 0 where bits are smaller
-    than any code."""
+    than any code.
+    """
 
     first: int
     last: int

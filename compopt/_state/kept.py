@@ -1,7 +1,8 @@
 """Tensors of one group, dtype and device, and what is kept of them: flat storage, a view a tensor.
 
 Each kind of state is one flat tensor; ``optimizer.state[p]`` shows views of it. Where parameters
-are below float32 one kind of state is their master, which a step updates in their place."""
+are below float32 one kind of state is their master, which a step updates in their place.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ class Kept:
         """One kind of state, a tensor at a time, on the bucket's device.
 
         What is offloaded is there until the next is asked for, and with ``write`` then stored. All
-        others are the state itself."""
+        others are the state itself.
+        """
         if self.offload is None or name not in self.offload.names:
             return iter(self.state[name])
         return self.offload.each(name, self.state[name], self.device, write)
@@ -201,7 +203,8 @@ class Kept:
         """Masters follow parameters that were set from outside: loaded, clamped, pruned, broadcast.
 
         A parameter is its master, rounded. Where it is not, element by element, the master takes
-        its value."""
+        its value.
+        """
         if "master" not in self.state:
             return
         self.wait_for_host()

@@ -6,7 +6,8 @@ says how much it keeps of a tensor, and knows the way to the whole and back.
 
 ``whole`` and ``compact`` are the way into a state dict and out of it. They are the same on all
 ranks, but that the whole of a shard is 0 where other ranks own it. ``part`` then cuts what is
-loaded, or taken over from another layout of the same optimizer, to what is kept here."""
+loaded, or taken over from another layout of the same optimizer, to what is kept here.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Masks: which elements of a bucket's tensors are selected, as bits and as positions.
 
 A bucket's mask is one bit an element of its compressed tensors, whole bytes a tensor, one tensor
-after the other."""
+after the other.
+"""
 
 from __future__ import annotations
 

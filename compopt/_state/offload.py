@@ -8,7 +8,8 @@ stream as far as the events allow.
 
 Three waits are needed: work, for what comes in; the way out, for the work; the way into a buffer,
 for what was last in it. A tensor always passes through the same buffer, so the last covers the way
-in of what has just gone out, too."""
+in of what has just gone out, too.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ of 64 elements: compressed tensors are cut as one row of elements, dense ones as
 every rank owns its share of both.
 
 In memory ``optimizer.state`` shows the part of each tensor that this rank owns, as a vector that
-may be empty."""
+may be empty.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Shards:
 
     ``ranges[r][i]`` are the elements of flattened tensor i that rank r owns. ``offsets`` and
     ``cuts`` are bytes of the compressed tensors' mask: where each tensor's begin, and where each
-    rank's do."""
+    rank's do.
+    """
 
     def __init__(self, lengths: list[int], compressed: list[bool], rank: int, ranks: int):
         self.rank, self.ranks, self.lengths, self.compressed = rank, ranks, lengths, compressed

@@ -2,7 +2,8 @@
 bytes.
 
 ``start`` never blocks; ``Pending.wait`` does. Collectives must be started in the same order on all
-ranks and from one thread at a time: two threads on one gloo group silently mix results."""
+ranks and from one thread at a time: two threads on one gloo group silently mix results.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Pending:
     failed.
 
     Its result may be another Pending: the second of two collectives that together answer a request.
-    ``more``: what it leads to is another collective, before the step is agreed upon."""
+    ``more``: what it leads to is another collective, before the step is agreed upon.
+    """
 
     # Any, in this process.
     started = False

@@ -3,7 +3,8 @@ tells what it must.
 
 A payload may be of low precision, and its mean of many ranks. So a fact is 0 or 1, and its mean
 above 0 where any rank has it; a number is bits and their complements, of which the mean of both is
-above 0 where ranks differ."""
+above 0 where ranks differ.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ off, so that over all ranks::
     mean of what was to be sent = the result + mean of what was dropped
 
 The header and the control words travel as float32 beside the codes of the first stage, to every
-rank, and each averages them in the order of ranks."""
+rank, and each averages them in the order of ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class QuantisedMean:
     ``first`` makes a message for every rank, shape (ranks, bytes). ``second`` takes what all ranks
     sent to this one, of the same shape, and makes one message for all. ``finish`` takes all of
     those, shape (ranks, bytes), and leaves the mean in the payload. A single rank calls ``alone``
-    instead."""
+    instead.
+    """
 
     def __init__(self, payload: Payload, rank: int, ranks: int):
         if payload.seed is None or payload.dropped is None:

@@ -4,7 +4,8 @@ is cut into rows.
 Rounding x in units of scale = (largest of the row) / 127 is floor(x / scale + u), u uniform in [0,
 1): unbiased. A row of zeros stays one; a row below 1.5e-36 becomes zeros; a row that is not finite
 becomes NaN. u comes from a table, entered at a place that follows from a seed, so that the same run
-rounds the same way on every machine."""
+rounds the same way on every machine.
+"""
 
 from __future__ import annotations
 
@@ -169,7 +170,8 @@ def quantise(
     scratch: Scratch,
 ) -> None:
     """Round (rows, 128) values to ``codes``, int8, in units of ``scales``, float32; ``dropped`` (x
-    itself, or of its shape) gets what rounding took off."""
+    itself, or of its shape) gets what rounding took off.
+    """
     place, noise = _place(seed), _table(x.dtype, x.device)
     for number, a in enumerate(range(0, len(x), BLOCK)):
         x_, scale, drop = x[a : a + BLOCK], scales[a : a + BLOCK], dropped[a : a + BLOCK]

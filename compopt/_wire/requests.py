@@ -2,7 +2,8 @@
 
 An algorithm is a generator over one bucket. It yields one of these and is resumed with the answer,
 so it never touches ``torch.distributed`` and runs unchanged over real process groups and in the
-lockstep simulator of the tests."""
+lockstep simulator of the tests.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Payload:
     of compressed tensors is rounded. With a ``seed`` the body travels as int8 (see ``int8_mean``),
     rounded as the seed says; ``dropped`` is known when the payload has been averaged. In a dtype
     that is too narrow for what is sent, values are written to ``exact``, and ``round`` makes the
-    message of them."""
+    message of them.
+    """
 
     def __init__(
         self,
@@ -83,7 +85,8 @@ class AllReduceMean:
     travels as int8.
 
     ``more``: another exchange follows before Agree; in backward the runtime does not wait for the
-    step to go on."""
+    step to go on.
+    """
 
     message: Payload | Tensor
     more: bool = False
@@ -110,7 +113,8 @@ class Broadcast:
 
     ``confirm``: it is sent behind the commit, and ranks that have it may not meet one that has not.
     So the next step begins with a word of every rank, and where it was lost on any, all go on
-    without."""
+    without.
+    """
 
     tensor: Tensor
     source: int = 0
@@ -148,7 +152,8 @@ class Agree:
     to that of the payload's body.
 
     ``sharded``: the payload, and so the norm, is of this rank's shard only, and state may change
-    when ``Commit`` is resumed: until then updated parameters are gathered."""
+    when ``Commit`` is resumed: until then updated parameters are gathered.
+    """
 
     payload: Payload
     phase: str

@@ -25,7 +25,8 @@ all ranks adds up the activations::
 
 `set_compression` turns compressors off and on, as in a warm-up; `drop_compressors` takes them out
 for fine-tuning. docs/activations.md says when any of this pays, where it differs from the paper's
-code and what that is worth."""
+code and what that is worth.
+"""
 
 from .codecs import ALONE, AutoEncoder, Compressor, Identity, replicated
 from .dropping import drop_compressors, set_compression

@@ -98,7 +98,8 @@ class Compressor(nn.Module):
     def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor | None]:
         """What is sent for x: (values, side). Gradients flow through the values only; `side` is
         equal on all ranks where the compressor is summable. `ranks` is there for methods that must
-        agree on something first."""
+        agree on something first.
+        """
         raise NotImplementedError
 
     def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
@@ -180,7 +181,8 @@ class AutoEncoder(Compressor):
     The encoder starts as random orthonormal columns and the decoder as their transpose, so that
     what arrives first is a projection of the activation; both are drawn from `seed` alone, so that
     all ranks and both ends of a stage boundary start alike. At a boundary the sender trains the
-    encoder, the receiver the decoder. The matrices are used in the activation's precision."""
+    encoder, the receiver the decoder. The matrices are used in the activation's precision.
+    """
 
     summable = True
 

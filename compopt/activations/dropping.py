@@ -15,7 +15,8 @@ def set_compression(model: nn.Module, enabled: bool) -> None:
     at first.
 
     A tensor-parallel model may be turned at any step. Payloads of stage boundaries change in size:
-    make PipelineStage and the schedule anew afterwards."""
+    make PipelineStage and the schedule anew afterwards.
+    """
     for module in model.modules():
         if isinstance(module, Compressor):
             module.enabled = bool(enabled)
@@ -27,7 +28,8 @@ def drop_compressors(model: nn.Module) -> nn.Module:
 
     Keys of the state dict that are not a compressor's stay as they are, and are those of a model
     that never had one: load the checkpoint first, or with strict=False afterwards. Make
-    PipelineStage and the optimizer anew."""
+    PipelineStage and the optimizer anew.
+    """
     while isinstance(model, _Boundary):
         model = model.stage
     for module in list(model.modules()):

@@ -14,7 +14,8 @@ class ErrorFeedback(Compressor):
     training.
 
     For comparison with the data-parallel habit: what is added belongs to other tokens than those it
-    is added to, so that it can help only where all tokens share what is held back."""
+    is added to, so that it can help only where all tokens share what is held back.
+    """
 
     def __init__(self, codec: Compressor) -> None:
         super().__init__()

@@ -18,7 +18,8 @@ class PowerSGD(Compressor):
     The column basis P is taken as given, so the gradient is the exact one of the projection x -> P
     P^T x: a documented straight-through, as the derivative of the QR factorisation is left out. The
     row basis moves in training only, and not when activation checkpointing computes a forward
-    again."""
+    again.
+    """
 
     summable = True
     # What the last call ended with, the start of the next.

@@ -3,7 +3,8 @@ ranks.
 
 Every gradient has a number, and its number is what returns in the payload's place: to find out
 shapes, torch's pipelining goes through the backward of some stages and not of others, and what was
-sent then must not be taken for the first real gradient."""
+sent then must not be taken for the first real gradient.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ class Replay(Generic[Drawn]):
 
     A forward is known by the next number of torch's own generator, which checkpointing sets back
     before it computes again. A forward that cannot be told from another raises instead of being
-    given a wrong answer."""
+    given a wrong answer.
+    """
 
     def __init__(self) -> None:
         self._draws: OrderedDict[int, _Draw[Drawn]] = OrderedDict()

@@ -56,7 +56,8 @@ class RandomK(Compressor):
     Positions are (a*j + b) mod n for a random b and a random a without common factor with n: every
     element is equally likely, n is never sampled on the host, and two numbers tell a receiver which
     ones. Nothing is scaled up. The k-th forward draws them from `seed` and k; activation
-    checkpointing, which computes it again, meets the same ones."""
+    checkpointing, which computes it again, meets the same ones.
+    """
 
     summable = True
 

@@ -2,7 +2,8 @@
 
 A method is advised when it is ours, its measured loss is within the budget, its state fits, and the
 whole run, dense start included, is at least 5 % faster. Everything else is "stay dense". The same
-input always gives the same answer."""
+input always gives the same answer.
+"""
 
 from __future__ import annotations
 

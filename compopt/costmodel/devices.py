@@ -2,7 +2,8 @@
 gets.
 
 Every figure is a peak: memory of the card, bytes a second of its memory, and float32 operations a
-second outside tensor cores, which is what the passes and small products of an optimizer use."""
+second outside tensor cores, which is what the passes and small products of an optimizer use.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ def fit_communication(
 
     C below d elements, beta an element from there; every measured size is tried as d and the one
     with the smallest relative squared error is kept. C is the mean of the points below d (0 when
-    there are none)."""
+    there are none).
+    """
     if len(elements) != len(seconds) or len(elements) < 2:
         raise ValueError(
             f"At least two (elements, seconds) pairs are needed; got {len(elements)} and "

@@ -7,7 +7,8 @@ point to point.
 
 The paper leaves four things open. Its Table 8 comes out (to 0.013) with: times in milliseconds, two
 bytes an activation on the link between stages, B the micro-batch, and the vocabulary term of the
-FLOP count left out of a layer."""
+FLOP count left out of a layer.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def layer_flops(batch: float, sequence: int, hidden: int, vocabulary: int = 0) -
 
     96 B s h^2 + 16 B s^2 h + 6 B s h V (Narayanan et al. 2021). The last term is the output
     layer's, which the paper adds to *every* layer; leave `vocabulary` at 0 unless that is what you
-    mean."""
+    mean.
+    """
     tokens = batch * sequence
     return (
         96 * tokens * hidden**2 + 16 * tokens * sequence * hidden + 6 * tokens * hidden * vocabulary

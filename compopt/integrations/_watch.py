@@ -18,7 +18,8 @@ class Watch:
     """A forward-pre-hook on all modules, which looks into every module once.
 
     It goes when DDPs hold all trained parameters of its optimizer; or when each of these has had a
-    gradient in a step, so that there is no DDP to wait for; or with the optimizer."""
+    gradient in a step, so that there is no DDP to wait for; or with the optimizer.
+    """
 
     def __init__(
         self,

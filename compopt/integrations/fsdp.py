@@ -9,7 +9,8 @@ compressed between nodes.
 ``fully_shard`` averages over the fast links, densely; the optimizer averages its rank's shards over
 ``process_group``. Every new optimizer with DTensors is looked at here: its meshes are checked, and
 its parameters set to those of the first rank of ``process_group``, as DistributedDataParallel does
-for those it wraps."""
+for those it wraps.
+"""
 
 from __future__ import annotations
 

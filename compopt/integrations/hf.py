@@ -8,7 +8,8 @@
 
 The optimizer trains without the callback too. The callback keeps what the Trainer does around it
 from costing more than it must: a clip that would touch gradients on their way, and checkpoints with
-the residuals of rank 0 only."""
+the residuals of rank 0 only.
+"""
 
 from __future__ import annotations
 

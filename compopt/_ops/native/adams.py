@@ -87,7 +87,8 @@ def scape_commit(
 ) -> None:
     """SCAPE, lines 10, 11 and 16 to 21, for all tensors, and line 15 where a selection is given.
 
-    ``mask``: what was exchanged; ``old``: the momenta of before, where they were held."""
+    ``mask``: what was exchanged; ``old``: the momenta of before, where they were held.
+    """
     lengths, present, held = bucket.lengths, bucket.present(mean), bucket.cache["mask"]
     new, own = bucket.state["exp_avg"], floats(bucket.grads())
     if mask.sparse or held.sparse:  # places change: not in the same memory
@@ -132,7 +133,8 @@ def _passes(
 ) -> None:
     """The pass over all tensors; ``own``: the columns that are not the same for every algorithm.
 
-    A thread has memory for ``room`` candidates, and for ``most`` elements that are exchanged."""
+    A thread has memory for ``room`` candidates, and for ``most`` elements that are exchanged.
+    """
     state, lengths, present = bucket.state, bucket.lengths, bucket.present(mean)
     weights = [local(p) for p in bucket.params]
     taking = zip(lengths, mask.positions, state["exp_avg"], present, strict=True)

@@ -4,7 +4,8 @@ before it is loaded.
 It takes about two seconds, with the system's C compiler, and is kept in ``$XDG_CACHE_HOME/compopt``
 (``~/.cache/compopt``). The name says what it was made of (the sources, the compiler and its
 version, the C library, the processor) and ends in a checksum of the file: one that is damaged,
-which would end the process, is never loaded."""
+which would end the process, is never loaded.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def load() -> ctypes.CDLL:
     """The library, built if it is not there yet.
 
     Raises RuntimeError where there is no compiler, or it fails; ValueError where COMPOPT_NATIVE_ISA
-    names what this processor does not have."""
+    names what this processor does not have.
+    """
     cc = compiler()
     if cc is None:
         raise RuntimeError(

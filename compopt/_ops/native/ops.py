@@ -2,7 +2,8 @@
 kernels/native).
 
 Other tensors are left to PyTorch's operators. With several threads the tensors of a bucket are
-dealt to them."""
+dealt to them.
+"""
 
 from __future__ import annotations
 

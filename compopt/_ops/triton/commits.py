@@ -72,7 +72,8 @@ def scape_commit(
 ) -> None:
     """SCAPE, lines 10, 11 and 16 to 21, for all tensors, and line 15 where a selection is given.
 
-    ``mask``: what was exchanged; ``old``: the momenta of before, where they were held."""
+    ``mask``: what was exchanged; ``old``: the momenta of before, where they were held.
+    """
     h, state, present = bucket.group, bucket.state, bucket.present(mean)
     new, held = state["exp_avg"], bucket.cache["mask"]
     if mask.sparse or held.sparse:  # places change: not in the same memory

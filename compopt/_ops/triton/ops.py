@@ -2,7 +2,8 @@
 without waiting.
 
 Works on CUDA tensors; on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1), to see that it
-is right. What lies on other devices is left to PyTorch's operators."""
+is right. What lies on other devices is left to PyTorch's operators.
+"""
 
 from __future__ import annotations
 
