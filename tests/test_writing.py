@@ -115,7 +115,7 @@ def test_nothing_is_forgotten_of_an_optimizer(cls):
 
 def test_all_optimizers_are_looked_at():
     public = [getattr(compopt, name) for name in compopt.__all__ if inspect.isclass(getattr(compopt, name))]
-    assert {cls for cls in public if issubclass(cls, torch.optim.Optimizer)} | {RandomK} == set(optimizers())
+    assert {cls for cls in public if issubclass(cls, torch.optim.Optimizer)} | {RandomK} <= set(optimizers())
 
 
 def test_what_is_forgotten_is_named(monkeypatch):
