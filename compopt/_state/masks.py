@@ -94,10 +94,12 @@ class Mask:
     @property
     def sizes(self) -> list[int]:
         if self._sizes is None:
-            self._sizes = [size for size in self._told or () if size is not None]
-            if len(self._sizes) < len(self.lengths):
+            # Whole at once: an interrupt in between may not leave a part of them.
+            sizes = [size for size in self._told or () if size is not None]
+            if len(sizes) < len(self.lengths):
                 pairs = zip(self.positions, self.lengths, strict=True)
-                self._sizes = [n if p is None else p.numel() for p, n in pairs]
+                sizes = [n if p is None else p.numel() for p, n in pairs]
+            self._sizes = sizes
         return self._sizes
 
     def _read(self, bits: Tensor, n: int, size: int | None) -> Tensor:
