@@ -253,6 +253,9 @@ def test_a_mask_with_more_or_fewer_bits_than_agreed_fills_no_more_than_its_room(
     assert ops.positions(bits, 75).tolist() == list(range(75))
     assert ops.positions(bits, 75, 80).tolist() == list(range(75))  # what is beyond the tensor is no position
     assert ops.positions(torch.zeros(10, dtype=torch.uint8), 75, 3).tolist() == []
+    out = torch.full((80,), -1, dtype=torch.int32)
+    assert ops.library.positions(bits.data_ptr(), 75, 3, out.data_ptr()) == 3
+    assert out.tolist() == [0, 1, 2] + [-1] * 77
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
