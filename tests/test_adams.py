@@ -11,6 +11,7 @@ from problems import gradients, replicas, step
 from torch import nn
 
 import compopt
+from compopt._ops.native import build
 
 SHAPES = [(64, 80), (80,), (3, 300, 90), ()]
 
@@ -63,3 +64,17 @@ def test_a_checkpoint_of_adamw_is_taken_over():
 def test_bad_correction_is_refused():
     with pytest.raises(ValueError, match=r"bias_correction must be .* got 'both'"):
         compopt.AdamS([nn.Parameter(torch.zeros(3))], bias_correction="both")
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_of_a_tensor_without_a_gradient_nothing_changes(monkeypatch, backend):
+    """Not its count of steps either, which its bias correction goes by."""
+    if backend == "native" and build.compiler() is None:
+        pytest.skip("needs a C compiler")
+    monkeypatch.setenv("COMPOPT_BACKEND", backend)
+    params = [nn.Parameter(torch.ones(5)) for _ in range(2)]
+    optimizer = compopt.AdamS(params, lr=0.1)
+    params[0].grad = torch.ones(5)
+    optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in params] == [1, 0]
+    assert torch.equal(params[1], torch.ones(5)) and not optimizer.state[params[1]]["exp_avg"].any()
