@@ -112,20 +112,20 @@ def commit(
         residuals = bucket.each("residual", write=True)
     for i, (present, residual) in enumerate(zip(bucket.present(mean), residuals, strict=True)):
         index, resample = mask.positions[i], phase == "resample" and bucket.compressed[i]
-        w, m, v, step = weights[i], state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
+        g, w, step = grads[i], weights[i], state["step"][i]
+        m, v = state["exp_avg"][i], state["exp_avg_sq"][i]
         before = w.clone() if resample else w
         if present:
             step += 1
             average = ops.expand(mean.parts[i], index, w)  # line 15
-            if index is not None:  # lines 16, 21, 25
-                ops.adamw_and_add(h, w, average, m, v, step, residual, grads[i])
-            else:
-                ops.adamw(h, w, average, m, v, step)  # lines 21, 25
+            ops.adamw(h, w, average, m, v, step)  # lines 21, 25
+            if index is not None and g is not None:
+                residual.add_(g)  # line 16
             if bucket.compressed[i] and rounds:
                 ops.put(residual, index, mean.dropped_parts[i])
             elif resample:
                 residual.zero_()  # line 10
-            elif index is not None and grads[i] is not None:
+            elif index is not None and g is not None:
                 bucket.cache["sent"] = True  # what was sent is taken off again by forget_sent
             bucket.publish(i)
         if resample:

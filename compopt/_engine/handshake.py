@@ -155,9 +155,8 @@ def _times(engine: Engine) -> list[int]:
 
 def _checksum(tensor: Tensor) -> int:
     """The same for tensors that are the same to the bit."""
-    flat = tensor.contiguous().as_strided(
-        (tensor.numel(),), (1,)
-    )  # strides of one element or none may be anything
+    # Strides of one element or none may be anything.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     raw = flat.view(torch.uint8)
     return int((raw.view(torch.int16) if raw.numel() % 2 == 0 else raw).sum(dtype=torch.int64))
 

@@ -38,9 +38,8 @@ class Projections:
     found: Callable[[dict[Tensor, float]], None] | None
     alike: bool
     agreed: Payload | None = None  # a payload before this one, whose header is the ranks' mean
-    bases: list[Tensor] = field(
-        default_factory=list
-    )  # what tracked tensors begin with the next time
+    # what tracked tensors begin with the next time
+    bases: list[Tensor] = field(default_factory=list)
 
     @property
     def projects(self) -> bool:

@@ -173,26 +173,6 @@ class Ops:
         hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
         torch._fused_adamw_([w], [g], [m], [v], [], [step], **hyper)
 
-    def adamw_and_add(
-        self,
-        group: Group,
-        w: Tensor,
-        g: Tensor,
-        m: Tensor,
-        v: Tensor,
-        step: Tensor,
-        residual: Tensor,
-        add: Tensor | None,
-    ) -> None:
-        """``adamw``, and ``residual += add`` (None: nothing): a fused back end does both in one
-        pass.
-
-        w, m and v must not depend on ``add``, not even by rounding: it is this rank's own.
-        """
-        if add is not None:
-            residual.add_(add)
-        self.adamw(group, w, g, m, v, step)
-
     def adamw_ahead(
         self,
         group: Group,

@@ -78,5 +78,7 @@ def plain_commit(
     m, v, step = state["exp_avg"][0], state["exp_avg_sq"][0], state["step"][0]
     step += 1
     average = ops.expand(mean.parts[0], mask.positions[0], w)
-    ops.adamw_and_add(bucket.group, w, average, m, v, step, state["residual"][0], grads[0])
+    ops.adamw(bucket.group, w, average, m, v, step)
+    if grads[0] is not None:
+        state["residual"][0].add_(grads[0])
     return []

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from .._state.shards import Shards
 
-GOLDEN, ODD = (
-    -0x61C8864680B583EB,
-    -0x40A7B892E31B1A47,
-)  # 2^64 / golden ratio and splitmix64's first factor, signed
+# 2^64 / golden ratio and splitmix64's first factor, signed
+GOLDEN, ODD = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 
 
 class Sketch:
@@ -117,12 +115,10 @@ def peel(cells: Tensor, total: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor
     """
     n, device = cells.shape[1], cells.device
     flat, ids = cells.reshape(-1), torch.arange(n, dtype=torch.int64, device=device)
-    degree = torch.zeros(total, dtype=torch.int64, device=device).index_add_(
-        0, flat, torch.ones_like(flat)
-    )
-    held = torch.zeros_like(degree).index_add_(
-        0, flat, ids.repeat(3)
-    )  # the sum: where one is left, that one
+    degree = torch.zeros(total, dtype=torch.int64, device=device)
+    degree.index_add_(0, flat, torch.ones_like(flat))
+    # The sum of the elements in a cell: where one is left, that one.
+    held = torch.zeros_like(degree).index_add_(0, flat, ids.repeat(3))
     left = torch.ones(n, dtype=torch.bool, device=device)
     rounds: list[tuple[Tensor, Tensor]] = []
     touched = flat

@@ -195,17 +195,15 @@ def positions_of(bits: Tensor) -> Tensor:
     """The positions of all set bits, ascending, int64."""
     words = torch.nn.functional.pad(bits, (0, -bits.numel() % WORD)).view(torch.int64)
     item = words.nonzero().view(-1)
-    if (
-        item.numel() * 4 > words.numel() * 3
-    ):  # dense: the search below would go through most words many times
+    # Dense: the search below would go through most words many times.
+    if item.numel() * 4 > words.numel() * 3:
         return flags_of(bits).nonzero().view(-1)
     left, counts, found = words.index_select(0, item), torch.zeros_like(item), []
     base, alive = item << 6, torch.arange(item.numel(), dtype=torch.int64, device=bits.device)
     while left.numel():  # the lowest bit of every word, then the next of those that have more
         lowest = torch.neg(left).bitwise_and_(left)
-        place = (
-            (lowest.double().view(torch.int64) >> 52).bitwise_and_(0x7FF).add_(base)
-        )  # its exponent, plus 1023
+        # Its exponent as a floating-point number, plus 1023.
+        place = (lowest.double().view(torch.int64) >> 52).bitwise_and_(0x7FF).add_(base)
         found.append((alive, place))
         counts.scatter_(0, alive, torch.full_like(alive, len(found)))
         left = left.bitwise_xor_(lowest)
