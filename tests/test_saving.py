@@ -206,3 +206,13 @@ def test_what_is_on_its_way_over_a_group_that_is_gone_is_let_go(monkeypatch):
     monkeypatch.setattr(SimPending, "forget", lambda pending: let_go.append(pending))
     moved(run, [0, 1])
     assert all(pending in let_go for pending in tails)
+
+
+def test_a_warning_at_load_points_at_the_line_that_loads():
+    p = nn.Parameter(torch.ones(80, 80))
+    optimizer = compopt.RadiusAdamW([p])
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["residuals"] = "rank 1 of 3"
+    with pytest.warns(UserWarning, match="holds the residuals of rank 1 of 3") as found:
+        optimizer.load_state_dict(saved)
+    assert [warning.filename for warning in found] == [__file__]

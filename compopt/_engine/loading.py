@@ -262,5 +262,5 @@ def _warn_of_other_ranks(engine: Engine, residuals: str) -> None:
             f"this checkpoint holds the residuals of {residuals} and is loaded on rank "
             f"{comm.rank} of {comm.size}: what the other ranks held back is lost. Call "
             "consolidate_state() on all ranks before saving.",
-            stacklevel=4,
+            stacklevel=5,
         )
