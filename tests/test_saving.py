@@ -10,7 +10,7 @@ import pytest
 import torch
 from problems import gradients, replicas, step, weights
 from sim import SimPending, World
-from torch import Tensor
+from torch import Tensor, nn
 
 import compopt
 from compopt._state import buckets
