@@ -42,18 +42,10 @@ from ._ops.commits import keep_absent
 from ._ops.moment import own_x
 from ._ops.ops import Ops
 from ._sharded.scape import fold_common, sharded_scape
-from ._sparse.dealing import (
-    deal_now,
-    forget_next,
-    keep,
-    keep_next,
-    make_room,
-    mask_now,
-    restore,
-)
+from ._sparse.dealing import deal_now, make_room, mask_now, restore
 from ._sparse.momentum import clip, make_x, update
 from ._sparse.options import OFFLOADS, check_scape
-from ._sparse.selection import Selection
+from ._sparse.selection import Selection, keep_masks
 from ._sparse.stats import ScapeStats, overlaps, scape_stats, shared_of
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Dense, Layout, OnMask, Scalar, Sharded
@@ -89,14 +81,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
     ops.run(  # lines 10, 11 and 15 to 21
         "scape.commit", commit, bucket, mean, mask, old, factor, behind
     )
-    keep(bucket, mask, mean)
-    if selection:
-        selection.settle()
-    if delayed:
-        forget_next(bucket)
-    if behind:
-        rows = yield AllGather(behind.message())  # awaited when the next step needs it
-        keep_next(bucket, behind.found(rows))
+    yield from keep_masks(bucket, mask, mean, selection)  # line 15: gathered meanwhile
 
 
 def commit(

@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 
 from .._ops.math import squared_norm
+from .._ops.moment import own_share
 from .._ops.ops import Ops, clip_factor
-from .._sparse.dealing import deal_now, forget_next, keep, keep_next, mask_now
-from .._sparse.selection import Selection
+from .._sparse.dealing import deal_now, mask_now
+from .._sparse.selection import Selection, keep_masks
 from .._state.buckets import Bucket
 from .._state.masks import Mask
 from .._wire.requests import Agree, AllGather, Asking, Commit, Payload, ReduceScatterMean
@@ -75,14 +76,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> Asking[None]:
     yield Commit()  # from here on state changes
     behind = selection if delayed else None
     exchanged.commit(gathered, momenta, behind)
-    keep(bucket, mask, mean)
-    if selection:
-        selection.settle()
-    if delayed:
-        forget_next(bucket)
-    if behind:
-        rows = yield AllGather(behind.message())  # awaited when the next step needs it
-        keep_next(bucket, behind.found(rows))
+    yield from keep_masks(bucket, mask, mean, selection)
 
 
 def fold_common(bucket: Bucket) -> None:
@@ -103,10 +97,7 @@ def own_x(bucket: Bucket, i: int, g: Tensor | None) -> Tensor:
     state, (start, stop), beta1 = bucket.state, bucket.shards.own[i], bucket.group["betas"][0]
     x = bucket.fetch("residual", i, slice(start, stop)).add_(state["common"][i])
     if g is not None:
-        x.add_(
-            g.reshape(-1)[start:stop],
-            alpha=(beta1 - 1) if bucket.group["maximize"] else (1 - beta1),
-        )
+        x.add_(g.reshape(-1)[start:stop], alpha=own_share(bucket.group))
     return x.add_(state["exp_avg"][i], alpha=beta1)
 
 
@@ -250,9 +241,7 @@ class Exchanged:
         c = state["common"][i]
         c.add_(state["exp_avg"][i], alpha=h["betas"][0])
         if g is not None and (selection or self.mask.positions[i] is not None):
-            e.view(g.shape).add_(
-                g, alpha=(h["betas"][0] - 1) if h["maximize"] else (1 - h["betas"][0])
-            )
+            e.view(g.shape).add_(g, alpha=own_share(h))
         if selection:
             selection.choose(i, e[start:stop] + c)
         index, own = self.mask.positions[i], self.own(i)

@@ -13,7 +13,8 @@ from .._ops.ops import BLOCK, Ops
 from .._state.buckets import Bucket
 from .._state.deal import Deal, Part, assemble, encode
 from .._state.masks import Mask, Tensors, bits_at, bits_by_tensor, per_tensor
-from .dealing import SLACK, compressed_lengths
+from .._wire.requests import AllGather, Asking, Payload
+from .dealing import SLACK, compressed_lengths, forget_next, keep, keep_next
 
 EXACT_BELOW = 16384  # elements: topk costs less than looking for a threshold
 # Of the threshold that would do: what drifts from step to step then still finds enough.
@@ -170,3 +171,20 @@ class Selection:
         bits, positions = assemble(messages, self.deal, self.rank, self.positions)
         index = per_tensor(positions, compressed_lengths(self.bucket))
         return Mask(self.bucket, bits=bits_by_tensor(self.bucket, bits), positions=index)
+
+
+def keep_masks(
+    bucket: Bucket, mask: Mask, mean: Payload, selection: Selection | None
+) -> Asking[None]:
+    """After the commit: momenta are on this step's mask now; with a delay, what was selected in it
+    is gathered for the next one.
+    """
+    keep(bucket, mask, mean)
+    if selection:
+        selection.settle()
+    if bucket.group["mask_delay"] == 0:
+        return
+    forget_next(bucket)
+    if selection:
+        rows = yield AllGather(selection.message())  # awaited when the next step needs it
+        keep_next(bucket, selection.found(rows))

@@ -13,6 +13,7 @@ from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask
 from ..._wire.requests import Payload
 from ..commits import keep_absent, momenta_apart, owe_again
+from ..moment import own_share
 from ..ops import Group, Ops
 from .adamw import refuse, state_of, steps_of, whole
 from .selection import CHOICE, NativeSelection
@@ -70,10 +71,10 @@ class AdamSPasses(Ops):
     @staticmethod
     def adams_options(h: Group, clip: float, decay: bool = True) -> Options:
         beta1, beta2 = h["betas"]
-        alpha = (beta1 - 1) if h["maximize"] else (1 - beta1)
         weight_decay = h["weight_decay"] if decay else 0.0
         authors = float(h["bias_correction"] == "adams")
-        return Options(float(h["lr"]), beta1, beta2, h["eps"], weight_decay, clip, alpha, authors)
+        lr, alpha = float(h["lr"]), own_share(h)
+        return Options(lr, beta1, beta2, h["eps"], weight_decay, clip, alpha, authors)
 
 
 def scape_commit(
