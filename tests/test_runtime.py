@@ -69,7 +69,7 @@ def test_a_gradient_changed_after_backward_on_one_rank_makes_all_ranks_send_agai
         for _ in range(8):
             train(changed, 1, clip_on_rank_1)
             resent.append([optimizer.stats.resent for optimizer in changed.optimizers])
-    assert len([w for w in warned if "max_grad_norm" in str(w.message)]) == 2  # once a rank
+    assert len([w for w in warned if "max_grad_norm" in str(w.message)]) == 1  # rank 0's
     assert resent == [[step == 1] * 2 for step in range(8)]  # then nothing is sent early any more
     assert_same_parameters(changed, without)
 

@@ -182,7 +182,7 @@ class Engine:
         face = self.face
         for bucket in self.buckets:
             face.tidy(bucket)
-        self.ops = give_way()
+        self.ops = give_way(self.comm.rank)
         for bucket in self.buckets:
             face.restore(bucket)
         face.gave_way()

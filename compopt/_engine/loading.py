@@ -5,7 +5,6 @@ part.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from .._state.buckets import Bucket
 from .._state.layouts import Layout, Member
+from .._wire.warning import warn
 from .checkpoint import FORMAT, compact
 from .when import as_now
 
@@ -189,13 +189,14 @@ def _options(engine: Engine, group: Group, other: Group) -> Group:
         raise ValueError(
             f"loaded state dict has step {step!r}: a count of steps is needed; it is damaged."
         )
+    options = {**group, **kept}
     try:
-        engine.face.check_group({**group, **kept})
+        engine.face.check_group(options)
     except (TypeError, AttributeError) as error:
         raise ValueError(
             f"loaded state dict has an option of a wrong type ({error}): it is damaged."
         ) from error
-    return kept
+    return {name: options[name] for name in kept}  # an old word has become today's
 
 
 def _wanted(layouts: Layouts, compressed: bool) -> set[str]:
@@ -256,11 +257,13 @@ def _fits(value: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _warn_of_other_ranks(engine: Engine, residuals: str) -> None:
+    """The first rank says so that did not write the checkpoint: rank 0 may have its own."""
     comm = engine.comm
-    if residuals not in ("mean", f"rank {comm.rank} of {comm.size}"):
-        warnings.warn(
+    first = int(residuals == f"rank 0 of {comm.size}")
+    if residuals != "mean" and comm.rank == first:
+        warn(
             f"this checkpoint holds the residuals of {residuals} and is loaded on rank "
             f"{comm.rank} of {comm.size}: what the other ranks held back is lost. Call "
             "consolidate_state() on all ranks before saving.",
-            stacklevel=5,
+            rank=0,
         )

@@ -7,7 +7,6 @@ could have prevented it. The ranks behind take the step over from one that is ah
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from .._state.buckets import local
 from .._wire.comm import Comm, ProcessGroup, connect
 from .._wire.requests import Broadcast
+from .._wire.warning import warn
 from . import moving
 from .handshake import gather
 from .turns import Turns, ask
@@ -84,18 +84,18 @@ def catch_up(engine: Engine, comm: Comm) -> Turns[None]:
     for tensor in [*params, *shared]:
         yield from _take_over(tensor, source, comm, words.device)
     if mine < ahead:
-        lost = engine.residual_norm()
         for group in saved["param_groups"]:
             group.update(step=ahead, residuals="mean")
         for entry in saved["state"].values():
             for name in set(face.averaged_state) & entry.keys():
                 entry[name] = torch.zeros_like(entry[name])
         face.load_state_dict(saved)
-        warnings.warn(
-            f"rank {comm.rank} had not applied step {ahead}, and took it over from rank {source}: "
-            f"what it held back itself (of norm {lost:.3g}) is lost.",
-            stacklevel=5,
-        )
+    behind = ", ".join(f"rank {rank}" for rank, count in enumerate(steps) if count < ahead)
+    warn(
+        f"{behind} had not applied step {ahead}, and took it over from rank {source}: what was "
+        "held back there is lost.",
+        comm.rank,
+    )
 
 
 def _shared(saved: dict[str, Any], own: set[str]) -> Iterator[Tensor]:
@@ -120,9 +120,9 @@ def tell_what_is_lost(engine: Engine, before: int, now: int) -> None:
     face = engine.face
     if face.averaged_state and now < before:
         shards = " The moments of their shards begin again at zero." if face.sharded else ""
-        warnings.warn(
+        warn(
             f"{before - now} of {before} ranks are gone, and what they held back is lost with "
             f"them. The {now} that go on keep theirs (on this rank of norm "
             f"{engine.residual_norm():.3g}).{shards}",
-            stacklevel=5,
+            engine.comm.rank,
         )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import Tensor
 
 from .._state.buckets import Bucket
 from .._wire.comm import Comm
 from .._wire.control import Words
 from .._wire.requests import CommunicationError
+from .._wire.warning import warn
 from . import frozen, gradients
 from .alike import sample
 from .engine import Engine
@@ -174,12 +173,12 @@ class Step:
     def _tell_of_changes(self, verdict: Verdict) -> None:
         if verdict.resent and not self.engine.warned:
             self.engine.warned = True
-            warnings.warn(
+            warn(
                 "gradients were changed between backward and step() (a clip, an unscale, another "
                 "backward?), so what was sent during backward had to be sent again. From now on "
                 "nothing is sent before step(): clip with max_grad_norm= instead to keep "
                 "communication behind backward.",
-                stacklevel=8,
+                self.comm.rank,
             )
 
     def _refuse(self, verdict: Verdict) -> Turns[None]:

@@ -4,7 +4,6 @@ step.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,8 @@ from .._engine.when import dense_steps
 from .._ops.ops import clip_factor
 from .._state.buckets import Bucket, local
 from .._state.layouts import Dense, Layout, Prefix
+from .._wire.comm import connect
+from .._wire.warning import warn
 from . import options
 from .adaptation import Adaptation, current
 from .kinds import KINDS
@@ -73,11 +74,11 @@ class Projecting(CompressedOptimizer):
             for name, q in zip(bucket.names, self._projections_of(bucket), strict=True):
                 if q is not None and q.beta < q.least_beta and not self._warned_of_beta:
                     self._warned_of_beta = True
-                    warnings.warn(
+                    warn(
                         f"ef_beta={q.beta} lets the error of {name} grow without end at "
                         f"ratio={bucket.group['ratio']}: use 'auto', or a number above "
                         f"{q.least_beta:.4f}.",
-                        stacklevel=5,
+                        connect(self._engine.group).rank,
                     )
 
     def _settings(self) -> list[Any]:

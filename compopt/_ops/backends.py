@@ -13,11 +13,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import warnings
 from functools import lru_cache
 
 import torch
 
+from .._wire.comm import connect
+from .._wire.warning import warn
 from .native.build import UnknownISA, compiler
 from .ops import Ops
 from .race import times_as_long
@@ -54,14 +55,14 @@ def choose(devices: set[str]) -> Ops:
     return chosen
 
 
-def give_way() -> Ops:
+def give_way(rank: int) -> Ops:
     """PyTorch's operators, where ranks have chosen different back ends by themselves."""
     chosen = _make("torch", set())
     chosen.automatic, chosen.reason = True, "torch: ranks had chosen different back ends"
-    warnings.warn(
+    warn(
         "ranks have chosen different back ends (a compiler or a processor differs), so all take "
         "PyTorch's operators: COMPOPT_BACKEND=native or torch on all ranks says which.",
-        stacklevel=2,
+        rank,
     )
     log.info("back end: %s", chosen.reason)
     return chosen
@@ -80,10 +81,10 @@ def _fastest(devices: set[str]) -> Ops:
             raise
         # No compiler, another driver: that only shows when a kernel is built.
         except Exception as error:
-            warnings.warn(
+            warn(
                 f"the {name} back end is installed but does not run, PyTorch's operators take its "
                 f"place: {error}",
-                stacklevel=2,
+                connect(None).rank,
             )
             why.append(f"{name} does not run")
             continue

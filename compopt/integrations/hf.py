@@ -13,11 +13,11 @@ the residuals of rank 0 only.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from .._engine.base import CompressedOptimizer
 from .._engine.saving import whose_residuals
+from .._wire.warning import warn
 
 try:
     from transformers import TrainerCallback
@@ -87,11 +87,11 @@ class CompoptCallback(TrainerCallback):
     ) -> None:
         whose = whose_residuals(unwrap(optimizer)._engine)
         if whose != "mean":
-            warnings.warn(
+            warn(
                 f"the checkpoint of step {state.global_step} holds the residuals of {whose} only, "
                 "for another callback asked for it after CompoptCallback had its turn: put "
                 "CompoptCallback last in callbacks.",
-                stacklevel=2,
+                int(not state.is_world_process_zero),
             )
 
     def on_log(

@@ -1,0 +1,189 @@
+"""Warnings name the line of the user's that led to them, however it was called, and appear on one rank."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from deep import Deep
+from ranks import run_ranks
+from sim import World
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import compopt
+from compopt._ops import backends
+from compopt._wire.warning import warn
+
+HERE = Path(__file__).resolve()
+
+
+def heard(call: Callable[[], object]) -> list[tuple[str, str, int]]:
+    """What ``call`` warns of: the text, the file and the line it names."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return [(str(w.message), str(Path(w.filename).resolve()), w.lineno) for w in found]
+
+
+def line_of(mark: str) -> int:
+    """The line of this file that ends in a comment."""
+    return next(n for n, line in enumerate(HERE.read_text().splitlines(), 1) if line.endswith(f"# {mark}"))
+
+
+# Several ranks: what step(), rebind() and load_state_dict() say
+
+
+def made(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Deep().layers)
+    return model, compopt.RadiusAdamW(model.parameters(), lr=1e-3, density=0.3)
+
+
+def changed_after_backward(rank: int, wrap: str) -> list[tuple[str, str, int]]:
+    """A clip by hand, of gradients that are on their way."""
+    model, optimizer = made(rank)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    if wrap == "scheduler":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def step(number: int) -> None:
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * number + rank))
+        value = model(x).square().mean()
+        (scaler.scale(value) if wrap == "scaler" and number == 2 else value).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if wrap == "scaler" and number == 2:
+            scaler.step(optimizer)  # scaler
+        else:
+            optimizer.step()  # step
+        optimizer.zero_grad()
+
+    return heard(lambda: [step(number) for number in range(4)])
+
+
+def lost_a_step(rank: int) -> list[tuple[str, str, int]]:
+    _, optimizer = made(rank)
+    optimizer.param_groups[0]["step"] = 5 - rank
+    return heard(lambda: optimizer.rebind(dist.group.WORLD))  # rebind
+
+
+def loads_another_ranks(rank: int) -> list[tuple[str, str, int]]:
+    _, optimizer = made(rank)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["residuals"] = "rank 0 of 2"
+    return heard(lambda: optimizer.load_state_dict(saved))  # load
+
+
+def other_back_ends(rank: int) -> list[tuple[str, str, int]]:
+    backends._fastest = lambda devices: named("torch" if rank else "other")
+    _, optimizer = made(rank)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.full_like(p, 1.0 + rank)
+    return heard(lambda: optimizer.step())  # back ends
+
+
+def named(name: str):
+    ops = backends._make("torch", set())
+    ops.name, ops.reason = name, "a test"
+    return ops
+
+
+def on_two(rank: int) -> dict[str, list[tuple[str, str, int]]]:
+    from compopt._state import buckets
+
+    buckets.BUCKET_BYTES = 40_000
+    return {
+        "step": changed_after_backward(rank, "step"),
+        "scheduler": changed_after_backward(rank, "scheduler"),
+        "scaler": changed_after_backward(rank, "scaler"),
+        "rebind": lost_a_step(rank),
+        "load": loads_another_ranks(rank),
+        "back ends": other_back_ends(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(on_two, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "mark", "says", "speaker"),
+    [
+        ("step", "step", "gradients were changed between backward and step", 0),
+        ("scheduler", "step", "gradients were changed between backward and step", 0),
+        ("scaler", "step", "gradients were changed between backward and step", 0),
+        ("rebind", "rebind", "rank 1 had not applied step 5, and took it over from rank 0", 0),
+        ("load", "load", "holds the residuals of rank 0 of 2 and is loaded on rank 1 of 2", 1),
+        ("back ends", "back ends", "ranks have chosen different back ends", 0),
+    ],
+)
+def test_one_rank_says_it_at_the_users_line(ranks, call, mark, says, speaker):
+    ours = [[w for w in rank[call] if says in w[0]] for rank in ranks]
+    assert [len(own) for own in ours] == [rank == speaker for rank in range(2)], ranks
+    ((_, file, line),) = ours[speaker]
+    assert (file, line) == (str(HERE), line_of(mark))
+
+
+# One process
+
+
+def test_ranks_that_are_gone():
+    p = nn.Parameter(torch.ones(64, 64))
+    optimizer = compopt.RadiusAdamW([p], process_group=World(2).comms[0])
+    assert optimizer.comm.size == 2
+    ((text, file, _),) = heard(lambda: optimizer.rebind(World(1).comms[0]))
+    assert text.startswith("1 of 2 ranks are gone") and file == str(HERE)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_that_grows(rank):
+    world = World(2)
+
+    def adam():
+        compopt.SeparateAdam([nn.Parameter(torch.ones(64, 64))], ef_beta=0.1, process_group=world.comms[rank])
+
+    def wrapper():
+        base = torch.optim.SGD([nn.Parameter(torch.ones(64, 64))], lr=0.1)
+        compopt.Separate(base, ef_beta=0.1, process_group=world.comms[rank])
+
+    for make in (adam, wrapper):
+        found = heard(make)
+        assert [file for _, file, _ in found] == [str(HERE)] * (rank == 0), found
+        assert all("lets the error of" in text for text, _, _ in found)
+
+
+def test_a_back_end_that_does_not_run(monkeypatch):
+    def fails(name, devices):
+        if name == "native":
+            raise OSError("no such library")
+        return make(name, devices)
+
+    make = backends._make
+    monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
+    monkeypatch.setattr(backends, "_missing", lambda name, devices: "")
+    monkeypatch.setattr(backends, "_make", fails)
+    monkeypatch.setattr(backends, "connect", lambda group: World(2).comms[0])
+    ((text, file, _),) = heard(lambda: compopt.AdamS([nn.Parameter(torch.ones(64, 64))]))
+    assert "native back end is installed but does not run" in text and file == str(HERE)
+
+
+def test_installed_programs_between_are_passed_over():
+    """A trainer calls step() for the user; a program that is itself installed is its own user."""
+    path = str(Path(sysconfig.get_path("purelib")) / "trainer.py")
+    spaces = {"warn": warn}
+    exec(compile("def train():\n    warn('x', 0)\n", path, "exec"), spaces)
+    ((_, file, _),) = heard(spaces["train"])
+    assert file == str(HERE)
+
+
+def test_no_warning_goes_another_way():
+    root = Path(compopt.__file__).parent
+    others = [p for p in root.rglob("*.py") if re.search(r"warnings\.warn\b|import warnings", p.read_text())]
+    assert [p.name for p in others] == ["warning.py"]
