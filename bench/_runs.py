@@ -12,6 +12,7 @@ import compopt
 
 DENSE = 0.15  # of the steps, averaged dense at the start; what a run "from scratch" does without
 WEIGHT_DECAY = 1e-2  # of all methods
+PAPERS = (0.9, 0.95)  # betas of AdamS and SCAPE, as their authors train Llama
 
 Make = Callable[[list, float, int], torch.optim.Optimizer]  # from groups, learning rate, dense steps
 
@@ -21,7 +22,7 @@ def adamw(groups: list, lr: float, dense: int) -> torch.optim.Optimizer:
 
 
 def adams(groups: list, lr: float, dense: int) -> torch.optim.Optimizer:
-    return compopt.AdamS(groups, lr=lr, weight_decay=WEIGHT_DECAY)
+    return compopt.AdamS(groups, lr=lr, betas=PAPERS, weight_decay=WEIGHT_DECAY)
 
 
 def sgd(groups: list, lr: float, dense: int) -> torch.optim.Optimizer:
@@ -35,7 +36,7 @@ def of(cls: str, **options: object) -> Make:
 
 
 def scape(density: float, **options: object) -> Make:
-    return of("ScapeAdamS", **{"density": density, "density_warmup_steps": 0, **options})
+    return of("ScapeAdamS", **{"betas": PAPERS, "density": density, "density_warmup_steps": 0, **options})
 
 
 def separate(ratio: float, **options: object) -> Make:

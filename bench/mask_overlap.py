@@ -35,6 +35,7 @@ def measure(options: argparse.Namespace) -> list[dict]:
     optimizer = compopt.ScapeAdamS(
         model.named_parameters(),
         lr=1e-3,
+        betas=(0.9, 0.95),
         density=options.density,
         warmup_steps=options.warmup,
         density_warmup_steps=0,

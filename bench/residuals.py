@@ -58,7 +58,7 @@ def norm(tensors: list[Tensor]) -> float:
 
 def scape(density: float) -> Callable:
     return lambda params: compopt.ScapeAdamS(
-        params, lr=LR, density=density, warmup_steps=DENSE, density_warmup_steps=0, weight_decay=1e-2
+        params, LR, (0.9, 0.95), density=density, warmup_steps=DENSE, density_warmup_steps=0, weight_decay=1e-2
     )
 
 
@@ -67,7 +67,7 @@ def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def adams(params: list[Tensor]) -> torch.optim.Optimizer:
-    return compopt.AdamS(params, lr=LR, weight_decay=1e-2)
+    return compopt.AdamS(params, lr=LR, betas=(0.9, 0.95), weight_decay=1e-2)
 
 
 RUNS: dict[str, Callable] = {

@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
 from ._engine.face import Group
-from ._engine.options import check_adams, check_compress
+from ._engine.options import check_adams, check_compress, take_torchs
 from ._ops.ops import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
@@ -56,10 +56,13 @@ class AdamS(CompressedOptimizer):
 
     Args:
         params: parameters, named parameters or groups, as torch takes them.
-        lr, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`. Weight decay is
-            decoupled.
+        lr, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
+            Weight decay is decoupled. SCAPE's authors train Llama 500M with lr 3e-4 and
+            weight_decay 0.1, GPT 345M with 1.5e-4 and 0.01.
         betas: decay of the momentum, and weight of the previous momentum's square in the
-            normaliser.
+            normaliser. SCAPE takes (0.9, 0.95) for Llama, AdamW's default for GPT.
+        foreach, fused: taken and ignored: the back end chooses how to compute.
+        amsgrad, capturable, differentiable: False; True is refused.
         bias_correction: "scape" corrects m for b1 and v for b2; "adams" as AdamS's authors, see the
             top of this file.
         process_group: the ranks to average over. None: the default group, or one process where
@@ -75,15 +78,21 @@ class AdamS(CompressedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 3e-4,
-        betas: tuple[float, float] = (0.9, 0.95),
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.1,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         bias_correction: Literal["scape", "adams"] = "scape",
         process_group: ProcessGroup | None = None,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ):
+        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
         defaults = dict(
             lr=lr,
             betas=betas,

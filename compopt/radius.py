@@ -35,7 +35,7 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
 from ._engine.face import Group
-from ._engine.options import check_adam, check_compression, require
+from ._engine.options import check_adam, check_compression, require, take_torchs
 from ._engine.when import dense_steps
 from ._ops.commits import update_size
 from ._ops.math import kept
@@ -146,7 +146,9 @@ class RadiusAdamW(CompressedOptimizer):
             every option below and say ``compress=False`` or ``True``; by default tensors of at
             least 2 dimensions and 4096 elements are compressed, the rest is averaged dense in the
             same message.
-        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`.
+        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
+        foreach, fused: taken and ignored: the back end chooses how to compute.
+        amsgrad, capturable, differentiable: False; True is refused.
         density: share of each compressed tensor's elements that cross the network in a sparse step,
             in (0, 1].
         interval: steps from one choice of elements to the next; each of these *resample* steps is
@@ -189,6 +191,7 @@ class RadiusAdamW(CompressedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         density: float = 0.4,
         interval: int = 200,
@@ -199,8 +202,13 @@ class RadiusAdamW(CompressedOptimizer):
         when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         offload: Literal["residual"] | None = None,
     ):
+        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
         require(offload in (None, "residual"), "offload", offload, "None or 'residual'")
         self.offload = offload
         defaults = dict(

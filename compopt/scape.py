@@ -33,7 +33,7 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
 from ._engine.face import Group
-from ._engine.options import check_adams, check_compression, require
+from ._engine.options import check_adams, check_compression, require, take_torchs
 from ._engine.stats import Stats
 from ._engine.turns import Turns
 from ._engine.verdicts import Verdict
@@ -136,7 +136,9 @@ class ScapeAdamS(CompressedOptimizer):
             every option below and say ``compress=False`` or ``True``; by default tensors of at
             least 2 dimensions and 4096 elements are compressed, the rest is averaged dense in the
             same message.
-        lr, betas, eps, weight_decay, bias_correction, maximize: as in :class:`AdamS`.
+        lr, betas, eps, weight_decay, bias_correction, maximize: as in :class:`AdamS`, which also
+            says what the paper takes.
+        foreach, fused, amsgrad, capturable, differentiable: as in :class:`AdamS`.
         density: share of each compressed tensor's elements that crosses the network in a step, in
             (0, 1].
         warmup_steps: steps of dense AdamS before compression starts.
@@ -188,10 +190,11 @@ class ScapeAdamS(CompressedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 3e-4,
-        betas: tuple[float, float] = (0.9, 0.95),
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.1,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         density: float = 0.1,
         warmup_steps: int = 0,
@@ -205,9 +208,14 @@ class ScapeAdamS(CompressedOptimizer):
         when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         sharded: bool = False,
         offload: Literal["residual", "all"] | None = None,
     ):
+        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
         require(offload in OFFLOADS, "offload", offload, "None, 'residual' or 'all'")
         self.sharded, self.offload = sharded, offload
         defaults = dict(

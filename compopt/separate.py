@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._engine.options import check_adam
+from ._engine.options import check_adam, take_torchs
 from ._lowrank.bases import AdamW, Base
 from ._lowrank.projecting import Group, Projecting
 from ._lowrank.step import Projections
@@ -84,7 +84,10 @@ class SeparateAdam(Projecting):
             every option below and say ``compress=False`` or ``True``; by default tensors of at
             least 2 dimensions and 4096 elements are projected, the rest is averaged dense in the
             same message.
-        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`.
+        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
+            The paper trains GPT-2 345M with lr 6e-4, betas (0.9, 0.95), weight_decay 0.1.
+        foreach, fused: taken and ignored: the back end chooses how to compute.
+        amsgrad, capturable, differentiable: False; True is refused.
         ratio: how many times smaller a projected tensor is on the wire. Its smaller side (the last
             dimension where rows are sharded, or fewer than 64), d long, becomes ceil(d / ratio)
             long; 1 averages dense.
@@ -133,6 +136,7 @@ class SeparateAdam(Projecting):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         ratio: float = 16,
         ef_beta: float | Literal["auto"] = "auto",
@@ -149,7 +153,12 @@ class SeparateAdam(Projecting):
         payload_dtype: torch.dtype | None = None,
         process_group: ProcessGroup | None = None,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ):
+        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
         defaults = dict(
             lr=lr,
             betas=betas,

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
-from ._engine.options import check_adam, check_compression, require
+from ._engine.options import check_adam, check_compression, require, take_torchs
 from ._engine.stats import Stats
 from ._engine.verdicts import Verdict
 from ._engine.when import dense_steps
@@ -137,7 +137,9 @@ class TagcAdamW(CompressedOptimizer):
     Args:
         params: parameters, named parameters or groups, as torch takes them. A group may override
             every option below and say ``compress=False`` or ``True``.
-        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`.
+        lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
+        foreach, fused: taken and ignored: the back end chooses how to compute.
+        amsgrad, capturable, differentiable: False; True is refused.
         sparsity: share of each shard's compressed elements that is held back, at least, in [0, 1).
             The union over ranks of what is left is sent, so bytes grow with the number of ranks.
         codec: "compact" sends the values at the union as they are. "sketch", the paper's, sends a
@@ -183,6 +185,7 @@ class TagcAdamW(CompressedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         sparsity: float = 0.9875,
         codec: Literal["compact", "sketch"] = "compact",
@@ -194,7 +197,12 @@ class TagcAdamW(CompressedOptimizer):
         when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ):
+        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
         defaults = dict(
             lr=lr,
             betas=betas,

@@ -29,8 +29,9 @@ import compopt
 OPTIMIZERS = {
     "adamw": lambda p, a: torch.optim.AdamW(p, a.lr, fused=True),
     "radius": lambda p, a: compopt.RadiusAdamW(p, a.lr, density=a.density, interval=a.interval, warmup_steps=a.warmup),
-    "adams": lambda p, a: compopt.AdamS(p, a.lr),
-    "scape": lambda p, a: compopt.ScapeAdamS(p, a.lr, density=a.density, warmup_steps=a.warmup, density_warmup_steps=0),
+    "adams": lambda p, a: compopt.AdamS(p, a.lr, betas=(0.9, 0.95), weight_decay=0.1),
+    "scape": lambda p, a: compopt.ScapeAdamS(
+        p, a.lr, (0.9, 0.95), weight_decay=0.1, density=a.density, warmup_steps=a.warmup, density_warmup_steps=0),
     "separate": lambda p, a: compopt.SeparateAdam(p, a.lr, ratio=a.ratio, warmup_steps=a.warmup),
     "tracked": lambda p, a: compopt.SeparateAdam(
         p, a.lr, projection="tracked", payload_dtype=torch.int8, warmup_steps=a.warmup),

@@ -55,8 +55,11 @@ def around_adamw(params: Any, lr: float = 1e-3, weight_decay: float = 1e-2, maxi
     return compopt.Separate(torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, maximize=maximize), **options)
 
 
+SCAPES = dict(betas=(0.9, 0.95), weight_decay=0.1)  # what AdamS's and SCAPE's authors train with
+
+
 def adams(params: Any, **options: Any) -> torch.optim.Optimizer:
-    return compopt.AdamS(params, **options)  # itself held against its equation in test_adams.py
+    return compopt.AdamS(params, **SCAPES | options)  # itself held against its equation in test_adams.py
 
 
 ADAM_BAD = {"lr": [-1.0], "eps": [-1e-8], "betas": [(1.0, 0.9), (0.9, -0.1)], "weight_decay": [-0.1]}
@@ -74,20 +77,20 @@ CASES = [
     ),
     Case(
         compopt.AdamS,
-        compressed={},
-        lossless={},
+        compressed=SCAPES,
+        lossless=SCAPES,
         reference=adams,
         lr=1e-3,
         bad=ADAM_BAD | {"bias_correction": ["none"]},
     ),
     Case(
         compopt.ScapeAdamS,
-        compressed=dict(density=0.1, warmup_steps=2, density_warmup_steps=2, selection="exact"),
-        lossless=dict(density=1.0),
+        compressed=SCAPES | dict(density=0.1, warmup_steps=2, density_warmup_steps=2, selection="exact"),
+        lossless=SCAPES | dict(density=1.0),
         reference=adams,
         lr=1e-3,
         method="scape",
-        problems=dict(density=0.1, density_warmup_steps=0, selection="exact"),
+        problems=dict(betas=(0.9, 0.95), density=0.1, density_warmup_steps=0, selection="exact"),
         limits={"quadratic": 0.1},  # its one matrix is dealt to the ranks in blocks; plain SGD ends at 0.58
         bad=ADAM_BAD
         | COMMON_BAD
@@ -131,8 +134,8 @@ FORMS = [
     ),
     Case(
         compopt.ScapeAdamS,
-        compressed=dict(density=0.1, warmup_steps=2, density_warmup_steps=2, selection="exact", sharded=True),
-        lossless=dict(density=1.0, sharded=True),
+        compressed=SCAPES | dict(density=0.1, warmup_steps=2, density_warmup_steps=2, selection="exact", sharded=True),
+        lossless=SCAPES | dict(density=1.0, sharded=True),
         reference=adams,
         lr=1e-3,
         method="scape",

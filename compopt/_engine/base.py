@@ -20,6 +20,7 @@ from .._wire.comm import Comm, Pending, ProcessGroup
 from . import frozen, loading, recovery, saving, stepping
 from .engine import Engine
 from .face import Face, Group
+from .options import refuse
 from .runtime import Runtime
 from .stats import Stats
 from .when import OPTIONS
@@ -197,6 +198,7 @@ class CompressedOptimizer(Optimizer, Face):
                     f"params holds a tensor of shape {tuple(p.shape)} on the meta device: call "
                     "model.to_empty and initialise it before the optimizer is made."
                 )
+        refuse(group)
         self.check_group(group)
 
     def _lay_out(self, group: Group) -> None:

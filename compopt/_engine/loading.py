@@ -16,6 +16,7 @@ from .._state.buckets import Bucket
 from .._state.layouts import Layout, Member
 from .._wire.warning import warn
 from .checkpoint import FORMAT, compact
+from .options import refuse
 from .when import as_now
 
 if TYPE_CHECKING:
@@ -190,6 +191,7 @@ def _options(engine: Engine, group: Group, other: Group) -> Group:
             f"loaded state dict has step {step!r}: a count of steps is needed; it is damaged."
         )
     options = {**group, **kept}
+    refuse({name: kept[name] for name in kept.keys() & {"amsgrad"}})
     try:
         engine.face.check_group(options)
     except (TypeError, AttributeError) as error:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._wire.comm import rank_here
+from .._wire.warning import warn
 from .when import OPTIONS
+
+# options of torch.optim.AdamW that nothing here can follow, and why
+NEVER = {
+    "amsgrad": "largest second moments are not kept",
+    "capturable": "a CUDA graph cannot hold an exchange with other ranks",
+    "differentiable": "a step that goes over the network has no gradient",
+}
 
 
 def require(good: bool, argument: str, value: object, wanted: str) -> None:
@@ -35,6 +45,35 @@ def check_adam(group: dict[str, Any]) -> None:
                 f"Invalid beta parameter at index {i}: {beta}: betas must be two numbers in [0, "
                 f"1), got {betas!r}."
             )
+
+
+def take_torchs(
+    amsgrad: bool,
+    foreach: bool | None,
+    capturable: bool,
+    differentiable: bool,
+    fused: bool | None,
+) -> None:
+    """Take torch's options of how to compute, for a class that has AdamW's signature.
+
+    Raises ValueError where one cannot be; warns, on rank 0, where one changes nothing.
+    """
+    refuse(dict(amsgrad=amsgrad, capturable=capturable, differentiable=differentiable))
+    said = [f"{name}=True" for name, on in (("foreach", foreach), ("fused", fused)) if on]
+    if said:
+        change = "changes" if len(said) == 1 else "change"
+        warn(
+            f"{' and '.join(said)} {change} nothing here: a step runs on compopt's own kernels, "
+            "optimizer.backend says which. Leave it out.",
+            rank_here(),
+        )
+
+
+def refuse(options: Mapping[str, Any]) -> None:
+    """Raise ValueError where a group asks for what nothing here can follow."""
+    for name, why in NEVER.items():
+        if options.get(name):
+            raise ValueError(f"{name}=True cannot be followed here: {why}. Pass {name}=False.")
 
 
 def check_compression(group: dict[str, Any]) -> None:

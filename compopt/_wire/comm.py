@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -243,6 +244,14 @@ class Comm:
 
 def _first_line(error: RuntimeError) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def rank_here() -> int:
+    """This process's rank among all: before they are connected, as torchrun says it."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    said = os.environ.get("RANK", "0")
+    return int(said) if said.isdigit() else 0
 
 
 def connect(group: ProcessGroup | Comm | None) -> Comm:
