@@ -53,6 +53,7 @@ from ._state.buckets import Bucket
 from ._state.layouts import Bits, Dense, Layout
 from ._state.masks import Mask, Tensors
 from ._wire.comm import ProcessGroup
+from ._wire.dtypes import PayloadDtype
 from ._wire.requests import Agree, AllReduceMean, Asking, Broadcast, Payload
 
 
@@ -161,9 +162,10 @@ class RadiusAdamW(CompressedOptimizer):
         max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no
             clipping). Not the same as ``clip_grad_norm_`` before ``step()``, which sees the local
             gradient.
-        payload_dtype: dtype on the wire (None: the gradient's). What rounding to a narrower one
-            takes off compressed tensors is kept in ``residual``. torch.int8 sends 1 byte a value
-            and a scale for each 128, rounded at random without bias.
+        payload_dtype: dtype on the wire (None: the gradient's), as a name, "bfloat16", or as the
+            torch.dtype of that name; groups keep the name. What rounding to a narrower one takes
+            off compressed tensors is kept in ``residual``. "int8" sends 1 byte a value and a scale
+            for each 128, rounded at random without bias.
         when: "always", or "auto": time dense and compressed steps at the start, and stay dense
             where compression does not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where
@@ -198,7 +200,7 @@ class RadiusAdamW(CompressedOptimizer):
         warmup_steps: int = 1000,
         residual_scale: float = 1.0,
         max_grad_norm: float | None = None,
-        payload_dtype: torch.dtype | None = None,
+        payload_dtype: PayloadDtype = None,
         when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
         maximize: bool = False,

@@ -38,6 +38,7 @@ from ._lowrank.wrapping import Wrapping
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._wire.comm import ProcessGroup
+from ._wire.dtypes import PayloadDtype
 from ._wire.requests import Agree, AllReduceMean, Asking
 
 
@@ -113,9 +114,10 @@ class SeparateAdam(Projecting):
         clip: what is clipped. "local": each rank's gradient before it is projected; no overlap with
             backward then. "reconstructed": the averaged gradient; its norm is about sqrt(1 + w)
             times the true one, so that a norm that suits AdamW clips every step.
-        payload_dtype: dtype on the wire (None: the gradient's). What rounding to a narrower one
-            takes off compressed tensors is kept in ``residual``. torch.int8 sends 1 byte a value
-            and a scale for each 128, rounded at random without bias.
+        payload_dtype: dtype on the wire (None: the gradient's), as a name, "bfloat16", or as the
+            torch.dtype of that name; groups keep the name. What rounding to a narrower one takes
+            off compressed tensors is kept in ``residual``. "int8" sends 1 byte a value and a scale
+            for each 128, rounded at random without bias.
         when: "always", or "auto": time dense and compressed steps at the start, and stay dense
             where compression does not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where
@@ -150,7 +152,7 @@ class SeparateAdam(Projecting):
         max_grad_norm: float | None = None,
         clip: Literal["local", "reconstructed"] = "local",
         when: Literal["always", "auto"] = "always",
-        payload_dtype: torch.dtype | None = None,
+        payload_dtype: PayloadDtype = None,
         process_group: ProcessGroup | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -239,7 +241,7 @@ class Separate(Wrapping):
         max_grad_norm: float | None = None,
         clip: Literal["local", "reconstructed"] = "local",
         when: Literal["always", "auto"] = "always",
-        payload_dtype: torch.dtype | None = None,
+        payload_dtype: PayloadDtype = None,
         process_group: ProcessGroup | None = None,
     ):
         options = dict(

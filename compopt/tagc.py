@@ -51,6 +51,7 @@ from ._sparse.sparsify import sparsify
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Sharded
 from ._wire.comm import ProcessGroup
+from ._wire.dtypes import PayloadDtype, bits_of
 from ._wire.requests import Agree, Asking, BitOr, Commit, ReduceScatterMean
 
 # The projections to queries, keys and values, by the names that are customary. What follows the
@@ -156,9 +157,10 @@ class TagcAdamW(CompressedOptimizer):
         max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no
             clipping). Not the same as ``clip_grad_norm_`` before ``step()``, which sees the local
             gradient.
-        payload_dtype: dtype of gradients on the wire (None: the gradient's). What rounding to a
-            narrower one takes off compressed tensors is kept in ``residual``. With torch.bfloat16
-            float32 parameters are gathered as their updates in bfloat16: half as many bytes.
+        payload_dtype: dtype of gradients on the wire (None: the gradient's), as a name, "bfloat16",
+            or as the torch.dtype of that name; groups keep the name. What rounding to a narrower
+            one takes off compressed tensors is kept in ``residual``. With "bfloat16" float32
+            parameters are gathered as their updates in bfloat16: half as many bytes.
         when: "always", or "auto": time dense and compressed steps at the start, and stay dense
             where compression does not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where
@@ -193,7 +195,7 @@ class TagcAdamW(CompressedOptimizer):
         select: str | None = None,
         warmup_steps: int = 0,
         max_grad_norm: float | None = None,
-        payload_dtype: torch.dtype | None = None,
+        payload_dtype: PayloadDtype = None,
         when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
         maximize: bool = False,
@@ -223,10 +225,10 @@ class TagcAdamW(CompressedOptimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         check_adam(group)
         check_compression(group)
-        if group["payload_dtype"] == torch.int8:
+        if bits_of(group["payload_dtype"]):
             raise ValueError(
-                "payload_dtype=torch.int8 is not for TagcAdamW: its payload must be exact; use "
-                "bfloat16."
+                f"payload_dtype={group['payload_dtype']!r} is not for TagcAdamW: its payload must "
+                "be exact; use 'bfloat16'."
             )
         require(0 <= group["sparsity"] < 1, "sparsity", group["sparsity"], "in [0, 1)")
         require(group["sketch_ratio"] >= 1, "sketch_ratio", group["sketch_ratio"], ">= 1")

@@ -26,6 +26,7 @@ from compopt._state.buckets import Bucket
 from compopt._state.layouts import Dense, Layout
 from compopt._state.masks import Mask
 from compopt._wire.comm import ProcessGroup
+from compopt._wire.dtypes import PayloadDtype
 from compopt._wire.requests import Agree, AllReduceMean, Asking
 
 
@@ -87,7 +88,7 @@ class RandomK(CompressedOptimizer):
         seed: int = 0,
         warmup_steps: int = 0,
         max_grad_norm: float | None = None,
-        payload_dtype: torch.dtype | None = None,
+        payload_dtype: PayloadDtype = None,
         maximize: bool = False,
         process_group: ProcessGroup | None = None,
     ):

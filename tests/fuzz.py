@@ -43,7 +43,7 @@ OPTIONS: dict[str, list[Any]] = {  # of the classes that know them
 }
 COMMON: dict[str, list[Any]] = {"weight_decay": [0.01, 0.1], "maximize": [False, False, True]}  # of the reference too
 REFUSED = (  # what a class may say to what is drawn
-    "payload_dtype=torch.int8 is not for TagcAdamW",
+    "is not for TagcAdamW: its payload must be exact",
     "payload_dtype must be None or a floating-point dtype where state is sharded",
     "adaptive must be False with projection='tracked'",
 )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._wire.comm import rank_here
+from .._wire.dtypes import KNOWN, known, name_of
 from .._wire.warning import warn
 from .when import OPTIONS
 
@@ -77,7 +77,9 @@ def refuse(options: Mapping[str, Any]) -> None:
 
 
 def check_compression(group: dict[str, Any]) -> None:
-    """Check the options that every compressing class has."""
+    """Check the options that every compressing class has, and bring them into the form that groups
+    keep.
+    """
     when = group.setdefault("when", "always")  # an older checkpoint does not say
     require(when in ("always", "auto"), "when", when, "'always' or 'auto'")
     for name, value in OPTIONS.items():
@@ -85,15 +87,8 @@ def check_compression(group: dict[str, Any]) -> None:
     require(group["warmup_steps"] >= 0, "warmup_steps", group["warmup_steps"], ">= 0")
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")
-    known = (
-        dtype is None or dtype == torch.int8 or (dtype.is_floating_point and dtype.itemsize >= 2)
-    )
-    require(
-        known,
-        "payload_dtype",
-        dtype,
-        "None, torch.int8 or a floating-point dtype of 16 bits or more",
-    )
+    group["payload_dtype"] = name_of(dtype)
+    require(known(dtype), "payload_dtype", dtype, f"None, {KNOWN} or the torch.dtype of that name")
     check_compress(group)
 
 

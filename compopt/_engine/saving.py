@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._wire.dtypes import name_of
 from . import checkpoint, frozen, moving
 from .engine import Engine
 from .face import Group
@@ -42,6 +43,8 @@ def signature(engine: Engine, group: Group) -> dict[str, Any]:
         "class": engine.name,
         "format": checkpoint.FORMAT,
     }
+    if "payload_dtype" in group:  # which may be set by hand
+        said["payload_dtype"] = name_of(group["payload_dtype"])
     without = frozen.without_state(engine, group)
     return {**said, "without_state": without} if without else said
 

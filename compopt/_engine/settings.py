@@ -64,7 +64,9 @@ def plain(value: object) -> object:
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    if isinstance(value, torch.dtype | torch.device):
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")  # as payload_dtype is kept
+    if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, dict):
         return tuple(sorted(((plain(k), plain(v)) for k, v in value.items()), key=repr))

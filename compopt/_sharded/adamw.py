@@ -13,6 +13,7 @@ from .._ops.ops import Ops
 from .._sparse.rows import Averaged
 from .._state.buckets import Bucket, local
 from .._state.shards import unshard
+from .._wire.dtypes import dtype_of
 from .._wire.requests import AllGather, Asking
 
 
@@ -28,7 +29,8 @@ def sends_updates(bucket: Bucket) -> bool:
     All ranks add the same, its owner too, so replicas stay equal; an update is rounded to 8 bits, a
     parameter is not.
     """
-    return bucket.group["payload_dtype"] == torch.bfloat16 and bucket.dtype == torch.float32
+    sent = dtype_of(bucket.group["payload_dtype"])
+    return sent == torch.bfloat16 and bucket.dtype == torch.float32
 
 
 def updated(bucket: Bucket, ops: Ops, average: list[Averaged], present: list[bool]) -> Tensor:

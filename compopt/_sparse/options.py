@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from .._engine.options import require
 from .._ops.ops import Group
+from .._wire.dtypes import bits_of
 
 OFFLOADS = (None, "residual", "all")
 CHOICES: dict[str, tuple[object, ...]] = {
@@ -17,7 +16,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
 
 def check_scape(group: Group, sharded: bool) -> None:
     """Raise ValueError where an option of a group cannot be."""
-    exact = sharded and group["payload_dtype"] == torch.int8
+    exact = sharded and bits_of(group["payload_dtype"]) is not None
     require(
         not exact,
         "payload_dtype",

@@ -10,6 +10,7 @@ from torch import Tensor
 from .._ops.ops import Ops
 from .._state.buckets import Bucket
 from .._state.masks import per_tensor
+from .._wire.dtypes import PayloadDtype
 from .._wire.requests import Payload
 from .codes import CODES, Code
 from .dealing import compressed_lengths
@@ -44,9 +45,9 @@ class Rows:
             row.round()
 
     @property
-    def dtype(self) -> torch.dtype | None:
+    def dtype(self) -> PayloadDtype:
         """On the wire."""
-        dtype: torch.dtype | None = self.bucket.group["payload_dtype"]
+        dtype: PayloadDtype = self.bucket.group["payload_dtype"]
         return dtype
 
     def lengths(self, rank: int) -> list[int]:
@@ -112,7 +113,7 @@ class CodedRows(Rows):
         self.whole = [i for i in self.whole if not bucket.compressed[i]]
 
     @property
-    def dtype(self) -> torch.dtype | None:
+    def dtype(self) -> PayloadDtype:
         exact = torch.promote_types(self.bucket.dtype, torch.float32)
         return exact if self.code.exact else super().dtype
 

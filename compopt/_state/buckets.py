@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._wire.control import Control
+from .._wire.dtypes import PayloadDtype, bits_of, dtype_of
 from .._wire.requests import Payload
 from .._wire.scratch import Scratch
 from .kept import Kept
@@ -70,8 +71,9 @@ class Bucket(Kept):
         """
         if not any(self.compressed) or "residual" not in self.state:
             return False
-        sent: torch.dtype = self.group.get("payload_dtype") or self.grad_dtype
-        return sent == torch.int8 or torch.promote_types(sent, self.wide) != sent
+        given = self.group.get("payload_dtype")
+        sent = dtype_of(given) or self.grad_dtype
+        return bits_of(given) is not None or torch.promote_types(sent, self.wide) != sent
 
     def grads(self) -> list[Tensor | None]:
         """This rank's gradients; None where backward left none."""
@@ -79,15 +81,15 @@ class Bucket(Kept):
 
     # Messages
 
-    def payload(self, lengths: list[int], dtype: torch.dtype | None, use: int = 0) -> Payload:
+    def payload(self, lengths: list[int], sent_as: PayloadDtype, use: int = 0) -> Payload:
         """An empty payload with ``lengths[i]`` elements for tensor i.
 
-        The next one for this ``use`` has its memory. ``dtype``: on the wire; the gradients' where
-        it is None. int8 is for the wire only, see ``int8_mean``.
+        The next one for this ``use`` has its memory. ``sent_as``: on the wire; as the gradients
+        where it is None. int8 is for the wire only, see ``int8_mean``.
         """
         size = len(self.params) + len(self.control) + sum(lengths)
-        seed = (self.group["step"], self.index, use) if dtype == torch.int8 else None
-        dtype = self.wide if seed else dtype or self.grad_dtype
+        seed = (self.group["step"], self.index, use) if bits_of(sent_as) else None
+        dtype = self.wide if seed else dtype_of(sent_as) or self.grad_dtype
         message = self._memory(f"message {use}", size, dtype)
         dropped = None
         if seed or self.rounds:
@@ -99,13 +101,13 @@ class Bucket(Kept):
         return payload
 
     def payloads(
-        self, lengths: list[list[int]], dtype: torch.dtype | None
+        self, lengths: list[list[int]], sent_as: PayloadDtype
     ) -> tuple[list[Payload], Tensor]:
         """Empty payloads, one a rank, and the memory they lie in.
 
         That for rank r has ``lengths[r]`` elements.
         """
-        dtype = dtype or self.grad_dtype
+        dtype = dtype_of(sent_as) or self.grad_dtype
         header, control = len(self.params), len(self.control)
         bodies = [sum(row) for row in lengths]
         sizes = [header + control + body for body in bodies]

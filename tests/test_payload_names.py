@@ -1,0 +1,138 @@
+"""``payload_dtype`` as people write it: a torch.dtype or its name. Groups and checkpoints keep the name."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+
+import conformance
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from sim import World
+from table import CASES, FORMS
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import compopt
+from compopt._wire.dtypes import BITS, FLOATS
+
+SENDING = [case for case in CASES + FORMS if "payload_dtype" in inspect.signature(case.cls).parameters]
+every = pytest.mark.parametrize("case", SENDING, ids=lambda case: case.name)
+NAMES = [*BITS, *FLOATS]
+
+
+def takes(case, name: str) -> bool:
+    return name not in BITS or not case.sharded
+
+
+def names_in(optimizer) -> list[object]:
+    saved = [group["payload_dtype"] for group in optimizer.state_dict()["param_groups"]]
+    return [group["payload_dtype"] for group in optimizer._option_groups] + saved
+
+
+@every
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_and_its_torch_dtype_are_the_same_run(case, name):
+    if not takes(case, name):
+        pytest.skip("refused")
+    runs = [conformance.make_ranks(case, 2, payload_dtype=given) for given in (name, getattr(torch, name, name))]
+    for run in runs:
+        run.train(conformance.loss, 7)
+        assert set(names_in(run.optimizers[0])) == {name}
+    a, b = (run.optimizers[1] for run in runs)
+    conformance.assert_same(conformance.snapshot(a), conformance.snapshot(b))
+    assert a.stats.bytes_sent == b.stats.bytes_sent > 0
+
+
+@every
+def test_each_name_sends_what_it_says(case):
+    bytes_of = {}
+    for name in filter(lambda name: takes(case, name), [*NAMES, None]):
+        run = conformance.make_ranks(case, 2, payload_dtype=name)
+        run.train(conformance.loss, 3)
+        bytes_of[name] = run.optimizers[0].stats.bytes_sent
+    assert bytes_of[None] == bytes_of["float32"] < bytes_of["float64"]
+    assert bytes_of["bfloat16"] <= bytes_of["float16"] < bytes_of["float32"]
+    assert case.sharded or bytes_of["int8"] < bytes_of["float16"]
+
+
+@every
+@pytest.mark.parametrize(
+    "word", ["flt32", "torch.int8", "", torch.int32, torch.float8_e4m3fn, torch.complex64, 8, ["int8"]]
+)
+def test_another_word_is_refused_by_a_list_of_those_there_are(case, word):
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    with pytest.raises(
+        ValueError, match=r"payload_dtype must be None, 'int8', .*'float16', 'bfloat16', 'float32'"
+    ) as said:
+        case.make([p], payload_dtype=word)
+    assert repr(word) in str(said.value) and "torch.dtype of that name" in str(said.value)
+
+
+def test_a_group_may_have_its_own():
+    p, q = (torch.nn.Parameter(torch.ones(64, 64)) for _ in range(2))
+    optimizer = compopt.RadiusAdamW([{"params": [p], "payload_dtype": torch.int8}, {"params": [q]}])
+    assert names_in(optimizer) == ["int8", None] * 2
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "payload_dtype": torch.float16})
+    assert names_in(optimizer)[2] == "float16"
+
+
+@every
+def test_a_checkpoint_with_either_form_loads(case):
+    """Version 0.1.0 saved the torch.dtype."""
+    run = conformance.make_ranks(case, 2, payload_dtype="bfloat16")
+    run.train(conformance.loss, 5)
+    run.world.consolidate(run.optimizers)
+    saved = run.optimizers[0].state_dict()
+    for group in saved["param_groups"]:
+        group["payload_dtype"] = torch.bfloat16
+    other = conformance.make_ranks(case, 2)
+    for optimizer in other.optimizers:
+        optimizer.load_state_dict(conformance.through_a_file(saved))
+        assert set(names_in(optimizer)) == {"bfloat16"}
+    other.train(conformance.loss, 3)
+    other.assert_replicas_equal()
+
+
+@every
+def test_set_by_hand_a_torch_dtype_is_saved_by_its_name_and_ranks_do_not_differ_by_it(case):
+    run = conformance.make_ranks(case, 2)
+    for optimizer, given in zip(run.optimizers, ("float16", torch.float16), strict=True):
+        optimizer._option_groups[0]["payload_dtype"] = given
+    run.train(conformance.loss, 4)
+    run.assert_replicas_equal()
+    other = conformance.make_ranks(case, 2, payload_dtype="float16")
+    other.train(conformance.loss, 4)
+    assert run.optimizers[0].stats.bytes_sent == other.optimizers[0].stats.bytes_sent
+    assert [optimizer.state_dict()["param_groups"][0]["payload_dtype"] for optimizer in run.optimizers] == 2 * [
+        "float16"
+    ]
+
+
+@pytest.mark.parametrize("case", [case for case in SENDING if not case.build], ids=lambda case: case.name)
+@pytest.mark.parametrize("full, cpu, flat", list(itertools.product([False, True], repeat=3)))
+def test_torch_distributed_checkpoint_saves_it_with_every_option(case, full, cpu, flat, tmp_path):
+    options = StateDictOptions(full_state_dict=full, cpu_offload=cpu, flatten_optimizer_state_dict=flat)
+    name = "bfloat16" if case.sharded else "int8"
+    models = [conformance.Small() for _ in range(2)]
+    world = World(1)
+    old, new = (
+        case.make(model.parameters(), process_group=world.comms[0], payload_dtype=said)
+        for model, said in zip(models, (getattr(torch, name), None), strict=True)
+    )
+    conformance.loss(models[0], 0, 0).backward()
+    old.step()
+    state = get_optimizer_state_dict(models[0], old, options=options)
+    dcp.save({"optimizer": state}, checkpoint_id=tmp_path / "saved")
+    room = get_optimizer_state_dict(models[0], old, options=options)
+    saved = {"optimizer": room}
+    dcp.load(saved, checkpoint_id=tmp_path / "saved")
+    if flat:  # and full: torch's own optimizers cannot be set so either, KeyError
+        options = dataclasses.replace(options, full_state_dict=False)
+    set_optimizer_state_dict(models[1], new, saved["optimizer"], options=options)
+    assert set(names_in(new)) == {name}
