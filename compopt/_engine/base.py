@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .._ops.ops import Ops
 from .._state.buckets import Bucket
 from .._wire.comm import Comm, Pending, ProcessGroup
-from . import frozen, loading, recovery, saving, stepping
+from . import frozen, loading, meeting, recovery, saving, stepping
 from .engine import Engine
 from .face import Face, Group
 from .options import refuse
@@ -70,8 +70,7 @@ class CompressedOptimizer(Optimizer, Face):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for _ in self.step_in_turns():
-            pass
+        meeting.watch(self._engine, self.step_in_turns())
         for tell in tuple(self.told_of_steps):
             tell()
         return loss
@@ -254,15 +253,32 @@ class CompressedOptimizer(Optimizer, Face):
         engine.half_step = ""
 
     @torch.no_grad()
-    def consolidate_state(self) -> None:
-        """Replace each rank's residuals by their mean over ranks. All ranks must call it, before
-        ``state_dict``.
+    def consolidate_state(self, patience: float | None = None) -> None:
+        """Replace each rank's residuals by their mean over ranks, and gather sharded state. All
+        ranks must call it, before ``state_dict``.
 
         Only the mean ever reaches the model, so training goes on as before, and a checkpoint
         restores on any number of ranks.
+
+        Args:
+            patience: seconds to wait until all ranks have called it. None: rank 0 waits 10, the
+                others half an hour for rank 0, which may evaluate before.
+
+        Raises CommunicationError, with nothing changed, when ranks did not come, or are in
+        ``step()`` instead; ValueError when they consolidate different optimizers.
         """
+        saving.come_to_rest(self._engine)
+        meeting.meet(self._engine, patience)
         for _ in self.consolidate_in_turns():
             pass
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """``consolidate_state()``, under the name that Lightning and Fabric call on all ranks
+        before they save, after ``torch.distributed.optim.ZeroRedundancyOptimizer``.
+
+        ``to``: taken for their sake. The state is whole on every rank.
+        """
+        self.consolidate_state()
 
     def consolidate_in_turns(self) -> Generator[Pending, None, None]:
         yield from saving.consolidate(self._engine)

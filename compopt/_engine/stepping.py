@@ -45,8 +45,9 @@ def step(engine: Engine) -> Turns[None]:
             raise CommunicationError(
                 f"step {number} was applied, what followed it failed: {error}"
             ) from error
+        noticed = f" ({engine.noticed})" if engine.noticed else ""
         raise CommunicationError(
-            f"step {number} was not applied on rank {comm.rank}: {error}"
+            f"step {number} was not applied on rank {comm.rank}: {error}{noticed}"
         ) from error
     finally:
         running.problem = None  # whose frames hold this

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .board import Board
 from .int8_mean import QuantisedMean
 from .requests import (
     AllGather,
@@ -94,6 +95,19 @@ class Pending:
             finally:
                 self.forget()
         return self._finish()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for no longer than this; whether it has ended, well or not.
+
+        Only on gloo, where it may be asked again: on NCCL a wait that is limited ends the group.
+        """
+        if self.work is None:
+            return True
+        try:
+            self.work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            return self.work.is_completed()
+        return True
 
     def drain(self) -> None:
         """Wait until it uses its memory no more; whatever comes of it."""
@@ -235,6 +249,19 @@ class Comm:
             return collective(*args, group=self.group, async_op=True)
         except RuntimeError as error:
             raise CommunicationError(f"{what} could not start: {_first_line(error)}") from error
+
+    @functools.cached_property
+    def board(self) -> Board | None:
+        """Notes beside the collectives; None where ranks have nothing to leave them in."""
+        group = getattr(self, "group", None)  # the tests' simulator has none
+        if group is None or self.size == 1 or dist.get_backend(group) == "mpi":
+            return None
+        return Board(group.get_group_store(), self.rank, self.size)
+
+    @property
+    def can_look_up(self) -> bool:
+        """Whether a wait may be broken off to look at the board, and taken up again."""
+        return self.board is not None and dist.get_backend(self.group) == "gloo"
 
     @property
     def or_in_backend(self) -> bool:
