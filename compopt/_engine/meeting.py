@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from .._wire.board import Board, Visit
 from .._wire.requests import CommunicationError
+from .._wire.warning import warn
 from .turns import Turns
-from .users_line import users_line
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -130,4 +129,4 @@ def _look_up(engine: Engine) -> None:
             f"rank {rank} is in consolidate_state() while rank {board.rank} is in step {step}: "
             f"{ADVICE}"
         )
-        warnings.warn(f"{engine.noticed}.", stacklevel=users_line())
+        warn(f"{engine.noticed}.", 0)  # on this rank, whichever it is

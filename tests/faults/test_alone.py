@@ -93,10 +93,10 @@ def test_rank_0_alone_gets_a_sentence_and_training_goes_on(size):
         assert f"is in step 5: {ask}" in met and "Nothing was changed" in met
         late = "rank 1 did" if size == 2 else "rank 1, rank 2 did"
         assert f"but {late} not come within 0.5 s: {ask}, or wait longer (patience=)" in barrier
-        for rank, found in enumerate(others, 1):
-            (said, file), *_ = found["told"]
-            assert said == f"rank 0 is in consolidate_state() while rank {rank} is in step 5: {ask}."
-            assert file == "test_alone.py"
+        said = {told for found in others for told in found["told"] if told}
+        sentence = "rank 0 is in consolidate_state() while rank {} is in step 5: " + ask + "."
+        # not on a rank that came late itself: the first that waits tells rank 0, which leaves
+        assert said and said <= {(sentence.format(rank), "test_alone.py") for rank in range(1, size)}
         for found in (first, *others):
             assert found["whole"] == "" and found["sum"] == first["sum"] and found["steps"] == 9
     assert all(found["RadiusAdamW"]["told"][-1] == "" for found in ranks)  # who waits for rank 0 is patient
