@@ -56,7 +56,7 @@ class Engine:
         self.scaled = False  # a GradScaler drives the steps
         self.warned = False  # of gradients that had to be sent again
         self.half_step = ""  # why parameters and state no longer belong together
-        self.noticed = ""  # that another rank waits elsewhere for this one
+        self.noticed = ""  # in this step: that another rank waits elsewhere
         self.skipped_in_a_row = 0
         self.found = ""  # by a trial of when="auto"
         # the step at which residuals became their mean over ranks

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PATIENCE = 10.0  # seconds that rank 0 waits for the others
 AS_A_COLLECTIVE = 1800.0  # that the others wait for rank 0, which may evaluate before it comes
 LOOK_AFTER = 2.0  # that a step waits before it looks at the board
+NOTICED = " (another rank was in consolidate_state(): call it on all ranks)"
 ADVICE = "call it on all ranks, before `if rank == 0:`"
 
 
@@ -117,16 +118,26 @@ def watch(engine: Engine, turns: Turns[None]) -> None:
 def _look_up(engine: Engine) -> None:
     board = engine.comm.board
     assert board is not None
+    mine, step = _says(engine), engine.steps + 1
     for rank, text in board.waiting().items():
         # who has taken fewer steps may wait for one that this rank has not finished
-        if json.loads(text) != _says(engine):
+        if json.loads(text) != mine:
             continue
-        step = engine.steps + 1
-        board.object(f"rank {board.rank} is in step {step}")
-        if engine.noticed:
-            continue
-        engine.noticed = (
-            f"rank {rank} is in consolidate_state() while rank {board.rank} is in step {step}: "
-            f"{ADVICE}"
-        )
-        warn(f"{engine.noticed}.", 0)  # on this rank, whichever it is
+        board.object(f"rank {board.rank} is in step {step}", json.dumps(mine))
+        if not engine.noticed:
+            engine.noticed = NOTICED
+            warn(
+                f"rank {rank} is in consolidate_state() while rank {board.rank} is in step {step}: "
+                f"{ADVICE}.",
+                0,  # on this rank, whichever it is
+            )
+
+
+def noticed(engine: Engine) -> str:
+    """Why the step that has just failed may have, as far as any rank has seen."""
+    board = engine.comm.board
+    if board is not None and not engine.noticed:
+        with contextlib.suppress(RuntimeError):  # of the store
+            if board.last_reason() == json.dumps(_says(engine)):
+                return NOTICED
+    return engine.noticed

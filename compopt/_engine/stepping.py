@@ -13,6 +13,7 @@ from . import frozen, gradients
 from .alike import sample
 from .engine import Engine
 from .handshake import describe, explain_mismatch, handshake, tell_failure
+from .meeting import noticed
 from .settings import bits_of, structure_of
 from .signals import held_back
 from .turns import Turns
@@ -45,9 +46,8 @@ def step(engine: Engine) -> Turns[None]:
             raise CommunicationError(
                 f"step {number} was applied, what followed it failed: {error}"
             ) from error
-        noticed = f" ({engine.noticed})" if engine.noticed else ""
         raise CommunicationError(
-            f"step {number} was not applied on rank {comm.rank}: {error}{noticed}"
+            f"step {number} was not applied on rank {comm.rank}: {error}{noticed(engine)}"
         ) from error
     finally:
         running.problem = None  # whose frames hold this

@@ -73,8 +73,12 @@ class Board:
         counts = {r: self._count(f"came/{r}") for r in range(self.size)}
         return {r: self._get(self._place(count, r)) for r, count in counts.items() if count > mine}
 
-    def object(self, text: str) -> None:
-        """Tell all that wait here why they need not go on waiting."""
+    def object(self, text: str, reason: str = "") -> None:
+        """Tell all that wait here why they need not go on waiting.
+
+        ``reason``: the same for those who do not wait here.
+        """
+        self._set("reason", reason)
         self._set("objection", text)
         self._add("objections", 1)
 
@@ -83,6 +87,10 @@ class Board:
         if self._count("objections") == visit.objections:
             return ""
         return self._get("objection")
+
+    def last_reason(self) -> str:
+        """What was said with the last objection of all."""
+        return self._get("reason") if self._count("objections") else ""
 
     def _count(self, key: str) -> int:
         return int(self._get(key)) if self._store.check([OURS + key]) else 0
