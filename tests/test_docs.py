@@ -31,7 +31,7 @@ def messages(path: Path) -> list[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         call = node.exc if isinstance(node, ast.Raise) else node
         raised = isinstance(node, ast.Raise) and isinstance(call, ast.Call)
-        warned = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "warn"
+        warned = isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "warn"
         if (raised or warned) and call.args:
             found.append(texts(call.args[0]))
     return [message for message in found if message]
