@@ -3,6 +3,7 @@
 from ._engine.stats import Stats
 from ._wire.requests import CommunicationError
 from .adams import AdamS
+from .average import Average
 from .integrations import fsdp as _fsdp  # noqa: F401  (looks at every new optimizer)
 from .integrations.ddp import attach
 from .radius import RadiusAdamW
@@ -13,6 +14,7 @@ from .tagc import TagcAdamW
 __version__ = "0.1.0"
 __all__ = [
     "AdamS",
+    "Average",
     "CommunicationError",
     "RadiusAdamW",
     "ScapeAdamS",

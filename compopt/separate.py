@@ -31,10 +31,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.options import check_adam, take_torchs
+from ._engine.when import OPTIONS
+from ._engine.wrapping import Wrapping
 from ._lowrank.bases import AdamW, Base
 from ._lowrank.projecting import Group, Projecting
 from ._lowrank.step import Projections
-from ._lowrank.wrapping import Wrapping
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._wire.comm import ProcessGroup
@@ -199,7 +200,7 @@ class SeparateAdam(Projecting):
         return separate(bucket, self.projections(bucket), AdamW(self.ops))
 
 
-class Separate(Wrapping):
+class Separate(Wrapping, Projecting):
     """Any torch optimizer, on gradients averaged through a random low-rank projection (SEPARATE,
     Algorithm 1)::
 
@@ -224,6 +225,8 @@ class Separate(Wrapping):
             (LBFGS).
         ValueError: base compresses by itself; an option out of its range.
     """
+
+    said = (*Wrapping.said, "ratio", "rank", "ef_beta")
 
     def __init__(
         self,
@@ -259,7 +262,7 @@ class Separate(Wrapping):
             when=when,
             payload_dtype=payload_dtype,
         )
-        super().__init__(base, options, process_group)
+        super().__init__(base, {**options, "adapted": None, **OPTIONS}, process_group)
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         return separate(bucket, self.projections(bucket), self._averages)

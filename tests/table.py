@@ -58,6 +58,10 @@ def around_adamw(params: Any, lr: float = 1e-3, weight_decay: float = 1e-2, maxi
 SCAPES = dict(betas=(0.9, 0.95), weight_decay=0.1)  # what AdamS's and SCAPE's authors train with
 
 
+def averaging_adamw(params: Any, lr: float = 1e-3, weight_decay: float = 1e-2, maximize: bool = False, **options: Any):
+    return compopt.Average(torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, maximize=maximize), **options)
+
+
 def adams(params: Any, **options: Any) -> torch.optim.Optimizer:
     return compopt.AdamS(params, **SCAPES | options)  # itself held against its equation in test_adams.py
 
@@ -120,6 +124,14 @@ CASES = [
         method="separate",
         problems=dict(ratio=8),
         build=around_adamw,
+    ),
+    Case(
+        compopt.Average,
+        compressed=dict(payload_dtype=torch.bfloat16),
+        lossless=dict(payload_dtype=None),
+        reference=torch.optim.AdamW,
+        build=averaging_adamw,
+        bad={name: COMMON_BAD[name] for name in ("max_grad_norm", "payload_dtype")},
     ),
 ]
 

@@ -180,7 +180,7 @@ def test_low_precision_parameters_have_float32_masters(case):
 def test_bf16_payloads_halve_the_bytes_and_keep_replicas_equal(case):
     if "payload_dtype" not in inspect.signature(case.cls).parameters:
         pytest.skip("sends what the gradients are")
-    full, half = make_ranks(case, 2), make_ranks(case, 2, payload_dtype=torch.bfloat16)
+    full, half = (make_ranks(case, 2, payload_dtype=dtype) for dtype in (None, torch.bfloat16))
     for ranks in (full, half):
         ranks.train(loss, 8)
         ranks.assert_replicas_equal()

@@ -20,7 +20,7 @@ FLOORS = [
     ["advise"],
     ["probe"],
     ["integrations", "activations", "costmodel"],
-    ["radius", "scape", "separate", "tagc", "adams"],  # papers
+    ["radius", "scape", "separate", "tagc", "adams", "average"],  # papers
     ["_sharded", "_lowrank"],
     ["_sparse"],
     ["_engine"],

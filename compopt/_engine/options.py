@@ -85,11 +85,16 @@ def check_compression(group: dict[str, Any]) -> None:
     for name, value in OPTIONS.items():
         group.setdefault(name, value)
     require(group["warmup_steps"] >= 0, "warmup_steps", group["warmup_steps"], ">= 0")
+    check_payload(group)
+    check_compress(group)
+
+
+def check_payload(group: dict[str, Any]) -> None:
+    """Check how much is sent of an averaged gradient, and how it is rounded."""
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")
     group["payload_dtype"] = name_of(dtype)
     require(known(dtype), "payload_dtype", dtype, f"None, {KNOWN} or the torch.dtype of that name")
-    check_compress(group)
 
 
 def check_compress(group: dict[str, Any]) -> None:

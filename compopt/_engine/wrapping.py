@@ -1,4 +1,4 @@
-"""An optimizer that averages gradients for another one: groups, steps and checkpoints of the two.
+"""An optimizer around another one, the base: groups, steps and checkpoints of the two.
 
 ``param_groups`` are the base's. The options of the wrapper's own class are in groups beside them,
 ``_own_groups``, one for each.
@@ -12,27 +12,30 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .._engine.base import CompressedOptimizer
-from .._engine.settings import known_of
-from .._engine.when import OPTIONS
 from .._state.buckets import Bucket
 from .._state.layouts import Layout
 from .._wire.comm import ProcessGroup
-from .bases import Averages
-from .projecting import Group, Projecting
+from .averages import Averages
+from .base import CompressedOptimizer
+from .face import Group
+from .settings import known_of
 
-# What a group of the base may say for its tensors.
-SAID = ("param_names", "compress", "ratio", "rank", "ef_beta")
 
+class Wrapping(CompressedOptimizer):
+    """Steps ``base`` on averaged gradients: a generator hands them to ``_averages``.
 
-class Wrapping(Projecting):
-    """Steps ``base`` on averaged gradients."""
+    A class that shares its algorithm with others takes this beside them: ``class Separate(Wrapping,
+    Projecting)``.
+    """
+
+    # what a group of the base may say for its tensors
+    said: tuple[str, ...] = ("param_names", "compress")
 
     def __init__(self, base: Optimizer, options: Group, process_group: ProcessGroup | None):
         check_base(base)
         self.base = base
         self._own_groups: list[Group] = []
-        self._own_defaults = dict(options, adapted=None, compress=None, step=0, **OPTIONS)
+        self._own_defaults = {**options, "compress": None, "step": 0}
         super().__init__(base.param_groups, base.defaults, process_group)
 
     def _check_defaults(self, defaults: Group) -> None:
@@ -76,7 +79,7 @@ class Wrapping(Projecting):
 
     def _options_for(self, group: Group) -> Group:
         """Our options for a group of the base, checked."""
-        said = {name: group[name] for name in SAID if name in group}
+        said = {name: group[name] for name in self.said if name in group}
         own = {**self._own_defaults, **said, "params": group["params"]}
         self._admit(own)
         return own

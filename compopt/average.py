@@ -1,0 +1,118 @@
+"""Gradients averaged whole, around any torch optimizer.
+
+One bucket on rank n at one step; g_n is its local gradient, e_n what rounding has left over::
+
+    1  h_n <- g_n + e_n
+    2  q_n <- h_n, rounded to payload_dtype
+    3  G <- mean over ranks of q_n
+    4  G <- G * min(1, max_grad_norm / |G|)                # to the base optimizer
+    5  e_n <- h_n - q_n
+
+Without a ``payload_dtype`` nothing is rounded, and e_n stays 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._engine.averages import Averages
+from ._engine.face import Group
+from ._engine.options import check_compress, check_payload
+from ._engine.wrapping import Wrapping
+from ._ops.ops import Ops, clip_factor
+from ._state.buckets import Bucket
+from ._state.layouts import Dense, Layout
+from ._wire.comm import ProcessGroup
+from ._wire.dtypes import PayloadDtype
+from ._wire.requests import Agree, AllReduceMean, Asking
+
+
+def average(bucket: Bucket, ops: Ops, averages: Averages) -> Asking[None]:
+    """Lines 1 to 5, one bucket, one step; ``averages`` takes G."""
+    rounds = bucket.rounds
+    residual: list[Tensor | None] = [*bucket.state["residual"]]
+    owed = residual if rounds or bucket.owes else None
+    sent = ops.pack(bucket, bucket.grads(), add=owed)  # lines 1 and 2
+    mean = yield AllReduceMean(sent)  # line 3
+    norm = yield Agree(mean, "rounded" if rounds else "dense")
+
+    # from here on state changes
+    factor, steps = clip_factor(norm, bucket.group["max_grad_norm"]), bucket.state["step"]
+    present = [i for i, here in enumerate(bucket.present(mean)) if here]
+    for i in present:
+        steps[i] += 1
+        g = averages.room(bucket, i, mean.parts[i])
+        g.copy_(mean.parts[i].view(g.shape))
+        if factor < 1:
+            g.mul_(factor)  # line 4
+        averages.take(bucket, i, g)
+        keep(residual[i], mean.dropped_parts[i] if rounds else None)  # line 5
+    bucket.cache["owes"] = rounds or (owed is not None and len(present) < len(steps))
+
+
+def keep(e: Tensor | None, dropped: Tensor | None) -> None:
+    """Line 5, of one tensor."""
+    if e is None:
+        return
+    if dropped is None:
+        e.zero_()
+    else:
+        e.view(-1).copy_(dropped)
+
+
+class Average(Wrapping):
+    """Any torch optimizer, on gradients that are averaged whole::
+
+        adamw = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        optimizer = compopt.Average(adamw, payload_dtype="int8")
+
+    What DistributedDataParallel does, in fewer bytes and all or nothing. ``param_groups`` are the
+    base's own, so LR schedulers act on it; ``state_dict()`` holds the base's under "base". While
+    the base steps, ``p.grad`` is the averaged gradient (None where no rank had one); before and
+    after it is this rank's own.
+
+    Args:
+        base: an optimizer over the model's parameters; one of this package (AdamS) is stopped from
+            averaging.
+        payload_dtype: dtype on the wire (None: the gradient's), as a name, "int8", or as the
+            torch.dtype of that name; groups keep the name. What rounding takes off is owed, and
+            sent with the next gradient, but for tensors that are not compressed (biases, norms,
+            small ones; a parameter group of the base may say ``compress``).
+        max_grad_norm: clips the averaged gradient to this L2 norm.
+        process_group: the ranks to average over. None: the default group, or one process where
+            there is none.
+
+    State beside the base's: ``residual``, as large as the parameter. Not saved: one averaged
+    gradient as large as the parameters.
+
+    Raises:
+        TypeError: base is no optimizer, or one that evaluates the model more than once a step
+            (LBFGS).
+        ValueError: base compresses by itself; an option out of its range.
+    """
+
+    averaged_state = ("residual",)
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        *,
+        payload_dtype: PayloadDtype = None,
+        max_grad_norm: float | None = None,
+        process_group: ProcessGroup | None = None,
+    ):
+        options: dict[str, Any] = dict(payload_dtype=payload_dtype, max_grad_norm=max_grad_norm)
+        super().__init__(base, options, process_group)
+
+    def check_group(self, group: Group) -> None:
+        check_payload(group)
+        check_compress(group)
+
+    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+        return {"residual": Dense(dtype, compressed_only=True)}
+
+    def algorithm(self, bucket: Bucket) -> Asking[None]:
+        return average(bucket, self.ops, self._averages)
