@@ -33,6 +33,7 @@ class Case:
     bad: dict[str, list[Any]] = field(default_factory=dict)
     build: Callable[..., torch.optim.Optimizer] | None = None  # from params and options, where that is not ``cls``
     form: str = ""  # of a class that has several
+    draws: bool = False  # rounds by random bits: minus a gradient is not rounded to minus what the gradient is
 
     @property
     def name(self) -> str:
@@ -127,10 +128,11 @@ CASES = [
     ),
     Case(
         compopt.Average,
-        compressed=dict(payload_dtype=torch.bfloat16),
+        compressed=dict(payload_dtype=torch.int8),
         lossless=dict(payload_dtype=None),
         reference=torch.optim.AdamW,
         build=averaging_adamw,
+        draws=True,
         bad={name: COMMON_BAD[name] for name in ("max_grad_norm", "payload_dtype")},
     ),
 ]

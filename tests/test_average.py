@@ -1,0 +1,75 @@
+"""Average: whole gradients around any optimizer, against lines 1 to 5 written out here."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from problems import COMPRESSED, SHAPES, gradients, replicas, step, weights
+
+import compopt
+
+RANKS, STEPS = 3, 5
+
+
+def oracle(payload_dtype: torch.dtype | None, max_grad_norm: float | None = None) -> list[torch.Tensor]:
+    """Three ranks in float64. What rounds is PyTorch's conversion; sums are exact."""
+    params = [torch.nn.Parameter(w) for w in weights()]
+    sgd = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    errors = [[torch.zeros(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(RANKS)]
+    for t in range(STEPS):
+        grads = gradients(RANKS, t)
+        for i, p in enumerate(params):
+            sent = []
+            for g, e in zip(grads, errors, strict=True):
+                h = g[i] + e[i] if COMPRESSED[i] else g[i]
+                sent.append(h.to(payload_dtype or h.dtype))
+                e[i] = h - sent[-1].double()
+            p.grad = (torch.stack(sent).sum(0) / RANKS).double()
+        if max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(params, max_grad_norm)
+        sgd.step()
+    return params
+
+
+def train(ranks: int = RANKS, **options):
+    def make(params, process_group):
+        sgd = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        return compopt.Average(sgd, process_group=process_group, **options)
+
+    world, params, optimizers = replicas(ranks, weights(), make)
+    for t in range(STEPS):
+        step(world, params, optimizers, gradients(ranks, t))
+    return params, optimizers
+
+
+@pytest.mark.parametrize("norm", [None, 3.0])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_it_is_lines_1_to_5(dtype, norm):
+    params, _ = train(payload_dtype=dtype, max_grad_norm=norm)
+    close = 1e-7 if dtype and norm else 1e-12  # the norm is that of a message in this dtype
+    for p, q in zip(params[0], oracle(dtype, norm), strict=True):
+        torch.testing.assert_close(p, q, rtol=close, atol=close)
+
+
+def test_int8_stays_near_and_owes_what_it_drops():
+    exact, _ = train()
+    rounded, optimizers = train(payload_dtype=torch.int8)
+    norms = [optimizer.stats.residual_norm() for optimizer in optimizers]
+    assert all(norm > 0 for norm in norms) and len(set(norms)) == RANKS
+    for p, q, compressed in zip(rounded[0], exact[0], COMPRESSED, strict=True):
+        assert not torch.equal(p, q)
+        assert float((p - q).detach().norm() / q.detach().norm()) < (0.01 if compressed else 0.02)
+    assert optimizers[0].stats.bytes_sent < 0.3 * optimizers[0].stats.bytes_dense * 4 / 8
+
+
+def test_a_checkpoint_of_separate_is_not_taken():
+    params = [torch.nn.Parameter(w) for w in weights()]
+    separate = compopt.Separate(torch.optim.SGD(params, lr=0.1), projection="tracked")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    separate.step()
+    average = compopt.Average(torch.optim.SGD(params, lr=0.1))
+    with pytest.raises(ValueError, match="is of Separate"):
+        average.load_state_dict(copy.deepcopy(separate.state_dict()))
