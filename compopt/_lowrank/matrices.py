@@ -16,6 +16,7 @@ from torch import Tensor
 from .._state.buckets import Bucket
 from .._wire.scratch import Scratch
 from .kinds import KINDS
+from .orthonormal import columns_of
 from .projections import Projection
 
 # splitmix64's three factors, as signed numbers
@@ -103,13 +104,17 @@ def gaussian_quantiles() -> Tensor:
 
 
 @cache
-def fingerprint(kind: str) -> str:
-    """A checksum of what this machine draws: ranks whose arithmetic differs must not train
-    together.
+def fingerprint(kind: str, device: torch.device) -> str:
+    """A checksum of what this device computes for a kind of projection.
+
+    Ranks whose arithmetic differs must not train together. Numbers are drawn alike everywhere; it
+    is the orthonormal columns in which two kinds of device differ.
     """
-    bucket = Bucket(0, {}, [torch.empty(64, 64, dtype=torch.float32)], ["probe"])
+    bucket = Bucket(0, {}, [torch.empty(64, 64, dtype=torch.float32, device=device)], ["probe"])
     q = Projection(64, 64, False, 8, KINDS[kind], 0.0)
     (R,) = Matrices().draw(bucket, [0], [q], seed=0, step=1)
+    if R is not None and q.kind.follows:
+        R = columns_of(R)  # as the tracked ones are found, of the ranks' mean
     text = "" if R is None else str(R.tolist())
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

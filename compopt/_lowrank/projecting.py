@@ -82,7 +82,12 @@ class Projecting(CompressedOptimizer):
                     )
 
     def _settings(self) -> list[Any]:
-        return [*super()._settings(), {kind: fingerprint(kind) for kind in KINDS}]
+        return [*super()._settings(), self._fingerprints()]
+
+    def _fingerprints(self) -> dict[str, str]:
+        """What the devices here compute, of each kind of projection that is used on them."""
+        used = {(b.group["projection"], b.device) for b in self._buckets if any(b.compressed)}
+        return {f"{kind} {device.type}": fingerprint(kind, device) for kind, device in used}
 
     # How a bucket is projected at the step that comes
 

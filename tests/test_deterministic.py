@@ -1,0 +1,73 @@
+"""torch.use_deterministic_algorithms(True): no step asks PyTorch for what it then refuses on CUDA.
+
+Nothing here has a GPU, so what is looked at is which operators a step calls, on PyTorch's own back end.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conformance import loss, make_ranks
+from table import CASES, FORMS
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# torch.use_deterministic_algorithms' own list of what raises, the operators without a gradient; of cumsum floats only.
+REFUSED = {"kthvalue", "histc", "bincount", "put", "put_", "median", "resize_", "nll_loss2d", "ctc_loss"}
+OF_FLOATS = {"cumsum", "cumsum_", "cumprod"}
+
+
+class Called(TorchDispatchMode):
+    """Which of these operators were called, and on what."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        floats = any(isinstance(a, torch.Tensor) and a.is_floating_point() for a in args)
+        if name in REFUSED or (name in OF_FLOATS and floats):
+            self.found.add(name)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("payload_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("case", [*CASES, *FORMS], ids=lambda case: case.name)
+def test_a_step_calls_nothing_that_determinism_refuses(case, payload_dtype, monkeypatch):
+    monkeypatch.setenv("COMPOPT_BACKEND", "torch")
+    options = {}
+    if payload_dtype and "payload_dtype" in case.bad and not case.sharded:
+        options["payload_dtype"] = payload_dtype
+    ranks = make_ranks(case, 2, **options)
+    called = Called()
+    with called:
+        ranks.train(loss, 8)
+    assert not called.found
+
+
+def test_selection_by_a_sample_calls_nothing_that_determinism_refuses():
+    from compopt._ops.ops import Ops
+    from compopt._sparse.selection import largest
+
+    x, called = torch.randn(200_000, generator=torch.Generator().manual_seed(0)), Called()
+    with called:
+        largest(x, 2000, Ops())
+    assert not called.found
+
+
+@pytest.mark.parametrize(("projection", "uses_qr"), [("gaussian", False), ("orthonormal", True), ("tracked", True)])
+def test_ranks_compare_what_their_devices_compute_where_they_compute_it(projection, uses_qr, monkeypatch):
+    """Only a QR differs between devices: who uses none is not refused for one."""
+    from compopt._lowrank import matrices
+
+    matrices.fingerprint.cache_clear()
+    case = next(case for case in CASES if case.name == "SeparateAdam")
+    ranks = make_ranks(case, 2, projection=projection)
+    first, second = ranks.optimizers
+    (mine,) = first._fingerprints().values()
+    for module in (matrices, __import__("compopt._lowrank.kinds", fromlist=["kinds"])):
+        monkeypatch.setattr(module, "columns_of", lambda R: torch.linalg.qr(R).Q * (1 + 2**-20))
+    matrices.fingerprint.cache_clear()
+    (others,) = second._fingerprints().values()
+    assert (mine != others) == uses_qr
+    matrices.fingerprint.cache_clear()
