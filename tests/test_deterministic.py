@@ -31,7 +31,7 @@ class Called(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("payload_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("payload_dtype", [None, "bfloat16", "int8"])
 @pytest.mark.parametrize("case", [*CASES, *FORMS], ids=lambda case: case.name)
 def test_a_step_calls_nothing_that_determinism_refuses(case, payload_dtype, monkeypatch):
     monkeypatch.setenv("COMPOPT_BACKEND", "torch")

@@ -17,6 +17,8 @@ rank, and each averages them in the order of ranks.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -64,7 +66,9 @@ class QuantisedMean:
     def second(self, received: Tensor) -> Tensor:
         payload, chunk = self.payload, self.layout.chunks[self.rank]
         words, scales, codes = self._fields(received, self.words)
-        payload.flat[: self.words] = words.to(payload.flat.dtype).cumsum(0)[-1] / self.ranks
+        # One after the other: the order in which sum() adds is the processor's.
+        added = functools.reduce(torch.add, words.to(payload.flat.dtype))
+        payload.flat[: self.words] = added / self.ranks
         total, value = (
             self.scratch(use, chunk.rows * ROW, payload.flat.dtype, received.device).view(-1, ROW)
             for use in ("total", "value")
