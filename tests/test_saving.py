@@ -212,7 +212,8 @@ def test_a_warning_at_load_points_at_the_line_that_loads():
     p = nn.Parameter(torch.ones(80, 80))
     optimizer = compopt.RadiusAdamW([p])
     saved = optimizer.state_dict()
-    saved["param_groups"][0]["residuals"] = "rank 1 of 3"
+    saved["param_groups"][0] |= {"residuals": "rank 1 of 3", "step": 5}
+    saved["state"][0]["residual"] = torch.ones(80, 80)
     with pytest.warns(UserWarning, match="holds the residuals of rank 1 of 3") as found:
         optimizer.load_state_dict(saved)
     assert [warning.filename for warning in found] == [__file__]

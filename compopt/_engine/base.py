@@ -214,8 +214,13 @@ class CompressedOptimizer(Optimizer, Face):
 
         Residuals are the mean over ranks right after :meth:`consolidate_state`, else this rank's
         own; the groups say which, under ``residuals``, and which ``class`` wrote them in which
-        ``format``.
+        ``format``. Where other ranks hold something that would be missing, one warning says so.
         """
+        saved = self._saved()
+        saving.warn_of_what_is_missing(self._engine)
+        return saved
+
+    def _saved(self) -> dict[str, Any]:
         engine = self._engine
         saving.come_to_rest(engine)
         if frozen.reset_from_outside(engine):

@@ -125,5 +125,9 @@ class Face:
     def state_dict(self) -> dict[str, Any]:
         raise NotImplementedError
 
+    def _saved(self) -> dict[str, Any]:
+        """The state dict, without a word of what it may lack."""
+        raise NotImplementedError
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise NotImplementedError

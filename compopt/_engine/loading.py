@@ -52,8 +52,8 @@ def load(engine: Engine, state_dict: dict[str, Any]) -> None:
     tensors = list(_arriving(engine, state_dict, written_by))
     for tensor in tensors:
         _check(tensor)
-    for other in saved:
-        _warn_of_other_ranks(engine, other.get("residuals", "mean"))
+    if _lacks_something(engine, saved, tensors):
+        _warn_of_other_ranks(engine, saved[0].get("residuals", "mean"))
 
     counted = max([float(tensor.entry.get("step", 0)) for tensor in tensors], default=0.0)
     for group, other, kept in zip(groups, saved, options, strict=True):
@@ -256,6 +256,17 @@ def _fits(value: Tensor, dtype: torch.dtype) -> bool:
     if value.is_floating_point() != dtype.is_floating_point:
         return False
     return not value.is_floating_point() or bool(value.isfinite().all())
+
+
+def _lacks_something(engine: Engine, saved: list[Group], tensors: list[Arriving]) -> bool:
+    """Whether the rank that saved this had part of something whole; nothing before the first step,
+    no residuals in a dense start.
+    """
+    if not saved or saved[0].get("step", 0) == 0:
+        return False
+    names = engine.face.averaged_state
+    held = (t.entry[name] for t in tensors for name in names if name in t.entry)
+    return engine.face.sharded or any(bool(value.any()) for value in held)
 
 
 def _warn_of_other_ranks(engine: Engine, residuals: str) -> None:

@@ -61,7 +61,7 @@ def catch_up(engine: Engine, comm: Comm) -> Turns[None]:
         ValueError: ranks are further apart than the failure of one step can bring them.
     """
     face = engine.face
-    saved = face.state_dict()
+    saved = face._saved()
     sharded = {name for bucket in engine.buckets for name in bucket.sharded}
     shared = list(_shared(saved, sharded.union(face.averaged_state)))
     words = torch.tensor(

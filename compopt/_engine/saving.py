@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .._wire.dtypes import name_of
+from .._wire.warning import warn
 from . import checkpoint, frozen, moving
 from .engine import Engine
 from .face import Group
@@ -63,6 +64,42 @@ def consolidate(engine: Engine) -> Turns[None]:
             bucket.gathered[name] = yield from moving.gather(bucket, name, engine.comm)
     yield from frozen.consolidate(engine, engine.comm)
     engine.consolidated = engine.steps
+
+
+def warn_of_what_is_missing(engine: Engine) -> None:
+    """Warn, once and on the rank that saves, of what a state dict lacks that was written now."""
+    if engine.warned_of_saving or whose_residuals(engine) == "mean":
+        return
+    missing = [*_shards_elsewhere(engine), *_owed_elsewhere(engine)]
+    if missing:
+        engine.warned_of_saving = True
+        warn(
+            f"this state dict of {engine.name} is not whole: {', and '.join(missing)}. Call "
+            "consolidate_state() on all ranks before rank 0 saves.",
+            0,  # on this rank, whichever it is
+        )
+
+
+def _shards_elsewhere(engine: Engine) -> list[str]:
+    """What of the moments only other ranks have."""
+    cut = [bucket for bucket in engine.buckets if bucket.sharded]
+    if not cut or engine.steps == 0:
+        return []
+    own = sum(sum(bucket.shards.sizes(bucket.shards.rank)) for bucket in cut)
+    share = own / max(1, sum(sum(bucket.lengths) for bucket in cut))
+    names = ", ".join(dict.fromkeys(name for bucket in cut for name in bucket.sharded))
+    rank = engine.comm.rank
+    return [f"it holds rank {rank}'s {share:.0%} of the moments ({names}) and zeros for the rest"]
+
+
+def _owed_elsewhere(engine: Engine) -> list[str]:
+    """What other ranks hold back, where this one does: they do so in the same steps."""
+    names = engine.face.averaged_state
+    if not any(bucket.flat[name].any() for bucket in engine.buckets for name in names):
+        return []
+    comm = engine.comm
+    others = "the other rank holds" if comm.size == 2 else f"the other {comm.size - 1} ranks hold"
+    return [f"it lacks what {others} back ({', '.join(names)})"]
 
 
 def contents(engine: Engine) -> dict[str, Any]:

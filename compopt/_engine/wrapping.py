@@ -121,12 +121,9 @@ class Wrapping(CompressedOptimizer):
 
     # Checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, of our own state and options, and the base's ``state_dict()`` under "base".
-
-        No communication.
-        """
-        saved = super().state_dict()
+    def _saved(self) -> dict[str, Any]:
+        """Our own state and options, and the base's ``state_dict()`` under "base"."""
+        saved = super()._saved()
         for packed, own in zip(saved["param_groups"], self._own_groups, strict=True):
             places = packed["params"]
             packed.clear()
