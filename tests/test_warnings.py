@@ -76,7 +76,8 @@ def lost_a_step(rank: int) -> list[tuple[str, str, int]]:
 def loads_another_ranks(rank: int) -> list[tuple[str, str, int]]:
     _, optimizer = made(rank)
     saved = optimizer.state_dict()
-    saved["param_groups"][0]["residuals"] = "rank 0 of 2"
+    saved["param_groups"][0] |= {"residuals": "rank 0 of 2", "step": 5}
+    saved["state"][0]["residual"].fill_(1.0)
     return heard(lambda: optimizer.load_state_dict(saved))  # load
 
 
