@@ -1,16 +1,40 @@
 # The two commands: make demo, make test. Both set up .venv first; Python 3.10 or newer is all they need.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+# Where torch for CPUs is: the torch that registries have for Linux brings 2.6 GB of CUDA packages along. It is asked first,
+# and your registry where it does not answer. `make test TORCH_INDEX=`, for a machine with GPUs, asks the registry alone.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+ANSWERS = $(BIN)/python -c 'import urllib.request as u; u.urlopen("$(TORCH_INDEX)/torch/", timeout=3)' 2>/dev/null
 
 .PHONY: demo test properties fuzz soak sanitize neon mutants lint types wheel docs bench clean
 
-.venv/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+.venv/demo: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
+	@echo "Setting up .venv, 1 of 3: an empty environment"
+	@$(PYTHON) -m venv .venv
+	@if [ -n "$(TORCH_INDEX)" ] && $(ANSWERS); then \
+		echo "2 of 3: torch for CPUs, about 200 MB, from $(TORCH_INDEX)" && $(PIP) --index-url $(TORCH_INDEX) torch; \
+	else \
+		echo "2 of 3: torch from your package registry, on Linux perhaps with 2.6 GB of CUDA packages:" && \
+		echo "        $(if $(TORCH_INDEX),$(TORCH_INDEX) does not answer,TORCH_INDEX is empty)" && $(PIP) torch; \
+	fi
+	@echo "3 of 3: compopt, and what the demo draws with, about 50 MB"
+	@$(PIP) --editable '.[demo]'
+	@touch $@
 
-demo: .venv/ready  ## the same small GPT with DDP + AdamW and with compressed optimizers, on two processes, side by side
-	$(BIN)/python examples/demo.py
+.venv/ready: .venv/demo
+	@echo "Installing what the tests need into .venv"
+	@$(PIP) --quiet --editable '.[dev]'
+	@touch $@
+
+demo:  ## the same small GPT with DDP + AdamW and with each of compopt's optimizers, on two processes, side by side
+	@echo "This trains a small GPT with DDP + AdamW and with each of compopt's optimizers, on two processes of this machine,"
+	@echo "about 4 minutes on two idle cores, and shows loss, bytes and step times side by side, with what they mean."
+	@test -e .venv/demo || echo "First it sets up .venv, which downloads about 250 MB; nothing outside this folder changes."
+	@$(MAKE) --no-print-directory .venv/demo
+	@$(BIN)/python examples/demo.py
 
 test: .venv/ready  ## everything, in a few minutes on two cores
 	$(BIN)/pytest -q -n 2 --dist worksteal

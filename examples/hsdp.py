@@ -48,9 +48,14 @@ def main():
     fully_shard(model, mesh=mesh["shard"])
     # The optimizer averages each rank's shards over the other dimension, and makes its parameters equal there first.
     optimizer = compopt.RadiusAdamW(
-        model.parameters(), lr=args.lr, density=args.density, interval=50, warmup_steps=args.steps // 7,
-        max_grad_norm=1.0, process_group=mesh.get_group("replicate"),
-    )  # fmt: skip
+        model.parameters(),
+        lr=args.lr,
+        density=args.density,
+        interval=50,
+        warmup_steps=args.steps // 7,
+        max_grad_norm=1.0,
+        process_group=mesh.get_group("replicate"),
+    )
     if args.checkpoint and os.path.isdir(args.checkpoint):
         weights, state = get_state_dict(model, optimizer)
         dcp.load({"model": weights, "optimizer": state}, checkpoint_id=args.checkpoint)

@@ -34,9 +34,10 @@ OPTIMIZERS = {
         p, a.lr, (0.9, 0.95), weight_decay=0.1, density=a.density, warmup_steps=a.warmup, density_warmup_steps=0),
     "separate": lambda p, a: compopt.SeparateAdam(p, a.lr, ratio=a.ratio, warmup_steps=a.warmup),
     "tracked": lambda p, a: compopt.SeparateAdam(
-        p, a.lr, projection="tracked", payload_dtype=torch.int8, warmup_steps=a.warmup),
+        p, a.lr, projection="tracked", payload_dtype="int8", warmup_steps=a.warmup
+    ),
     "tagc": lambda p, a: compopt.TagcAdamW(p, a.lr, sparsity=1 - a.density, warmup_steps=a.warmup),
-}  # fmt: skip
+}
 
 
 class Block(nn.Module):
@@ -139,10 +140,9 @@ def main():
                 print(args.optimizer, *(f"{name} {value:.4g}" for name, value in evals[-1].items()), flush=True)
 
     if rank == 0 and args.out:
-        result = {"config": vars(args) | {"ranks": world, "device": device.type}, "evals": evals, "phases": phases,
-                  "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
+        result = {"config": vars(args) | {"ranks": world, "device": device.type}, "evals": evals, "phases": phases}
         result["bytes_per_step"] = {kind: median(sizes) if sizes else None for kind, sizes in sent.items()}
-        result["step_ms"] = 1000 * median(seconds)
+        result |= {"step_ms": 1000 * median(seconds), "parameters": sum(p.numel() for p in model.parameters())}
         Path(args.out).write_text(json.dumps(result, indent=1))
     dist.destroy_process_group()
 

@@ -134,34 +134,3 @@ def test_corpus_too_short_is_refused(tmp_path):
     (tmp_path / "short").write_bytes(b"short")
     with pytest.raises(ValueError, match="5 bytes"):
         load("corpus").load(str(tmp_path / "short"))
-
-
-def result(ranks: int, dense: float, compressed: float | None) -> dict:
-    evals = [{"step": 1, "bytes": dense, "val_loss": 3.0}, {"step": 2, "bytes": 2 * dense, "val_loss": 2.0}]
-    sizes = {"dense": dense, "compressed": compressed}
-    return {"config": {"ranks": ranks}, "evals": evals, "bytes_per_step": sizes, "step_ms": 50.0}
-
-
-def test_demo_computes_step_times_by_hand(tmp_path):
-    demo = load("demo")
-    # 1 250 000 bytes on 2 ranks: a ring sends each byte once, 10 Mbit, 100 ms at 100 Mbit/s; on 4 ranks 1.5 times.
-    assert demo.step_ms(result(2, 1_250_000, None), 100e6) == pytest.approx(150.0)
-    assert demo.step_ms(result(4, 1_250_000, None), 100e6) == pytest.approx(200.0)
-    assert demo.step_ms(result(2, 1_250_000, 125_000), 100e6) == pytest.approx(60.0)
-    both = {"dense": result(2, 1_250_000, None), "ours": result(2, 1_250_000, 125_000)}
-    line = next(line for line in demo.table(both).splitlines() if "100 Mbit/s" in line)
-    assert line.split()[-4:] == ["150.0", "60.0", "(0.40", "x)"] and "computed" in line
-    demo.plot(both, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_demo_says_which_run_failed(tmp_path, monkeypatch):
-    demo = load("demo")
-    monkeypatch.setattr(demo, "FOLDER", tmp_path)
-    monkeypatch.setattr(demo, "LAUNCHER", [sys.executable])
-    monkeypatch.setattr(demo, "SCRIPT", tmp_path / "absent.py")
-    with pytest.raises(RuntimeError, match=r"'DDP \+ AdamW' ended with exit code 2.*repeat it alone.*absent.py"):
-        demo.train("DDP + AdamW", [], limit=60)
-    (tmp_path / "absent.py").write_text("import time; time.sleep(60)")
-    with pytest.raises(RuntimeError, match="was stopped after 1 s"):
-        demo.train("DDP + AdamW", [], limit=1)
