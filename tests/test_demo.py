@@ -54,7 +54,7 @@ def test_make_demo_first_says_what_it_will_do_and_how_long(tmp_path):
 def test_make_demo_installs_torch_for_cpus_and_the_demo_alone(tmp_path):
     index = "--index-url https://download.pytorch.org/whl/cpu torch"
     assert installs(made(tmp_path, "demo")) == [index, "--editable .[demo]"]
-    assert installs(made(tmp_path, ".venv/ready")) == ["--editable .[dev]"]
+    assert installs(made(tmp_path, ".venv/ready")) == ["--quiet --editable .[dev]"]
 
 
 def test_make_asks_the_registry_where_no_index_answers_or_is_named(tmp_path):
