@@ -23,20 +23,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-import compopt
+from compopt import AdamS, RadiusAdamW, ScapeAdamS, SeparateAdam, TagcAdamW
 
+BASE = dict(betas=(0.9, 0.95), weight_decay=0.1)  # of AdamS, in its paper
 # The line that differs: DDP averages the gradients for the first, the second averages them itself, compressed.
 OPTIMIZERS = {
     "adamw": lambda p, a: torch.optim.AdamW(p, a.lr, fused=True),
-    "radius": lambda p, a: compopt.RadiusAdamW(p, a.lr, density=a.density, interval=a.interval, warmup_steps=a.warmup),
-    "adams": lambda p, a: compopt.AdamS(p, a.lr, betas=(0.9, 0.95), weight_decay=0.1),
-    "scape": lambda p, a: compopt.ScapeAdamS(
-        p, a.lr, (0.9, 0.95), weight_decay=0.1, density=a.density, warmup_steps=a.warmup, density_warmup_steps=0),
-    "separate": lambda p, a: compopt.SeparateAdam(p, a.lr, ratio=a.ratio, warmup_steps=a.warmup),
-    "tracked": lambda p, a: compopt.SeparateAdam(
-        p, a.lr, projection="tracked", payload_dtype="int8", warmup_steps=a.warmup
-    ),
-    "tagc": lambda p, a: compopt.TagcAdamW(p, a.lr, sparsity=1 - a.density, warmup_steps=a.warmup),
+    "radius": lambda p, a: RadiusAdamW(p, a.lr, density=a.density, interval=a.interval, warmup_steps=a.warmup),
+    "adams": lambda p, a: AdamS(p, a.lr, **BASE),
+    "scape": lambda p, a: ScapeAdamS(p, a.lr, **BASE, density=a.density, warmup_steps=a.warmup, density_warmup_steps=0),
+    "separate": lambda p, a: SeparateAdam(p, a.lr, ratio=a.ratio, warmup_steps=a.warmup),
+    "tracked": lambda p, a: SeparateAdam(p, a.lr, projection="tracked", payload_dtype="int8", warmup_steps=a.warmup),
+    "tagc": lambda p, a: TagcAdamW(p, a.lr, sparsity=1 - a.density, warmup_steps=a.warmup),
 }
 
 
