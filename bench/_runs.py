@@ -84,6 +84,7 @@ METHODS: dict[str, Make | str] = {
     "SeparateAdam 64, orthonormal": separate(64, projection="orthonormal", reset_interval=None),
     **{f"SeparateAdam tracked {rank}": tracked(rank) for rank in (1, 2, 4, 8, 16)},
     **{f"SeparateAdam tracked {rank}, int8": tracked(rank, payload_dtype=int8) for rank in (4, 8, 16, 32)},
+    **{f"SeparateAdam tracked {rank}, int4": tracked(rank, payload_dtype="int4") for rank in (4, 8, 16, 32)},
     **{
         f"Separate tracked {rank} around AdamS, int8": around(
             adams, projection="tracked", rank=rank, payload_dtype=int8
@@ -147,7 +148,7 @@ TABLES = {
         800,
         {"AdamW (DDP)": GRID, "SeparateAdam 8": GRID, "SeparateAdam 16": GRID, "SeparateAdam 64": GRID}
         | {f"PowerSGD rank {rank}": GRID[1:2] for rank in (2, 6, 13)}
-        | {name: GRID[1:2] for name in METHODS if name.startswith("Separate") and "," in name and "int8" not in name}
+        | {name: GRID[1:2] for name in METHODS if name.startswith("Separate") and "," in name and ", int" not in name}
         | {"AdamS": GRID, "Separate 16 around AdamS": GRID, "Separate 16 around SGD": GRID},
     ),
     "time_to_loss": Table(

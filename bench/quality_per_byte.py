@@ -27,6 +27,7 @@ GROUPS = {  # what is drawn in one colour: how its names begin, and how they end
     "PowerSGD, torch's hook": ("PowerSGD", ""),
     "naive top-k": ("naive", ""),
     "tracked, int8": ("SeparateAdam tracked", "int8"),
+    "tracked, int4": ("SeparateAdam tracked", "int4"),
     "tracked around AdamS, int8": ("Separate tracked", "int8"),
     "tracked": ("SeparateAdam tracked", ""),
     "Radius": ("RadiusAdamW", ""),
@@ -38,6 +39,7 @@ NAMES = [  # by the share of the dense bytes that a compressed step takes, in pe
     *(f"naive top-k {density}" for density in (0.005, 0.01, 0.025, 0.05)),  # 1 2 5 10, and the small tensors
     *(f"SeparateAdam tracked {rank}" for rank in (1, 2, 4, 8)),  # 1.1 2.1 4.3 8.5
     *(f"SeparateAdam tracked {rank}, int8" for rank in (4, 8, 16, 32)),  # 1.1 2.2 4.4 8.8
+    *(f"SeparateAdam tracked {rank}, int4" for rank in (4, 8, 16, 32)),  # 0.6 1.1 2.3 4.5
     *(f"Separate tracked {rank} around AdamS, int8" for rank in (4, 8, 16, 32)),
     *("RadiusAdamW 0.1", "RadiusAdamW 0.1, int8", "RadiusAdamW 0.2, int8", "RadiusAdamW 0.4, int8"),  # 10 3 5 10
     *("ScapeAdamS 0.01", "ScapeAdamS 0.05", "ScapeAdamS 0.1"),  # 1.3 6 11

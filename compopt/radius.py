@@ -164,8 +164,8 @@ class RadiusAdamW(CompressedOptimizer):
             gradient.
         payload_dtype: dtype on the wire (None: the gradient's), as a name, "bfloat16", or as the
             torch.dtype of that name; groups keep the name. What rounding to a narrower one takes
-            off compressed tensors is kept in ``residual``. "int8" sends 1 byte a value and a scale
-            for each 128, rounded at random without bias.
+            off compressed tensors is kept in ``residual``. "int8" sends 1 byte a value and "int4"
+            half of one, and a scale for each 128, rounded at random without bias.
         when: "always", or "auto": time dense and compressed steps at the start, and stay dense
             where compression does not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where

@@ -39,7 +39,7 @@ class Form:
     options: dict[str, Any]
     says: str = ""
     base: str = ""  # of Separate: the optimizer that it wraps
-    payloads: tuple[str, ...] = ("int8", "bfloat16")
+    payloads: tuple[str, ...] = ("int8", "int4", "bfloat16")
 
     @property
     def name(self) -> str:

@@ -53,7 +53,7 @@ REFUSED = (  # what a class may say to what is drawn
 class Example:
     case: Case
     dtype: torch.dtype
-    payload: torch.dtype | None
+    payload: torch.dtype | str | None
     backend: str
     ranks: int
     groups: list[dict[str, Any]]  # each with the shapes and the layouts of its tensors
@@ -77,7 +77,7 @@ def examples(draw, case: Case, lossless: bool) -> Example:
     known = inspect.signature(case.cls).parameters
     rest = COMMON if lossless else OPTIONS | COMMON
     options = {name: draw(st.sampled_from(values)) for name, values in rest.items() if name in known or name in COMMON}
-    payloads = [None, None, torch.bfloat16, torch.float16, torch.int8] if "payload_dtype" in known else [None]
+    payloads = [None, None, torch.bfloat16, torch.float16, "int8", "int4"] if "payload_dtype" in known else [None]
     low = LOW[:1] if case.build else LOW  # torch's AdamW itself divides 0 by 0 in float16, where its eps is 0
     return Example(
         case,

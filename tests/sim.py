@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compopt._wire.comm import Comm
-from compopt._wire.int8_mean import QuantisedMean
+from compopt._wire.quantised_mean import QuantisedMean
 from compopt._wire.requests import (
     AllGather,
     AllReduceMean,

@@ -15,7 +15,7 @@ SHAPES = [(64, 80), (80,), (128, 64), (260, 512), (10, 10), (65, 81)]  # the las
 FEW = SHAPES[:2]  # for Triton's interpreter, which takes seconds for the others
 
 
-def audit(case, ranks: int, payload_dtype: torch.dtype | None, shapes: list[tuple[int, ...]]) -> set[str]:
+def audit(case, ranks: int, payload_dtype: torch.dtype | str | None, shapes: list[tuple[int, ...]]) -> set[str]:
     """Train on noise, with every tensor absent now and then; the phases it went through."""
     said = {} if payload_dtype is None else {"payload_dtype": payload_dtype}
 
@@ -52,13 +52,14 @@ def test_gradients_are_conserved(case, backend, ranks):
 
 
 @every
-def test_what_a_payload_in_int8_rounds_off_is_owed(case, backend):
+@pytest.mark.parametrize("payload", ["int8", "int4"])
+def test_what_a_payload_in_codes_rounds_off_is_owed(case, backend, payload):
     if backend == "triton":
         pytest.skip("rounding is not a kernel's work")
     if "payload_dtype" not in inspect.signature(case.cls).parameters:
         pytest.skip("sends what the gradients are")
     try:
-        audit(case, 3, torch.int8, SHAPES)
+        audit(case, 3, payload, SHAPES)
     except ValueError as error:
         assert "payload_dtype" in str(error)
-        pytest.skip("refuses int8")
+        pytest.skip("refuses codes")

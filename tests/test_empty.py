@@ -25,13 +25,13 @@ TRACKED = [
     for case in CASES
     if case.cls in (compopt.Separate, compopt.SeparateAdam)
 ]
-DTYPES = [None, torch.int8, torch.bfloat16, torch.float16]
+DTYPES = [None, torch.int8, "int4", torch.bfloat16, torch.float16]
 
 
-def takes(case: Case, dtype: torch.dtype | None) -> bool:
+def takes(case: Case, dtype: torch.dtype | str | None) -> bool:
     if dtype is None or case.cls is compopt.AdamS:
         return dtype is None
-    return dtype != torch.int8 or not (case.cls is compopt.TagcAdamW or case.compressed.get("sharded"))
+    return dtype not in (torch.int8, "int4") or not (case.cls is compopt.TagcAdamW or case.compressed.get("sharded"))
 
 
 class Shapes(nn.Module):

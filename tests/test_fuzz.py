@@ -104,7 +104,8 @@ def reference(run: Run) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
 def rounding(example: Example, p: torch.Tensor, steps: int) -> torch.Tensor:
     """How far parameters may be off: rounded gradients in an update of about lr, and rounded themselves."""
     wire = example.payload or example.dtype
-    of_gradient = 1 / 400 if wire == torch.int8 else torch.finfo(wire).eps
+    steps_of_codes = {"int8": 127, "int4": 7}
+    of_gradient = 127 / 400 / steps_of_codes[wire] if wire in steps_of_codes else torch.finfo(wire).eps
     of_parameter = torch.finfo(example.dtype).eps * (steps if example.case.build or example.dtype not in LOW else 1)
     if example.case.build:
         of_gradient = max(of_gradient, torch.finfo(example.dtype).eps)

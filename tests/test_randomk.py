@@ -87,7 +87,7 @@ def test_positions_are_alike_on_ranks_and_others_in_every_step():
                 assert len(a) == round(0.2 * n) == len(a.unique()) and torch.equal(a, a.sort().values)
 
 
-@pytest.mark.parametrize("payload_dtype", [None, torch.int8])
+@pytest.mark.parametrize("payload_dtype", [None, "int8", "int4"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_bfloat16_parameters_conserve_gradients_too(backend, ranks, payload_dtype):
     """What ranks add up in bfloat16 rounds once more, which nobody can owe: at one rank nothing is lost."""
@@ -106,7 +106,7 @@ def test_bfloat16_parameters_conserve_gradients_too(backend, ranks, payload_dtyp
                 p.grad = g
         books = Ledger(CASE, optimizers)
         step(world, params, optimizers, grads)
-        exact = ranks == 1 or payload_dtype == torch.int8
+        exact = ranks == 1 or payload_dtype in ("int8", "int4")
         assert books.check(optimizers) < (2e-5 if exact else 2**-7), t
         for p, entry in optimizers[0].state.items():
             assert torch.equal(entry["master"].bfloat16(), p.detach())

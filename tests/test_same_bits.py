@@ -11,11 +11,12 @@ RADIUS, SCAPE = all_cases.FORMS[0], all_cases.FORMS[2]
 CASES = [
     all_cases.Case(RADIUS, "torch", "float32", 2, all_cases.TINY, steps=10),
     all_cases.Case(SCAPE, "torch", "payload int8", 3, all_cases.TINY, steps=10),
+    all_cases.Case(SCAPE, "torch", "payload int4", 3, all_cases.TINY, steps=10),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:gradients were changed")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.form.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.form.name}, {case.precision}")
 def test_two_runs_are_equal_and_a_change_is_told_with_its_step(case, monkeypatch):
     before, again = bits_run.run(case), bits_run.run(case)
     assert check.differences(before, again, set()) == []

@@ -81,9 +81,9 @@ def test_the_two_errors_have_one_mean():
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [None, torch.int8, "int4"], ids=str)
 def test_what_came_is_what_was_applied_and_what_is_kept(ranks, dtype):
-    """The mean of g + e is the averaged gradient plus the mean of the new e, to float32, int8 included."""
+    """The mean of g + e is the averaged gradient plus the mean of the new e, to float32, codes included."""
     world, params, optimizers = make(ranks, payload_dtype=dtype)
     for own in (group for optimizer in optimizers for group in optimizer.base.param_groups):
         own.update(lr=1.0, momentum=0.0)
@@ -137,7 +137,7 @@ def test_what_is_tracked():
 
 def test_bytes_are_rank_times_the_sides():
     p = nn.Parameter(torch.zeros(960, 320))
-    for dtype, size in ((None, 4), (torch.int8, 1 + 4 / 128)):
+    for dtype, size in ((None, 4), (torch.int8, 1 + 4 / 128), ("int4", 1 / 2 + 4 / 128)):
         optimizer = compopt.SeparateAdam([p], projection="tracked", rank=16, payload_dtype=dtype)
         p.grad = torch.ones_like(p)
         optimizer.step()

@@ -85,18 +85,18 @@ class Bucket(Kept):
         """An empty payload with ``lengths[i]`` elements for tensor i.
 
         The next one for this ``use`` has its memory. ``sent_as``: on the wire; as the gradients
-        where it is None. int8 is for the wire only, see ``int8_mean``.
+        where it is None. int8 and int4 are for the wire only, see ``quantised_mean``.
         """
         size = len(self.params) + len(self.control) + sum(lengths)
-        seed = (self.group["step"], self.index, use) if bits_of(sent_as) else None
+        bits = bits_of(sent_as)
+        seed = (self.group["step"], self.index, use) if bits else None
         dtype = self.wide if seed else dtype_of(sent_as) or self.grad_dtype
         message = self._memory(f"message {use}", size, dtype)
         dropped = None
         if seed or self.rounds:
             dropped = self._memory(f"dropped {use}", sum(lengths), self.wide)
-        payload = Payload(
-            message, len(self.params), len(self.control), lengths, seed, dropped, self.scratch
-        )
+        words = len(self.params), len(self.control)
+        payload = Payload(message, *words, lengths, seed, dropped, self.scratch, bits or 8)
         self._write_control(payload)
         return payload
 

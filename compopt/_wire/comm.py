@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .board import Board
-from .int8_mean import QuantisedMean
+from .quantised_mean import QuantisedMean
 from .requests import (
     AllGather,
     AllReduceMean,

@@ -11,11 +11,11 @@ from typing import Literal, TypeAlias
 import torch
 
 PayloadDtype: TypeAlias = (
-    torch.dtype | Literal["float64", "float32", "bfloat16", "float16", "int8"] | None
+    torch.dtype | Literal["float64", "float32", "bfloat16", "float16", "int8", "int4"] | None
 )
 
 # Rounded to so many bits, with a scale for every row: for the wire only.
-BITS = {"int8": 8}
+BITS = {"int8": 8, "int4": 4}
 FLOATS = {
     "float64": torch.float64,
     "float32": torch.float32,

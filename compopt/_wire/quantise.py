@@ -1,10 +1,10 @@
-"""int8 codes of flat values: rows of 128 that share a scale, stochastic rounding; and how a message
-is cut into rows.
+"""Codes of flat values, of 8 bits or of 4: rows of 128 that share a scale, stochastic rounding; how
+a message is cut into rows, and how codes of 4 bits lie in bytes.
 
-Rounding x in units of scale = (largest of the row) / 127 is floor(x / scale + u), u uniform in [0,
-1): unbiased. A row of zeros stays one; a row below 1.5e-36 becomes zeros; a row that is not finite
-becomes NaN. u comes from a table, entered at a place that follows from a seed, so that the same run
-rounds the same way on every machine.
+Rounding x in units of scale = (largest of the row) / 127, with 4 bits / 7, is floor(x / scale + u),
+u uniform in [0, 1): unbiased. A row of zeros stays one; a row whose scale is below 1.2e-38 becomes
+zeros; a row that is not finite becomes NaN. u comes from a table, entered at a place that follows
+from a seed, so that the same run rounds the same way on every machine.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from .scratch import Scratch
 
-# Values that share a scale: 4 bytes of it are 3 % of theirs.
+# Values that share a scale: 4 bytes of it are 3 % of theirs, with 4 bits 6 %.
 ROW = 128
-LARGEST = 127.0
+LARGEST = {8: 127.0, 4: 7.0}
 # Of scales: 1 / scale is finite.
 SMALLEST = torch.finfo(torch.float32).tiny
 # Numbers u, one of each 65536th.
@@ -70,11 +70,16 @@ def rows_of(n: int) -> int:
     return -(-n // ROW)
 
 
-def wire_bytes(lengths: list[int], words: int) -> int:
+def code_bytes(n: int, bits: int) -> int:
+    """Bytes of n codes."""
+    return -(-n * bits // 8)
+
+
+def wire_bytes(lengths: list[int], words: int, bits: int) -> int:
     """Bytes of a payload as codes, scales and ``words`` words of float32: what a rank sends of it
     each way.
     """
-    return sum(lengths) + 4 * (sum(map(rows_of, lengths)) + words)
+    return code_bytes(sum(lengths), bits) + 4 * (sum(map(rows_of, lengths)) + words)
 
 
 @lru_cache(maxsize=256)
@@ -168,22 +173,23 @@ def quantise(
     dropped: Tensor,
     seed: tuple[int, ...],
     scratch: Scratch,
+    bits: int,
 ) -> None:
-    """Round (rows, 128) values to ``codes``, int8, in units of ``scales``, float32; ``dropped`` (x
-    itself, or of its shape) gets what rounding took off.
+    """Round (rows, 128) values to ``codes`` of so many bits, each in an int8, in units of
+    ``scales``, float32; ``dropped`` (x itself, or of its shape) gets what rounding took off.
     """
-    place, noise = _place(seed), _table(x.dtype, x.device)
+    place, noise, most = _place(seed), _table(x.dtype, x.device), LARGEST[bits]
     for number, a in enumerate(range(0, len(x), BLOCK)):
         x_, scale, drop = x[a : a + BLOCK], scales[a : a + BLOCK], dropped[a : a + BLOCK]
         t = scratch("block", x_.numel(), x.dtype, x.device).view(x_.shape)
         largest = torch.abs(x_, out=t).amax(1)
-        scale.copy_(largest.div_(LARGEST).masked_fill_(largest < SMALLEST, 0))
+        scale.copy_(largest.div_(most).masked_fill_(largest < SMALLEST, 0))
         # inf becomes NaN.
         scale.add_(scale - scale)
         unit = scale.to(x.dtype).unsqueeze(1)
         at = (place + 40503 * number) % TABLE
         torch.mul(x_, torch.where(unit > 0, 1 / unit, 0), out=t)
-        t.add_(noise[at : at + x_.numel()].view(x_.shape)).floor_().clamp_(-LARGEST, LARGEST)
+        t.add_(noise[at : at + x_.numel()].view(x_.shape)).floor_().clamp_(-most, most)
         codes[a : a + BLOCK].copy_(t)
         torch.sub(x_, t.mul_(unit), out=drop)
 
@@ -191,6 +197,26 @@ def quantise(
 def dequantise(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
     """Values of ``codes`` in units of ``scales``."""
     return out.copy_(codes).mul_(scales.unsqueeze(1))
+
+
+def pack(codes: Tensor, out: Tensor) -> None:
+    """Codes of 4 bits, each in an int8, into half as many bytes: a byte is a code of the first half
+    + 16 times one of the second.
+    """
+    half = len(out)
+    out.copy_(codes[:half])
+    out[: len(codes) - half].add_(codes[half:], alpha=16)
+
+
+def unpack(packed: Tensor, out: Tensor) -> Tensor:
+    """The other way round: codes are in -7 to 7, so that rounding a 16th of a byte tells the second
+    half.
+    """
+    half = len(packed)
+    first, second = out[:half].copy_(packed), out[half:]
+    torch.add(packed[: len(second)], 8, out=second).bitwise_right_shift_(4)
+    first[: len(second)].sub_(second, alpha=16)
+    return out
 
 
 def _place(seed: tuple[int, ...]) -> int:

@@ -30,10 +30,10 @@ class Payload:
     bucket of a step stale payloads, and settings.
 
     ``dropped``, as long as the body: what rounding took off this rank's share, where what is sent
-    of compressed tensors is rounded. With a ``seed`` the body travels as int8 (see ``int8_mean``),
-    rounded as the seed says; ``dropped`` is known when the payload has been averaged. In a dtype
-    that is too narrow for what is sent, values are written to ``exact``, and ``round`` makes the
-    message of them.
+    of compressed tensors is rounded. With a ``seed`` the body travels as codes of ``bits`` bits
+    (see ``quantised_mean``), rounded as the seed says; ``dropped`` is known when the payload has
+    been averaged. In a dtype that is too narrow for what is sent, values are written to ``exact``,
+    and ``round`` makes the message of them.
     """
 
     def __init__(
@@ -45,8 +45,9 @@ class Payload:
         seed: tuple[int, ...] | None = None,
         dropped: Tensor | None = None,
         scratch: Scratch | None = None,
+        bits: int = 8,
     ):
-        self.flat, self.seed, self.dropped = flat, seed, dropped
+        self.flat, self.seed, self.dropped, self.bits = flat, seed, dropped, bits
         self.scratch = scratch or Scratch()
         self.header = flat[:tensors]
         self.control = flat[tensors : tensors + control]
@@ -76,13 +77,14 @@ class Payload:
         """Bytes of it on the wire."""
         if self.seed is None:
             return self.flat.numel() * self.flat.element_size()
-        return wire_bytes([len(part) for part in self.parts], len(self.flat) - len(self.body))
+        words = len(self.flat) - len(self.body)
+        return wire_bytes([len(part) for part in self.parts], words, self.bits)
 
 
 @dataclass(slots=True)
 class AllReduceMean:
     """Mean over ranks, in place. Resumed with the same payload or tensor. A payload with a seed
-    travels as int8.
+    travels as codes.
 
     ``more``: another exchange follows before Agree; in backward the runtime does not wait for the
     step to go on.

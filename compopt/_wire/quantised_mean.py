@@ -1,9 +1,9 @@
-"""The mean of a payload over ranks, with int8 on the wire, between the collectives that carry it.
+"""The mean of a payload over ranks, with codes on the wire, between the collectives that carry it.
 
 Two stages. The rows of a payload are dealt to the N ranks in chunks. Every rank rounds its payload
-to int8 and sends each chunk to the rank that owns it, which adds the N up in floating point and
-rounds their mean; then all gather the chunks. So 1 byte a value, and the scales, travel each way,
-and all ranks hold the same bits.
+to codes and sends each chunk to the rank that owns it, which adds the N up in floating point and
+rounds their mean; then all gather the chunks. So 1 byte a value (int8), or half of one (int4), and
+the scales, travel each way, and all ranks hold the same bits.
 
 What rounding takes off is not lost: ``Payload.dropped`` holds, on every rank, what it meant to send
 less what the others got of it. A chunk's owner also holds there N times what rounding the mean took
@@ -22,7 +22,18 @@ import functools
 import torch
 from torch import Tensor
 
-from .quantise import ROW, dequantise, join, layout, quantise, spread
+from .quantise import (
+    ROW,
+    Chunk,
+    code_bytes,
+    dequantise,
+    join,
+    layout,
+    pack,
+    quantise,
+    spread,
+    unpack,
+)
 from .requests import Payload
 
 
@@ -38,9 +49,11 @@ class QuantisedMean:
 
     def __init__(self, payload: Payload, rank: int, ranks: int):
         if payload.seed is None or payload.dropped is None:
-            raise ValueError("payload has no seed, or nowhere to put what int8 drops: give both.")
+            raise ValueError(
+                "payload has no seed, or nowhere to put what rounding drops: give both."
+            )
         self.payload, self.rank, self.ranks, self.scratch = payload, rank, ranks, payload.scratch
-        self.seed, self.dropped = payload.seed, payload.dropped
+        self.seed, self.dropped, self.bits = payload.seed, payload.dropped, payload.bits
         self.layout = layout(tuple(len(part) for part in payload.parts), ranks)
         self.words = len(payload.header) + len(payload.control)
 
@@ -60,7 +73,7 @@ class QuantisedMean:
                 chunk.first_row : chunk.first_row + chunk.rows
             ]
             rows = codes[chunk.first_row : chunk.first_row + chunk.rows]
-            join(rows, chunk.pieces, own_codes[number])
+            self._write(rows, chunk, own_codes[number])
         return out
 
     def second(self, received: Tensor) -> Tensor:
@@ -75,23 +88,16 @@ class QuantisedMean:
         )
         total.zero_()
         for rank in range(self.ranks):
-            rows = spread(
-                codes[rank, : chunk.stop - chunk.start],
-                chunk.pieces,
-                chunk.rows,
-                "codes",
-                self.scratch,
-            )
+            rows = self._read(codes[rank], chunk)
             total.add_(dequantise(rows, scales[rank, : chunk.rows], value))
         total.div_(self.ranks)
 
         out = torch.zeros(1, self._size(0), dtype=torch.uint8, device=received.device)
         _, scales, codes = self._fields(out, 0)
         rows = self.scratch("codes", chunk.rows * ROW, torch.int8, received.device).view(-1, ROW)
-        quantise(
-            total, rows, scales[0, : chunk.rows], total, (*self.seed, self.rank, 2), self.scratch
-        )
-        join(rows, chunk.pieces, codes[0])
+        seed = (*self.seed, self.rank, 2)
+        quantise(total, rows, scales[0, : chunk.rows], total, seed, self.scratch, self.bits)
+        self._write(rows, chunk, codes[0])
         mine = self.dropped[chunk.start : chunk.stop]
         for at, row, n in chunk.pieces:
             mine[at : at + n].add_(total.view(-1)[ROW * row : ROW * row + n], alpha=self.ranks)
@@ -102,9 +108,7 @@ class QuantisedMean:
         _, scales, codes = self._fields(gathered, 0)
         for number, chunk in enumerate(self.layout.chunks):
             out = body[chunk.start : chunk.stop]
-            rows = spread(
-                codes[number, : len(out)], chunk.pieces, chunk.rows, "codes", self.scratch
-            )
+            rows = self._read(codes[number], chunk)
             value = (
                 out.view(-1, ROW)
                 if len(out) == chunk.rows * ROW
@@ -118,17 +122,37 @@ class QuantisedMean:
         rest = self.dropped.view(-1, ROW) if x.data_ptr() == body.data_ptr() else x
         codes = self.scratch("codes", rows * ROW, torch.int8, body.device).view(-1, ROW)
         scales = self.scratch("scales", rows, torch.float32, body.device)
-        quantise(x, codes, scales, rest, (*self.seed, self.rank, 1), self.scratch)
+        seed = (*self.seed, self.rank, 1)
+        quantise(x, codes, scales, rest, seed, self.scratch, self.bits)
         join(rest, self.layout.pieces, self.dropped)
         return codes, scales
+
+    def _write(self, rows: Tensor, chunk: Chunk, out: Tensor) -> None:
+        """A chunk's codes into its place in a message."""
+        if self.bits == 8:
+            join(rows, chunk.pieces, out)
+            return
+        n = chunk.stop - chunk.start
+        codes = rows.view(-1)[:n]
+        if len(chunk.pieces) > 1:  # with gaps between them
+            codes = self.scratch("codes of a chunk", n, torch.int8, rows.device)
+            join(rows, chunk.pieces, codes)
+        pack(codes, out[: code_bytes(n, self.bits)])
+
+    def _read(self, message: Tensor, chunk: Chunk) -> Tensor:
+        """The other way round: rows of codes, until the next are read."""
+        n = chunk.stop - chunk.start
+        codes = message[: code_bytes(n, self.bits)]
+        if self.bits == 4:
+            codes = unpack(codes, self.scratch("codes of a chunk", n, torch.int8, message.device))
+        return spread(codes, chunk.pieces, chunk.rows, "codes", self.scratch)
 
     def _size(self, words: int) -> int:
         """Whole words, and at least one: a message without bytes could not be viewed as words and
         codes.
         """
-        return max(
-            4, 4 * (words + self.layout.scales) + self.layout.values + -self.layout.values % 4
-        )
+        codes = code_bytes(self.layout.values, self.bits)
+        return max(4, 4 * (words + self.layout.scales) + codes + -codes % 4)
 
     def _fields(self, message: Tensor, words: int) -> tuple[Tensor, Tensor, Tensor]:
         """Words, scales and codes of messages of shape (any, bytes)."""

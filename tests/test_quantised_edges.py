@@ -1,10 +1,10 @@
-"""int8 rounding at its edges: every random number, many blocks; and the mean of ranks that send the same."""
+"""Rounding at its edges: every random number, many blocks; and the mean of ranks that send the same."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from test_int8 import answer, rounded
+from test_quantised import answer, rounded
 
 from compopt._wire.quantise import BLOCK, ROW
 from compopt._wire.requests import Payload

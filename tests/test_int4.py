@@ -1,0 +1,127 @@
+"""int4 payloads by their definition: how codes lie in bytes and in messages, beside every length that matters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_quantised import answer, payloads
+
+from compopt._wire.quantise import ROW, code_bytes, pack, rows_of, unpack
+from compopt._wire.quantised_mean import QuantisedMean
+from compopt._wire.requests import Payload
+
+LENGTHS = [0, 1, 2, 3, 127, 128, 129, 255, 65535, 65536, 65537]
+every_length = pytest.mark.parametrize("n", LENGTHS)
+
+
+def decoded(packed: torch.Tensor, n: int) -> torch.Tensor:
+    """A byte is a code of the first half + 16 times one of the second, each in -7 to 7."""
+    first, second = [], []
+    for byte in packed.tolist():
+        low = (byte + 7) % 16 - 7
+        first.append(low)
+        second.append((byte - low) // 16)
+    return torch.tensor([*first, *second][:n], dtype=torch.int8)
+
+
+@every_length
+def test_two_codes_lie_in_a_byte(n):
+    codes = torch.randint(-7, 8, (n,), dtype=torch.int8, generator=torch.Generator().manual_seed(n))
+    packed = torch.full((code_bytes(n, 4),), 99, dtype=torch.int8)
+    assert len(packed) == (n + 1) // 2
+    pack(codes, packed)
+    assert torch.equal(decoded(packed, n), codes)
+    assert torch.equal(unpack(packed, torch.full((n,), 99, dtype=torch.int8)), codes)
+
+
+def test_every_pair_of_codes():
+    first, second = torch.cartesian_prod(*2 * [torch.arange(-7, 8, dtype=torch.int8)]).t()
+    codes, packed = torch.cat([first, second]), torch.empty(225, dtype=torch.int8)
+    pack(codes, packed)
+    assert len(packed.unique()) == 225 and torch.equal(unpack(packed, torch.empty_like(codes)), codes)
+
+
+def arrived(message: torch.Tensor, job: QuantisedMean, number: int) -> torch.Tensor:
+    """The values of one chunk in a first message, read by its definition: words, scales, bytes."""
+    chunk, words = job.layout.chunks[number], job.words
+    numbers = message[: 4 * (words + job.layout.scales)].view(torch.float32)
+    n = chunk.stop - chunk.start
+    codes = decoded(message[4 * (words + job.layout.scales) :].view(torch.int8)[: code_bytes(n, 4)], n)
+    values = torch.empty(n)
+    for at, row, length in chunk.pieces:
+        scales = numbers[words + row : words + row + rows_of(length)].repeat_interleave(ROW)[:length]
+        values[at : at + length] = codes[at : at + length] * scales
+    return values
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@every_length
+def test_what_a_message_says_and_what_was_dropped_are_what_was_meant(n, ranks):
+    lengths = [n, 5, 130]
+    payload = payloads(1, lengths, bits=4)[0]
+    meant = payload.body.clone()
+    job = QuantisedMean(payload, ranks - 1, ranks)
+    sent = job.first()
+    got = torch.cat([arrived(message, job, number) for number, message in enumerate(sent)])
+    torch.testing.assert_close(got + payload.dropped, meant)
+    largest = torch.cat(
+        [row.abs().max().repeat(len(row)) for part in meant.split(lengths) for row in part.split(ROW) if len(row)]
+    )
+    assert bool((payload.dropped.abs() <= 1.001 * largest / 7).all()), "less than one step of the scale"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@every_length
+def test_the_mean_beside_every_length(n, ranks):
+    sent = payloads(ranks, [n, 3], bits=4)
+    meant = torch.stack([payload.flat.clone() for payload in sent]).mean(0)
+    answer(sent)
+    assert all(torch.equal(payload.flat, sent[0].flat) for payload in sent)
+    lost = torch.stack([payload.dropped for payload in sent]).mean(0)
+    torch.testing.assert_close(sent[0].body + lost, meant[5:], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_is_not_finite_spoils_its_row_and_no_other(ranks, bad):
+    """Though its codes share bytes with those of other rows."""
+    sent, clean = payloads(ranks, [1000], bits=4), payloads(ranks, [1000], bits=4)
+    sent[0].body[300] = bad
+    answer(sent)
+    answer(clean)
+    row = torch.zeros(1000, dtype=torch.bool)
+    row[256:384] = True
+    for a, b in zip(sent, clean, strict=True):
+        assert a.body[row].isnan().all()
+        assert torch.equal(a.body[~row], b.body[~row])
+
+
+def test_the_same_seed_gives_the_same_bits_whatever_the_threads_and_defaults(monkeypatch):
+    def mean() -> torch.Tensor:
+        sent = payloads(3, [70_001, 300], bits=4)
+        answer(sent)
+        return torch.cat([sent[0].flat, *(payload.dropped for payload in sent)])
+
+    before, threads = mean(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 if threads > 1 else 3)
+        torch.set_default_dtype(torch.float64)
+        assert torch.equal(mean().float(), before)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_mean_is_unbiased(ranks):
+    x = torch.randn(256, generator=torch.Generator().manual_seed(1))
+    errors = []
+    for seed in range(600):
+        made = [Payload(torch.cat([torch.ones(5), x]), 3, 2, [256], (seed, 0), torch.empty(256), bits=4)
+                for _ in range(ranks)]  # fmt: skip
+        answer(made)
+        errors.append(made[0].body - x)
+    errors = torch.stack(errors)
+    moving = errors.std(0) > 0.3 * errors.std(0).max()
+    z = (errors.mean(0) / errors.std(0) * 600**0.5)[moving]
+    assert z.abs().max() < 5 and float(z.square().mean()) == pytest.approx(1, abs=0.35)
