@@ -33,7 +33,10 @@ def length(draw: random.Random) -> int:
 
 def optimizer_of(draw: random.Random):
     """A class and its options."""
-    common = {"payload_dtype": draw.choice([None, torch.bfloat16, torch.int8, "int4"]), "warmup_steps": draw.randrange(3)}
+    common = {
+        "payload_dtype": draw.choice([None, torch.bfloat16, torch.int8, "int4"]),
+        "warmup_steps": draw.randrange(3),
+    }
     common["max_grad_norm"] = draw.choice([None, 0.5])
     density = draw.choice(DENSITIES)
     kind = draw.choice(["RadiusAdamW", "ScapeAdamS", "TagcAdamW", "AdamS", "SeparateAdam"])
