@@ -6,6 +6,7 @@ from .adams import AdamS
 from .average import Average
 from .integrations import fsdp as _fsdp  # noqa: F401  (looks at every new optimizer)
 from .integrations.ddp import attach
+from .local import LocalSteps
 from .radius import RadiusAdamW
 from .scape import ScapeAdamS
 from .separate import Separate, SeparateAdam
@@ -16,6 +17,7 @@ __all__ = [
     "AdamS",
     "Average",
     "CommunicationError",
+    "LocalSteps",
     "RadiusAdamW",
     "ScapeAdamS",
     "Separate",

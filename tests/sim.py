@@ -73,6 +73,11 @@ class SimComm(Comm):
         self.world.ask(number, self.rank, request)
         return SimPending(self.world, number, self.rank, isinstance(request, BitOr) or getattr(request, "more", False))
 
+    def apart(self) -> SimComm:
+        """On a world beside this one, whose collectives have numbers of their own."""
+        self.world.beside = self.world.beside or World(self.size)
+        return self.world.beside.comms[self.rank]
+
     def __deepcopy__(self, memo: dict) -> SimComm:
         return self
 
@@ -87,6 +92,7 @@ class World:
         self.answers: dict[int, list[object]] = {}
         self.failing: set[tuple[int, int]] = set()
         self.failing_everywhere: set[int] = set()
+        self.beside: World | None = None
         self.log: list[tuple[str, list[Tensor]]] = []  # what every rank sent, when ``record`` is on
         self.record = False
 

@@ -33,6 +33,7 @@ class Case:
     bad: dict[str, list[Any]] = field(default_factory=dict)
     build: Callable[..., torch.optim.Optimizer] | None = None  # from params and options, where that is not ``cls``
     form: str = ""  # of a class that has several
+    local: bool = False  # ranks take steps of their own: they are equal when a round ends
     draws: bool = False  # rounds by random bits: minus a gradient is not rounded to minus what the gradient is
 
     @property
@@ -61,6 +62,10 @@ SCAPES = dict(betas=(0.9, 0.95), weight_decay=0.1)  # what AdamS's and SCAPE's a
 
 def averaging_adamw(params: Any, lr: float = 1e-3, weight_decay: float = 1e-2, maximize: bool = False, **options: Any):
     return compopt.Average(torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, maximize=maximize), **options)
+
+
+def local_adamw(params: Any, lr: float = 1e-3, weight_decay: float = 1e-2, maximize: bool = False, **options: Any):
+    return compopt.LocalSteps(torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, maximize=maximize), **options)
 
 
 def adams(params: Any, **options: Any) -> torch.optim.Optimizer:
@@ -134,6 +139,30 @@ CASES = [
         build=averaging_adamw,
         draws=True,
         bad={name: COMMON_BAD[name] for name in ("max_grad_norm", "payload_dtype")},
+    ),
+]
+
+LOCAL = [
+    Case(
+        compopt.LocalSteps,
+        compressed=dict(every=3, warmup_steps=2, every_warmup_steps=2, payload_dtype=torch.int8),
+        lossless=dict(warmup_steps=100, payload_dtype=None),
+        reference=torch.optim.AdamW,
+        build=local_adamw,
+        draws=True,
+        local=True,
+        bad={
+            "every": [0, 2.5],
+            "fragments": [0],
+            "delay": [-1, 31],
+            "mix": [1.0, -0.5],
+            "outer_lr": [0.0],
+            "outer_momentum": [1.0],
+            "warmup_steps": [-1],
+            "every_warmup_steps": [-1],
+            "max_grad_norm": [0.0],
+            "payload_dtype": [torch.int32],
+        },
     ),
 ]
 

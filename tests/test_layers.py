@@ -20,8 +20,9 @@ FLOORS = [
     ["advise"],
     ["probe"],
     ["integrations", "activations", "costmodel"],
+    ["local"],
     ["radius", "scape", "separate", "tagc", "adams", "average"],  # papers
-    ["_sharded", "_lowrank"],
+    ["_sharded", "_lowrank", "_local"],
     ["_sparse"],
     ["_engine"],
     ["_ops"],

@@ -21,6 +21,7 @@ from . import frozen, loading, meeting, recovery, saving, stepping
 from .engine import Engine
 from .face import Face, Group
 from .options import refuse
+from .owner import is_owned
 from .runtime import Runtime
 from .stats import Stats
 from .when import OPTIONS
@@ -49,7 +50,7 @@ class CompressedOptimizer(Optimizer, Face):
         self._check_defaults(defaults)
         super().__init__(params, defaults)
         self._engine.build()
-        for tell in constructed:
+        for tell in () if is_owned() else constructed:
             tell(self)
 
     def _check_defaults(self, defaults: dict[str, Any]) -> None:

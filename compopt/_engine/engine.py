@@ -25,6 +25,7 @@ from .._wire.comm import Comm, ProcessGroup, connect, copies_of, has_met_others,
 from . import checkpoint, frozen
 from .face import Face, Group
 from .handshake import Acquaintance
+from .owner import Owner
 from .runtime import Runtime
 from .settings import structure_of
 from .stats import Stats
@@ -64,6 +65,7 @@ class Engine:
         self.consolidated: int | None = None
         # buckets of before a rebind, while their shards are not yet cut again
         self.before: list[Bucket] | None = None
+        self._owner: weakref.ref[Owner] | None = None
         # integrations that wait for a step
         self.told_of_steps: list[Callable[[], None]] = []
 
@@ -74,6 +76,15 @@ class Engine:
         if face is None:
             raise ReferenceError("this engine's optimizer was deleted: use it while that lives.")
         return face
+
+    @property
+    def owner(self) -> Owner | None:
+        """Another optimizer, or a part of one, that owns this one and steps it."""
+        return None if self._owner is None else self._owner()
+
+    @owner.setter
+    def owner(self, owner: Owner) -> None:
+        self._owner = weakref.ref(owner)
 
     @property
     def name(self) -> str:

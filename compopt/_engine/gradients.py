@@ -48,9 +48,14 @@ def scale_back(engine: Engine, scale: float) -> None:
     finds.
     """
     _scale_by(engine, scale)
-    face = engine.face
+    drop_scale(engine)
+
+
+def drop_scale(engine: Engine) -> None:
+    """Take back what a GradScaler told the optimizer."""
     for name in ("grad_scale", "found_inf"):
-        delattr(face, name)
+        if hasattr(engine.face, name):
+            delattr(engine.face, name)
 
 
 def _scale_by(engine: Engine, factor: float) -> None:

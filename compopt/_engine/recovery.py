@@ -51,8 +51,9 @@ def rebind(engine: Engine, group: ProcessGroup | Comm | None) -> Turns[None]:
     tell_what_is_lost(engine, before, engine.comm.size)
 
 
-def catch_up(engine: Engine, comm: Comm) -> Turns[None]:
-    """Bring ranks that are one step behind to where the others are; their own residuals are lost.
+def catch_up(engine: Engine, comm: Comm, new: bool = False) -> Turns[None]:
+    """Bring ranks that are one step behind, or ``new``, to where the others are; their own
+    residuals are lost.
 
     A residual may have gone out with the step that the others applied, and must not go out again.
     Shards of the moments stay, one step behind.
@@ -65,7 +66,7 @@ def catch_up(engine: Engine, comm: Comm) -> Turns[None]:
     sharded = {name for bucket in engine.buckets for name in bucket.sharded}
     shared = list(_shared(saved, sharded.union(face.averaged_state)))
     words = torch.tensor(
-        [saved["param_groups"][0]["step"], len(shared)],
+        [-1 if new else saved["param_groups"][0]["step"], len(shared)],
         dtype=torch.int64,
         device=engine.device,
     )
@@ -74,7 +75,8 @@ def catch_up(engine: Engine, comm: Comm) -> Turns[None]:
     ahead, mine = max(steps), steps[comm.rank]
     if min(steps) == ahead:
         return
-    if min(steps) < ahead - 1 or len({count for _, count in rows}) > 1:
+    known = [step for step in steps if step >= 0]
+    if min(known) < ahead - 1 or len({count for _, count in rows}) > 1:
         raise ValueError(
             f"ranks have taken {steps} steps, and a rank can make up for one step only, not the "
             "first: load the same checkpoint on all of them."

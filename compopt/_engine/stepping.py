@@ -24,13 +24,7 @@ def step(engine: Engine) -> Turns[None]:
     """Take a step, as a generator that yields each collective it is about to wait for (the
     simulator's turns).
     """
-    if engine.retired:
-        raise RuntimeError(
-            f"this {engine.name} was replaced: an optimizer made later holds its "
-            "parameters and has their gradients now. Step that one, or call "
-            "compopt.attach(ddp_model, optimizer) to have this one back."
-        )
-    engine.refuse_half_step()
+    refuse(engine)
     comm = engine.comm  # first: state may have to be cut anew
     running = Step(engine, comm, engine.steps + 1)
     try:
@@ -51,6 +45,17 @@ def step(engine: Engine) -> Turns[None]:
         ) from error
     finally:
         running.problem = None  # whose frames hold this
+
+
+def refuse(engine: Engine) -> None:
+    """Raise where the optimizer may not be stepped."""
+    if engine.retired:
+        raise RuntimeError(
+            f"this {engine.name} was replaced: an optimizer made later holds its "
+            "parameters and has their gradients now. Step that one, or call "
+            "compopt.attach(ddp_model, optimizer) to have this one back."
+        )
+    engine.refuse_half_step()
 
 
 class Step:
@@ -88,6 +93,8 @@ class Step:
         yield from self._refuse(verdict)
         if comm.size > 1 and engine.known.alike.note(verdict.agreed["alike"]):
             engine.known.acquainted = False
+        if engine.owner and verdict.applied:
+            yield from engine.owner.before_commit()
         self._apply(verdict)
         engine.report(verdict, comm)
         self._time(verdict)
@@ -154,6 +161,8 @@ class Step:
         words: dict[str, Words] = {"settings": bits_of(settings)}
         if comm.size > 1:
             words["alike"] = self._sample()
+        if engine.owner:
+            words |= engine.owner.words()
         unfrozen = frozen.changed(engine)
         words["unfrozen"] = [float(unfrozen)]
         problem = self.problem
@@ -231,6 +240,8 @@ class Step:
         engine = self.engine
         engine.runtime.commit(verdict)
         engine.face.committed()
+        if engine.owner:
+            engine.owner.committed(verdict)
         for group in engine.option_groups:
             group["step"] += 1
         if engine.trial is not None and engine.trial.found:

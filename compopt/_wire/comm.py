@@ -96,6 +96,11 @@ class Pending:
                 self.forget()
         return self._finish()
 
+    @property
+    def ready(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return self.work is None or self.work.is_completed()
+
     def ends_within(self, seconds: float) -> bool:
         """Wait for no longer than this; whether it has ended, well or not.
 
@@ -145,6 +150,16 @@ class Comm:
         self.bytes_sent += bytes_of(request)
         what = f"{type(request).__name__} of {bytes_of(request)} bytes over {self.size} ranks"
         return self._start(request, what)
+
+    def apart(self) -> Comm:
+        """The same ranks in a process group of its own, for collectives that run beside others.
+
+        All of them must ask for it.
+        """
+        if self.size == 1:
+            return self
+        ranks = dist.get_process_group_ranks(self.group)
+        return Comm(dist.new_group(ranks, use_local_synchronization=True))
 
     def _start(self, request: Request, what: str) -> Pending:
         match request:

@@ -1,0 +1,51 @@
+"""An optimizer that another one owns and steps: what its engine asks of the owner.
+
+Nobody else steps it, so no integration hears of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from .._wire.control import Words
+from .turns import Turns
+from .verdicts import Verdict
+
+
+class Owner(Protocol):
+    """Who owns an optimizer."""
+
+    def settings(self) -> list[Any]:
+        """What else must be the same on all ranks, step for step."""
+
+    def words(self) -> dict[str, Words]:
+        """What else is averaged over ranks beside the gradients; in ``Verdict.agreed``."""
+
+    def before_commit(self) -> Turns[None]:
+        """Wait until the step may be applied, all ranks having agreed to."""
+
+    def committed(self, verdict: Verdict) -> None:
+        """The step is applied; this still belongs to it."""
+
+
+_being_made: ContextVar[bool] = ContextVar(
+    "compopt: an owned optimizer is being made", default=False
+)
+
+
+@contextmanager
+def making_own() -> Iterator[None]:
+    """Optimizers made in this block have an owner."""
+    token = _being_made.set(True)
+    try:
+        yield
+    finally:
+        _being_made.reset(token)
+
+
+def is_owned() -> bool:
+    """Whether the optimizer that is being made has an owner."""
+    return _being_made.get()

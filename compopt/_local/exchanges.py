@@ -1,0 +1,131 @@
+"""All fragments of a model, and their exchanges: which begins at a step, and which is applied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .._engine.turns import Turns
+from .._wire.comm import Comm
+from . import rounds
+from .fragments import Fragment, Outer, deal
+
+Group = dict[str, Any]
+
+
+class Exchanges:
+    """The fragments of one optimizer, in the order in which all ranks exchange them."""
+
+    def __init__(self, groups: list[Group], options: Group, outer: Outer):
+        self._outer = outer
+        self._connected: tuple[Comm, Comm] | None = None  # the ranks, and how they are reached
+        self._counted = 0
+        parts = deal(groups, options["fragments"])
+        self.fragments = [Fragment(part, n, outer) for n, part in enumerate(parts) if part]
+
+    def add(self, params: list[Tensor]) -> None:
+        """Parameters that have come later are a fragment of their own."""
+        if params:
+            self.fragments.append(Fragment(params, 0, self._outer))
+
+    @property
+    def on_their_way(self) -> list[Fragment]:
+        return [fragment for fragment in self.fragments if fragment.on_its_way]
+
+    def bytes_sent(self) -> int:
+        """Since it was last asked."""
+        if self._connected is None:
+            return 0
+        before, self._counted = self._counted, self._connected[1].bytes_sent
+        return self._counted - before
+
+    def connect(self, comm: Comm, delay: int, handed_over: bool) -> None:
+        """Exchange over these ranks; what runs beside others has a process group of its own.
+
+        ``handed_over``: DDP has left the gradients of this step as they are.
+        """
+        if self._connected is None or self._connected[0] is not comm:
+            self._connected = comm, comm.apart() if delay else comm
+            self._counted = self._connected[1].bytes_sent
+        for fragment in self.fragments:
+            fragment.connect(self._connected[1])
+            fragment.follow()
+            fragment.outer._engine.handed_over = handed_over
+
+    def poll(self) -> None:
+        """Go on with what is on its way, without waiting."""
+        if self._connected is not None:
+            for fragment in self.on_their_way:
+                fragment.poll()
+
+    def rejoin(self, new: bool) -> Turns[None]:
+        """Over other ranks, of which some lack what others have applied, or are ``new``."""
+        assert self._connected is not None
+        for fragment in self.fragments:
+            yield from fragment.rejoin(self._connected[1], new)
+
+    def give_up(self) -> None:
+        for fragment in self.on_their_way:
+            fragment.give_up()
+
+    def consolidate(self) -> Turns[None]:
+        """What is owed becomes its mean over ranks, but where an exchange is on its way."""
+        for fragment in self.fragments:
+            if not fragment.on_its_way:
+                yield from fragment.outer.consolidate_in_turns()
+
+    def residual_norm(self) -> float:
+        norms = [fragment.outer._engine.residual_norm() for fragment in self.fragments]
+        return float(sum(norm * norm for norm in norms) ** 0.5)
+
+    # Checkpoints
+
+    def saved(self) -> list[dict[str, Any]]:
+        return [fragment.saved() for fragment in self.fragments]
+
+    def load(self, saved: list[dict[str, Any]]) -> None:
+        """What ``saved`` returned.
+
+        Raises ValueError where it is of other fragments, or damaged.
+        """
+        try:
+            for fragment, theirs in zip(self.fragments, saved, strict=True):
+                fragment.load(theirs)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"loaded state dict has an outer optimizer that is damaged: {error!r}."
+            ) from error
+
+    def take(self, options: Group, settings: list[Any]) -> Turns[list[Fragment]]:
+        """The exchanges of the step that every rank has just taken on its own; those that were
+        applied.
+
+        ``options`` hold the round, which may end here.
+        """
+        t: int = options["step"]
+        steps = rounds.length(options, options["begun"] - options["warmup_steps"])
+        at, late = t - options["begun"], rounds.delay(options, steps)
+        for fragment in self.fragments:
+            fragment.due |= rounds.is_due(fragment.place, at, steps, options["fragments"])
+        if at >= steps:
+            options.update(round=options["round"] + 1, begun=t)
+        applied: list[Fragment] = []
+        for fragment in self.on_their_way:
+            if fragment.apply_at is None or fragment.apply_at <= t:
+                yield from fragment.finish()
+                applied.append(fragment)
+        for fragment in self.fragments:
+            if not fragment.due or fragment.on_its_way or fragment in applied:
+                continue
+            for other in self.on_their_way:  # begun late, after a failure
+                yield from other.finish()
+                applied.append(other)
+            fragment.said, fragment.mix = settings, options["mix"]
+            fragment.begin(t + late if late else None)
+            if late:
+                fragment.poll()
+            else:
+                yield from fragment.finish()
+                applied.append(fragment)
+        return applied

@@ -1,0 +1,300 @@
+"""A fragment: the tensors of a model that are exchanged together, and their anchors.
+
+An anchor is what a tensor was when ranks were last equal, in float32 where the tensor is below. The
+outer optimizer, one of ours, has the anchors for its parameters, and what a rank moved away from
+them for its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._engine.base import CompressedOptimizer
+from .._engine.owner import making_own
+from .._engine.recovery import catch_up
+from .._engine.turns import Turns
+from .._engine.verdicts import Verdict
+from .._state.buckets import local
+from .._state.tensors import laid_out_as
+from .._wire.comm import Comm, Pending
+from .._wire.control import Words
+
+Outer = Callable[[list[Tensor]], CompressedOptimizer]
+
+# what an exchange waits for when it could be applied, and is not yet to be
+HELD = Pending("an exchange whose time has not come", None, lambda: None)
+
+
+class Fragment:
+    """One fragment, and its exchange while that is on its way.
+
+    ``place``: which of a round's exchanges it takes part in. ``settings``: what else ranks must
+    have alike when they exchange it.
+    """
+
+    def __init__(self, params: list[Tensor], place: int, outer: Outer):
+        self.params, self.place = params, place
+        self.anchors = [anchor_of(p) for p in params]
+        with making_own():
+            self.outer = outer(list(self.anchors))
+        check_outer(self.outer, self.anchors)
+        begin_momentum(self.outer)
+        self.outer._engine.owner = self
+        self.said: list[Any] = []
+        self.mix = 0.0
+        self.applied = 0  # exchanges that this rank's parameters have in them
+        self.due = False  # to be exchanged at the next step
+        # the step at which what is on its way is applied
+        self.apply_at: int | None = None
+        self.lost = False  # this rank's parameters are not finite, and it takes the others'
+        self.norms = (0.0, 0.0)  # squared: the ranks' mean of their own, and that of their mean
+        self._turns: Generator[Pending, None, None] | None = None
+        self._waiting: Pending | None = None
+        self._error: Exception | None = None
+        self._open = True
+        self._squared = 0.0
+        self._moved: list[Tensor] = []
+
+    def connect(self, comm: Comm) -> None:
+        """Exchange over these ranks from now on."""
+        if self.outer._engine.group is not comm:
+            self.outer._engine.connect_to(comm)
+
+    # An exchange
+
+    @property
+    def on_its_way(self) -> bool:
+        return self._turns is not None
+
+    @torch.no_grad()
+    def begin(self, apply_at: int | None) -> None:
+        """Take what this rank moved, and begin to exchange it. None: it is applied at once."""
+        self.apply_at, self._open, self.due = apply_at, apply_at is None, True
+        self._differ()
+        self._turns = self.outer.step_in_turns()
+
+    def poll(self) -> None:
+        """Go on with what is on its way, as far as nobody has to wait; what goes wrong is told by
+        ``finish``.
+        """
+        while self._turns is not None and self._error is None and self._waiting is not HELD:
+            if self._waiting is not None and not self._waiting.ready:
+                return
+            try:
+                self._waiting = next(self._turns, HELD)
+            except Exception as error:
+                self._error = error
+
+    @torch.no_grad()
+    def finish(self) -> Turns[None]:
+        """Wait for what is on its way, and apply it.
+
+        Raises what became of it, with nothing applied; it is then begun anew at the next step.
+        """
+        assert self._turns is not None
+        self._open = True
+        try:
+            if self._error is not None:
+                raise self._error
+            if self._waiting is not None and self._waiting is not HELD:
+                yield self._waiting
+            yield from self._turns
+            self.due = False
+        finally:
+            self._let_go()
+
+    def give_up(self) -> None:
+        """Nothing that is on its way will come."""
+        if self._turns is not None:
+            self._turns.close()
+            self.outer._engine.runtime.forget()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._turns = self._waiting = self._error = None
+        self._moved = []
+        for anchor in self.anchors:
+            anchor.grad = None
+
+    def _differ(self) -> None:
+        """The anchors' gradients: anchor - w. A tensor that cannot have moved has none."""
+        found: list[Tensor] = []
+        for p, anchor in zip(self.params, self.anchors, strict=True):
+            anchor.requires_grad_(p.requires_grad)
+            anchor.grad = None
+            start, w = rounded(anchor, p), local(p.detach())
+            if p.requires_grad and not (p.grad is None and torch.equal(start, w)):
+                moved = start.to(anchor.dtype) - w
+                anchor.grad = laid_out_as(anchor.detach(), moved)
+                found.append(moved)
+        norm = float(torch.nn.utils.get_total_norm(found)) if found else 0.0
+        self.lost = norm != norm or norm == float("inf")
+        self._squared = 0.0 if self.lost else norm * norm
+        if self.lost:
+            for anchor in self.anchors:
+                anchor.grad = None
+
+    # Checkpoints
+
+    def saved(self) -> dict[str, Any]:
+        """What is needed to go on; what is on its way begins anew, with the same differences."""
+        grads = [anchor.grad for anchor in self.anchors] if self.on_its_way else None
+        return {
+            "anchors": [anchor.detach() for anchor in self.anchors],
+            "outer": self.outer.state_dict(),
+            "applied": self.applied,
+            "due": self.due,
+            "differences": grads,
+            "apply_at": self.apply_at,
+            "squared": self._squared,
+            "lost": self.lost,
+        }
+
+    @torch.no_grad()
+    def load(self, saved: dict[str, Any]) -> None:
+        """What ``saved`` returned.
+
+        Raises ValueError where it is of other tensors.
+        """
+        theirs, ours = ([tuple(x.shape) for x in xs] for xs in (saved["anchors"], self.anchors))
+        if theirs != ours:
+            raise ValueError(
+                f"loaded state dict has anchors of shapes {theirs}, the optimizer's parameters "
+                f"are of {ours}."
+            )
+        for p, anchor, value in zip(self.params, self.anchors, saved["anchors"], strict=True):
+            if p.requires_grad:
+                anchor.copy_(value)
+        self.outer.load_state_dict(saved["outer"])
+        self.applied, self.due = saved["applied"], saved["due"]
+        if saved["differences"] is None:
+            return
+        self.apply_at, self._open = saved["apply_at"], saved["apply_at"] is None
+        self._squared, self.lost = saved["squared"], saved["lost"]
+        for anchor, grad in zip(self.anchors, saved["differences"], strict=True):
+            anchor.grad = None if grad is None else grad.clone()
+        self._turns = self.outer.step_in_turns()
+
+    @torch.no_grad()
+    def rejoin(self, comm: Comm, new: bool) -> Turns[None]:
+        """Over other ranks: who is ``new``, or lacks an exchange, takes the anchors."""
+        self.give_up()
+        engine = self.outer._engine
+        engine.runtime.forget()
+        engine.forget_chosen()
+        engine.connect_to(comm)
+        yield from catch_up(engine, comm, new)
+        if new or engine.steps != self.applied:
+            self.take_anchors()
+            self.applied, self.due = engine.steps, False
+
+    # What the outer optimizer asks of its owner
+
+    def settings(self) -> list[Any]:
+        return self.said
+
+    def words(self) -> dict[str, Words]:
+        return {"moved": [self._squared]}
+
+    def before_commit(self) -> Turns[None]:
+        while not self._open:
+            yield HELD
+        if self.apply_at is not None:
+            self._moved = [
+                moved_since(p, a) for p, a in zip(self.params, self.anchors, strict=True)
+            ]
+
+    def committed(self, verdict: Verdict) -> None:
+        """The anchors are the new ones: bring them to the parameters."""
+        self.norms = verdict.agreed["moved"][0], verdict.norm**2
+        self.take_anchors(self._moved)
+
+    def take_anchors(self, moved: list[Tensor] | None = None) -> None:
+        """w <- mix * w + (1 - mix) * anchor, of w when the exchange began; then what the rank moved
+        since.
+        """
+        for i, (p, anchor) in enumerate(zip(self.params, self.anchors, strict=True)):
+            w, new = local(p.detach()), local(anchor.detach())
+            since = moved[i] if moved and not self.lost else None
+            keeps = 0.0 if self.lost or moved is None else self.mix
+            if since is None and keeps == 0:
+                w.copy_(new)
+                continue
+            wide = w.to(new.dtype)
+            begun = wide if since is None else wide - since
+            mixed = torch.lerp(new, begun, keeps) if keeps else new
+            w.copy_(mixed if since is None else mixed + since)
+        self.applied += 1
+
+    # Tensors that are frozen or not
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """The anchor of a frozen parameter is the parameter itself; of one that was unfrozen it
+        becomes a tensor of its own.
+        """
+        for p, anchor in zip(self.params, self.anchors, strict=True):
+            if p.requires_grad and local(anchor).data_ptr() == local(p).data_ptr() and p.numel():
+                anchor.data = anchor_of(p).data
+
+
+def anchor_of(p: Tensor) -> nn.Parameter:
+    if not p.requires_grad:
+        return nn.Parameter(p.detach(), requires_grad=False)
+    return nn.Parameter(p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True))
+
+
+def rounded(anchor: Tensor, p: Tensor) -> Tensor:
+    """The anchor as the parameter shows it, which is where a rank begins a round."""
+    return local(anchor.detach()).to(p.dtype)
+
+
+def moved_since(p: Tensor, anchor: Tensor) -> Tensor:
+    """What a rank moved since the exchange began that is on its way."""
+    start = rounded(anchor, p).to(anchor.dtype)
+    moved = local(p.detach()).to(anchor.dtype) - start
+    return moved if anchor.grad is None else moved.add_(local(anchor.grad))
+
+
+def check_outer(outer: object, anchors: list[nn.Parameter]) -> None:
+    """Raise where what was made for the anchors cannot exchange them."""
+    if not isinstance(outer, CompressedOptimizer):
+        raise TypeError(
+            f"outer must make an optimizer of compopt, got {type(outer).__name__}: e.g. lambda "
+            "params: compopt.Average(torch.optim.SGD(params, lr=0.7))."
+        )
+    theirs = [p for group in outer.param_groups for p in group["params"]]
+    if len(theirs) != len(anchors) or any(map(lambda p, q: p is not q, theirs, anchors)):
+        raise ValueError("outer must step all parameters that it is given, in their order.")
+
+
+def begin_momentum(outer: CompressedOptimizer) -> None:
+    """torch's SGD makes its momentum in its first step: of zeros that is the same, and a rank that
+    joins later then has as many tensors as the others.
+    """
+    base = getattr(outer, "base", None)
+    if not isinstance(base, torch.optim.SGD):
+        return
+    for group in base.param_groups:
+        if group["momentum"] and not group["dampening"]:
+            for p in group["params"]:
+                base.state[p].setdefault("momentum_buffer", torch.zeros_like(p.detach()))
+
+
+def deal(groups: list[dict[str, Any]], fragments: int) -> list[list[Tensor]]:
+    """The parameters of every group, in order, in so many parts of about equal bytes.
+
+    Those of all groups at the same place are together: groups mostly divide layers in two.
+    """
+    dealt: list[list[Tensor]] = [[] for _ in range(fragments)]
+    for group in groups:
+        sizes = [p.numel() * p.element_size() for p in group["params"]]
+        total, before = max(1, sum(sizes)), 0
+        for p, size in zip(group["params"], sizes, strict=True):
+            dealt[(2 * before + size) * fragments // (2 * total + 1)].append(p)
+            before += size
+    return dealt

@@ -1,0 +1,28 @@
+"""The options of local steps: what they may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._engine.options import check_compress, check_payload, require
+
+
+def check(group: dict[str, Any]) -> None:
+    """Raise where an option of a group is out of its range."""
+    check_payload(group)
+    check_compress(group)
+    for name, least in LEAST.items():
+        good = is_count(group[name]) and group[name] >= least
+        require(good, name, group[name], f"an integer >= {least}")
+    for name in ("mix", "outer_momentum"):
+        require(0 <= group[name] < 1, name, group[name], "in [0, 1)")
+    require(group["outer_lr"] > 0, "outer_lr", group["outer_lr"], "> 0")
+    delay, limit = group["delay"], group["every"] // group["fragments"]
+    require(delay <= limit, "delay", delay, f"at most every / fragments, {limit}")
+
+
+LEAST = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0, "delay": 0}
+
+
+def is_count(number: Any) -> bool:
+    return not isinstance(number, str) and int(number) == number

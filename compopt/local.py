@@ -1,0 +1,360 @@
+"""Local steps: ranks train on their own for a while, and then average what they moved (DiLoCo, and
+Streaming DiLoCo where fragments or a delay are asked for).
+
+Rank k, its parameters w_k, in fragments p = 0 to P - 1; anchors a_p are the same on all ranks, and
+a round is of H steps::
+
+    1  inner.step()                                     # every step, on the rank's own gradients
+    at step p * H // P of a round (0: its last)
+    2  d_k <- a_p - w_k
+    3  d <- mean over ranks of d_k, as the outer optimizer's class averages gradients
+    ``delay`` steps later, on all ranks or on none
+    4  a_p <- the outer optimizer steps a_p by d        # v <- mu v + d;  a_p <- a_p - lr (d + mu v)
+    5  w_k <- mix (w_k of line 2) + (1 - mix) a_p + what the rank moved since
+
+At first all gradients are averaged for ``warmup_steps``, as ``Average(inner)`` does, and rounds
+grow from 1 step to H over ``every_warmup_steps``. Lines 2 to 5 are ``_local.fragments.Fragment``.
+
+Where we differ: the papers lose what a rank moved while an exchange was on its way, in part (mix =
+.5) or whole (0). And d_k is taken from where the rank began: of parameters below float32 that is
+a_p as they show it, else rounding would pull anchors to what is shown of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._engine import gradients
+from ._engine.averages import Averages
+from ._engine.base import CompressedOptimizer
+from ._engine.face import Group
+from ._engine.handshake import gather
+from ._engine.recovery import catch_up, tell_what_is_lost
+from ._engine.stats import Stats
+from ._engine.stepping import refuse
+from ._engine.verdicts import Verdict
+from ._engine.weakly import weakly
+from ._engine.wrapping import Wrapping
+from ._local import inner as inner_step
+from ._local import options
+from ._local.exchanges import Exchanges
+from ._local.fragments import Fragment, Outer
+from ._local.stats import with_distances, with_rounds
+from ._state.buckets import Bucket, local
+from ._state.layouts import Layout, Prefix
+from ._wire.comm import Comm, Pending, ProcessGroup
+from ._wire.dtypes import PayloadDtype
+from ._wire.requests import Asking, CommunicationError
+from .average import Average, average
+
+
+class LocalSteps(Wrapping):
+    """Any torch optimizer, stepped by every rank on its own gradients; every so many steps ranks
+    average what they moved::
+
+        adamw = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        optimizer = compopt.LocalSteps(adamw, every=30, payload_dtype="int8")
+
+    ``param_groups`` are the inner optimizer's own, so LR schedulers act on it. Between exchanges
+    nothing crosses the network and parameters differ from rank to rank; they are equal when a round
+    ends, where all fragments are exchanged then and nothing is delayed. Moments stay on their rank.
+    On one process it is ``inner``.
+
+    Args:
+        inner: an optimizer over the model's parameters; one of this package (AdamS) is stopped from
+            averaging.
+        every: H, steps of a round.
+        outer: makes the optimizer, one of this package, that steps the anchors it is given, on what
+            ranks moved away from them. None: ``Average`` around ``torch.optim.SGD`` with Nesterov's
+            momentum, by ``payload_dtype``, ``outer_lr`` and ``outer_momentum``.
+        payload_dtype: of what is exchanged, and of gradients in the averaged start; as in
+            :class:`Average`.
+        outer_lr, outer_momentum: of the default ``outer``. 1 and 0: ranks average parameters.
+        fragments: P, parts of the model that are exchanged at different steps of a round.
+        delay: steps from the beginning of an exchange to its application; training goes on
+            meanwhile. At most every / fragments.
+        mix: what a rank keeps of its own parameters, in [0, 1); the rest is the new anchor.
+        warmup_steps: steps at the start in which gradients are averaged, as by :class:`Average`.
+        every_warmup_steps: steps after these in which rounds grow from 1 step to ``every``.
+        max_grad_norm: clips each rank's own gradient to this L2 norm; in the start the averaged
+            one.
+        process_group: the ranks to average over. None: the default group, or one process where
+            there is none.
+
+    State beside the inner optimizer's: in the outer one the anchors, its momentum and its
+    ``residual``, each as large as the parameters; ``residual`` of the averaged start, while that
+    lasts. What a rank moved is as large again while it is exchanged.
+
+    Raises:
+        TypeError: inner is no optimizer, or one that evaluates the model more than once a step
+            (LBFGS).
+        ValueError: inner compresses by itself; an option out of its range.
+    """
+
+    averaged_state = ("residual",)
+    _warned = False  # that parameters were not finite
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        every: int = 30,
+        *,
+        outer: Outer | None = None,
+        payload_dtype: PayloadDtype = "int8",
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float = 0.0,
+        warmup_steps: int = 0,
+        every_warmup_steps: int = 300,
+        max_grad_norm: float | None = None,
+        process_group: ProcessGroup | None = None,
+    ):
+        options: dict[str, Any] = dict(
+            every=every,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            fragments=fragments,
+            delay=delay,
+            mix=mix,
+            warmup_steps=warmup_steps,
+            every_warmup_steps=every_warmup_steps,
+            payload_dtype=payload_dtype,
+            max_grad_norm=max_grad_norm,
+            round=0,  # rounds that have ended
+            begun=0,  # the step after which the running one began
+        )
+        self._outer = outer
+        self._exchanges: Exchanges | None = None
+        super().__init__(inner, options, process_group)
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        return self.base
+
+    def check_group(self, group: Group) -> None:
+        options.check(group)
+
+    # The averaged start
+
+    def algorithm(self, bucket: Bucket) -> Asking[None]:
+        return average(bucket, self.ops, self._averages)
+
+    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
+        averages = self._averages_gradients
+
+        def size(p: Tensor) -> int:
+            return local(p).numel() if averages else 0
+
+        return {"residual": Prefix(bucket.wide, size, compressed_only=True, optional=True)}
+
+    @property
+    def _options(self) -> Group:
+        return self._own_groups[0]
+
+    @property
+    def _averages_gradients(self) -> bool:
+        """Whether the step that comes is one of the averaged start."""
+        h = self._options
+        return bool(h["step"] < h["warmup_steps"])
+
+    def gradients_ready(self, params: Iterable[Tensor]) -> None:
+        if self._averages_gradients:
+            super().gradients_ready(params)
+        elif self._exchanges is not None:
+            self._exchanges.poll()
+
+    # Local steps
+
+    def step_in_turns(self) -> Generator[Pending, None, None]:
+        if self._averages_gradients:
+            yield from super().step_in_turns()
+        else:
+            yield from self._local_step()
+
+    def _local_step(self) -> Generator[Pending, None, None]:
+        engine, h = self._engine, self._options
+        refuse(engine)
+        exchanges = self._connected(engine.comm)
+        params = [p for group in self.param_groups for p in group["params"]]
+        taken, norm = inner_step.take(engine, params, self.base, h["max_grad_norm"])
+        inner_step.count(engine, taken)
+        applied: list[Fragment] = []
+        try:
+            if exchanges is not None:
+                applied = yield from exchanges.take(h, self._said())
+        except CommunicationError as error:
+            gradients.drop_scale(engine)
+            raise CommunicationError(
+                f"step {engine.steps} was taken on rank {engine.comm.rank}, but not the exchange "
+                f"that follows it: {error}. It is tried again after the next step."
+            ) from error
+        finally:
+            engine.handed_over = False
+        self._report(taken, norm, applied)
+        self._warned = inner_step.mend(self.base, applied, engine, self._warned)
+        inner_step.watch_skips(engine, taken, self.max_skipped)
+
+    def _connected(self, comm: Comm) -> Exchanges | None:
+        """The fragments, over these ranks; none on one process."""
+        for group in self.param_groups[len(self._own_groups) :]:
+            self.add_param_group(group)  # somebody gave it to the inner optimizer
+        h = self._options
+        if comm.size == 1:
+            self._exchanges = None
+            h["begun"] = h["step"] + 1  # with other ranks a round begins after this step
+            return None
+        if self._exchanges is None:
+            self._engine.rebuild()  # without the start's residuals
+            self._averages = Averages()
+            h["begun"] = max(h["begun"], h["warmup_steps"])
+            self._exchanges = self._make(h)
+        self._exchanges.connect(comm, h["delay"], self._engine.handed_over)
+        return self._exchanges
+
+    def _make(self, h: Group) -> Exchanges:
+        return Exchanges(self.param_groups, h, self._outer or default_outer(h))
+
+    def _said(self) -> list[Any]:
+        """What ranks must have alike when they exchange."""
+        name, *groups = self._settings()
+        return [{"around it": name}, *groups]
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group to the inner optimizer; it is a fragment of its own.
+
+        All ranks must do so at the same step.
+        """
+        super().add_param_group(param_group)
+        if self._exchanges is not None:
+            self._exchanges.add(self.param_groups[-1]["params"])
+
+    # Stats
+
+    def _report(self, taken: bool, norm: float, applied: list[Fragment]) -> None:
+        engine, h = self._engine, self._options
+        phase = "exchanged" if applied else "local"
+        stats = Stats(
+            step=h["step"],
+            phase=phase if taken else "skipped",
+            bytes_sent=self._exchanges.bytes_sent() if self._exchanges else 0,
+            bytes_dense=sum(bucket.dense_bytes for bucket in self._buckets),
+            grad_norm=norm,
+            buckets=len(self._buckets),
+            skipped=engine.stats.skipped + (not taken),
+            reason="" if taken else "non-finite gradient on this rank",
+            residual_norm=weakly(self._owed),
+        )
+        at = h["step"] - h["begun"]
+        here = replace(with_rounds(stats, engine.stats), round=h["round"], steps_into_round=at)
+        engine.stats = with_distances(here, applied, self.comm.size)
+
+    def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
+        return with_rounds(stats, self._engine.stats)
+
+    def _owed(self) -> float:
+        return self._exchanges.residual_norm() if self._exchanges else 0.0
+
+    # Other ranks
+
+    @torch.no_grad()
+    def rebind_in_turns(
+        self, process_group: ProcessGroup | Comm | None = None
+    ) -> Generator[Pending, None, None]:
+        engine, h = self._engine, self._options
+        before = engine.connection.size if engine.connection else 0
+        self._give_up()
+        engine.runtime.forget()
+        engine.connect_to(process_group)
+        comm, new = engine.comm, self._exchanges is None
+        words = [h["step"], h["round"], h["begun"], not new]
+        message = torch.tensor(words, dtype=torch.int64, device=engine.device)
+        rows: list[list[int]] = (yield from gather(message, comm)).tolist()
+        if not any(row[-1] for row in rows):  # in the averaged start
+            yield from catch_up(engine, comm)
+        else:
+            step, rounds, begun = max(row[:-1] for row in rows if row[-1])
+            for group in self._own_groups:
+                group.update(step=step, round=rounds, begun=begun)
+            exchanges = self._connected(comm)
+            if exchanges is not None:
+                yield from exchanges.rejoin(new)
+        tell_what_is_lost(engine, before, comm.size)
+
+    def consolidate_in_turns(self) -> Generator[Pending, None, None]:
+        yield from super().consolidate_in_turns()
+        if self._exchanges is not None:
+            yield from self._exchanges.consolidate()
+
+    def _give_up(self) -> None:
+        if self._exchanges is not None:
+            self._exchanges.give_up()
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, of our own options, with the inner optimizer's ``state_dict()`` under "base",
+        and under "outer" for every fragment its anchors, its outer optimizer's ``state_dict()``,
+        and what is on its way.
+
+        No communication.
+        """
+        saved = super().state_dict()
+        if self._exchanges is not None:
+            saved["outer"] = self._exchanges.saved()
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load all of it. A checkpoint without "base" is taken for the inner optimizer's own: then
+        all begins anew.
+
+        Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
+        """
+        saved = state_dict.get("outer") if isinstance(state_dict, dict) else None
+        exchanges = None
+        if saved is not None:
+            exchanges = self._make({**self._options, **self._groups_of(state_dict)[0]})
+            exchanges.load(saved)
+        super().load_state_dict(state_dict)
+        self._give_up()
+        self._exchanges = exchanges
+
+    def _begin_anew(self) -> None:
+        for group in self._own_groups:
+            group.update(round=0, begun=0)
+        super()._begin_anew()
+
+    def _contents(self) -> dict[str, Any]:
+        return {
+            **super()._contents(),
+            "_outer": self._outer,
+            "_exchanges": None,
+            "_fragments": self._exchanges.saved() if self._exchanges else None,
+        }
+
+    @torch.no_grad()
+    def _revive(self, contents: dict[str, Any], group: ProcessGroup | Comm | None) -> None:
+        contents = dict(contents)
+        saved = contents.pop("_fragments")
+        super()._revive(contents, group)
+        if saved is not None:
+            self._exchanges = self._make(self._options)
+            self._exchanges.load(saved)
+
+
+def default_outer(h: Group) -> Outer:
+    """SGD with Nesterov's momentum, on differences averaged whole."""
+    lr, momentum = h["outer_lr"], h["outer_momentum"]
+
+    def make(anchors: list[Tensor]) -> CompressedOptimizer:
+        sgd = torch.optim.SGD(anchors, lr=lr, momentum=momentum, nesterov=momentum > 0)
+        return Average(sgd, payload_dtype=h["payload_dtype"])
+
+    return make
