@@ -40,6 +40,7 @@ def measure(options: argparse.Namespace) -> list[dict]:
         warmup_steps=options.warmup,
         density_warmup_steps=0,
         mask_delay=options.mask_delay,
+        simulate=True,
     )
     data = corpus.batches(corpus.load()[0], batch=8, context=64, seed=1)
     rows = []

@@ -58,7 +58,14 @@ def norm(tensors: list[Tensor]) -> float:
 
 def scape(density: float) -> Callable:
     return lambda params: compopt.ScapeAdamS(
-        params, LR, (0.9, 0.95), density=density, warmup_steps=DENSE, density_warmup_steps=0, weight_decay=1e-2
+        params,
+        LR,
+        (0.9, 0.95),
+        density=density,
+        warmup_steps=DENSE,
+        density_warmup_steps=0,
+        weight_decay=1e-2,
+        simulate=True,
     )
 
 

@@ -60,6 +60,8 @@ def measure(size: str, row: str, pool: list[list[torch.Tensor]], profile: bool) 
     names = (row, FUSED)
     params = {name: [torch.nn.Parameter(0.02 * torch.randn(g.shape)) for g in pool[0]] for name in names}
     optimizers = {name: ROWS[name](params[name]) for name in names}
+    for optimizer in optimizers.values():
+        optimizer.simulate = True  # one process, the work of many
     seconds, (settle, steps) = {name: [] for name in names}, STEPS[size]
     for step in range(settle + steps):
         for name in names:

@@ -84,6 +84,8 @@ class Average(Wrapping):
         max_grad_norm: clips the averaged gradient to this L2 norm.
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
+        simulate: round on one process too, to see what many would do. Else, without other ranks,
+            a step is the base's.
 
     State beside the base's: ``residual``, as large as the parameter. Not saved: one averaged
     gradient as large as the parameters.
@@ -103,9 +105,10 @@ class Average(Wrapping):
         payload_dtype: PayloadDtype = None,
         max_grad_norm: float | None = None,
         process_group: ProcessGroup | None = None,
+        simulate: bool = False,
     ):
         options: dict[str, Any] = dict(payload_dtype=payload_dtype, max_grad_norm=max_grad_norm)
-        super().__init__(base, options, process_group)
+        super().__init__(base, options, process_group, simulate)
 
     def check_group(self, group: Group) -> None:
         check_payload(group)

@@ -89,7 +89,7 @@ def radius(bucket: Bucket, ops: Ops) -> Asking[None]:
 def phase_of(bucket: Bucket) -> str:
     """Lines 3, 7 and 12: what the coming step is."""
     h, t = bucket.group, bucket.group["step"] + 1
-    if t < dense_steps(h) or not any(bucket.compressed):
+    if t < dense_steps(bucket) or not any(bucket.compressed):
         return "dense"
     return "resample" if "mask" not in bucket.cache or t % h["interval"] == 0 else "sparse"
 
@@ -170,6 +170,8 @@ class RadiusAdamW(CompressedOptimizer):
             where compression does not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
+        simulate: compress on one process too, to see what many would do. Else, without other ranks,
+            a step is plain AdamW: nothing is selected, rounded or held back.
         offload: "residual" keeps it in host memory (pinned, with CUDA), 4 bytes an element. Tensor
             by tensor it passes through two device buffers as large as the largest; copies run
             beside the work on the tensor between.
@@ -203,6 +205,7 @@ class RadiusAdamW(CompressedOptimizer):
         payload_dtype: PayloadDtype = None,
         when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
+        simulate: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -227,7 +230,7 @@ class RadiusAdamW(CompressedOptimizer):
             when=when,
             maximize=maximize,
         )
-        super().__init__(params, defaults, process_group)
+        super().__init__(params, defaults, process_group, simulate)
 
     def check_group(self, group: Group) -> None:
         check_adam(group)

@@ -164,6 +164,8 @@ class ScapeAdamS(CompressedOptimizer):
             where compression does not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
+        simulate: compress on one process too, to see what many would do. Else, without other ranks,
+            a step is plain AdamS: nothing is selected, rounded or held back.
 
         sharded: each rank keeps the momentum of 1/N of the elements, dense (Algorithm 2). Gradients
             at the mask are reduced to the owner of each element, updated parameters at the mask
@@ -209,6 +211,7 @@ class ScapeAdamS(CompressedOptimizer):
         payload_dtype: PayloadDtype = None,
         when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
+        simulate: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -237,7 +240,7 @@ class ScapeAdamS(CompressedOptimizer):
             when=when,
             maximize=maximize,
         )
-        super().__init__(params, defaults, process_group)
+        super().__init__(params, defaults, process_group, simulate)
 
     def check_group(self, group: Group) -> None:
         check_adams(group)

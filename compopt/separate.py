@@ -123,6 +123,8 @@ class SeparateAdam(Projecting):
             where compression does not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
+        simulate: compress on one process too, to see what many would do. Else, without other ranks,
+            a step is plain AdamW: nothing is selected, rounded or held back.
 
     State beside AdamW's two moments: ``residual``, the error, as large as the parameter, for
     compressed tensors; of a tracked one also ``basis``, rank * columns.
@@ -155,6 +157,7 @@ class SeparateAdam(Projecting):
         when: Literal["always", "auto"] = "always",
         payload_dtype: PayloadDtype = None,
         process_group: ProcessGroup | None = None,
+        simulate: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -183,7 +186,7 @@ class SeparateAdam(Projecting):
             payload_dtype=payload_dtype,
             when=when,
         )
-        super().__init__(params, defaults, process_group)
+        super().__init__(params, defaults, process_group, simulate)
 
     def check_group(self, group: Group) -> None:
         check_adam(group)
@@ -246,6 +249,7 @@ class Separate(Wrapping, Projecting):
         when: Literal["always", "auto"] = "always",
         payload_dtype: PayloadDtype = None,
         process_group: ProcessGroup | None = None,
+        simulate: bool = False,
     ):
         options = dict(
             ratio=ratio,
@@ -262,7 +266,7 @@ class Separate(Wrapping, Projecting):
             when=when,
             payload_dtype=payload_dtype,
         )
-        super().__init__(base, {**options, "adapted": None, **OPTIONS}, process_group)
+        super().__init__(base, {**options, "adapted": None, **OPTIONS}, process_group, simulate)
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         return separate(bucket, self.projections(bucket), self._averages)

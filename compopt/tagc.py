@@ -98,7 +98,7 @@ def tagc(
 def sparsifies(bucket: Bucket) -> bool:
     """Whether the dense start is over, and there is anything to compress."""
     h = bucket.group
-    return h["step"] >= dense_steps(h) and bucket.shards.offsets[-1] > 0
+    return h["step"] >= dense_steps(bucket) and bucket.shards.offsets[-1] > 0
 
 
 def squared_norm_of(average: list[Averaged]) -> Tensor:
@@ -165,6 +165,8 @@ class TagcAdamW(CompressedOptimizer):
             where compression does not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
+        simulate: compress on one process too, to see what many would do. Else, without other ranks,
+            a step is plain AdamW: nothing is selected, rounded or held back.
 
     State: ``exp_avg`` and ``exp_avg_sq`` of this rank's part of each tensor, as vectors that may be
     empty, and ``residual``, as large as the parameter, of compressed tensors. After
@@ -198,6 +200,7 @@ class TagcAdamW(CompressedOptimizer):
         payload_dtype: PayloadDtype = None,
         when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
+        simulate: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -220,7 +223,7 @@ class TagcAdamW(CompressedOptimizer):
             when=when,
             maximize=maximize,
         )
-        super().__init__(params, defaults, process_group)
+        super().__init__(params, defaults, process_group, simulate)
 
     def check_group(self, group: dict[str, Any]) -> None:
         check_adam(group)

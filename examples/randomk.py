@@ -20,6 +20,7 @@ from torch import Tensor
 
 from compopt._engine.base import CompressedOptimizer
 from compopt._engine.options import check_adam, check_compression, require
+from compopt._engine.when import dense_steps
 from compopt._ops.math import kept
 from compopt._ops.ops import Ops, clip_factor
 from compopt._state.buckets import Bucket
@@ -34,7 +35,7 @@ def randomk(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Lines 1 to 6, one bucket, one step."""
     h, state, grads = bucket.group, bucket.state, bucket.grads()
     t = h["step"] + 1
-    dense = t <= h["warmup_steps"] or not any(bucket.compressed)
+    dense = t <= dense_steps(bucket) or not any(bucket.compressed)
     mask = Mask(bucket) if dense else draw(bucket, t)  # line 1
     sent = ops.pack(bucket, grads, mask, add=state["residual"])  # line 2
     mean = yield AllReduceMean(sent)  # line 3
@@ -70,7 +71,7 @@ class RandomK(CompressedOptimizer):
 
     Args: params, lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`. density: share of a
         compressed tensor that a step sends. seed: its positions follow from it. warmup_steps: dense steps at the
-        start. max_grad_norm, payload_dtype, process_group: as in :class:`compopt.RadiusAdamW`.
+        start. max_grad_norm, payload_dtype, process_group, simulate: as in :class:`compopt.RadiusAdamW`.
     State: AdamW's ``exp_avg`` and ``exp_avg_sq``; of compressed tensors ``residual``, what was not sent yet.
     Raises: ValueError: an option out of its range."""
 
@@ -91,11 +92,12 @@ class RandomK(CompressedOptimizer):
         payload_dtype: PayloadDtype = None,
         maximize: bool = False,
         process_group: ProcessGroup | None = None,
+        simulate: bool = False,
     ):
         adamw = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
         own: dict[str, Any] = dict(density=density, seed=seed, warmup_steps=warmup_steps)
         own |= dict(max_grad_norm=max_grad_norm, payload_dtype=payload_dtype)
-        super().__init__(params, {**adamw, **own}, process_group)
+        super().__init__(params, {**adamw, **own}, process_group, simulate)
 
     def check_group(self, group: dict[str, Any]) -> None:
         check_adam(group)
@@ -112,7 +114,7 @@ class RandomK(CompressedOptimizer):
 
 if __name__ == "__main__":
     w, x = torch.nn.Parameter(torch.zeros(64, 64)), torch.randn(1024, 64)
-    optimizer = RandomK([w], lr=1e-2, warmup_steps=10)
+    optimizer = RandomK([w], lr=1e-2, warmup_steps=10, simulate=True)
     for _ in range(300):
         w.grad = x.t() @ (x @ w.detach() - x.flip(1)) / len(x)
         optimizer.step()

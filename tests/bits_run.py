@@ -75,6 +75,8 @@ class Run:
         self.params = [self.own(values) for _ in range(ranks)]
         pairs = zip(self.params, self.world.comms, strict=True)
         self.optimizers = [make(self.case, self.grouped(own), comm) for own, comm in pairs]
+        for optimizer in self.optimizers:
+            optimizer.simulate = True  # one rank compresses too, as it did in commits that do not know the word
 
     def own(self, values: list[Tensor]) -> list[nn.Parameter]:
         named = zip(self.names, values, strict=True)

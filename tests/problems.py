@@ -254,7 +254,10 @@ def replicas(
     """A world, each rank's parameters, and each rank's make(parameters, process_group=...)."""
     world = World(ranks)
     params = [[nn.Parameter(w.clone()) for w in start] for _ in range(ranks)]
-    return world, params, [make(p, process_group=comm) for p, comm in zip(params, world.comms, strict=True)]
+    optimizers = [make(p, process_group=comm) for p, comm in zip(params, world.comms, strict=True)]
+    for optimizer in optimizers if ranks == 1 else []:
+        optimizer.simulate = True  # as many ranks would step
+    return world, params, optimizers
 
 
 def step(world: World, params: Tensors, optimizers: Optimizers, grads: list[list[Tensor | None]]) -> None:

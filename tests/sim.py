@@ -193,6 +193,7 @@ class Ranks:
         make_model: Callable[[], nn.Module],
         make_optimizer: Callable[..., torch.optim.Optimizer],
         seed: int = 0,
+        simulate: bool = True,
     ):
         self.world = World(size)
         self.models: list[nn.Module] = []
@@ -202,6 +203,8 @@ class Ranks:
         self.optimizers = [
             make_optimizer(m.parameters(), process_group=c) for m, c in zip(self.models, self.world.comms, strict=True)
         ]
+        for optimizer in self.optimizers if size == 1 else []:
+            optimizer.simulate = simulate  # as many ranks would step
         self.steps = 0
 
     def shrink(self, survivors: list[int]) -> None:

@@ -84,7 +84,7 @@ def test_triton_equals_torch(monkeypatch, device, name, options):
 def test_triton_brings_float32_masters_to_bfloat16_parameters(monkeypatch, device):
     monkeypatch.setenv("COMPOPT_BACKEND", "triton")
     p = nn.Parameter(torch.randn(SHAPE, device=device).bfloat16())
-    optimizer = compopt.RadiusAdamW([p], lr=0.1, warmup_steps=0)
+    optimizer = compopt.RadiusAdamW([p], lr=0.1, warmup_steps=0, simulate=True)
     before = p.detach().clone()
     for _ in range(2):
         p.square().sum().backward()
@@ -202,7 +202,7 @@ def test_a_compressed_step_waits_for_the_device_once(monkeypatch, device, name):
     monkeypatch.setenv("COMPOPT_BACKEND", "triton")
     model = Net().to(device)
     options = {"RadiusAdamW": {"warmup_steps": 0}, "ScapeAdamS": {"density": 0.1, "density_warmup_steps": 0}}
-    optimizer = getattr(compopt, name)(model.parameters(), **options[name])
+    optimizer = getattr(compopt, name)(model.parameters(), simulate=True, **options[name])
     monkeypatch.setattr(verdicts, "squared_norm", lambda x: torch.linalg.vector_norm(x, dtype=torch.float64).square())
     lists, brought = [], torch.Tensor.tolist  # the norm as on a GPU: on the CPU it looks whether float32 overflowed
     for step in range(4):

@@ -41,6 +41,7 @@ def trained(case: Case, comm: object, steps: int) -> tuple[nn.Module, torch.opti
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 3))
     optimizer = case.make(model.parameters(), process_group=comm)
+    optimizer.simulate = True
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randn(4, 80)).square().mean().backward()

@@ -132,7 +132,7 @@ def test_the_mean_of_the_reconstructions_is_the_reconstruction_of_the_mean():
 def errors_over(steps: int, **options) -> list[float]:
     """The error's norm over the gradient's, under stationary gradients; weights stand still."""
     p = nn.Parameter(torch.zeros(128, 160))
-    optimizer = compopt.SeparateAdam([p], lr=0.0, reset_interval=None, **options)
+    optimizer = compopt.SeparateAdam([p], lr=0.0, reset_interval=None, **options, simulate=True)
     generator = torch.Generator().manual_seed(0)
     mean, norms = torch.randn(128, 160, generator=generator), []
     p.grad = torch.empty_like(p)
@@ -169,7 +169,7 @@ def test_a_stable_number_is_taken_without_a_word_and_orthonormal_is_stable_at_an
 def test_bytes_at_ratio_16_are_a_fourteenth_of_dense():
     block = [(960, 320), (320, 320), (1280, 320), (320, 1280), (320,), (320,)]
     params = [nn.Parameter(torch.zeros(shape)) for shape in [(256, 320), (64, 320), *block * 2, (256, 320)]]
-    optimizer = compopt.SeparateAdam(params)
+    optimizer = compopt.SeparateAdam(params, simulate=True)
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -186,9 +186,10 @@ def sharded_run(rank: int) -> list[float]:
     whole = [nn.Parameter(torch.randn(shape)) for shape in [(129, 64), (64, 64), (1, 80), (7,)]]
     parts = [nn.Parameter(distribute_tensor(p.detach(), mesh["shard"], [Shard(0)])) for p in whole]
     alone = dist.new_group([rank], use_local_synchronization=True)
+    options = dict(ratio=8, simulate=True)
     makers = [
-        lambda ps, group: compopt.Separate(torch.optim.SGD(ps, lr=0.1, momentum=0.9), ratio=8, process_group=group),
-        lambda ps, group: compopt.SeparateAdam(ps, ratio=8, process_group=group),
+        lambda ps, group: compopt.Separate(torch.optim.SGD(ps, lr=0.1, momentum=0.9), process_group=group, **options),
+        lambda ps, group: compopt.SeparateAdam(ps, process_group=group, **options),
     ]
     optimizers = [(make(whole, alone), make(parts, mesh.get_group("replicate"))) for make in makers]
     for t in range(6):

@@ -57,7 +57,7 @@ def train_each(rank: int) -> dict[str, tuple[list[float], str, int]]:
         model.idle.requires_grad_(False)
         ddp = nn.parallel.DistributedDataParallel(model)
         used = [p for p in model.parameters() if p.requires_grad]
-        optimizer, losses = compopt.Separate(external(name)(used), ratio=8), []
+        optimizer, losses = compopt.Separate(external(name)(used), ratio=8, simulate=True), []
         for step in range(40):
             x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
             value = (ddp(x) - x.flip(1)).square().mean()
@@ -120,7 +120,7 @@ def test_groups_are_the_bases_own_and_schedulers_act_on_it():
     base = torch.optim.SGD(
         [{"params": model.up.parameters(), "ratio": 4}, {"params": model.down.parameters()}], lr=1.0, momentum=0.9
     )
-    optimizer = compopt.Separate(base, ratio=16)
+    optimizer = compopt.Separate(base, ratio=16, simulate=True)
     assert optimizer.param_groups is base.param_groups and isinstance(optimizer, torch.optim.Optimizer)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
     loss(model, 0, 0).backward()

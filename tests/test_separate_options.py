@@ -82,7 +82,7 @@ def test_a_group_of_the_base_says_how_its_tensors_are_compressed(named):
         {"params": [(f"layer{n}.weight", p)] if named else [p], **said}
         for n, (p, said) in enumerate(zip(params, own, strict=True))
     ]
-    optimizer = compopt.Separate(torch.optim.SGD(groups, lr=1.0), ratio=16)
+    optimizer = compopt.Separate(torch.optim.SGD(groups, lr=1.0), ratio=16, simulate=True)
     before = [p.detach().clone() for p in params]
     for p, g in zip(params, gradients(1, 0, [(64, 96)] * len(own), torch.float32)[0], strict=True):
         p.grad = g
@@ -96,7 +96,7 @@ def test_a_group_of_the_base_says_how_its_tensors_are_compressed(named):
 def test_a_group_of_the_base_says_its_rank_and_its_weight_of_old_errors():
     params = [nn.Parameter(w) for w in weights([(64, 96)] * 3, torch.float32)]
     groups = [{"params": params[:1]}, {"params": params[1:2], "rank": 3}, {"params": params[2:], "ef_beta": 1.0}]
-    optimizer = compopt.Separate(torch.optim.SGD(groups, lr=1.0), projection="tracked", rank=7)
+    optimizer = compopt.Separate(torch.optim.SGD(groups, lr=1.0), projection="tracked", rank=7, simulate=True)
     before = [p.detach().clone() for p in params]
     for p, g in zip(params, gradients(1, 0, [(64, 96)] * 3, torch.float32)[0], strict=True):
         p.grad = g
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_the_base_alone_begins_compression_anew():
     """Also in an optimizer that has trained: what it held back belongs to other parameters."""
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.randn(80, 64))
-    optimizer = compopt.Separate(torch.optim.AdamW([p], lr=1e-2), ratio=8)
+    optimizer = compopt.Separate(torch.optim.AdamW([p], lr=1e-2), ratio=8, simulate=True)
     for _ in range(3):
         p.grad = torch.randn_like(p)
         optimizer.step()

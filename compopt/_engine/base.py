@@ -43,7 +43,9 @@ class CompressedOptimizer(Optimizer, Face):
         params: Iterable[Any],
         defaults: dict[str, Any],
         process_group: ProcessGroup | Comm | None = None,
+        simulate: bool = False,
     ):
+        self.simulate = simulate
         self._engine = Engine(self, process_group)
         trial = OPTIONS if "when" in defaults else {}
         defaults = {**defaults, **trial, "compress": None, "step": 0}

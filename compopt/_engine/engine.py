@@ -51,6 +51,7 @@ class Engine:
         self.met = met  # the parameters of all groups
         self.trained = trained  # those that are laid out
         self.built = False
+        self.dense = False  # there are no other ranks: steps are the base's
         self.alone = False  # another optimizer wraps this one and averages for it
         self.retired = False  # another optimizer has its parameters
         self.handed_over = False  # DDP has left the gradients of this step as they are
@@ -138,6 +139,7 @@ class Engine:
 
     def _fill(self, bucket: Bucket) -> None:
         face = self.face
+        bucket.alone = self.dense
         bucket.copies = copies_of(bucket.params[0], self.shards)
         bucket.offload = self.offload if self.offload.names else None
         if face.sharded:
@@ -175,6 +177,18 @@ class Engine:
         if self.connection is None:
             self.connection = Comm(alone=True) if self.alone else connect(self.group)
         return self.connection
+
+    def look_around(self) -> Comm:
+        """The ranks that the coming step is taken with; every bucket hears whether there are any
+        others.
+        """
+        comm = self.comm
+        self.dense = comm.size == 1 and not self.face.simulate
+        for bucket in self.buckets:
+            if bucket.alone != self.dense:
+                bucket.alone = self.dense
+                bucket.cache.pop("owes", None)  # what rounding took off is owed too
+        return comm
 
     def _others_came(self) -> bool:
         if self.connection is None or self.group is not None or self.alone:

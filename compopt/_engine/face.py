@@ -43,6 +43,8 @@ class Face:
     whole_masters = False
     # what of the state lives in host memory: "residual", "all" (masters too), or nothing
     offload: str | None = None
+    # compress also where there is no other rank: one process then shows what many do
+    simulate = False
     # steps skipped in a row after which step() raises; set it on the optimizer to change it
     max_skipped = 100
     # every so many steps a checksum of the parameters rides in the payload; 0: never

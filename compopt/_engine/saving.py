@@ -104,7 +104,8 @@ def _owed_elsewhere(engine: Engine) -> list[str]:
 
 def contents(engine: Engine) -> dict[str, Any]:
     """What a copy of an optimizer needs beside what torch copies; the rest is built again."""
-    own = {"sharded": engine.face.sharded, "offload": engine.face.offload}
+    face = engine.face
+    own = {"sharded": face.sharded, "offload": face.offload, "simulate": face.simulate}
     return {**own, "_met": engine.met, "_trained": engine.trained}
 
 

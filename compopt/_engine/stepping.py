@@ -25,7 +25,7 @@ def step(engine: Engine) -> Turns[None]:
     simulator's turns).
     """
     refuse(engine)
-    comm = engine.comm  # first: state may have to be cut anew
+    comm = engine.look_around()  # first: state may have to be cut anew
     running = Step(engine, comm, engine.steps + 1)
     try:
         yield from running.run()
@@ -252,6 +252,8 @@ class Step:
         """Take the step's time, where a trial goes on."""
         engine = self.engine
         trial = engine.trial
+        if engine.dense:
+            return  # without other ranks there is nothing to compare
         if trial and trial.watch(verdict.phase_of, verdict.applied, engine.device):
             # with the next step's handshake all ranks compare their times
             engine.known.acquainted = False

@@ -29,7 +29,12 @@ OPTIONS = {
 }
 
 
-def dense_steps(group: dict[str, Any]) -> int:
+def dense_steps(bucket: Bucket) -> int:
+    """Steps of a bucket before compression starts; all where there is no other rank."""
+    return FOREVER if bucket.alone else start_of(bucket.group)
+
+
+def start_of(group: dict[str, Any]) -> int:
     """Steps before compression starts: the user's, more where a trial needs them, all where it does
     not pay.
     """
@@ -131,5 +136,5 @@ class Trial:
 
 def _at_rest(group: dict[str, Any]) -> int:
     """The step from which a group does the same in every step; 0 where it stays dense."""
-    start = dense_steps(group)
+    start = start_of(group)
     return 0 if start >= FOREVER else start + group.get("density_warmup_steps", 0)

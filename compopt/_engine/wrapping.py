@@ -31,12 +31,18 @@ class Wrapping(CompressedOptimizer):
     # what a group of the base may say for its tensors
     said: tuple[str, ...] = ("param_names", "compress")
 
-    def __init__(self, base: Optimizer, options: Group, process_group: ProcessGroup | None):
+    def __init__(
+        self,
+        base: Optimizer,
+        options: Group,
+        process_group: ProcessGroup | None,
+        simulate: bool = False,
+    ):
         check_base(base)
         self.base = base
         self._own_groups: list[Group] = []
         self._own_defaults = {**options, "compress": None, "step": 0}
-        super().__init__(base.param_groups, base.defaults, process_group)
+        super().__init__(base.param_groups, base.defaults, process_group, simulate)
 
     def _check_defaults(self, defaults: Group) -> None:
         """These are the base's; ours are checked with each group."""

@@ -109,7 +109,7 @@ class Projecting(CompressedOptimizer):
         )
 
     def _plan(self, bucket: Bucket) -> Plan:
-        if bucket.group["step"] < dense_steps(bucket.group):
+        if bucket.group["step"] < dense_steps(bucket):
             return [None] * len(bucket.params)
         return self._projections_of(bucket)
 

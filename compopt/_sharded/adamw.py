@@ -30,7 +30,8 @@ def sends_updates(bucket: Bucket) -> bool:
     parameter is not.
     """
     sent = dtype_of(bucket.group["payload_dtype"])
-    return sent == torch.bfloat16 and bucket.dtype == torch.float32
+    low = sent == torch.bfloat16 and not bucket.alone
+    return low and bucket.dtype == torch.float32
 
 
 def updated(bucket: Bucket, ops: Ops, average: list[Averaged], present: list[bool]) -> Tensor:

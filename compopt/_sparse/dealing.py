@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .._engine.when import dense_steps
 from .._ops.math import kept
-from .._ops.ops import Group
 from .._state.buckets import Bucket
 from .._state.deal import Deal, Piece, make_deal
 from .._state.masks import Mask, Tensors, count_shared, cut_bytes, offsets_of, stored
@@ -44,9 +43,10 @@ def deal(lengths: tuple[int, ...], ranks: int, density: float) -> Deal:
     return make_deal([(cuts[rank], cuts[rank + 1], tuple(pieces[rank])) for rank in range(ranks)])
 
 
-def density_at(h: Group, t: int) -> float:
+def density_at(bucket: Bucket, t: int) -> float:
     """Density of the mask that step t uses: 1 in the warm-up, then falling."""
-    k, ramp = t - dense_steps(h) - 1, h["density_warmup_steps"]
+    h = bucket.group
+    k, ramp = t - dense_steps(bucket) - 1, h["density_warmup_steps"]
     density: float = h["density"]
     if k < 0:
         return 1.0
@@ -57,7 +57,7 @@ def deal_at(bucket: Bucket, t: int, ranks: int) -> Deal | None:
     """Who selects what of the mask that step t uses; None where that is all ones, or nothing is
     compressed.
     """
-    lengths, density = compressed_lengths(bucket), density_at(bucket.group, t)
+    lengths, density = compressed_lengths(bucket), density_at(bucket, t)
     return deal(lengths, ranks, density) if density < 1 and any(lengths) else None
 
 
@@ -129,7 +129,8 @@ def _is_everywhere(bucket: Bucket, i: int) -> bool:
 
 def mask_now(bucket: Bucket) -> Mask:
     """The mask that was found one step ago; all, where there is none."""
-    return bucket.cache.get("next_mask") or Mask(bucket)
+    found = None if bucket.alone else bucket.cache.get("next_mask")
+    return found or Mask(bucket)
 
 
 def make_room(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:

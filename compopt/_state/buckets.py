@@ -69,11 +69,17 @@ class Bucket(Kept):
 
         They owe again what that takes off.
         """
-        if not any(self.compressed) or "residual" not in self.state:
+        if self.alone or not any(self.compressed) or "residual" not in self.state:
             return False
         given = self.group.get("payload_dtype")
         sent = dtype_of(given) or self.grad_dtype
         return bits_of(given) is not None or torch.promote_types(sent, self.wide) != sent
+
+    def sent_as(self, asked: PayloadDtype) -> PayloadDtype:
+        """On the wire. Where there is no wire what is owed is added without rounding."""
+        if not self.alone:
+            return asked
+        return self.wide if self.owes else None
 
     def grads(self) -> list[Tensor | None]:
         """This rank's gradients; None where backward left none."""
@@ -87,6 +93,7 @@ class Bucket(Kept):
         The next one for this ``use`` has its memory. ``sent_as``: on the wire; as the gradients
         where it is None. int8 and int4 are for the wire only, see ``quantised_mean``.
         """
+        sent_as = self.sent_as(sent_as)
         size = len(self.params) + len(self.control) + sum(lengths)
         bits = bits_of(sent_as)
         seed = (self.group["step"], self.index, use) if bits else None
@@ -107,7 +114,7 @@ class Bucket(Kept):
 
         That for rank r has ``lengths[r]`` elements.
         """
-        dtype = dtype_of(sent_as) or self.grad_dtype
+        dtype = dtype_of(self.sent_as(sent_as)) or self.grad_dtype
         header, control = len(self.params), len(self.control)
         bodies = [sum(row) for row in lengths]
         sizes = [header + control + body for body in bodies]

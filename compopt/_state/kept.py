@@ -41,6 +41,8 @@ class Kept:
         self.grad_dtype = grad_dtype(params[0])
         # of what is computed with gradients and state
         self.wide = torch.promote_types(self.dtype, torch.float32)
+        # no other rank to exchange with: nothing is compressed, and nothing rounded
+        self.alone = False
         # ranks that hold the same shards, among those that hold the other shards of the model
         self.copies = 1
         self._shards: Shards | None = None
