@@ -60,7 +60,7 @@ def test_no_prediction_is_impossible(situation, factor):
 
 EXPERT = {  # parameters, ranks, bit/s of a rank, seconds of computation, device: what to do
     "124 M on 4 GPUs over 1 Gbit/s": (124e6, 4, 1e9, 0.3, "a100", "tracked 16, int8"),
-    "350 M on 8 over 100 Mbit/s": (350e6, 8, 1e8, 0.4, "a100", "tracked 16, int8"),
+    "350 M on 8 over 100 Mbit/s": (350e6, 8, 1e8, 0.4, "a100", "tracked 16, int4"),
     "7 B on 64 over 25 Gbit/s": (7e9, 64, 25e9, 2.0, "h100", "tracked 16, int8"),
     "7 B on 64 over 400 Gbit/s": (7e9, 64, 400e9, 2.0, "h100", DENSE),
     "70 B on 512 over 200 Gbit/s": (70e9, 512, 200e9, 10.0, "h100", DENSE),

@@ -39,7 +39,7 @@ def asked(parameters: float = 10e6, ranks: int = 4, link: float = 1e8, step_s: f
 
 def test_slow_links_want_compression_and_fast_ones_none():
     slow = asked(link=1e8)
-    assert slow.method == "tracked 16, int8" and max(row.run for row in slow.rows) > 5
+    assert slow.method == "tracked 16, int4" and max(row.run for row in slow.rows) > 5
     fast = asked(link=1e13)
     assert fast.method == DENSE and fast.recommendation.startswith("Stay dense") and "a rank one would" in fast.why
     assert fast.line.startswith("torch.optim.AdamW") and slow.line.startswith("compopt.SeparateAdam")

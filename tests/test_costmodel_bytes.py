@@ -28,6 +28,7 @@ OURS = {  # as the table's rows are: the method's own options here, and the clas
     "ScapeAdamS": (compopt.ScapeAdamS, {}, {"density": 0.1, "density_warmup_steps": 0, "selection": "exact"}),
     "SeparateAdam": (compopt.SeparateAdam, {}, {"ratio": 16}),
     "tracked 16, int8": (compopt.SeparateAdam, {}, {"projection": "tracked", "payload_dtype": torch.int8}),
+    "tracked 16, int4": (compopt.SeparateAdam, {}, {"projection": "tracked", "payload_dtype": "int4"}),
     "tracked 4, int8": (compopt.SeparateAdam, {}, {"projection": "tracked", "rank": 4, "payload_dtype": torch.int8}),
 }
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .._wire.quantise import ROW
+
 # Gradients, payloads and optimizer state are fp32.
 FLOAT = 4
 # Bytes an element that torch.topk costs on a CPU: 18 to 32 passes.
@@ -150,11 +152,11 @@ def _separate(work: Workload, ranks: int, ratio: int = 16) -> Cost:
     )
 
 
-def _tracked(work: Workload, ranks: int, rank: int = 16) -> Cost:
+def _tracked(work: Workload, ranks: int, rank: int = 16, bits: int = 8) -> Cost:
     n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
-    # In int8, with a scale for each 128: both factors of a matrix, and what is not compressed.
+    # Codes, with a scale for each row: both factors of a matrix, and what is not compressed.
     return Cost(
-        reduced=(1 + FLOAT / 128) * (rank * work.perimeter + rest),
+        reduced=(bits / 8 + FLOAT / ROW) * (rank * work.perimeter + rest),
         state=8 * work.parameters + 4 * n + FLOAT * rank * work.perimeter / 2,
         # h = g + e twice, ghat, e and what rounding dropped.
         traffic=48 * n,
@@ -215,7 +217,7 @@ class Method:
 
 MEASURED_ON = "a GPT of 0.9 M parameters, width 128, 800 to 1500 steps, one seed"
 TRACKED = (
-    'compopt.SeparateAdam(params, lr=..., projection="tracked", rank={}, payload_dtype=torch.int8, '
+    'compopt.SeparateAdam(params, lr=..., projection="tracked", rank={}, payload_dtype="{}", '
     "warmup_steps=...)"
 )
 METHODS: dict[str, Method] = {
@@ -231,8 +233,9 @@ METHODS: dict[str, Method] = {
     "SeparateAdam": Method(
         _separate, "compopt.SeparateAdam(params, lr=..., ratio=16, warmup_steps=...)", 1.142
     ),
-    "tracked 16, int8": Method(_tracked, TRACKED.format(16), 1.008),
-    "tracked 4, int8": Method(_tracked, TRACKED.format(4), 1.053, options={"rank": 4}),
+    "tracked 16, int8": Method(_tracked, TRACKED.format(16, "int8"), 1.008),
+    "tracked 16, int4": Method(_tracked, TRACKED.format(16, "int4"), 1.007, options={"bits": 4}),
+    "tracked 4, int8": Method(_tracked, TRACKED.format(4, "int8"), 1.053, options={"rank": 4}),
     "TagcAdamW": Method(
         _tagc, "compopt.TagcAdamW(named_params, lr=..., sparsity=0.9875, warmup_steps=...)", 1.030
     ),
