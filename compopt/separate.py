@@ -69,10 +69,10 @@ def separate(
         room = base.room(bucket, i, tensors[i].average_in(part))
         ghat = tensors[i].reconstruct(part, factor, room)  # line 4
         base.take(bucket, i, ghat)
-        tensors[i].feed_back(mean, i)  # line 5
+        tensors[i].feed_back(mean, i, factor)  # line 5
     if projections.forgets:
         bucket.flat["residual"].zero_()
-    projections.commit(mean, present)
+    projections.commit(mean, present, factor)
 
 
 class SeparateAdam(Projecting):
@@ -112,9 +112,13 @@ class SeparateAdam(Projecting):
             (G-SEPARATE, Algorithm 3).
         warmup_steps: steps averaged dense before compression starts.
         max_grad_norm: clip to this L2 norm, all groups together (None: no clipping).
-        clip: what is clipped. "local": each rank's gradient before it is projected; no overlap with
-            backward then. "reconstructed": the averaged gradient; its norm is about sqrt(1 + w)
-            times the true one, so that a norm that suits AdamW clips every step.
+        clip: what is clipped. "average": the average over ranks of gradient and error, inside the
+            step. Its norm follows from what was sent: a Gaussian projection gives an estimate,
+            |p|^2 / r, that is right on average; orthonormal and tracked columns give the norm of
+            the part they span, which is less. ``stats.grad_norm`` is that number. "local": each
+            rank's gradient, by its own norm, before it is projected; nothing is sent during
+            backward then. (0.1.0 called "average" "reconstructed", which is still taken; its norm
+            was that of the reconstruction, about sqrt(1 + w) times as large.)
         payload_dtype: dtype on the wire (None: the gradient's), as a name, "bfloat16", or as the
             torch.dtype of that name; groups keep the name. What rounding to a narrower one takes
             off compressed tensors is kept in ``residual``. "int8" sends 1 byte a value and "int4"
@@ -153,7 +157,7 @@ class SeparateAdam(Projecting):
         adapt_interval: int = 2000,
         warmup_steps: int = 0,
         max_grad_norm: float | None = None,
-        clip: Literal["local", "reconstructed"] = "local",
+        clip: Literal["average", "local"] = "average",
         when: Literal["always", "auto"] = "always",
         payload_dtype: PayloadDtype = None,
         process_group: ProcessGroup | None = None,
@@ -245,7 +249,7 @@ class Separate(Wrapping, Projecting):
         adapt_interval: int = 2000,
         warmup_steps: int = 0,
         max_grad_norm: float | None = None,
-        clip: Literal["local", "reconstructed"] = "local",
+        clip: Literal["average", "local"] = "average",
         when: Literal["always", "auto"] = "always",
         payload_dtype: PayloadDtype = None,
         process_group: ProcessGroup | None = None,

@@ -9,6 +9,9 @@ and after it, whole, also where each rank keeps a shard only::
     all other  G + r' = mean g + r
 
 A payload that rounds is held to this where there is a residual to keep what is lost, that is, of compressed tensors.
+
+Where the average is clipped by a factor f, SEPARATE holds as if every gradient had been f g: all of that is applied or
+owed. Of the other classes what was applied, over f, is in the books: what the clip took off what was sent is gone.
 """
 
 from __future__ import annotations
@@ -18,7 +21,11 @@ from table import Case
 from torch import Tensor
 
 from compopt._lowrank.options import forgets
+<<<<<<< HEAD
 from compopt._wire.dtypes import name_of
+=======
+from compopt._ops.ops import clip_factor
+>>>>>>> 55a1760 (max_grad_norm of SEPARATE clips the averaged gradient, with buckets leaving in backward)
 
 Optimizers = list[torch.optim.Optimizer]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}  # of what ``Ledger.check`` returns
@@ -84,6 +91,7 @@ class Ledger:
     def check(self, optimizers: Optimizers) -> float:
         """The largest relative difference between the two sides, over all tensors of which they can be told."""
         first, worst = optimizers[0], 0.0
+        self.factor = clip_factor(first.stats.grad_norm, first._option_groups[0].get("max_grad_norm"))
         groups = [group for group, own in zip(first._option_groups, first.param_groups, strict=True)
                   for _ in own["params"]]  # fmt: skip
         adams = [group for group in first.param_groups for _ in group["params"]]
@@ -99,12 +107,18 @@ class Ledger:
     def _sides(self, n: int, group: dict, adam: dict, m_: Tensor, r_: Tensor, rounds: bool) -> tuple[Tensor, Tensor]:
         m, r, g, weight = self.m[n], self.r[n], self.g[n], self.weights[n]
         reset = "reset_interval" in group and forgets(group, group["step"])
+        f = self.factor
         if g is None:  # no rank had a gradient
             return torch.stack([m_, r_]), torch.stack([m, r * (not reset)])
         beta, sign = adam["betas"][0], -1 if adam["maximize"] else 1
         if self.case.method == "scape":
-            return m_ + r_, beta * m + sign * (1 - beta) * g + r
+            sent = m_.where(m_ == 0, beta * m + (m_ - beta * m) / f)  # as it would be, not clipped; 0 off the mask
+            return sent + r_, beta * m + sign * (1 - beta) * g + r
         applied = sign * (m_ - beta * m) / (1 - beta)
+        if self.case.method == "separate":
+            g = f * g
+        else:
+            applied = applied / f
         if reset and (weight is not None or rounds):
             return r_, torch.zeros_like(r)
         if weight is not None:

@@ -172,8 +172,8 @@ def test_the_callback_moves_the_clip_so_that_backward_may_send(runs, name):
         clips_itself = any(norm is not None for norm in in_groups)
         assert (in_args, set(in_groups)) == ((0.0, {0.5}) if clips_itself else (0.5, {None}))
         buckets, early = rank[name]["early"]  # although the Trainer multiplies gradients by 1 to learn their norm
-        if clips_itself:  # SEPARATE clips the local gradient, once backward has ended
-            assert early == (0 if "Separate" in name else buckets - 1)
+        if clips_itself:
+            assert early == buckets - 1
 
 
 @pytest.mark.parametrize("name", CASE)

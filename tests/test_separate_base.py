@@ -229,7 +229,7 @@ def test_the_local_clip_is_torchs_and_sends_nothing_before_it_is_known(monkeypat
         "compopt._state.buckets.BUCKET_BYTES", 20_000
     )  # several, so that some could be sent in backward
     sgd = lambda ps: torch.optim.SGD(ps, lr=10.0)  # noqa: E731
-    clipped, by_hand = wrapped(sgd, max_grad_norm=0.01), wrapped(sgd)
+    clipped, by_hand = wrapped(sgd, max_grad_norm=0.01, clip="local"), wrapped(sgd)
     for _ in range(5):
         for ranks in (clipped, by_hand):
             ranks.backward(loss)

@@ -149,7 +149,7 @@ def test_what_int8_takes_off_a_tensor_sent_whole_beside_tracked_ones_goes_out_wi
 
 @pytest.mark.parametrize("projection", ["gaussian", "orthonormal", "tracked"])
 def test_clipping_locally_is_clipping_by_hand(projection):
-    clipped, by_hand = Run(projection=projection, max_grad_norm=1.0), Run(projection=projection)
+    clipped, by_hand = Run(projection=projection, max_grad_norm=1.0, clip="local"), Run(projection=projection)
     for t in range(3):
         grads = gradients(2, t, SHAPES, torch.float32)
         for g in grads[1]:
@@ -194,16 +194,16 @@ def test_tracked_tensors_of_one_shape_follow_each_its_own_gradient():
 
 
 def test_each_group_is_clipped_where_it_says():
-    """One group clips the local gradient, the other the reconstruction only."""
+    """One group clips the local gradient, the other the average only."""
     params = [nn.Parameter(torch.zeros(64, 80)) for _ in range(2)]
-    groups = [{"params": [p], "clip": clip} for p, clip in zip(params, ("local", "reconstructed"), strict=True)]
+    groups = [{"params": [p], "clip": clip} for p, clip in zip(params, ("local", "average"), strict=True)]
     optimizer = compopt.SeparateAdam(groups, ratio=8, max_grad_norm=1.0, simulate=True)
     for p in params:
         p.grad = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
     optimizer.before_exchange()
     norm = math.hypot(*(float(p.grad.norm()) for p in params))
     factors = {bucket.group["clip"]: optimizer.projections(bucket).clipped for bucket in optimizer._buckets}
-    assert factors == {"local": pytest.approx(1 / norm, rel=1e-4), "reconstructed": 1.0}
+    assert factors == {"local": pytest.approx(1 / norm, rel=1e-4), "average": 1.0}
 
 
 def test_what_is_adapted_is_each_tensors_own():

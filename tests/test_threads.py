@@ -19,9 +19,9 @@ MAKES = {
     "TAGC": lambda p: compopt.TagcAdamW(p, sparsity=0.9, max_grad_norm=1.0),
     "orthonormal": lambda p: compopt.SeparateAdam(p, ratio=16, projection="orthonormal"),
     "tracked": lambda p: compopt.SeparateAdam(
-        p, projection="tracked", rank=8, clip="reconstructed", max_grad_norm=1.0, payload_dtype=torch.int8
+        p, projection="tracked", rank=8, max_grad_norm=1.0, payload_dtype=torch.int8
     ),
-    "gaussian": lambda p: compopt.SeparateAdam(p, ratio=16, clip="reconstructed", max_grad_norm=1.0),
+    "gaussian": lambda p: compopt.SeparateAdam(p, ratio=16, max_grad_norm=1.0),
 }
 
 

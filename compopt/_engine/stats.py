@@ -12,9 +12,10 @@ class Stats:
 
     ``bytes_sent`` is what this rank handed to collectives since the step before, ``bytes_dense``
     what DDP would have. ``parameter_bytes`` is the part of it that went into gathering updated
-    parameters, where state is sharded. ``when`` is what ``when="auto"`` has found out, with the
-    seconds of a step of each kind. ``phase`` is what the compressed tensors did: "dense", "skipped"
-    (nothing was applied), or a phase of the class.
+    parameters, where state is sharded. ``grad_norm`` is the number that ``max_grad_norm`` clips by:
+    of the average over ranks, before the clip. ``when`` is what ``when="auto"`` has found out, with
+    the seconds of a step of each kind. ``phase`` is what the compressed tensors did: "dense",
+    "skipped" (nothing was applied), or a phase of the class.
     """
 
     step: int = 0

@@ -37,12 +37,14 @@ def check_projection(group: Group) -> None:
 
 
 def check_clip(group: Group) -> None:
+    if group["clip"] == "reconstructed":  # what 0.1.0 called it
+        group["clip"] = "average"
     clip = group["clip"]
-    require(clip in ("local", "reconstructed"), "clip", clip, "'local' or 'reconstructed'")
+    require(clip in ("average", "local"), "clip", clip, "'average' or 'local'")
     if clips_locally(group) and any(map(is_sharded, group["params"])):
         raise ValueError(
-            "max_grad_norm with clip='local' would clip every shard by itself: call "
-            "clip_grad_norm_ before step()."
+            "max_grad_norm with clip='local' would clip every shard by its own norm: leave clip at "
+            "'average', whose norm is of the whole model."
         )
 
 
@@ -64,7 +66,7 @@ def clips_locally(group: Group) -> bool:
 
 def clips_average(group: Group) -> bool:
     """Whether the averaged gradient is clipped."""
-    return group["clip"] == "reconstructed" and group["max_grad_norm"] is not None
+    return group["clip"] == "average" and group["max_grad_norm"] is not None
 
 
 def forgets(group: Group, t: int) -> bool:

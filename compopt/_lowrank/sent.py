@@ -45,9 +45,10 @@ class Whole:
     def keep(self, part: Tensor) -> None:
         """Nothing of this rank's own part is needed later."""
 
-    def square(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """|ghat|^2."""
-        return part.to(dtype).square().sum()
+    @property
+    def square_scale(self) -> float:
+        """What |part|^2 is multiplied by to be the squared norm of what is averaged."""
+        return 1.0
 
     def average_in(self, part: Tensor) -> Tensor | None:
         """Where the averaged gradient is already."""
@@ -59,16 +60,18 @@ class Whole:
             ghat.view(-1).copy_(part)
         return ghat.mul_(factor) if factor != 1 else ghat
 
-    def feed_back(self, mean: Payload, i: int) -> None:
+    def feed_back(self, mean: Payload, i: int, factor: float) -> None:
         """All has been sent, or was the noise of an unbiased projection, which owes nothing: there
         remains what rounding took off.
+
+        Where the average was clipped, ``factor`` of what was owed has arrived.
         """
         if self.e is None:
             return
+        if self.owed or mean.dropped is not None:
+            self.e.mul_(1 - factor if self.sends else 0.0)
         if mean.dropped is not None:
-            self.e.view(-1).copy_(mean.dropped_parts[i])
-        elif self.owed:
-            self.e.zero_()
+            self.e.view(-1).add_(mean.dropped_parts[i], alpha=factor)
 
 
 @dataclass
@@ -82,7 +85,6 @@ class Projected:
     ops: Ops
     R: Tensor = field(init=False)  # of line 2; drawn anew wherever it is used
     p: Tensor = field(init=False)  # this rank's, to be subtracted from its error
-    gram: Tensor = field(init=False)  # R^T R
 
     @property
     def length(self) -> int:
@@ -116,12 +118,16 @@ class Projected:
     def keep(self, part: Tensor) -> None:
         """What is needed when the payload is the mean of all ranks', and R holds other numbers."""
         self.p = part.clone()
-        self.gram = self.R.t() @ self.R
 
-    def square(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """|ghat|^2, without reconstructing: |p R^T|^2 is the sum of (p R^T R) * p."""
-        p = self.q.of_part(part).to(dtype) * self.q.scale
-        return (p @ self.gram.to(dtype)).mul_(p).sum()
+    @property
+    def square_scale(self) -> float:
+        """What |p|^2 is multiplied by to be the squared norm of what is averaged, not of its
+        reconstruction.
+
+        With a Gaussian R the mean of |h R|^2 / r is |h|^2; orthonormal columns find the part of h
+        that they span.
+        """
+        return self.q.scale
 
     def average_in(self, part: Tensor) -> Tensor | None:
         """Nowhere yet."""
@@ -138,21 +144,23 @@ class Projected:
         torch.mm(p, R.t(), out=q.matrix(exact))
         return ghat.copy_(exact)
 
-    def feed_back(self, mean: Payload, i: int) -> None:
+    def feed_back(self, mean: Payload, i: int, factor: float) -> None:
         """Line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
 
         p is what the others got of this rank: where it was rounded on its way, as int8, without
-        what that took off.
+        what that took off. ``factor`` is what the average was clipped by: so was then the gradient,
+        and only that much of the error has arrived.
         """
         e, g, q, R = self.e, self.g, self.q, self.R
         if q.beta == 1:
             return
+        new = (1 - q.beta) * factor
         if g is not None:
-            e.add_(g, alpha=(1 - q.beta) * self.clipped)
+            e.add_(g, alpha=new * self.clipped)
         if mean.seed is not None:
             self.p.sub_(mean.dropped_parts[i])
         p = q.of_part(self.p).to(R.dtype)
-        q.matrix(e).addmm_(p, R.t(), alpha=-(1 - q.beta) * q.scale)
+        q.matrix(e).addmm_(p, R.t(), alpha=-new * q.scale)
 
 
 Sent = Whole | Projected

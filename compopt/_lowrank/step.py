@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .._ops.math import one_thread
+from .._ops.math import squared_norm, squared_norm_alike
 from .._ops.ops import Ops, clip_factor
 from .._state.buckets import Bucket
 from .._wire.requests import Asking, Payload
@@ -95,26 +94,20 @@ class Projections:
 
     def keep(self, sent: Payload) -> None:
         """What is needed of this rank's own message when it is the mean of all ranks'."""
-        with self.arithmetic():
-            for tensor, part in zip(self.tensors, sent.parts, strict=False):
-                tensor.keep(part)
+        for tensor, part in zip(self.tensors, sent.parts, strict=False):
+            tensor.keep(part)
 
     def squared_norm(self, mean: Payload) -> Tensor | None:
-        """|ghat|^2 over the bucket; None where it is that of the payload."""
+        """The bucket's part of the squared norm of what is averaged; None where it is the
+        payload's.
+        """
         if not self.projects:
             return None
-        with self.arithmetic():
-            fast = self._squared_norm(mean, torch.promote_types(mean.flat.dtype, torch.float32))
-            return fast if fast.isfinite() else self._squared_norm(mean, torch.float64)
-
-    def _squared_norm(self, mean: Payload, dtype: torch.dtype) -> Tensor:
-        squares = [mean.header.new_zeros((), dtype=dtype)]
+        norm_of = squared_norm_alike if self.alike else squared_norm
+        total = mean.header.new_zeros((), dtype=torch.float64)
         for tensor, part in zip(self.tensors, mean.parts, strict=False):
-            squares.append(tensor.square(part, dtype))
-        return torch.stack(squares).sum()
-
-    def arithmetic(self) -> AbstractContextManager[None]:
-        return one_thread() if self.alike else nullcontext()
+            total += norm_of(part).double() * tensor.square_scale
+        return total
 
     def find_bases(self, mean: Payload) -> None:
         """What tracked tensors begin with the next time."""
@@ -140,11 +133,11 @@ class Projections:
         """Whether the errors are forgotten after this step."""
         return forgets(self.bucket.group, self.bucket.group["step"] + 1)
 
-    def commit(self, mean: Payload, present: list[int]) -> None:
+    def commit(self, mean: Payload, present: list[int], factor: float) -> None:
         """What the next step begins with."""
         bucket = self.bucket
         follow(bucket, self.tracked, self.bases, present)
-        waits = len(present) < len(self.tensors)
+        waits = len(present) < len(self.tensors) or (self.sends and factor != 1)
         bucket.cache["owes"] = self.projects or (bucket.owes and waits)
         if self.found:
             self.found(self._cosines(mean, present))

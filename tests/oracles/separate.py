@@ -26,11 +26,13 @@ class SeparateOracle:
         reset_interval: after step t the errors are cleared when t % reset_interval == 0; None is never.
         warmup_steps: dense steps, t = 1 .. warmup_steps.
         max_grad_norm: None is off; `clip` says of what: "local" of each rank's own gradients before the error is added,
-            "reconstructed" of the averaged reconstruction.
+            "average" of what is averaged: of g + e, whose squared norm is estimated by |p|^2 / r. Every rank's gradient
+            then counts as clipped by that factor, and only so much of what it sent has arrived.
         compress: per tensor, whether it is projected; the others are averaged densely.
 
     Attributes:
         params: the one copy all ranks share. error: error[rank][i]. average: what the base got at the last step.
+        norm: of what was averaged, before the clip.
         phase: "dense" or "projected". base: the torch optimizer. t: steps taken.
     """
 
@@ -44,11 +46,11 @@ class SeparateOracle:
         reset_interval: int | None = 128,
         warmup_steps: int = 0,
         max_grad_norm: float | None = None,
-        clip: str = "local",
+        clip: str = "average",
         compress: list[bool] | None = None,
     ):
-        if clip not in ("local", "reconstructed"):
-            raise ValueError(f"clip is {clip!r}, it must be 'local' or 'reconstructed'")
+        if clip not in ("local", "average"):
+            raise ValueError(f"clip is {clip!r}, it must be 'local' or 'average'")
         self.params = [p.requires_grad_() for p in as_float64(params)]
         self.ranks, self.base, self.random = ranks, base(self.params), random
         self.ef_beta, self.reset_interval, self.warmup_steps = ef_beta, reset_interval, warmup_steps
@@ -56,6 +58,7 @@ class SeparateOracle:
         self.compress = [True] * len(params) if compress is None else list(compress)
         self.error = [[torch.zeros_like(p) for p in self.params] for _ in range(ranks)]
         self.average: list[Tensor] = []
+        self.norm = 0.0
         self.phase = ""
         self.t = 0
 
@@ -68,12 +71,18 @@ class SeparateOracle:
             grads = [clip_by_global_norm(own, self.max_grad_norm) for own in grads]
         self.phase = "dense" if self.t <= self.warmup_steps else "projected"
         self.average = mean_over_ranks(grads)
+        squares = [float(a.square().sum()) for a in self.average]
+        sent = {}
         if self.phase == "projected":
             for i, compressed in enumerate(self.compress):
                 if compressed:
-                    self.average[i] = self._exchange(i, [own[i] for own in grads])
-        if self.clip == "reconstructed":
-            self.average = clip_by_global_norm(self.average, self.max_grad_norm)
+                    self.average[i], squares[i], sent[i] = self._exchange(i, [own[i] for own in grads])
+        self.norm, factor = sum(squares) ** 0.5, 1.0
+        if self.clip == "average" and self.max_grad_norm is not None:
+            factor = min(1.0, self.max_grad_norm / (self.norm + 1e-6))
+            self.average = [a * factor for a in self.average]
+        for i, own in sent.items():
+            self._feed_back(i, [g[i] for g in grads], own, factor)
         for p, g in zip(self.params, self.average, strict=True):
             p.grad = g.clone()
         self.base.step()
@@ -87,20 +96,25 @@ class SeparateOracle:
         w = (self.params[i].shape[-1] + 1) / r  # E|reconstruction - h|^2 / |h|^2 of a Gaussian projection
         return w / (1 + w)
 
-    def _exchange(self, i: int, grads: list[Tensor]) -> Tensor:
-        """Steps 1-5 for one tensor: the averaged reconstruction; updates every rank's error."""
+    def _exchange(self, i: int, grads: list[Tensor]) -> tuple[Tensor, float, list[Tensor]]:
+        """Steps 1-4 for one tensor: the averaged reconstruction, the squared norm, each rank's reconstruction."""
         shape = self.params[i].shape
         R = self.random(self.t, i).to(torch.float64)
         c, r = R.shape
         if c != shape[-1]:
             raise ValueError(f"random({self.t}, {i}) has {c} rows, tensor {i} has last dimension {shape[-1]}")
-        beta, projections = self.beta(i, r), []
+        projections = []
         for rank, g in enumerate(grads):
             h = (g + self.error[rank][i]).reshape(-1, c)  # step 1
-            p = h @ R  # step 2
-            projections.append(p)
-            own = p @ R.T / r
-            old = self.error[rank][i].reshape(-1, c)
-            self.error[rank][i] = (beta * old + (1 - beta) * (h - own)).reshape(shape)  # step 5
+            projections.append(h @ R)  # step 2
         mean = torch.stack(projections).mean(0)  # step 3
-        return (mean @ R.T / r).reshape(shape)  # step 4
+        owns = [(p @ R.T / r).reshape(shape) for p in projections]
+        return (mean @ R.T / r).reshape(shape), float(mean.square().sum()) / r, owns  # step 4
+
+    def _feed_back(self, i: int, grads: list[Tensor], sent: list[Tensor], factor: float) -> None:
+        """Step 5: beta e + (1 - beta) (h - own), where nothing is clipped."""
+        beta = self.beta(i, self.random(self.t, i).shape[1])
+        for rank, (g, own) in enumerate(zip(grads, sent, strict=True)):
+            old = self.error[rank][i]
+            clipped = old + factor * g  # what is to arrive, of which factor * own has
+            self.error[rank][i] = beta * old + (1 - beta) * (clipped - factor * own)
