@@ -21,11 +21,8 @@ from table import Case
 from torch import Tensor
 
 from compopt._lowrank.options import forgets
-<<<<<<< HEAD
-from compopt._wire.dtypes import name_of
-=======
 from compopt._ops.ops import clip_factor
->>>>>>> 55a1760 (max_grad_norm of SEPARATE clips the averaged gradient, with buckets leaving in backward)
+from compopt._wire.dtypes import name_of
 
 Optimizers = list[torch.optim.Optimizer]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}  # of what ``Ledger.check`` returns
