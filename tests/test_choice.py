@@ -133,7 +133,7 @@ def test_ranks_that_chose_differently_by_themselves_all_take_pytorchs_operators(
     assert [o.backend for o in ranks.optimizers] == ["native", "torch"]
     with pytest.warns(UserWarning, match="ranks have chosen different back ends") as caught:
         ranks.train(loss, 3)
-    assert len([w for w in caught if "different back ends" in str(w.message)]) == 2  # once a rank
+    assert len([w for w in caught if "different back ends" in str(w.message)]) == 1  # rank 0's
     assert [o.backend for o in ranks.optimizers] == ["torch", "torch"]
     assert "ranks had chosen different back ends" in ranks.optimizers[0].backend_reason
     ranks.assert_replicas_equal()
