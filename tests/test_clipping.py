@@ -89,7 +89,7 @@ def squares(tensors: list[Tensor]) -> float:
 def test_of_a_gaussian_projection_it_is_right_on_average(ratio):
     """Over many matrices; of a reconstruction it would be sqrt(1 + w) times as much, 8 times for ratio 64."""
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    optimizer = compopt.SeparateAdam(params, lr=0.0, ratio=ratio, ef_beta=1.0)
+    optimizer = compopt.SeparateAdam(params, lr=0.0, ratio=ratio, ef_beta=1.0, simulate=True)
     found = []
     for p, g in zip(params, gradients(1, 0, SHAPES, torch.float32)[0], strict=True):
         p.grad = g
@@ -103,7 +103,7 @@ def test_of_a_gaussian_projection_it_is_right_on_average(ratio):
 def test_of_orthonormal_columns_it_is_what_arrives_and_never_more_than_what_is_averaged(options):
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     base = torch.optim.SGD(params, lr=1.0)
-    optimizer = compopt.Separate(base, **options)
+    optimizer = compopt.Separate(base, simulate=True, **options)
     for t in range(5):
         before = [p.detach().clone() for p in params]
         owed = [optimizer.state[p].get("residual", torch.zeros_like(p)).clone() for p in params]
