@@ -234,7 +234,7 @@ METHODS: dict[str, Method] = {
         _separate, "compopt.SeparateAdam(params, lr=..., ratio=16, warmup_steps=...)", 1.142
     ),
     "tracked 16, int8": Method(_tracked, TRACKED.format(16, "int8"), 1.008),
-    "tracked 16, int4": Method(_tracked, TRACKED.format(16, "int4"), 1.007, options={"bits": 4}),
+    "tracked 16, int4": Method(_tracked, TRACKED.format(16, "int4"), 1.012, options={"bits": 4}),
     "tracked 4, int8": Method(_tracked, TRACKED.format(4, "int8"), 1.053, options={"rank": 4}),
     "TagcAdamW": Method(
         _tagc, "compopt.TagcAdamW(named_params, lr=..., sparsity=0.9875, warmup_steps=...)", 1.030
