@@ -203,6 +203,7 @@ def test_a_bad_gradient_on_one_rank_never_reaches_the_base():
     assert ranks.optimizers[0].stats.phase == "skipped"
     assert all(torch.equal(p, w) for p, w in zip(ranks.models[0].parameters(), weights, strict=True))
     for optimizer, old in zip(ranks.optimizers, before, strict=True):
+        optimizer.base.fails = False
         assert_same(optimizer.state_dict(), old)
 
 

@@ -52,7 +52,8 @@ def follow(engine: Engine, comm: Comm) -> Turns[None]:
                     entry[name] = vector.to(bucket.device)
         for p, entry in zip(bucket.params, bucket.entries, strict=True):
             if not p.requires_grad:
-                state[p] = {name: tensor.clone() for name, tensor in entry.items()}
+                held = {name: t.clone() for name, t in entry.items() if isinstance(t, Tensor)}
+                state[p] = held
     engine.trained = frozenset(p for p in engine.met if p.requires_grad)
     engine.rebuild()
     for bucket in engine.buckets:

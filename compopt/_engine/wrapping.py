@@ -18,6 +18,7 @@ from .._wire.comm import ProcessGroup
 from .averages import Averages
 from .base import CompressedOptimizer
 from .face import Group
+from .joined import join, part
 from .settings import known_of
 
 
@@ -124,37 +125,50 @@ class Wrapping(CompressedOptimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         with self._averages.as_gradients(params):
             self.base.step()
+        self._show_base()
 
     # Checkpoints
 
     def _saved(self) -> dict[str, Any]:
-        """Our own state and options, and the base's ``state_dict()`` under "base"."""
+        """Our own state and options, with the base's among them and whole under "base"."""
+        self._show_base()
         saved = super()._saved()
-        for packed, own in zip(saved["param_groups"], self._own_groups, strict=True):
-            places = packed["params"]
-            packed.clear()
-            packed.update({**own, "params": places, **self._signature(own)})
-        return {**saved, "base": self.base.state_dict()}
+        known = self._known_options
+        options = [
+            {**{name: own[name] for name in known if name in own}, **self._signature(own)}
+            for own in self._own_groups
+        ]
+        return join(saved, self.base, options)
+
+    def _show_base(self) -> None:
+        """Let ``state`` show the base's; torch.distributed.checkpoint looks there for names."""
+        for p, entry in self.state.items():
+            entry["base"] = self.base.state.get(p, {})
+
+    def after_layout(self) -> None:
+        super().after_layout()
+        self._show_base()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load both. A checkpoint without "base" is taken for the base's own: compression then
-        starts anew.
+        """Load both. A checkpoint that holds nothing of ours is taken for the base's own:
+        compression then starts anew.
 
         Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
         """
         groups = self._groups_of(state_dict)
-        self._groups_of(state_dict.get("base", state_dict))
-        if "base" not in state_dict:
+        own, theirs = part(state_dict, self._known_options, self.param_groups)
+        if theirs is None:
             check_of_base(state_dict, groups, type(self.base).__name__)
+        self._groups_of(theirs or state_dict)
         before = self.base.state_dict()
         # torch's would share its tensors
-        self.base.load_state_dict(copy.deepcopy(state_dict.get("base", state_dict)))
-        if "base" not in state_dict:
+        self.base.load_state_dict(copy.deepcopy(theirs or state_dict))
+        if theirs is None:
             self._begin_anew()
             return
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(own)
         except Exception:
             self.base.load_state_dict(before)
             raise
@@ -206,8 +220,8 @@ def check_of_base(state_dict: dict[str, Any], groups: list[Group], base: str) ->
     if any("residual" in entry for entry in state_dict["state"].values()):
         raise ValueError(
             "loaded state dict has residuals but not the base optimizer's state: "
-            "torch.distributed.checkpoint's get_optimizer_state_dict leaves that out. Save "
-            "optimizer.state_dict() itself."
+            "torch.distributed.checkpoint's get_optimizer_state_dict left that out until 0.1.1. "
+            "Load what optimizer.state_dict() returned."
         )
     if groups and groups[0].get("class", "torch") not in ("torch", base):
         raise ValueError(
