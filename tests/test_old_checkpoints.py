@@ -13,20 +13,23 @@ from problems import gradients, replicas, step
 
 DATA = Path(__file__).parent / "data"
 sys.path.insert(0, str(DATA))
-from write_checkpoints import AFTER, BEFORE, FORMS, SHAPES, make  # noqa: E402
+from write_checkpoints import AFTER, BEFORE, FORMS, PAYLOADS, SHAPES, made_of, make  # noqa: E402
 
-every = pytest.mark.parametrize("form", FORMS)
+every = pytest.mark.parametrize("form", [*FORMS, *PAYLOADS])
 
 
 @functools.cache
 def written() -> dict:
-    with gzip.open(DATA / "of_0_1_0.pt.gz") as file:
-        return torch.load(file, weights_only=True)
+    found = {}
+    for name in ("of_0_1_0", "of_0_1_0_payloads"):
+        with gzip.open(DATA / f"{name}.pt.gz") as file:
+            found |= torch.load(file, weights_only=True)
+    return found
 
 
 @every
 def test_a_run_of_0_1_0_goes_on(form):
-    saved, dtype = written()[form], FORMS[form][2]
+    saved, dtype = written()[form], made_of(form)[2]
     world, params, optimizers = make(form, saved["params"])
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -44,7 +47,7 @@ def test_a_run_of_0_1_0_goes_on(form):
 @every
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_it_loads_on_any_number_of_ranks(form, ranks):
-    saved, (cls, options, dtype) = written()[form], FORMS[form]
+    saved, (cls, options, dtype) = written()[form], made_of(form)
     world, params, optimizers = replicas(
         ranks,
         saved["params"],

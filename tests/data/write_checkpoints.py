@@ -1,6 +1,7 @@
 """Writes checkpoints.pt.gz: what a version saves, and where its next steps lead.
 
-``of_0_1_0.pt.gz`` was written so by version 0.1.0, with its own tests/sim.py, and is not to be written again.
+``of_0_1_0.pt.gz`` was written so by version 0.1.0, with its own tests/sim.py, and is not to be written again;
+``of_0_1_0_payloads.pt.gz``, of ``PAYLOADS``, by its last commit before payload dtypes were kept by name.
 """
 
 from __future__ import annotations
@@ -45,10 +46,21 @@ FORMS = {
     "Separate": (around_adamw, dict(ratio=4), torch.float32),
     "TagcAdamW": (compopt.TagcAdamW, dict(**ADAM, sparsity=0.8), torch.float32),
 }
+WHOLE = ("ScapeAdamS, sharded", "TagcAdamW")  # which take no int8
+PAYLOADS = {
+    f"{form}, {str(dtype).removeprefix('torch.')} payload": (cls, {**options, "payload_dtype": dtype}, of)
+    for form, (cls, options, of) in FORMS.items()
+    for dtype in (torch.int8, torch.bfloat16)
+    if form not in ("AdamS", "RadiusAdamW, bfloat16") and not (form in WHOLE and dtype == torch.int8)
+}
+
+
+def made_of(form: str):
+    return (FORMS | PAYLOADS)[form]
 
 
 def make(form: str, start: list[torch.Tensor]):
-    cls, options, _ = FORMS[form]
+    cls, options, _ = made_of(form)
 
     def one(params, process_group):
         named = [(f"layer{n}.weight", p) for n, p in enumerate(params)]
@@ -60,7 +72,7 @@ def make(form: str, start: list[torch.Tensor]):
 
 def written(form: str) -> dict:
     """A consolidated state dict, the parameters it belongs to, and those of ``AFTER`` steps more."""
-    dtype = FORMS[form][2]
+    dtype = made_of(form)[2]
     world, params, optimizers = make(form, weights(SHAPES, dtype))
     for t in range(BEFORE):
         step(world, params, optimizers, gradients(2, t, SHAPES, dtype))
