@@ -1,4 +1,4 @@
-"""docs/checkpoints.md: the lines for each place where people save, from the page, on two ranks; runs go on to the bit."""
+"""docs/checkpoints.md: the lines for each place where people save, from the page, on two ranks that then go on."""
 
 from __future__ import annotations
 
