@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from compopt import AdamS, RadiusAdamW, ScapeAdamS, SeparateAdam, TagcAdamW
+from compopt import AdamS, LocalSteps, RadiusAdamW, ScapeAdamS, SeparateAdam, TagcAdamW
 
 BASE = dict(betas=(0.9, 0.95), weight_decay=0.1)  # of AdamS, in its paper
 # The line that differs: DDP averages the gradients for the first, the second averages them itself, compressed.
@@ -34,6 +34,7 @@ OPTIMIZERS = {
     "scape": lambda p, a: ScapeAdamS(p, a.lr, **BASE, density=a.density, warmup_steps=a.warmup, density_warmup_steps=0),
     "separate": lambda p, a: SeparateAdam(p, a.lr, ratio=a.ratio, warmup_steps=a.warmup),
     "tracked": lambda p, a: SeparateAdam(p, a.lr, projection="tracked", payload_dtype="int8", warmup_steps=a.warmup),
+    "local": lambda p, a: LocalSteps(torch.optim.AdamW(p, a.lr), a.every, warmup_steps=a.warmup, every_warmup_steps=0),
     "tagc": lambda p, a: TagcAdamW(p, a.lr, sparsity=1 - a.density, warmup_steps=a.warmup),
 }
 
@@ -76,7 +77,7 @@ def parse():
     cli.add_argument("--data", help="a file to train on (default: the Python standard library's source)")
     cli.add_argument("--out", help="a JSON file for the results")
     sizes = dict(batch=8, context=64, steps=1500, layers=4, heads=4, width=128, seed=0, eval_every=100)
-    for name, default in dict(lr=2e-3, interval=100, ratio=16.0, **sizes).items():
+    for name, default in dict(lr=2e-3, interval=100, every=10, ratio=16.0, **sizes).items():
         cli.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     args = cli.parse_args()
     args.warmup = round(args.warmup_share * args.steps)

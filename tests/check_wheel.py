@@ -1,8 +1,10 @@
 """Build the wheel, install it into an empty environment beside the torch that is here, import it, train one step."""
 
+import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -30,6 +32,11 @@ def run(*command: object, **options: object) -> None:
 with tempfile.TemporaryDirectory() as folder:
     run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, ROOT, stdout=subprocess.DEVNULL)
     (wheel,) = Path(folder).glob("*.whl")
+    (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA"))
+    text = zipfile.ZipFile(wheel).read(metadata).decode()
+    assert "torch.optim" in text and not re.search(r"\]\((?!https?:)", text), (
+        "links that lead nowhere from a package index"
+    )
     run(sys.executable, "-m", "venv", f"{folder}/empty")
     python = f"{folder}/empty/bin/python"
     run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt", wheel)

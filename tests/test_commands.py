@@ -70,3 +70,11 @@ def test_python_m_compopt_names_its_commands_and_version(tmp_path, capsys):
 @pytest.mark.parametrize("target", sorted({name for page in PAGES for name in TARGET.findall(page.read_text())}))
 def test_make_has_every_target_that_is_named(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
+
+
+def test_the_page_on_links_shows_what_the_command_prints(tmp_path):
+    page = (ROOT / "docs/links.md").read_text()
+    command, *shown = re.findall(r"^    (compopt-advise .*)$|^    ((?:method|[A-Z]\S+|tracked|DDP).*\d.*)$", page, re.M)
+    printed = bash(command[0], tmp_path).stdout
+    rows = [row for _, row in shown if "x " in row]
+    assert len(rows) == 10 and [row for row in rows if row not in printed.splitlines()] == []

@@ -22,6 +22,7 @@ PHASES = {  # of the six steps: two are warm-up, and Radius compresses from the 
     "scape": {"dense": 2, "sparse": 4},
     "separate": {"dense": 2, "projected": 4},
     "tracked": {"dense": 2, "projected": 4},
+    "local": {},
     "tagc": {"dense": 2, "sparse": 4},
     "powersgd": {"dense": 2, "sparse": 4},
     "topk": {"dense": 2, "sparse": 4},

@@ -74,8 +74,8 @@ def forgotten(cls: type[CompressedOptimizer], table: Sequence[Case] = (*CASES, *
         "CHANGELOG.md": f"`{name}",
     }
     found += [f"{name} is not in {place}" for place, words in places.items() if words not in read(place)]
-    if file.name not in read("README.md").split("## Layout")[1]:
-        found.append(f"{name} is not in README.md's layout picture: add {file.name}")
+    if file.name not in read("CONTRIBUTING.md").split("## Layout")[1]:
+        found.append(f"{name} is not in CONTRIBUTING.md's layout picture: add {file.name}")
     return found
 
 
