@@ -139,9 +139,7 @@ def main() -> None:
     first = next(iter(results.values()))
     print(f"\nA GPT of {first['parameters']:,} parameters, {args.steps} steps; in brackets, times the first line's.\n")
     print(table(results))
-    print(
-        "\nLoss: nats a byte, on text not trained on. MB a step: mean of the second half; in all: with the dense start."
-    )
+    print("\nLoss: nats a byte, on text not trained on. MB a step: of the second half; in all: with the dense start.")
     print("At a rate: computed, the step measured here plus its bytes over such a link, none of it overlapped.")
     print("", *sentences(results), sep="\n")
     print("So little training favours AdamW in loss. For your own model and link: .venv/bin/compopt-advise --help")

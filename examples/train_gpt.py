@@ -128,7 +128,7 @@ def main():
         losses.append(loss.item())  # on a GPU this waits for the step, so that the clock sees all of it
         seconds.append(time.perf_counter() - begin)
         stats = getattr(optimizer, "stats", baseline)
-        sent["dense" if stats.phase == "dense" else "compressed"].append(stats.bytes_sent)
+        sent["dense" if stats.phase in ("dense", "rounded") else "compressed"].append(stats.bytes_sent)
         phases[stats.phase] += 1
         if step % args.eval_every == 0 or step == args.steps:
             now = dict(zip(("train_loss", "val_loss"), averages(losses), strict=True))

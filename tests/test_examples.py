@@ -13,7 +13,7 @@ from in_place import EXAMPLES, as_torchrun_would, example
 from ranks import run_ranks
 
 TINY = """--layers 1 --width 32 --heads 2 --context 16 --batch 4 --lr 1e-2 --steps 6 --eval-every 3
-          --density 0.1 --warmup-share 0.34 --interval 4"""
+          --density 0.1 --warmup-share 0.34 --interval 4 --every 2"""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 PHASES = {  # of the six steps: two are warm-up, and Radius compresses from the second on
     "adamw": {"dense": 6},
@@ -22,7 +22,7 @@ PHASES = {  # of the six steps: two are warm-up, and Radius compresses from the 
     "scape": {"dense": 2, "sparse": 4},
     "separate": {"dense": 2, "projected": 4},
     "tracked": {"dense": 2, "projected": 4},
-    "local": {},
+    "local": {"rounded": 2, "local": 2, "exchanged": 2},
     "tagc": {"dense": 2, "sparse": 4},
     "powersgd": {"dense": 2, "sparse": 4},
     "topk": {"dense": 2, "sparse": 4},
@@ -75,7 +75,7 @@ def check(folder: Path, optimizer: str, ranks: int) -> None:
     assert result["phases"] == phases
     dense, sizes = 4 * result["parameters"], result["bytes_per_step"]
     parameters = dense / ranks if optimizer == "tagc" else 0  # what gathers them, in every step
-    least, most = (0.25, 0.27) if optimizer == "tracked" else (1, 1.02)  # which rounds its dense steps to int8 too
+    least, most = (0.25, 0.27) if optimizer in ("tracked", "local") else (1, 1.02)  # in int8 from the first step
     assert least * dense <= sizes["dense"] - parameters <= most * dense
     if phases == {"dense": 6}:
         assert 6 * dense <= last["bytes"] <= 1.02 * 6 * dense and sizes["compressed"] is None
