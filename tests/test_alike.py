@@ -61,7 +61,7 @@ def test_a_model_that_is_wrapped_again():
         assert 3 not in found  # the mean of what was averaged before is right: one step shows it
         for step in (4, 5):
             message, unchanged, count = found[step]
-            assert "bit-identical" in message and "compopt.attach" in message
+            assert "bit-identical" in message and "compopt.attach" in message and "Accelerator(cpu=True)" in message
             assert unchanged and count == 4
         assert found["after"] == [7, 0]
         assert "bit-identical" in found["at once"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from .._ops.ops import Ops
@@ -61,6 +62,8 @@ class CompressedOptimizer(Optimizer, Face):
 
     # Stepping
 
+    # torch.compile leaves it as it is. (torch.compiler.disable imports the compiler, at once.)
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients over ranks, compressed, and update parameters. All ranks must call it.
@@ -189,15 +192,17 @@ class CompressedOptimizer(Optimizer, Face):
 
     def _admit(self, group: Group) -> None:
         """Raise where a group cannot be taken as it is."""
-        for p in group["params"]:
+        names = group.get("param_names") or [""] * len(group["params"])
+        for p, name in zip(group["params"], names, strict=True):
+            tensor = f"tensor {name} of" if name else "tensor of"
             if p.is_complex():
                 raise TypeError(
-                    f"params holds a complex tensor of shape {tuple(p.shape)} ({p.dtype}): use "
+                    f"params holds a complex {tensor} shape {tuple(p.shape)} ({p.dtype}): use "
                     "torch.view_as_real."
                 )
             if p.is_meta:
                 raise ValueError(
-                    f"params holds a tensor of shape {tuple(p.shape)} on the meta device: call "
+                    f"params holds a {tensor} shape {tuple(p.shape)} on the meta device: call "
                     "model.to_empty and initialise it before the optimizer is made."
                 )
         refuse(group)

@@ -89,7 +89,8 @@ def handshake(engine: Engine, comm: Comm) -> Turns[None]:
             "all ranks train on the same data. If DistributedDataParallel wraps the model, call "
             "compopt.attach(ddp_model, optimizer) before the first backward; if FSDP reduces over "
             "this group, pass process_group= the group it does not reduce over; if the data is "
-            "the same, give each rank its own."
+            "the same, give each rank its own. On CPUs Accelerate and the Trainer give all ranks "
+            "the same data unless told Accelerator(cpu=True) or use_cpu=True."
         )
 
 

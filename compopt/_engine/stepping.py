@@ -196,7 +196,8 @@ class Step:
         engine = self.engine
         if verdict.misplaced:
             where = ", ".join(
-                f"bucket {i}" if i >= 0 else "another shard" for i in verdict.misplaced
+                f"bucket {i}, of {engine.buckets[i].names[0]}" if i >= 0 else "another shard"
+                for i in verdict.misplaced
             )
             raise CommunicationError(
                 f"payloads of different buckets or steps met ({where}): ranks start their "
