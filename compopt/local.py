@@ -13,7 +13,8 @@ a round is of H steps::
     5  w_k <- mix (w_k of line 2) + (1 - mix) a_p + what the rank moved since
 
 At first all gradients are averaged for ``warmup_steps``, as ``Average(inner)`` does, and rounds
-grow from 1 step to H over ``every_warmup_steps``. Lines 2 to 5 are ``_local.fragments.Fragment``.
+grow from 1 step to H over ``every_warmup_steps``, mu and lr from 0 and 1 with them. Lines 2 to 5
+are ``_local.fragments.Fragment``.
 
 Where we differ: the papers lose what a rank moved while an exchange was on its way, in part (mix =
 .5) or whole (0). And d_k is taken from where the rank began: of parameters below float32 that is
@@ -74,13 +75,15 @@ class LocalSteps(Wrapping):
             momentum, by ``payload_dtype``, ``outer_lr`` and ``outer_momentum``.
         payload_dtype: of what is exchanged, and of gradients in the averaged start; as in
             :class:`Average`.
-        outer_lr, outer_momentum: of the default ``outer``. 1 and 0: ranks average parameters.
+        outer_lr, outer_momentum: of the default ``outer``, after a round of ``every`` steps. 1 and
+            0: ranks average parameters.
         fragments: P, parts of the model that are exchanged at different steps of a round.
         delay: steps from the beginning of an exchange to its application; training goes on
             meanwhile. At most every / fragments.
         mix: what a rank keeps of its own parameters, in [0, 1); the rest is the new anchor.
         warmup_steps: steps at the start in which gradients are averaged, as by :class:`Average`.
-        every_warmup_steps: steps after these in which rounds grow from 1 step to ``every``.
+        every_warmup_steps: steps after these in which rounds grow from 1 step to ``every``, and
+            the default ``outer`` from averaging parameters to its own rate and momentum.
         max_grad_norm: clips each rank's own gradient to this L2 norm; in the start the averaged
             one.
         process_group: the ranks to average over. None: the default group, or one process where
@@ -112,7 +115,7 @@ class LocalSteps(Wrapping):
         delay: int = 0,
         mix: float = 0.0,
         warmup_steps: int = 0,
-        every_warmup_steps: int = 300,
+        every_warmup_steps: int = 600,
         max_grad_norm: float | None = None,
         process_group: ProcessGroup | None = None,
     ):
@@ -219,7 +222,8 @@ class LocalSteps(Wrapping):
         return self._exchanges
 
     def _make(self, h: Group) -> Exchanges:
-        return Exchanges(self.param_groups, h, self._outer or default_outer(h))
+        outer = self._outer or default_outer(h)
+        return Exchanges(self.param_groups, h, outer, grows=self._outer is None)
 
     def _said(self) -> list[Any]:
         """What ranks must have alike when they exchange."""

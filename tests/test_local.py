@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from oracles import local as oracle
@@ -39,3 +41,32 @@ def test_it_is_the_design(ranks, fragments, delay, mix):
     for own, theirs in zip(params, wanted, strict=True):
         for p, q in zip(own, theirs, strict=True):
             torch.testing.assert_close(p.detach(), q, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_outer_optimizer_grows_with_the_rounds(ranks):
+    """Rounds of 1, 1, 1, 2, 3, 4, 6 and 8 steps; by hand, without a codec."""
+    lengths, every, lr, mu = [1, 1, 1, 2, 3, 4, 6, 8], 8, 0.7, 0.9
+    params, optimizers = train(ranks, sum(lengths), every=every, every_warmup_steps=15)
+    assert optimizers[0].stats.round == len(lengths)
+    w = [[torch.nn.Parameter(x.clone()) for x in weights()] for _ in range(ranks)]
+    inner, anchor = [adamw(own) for own in w], weights()
+    v, t = [torch.zeros_like(x) for x in anchor], 0
+    for steps in lengths:
+        for _ in range(steps):
+            for own, optimizer, given in zip(w, inner, gradients(ranks, t), strict=True):
+                for p, g in zip(own, given, strict=True):
+                    p.grad = g.clone()
+                optimizer.step()
+            t += 1
+        grown = math.log(steps) / math.log(every)
+        lr_now, mu_now = 1 + (lr - 1) * grown, mu * grown
+        for i, a in enumerate(anchor):
+            mean = sum(a - own[i].detach() for own in w) / ranks
+            v[i] = mu_now * v[i] + mean if mu_now else v[i]  # SGD without momentum leaves its own alone
+            a -= lr_now * (mean + mu_now * v[i])
+            for own in w:
+                own[i].data.copy_(a)
+    for own in params:
+        for p, a in zip(own, anchor, strict=True):
+            torch.testing.assert_close(p.detach(), a, rtol=1e-12, atol=1e-12)

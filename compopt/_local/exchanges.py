@@ -15,10 +15,13 @@ Group = dict[str, Any]
 
 
 class Exchanges:
-    """The fragments of one optimizer, in the order in which all ranks exchange them."""
+    """The fragments of one optimizer, in the order in which all ranks exchange them.
 
-    def __init__(self, groups: list[Group], options: Group, outer: Outer):
-        self._outer = outer
+    ``grows``: the outer optimizers are SGD, whose options grow with the rounds.
+    """
+
+    def __init__(self, groups: list[Group], options: Group, outer: Outer, grows: bool):
+        self._outer, self._grows = outer, grows
         self._connected: tuple[Comm, Comm] | None = None  # the ranks, and how they are reached
         self._counted = 0
         parts = deal(groups, options["fragments"])
@@ -122,6 +125,8 @@ class Exchanges:
                 yield from other.finish()
                 applied.append(other)
             fragment.said, fragment.mix = settings, options["mix"]
+            if self._grows:
+                fragment.set_outer(*rounds.outer(options, steps))
             fragment.begin(t + late if late else None)
             if late:
                 fragment.poll()

@@ -64,6 +64,11 @@ class Fragment:
         if self.outer._engine.group is not comm:
             self.outer._engine.connect_to(comm)
 
+    def set_outer(self, lr: float, momentum: float) -> None:
+        """Of the exchange that begins next."""
+        for group in self.outer.param_groups:
+            group.update(lr=lr, momentum=momentum)
+
     # An exchange
 
     @property
