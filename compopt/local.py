@@ -83,7 +83,8 @@ class LocalSteps(Wrapping):
         mix: what a rank keeps of its own parameters, in [0, 1); the rest is the new anchor.
         warmup_steps: steps at the start in which gradients are averaged, as by :class:`Average`.
         every_warmup_steps: steps after these in which rounds grow from 1 step to ``every``, and
-            the default ``outer`` from averaging parameters to its own rate and momentum.
+            an ``outer`` around SGD, as the default, from averaging parameters to its own rate and
+            momentum.
         max_grad_norm: clips each rank's own gradient to this L2 norm; in the start the averaged
             one.
         process_group: the ranks to average over. None: the default group, or one process where
@@ -222,8 +223,7 @@ class LocalSteps(Wrapping):
         return self._exchanges
 
     def _make(self, h: Group) -> Exchanges:
-        outer = self._outer or default_outer(h)
-        return Exchanges(self.param_groups, h, outer, grows=self._outer is None)
+        return Exchanges(self.param_groups, h, self._outer or default_outer(h))
 
     def _said(self) -> list[Any]:
         """What ranks must have alike when they exchange."""

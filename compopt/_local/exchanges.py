@@ -15,13 +15,10 @@ Group = dict[str, Any]
 
 
 class Exchanges:
-    """The fragments of one optimizer, in the order in which all ranks exchange them.
+    """The fragments of one optimizer, in the order in which all ranks exchange them."""
 
-    ``grows``: the outer optimizers are SGD, whose options grow with the rounds.
-    """
-
-    def __init__(self, groups: list[Group], options: Group, outer: Outer, grows: bool):
-        self._outer, self._grows = outer, grows
+    def __init__(self, groups: list[Group], options: Group, outer: Outer):
+        self._outer = outer
         self._connected: tuple[Comm, Comm] | None = None  # the ranks, and how they are reached
         self._counted = 0
         parts = deal(groups, options["fragments"])
@@ -125,8 +122,7 @@ class Exchanges:
                 yield from other.finish()
                 applied.append(other)
             fragment.said, fragment.mix = settings, options["mix"]
-            if self._grows:
-                fragment.set_outer(*rounds.outer(options, steps))
+            fragment.grow(rounds.grown(options, steps))
             fragment.begin(t + late if late else None)
             if late:
                 fragment.poll()

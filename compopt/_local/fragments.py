@@ -42,7 +42,8 @@ class Fragment:
         with making_own():
             self.outer = outer(list(self.anchors))
         check_outer(self.outer, self.anchors)
-        begin_momentum(self.outer)
+        self._own = begin_momentum(self.outer)
+        self._grown = 1.0
         self.outer._engine.owner = self
         self.said: list[Any] = []
         self.mix = 0.0
@@ -64,10 +65,15 @@ class Fragment:
         if self.outer._engine.group is not comm:
             self.outer._engine.connect_to(comm)
 
-    def set_outer(self, lr: float, momentum: float) -> None:
-        """Of the exchange that begins next."""
-        for group in self.outer.param_groups:
-            group.update(lr=lr, momentum=momentum)
+    def grow(self, share: float) -> None:
+        """The outer optimizer, where it is around SGD, on its way from averaging parameters (0) to
+        its own rate and momentum (1).
+        """
+        if share == self._grown:
+            return
+        self._grown = share
+        for group, (lr, momentum) in zip(self.outer.param_groups, self._own, strict=False):
+            group.update(lr=1 + (lr - 1) * share, momentum=momentum * share)
 
     # An exchange
 
@@ -152,6 +158,7 @@ class Fragment:
             "anchors": [anchor.detach() for anchor in self.anchors],
             "outer": self.outer.state_dict(),
             "applied": self.applied,
+            "grown": self._grown,
             "due": self.due,
             "differences": grads,
             "apply_at": self.apply_at,
@@ -176,6 +183,7 @@ class Fragment:
                 anchor.copy_(value)
         self.outer.load_state_dict(saved["outer"])
         self.applied, self.due = saved["applied"], saved["due"]
+        self._grown = saved["grown"]
         if saved["differences"] is None:
             return
         self.apply_at, self._open = saved["apply_at"], saved["apply_at"] is None
@@ -277,17 +285,20 @@ def check_outer(outer: object, anchors: list[nn.Parameter]) -> None:
         raise ValueError("outer must step all parameters that it is given, in their order.")
 
 
-def begin_momentum(outer: CompressedOptimizer) -> None:
+def begin_momentum(outer: CompressedOptimizer) -> list[tuple[float, float]]:
     """torch's SGD makes its momentum in its first step: of zeros that is the same, and a rank that
     joins later then has as many tensors as the others.
+
+    Returns its rate and momentum, of each group; nothing where it is another optimizer.
     """
     base = getattr(outer, "base", None)
     if not isinstance(base, torch.optim.SGD):
-        return
+        return []
     for group in base.param_groups:
         if group["momentum"] and not group["dampening"]:
             for p in group["params"]:
                 base.state[p].setdefault("momentum_buffer", torch.zeros_like(p.detach()))
+    return [(group["lr"], group["momentum"]) for group in base.param_groups]
 
 
 def deal(groups: list[dict[str, Any]], fragments: int) -> list[list[Tensor]]:

@@ -21,18 +21,15 @@ def length(options: Group, since: int) -> int:
     return every if since >= growth else 1 + (every - 1) * since // growth
 
 
-def outer(options: Group, steps: int) -> tuple[float, float]:
-    """Learning rate and momentum of the outer step after a round of this many ``steps``.
+def grown(options: Group, steps: int) -> float:
+    """How far the outer optimizer has come from averaging parameters, 0, to its own rate and
+    momentum, 1, after a round of this many ``steps``: with the logarithm of its length.
 
-    After one step parameters are averaged (1 and 0); from there both go to the options with the
-    logarithm of the round's length. The momentum of long rounds would add up over short ones: a
-    small GPT that ends at 1.56 so ended at 2.29 with the options from the first round on.
+    The momentum of long rounds would add up over short ones: a small GPT that ends at 1.56 so ended
+    at 2.29 with its own from the first round on.
     """
-    lr, momentum, every = options["outer_lr"], options["outer_momentum"], options["every"]
-    if steps >= every:
-        return lr, momentum
-    grown = math.log(steps) / math.log(every)
-    return 1 + (lr - 1) * grown, momentum * grown
+    every: int = options["every"]
+    return 1.0 if steps >= every else math.log(steps) / math.log(every)
 
 
 def is_due(place: int, at: int, steps: int, fragments: int) -> bool:
