@@ -124,8 +124,7 @@ class Run:
         return example.case.make(
             [{"params": self.parameters(g, n), "compress": g["compress"]} for n, g in enumerate(example.groups)],
             process_group=comm,
-            **({"payload_dtype": example.payload} if example.payload else {}),
-            **example.options,
+            **{**example.options, **({"payload_dtype": example.payload} if example.payload else {})},
         )
 
     def parameters(self, group: dict[str, Any], number: int) -> list[nn.Parameter]:
