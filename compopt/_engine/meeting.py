@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .._wire.board import Board, Visit
 from .._wire.requests import CommunicationError
 from .._wire.warning import warn
+from . import lost_masks
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -107,12 +108,18 @@ def watch(engine: Engine, turns: Turns[None]) -> None:
     for pending in turns:
         if not engine.comm.can_look_up:
             continue
+        who = ""
         try:
             while not pending.ends_within(LOOK_AFTER):
                 with contextlib.suppress(RuntimeError):  # of the store
                     _look_up(engine)
+                if who := lost_masks.who_lost(engine):
+                    raise lost_masks.Left
         except BaseException as error:  # as if it were raised where the step waits
-            turns.throw(error)
+            try:
+                turns.throw(error)
+            except lost_masks.Left:
+                lost_masks.leave(engine, who)
 
 
 def _look_up(engine: Engine) -> None:

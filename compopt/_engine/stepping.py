@@ -9,7 +9,7 @@ from .._wire.comm import Comm
 from .._wire.control import Words
 from .._wire.requests import CommunicationError
 from .._wire.warning import warn
-from . import frozen, gradients
+from . import frozen, gradients, lost_masks
 from .alike import sample
 from .engine import Engine
 from .handshake import describe, explain_mismatch, handshake, tell_failure
@@ -132,6 +132,8 @@ class Step:
         engine = self.engine
         tails = engine.runtime.tails
         yield from tails.settle_in_turns()
+        if tails.lost and not tails.unconfirmed:
+            lost_masks.tell(engine)
         yield from tails.confirm(self.comm, engine.device)
         for bucket in engine.buckets:
             bucket.gathered = {}

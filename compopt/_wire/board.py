@@ -92,6 +92,15 @@ class Board:
         """What was said with the last objection of all."""
         return self._get("reason") if self._count("objections") else ""
 
+    def note(self, kind: str, text: str) -> None:
+        """Leave a note of this kind, in place of this rank's last."""
+        self._set(f"{kind}/{self.rank}", text)
+
+    def notes(self, kind: str) -> dict[int, str]:
+        """Every rank's last of this kind."""
+        keys = {rank: f"{kind}/{rank}" for rank in range(self.size)}
+        return {r: self._get(key) for r, key in keys.items() if self._store.check([OURS + key])}
+
     def _count(self, key: str) -> int:
         return int(self._get(key)) if self._store.check([OURS + key]) else 0
 

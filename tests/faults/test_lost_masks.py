@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
 import compopt
+from compopt._engine import meeting
 from compopt._wire.comm import Pending
 
 
@@ -35,6 +38,54 @@ def lose_a_mask(rank: int) -> dict:
         phases.append(optimizer.stats.phase)
     mask = optimizer.state[model.weight]["mask"]
     return {"phases": phases, "mask": mask.tolist(), "sum": float(model.weight.sum()), "s": time.perf_counter() - since}
+
+
+def lose_a_gathered_mask(rank: int) -> dict:
+    """SCAPE's: the ranks do not ask each other. One raises where the other would wait for the timeout."""
+    meeting.LOOK_AFTER = 0.3
+    groups = [dist.new_group(timeout=timedelta(seconds=15)) for _ in range(2)]
+    wait = Pending.wait
+
+    def failing(self):
+        answer = wait(self)
+        if rank == 1 and self.what.startswith("AllGather") and optimizer.stats.step == 4:
+            raise compopt.CommunicationError(f"{self.what} was made to fail")
+        return answer
+
+    torch.manual_seed(0)
+    model = nn.Linear(96, 64)
+    options = dict(density=0.25, warmup_steps=1, density_warmup_steps=0)
+    optimizer = compopt.ScapeAdamS(model.parameters(), process_group=groups[0], **options)
+
+    def train(steps) -> None:
+        for step in steps:
+            x = torch.randn(8, 96, generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    train(range(4))
+    Pending.wait, before, said = failing, model.weight.clone(), ""
+    try:
+        train(range(4, 5))
+    except compopt.CommunicationError as error:
+        said = str(error)
+    Pending.wait = wait
+    same = torch.equal(before, model.weight)
+    optimizer.rebind(groups[1])
+    train(range(4, 8))
+    sums = [float(t.detach().double().sum()) for t in (model.weight, model.bias)]
+    return {"said": said, "same": same, "sums": sums, "phase": optimizer.stats.phase}
+
+
+def test_real_ranks_leave_a_step_when_one_of_them_lost_a_gathered_mask():
+    ranks = run_ranks(lose_a_gathered_mask, 2)
+    for rank, found in enumerate(ranks):
+        assert found["said"] == (
+            f"step 5 was not applied on rank {rank}: rank 1 lost the masks that followed step 4, and others have them. "
+            "Make a new process group on all ranks and call rebind()."
+        )
+        assert found["same"] and found["sums"] == ranks[0]["sums"] and found["phase"] == "sparse"
 
 
 def test_real_ranks_choose_the_mask_anew_when_one_of_them_lost_it():
