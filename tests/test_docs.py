@@ -55,6 +55,17 @@ def test_every_error_is_in_the_troubleshooting_page():
             assert unknown == [], path.name
 
 
+def test_every_page_opens_with_what_to_type():
+    for page in DOCS.glob("*.md"):
+        opening = page.read_text().splitlines()[:16]
+        assert any(line.startswith(("```", "    ")) for line in opening), page.name
+
+
+def test_every_page_is_on_the_index_with_what_it_is_for():
+    rows = re.findall(r"^\| [^|]+ \| \[[^]]+\]\((\w+)\.md\) \|$", (DOCS / "index.md").read_text(), re.M)
+    assert set(rows) == {page.stem for page in DOCS.glob("*.md")} - {"index"}
+
+
 def test_pages_link_to_files_that_exist():
     for page in DOCS.glob("*.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
