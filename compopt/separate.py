@@ -114,8 +114,8 @@ class SeparateAdam(Projecting):
         max_grad_norm: clip to this L2 norm, all groups together (None: no clipping).
         clip: what is clipped. "average": the average over ranks of gradient and error, inside the
             step. Its norm follows from what was sent: a Gaussian projection gives an estimate,
-            ``|p|^2 / r``, that is right on average; orthonormal and tracked columns give the norm of
-            the part they span, which is less. ``stats.grad_norm`` is that number. "local": each
+            ``|p|^2 / r``, right on average; orthonormal and tracked columns give the norm of the
+            part they span, which is less. ``stats.grad_norm`` is that number. "local": each
             rank's gradient, by its own norm, before it is projected; nothing is sent during
             backward then. (0.1.0 called "average" "reconstructed", which is still taken; its norm
             was that of the reconstruction, about sqrt(1 + w) times as large.)
