@@ -23,7 +23,8 @@ from compopt._sparse.dealing import compressed_lengths, deal
 from compopt._state.buckets import Bucket
 from compopt._state.deal import encode
 from compopt._state.masks import bits_of, set_bits_
-from compopt._wire.comm import Comm, Pending
+from compopt._wire.comm import Comm
+from compopt._wire.pending import Pending
 from compopt._wire.requests import Agree, AllGather, AllReduceMean, BitOr, Broadcast, Commit, ReduceScatterMean, Request
 
 KINDS = {AllReduceMean: "payload", ReduceScatterMean: "payload", Broadcast: "masks", BitOr: "masks"}

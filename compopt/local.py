@@ -48,8 +48,9 @@ from ._local.fragments import Fragment, Outer
 from ._local.stats import with_distances, with_rounds
 from ._state.buckets import Bucket, local
 from ._state.layouts import Layout, Prefix
-from ._wire.comm import Comm, Pending, ProcessGroup
+from ._wire.comm import Comm, ProcessGroup
 from ._wire.dtypes import PayloadDtype
+from ._wire.pending import Pending
 from ._wire.requests import Asking, CommunicationError
 from .average import Average, average
 

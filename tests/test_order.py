@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
 from compopt._state import buckets as _buckets
-from compopt._wire.comm import Pending
+from compopt._wire.pending import Pending
 
 SPARSE = dict(lr=1e-2, density=0.3, interval=3, warmup_steps=1)
 TRACKED = dict(lr=1e-2, projection="tracked", rank=4)

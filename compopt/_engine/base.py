@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from .._ops.ops import Ops
 from .._state.buckets import Bucket
-from .._wire.comm import Comm, Pending, ProcessGroup
+from .._wire.comm import Comm, ProcessGroup
+from .._wire.pending import Pending
 from . import frozen, loading, meeting, recovery, saving, stepping
 from .engine import Engine
 from .face import Face, Group

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket
-from .._wire.comm import Comm, Pending
+from .._wire.comm import Comm
 from .._wire.control import Control, Words, place_bits
+from .._wire.pending import Pending
 from .._wire.requests import Agree, AllReduceMean, Answer, Asking, Commit, NotSent, Payload, Request
 from .fingerprint import Fingerprint
 

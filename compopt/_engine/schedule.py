@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .._state.buckets import Bucket
-from .._wire.comm import Comm, Pending
+from .._wire.comm import Comm
 from .._wire.control import Words
+from .._wire.pending import Pending
 from .._wire.requests import CommunicationError
 from .exchanges import Algorithm, Exchange
 from .turns import Turns

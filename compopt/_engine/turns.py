@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from .._wire.comm import Comm, Pending
+from .._wire.comm import Comm
+from .._wire.pending import Pending
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 
 Result = TypeVar("Result")

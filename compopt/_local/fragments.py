@@ -20,8 +20,9 @@ from .._engine.turns import Turns
 from .._engine.verdicts import Verdict
 from .._state.buckets import local
 from .._state.tensors import laid_out_as
-from .._wire.comm import Comm, Pending
+from .._wire.comm import Comm
 from .._wire.control import Words
+from .._wire.pending import Pending
 
 Outer = Callable[[list[Tensor]], CompressedOptimizer]
 

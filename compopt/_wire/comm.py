@@ -7,14 +7,10 @@ ranks and from one thread at a time: two threads on one gloo group silently mix 
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
 import math
 import os
-import time
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -22,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .board import Board
+from .pending import Pending, first_line
 from .quantised_mean import QuantisedMean
 from .requests import (
     AllGather,
@@ -42,88 +39,6 @@ if TYPE_CHECKING:
 
 # As a name for annotations: torch may be built without torch.distributed.
 ProcessGroup: TypeAlias = "dist.ProcessGroup"
-
-_on_the_wire: set[Pending] = set()
-
-
-@atexit.register
-def _before_exit() -> None:
-    """Let collectives end before the interpreter does: a gloo thread that frees a tensor later
-    aborts the process.
-    """
-    for pending in list(_on_the_wire):
-        if pending.work is not None:
-            with contextlib.suppress(RuntimeError):
-                pending.work.wait(timedelta(seconds=5))
-    if dist.is_available() and Pending.started:
-        # A finished collective's tensors are let go a moment after it is waited for.
-        time.sleep(0.05)
-
-
-class Pending:
-    """A collective on its way. ``wait`` returns its result and raises CommunicationError when it
-    failed.
-
-    Its result may be another Pending: the second of two collectives that together answer a request.
-    ``more``: what it leads to is another collective, before the step is agreed upon.
-    """
-
-    # Any, in this process.
-    started = False
-    # Of ranks that take turns in one process: nobody may wait for it in backward.
-    in_turns = False
-
-    def __init__(
-        self,
-        what: str,
-        work: dist.Work | None,
-        finish: Callable[[], object],
-        more: bool = False,
-    ):
-        self.what, self.work, self._finish, self.more = what, work, finish, more
-        if work is not None:
-            Pending.started = True
-            _on_the_wire.add(self)
-
-    def wait(self) -> object:
-        if self.work is not None:
-            try:
-                self.work.wait()
-            # As gloo raises; torch.distributed's own errors are some, too.
-            except RuntimeError as error:
-                raise CommunicationError(f"{self.what} failed: {_first_line(error)}") from error
-            finally:
-                self.forget()
-        return self._finish()
-
-    @property
-    def ready(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
-        return self.work is None or self.work.is_completed()
-
-    def ends_within(self, seconds: float) -> bool:
-        """Wait for no longer than this; whether it has ended, well or not.
-
-        Only on gloo, where it may be asked again: on NCCL a wait that is limited ends the group.
-        """
-        if self.work is None:
-            return True
-        try:
-            self.work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
-            return self.work.is_completed()
-        return True
-
-    def drain(self) -> None:
-        """Wait until it uses its memory no more; whatever comes of it."""
-        if self.work is not None:
-            with contextlib.suppress(RuntimeError):
-                self.work.wait()
-            self.forget()
-
-    def forget(self) -> None:
-        """It need not be waited for: it has ended, or its group has."""
-        _on_the_wire.discard(self)
 
 
 class Comm:
@@ -263,7 +178,7 @@ class Comm:
         try:
             return collective(*args, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise CommunicationError(f"{what} could not start: {_first_line(error)}") from error
+            raise CommunicationError(f"{what} could not start: {first_line(error)}") from error
 
     @functools.cached_property
     def board(self) -> Board | None:
@@ -282,10 +197,6 @@ class Comm:
     def or_in_backend(self) -> bool:
         """Whether the group's backend has a bitwise or: gloo and MPI, not NCCL."""
         return dist.get_backend(self.group) in ("gloo", "mpi")
-
-
-def _first_line(error: RuntimeError) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def rank_here() -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 import compopt
 from compopt._engine import meeting
-from compopt._wire.comm import Pending
+from compopt._wire.pending import Pending
 
 
 def lose_a_mask(rank: int) -> dict:
