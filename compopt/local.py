@@ -46,8 +46,8 @@ from ._local import options
 from ._local.exchanges import Exchanges
 from ._local.fragments import Fragment, Outer
 from ._local.stats import with_distances, with_rounds
-from ._state.buckets import Bucket, local
-from ._state.layouts import Layout, Prefix
+from ._state.buckets import Bucket
+from ._state.layouts import Dense, Layout, Prefix
 from ._wire.comm import Comm, ProcessGroup
 from ._wire.dtypes import PayloadDtype
 from ._wire.pending import Pending
@@ -151,13 +151,19 @@ class LocalSteps(Wrapping):
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         return average(bucket, self.ops, self._averages)
 
+    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+        return {"residual": Dense(dtype, compressed_only=True, optional=True)}
+
     def _specs(self, bucket: Bucket) -> dict[str, Layout]:
-        averages = self._averages_gradients
+        if self._averages_gradients:
+            return super()._specs(bucket)
+        return {"residual": Prefix(bucket.wide, lambda p: 0, compressed_only=True, optional=True)}
 
-        def size(p: Tensor) -> int:
-            return local(p).numel() if averages else 0
-
-        return {"residual": Prefix(bucket.wide, size, compressed_only=True, optional=True)}
+    def _end_start(self) -> None:
+        """Nothing is kept of the averaged start."""
+        if any(bucket.flat["residual"].numel() for bucket in self._buckets):
+            self._engine.rebuild()
+            self._averages = Averages()
 
     @property
     def _options(self) -> Group:
@@ -210,14 +216,13 @@ class LocalSteps(Wrapping):
         """The fragments, over these ranks; none on one process."""
         for group in self.param_groups[len(self._own_groups) :]:
             self.add_param_group(group)  # somebody gave it to the inner optimizer
+        self._end_start()
         h = self._options
         if comm.size == 1:
             self._exchanges = None
             h["begun"] = h["step"] + 1  # with other ranks a round begins after this step
             return None
         if self._exchanges is None:
-            self._engine.rebuild()  # without the start's residuals
-            self._averages = Averages()
             h["begun"] = max(h["begun"], h["warmup_steps"])
             self._exchanges = self._make(h)
         self._exchanges.connect(comm, h["delay"], self._engine.handed_over)
@@ -311,6 +316,8 @@ class LocalSteps(Wrapping):
         No communication.
         """
         saved = super().state_dict()
+        for entry in saved["state"].values() if not self._averages_gradients else ():
+            entry.pop("residual", None)
         if self._exchanges is not None:
             saved["outer"] = self._exchanges.saved()
         return saved

@@ -237,6 +237,16 @@ class Ranks:
             history.append(sum(losses) / len(losses))
         return history
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether replicas have to be equal now: always, but within a round of local steps."""
+        return not any(getattr(optimizer.stats, "steps_into_round", 0) for optimizer in self.optimizers)
+
+    def finish_round(self, loss: Callable[[nn.Module, int, int], Tensor]) -> None:
+        """Train on until replicas have to be equal."""
+        while not self.at_rest:
+            self.train(loss, 1)
+
     def assert_replicas_equal(self) -> None:
         """Every rank's parameters are the same to the bit."""
         for rank, model in enumerate(self.models[1:], start=1):

@@ -33,7 +33,8 @@ class Case:
     bad: dict[str, list[Any]] = field(default_factory=dict)
     build: Callable[..., torch.optim.Optimizer] | None = None  # from params and options, where that is not ``cls``
     form: str = ""  # of a class that has several
-    local: bool = False  # ranks take steps of their own: they are equal when a round ends
+    # with these every step averages gradients, where the class also takes steps of a rank's own
+    averaging: dict[str, Any] = field(default_factory=dict)
     draws: bool = False  # rounds by random bits: minus a gradient is not rounded to minus what the gradient is
 
     @property
@@ -140,17 +141,13 @@ CASES = [
         draws=True,
         bad={name: COMMON_BAD[name] for name in ("max_grad_norm", "payload_dtype")},
     ),
-]
-
-LOCAL = [
     Case(
         compopt.LocalSteps,
-        compressed=dict(every=3, warmup_steps=2, every_warmup_steps=2, payload_dtype=torch.int8),
-        lossless=dict(warmup_steps=100, payload_dtype=None),
+        compressed=dict(warmup_steps=10**6, payload_dtype=torch.int8),  # its averaged start; rounds are a form of it
+        lossless=dict(warmup_steps=10**6, payload_dtype=None),
         reference=torch.optim.AdamW,
         build=local_adamw,
         draws=True,
-        local=True,
         bad={
             "every": [0, 2.5],
             "fragments": [0],
@@ -183,6 +180,16 @@ FORMS = [
         lr=1e-3,
         method="scape",
         form="sharded",
+    ),
+    Case(
+        compopt.LocalSteps,
+        compressed=dict(every=3, warmup_steps=2, every_warmup_steps=2, payload_dtype=torch.int8),
+        lossless=dict(warmup_steps=100, payload_dtype=None),
+        reference=torch.optim.AdamW,
+        build=local_adamw,
+        draws=True,
+        averaging=dict(warmup_steps=100),
+        form="rounds",
     ),
 ]
 

@@ -21,7 +21,7 @@ def audit(case, ranks: int, shapes: list[tuple[int, ...]], **said) -> set[str]:
     """Train on noise, with every tensor absent now and then; the phases it went through."""
 
     def make(params, process_group):
-        return case.make(params, process_group=process_group, **said)
+        return case.make(params, process_group=process_group, **{**case.averaging, **said})
 
     world, params, optimizers = replicas(ranks, weights(shapes, torch.float32), make)
     phases = set()

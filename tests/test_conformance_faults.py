@@ -13,7 +13,7 @@ import compopt
 @every  # all kinds, at ten steps in a row: faults/test_nonfinite.py
 @pytest.mark.parametrize(("bad", "at"), [(float("inf"), 0), (float("nan"), 2), (float("inf"), 4), (float("nan"), 8)])
 def test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(case, at, bad):
-    ranks = make_ranks(case, 3)
+    ranks = make_ranks(case, 3, **case.averaging)
     ranks.train(loss, at)
     ranks.backward(loss)
     before = [snapshot(optimizer) for optimizer in ranks.optimizers]
@@ -24,7 +24,7 @@ def test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(case, at,
         assert optimizer.stats.phase == "skipped" and optimizer.stats.skipped == 1
         assert "non-finite" in optimizer.stats.reason
 
-    untroubled = make_ranks(case, 3)
+    untroubled = make_ranks(case, 3, **case.averaging)
     untroubled.train(loss, at)
     for both in (ranks, untroubled):  # the step after is the step that would have been
         both.train(loss, 3)
@@ -34,7 +34,7 @@ def test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(case, at,
 @every
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_a_collective_that_fails_changes_nothing(case, at):
-    ranks = make_ranks(case, 2)
+    ranks = make_ranks(case, 2, **case.averaging)
     ranks.train(loss, at)
     ranks.backward(loss)
     before = [snapshot(optimizer) for optimizer in ranks.optimizers]
@@ -71,7 +71,7 @@ def test_ranks_that_differ_are_told_which_and_how(case):
     with pytest.raises(ValueError, match=r"Rank 0 has .*lr.* rank 2 has .*0\.25"):
         ranks.world.step(ranks.optimizers)
 
-    ranks = make_ranks(case, 3)
+    ranks = make_ranks(case, 3, **case.averaging)
     ranks.train(loss, 5)
     ranks.optimizers[1].param_groups[0]["weight_decay"] = 0.75  # later: seen in the payload's control words
     ranks.backward(loss)
@@ -93,7 +93,7 @@ def test_gradients_that_were_averaged_before_are_refused(case):
 @every
 @pytest.mark.parametrize("at", [2, 4, 6])
 def test_survivors_go_on_over_a_smaller_group_from_memory(case, at):
-    ranks = make_ranks(case, 3)
+    ranks = make_ranks(case, 3, **case.averaging)
     ranks.train(loss, at)
     ranks.backward(loss)
     ranks.world.failing_everywhere.update(range(ranks.world.comms[0].started, ranks.world.comms[0].started + 9))
@@ -118,7 +118,7 @@ def test_endless_skipping_is_an_error(case):
 
 @every
 def test_replicas_that_part_are_found(case):
-    ranks = make_ranks(case, 3)
+    ranks = make_ranks(case, 3, **case.averaging)
     for optimizer in ranks.optimizers:
         optimizer.check_replicas_every = 4
     ranks.train(loss, 5)

@@ -38,7 +38,7 @@ def test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(c
         flats = [torch.cat([b.flat[n] for b in o._buckets for n in names]) for o in ranks.optimizers]
         return torch.stack(flats).mean(0)
 
-    ranks = make_ranks(case, 4, torch.float64)
+    ranks = make_ranks(case, 4, torch.float64, **case.averaging)
     if not ranks.optimizers[0].averaged_state:
         pytest.skip("keeps no residual")
     ranks.train(loss, 7)
@@ -49,7 +49,7 @@ def test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(c
     for size in (2, 3):
         ranks.world.consolidate(ranks.optimizers)
         weights, state = ranks.models[0].state_dict(), through_a_file(ranks.optimizers[0].state_dict())
-        ranks = make_ranks(case, size, torch.float64)
+        ranks = make_ranks(case, size, torch.float64, **case.averaging)
         for _, model, optimizer in ranks:
             model.load_state_dict(weights)
             optimizer.load_state_dict(state)
@@ -70,7 +70,7 @@ def test_a_residual_of_another_rank_is_loaded_with_a_warning(case):
 
 @every
 def test_a_checkpoint_that_does_not_fit_is_refused_whole(case):
-    ranks = make_ranks(case, 1)
+    ranks = make_ranks(case, 1, **case.averaging)
     ranks.train(loss, 7)
     optimizer = ranks.optimizers[0]
     saved, before = optimizer.state_dict(), snapshot(optimizer)
