@@ -60,7 +60,7 @@ class LocalSteps(Wrapping):
     average what they moved::
 
         adamw = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        optimizer = compopt.LocalSteps(adamw, every=30, payload_dtype="int8")
+        optimizer = compopt.LocalSteps(adamw, every=30, every=30)
 
     ``param_groups`` are the inner optimizer's own, so LR schedulers act on it. Between exchanges
     nothing crosses the network and parameters differ from rank to rank; they are equal when a round
@@ -90,6 +90,8 @@ class LocalSteps(Wrapping):
             one.
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
+        simulate: take rounds on one process too, to see what many would do. Else, without other
+            ranks, a step is that of ``inner``.
 
     State beside the inner optimizer's: in the outer one the anchors, its momentum and its
     ``residual``, each as large as the parameters; ``residual`` of the averaged start, while that
@@ -110,7 +112,7 @@ class LocalSteps(Wrapping):
         every: int = 30,
         *,
         outer: Outer | None = None,
-        payload_dtype: PayloadDtype = "int8",
+        payload_dtype: PayloadDtype = "int4",
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         fragments: int = 1,
@@ -120,6 +122,7 @@ class LocalSteps(Wrapping):
         every_warmup_steps: int = 600,
         max_grad_norm: float | None = None,
         process_group: ProcessGroup | None = None,
+        simulate: bool = False,
     ):
         options: dict[str, Any] = dict(
             every=every,
@@ -137,7 +140,7 @@ class LocalSteps(Wrapping):
         )
         self._outer = outer
         self._exchanges: Exchanges | None = None
-        super().__init__(inner, options, process_group)
+        super().__init__(inner, options, process_group, simulate)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -192,7 +195,7 @@ class LocalSteps(Wrapping):
     def _local_step(self) -> Generator[Pending, None, None]:
         engine, h = self._engine, self._options
         refuse(engine)
-        exchanges = self._connected(engine.comm)
+        exchanges = self._connected(engine.look_around())
         params = [p for group in self.param_groups for p in group["params"]]
         taken, norm = inner_step.take(engine, params, self.base, h["max_grad_norm"])
         inner_step.count(engine, taken)
@@ -218,14 +221,14 @@ class LocalSteps(Wrapping):
             self.add_param_group(group)  # somebody gave it to the inner optimizer
         self._end_start()
         h = self._options
-        if comm.size == 1:
+        if self._engine.dense:
             self._exchanges = None
             h["begun"] = h["step"] + 1  # with other ranks a round begins after this step
             return None
         if self._exchanges is None:
             h["begun"] = max(h["begun"], h["warmup_steps"])
             self._exchanges = self._make(h)
-        self._exchanges.connect(comm, h["delay"], self._engine.handed_over)
+        self._exchanges.connect(comm, h["delay"], self._engine)
         return self._exchanges
 
     def _make(self, h: Group) -> Exchanges:
@@ -292,7 +295,7 @@ class LocalSteps(Wrapping):
             step, rounds, begun = max(row[:-1] for row in rows if row[-1])
             for group in self._own_groups:
                 group.update(step=step, round=rounds, begun=begun)
-            exchanges = self._connected(comm)
+            exchanges = self._connected(engine.look_around())
             if exchanges is not None:
                 yield from exchanges.rejoin(new)
         tell_what_is_lost(engine, before, comm.size)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._engine.engine import Engine
 from .._engine.turns import Turns
 from .._wire.comm import Comm
 from . import rounds
@@ -40,10 +41,10 @@ class Exchanges:
         before, self._counted = self._counted, self._connected[1].bytes_sent
         return self._counted - before
 
-    def connect(self, comm: Comm, delay: int, handed_over: bool) -> None:
+    def connect(self, comm: Comm, delay: int, inner: Engine) -> None:
         """Exchange over these ranks; what runs beside others has a process group of its own.
 
-        ``handed_over``: DDP has left the gradients of this step as they are.
+        ``inner`` drives the optimizer whose exchanges these are.
         """
         if self._connected is None or self._connected[0] is not comm:
             self._connected = comm, comm.apart() if delay else comm
@@ -51,7 +52,8 @@ class Exchanges:
         for fragment in self.fragments:
             fragment.connect(self._connected[1])
             fragment.follow()
-            fragment.outer._engine.handed_over = handed_over
+            fragment.outer.simulate = inner.face.simulate
+            fragment.outer._engine.handed_over = inner.handed_over
 
     def poll(self) -> None:
         """Go on with what is on its way, without waiting."""
@@ -107,6 +109,7 @@ class Exchanges:
         steps = rounds.length(options, options["begun"] - options["warmup_steps"])
         at, late = t - options["begun"], rounds.delay(options, steps)
         for fragment in self.fragments:
+            fragment.mix = options["mix"]
             fragment.due |= rounds.is_due(fragment.place, at, steps, options["fragments"])
         if at >= steps:
             options.update(round=options["round"] + 1, begun=t)
@@ -121,7 +124,7 @@ class Exchanges:
             for other in self.on_their_way:  # begun late, after a failure
                 yield from other.finish()
                 applied.append(other)
-            fragment.said, fragment.mix = settings, options["mix"]
+            fragment.said = settings  # the same until it has been applied
             fragment.grow(rounds.grown(options, steps))
             fragment.begin(t + late if late else None)
             if late:
