@@ -335,11 +335,18 @@ class LocalSteps(Wrapping):
         saved = state_dict.get("outer") if isinstance(state_dict, dict) else None
         exchanges = None
         if saved is not None:
-            exchanges = self._make({**self._options, **self._groups_of(state_dict)[0]})
-            exchanges.load(saved)
+            exchanges = self._loaded({**self._options, **self._groups_of(state_dict)[0]}, saved)
         super().load_state_dict(state_dict)
         self._give_up()
         self._exchanges = exchanges
+
+    def _loaded(self, h: Group, saved: list[dict[str, Any]]) -> Exchanges:
+        """The fragments of a state dict, over the ranks that there are."""
+        exchanges, comm = self._make(h), self._engine.look_around()
+        if not self._engine.dense:
+            exchanges.connect(comm, h["delay"], self._engine)
+        exchanges.load(saved)
+        return exchanges
 
     def _begin_anew(self) -> None:
         for group in self._own_groups:
@@ -360,8 +367,7 @@ class LocalSteps(Wrapping):
         saved = contents.pop("_fragments")
         super()._revive(contents, group)
         if saved is not None:
-            self._exchanges = self._make(self._options)
-            self._exchanges.load(saved)
+            self._exchanges = self._loaded(self._options, saved)
 
 
 def default_outer(h: Group) -> Outer:

@@ -17,6 +17,8 @@ def check(group: dict[str, Any]) -> None:
     for name in ("mix", "outer_momentum"):
         require(0 <= group[name] < 1, name, group[name], "in [0, 1)")
     require(group["outer_lr"] > 0, "outer_lr", group["outer_lr"], "> 0")
+    cut = any(hasattr(p, "device_mesh") for p in group["params"])
+    require(not (cut and group["delay"]), "delay", group["delay"], "0 where parameters are sharded")
     delay, limit = group["delay"], group["every"] // group["fragments"]
     require(delay <= limit, "delay", delay, f"at most every / fragments, {limit}")
 
