@@ -399,3 +399,13 @@ def test_real_ranks_apply_a_delayed_exchange_at_the_same_step():
     runs = run_ranks(over_gloo, 2, {"delay": 1, "fragments": 2, "payload_dtype": "int8"})
     assert [phase for *_, phase, _ in runs[0]] == ["local", "local", *["exchanged", "local"] * 5]
     assert [told[3] for told in runs[0]] == [told[3] for told in runs[1]]
+
+
+def waits_apart(rank: int) -> float:
+    from compopt._wire.comm import Comm, timeout_of
+
+    return timeout_of(Comm().apart().group).total_seconds()
+
+
+def test_what_runs_beside_others_waits_as_long_as_they_do():
+    assert run_ranks(waits_apart, 2) == [20.0, 20.0]  # as tests/ranks.py says of the default group

@@ -11,6 +11,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -73,8 +74,8 @@ class Comm:
         """
         if self.size == 1:
             return self
-        ranks = dist.get_process_group_ranks(self.group)
-        return Comm(dist.new_group(ranks, use_local_synchronization=True))
+        ranks, limit = dist.get_process_group_ranks(self.group), timeout_of(self.group)
+        return Comm(dist.new_group(ranks, timeout=limit, use_local_synchronization=True))
 
     def _start(self, request: Request, what: str) -> Pending:
         match request:
@@ -205,6 +206,17 @@ def rank_here() -> int:
         return dist.get_rank()
     said = os.environ.get("RANK", "0")
     return int(said) if said.isdigit() else 0
+
+
+def timeout_of(group: ProcessGroup | None) -> timedelta | None:
+    """How long its collectives wait, which torch tells under a private name only; None where it
+    does not.
+    """
+    try:
+        limit = group._get_backend(group._device_types[0]).options._timeout  # type: ignore[union-attr]
+    except (AttributeError, IndexError, RuntimeError):
+        return None
+    return limit if isinstance(limit, timedelta) else None
 
 
 def connect(group: ProcessGroup | Comm | None) -> Comm:
