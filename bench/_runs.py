@@ -40,7 +40,7 @@ def scape(density: float, **options: object) -> Make:
 
 
 def separate(ratio: float, **options: object) -> Make:
-    return of("SeparateAdam", ratio=ratio, **options)
+    return of("SeparateAdam", **{"projection": "gaussian", "ratio": ratio, **options})
 
 
 def around(base: Make, **options: object) -> Make:
@@ -52,7 +52,7 @@ def radius(density: float, interval: int = 20, **options: object) -> Make:
 
 
 def tracked(rank: int, **options: object) -> Make:
-    return of("SeparateAdam", projection="tracked", rank=rank, **options)
+    return of("SeparateAdam", **{"projection": "tracked", "rank": rank, "payload_dtype": None, **options})
 
 
 # A string names one of torch's hooks, or naive top-k, of examples/baselines.py and its rank or density.
@@ -103,8 +103,8 @@ METHODS: dict[str, Make | str] = {
     **{f"SeparateAdam {ratio}, int8": separate(ratio, payload_dtype=int8) for ratio in (4, 8, 16)},
     "TagcAdamW 0.9875, bf16": of("TagcAdamW", sparsity=0.9875, payload_dtype=torch.bfloat16),
     **{f"TagcAdamW {sparsity}": of("TagcAdamW", sparsity=sparsity) for sparsity in (0.8, 0.9, 0.9875)},
-    "Separate 16 around AdamS": around(adams, ratio=16),
-    "Separate 16 around SGD": around(sgd, ratio=16),
+    "Separate 16 around AdamS": around(adams, projection="gaussian", ratio=16),
+    "Separate 16 around SGD": around(sgd, projection="gaussian", ratio=16),
 }
 
 

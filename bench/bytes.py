@@ -28,7 +28,7 @@ METHODS = {  # class and options
         compopt.ScapeAdamS,
         dict(density=0.01, density_warmup_steps=0, payload_dtype=torch.bfloat16),
     ),
-    "SeparateAdam 16": (compopt.SeparateAdam, dict(ratio=16)),
+    "SeparateAdam 16": (compopt.SeparateAdam, dict(projection="gaussian", ratio=16)),
     "RadiusAdamW 0.4": (compopt.RadiusAdamW, dict(density=0.4, warmup_steps=0)),
 }
 RANKS = (2, 8)

@@ -107,7 +107,7 @@ METHODS: dict[str, Factory] = {
     "topk": topk(0.01),
     "radius": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1),
     "scape": ours("ScapeAdamS", density=0.01, density_warmup_steps=0),
-    "separate": ours("SeparateAdam", ratio=16),
+    "separate": ours("SeparateAdam", projection="gaussian", ratio=16),
     **{f"tagc{level}": ours("TagcAdamW", sparsity=level) for level in (0.8, 0.9, 0.9875)},
     **{
         f"tagc{level}sketch": ours("TagcAdamW", sparsity=level, codec="sketch", sketch_ratio=ratio)
@@ -124,7 +124,7 @@ METHODS: dict[str, Factory] = {
         for name, cls, settings in (
             ("radius", "RadiusAdamW", dict(density=0.4, interval=200, warmup_steps=1)),
             ("scape", "ScapeAdamS", dict(density=0.01, density_warmup_steps=0)),
-            ("separate", "SeparateAdam", dict(ratio=16)),
+            ("separate", "SeparateAdam", dict(projection="gaussian", ratio=16)),
             ("tagc", "TagcAdamW", {}),
         )
     },

@@ -58,7 +58,7 @@ METHODS: dict[str, Made | None] = {
     "ScapeAdamS 0.1": ours("ScapeAdamS", density=0.1, density_warmup_steps=0),
     "ScapeAdamS 0.01": ours("ScapeAdamS", density=0.01, density_warmup_steps=0),
     "ScapeAdamS 0.01, sharded": ours("ScapeAdamS", density=0.01, density_warmup_steps=0, sharded=True),
-    "SeparateAdam 16": ours("SeparateAdam", ratio=16),
+    "SeparateAdam 16": ours("SeparateAdam", projection="gaussian", ratio=16),
     "SeparateAdam tracked 16, int8": ours("SeparateAdam", projection="tracked", rank=16, payload_dtype=torch.int8),
     "TagcAdamW 0.9875": ours("TagcAdamW"),
     "PowerSGD 4, formula": None,

@@ -36,7 +36,7 @@ from torch.optim.optimizer import ParamsT
 from ._engine.base import CompressedOptimizer
 from ._engine.face import Group
 from ._engine.options import check_adam, check_compression, require, take_torchs
-from ._engine.when import dense_steps
+from ._engine.when import chosen, dense_steps
 from ._ops.commits import update_size
 from ._ops.math import kept
 from ._ops.ops import Ops, clip_factor
@@ -155,8 +155,10 @@ class RadiusAdamW(CompressedOptimizer):
         interval: steps from one choice of elements to the next; each of these *resample* steps is
             dense, and the step after it sends nothing before ``step()``: ranks first tell each
             other that all have the new mask.
-        warmup_steps: steps of plain AdamW before compression starts. The paper takes 15 to 20 % of
-            the run.
+        warmup_steps: steps of plain AdamW before compression starts, or as a float in (0, 1) a
+            share of ``total_steps``. The paper takes 15 to 20 % of the run. None: 15 % of
+            ``total_steps``, or 1000 steps.
+        total_steps: how many steps the run has, where shares are to be taken of it.
         residual_scale: factor on what was held back when it is sent at a resample step; 1 is the
             paper's.
         max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no
@@ -199,7 +201,8 @@ class RadiusAdamW(CompressedOptimizer):
         *,
         density: float = 0.4,
         interval: int = 200,
-        warmup_steps: int = 1000,
+        warmup_steps: int | float | None = None,
+        total_steps: int | None = None,
         residual_scale: float = 1.0,
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
@@ -223,7 +226,8 @@ class RadiusAdamW(CompressedOptimizer):
             weight_decay=weight_decay,
             density=density,
             interval=interval,
-            warmup_steps=warmup_steps,
+            warmup_steps=chosen(warmup_steps, total_steps, 1000),
+            total_steps=total_steps,
             residual_scale=residual_scale,
             max_grad_norm=max_grad_norm,
             payload_dtype=payload_dtype,

@@ -38,6 +38,7 @@ from ._engine.stats import Stats
 from ._engine.turns import Turns
 from ._engine.verdicts import Verdict
 from ._engine.weakly import weakly
+from ._engine.when import chosen
 from ._ops.commits import keep_absent
 from ._ops.moment import own_x
 from ._ops.ops import Ops
@@ -142,9 +143,11 @@ class ScapeAdamS(CompressedOptimizer):
         foreach, fused, amsgrad, capturable, differentiable: as in :class:`AdamS`.
         density: share of each compressed tensor's elements that crosses the network in a step, in
             (0, 1].
-        warmup_steps: steps of dense AdamS before compression starts.
-        density_warmup_steps: steps over which the density then falls, exponentially, from 1 to
-            ``density``.
+        warmup_steps: steps of dense AdamS before compression starts, or as a float in (0, 1) a
+            share of ``total_steps``. None: 15 % of ``total_steps``, or none.
+        density_warmup_steps: steps, or a share, over which the density then falls, exponentially,
+            from 1 to ``density``. None: 15 % of ``total_steps``, or 100 steps.
+        total_steps: how many steps the run has, where shares are to be taken of it.
         mask_delay: 1, the paper's: a step uses the mask of the step before, gathered meanwhile. 0:
             its own, gathered first: one small exchange more that nothing hides, for a mask that is
             not stale.
@@ -201,8 +204,9 @@ class ScapeAdamS(CompressedOptimizer):
         amsgrad: bool = False,
         *,
         density: float = 0.1,
-        warmup_steps: int = 0,
-        density_warmup_steps: int = 1000,
+        warmup_steps: int | float | None = None,
+        total_steps: int | None = None,
+        density_warmup_steps: int | float | None = None,
         mask_delay: Literal[0, 1] = 1,
         selection: Literal["sampled", "exact"] = "sampled",
         clip: Literal["consistent", "scape"] = "consistent",
@@ -229,8 +233,9 @@ class ScapeAdamS(CompressedOptimizer):
             eps=eps,
             weight_decay=weight_decay,
             density=density,
-            warmup_steps=warmup_steps,
-            density_warmup_steps=density_warmup_steps,
+            warmup_steps=chosen(warmup_steps, total_steps, 0),
+            total_steps=total_steps,
+            density_warmup_steps=chosen(density_warmup_steps, total_steps, 100),
             mask_delay=mask_delay,
             selection=selection,
             clip=clip,

@@ -34,6 +34,7 @@ from ._engine.options import check_adam, take_torchs
 from ._engine.when import OPTIONS
 from ._engine.wrapping import Wrapping
 from ._lowrank.bases import AdamW, Base
+from ._lowrank.options import check_said, resolved
 from ._lowrank.projecting import Group, Projecting
 from ._lowrank.step import Projections
 from ._state.buckets import Bucket
@@ -90,9 +91,16 @@ class SeparateAdam(Projecting):
             The paper trains GPT-2 345M with lr 6e-4, betas (0.9, 0.95), weight_decay 0.1.
         foreach, fused: taken and ignored: the back end chooses how to compute.
         amsgrad, capturable, differentiable: False; True is refused.
-        ratio: how many times smaller a projected tensor is on the wire. Its smaller side (the last
-            dimension where rows are sharded, or fewer than 64), d long, becomes ceil(d / ratio)
-            long; 1 averages dense.
+        projection: "tracked", on a space that follows the gradient's largest singular vectors
+            (PowerSGD's power iteration): two smaller exchanges, one after the other. It keeps most
+            of the gradient; see ``tracking``. "gaussian", the paper's, random and unbiased;
+            "orthonormal", on the same random space, a contraction.
+        rank: columns of a tracked tensor's factors (None: 16). A tensor of rows x columns takes
+            rank * (rows + columns) values on the wire. Sharded rows are tracked shard by shard.
+            Refused where the projection is random.
+        ratio: how many times smaller a randomly projected tensor is on the wire (None: 16). Its
+            smaller side (the last dimension where rows are sharded, or fewer than 64), d long,
+            becomes ceil(d / ratio) long; 1 averages dense. Refused where the projection is tracked.
         ef_beta: weight of the old error in the error feedback. "auto": the most stable, w / (1 + w)
             with w = (d + 1) / r; for orthonormal projections 0, so that nothing is ever dropped. 1:
             no error feedback. A number is taken as given, with a warning where the error would grow
@@ -100,17 +108,14 @@ class SeparateAdam(Projecting):
         reset_interval: steps after which the error is forgotten (None: never). "auto": 128; never
             when tracked.
         seed: the matrices follow from it, the step and the tensor's number; the same on all ranks.
-        projection: "gaussian", unbiased; "orthonormal", the projection on the same space: a
-            contraction; or "tracked", the projection on a space that follows the gradient's largest
-            singular vectors (PowerSGD's power iteration): two smaller exchanges, one after the
-            other. It keeps most of the gradient; see ``tracking``.
-        rank: columns of a tracked tensor's factors; ``ratio`` says nothing then. A tensor of rows x
-            columns takes rank * (rows + columns) values on the wire. Sharded rows are tracked shard
-            by shard.
         adaptive: let ratio (and ef_beta, where it is a number) of every tensor follow how well it
             is reconstructed, against the mean over tensors, every ``adapt_interval`` steps
             (G-SEPARATE, Algorithm 3).
-        warmup_steps: steps averaged dense before compression starts.
+        warmup_steps: steps averaged dense before compression starts, or as a float in (0, 1) a
+            share of ``total_steps``. None: 10 steps where projections are tracked, else 15 % of
+            ``total_steps``, or none. Tracked, 400 steps of a GPT of 0.86 M parameters ended at
+            1.018 times AdamW's loss without a start, 1.016 after 10 steps, 1.017 after 50.
+        total_steps: how many steps the run has, where shares are to be taken of it.
         max_grad_norm: clip to this L2 norm, all groups together (None: no clipping).
         clip: what is clipped. "average": the average over ranks of gradient and error, inside the
             step. Its norm follows from what was sent: a Gaussian projection gives an estimate,
@@ -119,7 +124,8 @@ class SeparateAdam(Projecting):
             rank's gradient, by its own norm, before it is projected; nothing is sent during
             backward then. (0.1.0 called "average" "reconstructed", which is still taken; its norm
             was that of the reconstruction, about sqrt(1 + w) times as large.)
-        payload_dtype: dtype on the wire (None: the gradient's), as a name, "bfloat16", or as the
+        payload_dtype: dtype on the wire ("auto": int8 where projections are tracked, else the
+            gradient's; None: the gradient's), as a name, "bfloat16", or as the
             torch.dtype of that name; groups keep the name. What rounding to a narrower one takes
             off compressed tensors is kept in ``residual``. "int8" sends 1 byte a value and "int4"
             half of one, and a scale for each 128, rounded at random without bias.
@@ -147,19 +153,20 @@ class SeparateAdam(Projecting):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
-        ratio: float = 16,
+        ratio: float | None = None,
         ef_beta: float | Literal["auto"] = "auto",
         reset_interval: int | Literal["auto"] | None = "auto",
         seed: int = 0,
-        projection: Literal["gaussian", "orthonormal", "tracked"] = "gaussian",
-        rank: int = 16,
+        projection: Literal["gaussian", "orthonormal", "tracked"] = "tracked",
+        rank: int | None = None,
         adaptive: bool = False,
         adapt_interval: int = 2000,
-        warmup_steps: int = 0,
+        warmup_steps: int | float | None = None,
+        total_steps: int | None = None,
         max_grad_norm: float | None = None,
         clip: Literal["average", "local"] = "average",
         when: Literal["always", "auto"] = "always",
-        payload_dtype: PayloadDtype = None,
+        payload_dtype: PayloadDtype | Literal["auto"] = "auto",
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         maximize: bool = False,
@@ -175,22 +182,22 @@ class SeparateAdam(Projecting):
             eps=eps,
             weight_decay=weight_decay,
             maximize=maximize,
-            ratio=ratio,
+            **resolved(projection, ratio, rank, payload_dtype, warmup_steps, total_steps),
             ef_beta=ef_beta,
             reset_interval=reset_interval,
             seed=seed,
-            projection=projection,
-            rank=rank,
             adaptive=adaptive,
             adapt_interval=adapt_interval,
             adapted=None,
-            warmup_steps=warmup_steps,
             max_grad_norm=max_grad_norm,
             clip=clip,
-            payload_dtype=payload_dtype,
             when=when,
         )
         super().__init__(params, defaults, process_group, simulate)
+
+    def add_param_group(self, param_group: Group) -> None:
+        check_said(param_group, self.defaults)
+        super().add_param_group(param_group)
 
     def check_group(self, group: Group) -> None:
         check_adam(group)
@@ -212,7 +219,7 @@ class Separate(Wrapping, Projecting):
     Algorithm 1)::
 
         sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = compopt.Separate(sgd, ratio=16)
+        optimizer = compopt.Separate(sgd)
 
     ``param_groups`` are the base's own, so LR schedulers act on it; ``state_dict()`` holds the
     base's under "base". While the base steps, ``p.grad`` is the averaged gradient (None where no
@@ -239,38 +246,39 @@ class Separate(Wrapping, Projecting):
         self,
         base: torch.optim.Optimizer,
         *,
-        ratio: float = 16,
+        ratio: float | None = None,
         ef_beta: float | Literal["auto"] = "auto",
         reset_interval: int | Literal["auto"] | None = "auto",
         seed: int = 0,
-        projection: Literal["gaussian", "orthonormal", "tracked"] = "gaussian",
-        rank: int = 16,
+        projection: Literal["gaussian", "orthonormal", "tracked"] = "tracked",
+        rank: int | None = None,
         adaptive: bool = False,
         adapt_interval: int = 2000,
-        warmup_steps: int = 0,
+        warmup_steps: int | float | None = None,
+        total_steps: int | None = None,
         max_grad_norm: float | None = None,
         clip: Literal["average", "local"] = "average",
         when: Literal["always", "auto"] = "always",
-        payload_dtype: PayloadDtype = None,
+        payload_dtype: PayloadDtype | Literal["auto"] = "auto",
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
     ):
         options = dict(
-            ratio=ratio,
+            **resolved(projection, ratio, rank, payload_dtype, warmup_steps, total_steps),
             ef_beta=ef_beta,
             reset_interval=reset_interval,
             seed=seed,
-            projection=projection,
-            rank=rank,
             adaptive=adaptive,
             adapt_interval=adapt_interval,
-            warmup_steps=warmup_steps,
             max_grad_norm=max_grad_norm,
             clip=clip,
             when=when,
-            payload_dtype=payload_dtype,
         )
         super().__init__(base, {**options, "adapted": None, **OPTIONS}, process_group, simulate)
+
+    def _options_for(self, group: Group) -> Group:
+        check_said(group, self._own_defaults)
+        return super()._options_for(group)
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         return separate(bucket, self.projections(bucket), self._averages)

@@ -40,7 +40,7 @@ from ._engine.base import CompressedOptimizer
 from ._engine.options import check_adam, check_compression, require, take_torchs
 from ._engine.stats import Stats
 from ._engine.verdicts import Verdict
-from ._engine.when import dense_steps
+from ._engine.when import chosen, dense_steps
 from ._ops.math import squared_norm
 from ._ops.ops import Ops, clip_factor
 from ._sharded.adamw import commit, gather, updated
@@ -153,7 +153,9 @@ class TagcAdamW(CompressedOptimizer):
             needs ``named_parameters()``. None: tensors of at least 2 dimensions and 4096 elements,
             but not the projections to queries, keys and values where the parameters are named
             customarily (the paper's selection).
-        warmup_steps: steps of plain AdamW before compression starts.
+        warmup_steps: steps of plain AdamW before compression starts, or as a float in (0, 1) a
+            share of ``total_steps``. None: 15 % of ``total_steps``, or none.
+        total_steps: how many steps the run has, where shares are to be taken of it.
         max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no
             clipping). Not the same as ``clip_grad_norm_`` before ``step()``, which sees the local
             gradient.
@@ -195,7 +197,8 @@ class TagcAdamW(CompressedOptimizer):
         codec: Literal["compact", "sketch"] = "compact",
         sketch_ratio: float = 10,
         select: str | None = None,
-        warmup_steps: int = 0,
+        warmup_steps: int | float | None = None,
+        total_steps: int | None = None,
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
         when: Literal["always", "auto"] = "always",
@@ -217,7 +220,8 @@ class TagcAdamW(CompressedOptimizer):
             codec=codec,
             sketch_ratio=sketch_ratio,
             select=select,
-            warmup_steps=warmup_steps,
+            warmup_steps=chosen(warmup_steps, total_steps, 0),
+            total_steps=total_steps,
             max_grad_norm=max_grad_norm,
             payload_dtype=payload_dtype,
             when=when,

@@ -52,7 +52,8 @@ class Form:
 
 RADIUS = dict(density=0.3, interval=4, warmup_steps=3)
 SCAPE = dict(density=0.05, warmup_steps=2, density_warmup_steps=5)
-PROJECT = dict(ratio=8, warmup_steps=2, reset_interval=8)
+PROJECT = dict(projection="gaussian", ratio=8, warmup_steps=2, reset_interval=8)
+TRACK = dict(projection="tracked", rank=3, warmup_steps=2, reset_interval=8, payload_dtype=None)
 TAGC = dict(sparsity=0.9, warmup_steps=2)
 
 FORMS = [
@@ -72,14 +73,14 @@ FORMS = [
     Form("AdamS", {}, payloads=()),
     Form("Separate", PROJECT, "over SGD", base="SGD"),
     Form("Separate", PROJECT | dict(projection="orthonormal"), "over AdamW", base="AdamW"),
-    Form("Separate", PROJECT | dict(projection="tracked", rank=3), "over AdamS", base="AdamS"),
+    Form("Separate", TRACK, "over AdamS", base="AdamS"),
     Form("SeparateAdam", PROJECT, "gaussian"),
     Form(
         "SeparateAdam",
         PROJECT | dict(projection="orthonormal", ef_beta=0.5, clip="reconstructed"),
         "orthonormal",
     ),
-    Form("SeparateAdam", PROJECT | dict(projection="tracked", rank=3), "tracked"),
+    Form("SeparateAdam", TRACK, "tracked"),
     Form("SeparateAdam", PROJECT | dict(adaptive=True, adapt_interval=5, ef_beta=0.9), "adaptive"),
     Form("TagcAdamW", TAGC, "compact", payloads=("bfloat16",)),
     Form("TagcAdamW", TAGC | dict(codec="sketch", sketch_ratio=4), "sketch", payloads=("bfloat16",)),

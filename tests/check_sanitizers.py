@@ -48,7 +48,11 @@ def optimizer_of(draw: random.Random):
     if kind == "TagcAdamW":
         common["payload_dtype"] = draw.choice([None, torch.bfloat16])
         return kind, {**common, "sparsity": 1 - density}
-    return kind, {"bias_correction": draw.choice(["scape", "adams"])} if kind == "AdamS" else {**common, "ratio": 8}
+    return kind, {"bias_correction": draw.choice(["scape", "adams"])} if kind == "AdamS" else {
+        **common,
+        "projection": "gaussian",
+        "ratio": 8,
+    }
 
 
 class Net(nn.Module):

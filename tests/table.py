@@ -58,6 +58,13 @@ def around_adamw(params: Any, lr: float = 1e-3, weight_decay: float = 1e-2, maxi
     return compopt.Separate(torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, maximize=maximize), **options)
 
 
+def projecting(projection: str, ratio: float = 8, rank: int = 4, **options: Any) -> dict[str, Any]:
+    """Options of Separate: how much is left said as this projection has it, no start, nothing rounded."""
+    size = {"rank": rank} if projection == "tracked" else {"ratio": ratio}
+    return {"projection": projection, **size, "warmup_steps": 0, "payload_dtype": None, **options}
+
+
+GAUSSIAN = dict(projection="gaussian")
 SCAPES = dict(betas=(0.9, 0.95), weight_decay=0.1)  # what AdamS's and SCAPE's authors train with
 
 
@@ -109,11 +116,11 @@ CASES = [
     ),
     Case(
         compopt.SeparateAdam,
-        compressed=dict(ratio=8, warmup_steps=2),
-        lossless=dict(ratio=1),
+        compressed=GAUSSIAN | dict(ratio=8, warmup_steps=2),
+        lossless=GAUSSIAN | dict(ratio=1),
         reference=torch.optim.AdamW,
         method="separate",
-        problems=dict(ratio=8),
+        problems=GAUSSIAN | dict(ratio=8),
         bad=ADAM_BAD | COMMON_BAD | {"ratio": [0.5], "ef_beta": [-0.5, 1.5], "projection": ["x"], "clip": ["x"]},
     ),
     Case(
@@ -125,11 +132,11 @@ CASES = [
     ),
     Case(
         compopt.Separate,
-        compressed=dict(ratio=8, warmup_steps=2),
-        lossless=dict(ratio=1),
+        compressed=GAUSSIAN | dict(ratio=8, warmup_steps=2),
+        lossless=GAUSSIAN | dict(ratio=1),
         reference=torch.optim.AdamW,
         method="separate",
-        problems=dict(ratio=8),
+        problems=GAUSSIAN | dict(ratio=8),
         build=around_adamw,
     ),
     Case(

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from problems import gradients, replicas, step, weights
+from table import projecting
 from torch import Tensor
 
 import compopt
@@ -28,7 +29,7 @@ def around_adamw(params, process_group, **options):
 RADIUS = dict(density=0.3, interval=4, warmup_steps=0)
 SCAPE = dict(density=0.1, density_warmup_steps=3, lr=1e-3)
 SEPARATE = dict(ratio=8, projection="orthonormal")
-TRACKED = dict(projection="tracked", rank=4)
+TRACKED = projecting("tracked")
 INT8 = dict(payload_dtype=torch.int8)
 FORMS = {
     "Radius": (compopt.RadiusAdamW, RADIUS),

@@ -41,7 +41,7 @@ CASES = {
     "Radius, int8": ("RadiusAdamW", dict(density=0.4, interval=100, warmup_steps=1, payload_dtype=torch.int8)),
     "SCAPE": ("ScapeAdamS", dict(density=0.1, density_warmup_steps=0, selection="exact")),
     "SCAPE, sharded": ("ScapeAdamS", dict(density=0.1, density_warmup_steps=0, selection="exact", sharded=True)),
-    "SEPARATE": ("SeparateAdam", dict(ratio=8)),
+    "SEPARATE": ("SeparateAdam", dict(projection="gaussian", ratio=8)),
 }
 
 

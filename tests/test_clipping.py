@@ -31,13 +31,13 @@ MAKES = {
     "SCAPE": (compopt.ScapeAdamS, dict(density_warmup_steps=0)),
     "SCAPE, as printed": (compopt.ScapeAdamS, dict(density_warmup_steps=0, clip="scape")),
     "SCAPE, sharded": (compopt.ScapeAdamS, dict(density_warmup_steps=0, sharded=True)),
-    "gaussian": (compopt.SeparateAdam, dict(ratio=8)),
+    "gaussian": (compopt.SeparateAdam, dict(projection="gaussian", ratio=8)),
     "orthonormal": (compopt.SeparateAdam, dict(ratio=8, projection="orthonormal")),
     "tracked, int8": (compopt.SeparateAdam, TRACKED | INT8),
     "around AdamW": (around, TRACKED),
     "Average": (lambda params, **o: compopt.Average(torch.optim.AdamW(params, lr=1e-3), **o), INT8),
     "TAGC": (compopt.TagcAdamW, dict(sparsity=0.9)),
-    "gaussian, local": (compopt.SeparateAdam, dict(ratio=8, clip="local")),
+    "gaussian, local": (compopt.SeparateAdam, dict(projection="gaussian", ratio=8, clip="local")),
 }
 
 
@@ -89,7 +89,7 @@ def squares(tensors: list[Tensor]) -> float:
 def test_of_a_gaussian_projection_it_is_right_on_average(ratio):
     """Over many matrices; of a reconstruction it would be sqrt(1 + w) times as much, 8 times for ratio 64."""
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    optimizer = compopt.SeparateAdam(params, lr=0.0, ratio=ratio, ef_beta=1.0, simulate=True)
+    optimizer = compopt.SeparateAdam(params, lr=0.0, projection="gaussian", ratio=ratio, ef_beta=1.0, simulate=True)
     found = []
     for p, g in zip(params, gradients(1, 0, SHAPES, torch.float32)[0], strict=True):
         p.grad = g
@@ -171,7 +171,7 @@ def test_what_is_not_applied_of_a_clipped_gradient_is_owed(projection, payload_d
 
 def test_the_old_word_is_taken_in_a_checkpoint_and_at_construction():
     p = nn.Parameter(torch.zeros(64, 80))
-    optimizer = compopt.SeparateAdam([p], ratio=8, max_grad_norm=1.0, clip="reconstructed")
+    optimizer = compopt.SeparateAdam([p], projection="gaussian", ratio=8, max_grad_norm=1.0, clip="reconstructed")
     assert optimizer.param_groups[0]["clip"] == "average"
     saved = optimizer.state_dict()
     saved["param_groups"][0]["clip"] = "reconstructed"

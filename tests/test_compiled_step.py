@@ -14,8 +14,10 @@ import compopt
 COMPILER = pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("cc"), reason="no compiler"))
 MAKES = {
     "Radius": lambda ps: compopt.RadiusAdamW(ps, lr=1e-2, density=0.3, warmup_steps=1, interval=2, simulate=True),
-    "tracked": lambda ps: compopt.SeparateAdam(ps, lr=1e-2, projection="tracked", rank=4, simulate=True),
-    "around SGD": lambda ps: compopt.Separate(torch.optim.SGD(ps, lr=1e-2), ratio=8, simulate=True),
+    "tracked": lambda ps: compopt.SeparateAdam(ps, lr=1e-2, rank=4, warmup_steps=0, payload_dtype=None, simulate=True),
+    "around SGD": lambda ps: compopt.Separate(
+        torch.optim.SGD(ps, lr=1e-2), projection="gaussian", ratio=8, simulate=True
+    ),
 }
 
 

@@ -36,7 +36,7 @@ DTYPES = [None, torch.int8, torch.bfloat16, "float16", "float32", *({"int4"} & B
 
 def around(base):
     def build(params, lr=1e-2, **options):
-        return compopt.Separate(base(params), ratio=8, **options)
+        return compopt.Separate(base(params), projection="gaussian", ratio=8, **options)
 
     return build
 

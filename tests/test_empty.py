@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from sim import Ranks
-from table import CASES, FORMS, Case
+from table import CASES, FORMS, Case, projecting
 from torch import nn
 
 import compopt
@@ -21,7 +21,7 @@ MODELS = {
     "odd": [(1,), (0, 7), (5,), (65, 63)],
 }
 TRACKED = [
-    dataclasses.replace(case, compressed={**case.compressed, "projection": "tracked", "rank": 4}, form="tracked")
+    dataclasses.replace(case, compressed=projecting("tracked", warmup_steps=2), form="tracked")
     for case in CASES
     if case.cls in (compopt.Separate, compopt.SeparateAdam)
 ]
@@ -72,9 +72,7 @@ def train(rank: int) -> list[float]:
     for shapes in MODELS.values():
         for projection in ("gaussian", "tracked"):
             model = Shapes(shapes)
-            optimizer = compopt.SeparateAdam(
-                model.parameters(), projection=projection, payload_dtype=torch.int8, rank=4
-            )
+            optimizer = compopt.SeparateAdam(model.parameters(), **projecting(projection, payload_dtype=torch.int8))
             for step in range(2):
                 optimizer.zero_grad()
                 slope(model, rank, step).backward()

@@ -8,15 +8,15 @@ from collections import defaultdict
 import pytest
 import torch
 from sim import Ranks, World
-from table import CASES, FORMS, Case
+from table import CASES, FORMS, Case, projecting
 from torch import nn
 
 import compopt
 
 TRACKED = Case(
     compopt.SeparateAdam,
-    compressed=dict(projection="tracked", rank=2),
-    lossless=dict(ratio=1),
+    compressed=projecting("tracked", rank=2),
+    lossless=dict(projection="gaussian", ratio=1),
     reference=torch.optim.AdamW,
     form="tracked",
 )

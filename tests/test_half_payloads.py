@@ -7,7 +7,7 @@ import pytest
 import test_quantised as quantised
 import torch
 from sim import Ranks
-from table import CASES
+from table import CASES, projecting
 from torch import nn
 
 import compopt
@@ -104,7 +104,7 @@ def test_tagc_conserves(size, codec, dtype, backend, monkeypatch):
 def test_separate_feeds_back_what_was_sent(projection, dtype, backend, monkeypatch):
     """e <- beta e + (1 - beta) (h - what arrived of it): plain SGD shows what arrived."""
     monkeypatch.setenv("COMPOPT_BACKEND", backend)
-    options = dict(ratio=8, rank=6, projection=projection, ef_beta=0.8, warmup_steps=2, payload_dtype=dtype)
+    options = projecting(projection, rank=6, ef_beta=0.8, warmup_steps=2, payload_dtype=dtype)
 
     def make(params, process_group):
         return compopt.Separate(torch.optim.SGD(params, lr=1.0), process_group=process_group, **options)

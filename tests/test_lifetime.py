@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from sim import World
-from table import CASES, FORMS, Case
+from table import CASES, FORMS, Case, projecting
 from torch import nn
 
 import compopt
@@ -16,7 +16,7 @@ from compopt._state import buckets
 
 TRACKED = Case(
     compopt.SeparateAdam,
-    compressed=dict(projection="tracked", rank=2),
+    compressed=projecting("tracked", rank=2),
     lossless={},
     reference=torch.optim.AdamW,
     form="tracked",

@@ -15,7 +15,7 @@ from conservation import everywhere, moments, owed
 from oracles import AdamSOracle, RadiusOracle, ScapeOracle, SeparateOracle, TagcOracle
 from oracles.powersgd import PowerSGDOracle
 from problems import gradients, replicas, step, weights
-from table import CASES
+from table import CASES, projecting
 from torch import Tensor
 
 import compopt
@@ -89,7 +89,7 @@ def turned(x: Tensor) -> Tensor:
     return x.t().contiguous() if x.dim() == 2 and x.shape[0] < x.shape[1] else x
 
 
-TRACKED = dict(projection="tracked", rank=4)
+TRACKED = projecting("tracked")
 RUNS: dict[str, tuple[type, Callable, dict[str, Any]]] = {
     "Radius": (compopt.RadiusAdamW, radius, dict(density=0.4, interval=4, warmup_steps=2)),
     "Radius, few": (compopt.RadiusAdamW, radius, dict(density=0.01, interval=3, warmup_steps=0, max_grad_norm=100.0)),
@@ -102,10 +102,10 @@ RUNS: dict[str, tuple[type, Callable, dict[str, Any]]] = {
     ),
     "TAGC": (compopt.TagcAdamW, tagc, dict(sparsity=0.9, warmup_steps=1)),
     "TAGC, few": (compopt.TagcAdamW, tagc, dict(sparsity=0.99, codec="sketch", sketch_ratio=10)),
-    "SEPARATE": (compopt.SeparateAdam, separate, dict(ratio=8, warmup_steps=1)),
+    "SEPARATE": (compopt.SeparateAdam, separate, dict(projection="gaussian", ratio=8, warmup_steps=1)),
     "SEPARATE, orthonormal": (compopt.SeparateAdam, separate, dict(ratio=4, projection="orthonormal")),
     "SEPARATE, tracked": (compopt.SeparateAdam, tracked, TRACKED),
-    "Separate": (compopt.Separate, separate, dict(ratio=16, reset_interval=5)),
+    "Separate": (compopt.Separate, separate, dict(projection="gaussian", ratio=16, reset_interval=5)),
 }
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from deep import Deep, loss
 from ranks import run_ranks
 from sim import Ranks
+from table import projecting
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -16,7 +17,7 @@ from compopt._state import buckets as _buckets
 from compopt._wire.pending import Pending
 
 SPARSE = dict(lr=1e-2, density=0.3, interval=3, warmup_steps=1)
-TRACKED = dict(lr=1e-2, projection="tracked", rank=4)
+TRACKED = projecting("tracked", lr=1e-2)
 MAKERS = {
     "Radius": (compopt.RadiusAdamW, SPARSE),
     "Radius, int8": (compopt.RadiusAdamW, {**SPARSE, "payload_dtype": torch.int8}),

@@ -13,7 +13,7 @@ import test_conformance_saving as saving
 import torch
 from ranks import run_ranks
 from sim import Ranks, World
-from table import CASES
+from table import CASES, projecting
 from torch import nn
 
 import compopt
@@ -276,7 +276,7 @@ def test_scape_conserves_what_rounding_drops(size, payload):
 @pytest.mark.parametrize("projection", ["gaussian", "orthonormal"])
 def test_separate_feeds_back_what_the_others_got(projection, size, payload):
     """e <- beta e + (1 - beta) (h - what arrived of it), for the mean over ranks: plain SGD shows what arrived."""
-    options = dict(ratio=8, projection=projection, ef_beta=0.95, warmup_steps=2, payload_dtype=payload)
+    options = projecting(projection, ef_beta=0.95, warmup_steps=2, payload_dtype=payload)
 
     def make(params, process_group):
         return compopt.Separate(torch.optim.SGD(params, lr=1.0), process_group=process_group, **options)
@@ -305,7 +305,7 @@ def test_the_dtype_may_change_between_steps():
 def test_two_optimizers_in_two_threads_do_not_share_memory():
     def train(seed: int) -> torch.Tensor:
         p = nn.Parameter(torch.zeros(300, 1001))
-        optimizer = compopt.SeparateAdam([p], lr=1e-2, ratio=1, payload_dtype=torch.int8)
+        optimizer = compopt.SeparateAdam([p], lr=1e-2, projection="gaussian", ratio=1, payload_dtype=torch.int8)
         generator = torch.Generator().manual_seed(seed)
         for _ in range(6):
             p.grad = torch.randn(p.shape, generator=generator)

@@ -24,6 +24,8 @@ BASES = {
 
 
 def make(ranks: int, base: str = "SeparateAdam", **options):
+    options = {"projection": "gaussian", **options}
+
     def separate(params, **group):
         if base == "SeparateAdam":
             return compopt.SeparateAdam(params, **ADAM, **group, **options)
@@ -131,7 +133,9 @@ def test_the_mean_of_the_reconstructions_is_the_reconstruction_of_the_mean():
 def errors_over(steps: int, **options) -> list[float]:
     """The error's norm over the gradient's, under stationary gradients; weights stand still."""
     p = nn.Parameter(torch.zeros(128, 160))
-    optimizer = compopt.SeparateAdam([p], lr=0.0, reset_interval=None, **options, simulate=True)
+    optimizer = compopt.SeparateAdam(
+        [p], lr=0.0, reset_interval=None, **{"projection": "gaussian", **options}, simulate=True
+    )
     generator = torch.Generator().manual_seed(0)
     mean, norms = torch.randn(128, 160, generator=generator), []
     p.grad = torch.empty_like(p)
@@ -160,7 +164,7 @@ def test_a_stable_number_is_taken_without_a_word_and_orthonormal_is_stable_at_an
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         p = nn.Parameter(torch.zeros(128, 160))
-        compopt.SeparateAdam([p], ratio=16, ef_beta=0.95)
+        compopt.SeparateAdam([p], projection="gaussian", ratio=16, ef_beta=0.95)
         norms = errors_over(300, ratio=16, projection="orthonormal")
     assert max(norms[150:]) < 1.2 * max(norms[:150])
 
@@ -168,7 +172,7 @@ def test_a_stable_number_is_taken_without_a_word_and_orthonormal_is_stable_at_an
 def test_bytes_at_ratio_16_are_a_fourteenth_of_dense():
     block = [(960, 320), (320, 320), (1280, 320), (320, 1280), (320,), (320,)]
     params = [nn.Parameter(torch.zeros(shape)) for shape in [(256, 320), (64, 320), *block * 2, (256, 320)]]
-    optimizer = compopt.SeparateAdam(params, simulate=True)
+    optimizer = compopt.SeparateAdam(params, projection="gaussian", simulate=True)
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -185,7 +189,7 @@ def sharded_run(rank: int) -> list[float]:
     whole = [nn.Parameter(torch.randn(shape)) for shape in [(129, 64), (64, 64), (1, 80), (7,)]]
     parts = [nn.Parameter(distribute_tensor(p.detach(), mesh["shard"], [Shard(0)])) for p in whole]
     alone = dist.new_group([rank], use_local_synchronization=True)
-    options = dict(ratio=8, simulate=True)
+    options = dict(projection="gaussian", ratio=8, simulate=True)
     makers = [
         lambda ps, group: compopt.Separate(torch.optim.SGD(ps, lr=0.1, momentum=0.9), process_group=group, **options),
         lambda ps, group: compopt.SeparateAdam(ps, process_group=group, **options),

@@ -31,7 +31,7 @@ def loss(model: Net, rank: int, step: int) -> torch.Tensor:
 
 
 def wrapped(base, size: int = 2, **options) -> Ranks:
-    settings = {"ratio": 8, **options}
+    settings = {"projection": "gaussian", "ratio": 8, **options}
     return Ranks(
         size, Net, lambda ps, process_group: compopt.Separate(base(ps), process_group=process_group, **settings)
     )
@@ -57,7 +57,7 @@ def train_each(rank: int) -> dict[str, tuple[list[float], str, int]]:
         model.idle.requires_grad_(False)
         ddp = nn.parallel.DistributedDataParallel(model)
         used = [p for p in model.parameters() if p.requires_grad]
-        optimizer, losses = compopt.Separate(external(name)(used), ratio=8, simulate=True), []
+        optimizer, losses = compopt.Separate(external(name)(used), projection="gaussian", ratio=8, simulate=True), []
         for step in range(40):
             x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
             value = (ddp(x) - x.flip(1)).square().mean()
@@ -106,7 +106,7 @@ def test_our_own_adams_as_a_base_does_not_average_again():
 
     def make(params, process_group):
         base = compopt.AdamS(params, lr=1e-2, process_group=process_group)
-        return compopt.Separate(base, ratio=8, process_group=process_group)
+        return compopt.Separate(base, projection="gaussian", ratio=8, process_group=process_group)
 
     ranks = Ranks(2, Net, make)
     history = ranks.train(loss, 30)
@@ -120,7 +120,7 @@ def test_groups_are_the_bases_own_and_schedulers_act_on_it():
     base = torch.optim.SGD(
         [{"params": model.up.parameters(), "ratio": 4}, {"params": model.down.parameters()}], lr=1.0, momentum=0.9
     )
-    optimizer = compopt.Separate(base, ratio=16, simulate=True)
+    optimizer = compopt.Separate(base, projection="gaussian", ratio=16, simulate=True)
     assert optimizer.param_groups is base.param_groups and isinstance(optimizer, torch.optim.Optimizer)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
     loss(model, 0, 0).backward()

@@ -43,7 +43,7 @@ def test_a_checkpoint_of_the_base_alone_is_taken_and_one_that_does_not_fit_is_re
     plain = adamw(model.parameters())
     loss(model, 0, 0).backward()
     plain.step()
-    optimizer = compopt.Separate(adamw(wrapped_model.parameters()), ratio=8)
+    optimizer = compopt.Separate(adamw(wrapped_model.parameters()), projection="gaussian", ratio=8)
     optimizer.load_state_dict(through_a_file(plain.state_dict()))
     assert torch.equal(
         optimizer.base.state[wrapped_model.up.weight]["exp_avg"], plain.state[model.up.weight]["exp_avg"]
@@ -62,7 +62,7 @@ def test_a_checkpoint_of_the_base_alone_is_taken_and_one_that_does_not_fit_is_re
 
 def test_copies_and_pickles_continue_alike():
     model = Net()
-    optimizer = compopt.Separate(adamw(model.parameters()), ratio=8)
+    optimizer = compopt.Separate(adamw(model.parameters()), projection="gaussian", ratio=8)
     for t in range(3):
         optimizer.zero_grad()
         loss(model, 0, t).backward()

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from problems import gradients, replicas, step, weights
+from table import projecting
 from torch import Tensor, nn
 
 import compopt
@@ -20,7 +21,7 @@ class Run:
     """Two ranks of SeparateAdam, and what went in, was applied and is owed."""
 
     def __init__(self, **options):
-        make = functools.partial(compopt.SeparateAdam, lr=1e-2, **{"ratio": 8, "rank": 4, **options})
+        make = functools.partial(compopt.SeparateAdam, lr=1e-2, **projecting(**{"projection": "gaussian", **options}))
         self.world, self.params, self.optimizers = replicas(2, weights(SHAPES, torch.float32), make)
         self.t = 0
 
@@ -71,9 +72,7 @@ def test_another_seed_draws_other_matrices(projection):
 )  # fmt: skip
 def test_errors_are_forgotten_when_it_is_said_and_else_never(projection, interval, forgets):
     p = nn.Parameter(torch.zeros(64, 80))
-    optimizer = compopt.SeparateAdam(
-        [p], ratio=8, rank=2, projection=projection, reset_interval=interval, simulate=True
-    )
+    optimizer = compopt.SeparateAdam([p], **projecting(projection, rank=2), reset_interval=interval, simulate=True)
     p.grad = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
     empty = []
     for t in range(1, 131):
@@ -168,7 +167,7 @@ def test_the_rank_of_a_tracked_tensor_is_what_is_asked_for():
     sent = {}
     for rank in (1, 5):
         p = nn.Parameter(torch.zeros(64, 80))
-        optimizer = compopt.SeparateAdam([p], projection="tracked", rank=rank, simulate=True)
+        optimizer = compopt.SeparateAdam([p], **projecting("tracked", rank=rank), simulate=True)
         p.grad = torch.randn(64, 80)
         optimizer.step()
         assert optimizer.state[p]["basis"].numel() == rank * 80
@@ -182,7 +181,7 @@ def test_tracked_tensors_of_one_shape_follow_each_its_own_gradient():
     params = [nn.Parameter(torch.zeros(96, 64)) for _ in range(3)]
     grads = [torch.randn(96, 2, generator=random) @ torch.randn(2, 64, generator=random) for _ in params]
     optimizer = compopt.Separate(
-        torch.optim.SGD(params, lr=1.0), projection="tracked", rank=2, ef_beta=1.0, simulate=True
+        torch.optim.SGD(params, lr=1.0), **projecting("tracked", rank=2), ef_beta=1.0, simulate=True
     )
     for _ in range(3):
         before = [p.detach().clone() for p in params]
@@ -197,7 +196,7 @@ def test_each_group_is_clipped_where_it_says():
     """One group clips the local gradient, the other the average only."""
     params = [nn.Parameter(torch.zeros(64, 80)) for _ in range(2)]
     groups = [{"params": [p], "clip": clip} for p, clip in zip(params, ("local", "average"), strict=True)]
-    optimizer = compopt.SeparateAdam(groups, ratio=8, max_grad_norm=1.0, simulate=True)
+    optimizer = compopt.SeparateAdam(groups, projection="gaussian", ratio=8, max_grad_norm=1.0, simulate=True)
     for p in params:
         p.grad = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
     optimizer.before_exchange()
@@ -224,7 +223,7 @@ def test_what_is_adapted_is_each_tensors_own():
 def test_a_group_of_the_base_may_have_an_ef_beta_of_its_own():
     params = [nn.Parameter(torch.zeros(64, 80)) for _ in range(2)]
     base = torch.optim.SGD([{"params": params[:1], "ef_beta": 1.0}, {"params": params[1:]}], lr=0.1)
-    optimizer = compopt.Separate(base, ratio=8, ef_beta=0.9, simulate=True)
+    optimizer = compopt.Separate(base, projection="gaussian", ratio=8, ef_beta=0.9, simulate=True)
     for p in params:
         p.grad = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
     optimizer.step()

@@ -204,7 +204,7 @@ class Raising(torch.optim.SGD):
 def test_a_base_that_raises_is_a_step_that_broke_off():
     model = Small()
     base = Raising(model.parameters(), lr=0.1)
-    optimizer = compopt.Separate(base, ratio=4)
+    optimizer = compopt.Separate(base, projection="gaussian", ratio=4)
     loss(model, 0, 0).backward()
     optimizer.step()
     base.raises = True

@@ -21,7 +21,7 @@ MAKES = {
     "tracked": lambda p: compopt.SeparateAdam(
         p, projection="tracked", rank=8, max_grad_norm=1.0, payload_dtype=torch.int8
     ),
-    "gaussian": lambda p: compopt.SeparateAdam(p, ratio=16, max_grad_norm=1.0),
+    "gaussian": lambda p: compopt.SeparateAdam(p, projection="gaussian", ratio=16, max_grad_norm=1.0),
 }
 
 

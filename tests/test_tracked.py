@@ -13,7 +13,7 @@ import torch
 from oracles.powersgd import PowerSGDOracle
 from problems import gradients, replicas, step, weights
 from sim import Ranks
-from table import by_name
+from table import by_name, projecting
 from torch import nn
 
 import compopt
@@ -31,7 +31,7 @@ def sgd(params):
 
 def make(ranks: int, **options):
     def tracked(params, **group):
-        return compopt.Separate(sgd(params), projection="tracked", rank=RANK, **group, **options)
+        return compopt.Separate(sgd(params), **group, **projecting("tracked", rank=RANK, **options))
 
     return replicas(ranks, weights(SHAPES), tracked)
 
@@ -109,7 +109,7 @@ def test_it_follows_a_gradient_of_low_rank():
     for kind in ("tracked", "orthonormal"):
         p = nn.Parameter(torch.zeros(96, 64))
         optimizer = compopt.Separate(
-            torch.optim.SGD([p], lr=1.0), ratio=12, projection=kind, rank=RANK, ef_beta=1.0, simulate=True
+            torch.optim.SGD([p], lr=1.0), **projecting(kind, 12, RANK), ef_beta=1.0, simulate=True
         )
         for _ in range(3):
             before, p.grad = p.detach().clone(), g.clone()
@@ -140,7 +140,7 @@ def test_what_is_tracked():
 def test_bytes_are_rank_times_the_sides():
     p = nn.Parameter(torch.zeros(960, 320))
     for dtype, size in ((None, 4), (torch.int8, 1 + 4 / 128), ("int4", 1 / 2 + 4 / 128)):
-        optimizer = compopt.SeparateAdam([p], projection="tracked", rank=16, payload_dtype=dtype, simulate=True)
+        optimizer = compopt.SeparateAdam([p], **projecting("tracked", rank=16, payload_dtype=dtype), simulate=True)
         p.grad = torch.ones_like(p)
         optimizer.step()
         words = optimizer.stats.bytes_sent - size * 16 * (960 + 320)
@@ -148,16 +148,18 @@ def test_bytes_are_rank_times_the_sides():
         assert 0 < words <= 2 * 4 * header + 56, "headers and control words, twice; seven words of the handshake"
 
 
-TRACKED = dict(projection="tracked", rank=4)
+TRACKED = projecting("tracked", warmup_steps=2)
 CASES = [
-    dataclasses.replace(by_name[name], compressed={**by_name[name].compressed, **TRACKED, **more})
+    dataclasses.replace(by_name[name], compressed={**TRACKED, **more})
     for name in ("SeparateAdam", "Separate")
     for more in ({}, {"payload_dtype": torch.int8})
 ]
 
 
 @pytest.mark.filterwarnings("ignore:.* ranks are gone")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name + ("-int8" * ("payload_dtype" in case.compressed)))
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: case.name + ("-int8" * (case.compressed["payload_dtype"] is not None))
+)
 @pytest.mark.parametrize(
     "holds",
     [
@@ -181,7 +183,7 @@ def test_conformance_holds(case, holds):
 def test_a_checkpoint_of_another_rank_begins_its_basis_anew():
     def make(rank: int) -> Ranks:
         def build(params, process_group):
-            return compopt.SeparateAdam(params, projection="tracked", rank=rank, process_group=process_group)
+            return compopt.SeparateAdam(params, **projecting("tracked", rank=rank), process_group=process_group)
 
         return Ranks(1, conformance.Small, build)
 

@@ -6,6 +6,7 @@ import conformance
 import torch
 from ranks import run_ranks
 from sim import Ranks
+from table import projecting
 from torch import nn
 
 import compopt
@@ -25,11 +26,11 @@ def early_and_late(rank: int) -> dict[str, list]:
     proceed, proceeded = exchanges.Exchange.proceed, []
     exchanges.Exchange.proceed = lambda exchange: proceeded.append(exchange.bucket.index) or proceed(exchange)
     found: dict[str, list] = {}
-    tracked = dict(lr=1e-2, projection="tracked", rank=4, warmup_steps=1)
+    tracked = projecting("tracked", lr=1e-2, warmup_steps=1)
     sparse = dict(lr=1e-2, density=0.3, interval=2, warmup_steps=1, payload_dtype=torch.int8)
     makers = {
         "tracked": lambda params: compopt.SeparateAdam(params, **tracked),
-        "tracked, int8": lambda params: compopt.SeparateAdam(params, payload_dtype=torch.int8, **tracked),
+        "tracked, int8": lambda params: compopt.SeparateAdam(params, **{**tracked, "payload_dtype": torch.int8}),
         "Radius, int8": lambda params: compopt.RadiusAdamW(params, **sparse),
     }
     for name, make in makers.items():
@@ -55,7 +56,7 @@ def early_and_late(rank: int) -> dict[str, list]:
         DTensor.from_local(local.detach().clone(), mesh["shard"], [Shard(0)], shape=(129, 96), stride=(96, 1))
     )
     alone = dist.new_group([rank], use_local_synchronization=True)
-    options = dict(lr=1e-2, projection="tracked", rank=4, payload_dtype=torch.int8)
+    options = projecting("tracked", lr=1e-2, payload_dtype=torch.int8, simulate=True)
     ours = compopt.SeparateAdam([shard], process_group=mesh.get_group("replicate"), **options)
     plain = compopt.SeparateAdam([local], process_group=alone, **options)
     for t in range(4):
@@ -85,7 +86,7 @@ def test_a_gradient_clipped_after_backward_on_one_rank_makes_all_send_again(monk
     from compopt._state import buckets
 
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
-    options = dict(lr=1e-2, projection="tracked", rank=4, payload_dtype=torch.int8)
+    options = projecting("tracked", lr=1e-2, payload_dtype=torch.int8)
     runs = [
         Ranks(
             2,

@@ -148,11 +148,13 @@ def test_an_error_that_grows(rank):
     world = World(2)
 
     def adam():
-        compopt.SeparateAdam([nn.Parameter(torch.ones(64, 64))], ef_beta=0.1, process_group=world.comms[rank])
+        compopt.SeparateAdam(
+            [nn.Parameter(torch.ones(64, 64))], projection="gaussian", ef_beta=0.1, process_group=world.comms[rank]
+        )
 
     def wrapper():
         base = torch.optim.SGD([nn.Parameter(torch.ones(64, 64))], lr=0.1)
-        compopt.Separate(base, ef_beta=0.1, process_group=world.comms[rank])
+        compopt.Separate(base, projection="gaussian", ef_beta=0.1, process_group=world.comms[rank])
 
     for make in (adam, wrapper):
         found = heard(make)

@@ -84,9 +84,25 @@ def check_compression(group: dict[str, Any]) -> None:
     require(when in ("always", "auto"), "when", when, "'always' or 'auto'")
     for name, value in OPTIONS.items():
         group.setdefault(name, value)
-    require(group["warmup_steps"] >= 0, "warmup_steps", group["warmup_steps"], ">= 0")
+    check_steps(group, "warmup_steps")
     check_payload(group)
     check_compress(group)
+
+
+def check_steps(group: dict[str, Any], name: str) -> None:
+    """Check a number of steps that may be a share of ``total_steps``."""
+    given, total = group[name], group.setdefault("total_steps", None)
+    counts = isinstance(total, int) and not isinstance(total, bool) and total >= 1
+    require(total is None or counts, "total_steps", total, "None or an integer >= 1")
+    whole = not isinstance(given, str | None) and given >= 0 and int(given) == given
+    share = isinstance(given, float) and 0 < given < 1
+    wanted = "a number of steps >= 0, or a share of total_steps in (0, 1)"
+    require(whole or share, name, given, wanted)
+    if share and total is None:
+        raise ValueError(
+            f"{name}={given} is a share of total_steps, which is not given: pass total_steps=, the "
+            "number of steps of the run, or a number of steps."
+        )
 
 
 def check_payload(group: dict[str, Any]) -> None:

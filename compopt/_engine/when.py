@@ -23,6 +23,8 @@ CLEARLY = 0.95  # of a dense step: what takes longer gains too little to approxi
 FOREVER = 2**62  # steps
 WAITS = {"resample"}  # phases that are neither: dense, and rare
 
+SHARE = 0.15  # of a run of known length, where no warm-up is given: Radius's paper takes 15 to 20 %
+
 OPTIONS = {
     "pays": None,  # what a trial has found: whether compressed steps are clearly faster
     "dense_until": 0,  # the step up to which a trial keeps the group dense, to have enough to time
@@ -38,10 +40,24 @@ def start_of(group: dict[str, Any]) -> int:
     """Steps before compression starts: the user's, more where a trial needs them, all where it does
     not pay.
     """
-    users: int = group["warmup_steps"]
+    users = steps_of(group, "warmup_steps")
     if group["when"] != "auto":
         return users
     return FOREVER if group["pays"] is False else max(users, group["dense_until"])
+
+
+def steps_of(group: dict[str, Any], name: str) -> int:
+    """An option that is a number of steps, or a share of ``total_steps``."""
+    given: int | float = group[name]
+    share = isinstance(given, float) and 0 < given < 1
+    return round(given * group["total_steps"]) if share else int(given)
+
+
+def chosen(given: int | float | None, total_steps: int | None, steps: int) -> int | float:
+    """A warm-up that was given; else a share of the run where its length is, else ``steps``."""
+    if given is not None:
+        return given
+    return steps if total_steps is None else SHARE
 
 
 def as_now(saved: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +150,12 @@ class Trial:
             group["pays"] = self._pays
 
 
+def ramp_of(group: dict[str, Any]) -> int:
+    """Steps after the start over which density falls, where a class has such an option."""
+    return steps_of(group, "density_warmup_steps") if "density_warmup_steps" in group else 0
+
+
 def _at_rest(group: dict[str, Any]) -> int:
     """The step from which a group does the same in every step; 0 where it stays dense."""
     start = start_of(group)
-    return 0 if start >= FOREVER else start + group.get("density_warmup_steps", 0)
+    return 0 if start >= FOREVER else start + ramp_of(group)

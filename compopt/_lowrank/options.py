@@ -2,13 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from .._engine.options import check_compression, require
+from .._engine.when import chosen
+from .._wire.dtypes import PayloadDtype
 from .kinds import KINDS
 from .projections import is_sharded
 
 Group = dict[str, Any]
+
+
+# what an option is where nobody says it
+RANK, RATIO = 16, 16.0
+START = 10  # steps averaged dense at first, where projections are tracked
+
+
+def resolved(
+    projection: str,
+    ratio: float | None,
+    rank: int | None,
+    payload_dtype: PayloadDtype | Literal["auto"],
+    warmup_steps: int | float | None,
+    total_steps: int | None,
+) -> Group:
+    """The options whose default depends on the projection.
+
+    Raises ValueError where one says nothing for it.
+    """
+    follows = projection == "tracked"
+    refuse_idle(projection, ratio, rank)
+    start: int | float | None = warmup_steps
+    if start is None:
+        start = START if follows else chosen(None, total_steps, 0)
+    sent = ("int8" if follows else None) if payload_dtype == "auto" else payload_dtype
+    return dict(
+        projection=projection,
+        ratio=RATIO if ratio is None else ratio,
+        rank=RANK if rank is None else rank,
+        payload_dtype=sent,
+        warmup_steps=start,
+        total_steps=total_steps,
+    )
+
+
+def refuse_idle(projection: str, ratio: float | None, rank: int | None) -> None:
+    """Raise ValueError where a size was given that says nothing for this projection."""
+    if projection == "tracked" and ratio is not None:
+        raise ValueError(
+            f"ratio={ratio} is for random projections, and this one is tracked: pass rank= in its "
+            "place, or projection='gaussian' with it."
+        )
+    if projection != "tracked" and rank is not None:
+        raise ValueError(
+            f"rank={rank} is for tracked projections, and this one is {projection!r}: pass ratio= "
+            "in its place, or projection='tracked' with it."
+        )
+
+
+def check_said(group: Group, defaults: Group) -> None:
+    """Raise where a group says a size that means nothing for its projection.
+
+    One that has both, as another optimizer's groups have, says nothing itself.
+    """
+    ratio, rank = group.get("ratio"), group.get("rank")
+    if ratio is None or rank is None:
+        refuse_idle(str({**defaults, **group}["projection"]), ratio, rank)
 
 
 def check(group: Group) -> None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from .._engine.when import dense_steps
+from .._engine.when import dense_steps, ramp_of
 from .._ops.math import kept
 from .._state.buckets import Bucket
 from .._state.deal import Deal, Piece, make_deal
@@ -46,7 +46,7 @@ def deal(lengths: tuple[int, ...], ranks: int, density: float) -> Deal:
 def density_at(bucket: Bucket, t: int) -> float:
     """Density of the mask that step t uses: 1 in the warm-up, then falling."""
     h = bucket.group
-    k, ramp = t - dense_steps(bucket) - 1, h["density_warmup_steps"]
+    k, ramp = t - dense_steps(bucket) - 1, ramp_of(h)
     density: float = h["density"]
     if k < 0:
         return 1.0

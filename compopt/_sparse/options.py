@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._engine.options import require
+from .._engine.options import check_steps, require
 from .._ops.ops import Group
 from .._wire.dtypes import bits_of
 
@@ -24,8 +24,7 @@ def check_scape(group: Group, sharded: bool) -> None:
         "None or a floating-point dtype where state is sharded",
     )
     require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
-    ramp = group["density_warmup_steps"]
-    require(ramp >= 0, "density_warmup_steps", ramp, ">= 0")
+    check_steps(group, "density_warmup_steps")
     for name, words in CHOICES.items():
         said = " or ".join(map(repr, words))
         require(group[name] in words, name, group[name], said)

@@ -231,7 +231,9 @@ METHODS: dict[str, Method] = {
         1.167,
     ),
     "SeparateAdam": Method(
-        _separate, "compopt.SeparateAdam(params, lr=..., ratio=16, warmup_steps=...)", 1.142
+        _separate,
+        'compopt.SeparateAdam(params, lr=..., projection="gaussian", ratio=16, warmup_steps=...)',
+        1.142,
     ),
     "tracked 16, int8": Method(_tracked, TRACKED.format(16, "int8"), 1.008),
     "tracked 16, int4": Method(_tracked, TRACKED.format(16, "int4"), 1.012, options={"bits": 4}),

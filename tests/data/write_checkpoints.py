@@ -41,9 +41,9 @@ FORMS = {
         dict(**ADAM, density=0.3, density_warmup_steps=2, sharded=True),
         torch.float32,
     ),
-    "SeparateAdam": (compopt.SeparateAdam, dict(**ADAM, ratio=4), torch.float32),
+    "SeparateAdam": (compopt.SeparateAdam, dict(**ADAM, projection="gaussian", ratio=4), torch.float32),
     "SeparateAdam, tracked": (compopt.SeparateAdam, dict(**ADAM, projection="tracked", rank=2), torch.float32),
-    "Separate": (around_adamw, dict(ratio=4), torch.float32),
+    "Separate": (around_adamw, dict(projection="gaussian", ratio=4), torch.float32),
     "TagcAdamW": (compopt.TagcAdamW, dict(**ADAM, sparsity=0.8), torch.float32),
 }
 WHOLE = ("ScapeAdamS, sharded", "TagcAdamW")  # which take no int8

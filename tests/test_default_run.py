@@ -1,0 +1,38 @@
+"""nanoGPT's shape with nothing but the class swapped: loss, and bytes of the whole run as the sockets count them."""
+
+from __future__ import annotations
+
+import pytest
+from in_place import as_torchrun_would
+from ranks import run_ranks
+from test_scripts import run
+from user_scripts import NANOGPT
+
+LINE = "torch.optim.AdamW(optim_groups, lr=learning_rate, betas=betas)"
+SWAPPED = "compopt.SeparateAdam(optim_groups, lr=learning_rate, betas=betas)"
+# Text that can be learnt but for its noise: one token in ten is any. As it stands the script's loss goes to 0.
+NOISY = (
+    "    return x[:, :-1].contiguous()",
+    "    x = torch.where(torch.rand(x.shape, generator=data) < 0.1, torch.randint(64, x.shape, generator=data), x)\n"
+    "    return x[:, :-1].contiguous()",
+)
+
+
+def both(rank: int, folder: str) -> list[dict]:
+    as_torchrun_would(rank, 2)
+    source = NANOGPT.replace("max_iters, warmup_iters, dtype = 40, 5", "max_iters, warmup_iters, dtype = 199, 5")
+    source = source.replace(*NOISY)
+    assert LINE in source and "199" in source and "torch.rand(" in source
+    return [run(source, rank, folder), run(source.replace(LINE, SWAPPED), rank, folder)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_by_default_two_hundred_steps_take_a_tenth_of_the_bytes(tmp_path):
+    """Measured: 1.059 times AdamW's loss, 10.1 % of its bytes beside DDP's broadcast. Without a start it is 1.111 and
+    9.3 %, after 30 steps 1.053 and 11.7 %: what this text asks for, a permutation of 64 tokens, is of full rank."""
+    for adamw, ours in run_ranks(both, 2, str(tmp_path), timeout=280):
+        losses = [sum(one["losses"][-20:]) / 20 for one in (adamw, ours)]
+        assert ours["class"] == "SeparateAdam" and ours["equal"] and len(ours["losses"]) == 200
+        assert losses[1] <= 1.08 * losses[0]
+        beside = adamw["sent"] - adamw["dense"]  # DDP's broadcast of the parameters, framing
+        assert ours["sent"] - beside <= 0.102 * (adamw["sent"] - beside)
