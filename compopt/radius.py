@@ -40,6 +40,7 @@ from ._engine.when import chosen, dense_steps
 from ._ops.commits import update_size
 from ._ops.math import kept
 from ._ops.ops import Ops, clip_factor
+from ._sparse.dealing import values_kept
 from ._sparse.resampling import (
     forget_mask,
     forget_sent,
@@ -263,6 +264,12 @@ class RadiusAdamW(CompressedOptimizer):
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         return radius(bucket, self.ops)
+
+    def values_sent(self, bucket: Bucket, ranks: int) -> float:
+        """On average: a resample step is dense."""
+        interval: int = bucket.group["interval"]
+        sparse = sum(values_kept(bucket, bucket.group["density"]))
+        return sparse + (bucket.numel - sparse) / interval
 
     def tidy(self, bucket: Bucket) -> None:
         forget_sent(bucket, self.ops)

@@ -43,7 +43,14 @@ from ._ops.commits import keep_absent
 from ._ops.moment import own_x
 from ._ops.ops import Ops
 from ._sharded.scape import fold_common, sharded_scape
-from ._sparse.dealing import deal_now, make_room, mask_now, restore
+from ._sparse.dealing import (
+    deal_now,
+    make_room,
+    mask_now,
+    mask_values,
+    restore,
+    values_kept,
+)
 from ._sparse.momentum import clip, make_x, update
 from ._sparse.options import OFFLOADS, check_scape
 from ._sparse.selection import Selection, keep_masks
@@ -297,6 +304,11 @@ class ScapeAdamS(CompressedOptimizer):
         if self.sharded:
             return sharded_scape(bucket, self.ops)
         return scape(bucket, self.ops, self.comm.rank, self.comm.size)
+
+    def values_sent(self, bucket: Bucket, ranks: int) -> float:
+        values = sum(values_kept(bucket, bucket.group["density"]))
+        gathered = values / ranks if self.sharded else 0  # updated parameters
+        return values + gathered + mask_values(bucket, ranks)
 
     def restore(self, bucket: Bucket) -> None:
         bucket.cache.clear()

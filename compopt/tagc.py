@@ -45,7 +45,7 @@ from ._ops.math import squared_norm
 from ._ops.ops import Ops, clip_factor
 from ._sharded.adamw import commit, gather, updated
 from ._sparse.codes import CODES
-from ._sparse.dealing import compressed_lengths
+from ._sparse.dealing import compressed_lengths, values_kept
 from ._sparse.rows import Averaged, CodedRows, Rows
 from ._sparse.sparsify import sparsify
 from ._state.buckets import Bucket
@@ -272,6 +272,12 @@ class TagcAdamW(CompressedOptimizer):
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         return tagc(bucket, self.ops)
+
+    def values_sent(self, bucket: Bucket, ranks: int) -> float:
+        """The union, were the ranks' choices independent; the index, and the parameters back."""
+        union = 1 - bucket.group["sparsity"] ** ranks
+        compressed = sum(compressed_lengths(bucket))
+        return sum(values_kept(bucket, union)) + compressed / 32 + bucket.numel / ranks
 
     def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
         counts = [bucket.cache.get("counts", (None, 0)) for bucket in self._buckets]

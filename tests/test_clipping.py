@@ -11,6 +11,7 @@ import torch
 from deep import Deep
 from problems import gradients, replicas, step, weights
 from ranks import run_ranks
+from table import projecting
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +19,7 @@ import compopt
 from compopt._ops.ops import clip_factor
 
 INT8 = {"payload_dtype": torch.int8}
-TRACKED = {"projection": "tracked", "rank": 4}
+TRACKED = projecting("tracked")
 LIMIT = 1e-2
 
 
@@ -120,7 +121,7 @@ def test_of_orthonormal_columns_it_is_what_arrives_and_never_more_than_what_is_a
 @pytest.mark.parametrize("projection", ["gaussian", "orthonormal", "tracked"])
 def test_an_outlier_that_is_clipped_is_not_owed(projection, payload_dtype):
     """One gradient a thousand times as large: what is applied and held back afterwards is as if it had been clipped."""
-    options = dict(lr=1e-2, ratio=8, rank=4, projection=projection, reset_interval=None, payload_dtype=payload_dtype)
+    options = projecting(projection, lr=1e-2, reset_interval=None, payload_dtype=payload_dtype)
     world, params, optimizers = replicas(
         2, weights(SHAPES, torch.float32), lambda ps, **o: compopt.SeparateAdam(ps, max_grad_norm=150.0, **options, **o)
     )
@@ -143,7 +144,7 @@ def test_an_outlier_that_is_clipped_is_not_owed(projection, payload_dtype):
 def test_what_is_not_applied_of_a_clipped_gradient_is_owed(projection, payload_dtype):
     """applied + owed' = f (mean g) + owed, for a projection that keeps all of the error; also in dense steps after it,
     which send it as far as the clip lets them."""
-    options = dict(lr=1e-2, ratio=8, rank=4, projection=projection, reset_interval=None, payload_dtype=payload_dtype)
+    options = projecting(projection, lr=1e-2, reset_interval=None, payload_dtype=payload_dtype)
     world, params, optimizers = replicas(
         2, weights(SHAPES, torch.float32), lambda ps, **o: compopt.SeparateAdam(ps, max_grad_norm=20.0, **options, **o)
     )

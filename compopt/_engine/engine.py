@@ -51,6 +51,7 @@ class Engine:
         self.met = met  # the parameters of all groups
         self.trained = trained  # those that are laid out
         self.built = False
+        self.told = False  # the user, of what is compressed
         self.dense = False  # there are no other ranks: steps are the base's
         self.alone = False  # another optimizer wraps this one and averages for it
         self.retired = False  # another optimizer has its parameters

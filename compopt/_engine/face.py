@@ -81,6 +81,10 @@ class Face:
         read.
         """
 
+    def values_sent(self, bucket: Bucket, ranks: int) -> float | None:
+        """About how many values a compressed step sends of a bucket; None where nobody knows."""
+        return None
+
     def before_exchange(self) -> None:
         """Called at the start of a step, when the gradients are what will be sent."""
 

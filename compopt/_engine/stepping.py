@@ -16,6 +16,7 @@ from .handshake import describe, explain_mismatch, handshake, tell_failure
 from .meeting import noticed
 from .settings import bits_of, structure_of
 from .signals import held_back
+from .telling import tell
 from .turns import Turns
 from .verdicts import Verdict
 
@@ -96,6 +97,9 @@ class Step:
         if engine.owner and verdict.applied:
             yield from engine.owner.before_commit()
         self._apply(verdict)
+        if verdict.applied and not engine.told:
+            engine.told = True
+            tell(engine, comm)
         engine.report(verdict, comm)
         self._time(verdict)
         self._watch_skips(verdict)

@@ -89,6 +89,10 @@ class Projecting(CompressedOptimizer):
         used = {(b.group["projection"], b.device) for b in self._buckets if any(b.compressed)}
         return {f"{kind} {device.type}": fingerprint(kind, device) for kind, device in used}
 
+    def values_sent(self, bucket: Bucket, ranks: int) -> float:
+        plan = zip(bucket.lengths, self._projections_of(bucket), strict=True)
+        return sum(n if q is None else values_of(q) for n, q in plan)
+
     # How a bucket is projected at the step that comes
 
     def projections(self, bucket: Bucket) -> Projections:
@@ -185,6 +189,11 @@ def projection_of(p: Tensor, h: Group, place: int) -> Projection | None:
     """How a tensor is projected that has this place in its group."""
     ratio, beta = current(h, place)
     return projection(local(p).shape, is_sharded(p), ratio, h["projection"], beta, h["rank"])
+
+
+def values_of(q: Projection) -> int:
+    """How many values are sent of a projected tensor."""
+    return q.r * (q.m + q.d) if q.kind.follows else q.r * q.m
 
 
 def drawn(q: Projection | None) -> Projection | None:

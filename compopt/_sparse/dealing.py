@@ -69,6 +69,19 @@ def deal_now(bucket: Bucket, ranks: int) -> Deal | None:
     return deal_at(bucket, h["step"] + 1 + h["mask_delay"], ranks)
 
 
+def values_kept(bucket: Bucket, density: float) -> list[int]:
+    """How many values a step sends of each tensor that sends this share of what is compressed."""
+    pairs = zip(bucket.lengths, bucket.compressed, strict=True)
+    return [kept(density, n) if c else n for n, c in pairs]
+
+
+def mask_values(bucket: Bucket, ranks: int) -> float:
+    """What a rank's part of a mask takes, as bits or coded, in values of 4 bytes."""
+    d: float = bucket.group["density"]
+    bits = min(1.0, d * math.log2(math.e / d))
+    return bits * sum(compressed_lengths(bucket)) / 32 / ranks
+
+
 def compressed_lengths(bucket: Bucket) -> tuple[int, ...]:
     return tuple(n if c else 0 for n, c in zip(bucket.lengths, bucket.compressed, strict=True))
 

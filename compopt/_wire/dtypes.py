@@ -43,6 +43,12 @@ def bits_of(given: object) -> int | None:
     return BITS.get(name) if isinstance(name, str) else None
 
 
+def bytes_of_value(given: object, of_gradients: torch.dtype) -> float:
+    """Bytes that a value takes on the wire, with its part of a scale where it is rounded."""
+    bits = bits_of(given)
+    return (dtype_of(given) or of_gradients).itemsize if bits is None else bits / 8 + 4 / 128
+
+
 def dtype_of(given: object) -> torch.dtype | None:
     """The dtype that values travel in, where it is a floating-point one."""
     name = name_of(given)
