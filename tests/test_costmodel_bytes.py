@@ -27,9 +27,9 @@ OURS = {  # as the table's rows are: the method's own options here, and the clas
     "RadiusAdamW": (compopt.RadiusAdamW, {"interval": STEADY}, {"density": 0.4, "interval": STEADY, "warmup_steps": 0}),
     "ScapeAdamS": (compopt.ScapeAdamS, {}, {"density": 0.1, "density_warmup_steps": 0, "selection": "exact"}),
     "SeparateAdam": (compopt.SeparateAdam, {}, {"projection": "gaussian", "ratio": 16}),
-    "tracked 16, int8": (compopt.SeparateAdam, {}, {"projection": "tracked", "payload_dtype": torch.int8}),
-    "tracked 16, int4": (compopt.SeparateAdam, {}, {"projection": "tracked", "payload_dtype": "int4"}),
-    "tracked 4, int8": (compopt.SeparateAdam, {}, {"projection": "tracked", "rank": 4, "payload_dtype": torch.int8}),
+    "tracked 16, int8": (compopt.SeparateAdam, {}, {"warmup_steps": 0, "payload_dtype": torch.int8}),
+    "tracked 16, int4": (compopt.SeparateAdam, {}, {"warmup_steps": 0, "payload_dtype": "int4"}),
+    "tracked 4, int8": (compopt.SeparateAdam, {}, {"warmup_steps": 0, "rank": 4, "payload_dtype": torch.int8}),
 }
 
 

@@ -5,10 +5,12 @@ Nothing here has a GPU, so what is looked at is which operators a step calls, on
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from conformance import loss, make_ranks
-from table import CASES, FORMS
+from table import CASES, FORMS, projecting
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # torch.use_deterministic_algorithms' own list of what raises, the operators without a gradient; of cumsum floats only.
@@ -62,7 +64,7 @@ def test_ranks_compare_what_their_devices_compute_where_they_compute_it(projecti
 
     matrices.fingerprint.cache_clear()
     case = next(case for case in CASES if case.name == "SeparateAdam")
-    ranks = make_ranks(case, 2, projection=projection)
+    ranks = make_ranks(dataclasses.replace(case, compressed=projecting(projection)), 2)
     first, second = ranks.optimizers
     (mine,) = first._fingerprints().values()
     for module in (matrices, __import__("compopt._lowrank.kinds", fromlist=["kinds"])):
