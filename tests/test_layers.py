@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -106,3 +107,11 @@ def test_torch_is_the_only_hard_dependency():
         known = set(sys.stdlib_module_names) | {"torch", "compopt", "compopt_kernels"}
         foreign = {name.split(".")[0] for name in names} - known
         assert not foreign, f"{path.name} imports {foreign} at the top"
+
+
+def test_every_folder_is_in_the_wheel_and_in_the_picture():
+    listed = re.findall(r'^    "(compopt[\w.]*)",$', (ROOT.parent / "pyproject.toml").read_text(), re.M)
+    folders = {path.parent for path in ROOT.rglob("__init__.py")}
+    assert set(listed) - {"compopt_kernels"} == {".".join(path.relative_to(ROOT.parent).parts) for path in folders}
+    picture = (ROOT.parent / "CONTRIBUTING.md").read_text().split("## Layout")[1]
+    assert [path.name for path in folders if f"{path.name}/" not in picture and path.parent == ROOT] == []
