@@ -33,7 +33,7 @@ OPTIMIZERS = {
     "adams": lambda p, a: AdamS(p, a.lr, **BASE),
     "scape": lambda p, a: ScapeAdamS(p, a.lr, **BASE, density=a.density, warmup_steps=a.warmup, density_warmup_steps=0),
     "separate": lambda p, a: SeparateAdam(p, a.lr, projection="gaussian", ratio=a.ratio, warmup_steps=a.warmup),
-    "tracked": lambda p, a: SeparateAdam(p, a.lr, projection="tracked", payload_dtype="int8", warmup_steps=a.warmup),
+    "tracked": lambda p, a: SeparateAdam(p, a.lr, warmup_steps=a.warmup),
     "local": lambda p, a: LocalSteps(torch.optim.AdamW(p, a.lr), a.every, warmup_steps=a.warmup, every_warmup_steps=0),
     "tagc": lambda p, a: TagcAdamW(p, a.lr, sparsity=1 - a.density, warmup_steps=a.warmup),
 }
