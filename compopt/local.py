@@ -39,13 +39,12 @@ from ._engine.recovery import catch_up, tell_what_is_lost
 from ._engine.stats import Stats
 from ._engine.stepping import refuse
 from ._engine.verdicts import Verdict
-from ._engine.weakly import weakly
 from ._engine.wrapping import Wrapping
 from ._local import inner as inner_step
 from ._local import options
 from ._local.exchanges import Exchanges
 from ._local.fragments import Fragment, Outer
-from ._local.stats import with_distances, with_rounds
+from ._local.stats import report, with_rounds
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Prefix
 from ._wire.comm import Comm, ProcessGroup
@@ -211,9 +210,32 @@ class LocalSteps(Wrapping):
             ) from error
         finally:
             engine.handed_over = False
-        self._report(taken, norm, applied)
+        report(engine, h, exchanges, norm, applied, taken)
         self._warned = inner_step.mend(self.base, applied, engine, self._warned)
         inner_step.watch_skips(engine, taken, self.max_skipped)
+
+    @torch.no_grad()
+    def end_round(self) -> None:
+        """End the running round: exchange what ranks have moved, and apply it.
+
+        Afterwards parameters are equal on all ranks: call it on all of them after the last step,
+        before an evaluation, or before the model is saved. In the averaged start and on one process
+        they are equal anyway.
+
+        Raises CommunicationError when the exchange failed; it is tried again after the next step.
+        """
+        for _ in self.end_round_in_turns():
+            pass
+
+    def end_round_in_turns(self) -> Generator[Pending, None, None]:
+        exchanges, engine = self._exchanges, self._engine
+        if exchanges is not None:
+            applied, last = (yield from exchanges.end(self._options, self._said())), engine.stats
+            report(engine, self._options, exchanges, last.grad_norm, applied)
+            engine.stats = replace(
+                engine.stats, bytes_sent=engine.stats.bytes_sent + last.bytes_sent
+            )
+            self._warned = inner_step.mend(self.base, applied, engine, self._warned)
 
     def _connected(self, comm: Comm) -> Exchanges | None:
         """The fragments, over these ranks; none on one process."""
@@ -248,31 +270,8 @@ class LocalSteps(Wrapping):
         if self._exchanges is not None:
             self._exchanges.add(self.param_groups[-1]["params"])
 
-    # Stats
-
-    def _report(self, taken: bool, norm: float, applied: list[Fragment]) -> None:
-        engine, h = self._engine, self._options
-        phase = "exchanged" if applied else "local"
-        stats = Stats(
-            step=h["step"],
-            phase=phase if taken else "skipped",
-            bytes_sent=self._exchanges.bytes_sent() if self._exchanges else 0,
-            bytes_dense=sum(bucket.dense_bytes for bucket in self._buckets),
-            grad_norm=norm,
-            buckets=len(self._buckets),
-            skipped=engine.stats.skipped + (not taken),
-            reason="" if taken else "non-finite gradient on this rank",
-            residual_norm=weakly(self._owed),
-        )
-        at = h["step"] - h["begun"]
-        here = replace(with_rounds(stats, engine.stats), round=h["round"], steps_into_round=at)
-        engine.stats = with_distances(here, applied, self.comm.size)
-
     def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
         return with_rounds(stats, self._engine.stats)
-
-    def _owed(self) -> float:
-        return self._exchanges.residual_norm() if self._exchanges else 0.0
 
     # Other ranks
 

@@ -102,19 +102,18 @@ def main():
     params = [{"params": matrices}, {"params": scales, "weight_decay": 0.0}]
     optimizer = OPTIMIZERS.get(args.optimizer, OPTIMIZERS["adamw"])(params, args)
     baseline = baselines.attach(args.optimizer, ddp, args)
-
-    def rate(step):  # a rise over 40 steps, and a cosine down to a tenth
-        return min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / args.steps))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    # a rise over 40 steps, and a cosine down to a tenth
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / args.steps))
+    )
 
     @torch.no_grad()
-    def averages(losses):  # over all ranks: training loss since the last call, loss on the same 40 validation batches
+    def averages(losses):  # over all ranks: these training losses, and those on the same 40 validation batches
         mine = islice(corpus.batches(val, args.batch, args.context, seed=0), rank, 40, world)
         found = [model(x.to(device), y.to(device)).item() for x, y in mine]
         total = torch.tensor([sum(losses), len(losses), sum(found), len(found)], device=device)
         dist.all_reduce(total)
-        return (total[0] / total[1]).item(), (total[2] / total[3]).item()
+        return {"train_loss": (total[0] / total[1]).item(), "val_loss": (total[2] / total[3]).item()}
 
     evals, losses, seconds, sent, phases = [], [], [], {"dense": [], "compressed": []}, Counter()
     bar = tqdm(range(1, args.steps + 1), desc=args.optimizer, disable=None if rank == 0 else True)
@@ -123,6 +122,8 @@ def main():
         loss = ddp(*(part.to(device) for part in next(data)))
         loss.backward()
         optimizer.step()
+        if step == args.steps and hasattr(optimizer, "end_round"):  # ranks have stepped on their own
+            optimizer.end_round()
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.item())  # on a GPU this waits for the step, so that the clock sees all of it
@@ -131,10 +132,9 @@ def main():
         sent["dense" if stats.phase in ("dense", "rounded") else "compressed"].append(stats.bytes_sent)
         phases[stats.phase] += 1
         if step % args.eval_every == 0 or step == args.steps:
-            now = dict(zip(("train_loss", "val_loss"), averages(losses), strict=True))
-            evals.append({"step": step, "seconds": sum(seconds), "bytes": sum(map(sum, sent.values())), **now})
-            losses.clear()
-            bar.set_postfix(now)
+            now = {"step": step, "seconds": sum(seconds), "bytes": sum(map(sum, sent.values()))}
+            evals.append(now | averages(losses[-args.eval_every :]))
+            bar.set_postfix(evals[-1])
             if bar.disable and rank == 0:  # no terminal, so no bar: a line instead
                 print(args.optimizer, *(f"{name} {value:.4g}" for name, value in evals[-1].items()), flush=True)
 

@@ -124,12 +124,35 @@ class Exchanges:
             for other in self.on_their_way:  # begun late, after a failure
                 yield from other.finish()
                 applied.append(other)
-            fragment.said = settings  # the same until it has been applied
-            fragment.grow(rounds.grown(options, steps))
-            fragment.begin(t + late if late else None)
-            if late:
-                fragment.poll()
-            else:
-                yield from fragment.finish()
+            share = rounds.grown(options, steps)
+            if (yield from self._exchange(fragment, settings, share, t + late if late else None)):
                 applied.append(fragment)
         return applied
+
+    def end(self, options: Group, settings: list[Any]) -> Turns[list[Fragment]]:
+        """Exchange and apply everything now, wherever in its round it is; the next round begins."""
+        t: int = options["step"]
+        share = rounds.grown(options, max(1, t - options["begun"]))
+        for fragment in self.on_their_way:
+            yield from fragment.finish()
+        if t > options["begun"]:
+            options.update(round=options["round"] + 1, begun=t)
+        for fragment in self.fragments:
+            fragment.mix = 0.0
+            yield from self._exchange(fragment, settings, share, None)
+        return self.fragments
+
+    def _exchange(
+        self, fragment: Fragment, settings: list[Any], share: float, apply_at: int | None
+    ) -> Turns[bool]:
+        """Begin an exchange, and end it unless there is a step at which it is applied; whether it
+        was.
+        """
+        fragment.said = settings  # the same until it has been applied
+        fragment.grow(share)
+        fragment.begin(apply_at)
+        if apply_at is not None:
+            fragment.poll()
+            return False
+        yield from fragment.finish()
+        return True

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from .._engine.engine import Engine
 from .._engine.stats import Stats
+from .._engine.weakly import weakly
+from .exchanges import Exchanges, Group
 from .fragments import Fragment
 
 
@@ -24,6 +27,32 @@ class LocalStats(Stats):
     steps_into_round: int = 0
     spread: float = 0.0
     cosine: float = 0.0
+
+
+def report(
+    engine: Engine,
+    h: Group,
+    exchanges: Exchanges | None,
+    norm: float,
+    applied: Sequence[Fragment],
+    taken: bool = True,
+) -> None:
+    """Renew ``stats``, after this rank's own step or after a round that was ended."""
+    phase = "exchanged" if applied else "local"
+    stats = Stats(
+        step=h["step"],
+        phase=phase if taken else "skipped",
+        bytes_sent=exchanges.bytes_sent() if exchanges else 0,
+        bytes_dense=sum(bucket.dense_bytes for bucket in engine.buckets),
+        grad_norm=norm,
+        buckets=len(engine.buckets),
+        skipped=engine.stats.skipped + (not taken),
+        reason="" if taken else "non-finite gradient on this rank",
+        residual_norm=weakly(exchanges.residual_norm) if exchanges else float,
+    )
+    at = h["step"] - h["begun"]
+    here = replace(with_rounds(stats, engine.stats), round=h["round"], steps_into_round=at)
+    engine.stats = with_distances(here, applied, engine.comm.size)
 
 
 def with_rounds(stats: Stats, last: Stats) -> LocalStats:
