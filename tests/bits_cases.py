@@ -51,7 +51,8 @@ class Form:
 
 
 RADIUS = dict(density=0.3, interval=4, warmup_steps=3)
-SCAPE = dict(density=0.05, warmup_steps=2, density_warmup_steps=5)
+ADAMS = dict(betas=(0.9, 0.95), weight_decay=0.1)  # the defaults of earlier commits
+SCAPE = ADAMS | dict(density=0.05, warmup_steps=2, density_warmup_steps=5)
 PROJECT = dict(projection="gaussian", ratio=8, warmup_steps=2, reset_interval=8)
 TRACK = dict(projection="tracked", rank=3, warmup_steps=2, reset_interval=8, payload_dtype=None)
 TAGC = dict(sparsity=0.9, warmup_steps=2)
@@ -70,7 +71,7 @@ FORMS = [
         "sharded at once",
         payloads=("bfloat16",),
     ),
-    Form("AdamS", {}, payloads=()),
+    Form("AdamS", ADAMS, payloads=()),
     Form("Separate", PROJECT, "over SGD", base="SGD"),
     Form("Separate", PROJECT | dict(projection="orthonormal"), "over AdamW", base="AdamW"),
     Form("Separate", TRACK, "over AdamS", base="AdamS"),

@@ -184,7 +184,7 @@ def make(case: Case, groups: list[dict[str, Any]], comm: object) -> torch.optim.
         options["maximize"] = True
     if not form.base:
         return getattr(compopt, form.cls)(groups, lr=1e-2, **options)
-    of_base = dict(momentum=0.9) if form.base == "SGD" else {}
+    of_base = {"SGD": dict(momentum=0.9), "AdamS": dict(betas=(0.9, 0.95), weight_decay=0.1)}.get(form.base, {})
     module = compopt if hasattr(compopt, form.base) else torch.optim
     base = getattr(module, form.base)(groups, lr=1e-2, **of_base)
     return getattr(compopt, form.cls)(base, **options)
