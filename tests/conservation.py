@@ -6,6 +6,7 @@ and after it, whole, also where each rank keeps a shard only::
 
     SCAPE      m' + r' = b1 m + (1 - b1) mean g + r             # sharded: what ranks have in common belongs to r
     SEPARATE   r' = b r + (1 - b) (mean g + r - G), where it projects with a weight b of the old error
+               G = g, r' = 0: the first step of one rank alone, after Gaussian projections, whose error is noise
     all other  G + r' = mean g + r
 
 A payload that rounds is held to this where there is a residual to keep what is lost, that is, of compressed tensors.
@@ -69,6 +70,7 @@ class Ledger:
     def __init__(self, case: Case, optimizers: Optimizers):
         self.case = case
         self.m, self.r = moments(optimizers), owed(optimizers)
+        self.alone = len(optimizers) == 1 and not optimizers[0].simulate  # then nothing is projected
         grads = [[p.grad for p in everywhere(optimizer)] for optimizer in optimizers]
         self.g = [self._mean(each) for each in zip(*grads, strict=True)]
         self.weights = self._weights_of_old_errors(optimizers[0])
@@ -81,7 +83,7 @@ class Ledger:
     def _weights_of_old_errors(self, first: torch.optim.Optimizer) -> list[float | None]:
         """SEPARATE's, of the tensors that the coming step projects."""
         plans = {}
-        if self.case.method == "separate":
+        if self.case.method == "separate" and not self.alone:
             plans = dict(pair for b in first._buckets for pair in zip(b.params, first._plan(b), strict=True))
         return [plans[p].beta if plans.get(p) else None for p in everywhere(first)]
 
@@ -118,6 +120,8 @@ class Ledger:
             applied = applied / f
         if reset and (weight is not None or rounds):
             return r_, torch.zeros_like(r)
+        if self.alone and group.get("projection") == "gaussian":
+            return torch.stack([applied, r_]), torch.stack([g, torch.zeros_like(r)])
         if weight is not None:
             return r_, weight * r + (1 - weight) * (g + r - applied)
         return applied + r_, g + r

@@ -78,7 +78,7 @@ def examples(draw, case: Case, lossless: bool) -> Example:
     rest = COMMON if lossless else OPTIONS | COMMON
     options = {name: draw(st.sampled_from(values)) for name, values in rest.items() if name in known or name in COMMON}
     if "projection" in options:  # says which of the two is refused
-        del options["ratio" if options["projection"] == "tracked" else "rank"]
+        options["ratio" if options["projection"] == "tracked" else "rank"] = None
     payloads = [None, None, torch.bfloat16, torch.float16, "int8", "int4"] if "payload_dtype" in known else [None]
     low = LOW[:1] if case.build else LOW  # torch's AdamW itself divides 0 by 0 in float16, where its eps is 0
     return Example(
@@ -123,11 +123,13 @@ class Run:
 
     def make(self, comm: object) -> torch.optim.Optimizer:
         example = self.example
-        return example.case.make(
+        optimizer = example.case.make(
             [{"params": self.parameters(g, n), "compress": g["compress"]} for n, g in enumerate(example.groups)],
             process_group=comm,
             **{**example.options, **({"payload_dtype": example.payload} if example.payload else {})},
         )
+        optimizer.simulate = True  # one rank steps as many would
+        return optimizer
 
     def parameters(self, group: dict[str, Any], number: int) -> list[nn.Parameter]:
         draw = torch.Generator().manual_seed(100 * self.example.seed + number)

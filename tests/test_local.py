@@ -18,6 +18,7 @@ from oracles import local as oracle
 from problems import SHAPES, gradients, replicas, step, weights
 from ranks import run_ranks
 from sim import World
+from table import projecting
 
 import compopt
 
@@ -156,7 +157,7 @@ def test_a_codec_is_the_packages_own_with_the_same_seeds(payload):
 @pytest.mark.parametrize("kind", ["tracked", "gaussian"])
 def test_the_outer_optimizer_may_project(kind):
     def outer(anchors):
-        return compopt.Separate(torch.optim.SGD(anchors, lr=0.7, momentum=0.9), projection=kind, ratio=8)
+        return compopt.Separate(torch.optim.SGD(anchors, lr=0.7, momentum=0.9), **projecting(kind))
 
     params, optimizers = train(2, 12, torch.float32, outer=outer)
     assert all(map(torch.equal, *params))

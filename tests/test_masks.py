@@ -155,9 +155,14 @@ def test_exact_takes_k_and_small_tensors_are_always_exact():
 @pytest.mark.parametrize("name", ["normal", "heavy tails", "mostly 0"])
 @pytest.mark.parametrize("guess", [0.0, 1e-9, 1e9])
 def test_few_looks_are_enough_however_far_off_the_guess(name, guess, monkeypatch):
-    x, looks = DISTRIBUTIONS[name](generator(5)), []
+    x, looks, topk = DISTRIBUTIONS[name](generator(5)), [], torch.Tensor.topk
+
+    def of_few(self: torch.Tensor, *rest: int) -> tuple:
+        assert len(self) < len(x), "no threshold told, and topk decided over all elements"
+        return topk(self, *rest)
+
     monkeypatch.setattr(selection, "above", lambda x, *rest: looks.append(len(x)) or above(x, *rest))
-    monkeypatch.setattr(torch.Tensor, "topk", None)  # what decides where no threshold does
+    monkeypatch.setattr(torch.Tensor, "topk", of_few)  # of a sample it finds the threshold to look at
     for k in (300, 3000):
         looks.clear()
         selection.select(x, k, "sampled", OPS, guess)

@@ -35,15 +35,19 @@ ENTRIES: dict[str, tuple[dict, int, dict, int]] = {  # options and iterations: o
     "SeparateAdam": (*ADAMW, {"lr": 0.05, "weight_decay": 1e-3}, 300),
     "TagcAdamW": (*ADAMW, {"lr": 0.05, "weight_decay": 1e-3}, 300),
     "Separate": (*ADAMW, {"lr": 0.05, "weight_decay": 1e-3}, 300),
+    "Average": (*ADAMW, {"lr": 0.05, "weight_decay": 1e-3}, 300),
+    "LocalSteps": (*ADAMW, {"lr": 0.05, "weight_decay": 1e-3}, 300),
     "AdamS": (*ADAMS, {"lr": 0.02, "weight_decay": 1e-3}, 500),
     "ScapeAdamS": (*ADAMS, {"lr": 0.02, "weight_decay": 1e-3}, 500),
 }
+AROUND_ADAMW = {case.name for case in CASES if case.build}
 
 
 def make(name: str) -> Callable[..., torch.optim.Optimizer]:
-    if name == "Separate":  # takes an optimizer: a bad option is refused by that
-        return lambda params, **options: compopt.Separate(torch.optim.AdamW(params, **options))
-    return torch.optim.AdamW if name == "AdamW" else getattr(compopt, name)
+    new = torch.optim.AdamW if name == "AdamW" else getattr(compopt, name)
+    if name in AROUND_ADAMW:  # takes an optimizer: a bad option is refused by that
+        return lambda params, **options: new(torch.optim.AdamW(params, **options))
+    return new
 
 
 # test_basic.py

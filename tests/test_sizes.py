@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 from sim import Ranks
-from table import CASES, FORMS
+from table import CASES, FORMS, projecting
 from torch import nn
 
 import compopt
@@ -20,10 +20,10 @@ from compopt._sparse.sparsify import most_left
 # Compressed at all; topk in place of a threshold; the table of rounding; a block of a pass; pages of a block.
 SIZES = [4096, 16384, 65536, 131072, 2**20]
 PROJECTIONS = [
-    dataclasses.replace(case, lossless={**case.lossless, **options}, form=options["projection"])
+    dataclasses.replace(case, lossless=projecting(kind, ratio=1, rank=2**20), form=kind)
     for case in CASES
     if "projection" in case.bad
-    for options in ({"projection": "orthonormal"}, {"projection": "tracked", "rank": 2**20})
+    for kind in ("orthonormal", "tracked")
 ]
 every = pytest.mark.parametrize("case", CASES + FORMS + PROJECTIONS, ids=lambda case: case.name)
 on_each = pytest.mark.parametrize("backend", ["torch", "auto"])

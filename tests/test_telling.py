@@ -50,6 +50,31 @@ def test_by_default(capsys):
     assert re.search(r"a dense one before it 26%", line)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "payload", "dense"),
+    [
+        (torch.float64, None, 100),
+        (torch.bfloat16, None, 100),
+        (torch.float64, "float32", 50),
+        (torch.bfloat16, "int8", 52),
+    ],
+)
+def test_shares_are_of_the_gradients_as_they_are(dtype, payload, dense, capsys):
+    (line,) = heard(capsys, two(compopt.RadiusAdamW, lambda: Small(dtype), density=0.4, payload_dtype=payload))
+    assert f"of the bytes of an all-reduce of the gradients, a dense one before it {dense}%" in line
+
+
+def test_nothing_to_send_has_no_share(capsys):
+    ranks = two(compopt.RadiusAdamW, lambda: nn.ParameterList([nn.Parameter(torch.zeros(0, 5))]))
+    for rank, optimizer in enumerate(ranks.optimizers):
+        optimizer.param_groups[0]["compress"] = True
+        ranks.models[rank][0].grad = torch.zeros(0, 5)
+    capsys.readouterr()
+    ranks.world.step(ranks.optimizers)
+    line = capsys.readouterr().err
+    assert line.startswith("compopt: ") and "%" not in line
+
+
 def test_the_fall_of_the_density_is_counted(capsys):
     (line,) = heard(capsys, two(compopt.ScapeAdamS, warmup_steps=5))
     assert "from step 6 on, falling to their density over 100 steps" in line

@@ -61,6 +61,8 @@ def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
         compopt.Separate(torch.optim.SGD(params, lr=0.1), projection="gaussian", ratio=16, clip="local"),
         compopt.TagcAdamW(named, sparsity=0.99, codec="sketch", max_grad_norm=1.0),
         compopt.AdamS(params, betas=(0.9, 0.95), bias_correction="adams"),
+        compopt.Average(torch.optim.AdamW(named), payload_dtype="int4", max_grad_norm=1.0, process_group=group),
+        compopt.LocalSteps(torch.optim.AdamW(params), every=30, fragments=2, delay=3, payload_dtype=torch.int8),
     ]
 
 

@@ -30,7 +30,8 @@ def tensors(change: Callable[[dict, str, torch.Tensor], object]) -> Damage:
 
     def damage(state: dict) -> None:
         entry = entry_of(state)
-        name = next(name for name, value in sorted(entry.items()) if value.dim() and name != "common")  # may be absent
+        names = [name for name, value in sorted(entry.items()) if isinstance(value, torch.Tensor) and value.dim()]
+        name = next(name for name in names if name != "common")  # which may be absent
         change(entry, name, entry[name])
 
     return damage
@@ -95,7 +96,7 @@ def test_damage_of_every_kind_is_refused_and_told(case):
         except Exception as error:
             raise AssertionError(f"damage: {name}") from error
     for option, value in OPTIONS.items():
-        if option in saved["param_groups"][0]:
+        if option in optimizer._option_groups[0]:  # a base's own are read by it alone
             state = copy.deepcopy(saved)
             state["param_groups"][0][option] = value
             assert_refused(optimizer, state, "must be|[Ii]nvalid|wrong type|could not convert")
