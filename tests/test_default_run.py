@@ -28,11 +28,13 @@ def both(rank: int, folder: str) -> list[dict]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_by_default_two_hundred_steps_take_a_tenth_of_the_bytes(tmp_path):
-    """Measured: 1.059 times AdamW's loss, 10.1 % of its bytes beside DDP's broadcast. Without a start it is 1.111 and
-    9.3 %, after 30 steps 1.053 and 11.7 %: what this text asks for, a permutation of 64 tokens, is of full rank."""
-    for adamw, ours in run_ranks(both, 2, str(tmp_path), timeout=280):
+    """Measured: 1.059 times AdamW's loss, 10.27 % of its bytes as they are counted, and on the sockets 3 % more than
+    counted, of gloo's own. Without a start the loss is 1.111 times AdamW's, after 30 steps 1.053: what this text asks
+    for, a permutation of 64 tokens, is of full rank."""
+    for rank, (adamw, ours) in enumerate(run_ranks(both, 2, str(tmp_path), timeout=280)):
         losses = [sum(one["losses"][-20:]) / 20 for one in (adamw, ours)]
         assert ours["class"] == "SeparateAdam" and ours["equal"] and len(ours["losses"]) == 200
         assert losses[1] <= 1.08 * losses[0]
-        beside = adamw["sent"] - adamw["dense"]  # DDP's broadcast of the parameters, framing
-        assert ours["sent"] - beside <= 0.102 * (adamw["sent"] - beside)
+        assert ours["counted"] <= 0.103 * adamw["dense"]
+        broadcast = adamw["dense"] / 200  # of the parameters, DDP's, by rank 0
+        assert 0 < ours["sent"] - ours["counted"] - broadcast * (rank == 0) < 0.05 * ours["counted"]
