@@ -1,4 +1,4 @@
-"""Average: whole gradients around any optimizer, against lines 1 to 5 written out here."""
+"""Average: whole gradients around any optimizer, against an oracle of lines 1 to 5."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from problems import COMPRESSED, SHAPES, gradients, replicas, step, weights
+from oracles import AverageOracle
+from problems import COMPRESSED, gradients, replicas, step, weights
 
 import compopt
 
@@ -14,29 +15,20 @@ RANKS, STEPS = 3, 5
 
 
 def oracle(payload_dtype: torch.dtype | None, max_grad_norm: float | None = None) -> list[torch.Tensor]:
-    """Three ranks in float64. What rounds is PyTorch's conversion; sums are exact."""
-    params = [torch.nn.Parameter(w) for w in weights()]
-    sgd = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-    errors = [[torch.zeros(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(RANKS)]
+    """Three ranks in float64."""
+    one = AverageOracle(weights(), RANKS, sgd, COMPRESSED, payload_dtype, max_grad_norm)
     for t in range(STEPS):
-        grads = gradients(RANKS, t)
-        for i, p in enumerate(params):
-            sent = []
-            for g, e in zip(grads, errors, strict=True):
-                h = g[i] + e[i] if COMPRESSED[i] else g[i]
-                sent.append(h.to(payload_dtype or h.dtype))
-                e[i] = h - sent[-1].double()
-            p.grad = (torch.stack(sent).sum(0) / RANKS).double()
-        if max_grad_norm:
-            torch.nn.utils.clip_grad_norm_(params, max_grad_norm)
-        sgd.step()
-    return params
+        one.step(gradients(RANKS, t))
+    return one.params
+
+
+def sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
 def train(ranks: int = RANKS, **options):
     def make(params, process_group):
-        sgd = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-        return compopt.Average(sgd, process_group=process_group, **options)
+        return compopt.Average(sgd(params), process_group=process_group, **options)
 
     world, params, optimizers = replicas(ranks, weights(), make)
     for t in range(STEPS):

@@ -78,6 +78,15 @@ def reference(make_optimizer, steps: int, clip: float | None = None) -> tuple[to
     return whole(model), norm
 
 
+def tensors_of(states: dict) -> dict[int, dict[str, torch.Tensor]]:
+    """What is kept of every parameter but counts; of a wrapper the base's too."""
+    found = {}
+    for n, entry in states.items():
+        base = {f"base.{name}": value for name, value in entry.get("base", {}).items()}
+        found[n] = {name: value for name, value in {**entry, **base}.items() if name != "base" and value.dim()}
+    return found
+
+
 def trained(rank: int, wanted: dict[str, torch.Tensor]) -> dict[str, dict]:
     """For each class: lossless against its reference; the compressed run's replicas, bytes, state, and an inf."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -91,7 +100,7 @@ def trained(rank: int, wanted: dict[str, torch.Tensor]) -> dict[str, dict]:
         train(model, optimizer, range(7), rank)
         stats = optimizer.stats  # updated parameters go as they are
         share = (stats.bytes_sent - stats.parameter_bytes) / stats.bytes_dense
-        before, states = whole(model), optimizer.state_dict()["state"]
+        before, states = whole(model), tensors_of(optimizer.state_dict()["state"])
         optimizer.zero_grad()
         loss(model, 7, rank).backward()
         if rank == 3:  # behind FSDP's own reduction, so that the other shard's ranks cannot see it themselves
@@ -103,10 +112,10 @@ def trained(rank: int, wanted: dict[str, torch.Tensor]) -> dict[str, dict]:
             "share": share,
             "empty": sum(p.to_local().numel() == 0 for p in model.parameters()),
             "skipped": optimizer.stats.phase == "skipped" and torch.equal(whole(model), before),
-            "state": sorted({name for entry in states.values() for name, value in entry.items() if value.dim()}),
+            "state": sorted({name for entry in states.values() for name in entry}),
             "laid out": all(
                 value.placements == p.placements and value.shape == p.shape
-                for n, p in enumerate(model.parameters()) for value in states[n].values() if value.dim()
+                for n, p in enumerate(model.parameters()) for value in states[n].values()
             ),
         }  # fmt: skip
     return found

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conservation import everywhere, moments, owed
-from oracles import AdamSOracle, RadiusOracle, ScapeOracle, SeparateOracle, TagcOracle
+from oracles import AdamSOracle, AverageOracle, LocalOracle, RadiusOracle, ScapeOracle, SeparateOracle, TagcOracle
 from oracles.powersgd import PowerSGDOracle
 from problems import gradients, replicas, step, weights
 from table import CASES, projecting
@@ -76,12 +76,17 @@ def tracked(start: list[Tensor], optimizers: list, options: dict[str, Any]):
     return PowerSGDOracle([w.clone() for w in start], len(optimizers), adamw, bases.get)
 
 
+def average(start: list[Tensor], optimizers: list, options: dict[str, Any]):
+    return AverageOracle(start, len(optimizers), adamw, COMPRESS, **options)
+
+
+def local(start: list[Tensor], optimizers: list, options: dict[str, Any]):
+    known = {name: value for name, value in options.items() if name not in ("every_warmup_steps", "payload_dtype")}
+    return LocalOracle(start, len(optimizers), adamw, **known)
+
+
 def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, **HYPER)
-
-
-def around_adamw(params: Any, process_group: object, **options: Any) -> torch.optim.Optimizer:
-    return compopt.Separate(adamw(params), process_group=process_group, **options)
 
 
 def turned(x: Tensor) -> Tensor:
@@ -106,7 +111,11 @@ RUNS: dict[str, tuple[type, Callable, dict[str, Any]]] = {
     "SEPARATE, orthonormal": (compopt.SeparateAdam, separate, dict(ratio=4, projection="orthonormal")),
     "SEPARATE, tracked": (compopt.SeparateAdam, tracked, TRACKED),
     "Separate": (compopt.Separate, separate, dict(projection="gaussian", ratio=16, reset_interval=5)),
+    "Average": (compopt.Average, average, dict(max_grad_norm=100.0)),
+    "Average, rounded": (compopt.Average, average, dict(payload_dtype=torch.bfloat16)),
+    "Local steps": (compopt.LocalSteps, local, dict(every=3, every_warmup_steps=0, payload_dtype=None)),
 }
+WRAPPERS = {case.cls for case in CASES if case.build}
 
 
 def test_every_class_is_run():
@@ -128,11 +137,14 @@ def test_equals_the_oracle(name, backend, ranks):
         pytest.skip("ranks select by what they own, not by their own momenta")
     if backend == "triton" and (ranks > 1 or name not in ("Radius", "SCAPE", "AdamS")):
         pytest.skip("its interpreter takes seconds; one run of each kernel is enough")
-    new = around_adamw if cls is compopt.Separate else cls
-    said = options if new is around_adamw else {**HYPER, **options}
+    wraps = cls in WRAPPERS
     start = weights(SMALL if backend == "triton" else LARGE, torch.float32)
     world, params, optimizers = replicas(
-        ranks, start, lambda p, process_group: new(p, process_group=process_group, **said)
+        ranks,
+        start,
+        lambda p, process_group: cls(
+            adamw(p) if wraps else p, process_group=process_group, **({} if wraps else HYPER), **options
+        ),
     )
     oracle, turn = oracle_of(start, optimizers, options), turned if oracle_of is separate else (lambda x: x)
     for t in range(5 if backend == "triton" else STEPS):

@@ -23,7 +23,8 @@ INT8 = Case(
     reference=torch.optim.AdamW,
     form="int8",
 )
-KINDS = [*CASES, *FORMS, TRACKED, INT8]
+KINDS = [case for case in [*CASES, *FORMS, TRACKED, INT8] if not case.averaging]
+ROUNDS = next(case for case in FORMS if case.form == "rounds")  # steps of a rank's own, and exchanges after them
 WAYS = [
     *((case, way) for case in KINDS for way in ("while packing", "in backward")),
     *((case, "between two exchanges") for case in (TRACKED, CASES[4])),
@@ -97,8 +98,23 @@ def one_rank_fails(rank: int) -> dict[str, dict]:
                 told[step] = [said, torch.equal(before, flat(net)), time.monotonic() - began < 5]
         found[f"{case.name}, {way}"] = {"told": told, "end": float(flat(net).double().sum()),
                                         "steps": optimizer._option_groups[0]["step"]}  # fmt: skip
+    found["exchange"] = one_exchange_fails(rank)
     found["interrupted"] = one_rank_is_interrupted(rank)
     return found
+
+
+def one_exchange_fails(rank: int) -> list[tuple[str, str, int, float]]:
+    """A round of three steps ends with step 5, where rank 1 cannot send what it moved."""
+    net, model, optimizer = training(ROUNDS, every_warmup_steps=0)
+    told = []
+    for step in range(7):
+        if step == 4 and rank == 1:
+            outer = optimizer._exchanges.fragments[0].outer
+            fail(outer, len(outer._buckets) - 1, 0, RuntimeError("no memory left"))
+        backward(model, optimizer, step, rank)
+        said = attempt(optimizer)
+        told.append((said, optimizer.stats.phase, optimizer._option_groups[0]["step"], float(flat(net).double().sum())))
+    return told
 
 
 def one_rank_is_interrupted(rank: int) -> list[str]:
@@ -136,6 +152,14 @@ def test_all_ranks_hear_of_an_error_of_one_at_once_and_go_on():
             else:
                 where = f"step {FAILING + 1} was not applied on rank 0: the gradients of rank 1 ({why}"
                 assert said.startswith(f"CommunicationError: {where}"), said
+    for rank, told in enumerate((first["exchange"], second["exchange"])):
+        said, phases, steps, _ = zip(*told, strict=True)
+        assert steps == tuple(range(1, 8)), "a rank's own step stands"
+        assert phases[5:] == ("exchanged", "local") and not any(said[:4] + said[5:]), "tried again after the next step"
+        assert f"step 5 was taken on rank {rank}, but not the exchange" in said[4] or rank == 1
+        assert "no memory left" in said[4]
+    ends = [[end for *_, end in found["exchange"]] for found in (first, second)]
+    assert [a == b for a, b in zip(*ends, strict=True)] == [True, True, False, False, False, True, False]
     *said, unchanged = second["interrupted"]
     assert said[0] == "interrupted" and "step 4 was not applied on rank 1" in said[1] and unchanged
     assert "step 4 was not applied on rank 0" in first["interrupted"][0] and first["interrupted"][1]

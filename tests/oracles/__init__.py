@@ -4,9 +4,11 @@ Dense float64 tensors, all ranks in one process, no buckets, no packing, nothing
 a mistake there cannot hide here. Where a paper is wrong the docstring says what was corrected.
 """
 
+from .average import AverageOracle
+from .local import LocalOracle
 from .radius import RadiusOracle
 from .scape import AdamSOracle, ScapeOracle
 from .separate import SeparateOracle
 from .tagc import TagcOracle
 
-__all__ = ["AdamSOracle", "RadiusOracle", "ScapeOracle", "SeparateOracle", "TagcOracle"]
+__all__ = ["AdamSOracle", "AverageOracle", "LocalOracle", "RadiusOracle", "ScapeOracle", "SeparateOracle", "TagcOracle"]
