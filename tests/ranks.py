@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -33,6 +35,18 @@ def _work(rank: int, size: int, file: str, results: Any, function: Callable[...,
         raise SystemExit(1) from None
 
 
+def _next_answer(results: Any, workers: list, answers: dict[int, Any], until: float) -> tuple:
+    while True:
+        # Before it is asked for: what a rank has said arrives although it has ended since.
+        gone = {rank: w.exitcode for rank, w in enumerate(workers) if w.exitcode is not None and rank not in answers}
+        try:
+            return results.get(timeout=1)
+        except queue.Empty:
+            silent = [rank for rank in range(len(workers)) if rank not in answers]
+            assert not gone, f"ranks ended and said nothing (rank: exit code): {gone}"
+            assert time.monotonic() < until, f"ranks {silent} have not ended in time"
+
+
 def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 90) -> list[Any]:
     """``function(rank, *args)`` on ``size`` processes; what each returned (plain numbers, strings, lists)."""
     results = _context.Queue()
@@ -46,7 +60,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
         try:
             answers = {}
             for _ in workers:
-                rank, value, error = results.get(timeout=timeout)
+                rank, value, error = _next_answer(results, workers, answers, time.monotonic() + timeout)
                 assert error is None, f"rank {rank}:\n{error}"
                 answers[rank] = value
             for worker in workers:
