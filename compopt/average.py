@@ -119,3 +119,13 @@ class Average(Wrapping):
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         return average(bucket, self.ops, self._averages)
+
+
+def outer_sgd(options: Group, params: list[Tensor]) -> Average:
+    """SGD with Nesterov's momentum on averaged gradients: DiLoCo's outer optimizer.
+
+    Its ``options``: outer_lr, outer_momentum, payload_dtype.
+    """
+    momentum = options["outer_momentum"]
+    sgd = torch.optim.SGD(params, options["outer_lr"], momentum, nesterov=momentum > 0)
+    return Average(sgd, payload_dtype=options["payload_dtype"])

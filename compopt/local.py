@@ -24,34 +24,29 @@ a_p as they show it, else rounding would pull anchors to what is shown of them.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._engine import gradients
 from ._engine.averages import Averages
-from ._engine.base import CompressedOptimizer
 from ._engine.face import Group
-from ._engine.handshake import gather
-from ._engine.recovery import catch_up, tell_what_is_lost
 from ._engine.stats import Stats
 from ._engine.stepping import refuse
 from ._engine.verdicts import Verdict
 from ._engine.wrapping import Wrapping
-from ._local import inner as inner_step
 from ._local import options
-from ._local.exchanges import Exchanges
-from ._local.fragments import Fragment, Outer
-from ._local.stats import report, with_rounds
+from ._local.engine import LocalEngine
+from ._local.outer import Outer
+from ._local.stats import with_rounds
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Prefix
 from ._wire.comm import Comm, ProcessGroup
 from ._wire.dtypes import PayloadDtype
 from ._wire.pending import Pending
-from ._wire.requests import Asking, CommunicationError
-from .average import Average, average
+from ._wire.requests import Asking
+from .average import average, outer_sgd
 
 
 class LocalSteps(Wrapping):
@@ -59,7 +54,7 @@ class LocalSteps(Wrapping):
     average what they moved::
 
         adamw = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        optimizer = compopt.LocalSteps(adamw, every=30, every=30)
+        optimizer = compopt.LocalSteps(adamw, every=30)
 
     ``param_groups`` are the inner optimizer's own, so LR schedulers act on it. Between exchanges
     nothing crosses the network and parameters differ from rank to rank; they are equal when a round
@@ -103,7 +98,7 @@ class LocalSteps(Wrapping):
     """
 
     averaged_state = ("residual",)
-    _warned = False  # that parameters were not finite
+    _rounds: LocalEngine
 
     def __init__(
         self,
@@ -138,7 +133,6 @@ class LocalSteps(Wrapping):
             begun=0,  # the step after which the running one began
         )
         self._outer = outer
-        self._exchanges: Exchanges | None = None
         super().__init__(inner, options, process_group, simulate)
 
     @property
@@ -147,6 +141,14 @@ class LocalSteps(Wrapping):
 
     def check_group(self, group: Group) -> None:
         options.check(group)
+
+    def before_layout(self) -> None:
+        super().before_layout()
+        if not self._engine.built:
+            outer = self._outer
+            self._rounds = LocalEngine(
+                self._engine, self.base, lambda h: outer or partial(outer_sgd, h)
+            )
 
     # The averaged start
 
@@ -168,20 +170,16 @@ class LocalSteps(Wrapping):
             self._averages = Averages()
 
     @property
-    def _options(self) -> Group:
-        return self._own_groups[0]
-
-    @property
     def _averages_gradients(self) -> bool:
         """Whether the step that comes is one of the averaged start."""
-        h = self._options
+        h = self._own_groups[0]
         return bool(h["step"] < h["warmup_steps"])
 
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
         if self._averages_gradients:
             super().gradients_ready(params)
-        elif self._exchanges is not None:
-            self._exchanges.poll()
+        else:
+            self._rounds.poll()
 
     # Local steps
 
@@ -189,30 +187,17 @@ class LocalSteps(Wrapping):
         if self._averages_gradients:
             yield from super().step_in_turns()
         else:
-            yield from self._local_step()
+            refuse(self._engine)
+            self._look_around()
+            yield from self._rounds.step(self._said, self.max_skipped)
 
-    def _local_step(self) -> Generator[Pending, None, None]:
-        engine, h = self._engine, self._options
-        refuse(engine)
-        exchanges = self._connected(engine.look_around())
-        params = [p for group in self.param_groups for p in group["params"]]
-        taken, norm = inner_step.take(engine, params, self.base, h["max_grad_norm"])
-        inner_step.count(engine, taken)
-        applied: list[Fragment] = []
-        try:
-            if exchanges is not None:
-                applied = yield from exchanges.take(h, self._said())
-        except CommunicationError as error:
-            gradients.drop_scale(engine)
-            raise CommunicationError(
-                f"step {engine.steps} was taken on rank {engine.comm.rank}, but not the exchange "
-                f"that follows it: {error}. It is tried again after the next step."
-            ) from error
-        finally:
-            engine.handed_over = False
-        report(engine, h, exchanges, norm, applied, taken)
-        self._warned = inner_step.mend(self.base, applied, engine, self._warned)
-        inner_step.watch_skips(engine, taken, self.max_skipped)
+    def _look_around(self) -> None:
+        """See which ranks and groups there are, and leave the averaged start."""
+        self._engine.look_around()
+        for group in self.param_groups[len(self._own_groups) :]:
+            self.add_param_group(group)  # somebody gave it to the inner optimizer
+        self._end_start()
+        self._rounds.connect()
 
     @torch.no_grad()
     def end_round(self) -> None:
@@ -228,33 +213,7 @@ class LocalSteps(Wrapping):
             pass
 
     def end_round_in_turns(self) -> Generator[Pending, None, None]:
-        exchanges, engine = self._exchanges, self._engine
-        if exchanges is not None:
-            applied, last = (yield from exchanges.end(self._options, self._said())), engine.stats
-            report(engine, self._options, exchanges, last.grad_norm, applied)
-            engine.stats = replace(
-                engine.stats, bytes_sent=engine.stats.bytes_sent + last.bytes_sent
-            )
-            self._warned = inner_step.mend(self.base, applied, engine, self._warned)
-
-    def _connected(self, comm: Comm) -> Exchanges | None:
-        """The fragments, over these ranks; none on one process."""
-        for group in self.param_groups[len(self._own_groups) :]:
-            self.add_param_group(group)  # somebody gave it to the inner optimizer
-        self._end_start()
-        h = self._options
-        if self._engine.dense:
-            self._exchanges = None
-            h["begun"] = h["step"] + 1  # with other ranks a round begins after this step
-            return None
-        if self._exchanges is None:
-            h["begun"] = max(h["begun"], h["warmup_steps"])
-            self._exchanges = self._make(h)
-        self._exchanges.connect(comm, h["delay"], self._engine)
-        return self._exchanges
-
-    def _make(self, h: Group) -> Exchanges:
-        return Exchanges(self.param_groups, h, self._outer or default_outer(h))
+        yield from self._rounds.end_round(self._said)
 
     def _said(self) -> list[Any]:
         """What ranks must have alike when they exchange."""
@@ -267,8 +226,8 @@ class LocalSteps(Wrapping):
         All ranks must do so at the same step.
         """
         super().add_param_group(param_group)
-        if self._exchanges is not None:
-            self._exchanges.add(self.param_groups[-1]["params"])
+        if self._engine.built:
+            self._rounds.add(self.param_groups[-1]["params"])
 
     def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
         return with_rounds(stats, self._engine.stats)
@@ -279,34 +238,11 @@ class LocalSteps(Wrapping):
     def rebind_in_turns(
         self, process_group: ProcessGroup | Comm | None = None
     ) -> Generator[Pending, None, None]:
-        engine, h = self._engine, self._options
-        before = engine.connection.size if engine.connection else 0
-        self._give_up()
-        engine.runtime.forget()
-        engine.connect_to(process_group)
-        comm, new = engine.comm, self._exchanges is None
-        words = [h["step"], h["round"], h["begun"], not new]
-        message = torch.tensor(words, dtype=torch.int64, device=engine.device)
-        rows: list[list[int]] = (yield from gather(message, comm)).tolist()
-        if not any(row[-1] for row in rows):  # in the averaged start
-            yield from catch_up(engine, comm)
-        else:
-            step, rounds, begun = max(row[:-1] for row in rows if row[-1])
-            for group in self._own_groups:
-                group.update(step=step, round=rounds, begun=begun)
-            exchanges = self._connected(engine.look_around())
-            if exchanges is not None:
-                yield from exchanges.rejoin(new)
-        tell_what_is_lost(engine, before, comm.size)
+        yield from self._rounds.rebind(process_group, self._look_around)
 
     def consolidate_in_turns(self) -> Generator[Pending, None, None]:
         yield from super().consolidate_in_turns()
-        if self._exchanges is not None:
-            yield from self._exchanges.consolidate()
-
-    def _give_up(self) -> None:
-        if self._exchanges is not None:
-            self._exchanges.give_up()
+        yield from self._rounds.consolidate()
 
     # Checkpoints
 
@@ -320,8 +256,8 @@ class LocalSteps(Wrapping):
         saved = super().state_dict()
         for entry in saved["state"].values() if not self._averages_gradients else ():
             entry.pop("residual", None)
-        if self._exchanges is not None:
-            saved["outer"] = self._exchanges.saved()
+        if (fragments := self._rounds.saved()) is not None:
+            saved["outer"] = fragments
         return saved
 
     @torch.no_grad()
@@ -334,18 +270,11 @@ class LocalSteps(Wrapping):
         saved = state_dict.get("outer") if isinstance(state_dict, dict) else None
         exchanges = None
         if saved is not None:
-            exchanges = self._loaded({**self._options, **self._groups_of(state_dict)[0]}, saved)
+            options = {**self._own_groups[0], **self._groups_of(state_dict)[0]}
+            exchanges = self._rounds.loaded(options, saved)
         super().load_state_dict(state_dict)
-        self._give_up()
-        self._exchanges = exchanges
-
-    def _loaded(self, h: Group, saved: list[dict[str, Any]]) -> Exchanges:
-        """The fragments of a state dict, over the ranks that there are."""
-        exchanges, comm = self._make(h), self._engine.look_around()
-        if not self._engine.dense:
-            exchanges.connect(comm, h["delay"], self._engine)
-        exchanges.load(saved)
-        return exchanges
+        self._rounds.give_up()
+        self._rounds.exchanges = exchanges
 
     def _begin_anew(self) -> None:
         for group in self._own_groups:
@@ -356,8 +285,7 @@ class LocalSteps(Wrapping):
         return {
             **super()._contents(),
             "_outer": self._outer,
-            "_exchanges": None,
-            "_fragments": self._exchanges.saved() if self._exchanges else None,
+            "_fragments": self._rounds.saved(),
         }
 
     @torch.no_grad()
@@ -366,15 +294,4 @@ class LocalSteps(Wrapping):
         saved = contents.pop("_fragments")
         super()._revive(contents, group)
         if saved is not None:
-            self._exchanges = self._loaded(self._options, saved)
-
-
-def default_outer(h: Group) -> Outer:
-    """SGD with Nesterov's momentum, on differences averaged whole."""
-    lr, momentum = h["outer_lr"], h["outer_momentum"]
-
-    def make(anchors: list[Tensor]) -> CompressedOptimizer:
-        sgd = torch.optim.SGD(anchors, lr=lr, momentum=momentum, nesterov=momentum > 0)
-        return Average(sgd, payload_dtype=h["payload_dtype"])
-
-    return make
+            self._rounds.exchanges = self._rounds.loaded(self._own_groups[0], saved)

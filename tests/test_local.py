@@ -292,7 +292,7 @@ def test_a_rounds_distances():
 def test_low_precision_has_float32_anchors():
     params, optimizers = train(2, 8, torch.bfloat16, payload_dtype=None)
     assert all(map(torch.equal, *params))
-    for fragment in optimizers[0]._exchanges.fragments:
+    for fragment in optimizers[0]._rounds.exchanges.fragments:
         for p, anchor in zip(fragment.params, fragment.anchors, strict=True):
             assert anchor.dtype == torch.float32 and torch.equal(anchor.bfloat16(), p)
     assert any(not torch.equal(a, a.bfloat16().float()) for a in fragment.anchors)

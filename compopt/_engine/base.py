@@ -15,24 +15,21 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from .._ops.ops import Ops
-from .._state.buckets import Bucket
 from .._wire.comm import Comm, ProcessGroup
 from .._wire.pending import Pending
 from . import frozen, loading, meeting, recovery, saving, stepping
 from .engine import Engine
 from .face import Face, Group
-from .options import refuse
+from .options import check_tensors, refuse
 from .owner import is_owned
-from .runtime import Runtime
-from .stats import Stats
+from .shown import Shown
 from .when import OPTIONS
 
 # told of every new optimizer (integrations.ddp listens)
 constructed: list[Callable[[CompressedOptimizer], None]] = []
 
 
-class CompressedOptimizer(Optimizer, Face):
+class CompressedOptimizer(Optimizer, Face, Shown):
     """Base of the optimizers that average their own gradients, compressed.
 
     A step is all or nothing: when any rank has a non-finite gradient all ranks skip it, and when a
@@ -110,49 +107,6 @@ class CompressedOptimizer(Optimizer, Face):
     ) -> Generator[Pending, None, None]:
         yield from recovery.rebind(self._engine, process_group)
 
-    # What the engine shows
-
-    @property
-    def stats(self) -> Stats:
-        """What the last step did."""
-        return self._engine.stats
-
-    @property
-    def comm(self) -> Comm:
-        """The ranks this optimizer averages over; connected when first needed."""
-        return self._engine.comm
-
-    @property
-    def ops(self) -> Ops:
-        """The kernels in use."""
-        return self._engine.ops
-
-    @property
-    def backend(self) -> str:
-        """Their name; they are chosen once at construction."""
-        return self.ops.name
-
-    @property
-    def backend_reason(self) -> str:
-        """Why these, in words."""
-        return self.ops.reason
-
-    @property
-    def told_of_steps(self) -> list[Callable[[], None]]:
-        """Called after every step: integrations that wait for one."""
-        return self._engine.told_of_steps
-
-    @property
-    def _buckets(self) -> list[Bucket]:
-        return self._engine.buckets
-
-    @property
-    def _runtime(self) -> Runtime:
-        return self._engine.runtime
-
-    def _settle(self) -> None:
-        self._engine.settle()
-
     # What the integrations say
 
     def take_over(self) -> None:
@@ -193,19 +147,7 @@ class CompressedOptimizer(Optimizer, Face):
 
     def _admit(self, group: Group) -> None:
         """Raise where a group cannot be taken as it is."""
-        names = group.get("param_names") or [""] * len(group["params"])
-        for p, name in zip(group["params"], names, strict=True):
-            tensor = f"tensor {name} of" if name else "tensor of"
-            if p.is_complex():
-                raise TypeError(
-                    f"params holds a complex {tensor} shape {tuple(p.shape)} ({p.dtype}): use "
-                    "torch.view_as_real."
-                )
-            if p.is_meta:
-                raise ValueError(
-                    f"params holds a {tensor} shape {tuple(p.shape)} on the meta device: call "
-                    "model.to_empty and initialise it before the optimizer is made."
-                )
+        check_tensors(group)
         refuse(group)
         self.check_group(group)
 

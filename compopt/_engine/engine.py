@@ -29,7 +29,6 @@ from .owner import Owner
 from .runtime import Runtime
 from .settings import structure_of
 from .stats import Stats
-from .verdicts import Verdict
 from .weakly import weakly
 from .when import Trial, trial
 
@@ -122,7 +121,7 @@ class Engine:
         self.ops: Ops = choose({p.device.type for group in groups for p in group["params"]})
         self.stats = Stats(residual_norm=weakly(self.residual_norm))
         self.connection: Comm | None = None
-        self._counted = 0
+        self.counted = 0  # bytes that were sent before the running step
         self.known = Acquaintance()
         self.runtime = Runtime(weakly(face.algorithm))
         self.built = True
@@ -156,7 +155,7 @@ class Engine:
         connection = self.connection
         self.build()
         self.connection = connection
-        self._counted = connection.bytes_sent if connection else 0
+        self.counted = connection.bytes_sent if connection else 0
 
     def specs(self, bucket: Bucket) -> dict[str, Layout]:
         """The state of a bucket's tensors, by name."""
@@ -248,29 +247,6 @@ class Engine:
                 "checkpoint, of the model and with load_state_dict() of this optimizer, on all "
                 "ranks."
             )
-
-    def report(self, verdict: Verdict, comm: Comm) -> None:
-        """Renew ``stats``."""
-        sent, self._counted = comm.bytes_sent - self._counted, comm.bytes_sent
-        applied = verdict.applied
-        phase = "+".join(sorted(set(verdict.phase_of.values()))) or "dense"
-        gathered = sum(bucket.parameter_bytes for bucket in self.buckets)
-        stats = Stats(
-            step=self.steps,
-            phase=phase if applied else "skipped",
-            bytes_sent=sent,
-            bytes_dense=sum(bucket.dense_bytes for bucket in self.buckets),
-            parameter_bytes=gathered if applied else 0,
-            grad_norm=verdict.norm,
-            early_buckets=verdict.early,
-            buckets=len(self.buckets),
-            resent=verdict.resent,
-            skipped=self.stats.skipped + (not applied),
-            reason="" if applied else "non-finite gradient: " + ", ".join(verdict.bad[:3]),
-            residual_norm=weakly(self.residual_norm),
-            when=self.found,
-        )
-        self.stats = self.face.add_to_stats(stats, verdict)
 
     # What the integrations say (on autograd's thread, in backward)
 

@@ -76,6 +76,23 @@ def refuse(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}=True cannot be followed here: {why}. Pass {name}=False.")
 
 
+def check_tensors(group: Mapping[str, Any]) -> None:
+    """Raise where a group holds a tensor that cannot be averaged or stepped."""
+    names = group.get("param_names") or [""] * len(group["params"])
+    for p, name in zip(group["params"], names, strict=True):
+        tensor = f"tensor {name} of" if name else "tensor of"
+        if p.is_complex():
+            raise TypeError(
+                f"params holds a complex {tensor} shape {tuple(p.shape)} ({p.dtype}): use "
+                "torch.view_as_real."
+            )
+        if p.is_meta:
+            raise ValueError(
+                f"params holds a {tensor} shape {tuple(p.shape)} on the meta device: call "
+                "model.to_empty and initialise it before the optimizer is made."
+            )
+
+
 def check_compression(group: dict[str, Any]) -> None:
     """Check the options that every compressing class has, and bring them into the form that groups
     keep.

@@ -14,6 +14,7 @@ from .alike import sample
 from .engine import Engine
 from .handshake import describe, explain_mismatch, handshake, tell_failure
 from .meeting import noticed
+from .reporting import report
 from .settings import bits_of, structure_of
 from .signals import held_back
 from .telling import tell
@@ -100,7 +101,7 @@ class Step:
         if verdict.applied and not engine.told:
             engine.told = True
             tell(engine, comm)
-        engine.report(verdict, comm)
+        report(engine, verdict, comm)
         self._time(verdict)
         self._watch_skips(verdict)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -10,9 +11,11 @@ from .._engine.engine import Engine
 from .._engine.turns import Turns
 from .._wire.comm import Comm
 from . import rounds
-from .fragments import Fragment, Outer, deal
+from .fragments import Fragment, deal
+from .outer import Outer
 
 Group = dict[str, Any]
+Said = Callable[[], list[Any]]  # what ranks must have alike when they exchange
 
 
 class Exchanges:
@@ -99,7 +102,7 @@ class Exchanges:
                 f"loaded state dict has an outer optimizer that is damaged: {error!r}."
             ) from error
 
-    def take(self, options: Group, settings: list[Any]) -> Turns[list[Fragment]]:
+    def take(self, options: Group, said: Said) -> Turns[list[Fragment]]:
         """The exchanges of the step that every rank has just taken on its own; those that were
         applied.
 
@@ -125,11 +128,11 @@ class Exchanges:
                 yield from other.finish()
                 applied.append(other)
             share = rounds.grown(options, steps)
-            if (yield from self._exchange(fragment, settings, share, t + late if late else None)):
+            if (yield from self._exchange(fragment, said, share, t + late if late else None)):
                 applied.append(fragment)
         return applied
 
-    def end(self, options: Group, settings: list[Any]) -> Turns[list[Fragment]]:
+    def end(self, options: Group, said: Said) -> Turns[list[Fragment]]:
         """Exchange and apply everything now, wherever in its round it is; the next round begins."""
         t: int = options["step"]
         share = rounds.grown(options, max(1, t - options["begun"]))
@@ -139,16 +142,16 @@ class Exchanges:
             options.update(round=options["round"] + 1, begun=t)
         for fragment in self.fragments:
             fragment.mix = 0.0
-            yield from self._exchange(fragment, settings, share, None)
+            yield from self._exchange(fragment, said, share, None)
         return self.fragments
 
     def _exchange(
-        self, fragment: Fragment, settings: list[Any], share: float, apply_at: int | None
+        self, fragment: Fragment, said: Said, share: float, apply_at: int | None
     ) -> Turns[bool]:
         """Begin an exchange, and end it unless there is a step at which it is applied; whether it
         was.
         """
-        fragment.said = settings  # the same until it has been applied
+        fragment.said = said()  # the same until it has been applied
         fragment.grow(share)
         fragment.begin(apply_at)
         if apply_at is not None:

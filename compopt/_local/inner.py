@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,33 +10,36 @@ from torch import Tensor
 
 from .._engine import gradients
 from .._engine.engine import Engine
+from .._engine.signals import held_back
 from .._ops.ops import clip_factor
 from .._state.buckets import local
 from .._wire.warning import warn
 from .fragments import Fragment
 
 
-def take(
-    engine: Engine, params: list[Tensor], inner: torch.optim.Optimizer, clip: float | None
-) -> tuple[bool, float]:
-    """Step ``inner``, unless a gradient is not finite; gradients are clipped to norm ``clip``.
+def take(engine: Engine, inner: torch.optim.Optimizer, clip: float | None) -> tuple[bool, float]:
+    """Step ``inner``, unless a gradient is not finite, and count the step; gradients are clipped to
+    norm ``clip``. Signals that come meanwhile are handled after it.
 
     Returns whether it was stepped, and the gradients' norm.
     """
     gradients.check(engine)
     gradients.unscale(engine)
+    params = [p for group in inner.param_groups for p in group["params"]]
     own = [local(p.grad) for p in params if p.grad is not None]
     norm = float(torch.nn.utils.get_total_norm(own)) if own else 0.0
-    if norm != norm or norm == float("inf"):
-        return False, norm
-    factor = clip_factor(norm, clip)
+    taken = math.isfinite(norm)
+    factor = clip_factor(norm, clip) if taken else 1.0
     if factor < 1:
         torch._foreach_mul_(own, factor)
-    inner.step()
-    return True, norm
+    with held_back():
+        if taken:
+            inner.step()
+        _count(engine, taken)
+    return taken, norm
 
 
-def count(engine: Engine, taken: bool) -> None:
+def _count(engine: Engine, taken: bool) -> None:
     """One step more, of the optimizer, and where it was ``taken`` of the tensors that moved."""
     for group in engine.option_groups:
         group["step"] += 1

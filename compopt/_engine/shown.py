@@ -1,0 +1,59 @@
+"""What an optimizer shows of its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .._ops.ops import Ops
+from .._state.buckets import Bucket
+from .._wire.comm import Comm
+from .engine import Engine
+from .runtime import Runtime
+from .stats import Stats
+
+
+class Shown:
+    """Properties that are the engine's."""
+
+    _engine: Engine
+
+    @property
+    def stats(self) -> Stats:
+        """What the last step did."""
+        return self._engine.stats
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks this optimizer averages over; connected when first needed."""
+        return self._engine.comm
+
+    @property
+    def ops(self) -> Ops:
+        """The kernels in use."""
+        return self._engine.ops
+
+    @property
+    def backend(self) -> str:
+        """Their name; they are chosen once at construction."""
+        return self.ops.name
+
+    @property
+    def backend_reason(self) -> str:
+        """Why these, in words."""
+        return self.ops.reason
+
+    @property
+    def told_of_steps(self) -> list[Callable[[], None]]:
+        """Called after every step: integrations that wait for one."""
+        return self._engine.told_of_steps
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return self._engine.buckets
+
+    @property
+    def _runtime(self) -> Runtime:
+        return self._engine.runtime
+
+    def _settle(self) -> None:
+        self._engine.settle()
