@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ._engine.averages import Averages
 from ._engine.face import Group
+from ._engine.saving import warn_of_what_is_missing
 from ._engine.stats import Stats
 from ._engine.stepping import refuse
 from ._engine.verdicts import Verdict
@@ -258,6 +259,7 @@ class LocalSteps(Wrapping):
             entry.pop("residual", None)
         if (fragments := self._rounds.saved()) is not None:
             saved["outer"] = fragments
+            warn_of_what_is_missing(self._engine, self._rounds.owned)
         return saved
 
     @torch.no_grad()

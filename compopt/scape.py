@@ -145,9 +145,8 @@ class ScapeAdamS(CompressedOptimizer):
             every option below and say ``compress=False`` or ``True``; by default tensors of at
             least 2 dimensions and 4096 elements are compressed, the rest is averaged dense in the
             same message.
-        lr, betas, eps, weight_decay, bias_correction, maximize: as in :class:`AdamS`, which also
-            says what the paper takes.
-        foreach, fused, amsgrad, capturable, differentiable: as in :class:`AdamS`.
+        lr, betas, eps, weight_decay, bias_correction, maximize, foreach, fused, amsgrad,
+            capturable, differentiable: as in :class:`AdamS`, which also says what the paper takes.
         density: share of each compressed tensor's elements that crosses the network in a step, in
             (0, 1].
         warmup_steps: steps of dense AdamS before compression starts, or as a float in (0, 1) a
@@ -163,20 +162,7 @@ class ScapeAdamS(CompressedOptimizer):
         clip: with ``max_grad_norm``, "consistent" clips the averaged gradient in momentum and
             normaliser, "scape" in the normaliser only, as printed: an outlier then makes a larger
             step.
-        max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no
-            clipping). Not the same as ``clip_grad_norm_`` before ``step()``, which sees the local
-            gradient.
-        payload_dtype: dtype on the wire (None: the gradient's), as a name, "bfloat16", or as the
-            torch.dtype of that name; groups keep the name. What rounding to a narrower one takes
-            off compressed tensors is kept in ``residual``. "int8" sends 1 byte a value and "int4"
-            half of one, and a scale for each 128, rounded at random without bias.
-        when: "always", or "auto": time dense and compressed steps at the start, and stay dense
-            where compression does not pay (see ``stats.when``).
-        process_group: the ranks to average over. None: the default group, or one process where
-            there is none.
-        simulate: compress on one process too, to see what many would do. Else, without other ranks,
-            a step is plain AdamS: nothing is selected, rounded or held back.
-
+        max_grad_norm, payload_dtype, when, process_group, simulate: as in :class:`RadiusAdamW`.
         sharded: each rank keeps the momentum of 1/N of the elements, dense (Algorithm 2). Gradients
             at the mask are reduced to the owner of each element, updated parameters at the mask
             gathered: as many bytes, and every rank updates 1/N of them. Float32 masters, where

@@ -11,6 +11,9 @@ from table import CASES, FORMS, Case
 from torch import nn
 
 every = pytest.mark.parametrize("case", CASES + FORMS, ids=lambda case: case.name)
+# those whose every step averages gradients, and leaves replicas equal; test_local.py holds rounds to their own design
+AVERAGING = [case for case in CASES + FORMS if not case.averaging]
+every_average = pytest.mark.parametrize("case", AVERAGING, ids=lambda case: case.name)
 
 
 class Small(nn.Module):

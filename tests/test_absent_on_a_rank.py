@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conformance import every
+from conformance import every_average
 from problems import gradients, replicas, step, weights
 
 SHAPES = [(64, 80), (80,), (260, 520)]
 
 
-@every
+@every_average
 @pytest.mark.parametrize("payload", [None, torch.bfloat16], ids=["exact", "bfloat16"])
 def test_none_is_as_good_as_zeros(case, payload):
     if payload is not None and "payload_dtype" not in case.bad:

@@ -7,7 +7,7 @@ import math
 import conformance
 import pytest
 import torch
-from conformance import every
+from conformance import every_average
 
 import compopt
 
@@ -23,7 +23,7 @@ FILLS = {  # what is written where, and whether such a step is skipped
 }
 
 
-@every
+@every_average
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_the_same_gradients_are_too_large_on_every_back_end(case, backend, monkeypatch):
     monkeypatch.setenv("COMPOPT_BACKEND", backend)

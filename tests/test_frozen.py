@@ -68,7 +68,8 @@ def test_lossless_equals_torch_whatever_is_frozen(case):
         assert float((p - q).detach().abs().max()) < 1e-12
 
 
-KINDS = [(case, dtype) for case in ALL for dtype in (torch.float32, torch.bfloat16)]
+# with rounds a checkpoint holds one rank's moments: what goes on from it goes another way
+KINDS = [(case, dtype) for case in ALL if not case.averaging for dtype in (torch.float32, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("case", "dtype"), KINDS, ids=lambda value: getattr(value, "name", str(value)))
@@ -89,6 +90,7 @@ def test_a_checkpoint_of_a_phase_goes_on_as_the_run_did(case, dtype):
                 ]
                 for optimizer in ranks.optimizers:
                     optimizer.load_state_dict(saved)
+        ranks.finish_round(loss)
         ranks.assert_replicas_equal()
         return ranks.models[0]
 
@@ -130,7 +132,7 @@ def test_what_was_held_back_is_kept_while_frozen():
     assert set(map(len, (optimizer.state, copied.state))) == {6}
 
 
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in ALL if not case.averaging], ids=lambda case: case.name)
 def test_ranks_that_freeze_other_layers_are_told(case):
     for first in (False, True):
         ranks = Ranks(2, Model, case.make)
@@ -164,7 +166,9 @@ def test_a_trainer_that_empties_the_state_begins_anew(case):
         optimizer.state = defaultdict(dict)
     for optimizer in ranks.optimizers[:1]:
         entry = optimizer.state_dict()["state"][0]
-        assert float(entry["step"]) == 0 and not entry["residual" if "residual" in entry else "exp_avg"].any()
+        kept = [entry[name] for name in ("residual", "exp_avg") if name in entry]
+        assert float(entry["step"]) == 0 and not any(tensor.any() for tensor in kept)
     ranks.train(loss, 3)
-    ranks.assert_replicas_equal()
     assert float(ranks.optimizers[0].state[ranks.models[0].head.weight]["step"]) == 3
+    ranks.finish_round(loss)
+    ranks.assert_replicas_equal()

@@ -43,6 +43,7 @@ def test_a_name_and_its_torch_dtype_are_the_same_run(case, name):
     runs = [conformance.make_ranks(case, 2, payload_dtype=given) for given in (name, getattr(torch, name, name))]
     for run in runs:
         run.train(conformance.loss, 7)
+        run.finish_round(conformance.loss)
         assert set(names_in(run.optimizers[0])) == {name}
     a, b = (run.optimizers[1] for run in runs)
     conformance.assert_same(conformance.snapshot(a), conformance.snapshot(b))
@@ -105,9 +106,11 @@ def test_set_by_hand_a_torch_dtype_is_saved_by_its_name_and_ranks_do_not_differ_
     for optimizer, given in zip(run.optimizers, ("float16", torch.float16), strict=True):
         optimizer._option_groups[0]["payload_dtype"] = given
     run.train(conformance.loss, 4)
+    run.finish_round(conformance.loss)
     run.assert_replicas_equal()
     other = conformance.make_ranks(case, 2, payload_dtype="float16")
     other.train(conformance.loss, 4)
+    other.finish_round(conformance.loss)
     assert run.optimizers[0].stats.bytes_sent == other.optimizers[0].stats.bytes_sent
     assert [optimizer.state_dict()["param_groups"][0]["payload_dtype"] for optimizer in run.optimizers] == 2 * [
         "float16"

@@ -7,7 +7,7 @@ could have prevented it. The ranks behind take the step over from one that is ah
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,14 +117,19 @@ def _take_over(tensor: Tensor, source: int, comm: Comm, device: torch.device) ->
     numbers.copy_((yield from ask(comm, Broadcast(message, source))))
 
 
-def tell_what_is_lost(engine: Engine, before: int, now: int) -> None:
-    """Warn that ranks are gone, and with them what they held back."""
+def tell_what_is_lost(
+    engine: Engine, before: int, now: int, owed: Callable[[], float] | None = None
+) -> None:
+    """Warn that ranks are gone, and with them what they held back.
+
+    ``owed``: the norm of what this rank holds back, where that is not all in its own residuals.
+    """
     face = engine.face
     if face.averaged_state and now < before:
         shards = " The moments of their shards begin again at zero." if face.sharded else ""
         warn(
             f"{before - now} of {before} ranks are gone, and what they held back is lost with "
             f"them. The {now} that go on keep theirs (on this rank of norm "
-            f"{engine.residual_norm():.3g}).{shards}",
+            f"{(owed or engine.residual_norm)():.3g}).{shards}",
             engine.comm.rank,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from .._wire.dtypes import name_of
@@ -66,12 +67,16 @@ def consolidate(engine: Engine) -> Turns[None]:
     engine.consolidated = engine.steps
 
 
-def warn_of_what_is_missing(engine: Engine) -> None:
-    """Warn, once and on the rank that saves, of what a state dict lacks that was written now."""
-    if engine.warned_of_saving or whose_residuals(engine) == "mean":
+def warn_of_what_is_missing(engine: Engine, owned: Iterable[Engine] = ()) -> None:
+    """Warn, once and on the rank that saves, of what a state dict lacks that was written now.
+
+    ``owned``: engines whose state it holds too.
+    """
+    if engine.warned_of_saving:
         return
-    missing = [*_shards_elsewhere(engine), *_owed_elsewhere(engine)]
-    if missing:
+    partly = [one for one in (engine, *owned) if whose_residuals(one) != "mean"]
+    found = (said for one in partly for said in _shards_elsewhere(one) + _owed_elsewhere(one))
+    if missing := list(dict.fromkeys(found)):
         engine.warned_of_saving = True
         warn(
             f"this state dict of {engine.name} is not whole: {', and '.join(missing)}. Call "

@@ -17,6 +17,7 @@ from .._engine.engine import Engine
 from .._engine.handshake import gather
 from .._engine.recovery import catch_up, tell_what_is_lost
 from .._engine.turns import Turns
+from .._engine.weakly import weakly
 from .._wire.comm import Comm, ProcessGroup
 from .._wire.requests import CommunicationError
 from . import inner as inner_step
@@ -128,7 +129,9 @@ class LocalEngine:
                 yield from self.exchanges.rejoin(new)
         else:
             yield from catch_up(engine, comm)
-        tell_what_is_lost(engine, before, comm.size)
+        owed = self.exchanges.residual_norm if self.exchanges is not None else engine.residual_norm
+        engine.stats.residual_norm = weakly(owed)
+        tell_what_is_lost(engine, before, comm.size, owed)
 
     def _past_start(self, comm: Comm) -> Turns[bool]:
         """Whether any rank is past the averaged start; if so, all take over the count of steps and
@@ -156,6 +159,12 @@ class LocalEngine:
         """What is owed becomes its mean over ranks, but where an exchange is on its way."""
         if self.exchanges is not None:
             yield from self.exchanges.consolidate()
+
+    @property
+    def owned(self) -> list[Engine]:
+        """Those of the outer optimizers."""
+        fragments = self.exchanges.fragments if self.exchanges is not None else []
+        return [fragment.outer._engine for fragment in fragments]
 
     def saved(self) -> list[dict[str, Any]] | None:
         return self.exchanges.saved() if self.exchanges is not None else None

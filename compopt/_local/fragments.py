@@ -11,7 +11,7 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._engine.owner import making_own
 from .._engine.recovery import catch_up
@@ -22,6 +22,7 @@ from .._state.tensors import laid_out_as
 from .._wire.comm import Comm
 from .._wire.control import Words
 from .._wire.pending import Pending
+from .anchors import anchor_of, moved_since, rounded, wide_copy
 from .outer import Outer, begin_momentum, check_outer
 
 # what an exchange waits for when it could be applied, and is not yet to be
@@ -58,6 +59,10 @@ class Fragment:
         self._open = True
         self._squared = 0.0
         self._moved: list[Tensor] = []
+        # which tensors may differ from their anchors, and those of an exchange that is not applied
+        # yet; some of them may be frozen by now
+        self._trained: set[int] = set()
+        self._sent: set[int] = set()
 
     def connect(self, comm: Comm) -> None:
         """Exchange over these ranks from now on."""
@@ -84,6 +89,8 @@ class Fragment:
     def begin(self, apply_at: int | None) -> None:
         """Take what this rank moved, and begin to exchange it. None: it is applied at once."""
         self.apply_at, self._open, self.due = apply_at, apply_at is None, True
+        self._sent |= self._trained | self._requiring()
+        self._trained = set()
         self._differ()
         self._turns = self.outer.step_in_turns()
 
@@ -114,6 +121,9 @@ class Fragment:
                 yield self._waiting
             yield from self._turns
             self.due = False
+            if self.mix:  # parameters still differ
+                self._trained |= self._sent
+            self._sent = set()
         finally:
             self._let_go()
 
@@ -133,11 +143,11 @@ class Fragment:
     def _differ(self) -> None:
         """The anchors' gradients: anchor - w. A tensor that cannot have moved has none."""
         found: list[Tensor] = []
-        for p, anchor in zip(self.params, self.anchors, strict=True):
-            anchor.requires_grad_(p.requires_grad)
+        for i, (p, anchor) in enumerate(zip(self.params, self.anchors, strict=True)):
+            anchor.requires_grad_(i in self._sent)
             anchor.grad = None
             start, w = rounded(anchor, p), local(p.detach())
-            if p.requires_grad and not (p.grad is None and torch.equal(start, w)):
+            if i in self._sent and not (p.grad is None and torch.equal(start, w)):
                 moved = start.to(anchor.dtype) - w
                 anchor.grad = laid_out_as(anchor.detach(), moved)
                 found.append(moved)
@@ -154,8 +164,9 @@ class Fragment:
         """What is needed to go on; what is on its way begins anew, with the same differences."""
         grads = [anchor.grad for anchor in self.anchors] if self.on_its_way else None
         return {
+            "trained": sorted(self._trained | self._sent),
             "anchors": [anchor.detach() for anchor in self.anchors],
-            "outer": self.outer.state_dict(),
+            "outer": self.outer._saved(),
             "applied": self.applied,
             "grown": self._grown,
             "due": self.due,
@@ -177,9 +188,12 @@ class Fragment:
                 f"loaded state dict has anchors of shapes {theirs}, the optimizer's parameters "
                 f"are of {ours}."
             )
-        for p, anchor, value in zip(self.params, self.anchors, saved["anchors"], strict=True):
-            if p.requires_grad:
-                anchor.copy_(value)
+        self._trained, self._sent = set(saved["trained"]), set()
+        self.follow()
+        for i, value in enumerate(saved["anchors"]):
+            if i in self._trained:
+                self.anchors[i].requires_grad_()
+                self.anchors[i].copy_(value)
         self.outer.load_state_dict(saved["outer"])
         self.applied, self.due = saved["applied"], saved["due"]
         self._grown = saved["grown"]
@@ -244,32 +258,19 @@ class Fragment:
 
     # Tensors that are frozen or not
 
+    def _requiring(self) -> set[int]:
+        return {i for i, p in enumerate(self.params) if p.requires_grad}
+
     @torch.no_grad()
     def follow(self) -> None:
-        """The anchor of a frozen parameter is the parameter itself; of one that was unfrozen it
-        becomes a tensor of its own.
+        """Take note of what is trained, and give it an anchor of its own: that of a frozen
+        parameter is the parameter itself.
         """
-        for p, anchor in zip(self.params, self.anchors, strict=True):
-            if p.requires_grad and local(anchor).data_ptr() == local(p).data_ptr() and p.numel():
-                anchor.data = anchor_of(p).data
-
-
-def anchor_of(p: Tensor) -> nn.Parameter:
-    if not p.requires_grad:
-        return nn.Parameter(p.detach(), requires_grad=False)
-    return nn.Parameter(p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True))
-
-
-def rounded(anchor: Tensor, p: Tensor) -> Tensor:
-    """The anchor as the parameter shows it, which is where a rank begins a round."""
-    return local(anchor.detach()).to(p.dtype)
-
-
-def moved_since(p: Tensor, anchor: Tensor) -> Tensor:
-    """What a rank moved since the exchange began that is on its way."""
-    start = rounded(anchor, p).to(anchor.dtype)
-    moved = local(p.detach()).to(anchor.dtype) - start
-    return moved if anchor.grad is None else moved.add_(local(anchor.grad))
+        self._trained |= self._requiring()
+        for i in self._trained:
+            p, anchor = self.params[i], self.anchors[i]
+            if p.numel() and local(anchor).data_ptr() == local(p).data_ptr():
+                anchor.data = wide_copy(p)
 
 
 def deal(groups: list[dict[str, Any]], fragments: int) -> list[list[Tensor]]:

@@ -20,7 +20,7 @@ class LocalStats(Stats):
     exchange: ``spread``, how far ranks were apart, as the norm of what they moved less the mean of
     that, by the norm of the mean; ``cosine``, of the angle between what two ranks moved, the mean
     over pairs. ``phase`` is "local", "exchanged" (an exchange was applied), "skipped" (this rank's
-    gradient was not finite), or in the start that of :class:`Average`.
+    gradient was not finite), "dense" on one process, or in the start that of :class:`Average`.
     """
 
     round: int = 0
@@ -38,7 +38,7 @@ def report(
     taken: bool = True,
 ) -> None:
     """Renew ``stats``, after this rank's own step or after a round that was ended."""
-    phase = "exchanged" if applied else "local"
+    phase = "exchanged" if applied else "dense" if engine.dense else "local"
     stats = Stats(
         step=h["step"],
         phase=phase if taken else "skipped",

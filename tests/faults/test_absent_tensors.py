@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from conformance import every, loss, make_ranks
+from conformance import every_average, loss, make_ranks
 from conservation import TOLERANCE, Ledger
 
 
-@every
+@every_average
 def test_a_tensor_absent_for_a_step_is_conserved(case):
     for missing in (4, 6):  # counted from 0; RadiusAdamW chooses its masks anew in the fifth step
         ranks = make_ranks(case, 2, torch.float64)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Generator
 
 import torch
-from conformance import assert_same, every, loss, make_ranks, snapshot
+from conformance import assert_same, every, every_average, loss, make_ranks, snapshot
 from sim import World
 from torch import nn
 
@@ -15,7 +15,7 @@ import compopt
 SHAPES = [(0, 5), (), (80, 70), (8, 16, 8, 8), (1, 4096), (64, 64, 0), (3,)]
 
 
-@every
+@every_average
 def test_presence_that_changes_from_step_to_step_counts_as_zeros(case):
     absent, zeros = make_ranks(case, 3), make_ranks(case, 3)
     for step in range(9):
@@ -37,7 +37,7 @@ def test_presence_that_changes_from_step_to_step_counts_as_zeros(case):
         assert_same(snapshot(a), snapshot(b))
 
 
-@every
+@every_average
 def test_a_step_without_any_gradient_changes_nothing_but_its_count(case):
     ranks = make_ranks(case, 2)
     for at in (3, 1, 1, 2):  # after dense, resampling and sparse steps
@@ -61,7 +61,7 @@ def caught(turns: Generator, errors: list[Exception]) -> Generator:
         errors.append(error)
 
 
-@every
+@every_average
 def test_a_sparse_gradient_on_one_rank_is_refused_by_name_and_all_hear_of_it(case):
     ranks = make_ranks(case, 2)
     ranks.train(loss, 5)
@@ -113,7 +113,7 @@ def test_views_strides_and_empty_tensors_step_as_plain_ones(case):
         torch.testing.assert_close(plain, strange, rtol=1e-5, atol=1e-6)
 
 
-@every
+@every_average
 def test_a_frozen_layer_joins_and_leaves_again(case):
     ranks = make_ranks(case, 2)
 

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from conformance import Small, assert_same, every, loss, make_ranks, snapshot
+from conformance import Small, assert_same, every, every_average, loss, make_ranks, snapshot
 from sim import World
 from table import CASES, Case
 from torch import nn
@@ -99,7 +99,7 @@ def test_another_class(number):
     refused(small(a), small(b), a.name, b.name)
 
 
-@every
+@every_average
 def test_another_count_of_steps(case):
     """One rank was resumed from another checkpoint."""
     states = {}
@@ -119,7 +119,7 @@ def test_another_count_of_steps(case):
     refused(resumed(3), resumed(5), "step: 3", "step: 5")
 
 
-@every
+@every_average
 def test_options_changed_on_all_ranks_between_steps_are_taken(case):
     """Also those that change what is sent."""
     ranks = make_ranks(case, 2)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from conformance import assert_same, every, loss, make_ranks, snapshot
+from conformance import assert_same, every_average, loss, make_ranks, snapshot
 from sim import Ranks
 
 VALUES = (float("inf"), float("nan"), -3e38)  # the last is finite, but its square is not
@@ -30,7 +30,7 @@ def spoil(ranks: Ranks, rank: int, place: str, value: float, look: bool) -> None
     p.grad[tuple(spots[7 * len(spots) // 11])] = value
 
 
-@every
+@every_average
 @pytest.mark.parametrize("look", [True, False], ids=["", "masks in flight"])
 def test_every_step_survives_a_bad_gradient_of_every_kind(case, look):
     """Before each of ten steps, dense, resampling and sparse, one spoilt attempt: the run is as if it had not been."""
@@ -53,7 +53,7 @@ def test_every_step_survives_a_bad_gradient_of_every_kind(case, look):
         assert_same(snapshot(a), snapshot(b))
 
 
-@every
+@every_average
 def test_gradients_that_overflow_only_when_added_are_skipped_too(case):
     ranks = make_ranks(case, 4)
     ranks.train(loss, 4)
@@ -67,7 +67,7 @@ def test_gradients_that_overflow_only_when_added_are_skipped_too(case):
         assert_same(old, snapshot(optimizer))
 
 
-@every
+@every_average
 def test_the_limit_of_skips_counts_steps_in_a_row_and_leaves_the_state_usable(case):
     ranks, untroubled = make_ranks(case, 2), make_ranks(case, 2)
     for optimizer in ranks.optimizers:

@@ -1,0 +1,155 @@
+"""Local steps where ranks fail, come, go, differ or are frozen in part."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from local_runs import adamw, train
+from problems import SHAPES, gradients, step, weights
+from sim import World
+
+import compopt
+
+
+def test_a_failed_exchange_leaves_the_inner_step_and_is_tried_again():
+    params, optimizers = train(2, 3)
+    world = optimizers[0].comm.world
+    alone = [[p.detach().clone() for p in own] for own in params]
+    inner = [torch.optim.AdamW(own, lr=1e-2) for own in alone]
+    for optimizer, other in zip(optimizers, inner, strict=True):
+        other.load_state_dict(copy.deepcopy(optimizer.inner.state_dict()))
+    for own, other, grads in zip(alone, inner, gradients(2, 3), strict=True):
+        for p, g in zip(own, grads, strict=True):
+            p.grad = g
+        other.step()
+    world.failing_everywhere.add(world.comms[0].started)
+    with pytest.raises(compopt.CommunicationError, match="step 4 was taken on rank 0, but not the exchange"):
+        step(world, params, optimizers, gradients(2, 3))
+    for own, expected in zip(params, alone, strict=True):
+        assert all(map(torch.equal, own, expected))
+    step(world, params, optimizers, gradients(2, 4))
+    assert all(map(torch.equal, *params)) and optimizers[0].stats.phase == "exchanged"
+
+
+def test_survivors_and_newcomers_go_on_from_the_anchors():
+    params, optimizers = train(3, 6)
+    before = [p.detach().clone() for p in params[0]]
+    world = World(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pairs = list(zip(optimizers[:2], world.comms, strict=True))
+        world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in pairs])
+        assert all(map(torch.equal, params[0], before))  # what a rank has moved stays
+        step(world, params[:2], optimizers[:2], gradients(2, 6))
+        step(world, params[:2], optimizers[:2], gradients(2, 7))
+        assert all(map(torch.equal, params[0], params[1])) and optimizers[0].stats.round == 2
+
+        world = World(3)
+        own = [torch.nn.Parameter(torch.zeros_like(w)) for w in weights()]
+        new = compopt.LocalSteps(
+            adamw(own), 4, every_warmup_steps=0, payload_dtype=None, process_group=World(1).comms[0]
+        )
+        ranks, theirs = [*optimizers[:2], new], [*params[:2], own]
+        world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in zip(ranks, world.comms, strict=True)])
+    assert all(map(torch.equal, own, params[0]))
+    for t in range(8, 12):
+        step(world, theirs, ranks, gradients(3, t))
+    assert all(map(torch.equal, own, params[0])) and new.stats.round == 3 == optimizers[0].stats.round
+
+
+def test_a_rank_whose_parameters_are_not_finite_takes_the_others_average_and_says_so():
+    params, optimizers = train(3, 3)
+    world = optimizers[0].comm.world
+    params[1][2].data[0, 0] = float("nan")
+    optimizers[1].inner.state[params[1][2]]["exp_avg"][0, 0] = float("nan")
+    with pytest.warns(UserWarning, match="rank 1 had parameters that are not finite"):
+        step(world, params, optimizers, gradients(3, 3))
+    assert all(p.isfinite().all() for p in params[0])
+    assert all(map(torch.equal, params[0], params[1]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for t in range(4, 12):
+            step(world, params, optimizers, gradients(3, t))
+    assert all(map(torch.equal, params[0], params[1])) and optimizers[1].stats.round == 3
+
+
+def test_a_gradient_that_is_not_finite_makes_that_rank_skip_its_own_step_only():
+    params, optimizers = train(2, 2)
+    world = optimizers[0].comm.world
+    grads = gradients(2, 2)
+    grads[1][3][0, 0, 0] = float("inf")
+    before = [[p.detach().clone() for p in own] for own in params]
+    step(world, params, optimizers, grads)
+    assert [optimizer.stats.phase for optimizer in optimizers] == ["local", "skipped"]
+    assert all(map(torch.equal, params[1], before[1])) and not torch.equal(params[0][0], before[0][0])
+    step(world, params, optimizers, gradients(2, 3))
+    assert all(map(torch.equal, *params)) and optimizers[1].stats.round == 1 and optimizers[1].stats.skipped == 1
+
+
+def test_ranks_that_differ_are_told_at_the_end_of_a_round():
+    params, optimizers = train(2, 3)
+    world = optimizers[0].comm.world
+    optimizers[1].param_groups[0]["lr"] = 0.25
+    with pytest.raises(ValueError, match=r"Rank 0 has .*lr.* rank 1 has .*0\.25"):
+        step(world, params, optimizers, gradients(2, 3))
+
+
+def test_a_frozen_layer_is_not_sent_and_joins_when_it_is_trained():
+    params, optimizers = train(2, 4)
+    world = optimizers[0].comm.world
+    for own in params:
+        own[2].requires_grad_(False)
+    sent = []
+    for t in range(4, 20):
+        if t == 12:
+            sent.append(optimizers[0].stats.bytes_sent)
+            for own in params:
+                own[2].requires_grad_(True)
+        grads = [[g if p.requires_grad else None for p, g in zip(own, given, strict=True)]
+                 for own, given in zip(params, gradients(2, t), strict=True)]  # fmt: skip
+        step(world, params, optimizers, grads)
+    assert all(map(torch.equal, *params))
+    assert sent[0] == optimizers[0].stats.bytes_sent - 8 * 8192 - 8  # and its mark in the header
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 2}, {"fragments": 2, "delay": 1}])
+@pytest.mark.parametrize("at", [9, 10, 12, 15])
+def test_what_a_layer_moved_before_it_was_frozen_is_averaged_too(at, options):
+    """Frozen on all ranks within a round, or at its end; rounds are of 4 steps, and end at 20 and 24."""
+    params, optimizers = train(2, at, **options)
+    world = optimizers[0].comm.world
+    for own in params:
+        own[2].requires_grad_(False)
+    for t in range(at, 24):
+        grads = gradients(2, t)
+        for given in grads:
+            given[2] = None
+        step(world, params, optimizers, grads)
+    if options.get("delay"):
+        world.run([optimizer.end_round_in_turns() for optimizer in optimizers])
+    assert all(map(torch.equal, *params))
+    anchors = [anchor for fragment in optimizers[0]._rounds.exchanges.fragments for anchor in fragment.anchors]
+    assert sum(anchor.requires_grad for anchor in anchors) == len(anchors) - 1, "and is sent no more"
+
+
+def test_ranks_that_freeze_other_layers_are_told_when_they_exchange():
+    params, optimizers = train(2, 4)
+    params[0][2].requires_grad_(False)
+    with pytest.raises(ValueError, match="requires_grad="):
+        for t in range(4, 8):
+            step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
+    assert optimizers[0]._option_groups[0]["step"] == 8, "the rank's own step was taken"
+
+
+def test_a_group_added_within_a_round_is_exchanged():
+    params, optimizers = train(2, 5)
+    world = optimizers[0].comm.world
+    for own, optimizer in zip(params, optimizers, strict=True):
+        own.append(torch.nn.Parameter(torch.ones(64, 80, dtype=torch.float64)))
+        optimizer.add_param_group({"params": [own[-1]], "lr": 0.1})
+    for t in range(5, 8):
+        step(world, params, optimizers, gradients(2, t, [*SHAPES, (64, 80)]))
+    assert all(map(torch.equal, *params)) and not torch.equal(params[0][-1], torch.ones(64, 80, dtype=torch.float64))
