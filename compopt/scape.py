@@ -159,9 +159,8 @@ class ScapeAdamS(CompressedOptimizer):
             not stale.
         selection: "sampled" finds a threshold that selects within 5 % of the wanted number; "exact"
             is torch.topk.
-        clip: with ``max_grad_norm``, "consistent" clips the averaged gradient in momentum and
-            normaliser, "scape" in the normaliser only, as printed: an outlier then makes a larger
-            step.
+        clip: what ``max_grad_norm`` clips: "consistent", momentum and normaliser; "scape", the
+            normaliser only, as printed: an outlier then makes a larger step.
         max_grad_norm, payload_dtype, when, process_group, simulate: as in :class:`RadiusAdamW`.
         sharded: each rank keeps the momentum of 1/N of the elements, dense (Algorithm 2). Gradients
             at the mask are reduced to the owner of each element, updated parameters at the mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import warnings
 
 import pytest
@@ -133,6 +134,32 @@ def test_what_a_layer_moved_before_it_was_frozen_is_averaged_too(at, options):
     assert all(map(torch.equal, *params))
     anchors = [anchor for fragment in optimizers[0]._rounds.exchanges.fragments for anchor in fragment.anchors]
     assert sum(anchor.requires_grad for anchor in anchors) == len(anchors) - 1, "and is sent no more"
+
+
+class Alarm(Exception):
+    pass
+
+
+def test_a_signal_in_a_ranks_own_step_is_handled_when_it_is_counted():
+    params, optimizers = train(2, 4)
+    inner, own = optimizers[1].inner, params[1]
+    stepped = inner.step
+
+    def interrupted():
+        stepped()
+        signal.raise_signal(signal.SIGALRM)
+
+    def handler(number, frame):
+        raise Alarm
+
+    inner.step, before = interrupted, signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(Alarm):
+            step(optimizers[0].comm.world, params, optimizers, gradients(2, 4))
+    finally:
+        inner.step = stepped
+        signal.signal(signal.SIGALRM, before)
+    assert optimizers[1]._option_groups[0]["step"] == inner.state[own[0]]["step"] == 5
 
 
 def test_ranks_that_freeze_other_layers_are_told_when_they_exchange():

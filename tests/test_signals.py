@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conformance import Small, assert_same, every, loss, make_ranks, snapshot
+from conformance import Small, assert_same, every_average, loss, make_ranks, snapshot
 from sim import Ranks
 
 import compopt
@@ -82,7 +82,7 @@ def interrupted_in_the_commit(optimizer) -> None:
     optimizer._runtime.commit, optimizer.committed = after, between
 
 
-@every
+@every_average
 def test_a_signal_in_the_commit_is_handled_after_it(case):
     ranks, without = make_ranks(case, 1), make_ranks(case, 1)
     for one in (ranks, without):
@@ -101,7 +101,7 @@ def test_a_signal_in_the_commit_is_handled_after_it(case):
     assert_same(snapshot(without.optimizers[0]), snapshot(optimizer))
 
 
-@every
+@every_average
 def test_thirty_interrupted_steps_leave_none_torn(case):
     """At any point of a step: it was taken or not, and is tried again where not."""
     dice = random.Random(0)
@@ -159,7 +159,7 @@ def broken_in(ranks: Ranks, bucket: int) -> None:
     runtime.algorithm = breaking
 
 
-@every
+@every_average
 def test_a_step_that_breaks_off_is_told_until_a_checkpoint_is_loaded(case, monkeypatch):
     monkeypatch.setattr("compopt._state.buckets.BUCKET_BYTES", 20_000)
     ranks = make_ranks(case, 1)
