@@ -272,8 +272,9 @@ class LocalSteps(Wrapping):
         saved = state_dict.get("outer") if isinstance(state_dict, dict) else None
         exchanges = None
         if saved is not None:
-            options = {**self._own_groups[0], **self._groups_of(state_dict)[0]}
-            exchanges = self._rounds.loaded(options, saved)
+            group = self._groups_of(state_dict)[0]
+            options.check_writer(group, type(self).__name__)
+            exchanges = self._rounds.loaded({**self._own_groups[0], **group}, saved)
         super().load_state_dict(state_dict)
         self._rounds.give_up()
         self._rounds.exchanges = exchanges

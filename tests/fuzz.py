@@ -16,6 +16,8 @@ from sim import World
 from table import Case
 from torch import Tensor, nn
 
+import compopt
+
 LOW = (torch.bfloat16, torch.float16)
 # Beside what the code counts in: 4,096 elements to be compressed, 16,384 to be looked at by a threshold.
 LARGE = [(64, 64), (63, 65), (17, 241), (4097,), (128, 128), (127, 129), (5, 3277)]
@@ -40,6 +42,16 @@ OPTIONS: dict[str, list[Any]] = {  # of the classes that know them
     "adapt_interval": [2],
     "bias_correction": ["scape", "adams"],
     "offload": [None, None, "residual"],
+}
+ROUNDS: dict[str, list[Any]] = {  # of local steps
+    "every": [3, 2, 1, 6],
+    "warmup_steps": [1, 0, 2],
+    "every_warmup_steps": [0, 4],
+    "fragments": [1, 2],
+    "delay": [0, 1],
+    "mix": [0.0, 0.5],
+    "outer_lr": [0.7, 1.0],
+    "outer_momentum": [0.9, 0.0],
 }
 COMMON: dict[str, list[Any]] = {"weight_decay": [0.01, 0.1], "maximize": [False, False, True]}  # of the reference too
 REFUSED = (  # what a class may say to what is drawn
@@ -75,11 +87,19 @@ def examples(draw, case: Case, lossless: bool) -> Example:
     if draw(st.integers(0, 5)) == 0:
         groups[0]["tensors"].append((draw(st.sampled_from(LARGE)), draw(st.sampled_from(LAYOUTS))))
     known = inspect.signature(case.cls).parameters
-    rest = COMMON if lossless else OPTIONS | COMMON
+    if case.cls is compopt.LocalSteps:
+        rest = COMMON if lossless or not case.averaging else ROUNDS | COMMON
+    else:
+        rest = COMMON if lossless else OPTIONS | COMMON
     options = {name: draw(st.sampled_from(values)) for name, values in rest.items() if name in known or name in COMMON}
+    if "every" in options:
+        options["delay"] = min(options["delay"], options["every"] // options["fragments"])
     if "projection" in options:  # says which of the two is refused
         options["ratio" if options["projection"] == "tracked" else "rank"] = None
     payloads = [None, None, torch.bfloat16, torch.float16, "int8", "int4"] if "payload_dtype" in known else [None]
+    values = ["normal", "normal", "of one size", "mostly zeros"]
+    if "every" in options:
+        del values[-1]  # ranks that move alike for a round, by decay alone, are taken for averaged by DDP
     low = LOW[:1] if case.build else LOW  # torch's AdamW itself divides 0 by 0 in float16, where its eps is 0
     return Example(
         case,
@@ -90,7 +110,7 @@ def examples(draw, case: Case, lossless: bool) -> Example:
         groups,
         {**(case.lossless if lossless else {}), **options},
         draw(st.sampled_from(ABSENT)),
-        "of one size" if lossless else draw(st.sampled_from(["normal", "normal", "of one size", "mostly zeros"])),
+        "of one size" if lossless else draw(st.sampled_from(values)),
         steps=draw(st.integers(4, 6)),
         saved_at=draw(st.sampled_from([0, 0, 2, 3, 4])),
         consolidated=draw(st.booleans()),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conformance import every
+from conformance import AVERAGING, every, every_average
 from conservation import TOLERANCE, Ledger, everywhere
 from fuzz import LOW, REFUSED, Example, Run, examples
 from hypothesis import HealthCheck, given, settings
@@ -66,7 +66,7 @@ def may_be_lost(example: Example) -> float:
     return TOLERANCE[torch.float32] + in_the_sum
 
 
-@every
+@every_average
 def test_replicas_are_equal_nothing_is_lost_and_a_saved_run_goes_on(case):
     def test(run: Run) -> None:
         example, other = run.example, None
@@ -86,6 +86,25 @@ def test_replicas_are_equal_nothing_is_lost_and_a_saved_run_goes_on(case):
             if other:
                 other.backward(step)
                 other.step()
+        for p, q in zip(*(everywhere(r.optimizers[-1]) for r in (run, other)), strict=True) if other else ():
+            assert torch.equal(p, q), "the run that was resumed went another way"
+
+    hold(test, case, lossless=False, share=2 / 3)
+
+
+@pytest.mark.parametrize("case", [case for case in FORMS if case not in AVERAGING], ids=lambda case: case.name)
+def test_after_a_round_was_ended_replicas_are_equal_and_a_saved_run_goes_on(case):
+    def test(run: Run) -> None:
+        example, other = run.example, None
+        for step in range(example.steps):
+            if step and step == example.saved_at and not example.consolidated:
+                other = run.resumed(consolidated=False)
+            for one in filter(None, (run, other)):
+                one.backward(step)
+                one.step()
+        for one in filter(None, (run, other)):
+            one.world.run([optimizer.end_round_in_turns() for optimizer in one.optimizers])
+            assert_replicas_equal(one)
         for p, q in zip(*(everywhere(r.optimizers[-1]) for r in (run, other)), strict=True) if other else ():
             assert torch.equal(p, q), "the run that was resumed went another way"
 

@@ -180,3 +180,18 @@ def test_a_group_added_within_a_round_is_exchanged():
     for t in range(5, 8):
         step(world, params, optimizers, gradients(2, t, [*SHAPES, (64, 80)]))
     assert all(map(torch.equal, *params)) and not torch.equal(params[0][-1], torch.ones(64, 80, dtype=torch.float64))
+
+
+def test_gradients_that_something_else_averages_are_told_at_the_end_of_a_round():
+    params, optimizers = train(2, 0)
+    with pytest.raises(RuntimeError, match="bit-identical gradients"):
+        for t in range(4):
+            step(optimizers[0].comm.world, params, optimizers, [gradients(2, t)[0]] * 2)
+
+
+def test_ranks_that_move_alike_by_gradients_that_differ_are_not():
+    """AdamW's first step is as long for every gradient of one sign."""
+    grads = [[torch.tensor(2.0).double()], [torch.tensor(3.0).double()]]
+    params, optimizers = train(2, 0, every=1, shapes=[()])
+    step(optimizers[0].comm.world, params, optimizers, grads)
+    assert torch.equal(*(own[0] for own in params)) and optimizers[0].stats.round == 1

@@ -88,6 +88,11 @@ class Engine:
         self._owner = weakref.ref(owner)
 
     @property
+    def compared(self) -> Engine:
+        """The engine whose gradients tell whether somebody else averages them too."""
+        return self.owner.compared() if self.owner is not None else self
+
+    @property
     def name(self) -> str:
         """The optimizer's class."""
         return type(self.face).__name__

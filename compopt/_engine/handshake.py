@@ -67,7 +67,7 @@ def handshake(engine: Engine, comm: Comm) -> Turns[None]:
     code = zlib.crc32("\n".join(describe(engine)).encode())
     backend = [zlib.crc32(engine.ops.name.encode()), engine.ops.automatic]
     words = torch.tensor(
-        [code, _fingerprint(engine), _chosen(engine), *backend, *_times(engine)],
+        [code, _fingerprint(engine.compared), _chosen(engine), *backend, *_times(engine)],
         dtype=torch.int64,
     )
     rows = (yield from gather(words.to(engine.device), comm)).tolist()

@@ -8,15 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .._wire.control import Words
 from .turns import Turns
 from .verdicts import Verdict
 
+if TYPE_CHECKING:
+    from .engine import Engine
+
 
 class Owner(Protocol):
     """Who owns an optimizer."""
+
+    def compared(self) -> Engine:
+        """Whose gradients tell whether somebody else averages them too."""
 
     def settings(self) -> list[Any]:
         """What else must be the same on all ranks, step for step."""

@@ -180,12 +180,13 @@ class Step:
 
     def _sample(self) -> Tensor:
         """A code of some gradients, which tells whether somebody else averages them."""
-        last = self.engine.buckets[-1]
+        device, buckets = self.engine.device, self.engine.compared.buckets
         try:
-            return sample([None] if self.problem is not None else last.grads(), last.device)
+            whole = self.problem is None and buckets
+            return sample(buckets[-1].grads() if whole else [None], device)
         except Exception as error:
             self.problem = error
-            return sample([None], last.device)
+            return sample([None], device)
 
     def _tell_of_changes(self, verdict: Verdict) -> None:
         if verdict.resent and not self.engine.warned:

@@ -53,7 +53,7 @@ class Exchanges:
             self._connected = comm, comm.apart() if delay else comm
             self._counted = self._connected[1].bytes_sent
         for fragment in self.fragments:
-            fragment.connect(self._connected[1])
+            fragment.connect(self._connected[1], inner)
             fragment.follow()
             fragment.outer.simulate = inner.face.simulate
             fragment.outer._engine.handed_over = inner.handed_over

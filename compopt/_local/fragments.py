@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._engine.engine import Engine
 from .._engine.owner import making_own
 from .._engine.recovery import catch_up
 from .._engine.turns import Turns
@@ -64,8 +65,11 @@ class Fragment:
         self._trained: set[int] = set()
         self._sent: set[int] = set()
 
-    def connect(self, comm: Comm) -> None:
-        """Exchange over these ranks from now on."""
+    def connect(self, comm: Comm, source: Engine) -> None:
+        """Exchange over these ranks from now on. ``source`` drives the optimizer that moves the
+        parameters.
+        """
+        self.source = source
         if self.outer._engine.group is not comm:
             self.outer._engine.connect_to(comm)
 
@@ -219,6 +223,9 @@ class Fragment:
             self.applied, self.due = engine.steps, False
 
     # What the outer optimizer asks of its owner
+
+    def compared(self) -> Engine:
+        return self.source
 
     def settings(self) -> list[Any]:
         return self.said

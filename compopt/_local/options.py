@@ -23,6 +23,16 @@ def check(group: dict[str, Any]) -> None:
     require(delay <= limit, "delay", delay, f"at most every / fragments, {limit}")
 
 
+def check_writer(group: dict[str, Any], ours: str) -> None:
+    """Raise where fragments were saved by another class."""
+    writer = group.get("class", ours)
+    if writer != ours:
+        raise ValueError(
+            f"loaded state dict is of {writer}, and {ours} does not go on from that: build "
+            f"{writer}, or load a checkpoint of {ours} or of its inner optimizer."
+        )
+
+
 LEAST = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0, "delay": 0}
 
 

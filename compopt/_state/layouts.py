@@ -195,7 +195,9 @@ class Sharded(Layout):
         if of.own is None:
             return of.laid_out(kept)
         start, stop = of.own
-        return of.laid_out(pad(kept, (start, of.numel - stop)))  # the rest is other ranks'
+        return of.laid_out(
+            pad(kept.reshape(-1), (start, of.numel - stop))
+        )  # the rest is other ranks'
 
     def part(self, held: Tensor, of: Member) -> Tensor:
         if of.own is None or held.numel() != of.numel:
@@ -218,7 +220,7 @@ class Prefix(Layout):
         return False
 
     def whole(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
-        return of.laid_out(pad(kept, (0, of.numel - kept.numel())))
+        return of.laid_out(pad(kept.reshape(-1), (0, of.numel - kept.numel())))
 
     def part(self, held: Tensor, of: Member) -> Tensor:
         """What has neither the tensor's number of elements nor this one begins anew, at 0."""
