@@ -217,3 +217,15 @@ def test_a_warning_at_load_points_at_the_line_that_loads():
     with pytest.warns(UserWarning, match="holds the residuals of rank 1 of 3") as found:
         optimizer.load_state_dict(saved)
     assert [warning.filename for warning in found] == [__file__]
+
+
+def test_what_does_not_fit_is_told_by_its_name_where_it_has_one():
+    def make(width: int):
+        return compopt.RadiusAdamW(torch.nn.Linear(width, 80).named_parameters())
+
+    optimizer, other = make(70), make(90)
+    for p in other.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    other.step()
+    with pytest.raises(ValueError, match=r"of parameter 0 \(weight\) has 7200 elements, 5600 are needed"):
+        optimizer.load_state_dict(other.state_dict())

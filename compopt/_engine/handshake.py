@@ -105,7 +105,8 @@ def explain_mismatch(engine: Engine, comm: Comm) -> Turns[NoReturn]:
                     f"rank {rank} has {b or 'nothing'!r}: make them equal."
                 )
     raise ValueError(
-        "ranks differed in their settings at this step, and nothing was applied: make them equal."
+        "ranks differed in an option of their parameter groups at this step, and nothing was "
+        "applied. They are equal by now: change options on all ranks before the same step."
     )
 
 
@@ -119,7 +120,8 @@ def tell_failure(engine: Engine, comm: Comm, mine: Exception | None) -> Turns[No
     theirs = yield from _tell(said, engine.device, comm)
     who = [f"rank {rank} ({lines[0]})" for rank, lines in enumerate(theirs) if lines]
     raise CommunicationError(
-        f"the gradients of {', '.join(who) or 'another shard'} could not be sent"
+        f"the gradients of {', '.join(who) or 'another shard'} could not be sent, and nothing was "
+        "applied: mend what is said of that rank there, and call step() again on all ranks."
     )
 
 

@@ -34,7 +34,7 @@ Layouts = Mapping[str, Layout]
 class Arriving:
     """What a state dict holds of one tensor, and where it goes."""
 
-    number: int  # of the tensor among all
+    called: str  # its number among all, and its name where it has one
     member: Member
     layouts: Layouts
     entry: dict[str, Any]
@@ -104,14 +104,15 @@ def _arriving(engine: Engine, state_dict: dict[str, Any], written_by: str) -> It
         options = {**group, **other}
         for place, (p, key) in enumerate(zip(group["params"], other["params"], strict=True)):
             member, layouts = known[p]
+            name = names[place] if names else ""
+            called = f"parameter {number}" + (f" ({name})" if name else "")
             entry = state_dict["state"].get(key, {})
             # torch.optim keeps nothing for what never had a gradient, and no residuals
             if entry or (ours and place not in other.get("without_state", ())):
-                name = names[place] if names else ""
                 compressed = ours and engine.face.is_compressed(p, options, name)
                 wanted = _wanted(layouts, compressed)
-                _check_names(number, entry, layouts, wanted, engine.name)
-            yield Arriving(number, member, layouts, compact(entry, layouts, member))
+                _check_names(called, entry, layouts, wanted, engine.name)
+            yield Arriving(called, member, layouts, compact(entry, layouts, member))
             number += 1
 
 
@@ -213,27 +214,25 @@ def _wanted(layouts: Layouts, compressed: bool) -> set[str]:
 
 
 def _check_names(
-    number: int, entry: dict[str, Any], layouts: Layouts, wanted: set[str], ours: str
+    called: str, entry: dict[str, Any], layouts: Layouts, wanted: set[str], ours: str
 ) -> None:
     if wanted - entry.keys():
         raise ValueError(
-            f"loaded state of parameter {number} lacks {', '.join(sorted(wanted - entry.keys()))}: "
+            f"loaded state of {called} lacks {', '.join(sorted(wanted - entry.keys()))}: "
             f"it is damaged, or of an optimizer that {ours} cannot go on from."
         )
     for name in layouts.keys() & entry.keys():
         if not isinstance(entry[name], Tensor):
-            raise ValueError(
-                f"loaded state {name!r} of parameter {number} is no tensor: it is damaged."
-            )
+            raise ValueError(f"loaded state {name!r} of {called} is no tensor: it is damaged.")
 
 
 def _check(tensor: Arriving) -> None:
     """Raise ValueError where a state is not what it should be."""
-    member, number = tensor.member, tensor.number
+    member, called = tensor.member, tensor.called
     for name, value in tensor.entry.items():
         if name == "step" and not (isinstance(value, (Tensor, int, float)) and float(value) >= 0):
             raise ValueError(
-                f"loaded state 'step' of parameter {number} is {value!r}, no count: it is damaged."
+                f"loaded state 'step' of {called} is {value!r}, no count: it is damaged."
             )
         if name not in tensor.layouts:
             continue
@@ -241,12 +240,12 @@ def _check(tensor: Arriving) -> None:
         want = layout.wanted(value, member, tensor.entry)
         if value.numel() != want:
             raise ValueError(
-                f"loaded state {name!r} of parameter {number} has {value.numel()} elements, "
+                f"loaded state {name!r} of {called} has {value.numel()} elements, "
                 f"{want} are needed for shape {tuple(member.param.shape)}."
             )
         if not _fits(value, layout.dtype):
             raise ValueError(
-                f"loaded state {name!r} of parameter {number} is of {value.dtype} or not finite, "
+                f"loaded state {name!r} of {called} is of {value.dtype} or not finite, "
                 f"and {layout.dtype} is needed: it is damaged."
             )
 
