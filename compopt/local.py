@@ -160,7 +160,7 @@ class LocalSteps(Wrapping):
         return {"residual": Dense(dtype, compressed_only=True, optional=True)}
 
     def _specs(self, bucket: Bucket) -> dict[str, Layout]:
-        if self._averages_gradients:
+        if self.averages_gradients:
             return super()._specs(bucket)
         return {"residual": Prefix(bucket.wide, lambda p: 0, compressed_only=True, optional=True)}
 
@@ -171,13 +171,13 @@ class LocalSteps(Wrapping):
             self._averages = Averages()
 
     @property
-    def _averages_gradients(self) -> bool:
+    def averages_gradients(self) -> bool:
         """Whether the step that comes is one of the averaged start."""
         h = self._own_groups[0]
         return bool(h["step"] < h["warmup_steps"])
 
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
-        if self._averages_gradients:
+        if self.averages_gradients:
             super().gradients_ready(params)
         else:
             self._rounds.poll()
@@ -185,7 +185,7 @@ class LocalSteps(Wrapping):
     # Local steps
 
     def step_in_turns(self) -> Generator[Pending, None, None]:
-        if self._averages_gradients:
+        if self.averages_gradients:
             yield from super().step_in_turns()
         else:
             refuse(self._engine)
@@ -255,7 +255,7 @@ class LocalSteps(Wrapping):
         No communication.
         """
         saved = super().state_dict()
-        for entry in saved["state"].values() if not self._averages_gradients else ():
+        for entry in saved["state"].values() if not self.averages_gradients else ():
             entry.pop("residual", None)
         if (fragments := self._rounds.saved()) is not None:
             saved["outer"] = fragments

@@ -72,6 +72,56 @@ def test_real_ranks_apply_a_delayed_exchange_at_the_same_step():
     assert [told[3] for told in runs[0]] == [told[3] for told in runs[1]]
 
 
+def train_on(ddp, optimizer, rank: int, steps: int) -> tuple[bool, int]:
+    """Whether replicas are equal after so many steps, and what was received in the last of them."""
+    for t in range(steps):
+        time.sleep(0.1)
+        before = received()
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * t + rank))
+        optimizer.zero_grad()
+        (ddp(x) - x.flip(1)).square().mean().backward()
+        optimizer.step()
+    got = received() - before
+    weights = torch.cat([p.detach().view(-1) for p in ddp.module.parameters()])
+    other = weights.clone()
+    torch.distributed.broadcast(other, 0)
+    same = torch.tensor([float(torch.equal(weights, other))])
+    torch.distributed.all_reduce(same, torch.distributed.ReduceOp.MIN)
+    return bool(same), got
+
+
+def goes_on_with_another(rank: int) -> dict[str, tuple[bool, int] | bool]:
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(64, 128), torch.nn.BatchNorm1d(128), torch.nn.ReLU(), torch.nn.Linear(128, 64)
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+    adamw = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    optimizer = compopt.LocalSteps(adamw, 4, warmup_steps=3, every_warmup_steps=0)
+    found: dict = {"start": train_on(ddp, optimizer, rank, 3)}
+    found["within a round"] = train_on(ddp, optimizer, rank, 3)
+    found["collects"] = ddp.require_backward_grad_sync
+    found["end of a round"] = train_on(ddp, optimizer, rank, 1)
+    with ddp.no_sync():  # as accumulation does
+        ddp(torch.randn(16, 64)).sum().backward()
+    optimizer = compopt.SeparateAdam(ddp.parameters(), warmup_steps=1)
+    found["averaging by another"] = train_on(ddp, optimizer, rank, 4)
+    optimizer = compopt.LocalSteps(torch.optim.AdamW(ddp.parameters(), lr=1e-2), 4, every_warmup_steps=0)
+    train_on(ddp, optimizer, rank, 4)
+    del optimizer
+    found["averaging by DDP"] = train_on(ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-2), rank, 2)
+    return found
+
+
+def test_ddp_collects_gradients_only_where_somebody_averages_them():
+    """Nor does it exchange buffers while ranks step on their own; afterwards all is as it was."""
+    for found in run_ranks(goes_on_with_another, 2):
+        assert found["start"][0] and found["start"][1] > 0
+        assert not found["within a round"][0] and found["within a round"][1] < 200, "buffers alone are 1 KB"
+        assert not found["collects"]
+        assert found["end of a round"][0] and found["end of a round"][1] > 0
+        assert found["averaging by another"][0] and found["averaging by DDP"][0]
+        assert found["averaging by DDP"][1] > 4 * (64 * 128 * 2), "dense, by DDP itself"
+
+
 def waits_apart(rank: int) -> float:
     from compopt._wire.comm import Comm, timeout_of
 

@@ -50,6 +50,13 @@ class Face:
     # every so many steps a checksum of the parameters rides in the payload; 0: never
     check_replicas_every = 0
 
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the step that comes averages gradients over ranks; else it is a rank's own, and
+        nobody has to collect them.
+        """
+        return True
+
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         raise NotImplementedError
 

@@ -84,6 +84,8 @@ class Handover:
         self._trained: list[bool] = []
         # Those with a hook of ours.
         self._heard: set[Tensor] = set()
+        # DDP does not collect gradients: ranks step on their own.
+        self._idle = False
         advice = "compopt needs that place: remove the other hook, or train with torch.optim."
         # Ours is there in a copy.
         ddp._comm_hooks[:] = [(hook, state) for hook, state in ddp._comm_hooks if hook is not _hook]
@@ -127,8 +129,12 @@ class Handover:
                     return
                 del self._since[ref]
                 other.retire()
-        self._since[weakref.ref(optimizer)] = since
+        this = weakref.ref(self)
+        if not any(ref() is optimizer for ref in self._since):
+            optimizer.told_of_steps.append(lambda: _let(this, Handover.stepped))
+        self._since[weakref.ref(optimizer, lambda _: _let(this, Handover.wake))] = since
         self._trained = []
+        self.wake()
         self.listen()
         optimizer.take_over()
 
@@ -155,7 +161,7 @@ class Handover:
             ddp = None if handover is None else handover._ddp()
             if handover is None or ddp is None:
                 return
-            if ddp.require_backward_grad_sync and handover.by_parameter:
+            if handover.by_parameter and (ddp.require_backward_grad_sync or handover._idle):
                 handover.finished([p])
 
         for p in self.ddp.parameters():
@@ -173,7 +179,24 @@ class Handover:
             # from inside it.
             _after_backward(lambda: _after_backward(self._backward_done))
         for optimizer in self.optimizers():
+            if self._idle:
+                optimizer.handed_over()
             optimizer.gradients_ready(params)
+
+    def stepped(self) -> None:
+        """An optimizer has stepped: where the next step is a rank's own, DDP copies no gradients
+        into its buckets and back, as within its ``no_sync()``.
+        """
+        averages = any(optimizer.averages_gradients for optimizer in self.optimizers())
+        if averages:
+            self.wake()
+        elif self.by_parameter:
+            self._idle, self.ddp.require_backward_grad_sync = True, False
+
+    def wake(self) -> None:
+        """DDP collects gradients again: an optimizer averages them, or none of ours is left."""
+        if self._idle:
+            self._idle, self.ddp.require_backward_grad_sync = False, True
 
     def _begin(self) -> None:
         """Look, once in a backward, whether everything that is trained has somebody who averages
@@ -228,6 +251,13 @@ def _give_back(handover: Handover | None, bucket: GradBucket) -> torch.futures.F
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
+
+
+def _let(handover: weakref.ref[Handover], do: Callable[[Handover], None]) -> None:
+    """Unless its DDP is gone."""
+    alive = handover()
+    if alive is not None and alive._ddp() is not None:
+        do(alive)
 
 
 def _after_backward(callback: Callable[[], None]) -> None:
