@@ -6,9 +6,11 @@ import math
 import os
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import compopt
 from compopt.costmodel import DEVICES, METHODS, advise
 from compopt.costmodel.advice import DENSE, WORTH_IT
 
@@ -58,17 +60,18 @@ def test_no_prediction_is_impossible(situation, factor):
     assert len(widths) <= 2  # columns line up; losses and "does not fit" may be longer at the end
 
 
+LOCAL = "LocalSteps 30, growing 900"
 EXPERT = {  # parameters, ranks, bit/s of a rank, seconds of computation, device: what to do
-    "124 M on 4 GPUs over 1 Gbit/s": (124e6, 4, 1e9, 0.3, "a100", "tracked 16, int8"),
-    "350 M on 8 over 100 Mbit/s": (350e6, 8, 1e8, 0.4, "a100", "tracked 16, int4"),
+    "124 M on 4 GPUs over 1 Gbit/s": (124e6, 4, 1e9, 0.3, "a100", LOCAL),
+    "350 M on 8 over 100 Mbit/s": (350e6, 8, 1e8, 0.4, "a100", LOCAL),
     "7 B on 64 over 25 Gbit/s": (7e9, 64, 25e9, 2.0, "h100", "tracked 16, int8"),
     "7 B on 64 over 400 Gbit/s": (7e9, 64, 400e9, 2.0, "h100", DENSE),
     "70 B on 512 over 200 Gbit/s": (70e9, 512, 200e9, 10.0, "h100", DENSE),
     "1 B alone": (1e9, 1, 1e9, 1.0, "h100", DENSE),
     "124 M inside one node": (124e6, 8, 2.4e12, 0.1, "h100", DENSE),
     "10 M on two CPUs over 10 Gbit/s": (10e6, 2, 10e9, 0.4, "cpu", DENSE),
-    "10 M on two CPUs over 100 Mbit/s": (10e6, 2, 1e8, 0.4, "cpu", "tracked 16, int8"),
-    "1.8 B on 16 across towns, 500 Mbit/s": (1.8e9, 16, 5e8, 1.0, "rtx4090", "tracked 16, int8"),
+    "10 M on two CPUs over 100 Mbit/s": (10e6, 2, 1e8, 0.4, "cpu", LOCAL),
+    "1.8 B on 16 across towns, 500 Mbit/s": (1.8e9, 16, 5e8, 1.0, "rtx4090", LOCAL),
 }
 
 
@@ -82,3 +85,9 @@ def test_the_answer_is_an_experts(words):
 def test_every_row_can_be_pasted():
     for name, method in METHODS.items():
         compile(method.line, name, "eval")
+        if "compopt.LocalSteps" in method.line:
+            params = [torch.nn.Parameter(torch.zeros(4, 4))]
+            line = method.line.replace("lr=...", "lr=1e-3")
+            group = eval(line, {"compopt": compopt, "torch": torch, "params": params}).state_dict()["param_groups"][0]
+            asked = group["every"], group["every_warmup_steps"], group["payload_dtype"], group["delay"]
+            assert asked == (method.options["every"], method.growing, "int4", 0), name

@@ -39,10 +39,10 @@ def asked(parameters: float = 10e6, ranks: int = 4, link: float = 1e8, step_s: f
 
 def test_slow_links_want_compression_and_fast_ones_none():
     slow = asked(link=1e8)
-    assert slow.method == "tracked 16, int4" and max(row.run for row in slow.rows) > 5
+    assert slow.method == "LocalSteps 30, growing 900" and max(row.run for row in slow.rows) > 5
     fast = asked(link=1e13)
     assert fast.method == DENSE and fast.recommendation.startswith("Stay dense") and "a rank one would" in fast.why
-    assert fast.line.startswith("torch.optim.AdamW") and slow.line.startswith("compopt.SeparateAdam")
+    assert fast.line.startswith("torch.optim.AdamW") and slow.line.startswith("compopt.LocalSteps(torch.optim.AdamW")
 
 
 def test_stay_dense_where_compressing_costs_more_than_it_saves():
@@ -70,13 +70,31 @@ def test_the_dense_start_and_overlap_lower_the_gain():
 
 
 def test_the_loss_budget_and_memory_decide_what_may_be_advised():
-    assert asked(loss_budget=0.001).method == DENSE
-    assert "times as fast, but had" in asked(loss_budget=0.001).why
+    assert asked(loss_budget=0.01).method == "tracked 16, int8"
+    least_loss = asked(loss_budget=0.001)
+    assert least_loss.method == "tracked 32, int4" and "0.4 % below AdamW's" in least_loss.why
+    thin = advise(10_000_000, ranks=4, link_bits_per_s=1e8, step_s=0.1, local=(1e12, 1e8), loss_budget=0.001)
+    assert thin.method == DENSE and "times as fast, but had" in thin.why  # products cost too much
+    assert "unknown" not in thin.why
     least = 8 * 10e6 + METHODS[DENSE](Workload.of_size(10_000_000), 4).state  # dense fits, residuals do not
     tight = asked(memory_bytes=1.01 * least / 0.6, shard=1)
     fits = {row.method: row.fits for row in tight.rows}
     assert fits[DENSE] and fits["ScapeAdamS"] and not fits["tracked 16, int8"]
     assert "does not fit" in str(tight)
+    assert asked(memory_bytes=1.5 * least / 0.6, shard=1).method == "tracked 16, int4"  # no room for anchors
+
+
+def test_local_steps_are_told_by_their_rounds_and_ranks():
+    slow = asked(ranks=8)
+    assert "its rounds growing over 900 of 2000 steps" in slow.why and "at 1.1 % of the bytes" in slow.why
+    assert "2000 steps on 4 ranks" in slow.why and "More than 4 ranks were not measured" in slow.why
+    assert "not measured" not in asked(ranks=4).why
+    tight = next(advice for rate in range(70, 131) if 1.05 <= best_run(advice := asked(link=10 ** (rate / 10))) < 1.2)
+    assert tight.method.startswith("LocalSteps") and "time both" in tight.why and "when=" not in tight.why
+
+
+def best_run(advice):
+    return next(row.run for row in advice.rows if row.method == advice.method)
 
 
 def test_a_model_that_does_not_fit_is_cut_over_ranks():

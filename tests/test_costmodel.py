@@ -173,6 +173,26 @@ def test_overlap_hides_only_what_fits_and_masks_only_what_a_step_lasts():
     assert step_seconds(machine, Cost(reduced=0.0, hidden=6e6), 2.0).exchange == pytest.approx(1.0)
 
 
+def test_what_a_round_exchanges_is_waited_for_but_for_the_steps_of_its_delay():
+    machine = Machine(2, 1e6, latency_s=0.0)
+    round_of_ten = Cost(reduced=3e5, every=10)  # 3 seconds, once
+    for delay, seconds in {0: 0.3, 1: 0.2, 2: 0.1, 3: 0.0, 4: 0.0}.items():
+        step = step_seconds(machine, dataclasses.replace(round_of_ten, delay=delay), 1.0, overlap_s=0.9)
+        assert step.exchange == pytest.approx(seconds)
+    late = step_seconds(Machine(4, 1e6, latency_s=0.5), round_of_ten, 1.0).exchange
+    assert late == pytest.approx((6 * 0.5 + 1.5 * 3) / 10)  # six messages a round, not a step
+
+
+def test_longer_rounds_wait_and_send_less_and_keep_as_much():
+    work, machine = Workload.of_size(100_000_000), Machine(4, 1e7)
+    thirty, long = METHODS["LocalSteps 30"](work, 4), METHODS["LocalSteps 300"](work, 4)
+    every_step = METHODS["LocalSteps 30"](work, 4, every=1)
+    waits = [step_seconds(machine, cost, 1.0).exchange for cost in (every_step, thirty, long)]
+    assert waits[0] == pytest.approx(30 * waits[1]) == pytest.approx(300 * waits[2])
+    assert thirty.reduced == (1 / 2 + 4 / 128) * 1e8 / 30 and thirty.state == long.state == 24e8
+    assert METHODS["LocalSteps 30"](work, 4, every=3, delay=9).delay == 3  # one exchange on its way at a time
+
+
 def test_warm_up_steps_are_dense():
     assert training_speedup(2.0, 1.0) == 2.0
     assert training_speedup(2.0, 1.0, warmup_share=0.5) == pytest.approx(4 / 3)

@@ -21,9 +21,10 @@ from .data_parallel import (
 )
 from .devices import DEVICES, Device
 from .fitting import Fit, fit, fit_communication
-from .methods import MEASURED_ON, METHODS, Cost, Method, Workload
+from .methods import MEASURED_ON, METHODS, Method
 from .model_parallel import PAPER, LayerCosts, layer_flops, layer_seconds, speedup
 from .predicting import Row, Situation, rows_of
+from .workload import Cost, Workload
 
 __all__ = [
     "DEVICES",

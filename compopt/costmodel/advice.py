@@ -15,9 +15,10 @@ import torch
 
 from .data_parallel import Machine
 from .devices import DEVICES
-from .methods import MEASURED_ON, METHODS, Workload
+from .methods import LOCAL_RANKS, METHODS, RUN, Method
 from .predicting import DENSE, Row, Situation, copies_over, part_of, rows_of
 from .telling import rate_in_words, seconds_in_words, table, told
+from .workload import Workload
 
 # A predicted gain below this says nothing.
 WORTH_IT = 1.05
@@ -150,18 +151,30 @@ def _decided(situation: Situation, rows: list[Row]) -> Advice:
 
 def _why(situation: Situation, rows: list[Row], best: Row) -> str:
     dense = next(row for row in rows if row.method == DENSE)
-    start = METHODS[best.method].start
+    method = METHODS[best.method]
     took, takes = seconds_in_words(dense.step.total), seconds_in_words(best.step.total)
     return (
-        f"a step takes {takes} instead of {took}, and the whole run, its first {100 * start:.0f} % "
-        f"dense, is {best.run:.1f} times as fast at {100 * best.run_bytes:.0f} % of the bytes. Its "
-        f"loss was {_percent(best.loss)} AdamW's on {MEASURED_ON}. "
-        f"{_sure(best.run)}{_wide(situation, best)}"
+        f"a step takes {takes} instead of {took}, and the whole run, {_beginning(method)}, is "
+        f"{best.run:.1f} times as fast at {_share(best.run_bytes)} % of the bytes. Its loss was "
+        f"{_percent(best.loss)} AdamW's on {method.measured_on}. "
+        f"{_sure(best)}{_wide(situation, best)}"
     )
 
 
+def _beginning(method: Method) -> str:
+    if method.growing:
+        return f"its rounds growing over {method.growing} of {RUN} steps"
+    return f"its first {100 * method.start:.0f} % dense"
+
+
+def _share(of_one: float) -> str:
+    return f"{100 * of_one:.0f}" if of_one >= 0.1 else f"{100 * of_one:.2g}"
+
+
 def _wide(situation: Situation, best: Row) -> str:
-    """A rank keeps less of a wider matrix than of those on which losses were measured."""
+    """What losses were not measured on: wider matrices, of which a rank keeps less; more ranks."""
+    if METHODS[best.method].growing and situation.machine.ranks > LOCAL_RANKS:
+        return f" More than {LOCAL_RANKS} ranks were not measured."
     rank = METHODS[best.method].options.get("rank", 16)
     if "tracked" not in best.method or situation.work.side <= 2 * MEASURED_WIDTH:
         return ""
@@ -186,7 +199,7 @@ def _why_dense(situation: Situation, rows: list[Row]) -> str:
         f"a dense step waits {waiting:.0f} % of its time for the network, and no method within the "
         f"loss budget of {100 * situation.loss_budget:g} % makes the run 5 % faster."
     )
-    others = [row for row in rows if row.ours and row.run >= WORTH_IT]
+    others = [row for row in rows if row.ours and row.loss and row.run >= WORTH_IT]
     if others:
         other = max(others, key=lambda row: row.run)
         run = f"{other.method} would make it {other.run:.1f} times as fast"
@@ -203,18 +216,21 @@ def _against(row: Row) -> str:
 
 
 def _percent(loss: float | None) -> str:
-    return "an unknown share of" if loss is None else f"{100 * (loss - 1):.1f} % above"
+    if loss is None:
+        return "an unknown share of"
+    return f"{abs(100 * (loss - 1)):.1f} % {'above' if loss >= 1 else 'below'}"
 
 
-def _sure(run: float) -> str:
+def _sure(row: Row) -> str:
     """How far the prediction is from the point where the answer changes."""
-    if run >= 2 * WORTH_IT:
+    if row.run >= 2 * WORTH_IT:
         return "That holds even if these numbers are off by a factor of two."
-    if run >= 1.2 * WORTH_IT:
-        return (
-            'No close call, but try it: when="auto" times dense and compressed steps and decides.'
-        )
-    return 'That is a close call: let when="auto" time dense and compressed steps and decide.'
+    close = row.run < 1.2 * WORTH_IT
+    if METHODS[row.method].growing:  # its class has no `when`
+        return "That is a close call: time both." if close else "No close call, but time both."
+    if close:
+        return 'That is a close call: let when="auto" time dense and compressed steps and decide.'
+    return 'No close call, but try it: when="auto" times dense and compressed steps and decides.'
 
 
 def pays_below(situation: Situation) -> float | None:

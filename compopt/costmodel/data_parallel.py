@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .methods import Cost
+from .workload import Cost
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ def step_seconds(machine: Machine, cost: Cost, compute_s: float, overlap_s: floa
         compute_s: seconds of a dense step with no communication (forward, backward and AdamW). No
             prediction is below: a method with fewer passes over memory than AdamW is not credited
             for them.
-        overlap_s: seconds of the backward pass during which gradients may already travel.
+        overlap_s: seconds of the backward pass during which gradients may already travel; what goes
+            out at the end of a round does not.
 
     Raises:
         ValueError: `compute_s` is not positive, or `overlap_s` is not within it.
@@ -99,10 +100,20 @@ def step_seconds(machine: Machine, cost: Cost, compute_s: float, overlap_s: floa
             f"got {compute_s} and {overlap_s}."
         )
     local = max(0.0, cost.traffic) / machine.memory_bytes_per_s + cost.flops / machine.flops_per_s
+    if cost.every is not None:
+        return Step(compute_s, local, _waited_at_rounds(machine, cost, cost.every, compute_s))
     waited = all_reduce_seconds(machine, cost.reduced) + all_gather_seconds(machine, cost.gathered)
     # Masks travel behind the next forward and backward; what does not fit there is waited for.
     late = max(0.0, all_gather_seconds(machine, cost.hidden) - compute_s)
     return Step(compute_s, local, max(0.0, waited - overlap_s) + late)
+
+
+def _waited_at_rounds(machine: Machine, cost: Cost, every: int, compute_s: float) -> float:
+    """Seconds a step, as a mean over a round: of its exchange what does not fit behind the steps
+    that its application is delayed by.
+    """
+    whole = all_reduce_seconds(machine, every * cost.reduced)
+    return max(0.0, whole - cost.delay * compute_s) / every
 
 
 def training_speedup(dense: float, compressed: float, warmup_share: float = 0.0) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .methods import Workload
+from .workload import Workload
 
 
 def measure_local() -> tuple[float, float]:

@@ -7,13 +7,14 @@ tests/test_costmodel_bytes.py holds the bytes against ``optimizer.stats`` of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
+from .._local import rounds
 from .._wire.quantise import ROW
+from .workload import Cost, Workload
 
 # Gradients, payloads and optimizer state are fp32.
 FLOAT = 4
@@ -21,84 +22,6 @@ FLOAT = 4
 TOP_K = 25 * FLOAT
 # bytes an element that PyTorch's operators move for a sampled threshold: flags, words, positions
 THRESHOLD = 60
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The parameters of one model.
-
-    Args:
-        parameters: how many.
-        compressed: share of them in tensors that are compressed (at least 2-D and 4096 elements).
-        side: the smaller side of those tensors, averaged by size. What a projection costs.
-        perimeter: sum of (rows + columns) over those tensors. What low-rank factors cost.
-        large: share of parameters in matrices that are not attention's. What TAGC compresses by
-            default.
-    """
-
-    parameters: int
-    compressed: float
-    side: float
-    perimeter: float
-    large: float
-
-    @classmethod
-    def of_size(cls, parameters: int) -> Workload:
-        """A transformer of so many parameters: 64 times as wide as deep, 12 width^2 a layer, two
-        thirds in the MLP.
-        """
-        if parameters < 1:
-            raise ValueError(f"parameters must be positive; got {parameters}.")
-        width = max(8.0, (64 * parameters / 12) ** (1 / 3))
-        return cls(parameters, 0.997, width, 16 * parameters / (12 * width), 2 / 3)
-
-    @classmethod
-    def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> Workload:
-        """Read named parameters, `model.named_parameters()`; those not requiring gradients are left
-        out.
-        """
-        named = [(name, p) for name, p in named if p.requires_grad]
-        if not named:
-            raise ValueError("No parameter requires a gradient: there is nothing to average.")
-        total = sum(p.numel() for _, p in named)
-        chosen = [(name, p) for name, p in named if p.ndim >= 2 and p.numel() >= 4096]
-        size = sum(p.numel() for _, p in chosen)
-        side = sum(p.numel() * min(p.shape[-1], p.numel() // p.shape[-1]) for _, p in chosen) / max(
-            1, size
-        )
-        perimeter = sum(p.numel() // p.shape[-1] + p.shape[-1] for _, p in chosen)
-        attention = ("attn", "attention", "qkv", "q_proj", "k_proj", "v_proj", "o_proj")
-        large = sum(
-            p.numel() for name, p in chosen if not any(word in name.lower() for word in attention)
-        )
-        return cls(total, size / total, side, float(perimeter), large / total)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """One method on one workload: amounts a step and a rank, for the whole model.
-
-    Args:
-        reduced: bytes handed to all-reduce.
-        gathered: bytes every rank holds after gathers, or held before reduce-scatters, that the
-            step waits for.
-        hidden: such bytes that travel while the next forward and backward run.
-        state: bytes of optimizer state.
-        traffic: bytes moved in memory beyond a dense AdamW step; negative when there are fewer.
-        flops: floating-point operations beyond it.
-    """
-
-    reduced: float
-    gathered: float = 0.0
-    hidden: float = 0.0
-    state: float = 0.0
-    traffic: float = 0.0
-    flops: float = 0.0
-
-    @property
-    def sent(self) -> float:
-        """Bytes a rank hands to collectives in a step, averaged."""
-        return self.reduced + self.gathered + self.hidden
 
 
 def _dense(work: Workload, ranks: int, width: int = FLOAT) -> Cost:
@@ -180,6 +103,23 @@ def _tagc(work: Workload, ranks: int, sparsity: float = 0.9875, width: int = FLO
     )
 
 
+def _local_steps(
+    work: Workload, ranks: int, every: int = 30, delay: int = 0, bits: int = 4
+) -> Cost:
+    n = work.parameters
+    # Once a round: codes, and a scale for each row, of all parameters.
+    return Cost(
+        reduced=(bits / 8 + FLOAT / ROW) * n / every,
+        # AdamW's moments; anchors, outer momentum, residual, and what moved while it is exchanged.
+        state=(8 + 16) * n,
+        # anchor - w and its norm 16, + residual 12, codes both ways 31, mean and residual 16,
+        # Nesterov's momentum 44, new parameters 8.
+        traffic=127 * n / every,
+        every=every,
+        delay=min(delay, every),
+    )
+
+
 def _powersgd(work: Workload, ranks: int, rank: int = 4) -> Cost:
     n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
     return Cost(
@@ -188,6 +128,16 @@ def _powersgd(work: Workload, ranks: int, rank: int = 4) -> Cost:
         traffic=40 * n,
         flops=6 * n * rank,
     )
+
+
+MEASURED_ON = "a GPT of 0.9 M parameters, width 128, 800 to 1500 steps, one seed"
+# Steps and ranks of the runs in which losses of local steps were measured.
+RUN = 2000
+LOCAL_RANKS = 4
+LOCAL_ON = (
+    f"a GPT of 0.9 M parameters, width 128, {RUN} steps on {LOCAL_RANKS} ranks, one seed, within a "
+    "round"
+)
 
 
 @dataclass(frozen=True)
@@ -202,6 +152,9 @@ class Method:
             not measured.
         start: share of those runs' steps that were averaged dense first.
         ours: whether it is a class of this package.
+        options: of the formula, in this row.
+        growing: steps over which rounds grew from one step to their length.
+        measured_on: what ``loss`` was measured on.
     """
 
     cost: Callable[..., Cost]
@@ -210,16 +163,47 @@ class Method:
     start: float = 0.15
     ours: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    growing: int = 0
+    measured_on: str = MEASURED_ON
 
     def __call__(self, work: Workload, ranks: int, **options: Any) -> Cost:
         return self.cost(work, ranks, **{**self.options, **options})
 
+    def after_start(self, work: Workload, ranks: int) -> list[tuple[float, Cost]]:
+        """What follows the dense start of a run: shares of these steps, and the cost of a step.
 
-MEASURED_ON = "a GPT of 0.9 M parameters, width 128, 800 to 1500 steps, one seed"
+        Where rounds grow, one for every length of a round in a run of ``RUN`` steps.
+        """
+        cost = self(work, ranks)
+        if cost.every is None:
+            return [(1.0, cost)]
+        lengths = Counter(rounds_of_run(cost.every, self.growing, RUN))
+        return [(n * k / RUN, self(work, ranks, every=k)) for k, n in lengths.items()]
+
+
+def rounds_of_run(every: int, growing: int, steps: int) -> list[int]:
+    """Lengths of the rounds of a run of so many steps; ``end_round()`` ends the last one."""
+    options, lengths, since = {"every": every, "every_warmup_steps": growing}, [], 0
+    while since < steps:
+        lengths.append(min(rounds.length(options, since), steps - since))
+        since += lengths[-1]
+    return lengths
+
+
 TRACKED = (
     'compopt.SeparateAdam(params, lr=..., projection="tracked", rank={}, payload_dtype="{}", '
     "warmup_steps=...)"
 )
+LOCAL = "compopt.LocalSteps(torch.optim.AdamW(params, lr=...), every={}{})"
+
+
+def _row_of_rounds(every: int, loss: float | None, growing: int = 600) -> Method:
+    """A row of local steps; 600 is the class's default."""
+    line = LOCAL.format(every, "" if growing == 600 else f", every_warmup_steps={growing}")
+    options = {"every": every}
+    return Method(_local_steps, line, loss, 0.0, True, options, growing, LOCAL_ON)
+
+
 METHODS: dict[str, Method] = {
     "AdamW+DDP": Method(_dense, "torch.optim.AdamW(params, lr=...)", 1.0, start=0.0, ours=False),
     "RadiusAdamW": Method(
@@ -237,7 +221,17 @@ METHODS: dict[str, Method] = {
     ),
     "tracked 16, int8": Method(_tracked, TRACKED.format(16, "int8"), 1.008),
     "tracked 16, int4": Method(_tracked, TRACKED.format(16, "int4"), 1.012, options={"bits": 4}),
+    "tracked 32, int4": Method(
+        _tracked, TRACKED.format(32, "int4"), 0.996, options={"rank": 32, "bits": 4}
+    ),
+    "tracked 8, int4": Method(
+        _tracked, TRACKED.format(8, "int4"), 1.023, options={"rank": 8, "bits": 4}
+    ),
     "tracked 4, int8": Method(_tracked, TRACKED.format(4, "int8"), 1.053, options={"rank": 4}),
+    "LocalSteps 30": _row_of_rounds(30, 1.026),
+    "LocalSteps 30, growing 900": _row_of_rounds(30, 1.013, 900),
+    "LocalSteps 300": _row_of_rounds(300, None),
+    "LocalSteps 300, growing 2000": _row_of_rounds(300, 1.069, 2000),
     "TagcAdamW": Method(
         _tagc, "compopt.TagcAdamW(named_params, lr=..., sparsity=0.9875, warmup_steps=...)", 1.030
     ),

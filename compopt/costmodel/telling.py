@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .methods import MEASURED_ON
+from .methods import LOCAL_ON, MEASURED_ON
 from .predicting import Row, Situation
 
 
@@ -47,7 +47,8 @@ def table(rows: list[Row]) -> str:
         )
         for line in lines
     ]
-    return "\n".join([*text, f"* not ours.  Losses: over AdamW's, on {MEASURED_ON}."])
+    losses = f"* not ours.  Losses: over AdamW's, on {MEASURED_ON};"
+    return "\n".join([*text, losses, f"of LocalSteps on {LOCAL_ON}."])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
