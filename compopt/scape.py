@@ -43,14 +43,7 @@ from ._ops.commits import keep_absent
 from ._ops.moment import own_x
 from ._ops.ops import Ops
 from ._sharded.scape import fold_common, sharded_scape
-from ._sparse.dealing import (
-    deal_now,
-    make_room,
-    mask_now,
-    mask_values,
-    restore,
-    values_kept,
-)
+from ._sparse.dealing import deal_now, make_room, mask_now, mask_values, restore, values_kept
 from ._sparse.momentum import clip, make_x, update
 from ._sparse.options import OFFLOADS, check_scape
 from ._sparse.selection import Selection, keep_masks
@@ -88,7 +81,14 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
     old = make_room(bucket, mean, mask)
     behind = selection if delayed else None
     ops.run(  # lines 10, 11 and 15 to 21
-        "scape.commit", commit, bucket, mean, mask, old, factor, behind
+        "scape.commit",
+        commit,
+        bucket,
+        mean,
+        mask,
+        old,
+        factor,
+        behind,
     )
     yield from keep_masks(bucket, mask, mean, selection)  # line 15: gathered meanwhile
 

@@ -213,7 +213,8 @@ def timeout_of(group: ProcessGroup | None) -> timedelta | None:
     does not.
     """
     try:
-        limit = group._get_backend(group._device_types[0]).options._timeout  # type: ignore[union-attr]
+        device = group._device_types[0]  # type: ignore[union-attr]
+        limit = group._get_backend(device).options._timeout  # type: ignore[union-attr]
     except (AttributeError, IndexError, RuntimeError):
         return None
     return limit if isinstance(limit, timedelta) else None
