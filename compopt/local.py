@@ -40,7 +40,7 @@ from ._engine.wrapping import Wrapping
 from ._local import options
 from ._local.engine import LocalEngine
 from ._local.outer import Outer
-from ._local.stats import with_rounds
+from ._local.stats import begun, with_rounds
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Prefix
 from ._wire.comm import Comm, ProcessGroup
@@ -151,6 +151,10 @@ class LocalSteps(Wrapping):
                 self._engine, self.base, lambda h: outer or partial(outer_sgd, h)
             )
 
+    def after_layout(self) -> None:
+        super().after_layout()
+        self._engine.stats = begun(self._engine.stats, self._own_groups[0])
+
     # The averaged start
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
@@ -248,9 +252,8 @@ class LocalSteps(Wrapping):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, of our own options, with the inner optimizer's ``state_dict()`` under "base",
-        and under "outer" for every fragment its anchors, its outer optimizer's ``state_dict()``,
-        and what is on its way.
+        """As torch's, of our own options, with the inner optimizer's under "base", and for every
+        fragment under "outer" its anchors, its outer optimizer's, and what is on its way.
 
         No communication.
         """
@@ -285,11 +288,8 @@ class LocalSteps(Wrapping):
         super()._begin_anew()
 
     def _contents(self) -> dict[str, Any]:
-        return {
-            **super()._contents(),
-            "_outer": self._outer,
-            "_fragments": self._rounds.saved(),
-        }
+        own = {"_outer": self._outer, "_fragments": self._rounds.saved()}
+        return {**super()._contents(), **own}
 
     @torch.no_grad()
     def _revive(self, contents: dict[str, Any], group: ProcessGroup | Comm | None) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._engine.engine import Engine
+from .._engine.handshake import gather
 from .._engine.owner import making_own
 from .._engine.recovery import catch_up
 from .._engine.turns import Turns
@@ -218,9 +219,13 @@ class Fragment:
         engine.forget_chosen()
         engine.connect_to(comm)
         yield from catch_up(engine, comm, new)
-        if new or engine.steps != self.applied:
+        behind = new or engine.steps != self.applied
+        if behind:
             self.take_anchors()
-            self.applied, self.due = engine.steps, False
+            self.applied = engine.steps
+        # what was given up begins anew in the next step, on all ranks
+        flag = torch.tensor([float(self.due and not behind)], device=engine.device)
+        self.due = bool((yield from gather(flag, comm)).any())
 
     # What the outer optimizer asks of its owner
 

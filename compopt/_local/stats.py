@@ -55,6 +55,12 @@ def report(
     engine.stats = with_distances(here, applied, engine.comm.size)
 
 
+def begun(stats: Stats, h: Group) -> LocalStats:
+    """``stats`` of before the first step, over these ranks."""
+    at = max(0, h["step"] - max(h["begun"], h["warmup_steps"]))
+    return replace(with_rounds(stats, stats), round=h["round"], steps_into_round=at)
+
+
 def with_rounds(stats: Stats, last: Stats) -> LocalStats:
     """``stats``, with what ``last`` says of the last exchange."""
     known = {field.name: getattr(stats, field.name) for field in fields(stats)}
