@@ -114,7 +114,7 @@ class LocalSteps(Wrapping):
         delay: int = 0,
         mix: float = 0.0,
         warmup_steps: int = 0,
-        every_warmup_steps: int = 600,
+        every_warmup_steps: int = 800,
         max_grad_norm: float | None = None,
         process_group: ProcessGroup | None = None,
         simulate: bool = False,

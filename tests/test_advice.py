@@ -60,7 +60,7 @@ def test_no_prediction_is_impossible(situation, factor):
     assert len(widths) <= 2  # columns line up; losses and "does not fit" may be longer at the end
 
 
-LOCAL = "LocalSteps 30, growing 900"
+LOCAL = "LocalSteps 30"
 EXPERT = {  # parameters, ranks, bit/s of a rank, seconds of computation, device: what to do
     "124 M on 4 GPUs over 1 Gbit/s": (124e6, 4, 1e9, 0.3, "a100", LOCAL),
     "350 M on 8 over 100 Mbit/s": (350e6, 8, 1e8, 0.4, "a100", LOCAL),

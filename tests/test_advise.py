@@ -39,7 +39,7 @@ def asked(parameters: float = 10e6, ranks: int = 4, link: float = 1e8, step_s: f
 
 def test_slow_links_want_compression_and_fast_ones_none():
     slow = asked(link=1e8)
-    assert slow.method == "LocalSteps 30, growing 900" and max(row.run for row in slow.rows) > 5
+    assert slow.method == "LocalSteps 30" and max(row.run for row in slow.rows) > 5
     fast = asked(link=1e13)
     assert fast.method == DENSE and fast.recommendation.startswith("Stay dense") and "a rank one would" in fast.why
     assert fast.line.startswith("torch.optim.AdamW") and slow.line.startswith("compopt.LocalSteps(torch.optim.AdamW")
@@ -86,7 +86,7 @@ def test_the_loss_budget_and_memory_decide_what_may_be_advised():
 
 def test_local_steps_are_told_by_their_rounds_and_ranks():
     slow = asked(ranks=8)
-    assert "its rounds growing over 900 of 2000 steps" in slow.why and "at 1.1 % of the bytes" in slow.why
+    assert "its rounds growing over 800 of 2000 steps" in slow.why and "at 1 % of the bytes" in slow.why
     assert "2000 steps on 4 ranks" in slow.why and "More than 4 ranks were not measured" in slow.why
     assert "not measured" not in asked(ranks=4).why
     tight = next(advice for rate in range(70, 131) if 1.05 <= best_run(advice := asked(link=10 ** (rate / 10))) < 1.2)

@@ -134,10 +134,7 @@ MEASURED_ON = "a GPT of 0.9 M parameters, width 128, 800 to 1500 steps, one seed
 # Steps and ranks of the runs in which losses of local steps were measured.
 RUN = 2000
 LOCAL_RANKS = 4
-LOCAL_ON = (
-    f"a GPT of 0.9 M parameters, width 128, {RUN} steps on {LOCAL_RANKS} ranks, one seed, within a "
-    "round"
-)
+LOCAL_ON = f"a GPT of 0.9 M parameters, width 128, {RUN} steps on {LOCAL_RANKS} ranks, one seed"
 
 
 @dataclass(frozen=True)
@@ -197,9 +194,9 @@ TRACKED = (
 LOCAL = "compopt.LocalSteps(torch.optim.AdamW(params, lr=...), every={}{})"
 
 
-def _row_of_rounds(every: int, loss: float | None, growing: int = 600) -> Method:
-    """A row of local steps; 600 is the class's default."""
-    line = LOCAL.format(every, "" if growing == 600 else f", every_warmup_steps={growing}")
+def _row_of_rounds(every: int, loss: float | None, growing: int = 800) -> Method:
+    """A row of local steps; 800 is the class's default."""
+    line = LOCAL.format(every, "" if growing == 800 else f", every_warmup_steps={growing}")
     options = {"every": every}
     return Method(_local_steps, line, loss, 0.0, True, options, growing, LOCAL_ON)
 
@@ -228,10 +225,8 @@ METHODS: dict[str, Method] = {
         _tracked, TRACKED.format(8, "int4"), 1.023, options={"rank": 8, "bits": 4}
     ),
     "tracked 4, int8": Method(_tracked, TRACKED.format(4, "int8"), 1.053, options={"rank": 4}),
-    "LocalSteps 30": _row_of_rounds(30, 1.026),
-    "LocalSteps 30, growing 900": _row_of_rounds(30, 1.013, 900),
-    "LocalSteps 300": _row_of_rounds(300, None),
-    "LocalSteps 300, growing 2000": _row_of_rounds(300, 1.069, 2000),
+    "LocalSteps 30": _row_of_rounds(30, 1.017),
+    "LocalSteps 250, growing 2000": _row_of_rounds(250, 1.057, 2000),
     "TagcAdamW": Method(
         _tagc, "compopt.TagcAdamW(named_params, lr=..., sparsity=0.9875, warmup_steps=...)", 1.030
     ),
