@@ -145,8 +145,8 @@ class ScapeAdamS(CompressedOptimizer):
             every option below and say ``compress=False`` or ``True``; by default tensors of at
             least 2 dimensions and 4096 elements are compressed, the rest is averaged dense in the
             same message.
-        lr, betas, eps, weight_decay, bias_correction, maximize, foreach, fused, amsgrad,
-            capturable, differentiable: as in :class:`AdamS`, which also says what the paper takes.
+        lr, betas, eps, weight_decay, bias_correction, maximize: as in :class:`AdamS`, which also
+            says what the paper takes; foreach, fused, amsgrad, capturable, differentiable as there.
         density: share of each compressed tensor's elements that crosses the network in a step, in
             (0, 1].
         warmup_steps: steps of dense AdamS before compression starts, or as a float in (0, 1) a
