@@ -31,7 +31,7 @@ def made(folder: Path, target: str, answers: bool = True, *words: str) -> list[s
             shutil.copy(ROOT / name, folder)
     (folder / "python").write_text(PYTHON)
     (folder / "python").chmod(0o755)
-    command = ["make", target, f"PYTHON={folder}/python", *words]
+    command = ["make", "--no-print-directory", target, f"PYTHON={folder}/python", *words]
     environment = os.environ | {"REACHED": "0" if answers else "1", "MAKEFLAGS": ""}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr

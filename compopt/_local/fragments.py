@@ -224,7 +224,8 @@ class Fragment:
             self.take_anchors()
             self.applied = engine.steps
         # what was given up begins anew in the next step, on all ranks
-        flag = torch.tensor([float(self.due and not behind)], device=engine.device)
+        due = [int(self.due and not behind)]
+        flag = torch.tensor(due, dtype=torch.int64, device=engine.device)
         self.due = bool((yield from gather(flag, comm)).any())
 
     # What the outer optimizer asks of its owner
