@@ -55,6 +55,33 @@ def tracked(rank: int, **options: object) -> Make:
     return of("SeparateAdam", **{"projection": "tracked", "rank": rank, "payload_dtype": None, **options})
 
 
+def local(every: int, payload: str = "int4", **options: object) -> Make:
+    """Local steps of AdamW; the start is their own."""
+    return lambda groups, lr, dense: compopt.LocalSteps(
+        adamw(groups, lr, dense), every, payload_dtype=payload, **options
+    )
+
+
+def rival(cls: str, start: float = 0.0, **options: object) -> Make:
+    """A class of _rivals.py; it begins with this share of the steps that others average dense."""
+
+    def make(groups: list, lr: float, dense: int) -> torch.optim.Optimizer:
+        import _rivals
+
+        begins = {"dense": round(start / DENSE * dense)} if start else {}
+        return getattr(_rivals, cls)(groups, lr=lr, weight_decay=WEIGHT_DECAY, **begins, **options)
+
+    return make
+
+
+# They average by themselves, and DDP's own average is switched off: it would be a second one.
+RIVALS: dict[str, Make] = {
+    "DeMo 32": rival("DeMo", k=32),
+    "DeMo 8": rival("DeMo", k=8),
+    "SparseLoCo 15": rival("SparseLoCo", every=15, start=0.005),
+    "SparseLoCo 30": rival("SparseLoCo", every=30, start=0.005),
+}
+
 # A string names one of torch's hooks, or naive top-k, of examples/baselines.py and its rank or density.
 METHODS: dict[str, Make | str] = {
     "AdamW (DDP)": adamw,
@@ -103,6 +130,12 @@ METHODS: dict[str, Make | str] = {
     **{f"SeparateAdam {ratio}, int8": separate(ratio, payload_dtype=int8) for ratio in (4, 8, 16)},
     "TagcAdamW 0.9875, bf16": of("TagcAdamW", sparsity=0.9875, payload_dtype=torch.bfloat16),
     **{f"TagcAdamW {sparsity}": of("TagcAdamW", sparsity=sparsity) for sparsity in (0.8, 0.9, 0.9875)},
+    **{
+        f"LocalSteps {every}, {word}": local(every, word)
+        for every in (10, 30, 100)
+        for word in ("float32", "int8", "int4")
+    },
+    **RIVALS,
     "Separate 16 around AdamS": around(adams, projection="gaussian", ratio=16),
     "Separate 16 around SGD": around(sgd, projection="gaussian", ratio=16),
 }
@@ -111,6 +144,8 @@ METHODS: dict[str, Make | str] = {
 def parts(name: str) -> tuple[Make, str, str]:
     """What makes a method's optimizer; its hook of examples/baselines.py and the hook's setting, or "" twice."""
     method = METHODS[name]
+    if name in RIVALS:
+        return RIVALS[name], "alone", ""
     return (adamw, *method.split()) if isinstance(method, str) else (method, "", "")
 
 

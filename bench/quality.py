@@ -37,9 +37,10 @@ class Run(NamedTuple):
     steps: int
     ranks: int = 2
     seed: int = 0
+    width: int = 128  # of the model; 128: 0.86 M parameters, 512: 13 M
 
 
-def work(name: str, lr: float, steps: int, seed: int, out: str) -> None:
+def work(name: str, lr: float, steps: int, seed: int, width: int, out: str) -> None:
     """One rank: train_gpt.py's main, with the optimizer of this run."""
     sys.path.insert(0, str(ROOT / "examples"))
     import baselines
@@ -47,8 +48,13 @@ def work(name: str, lr: float, steps: int, seed: int, out: str) -> None:
 
     method, hook, setting = parts(name)
     words = ["--steps", str(steps), "--lr", str(lr), "--warmup-share", str(DENSE), "--seed", str(seed), "--out", out]
+    words += ["--width", str(width)]
     if hook == "powersgd":
         baselines.POWERSGD_RANK = int(setting)
+    elif hook == "alone":
+        from _rivals import handed_back
+
+        baselines.HOOKS["alone"] = lambda ddp, args: ddp.register_comm_hook(None, handed_back)
     elif hook:
         words += ["--density", setting]
     optimizer = hook or name
@@ -63,11 +69,18 @@ def train(run: Run) -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "run.json")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)]
-        worker = [str(ROOT / "bench/quality.py"), "--worker", run.name, *map(str, (run.lr, run.steps, run.seed)), out]
+        worker = [
+            str(ROOT / "bench/quality.py"),
+            "--worker",
+            run.name,
+            *map(str, (run.lr, run.steps, run.seed, run.width)),
+            out,
+        ]
         env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         subprocess.run([*launcher, *worker], env=env, check=True, timeout=900 + 4 * run.steps)
         result = json.loads(Path(out).read_text())
     line = {"run": run.name, "lr": run.lr, "steps": run.steps, "ranks": run.ranks, "seed": run.seed}
+    line |= {"width": run.width} if run.width != 128 else {}
     line |= {key: result[key] for key in ("parameters", "bytes_per_step", "phases")}
     line["evals"] = [{k: round(e[k], 4) for k in ("step", "bytes", "train_loss", "val_loss")} for e in result["evals"]]
     with KEPT.open("a") as file:
@@ -78,7 +91,9 @@ def kept() -> dict[Run, dict]:
     """All runs there are; of two of the same name, the later."""
     lines = KEPT.read_text().splitlines() if KEPT.exists() else []
     runs = [json.loads(line) for line in lines]
-    return {Run(r["run"], r["lr"], r["steps"], r.get("ranks", 2), r.get("seed", 0)): r for r in runs}
+    return {
+        Run(r["run"], r["lr"], r["steps"], r.get("ranks", 2), r.get("seed", 0), r.get("width", 128)): r for r in runs
+    }
 
 
 def best_of(table: str) -> list[dict]:
@@ -156,11 +171,11 @@ def main() -> None:
     cli.add_argument("--only", nargs="+", choices=METHODS, help="train these methods of the table and no others")
     cli.add_argument("--lr", type=float, nargs="+", help="only these learning rates of the table")
     cli.add_argument("--show", action="store_true", help="train nothing")
-    cli.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
+    cli.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
     args = cli.parse_args()
     if args.worker:
-        name, lr, steps, seed, out = args.worker
-        work(name, float(lr), int(steps), int(seed), out)
+        name, lr, steps, seed, width, out = args.worker
+        work(name, float(lr), int(steps), int(seed), int(width), out)
         return
     if args.table is None:
         cli.error(f"name a table: {', '.join(TABLES)}")

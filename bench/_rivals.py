@@ -1,0 +1,183 @@
+"""Two published methods that compopt does not have, written from their papers to be measured beside it.
+
+Both gather what the ranks have chosen, so a rank's link carries (N - 1) times what it hands over, where a ring
+all-reduce carries 2 (N - 1) / N times. ``stats.bytes_sent`` is stated as an all-reduce's: N / 2 bytes for each that is
+handed over.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SMALL = 4096  # elements: what is smaller, or no matrix, is averaged dense, as in compopt
+
+
+def handed_back(state, bucket):
+    """A hook for DDP: the rank's own gradients. DDP refuses annotations that are strings, as they are in this file."""
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+class Rival(torch.optim.Optimizer):
+    """What both share: tensors that are compressed and those that are not, and the bytes of a step."""
+
+    def __init__(self, params: list, **defaults: float):
+        super().__init__(params, defaults)
+        self.ranks = dist.get_world_size()
+        self.stats = SimpleNamespace(phase="compressed", bytes_sent=0)
+
+    def compressed(self, p: Tensor) -> bool:
+        return p.dim() >= 2 and p.numel() >= SMALL
+
+    def gather(self, *parts: Tensor) -> list[tuple[Tensor, ...]]:
+        """What all ranks have handed over, rank by rank."""
+        rows = []
+        for part in parts:
+            row = [torch.empty_like(part) for _ in range(self.ranks)]
+            dist.all_gather(row, part)
+            rows.append(row)
+        return list(zip(*rows, strict=True))
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The dense mean over ranks."""
+        x = x.clone()
+        dist.all_reduce(x)
+        self.stats.bytes_sent += 4 * x.numel()
+        return x.div_(self.ranks)
+
+    def count(self, values: int, bits: int) -> None:
+        """So many values were handed to a gather."""
+        self.stats.bytes_sent += math.ceil(values * bits / 8 * self.ranks / 2)
+
+
+class DeMo(Rival):
+    """Decoupled momentum (2411.19870), Algorithm 1: the largest DCT components of the momentum, every step.
+
+    Blocks of 64 x 64, ``k`` components of each with a 16-bit position and a float32 value; what is sent leaves the
+    momentum; the update is the sign of the ranks' mean.
+    """
+
+    BLOCK = 64
+
+    def __init__(self, params: list, lr: float, k: int = 32, decay: float = 0.999, weight_decay: float = 0.0):
+        super().__init__(params, lr=lr, k=k, decay=decay, weight_decay=weight_decay)
+        n = torch.arange(self.BLOCK, dtype=torch.float32)
+        basis = torch.cos(math.pi * (n + 0.5) * n[:, None] / self.BLOCK) * math.sqrt(2 / self.BLOCK)
+        self.basis = basis.index_fill(0, torch.tensor(0), math.sqrt(1 / self.BLOCK))  # orthonormal rows
+
+    def blocks(self, x: Tensor) -> Tensor:
+        """(blocks, 64, 64) of a matrix whose sides are multiples of 64."""
+        rows, columns = x.shape[0] // self.BLOCK, x.shape[1] // self.BLOCK
+        return x.view(rows, self.BLOCK, columns, self.BLOCK).transpose(1, 2).reshape(-1, self.BLOCK, self.BLOCK)
+
+    def whole(self, blocks: Tensor, shape: torch.Size) -> Tensor:
+        rows, columns = shape[0] // self.BLOCK, shape[1] // self.BLOCK
+        return blocks.view(rows, columns, self.BLOCK, self.BLOCK).transpose(1, 2).reshape(shape)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.stats.bytes_sent = 0
+        for h in self.param_groups:
+            for p in h["params"]:
+                m = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                m.mul_(h["decay"]).add_(p.grad)
+                average = self.exchange(m, h["k"]) if self.compressed(p) else self.whole_of(m)
+                p.mul_(1 - h["lr"] * h["weight_decay"]).sub_(average.sign_(), alpha=h["lr"])
+
+    def whole_of(self, m: Tensor) -> Tensor:
+        average = self.mean(m)
+        m.zero_()
+        return average
+
+    def exchange(self, m: Tensor, k: int) -> Tensor:
+        """The mean of the ranks' largest components; they leave ``m``."""
+        components = (self.basis @ self.blocks(m) @ self.basis.T).flatten(1)
+        where = components.abs().topk(k, dim=1).indices
+        values = components.gather(1, where)
+        self.count(values.numel(), 16 + 32)
+        mine = torch.zeros_like(components).scatter_(1, where, values)
+        m.sub_(self.decode(mine, m.shape))
+        total = torch.zeros_like(components)
+        for place, value in self.gather(where.to(torch.int32), values):
+            total.scatter_add_(1, place.long(), value)
+        return self.decode(total / self.ranks, m.shape)
+
+    def decode(self, components: Tensor, shape: torch.Size) -> Tensor:
+        blocks = components.view(-1, self.BLOCK, self.BLOCK)
+        return self.whole(self.basis.T @ blocks @ self.basis, shape)
+
+
+class SparseLoCo(Rival):
+    """Local AdamW steps, then the largest of what was moved in 2 bits, with error feedback (2508.15706, Algorithm 1).
+
+    Chunks of 4096, ``k`` of each: a 12-bit position, a sign and one of two sizes. Over all ranks, as in the paper. The
+    first ``dense`` steps average gradients, so that it starts as the rows beside it do.
+    """
+
+    CHUNK = 4096
+
+    def __init__(self, params: list, lr: float, every: int = 15, k: int = 64, dense: int = 0, **options: float):
+        self.inner = torch.optim.AdamW(params, lr=lr, fused=True, weight_decay=options.pop("weight_decay", 0.0))
+        super().__init__(self.inner.param_groups, every=every, k=k, **{"ef": 0.95, "outer_lr": 1.0} | options)
+        self.dense, self.steps = dense, 0
+        self.anchor = [p.detach().clone() for p in self.params]
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [p for h in self.inner.param_groups for p in h["params"]]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner["lr"] = own["lr"]
+        self.stats.bytes_sent, start = 0, self.steps < self.dense
+        self.stats.phase = "dense" if start else "compressed"
+        self.steps += 1
+        if start:
+            for p in self.params:
+                p.grad.copy_(self.mean(p.grad))
+        self.inner.step()
+        if start:
+            for a, p in zip(self.anchor, self.params, strict=True):
+                a.copy_(p)
+        elif (self.steps - self.dense) % self.defaults["every"] == 0:
+            for a, p in zip(self.anchor, self.params, strict=True):
+                self.exchange(a, p)
+
+    def exchange(self, anchor: Tensor, p: Tensor) -> None:
+        h = self.defaults
+        moved = anchor - p
+        if self.compressed(p):
+            moved = self.sparse_mean(self.state[p].setdefault("residual", torch.zeros_like(p)), moved)
+        else:
+            moved = self.mean(moved)
+        anchor.sub_(moved, alpha=h["outer_lr"])
+        p.copy_(anchor)
+
+    def sparse_mean(self, e: Tensor, moved: Tensor) -> Tensor:
+        e.mul_(self.defaults["ef"]).add_(moved)
+        chunks = torch.nn.functional.pad(e.flatten(), (0, -e.numel() % self.CHUNK)).view(-1, self.CHUNK)
+        where = chunks.abs().topk(self.defaults["k"], dim=1).indices
+        values = self.in_two_bits(chunks.gather(1, where))
+        self.count(values.numel(), 12 + 2)
+        sent = torch.zeros_like(chunks).scatter_(1, where, values)
+        e.sub_(sent.flatten()[: e.numel()].view_as(e))
+        total = torch.zeros_like(chunks)
+        for place, value in self.gather(where.to(torch.int32), values):
+            total.scatter_add_(1, place.long(), value)
+        return total.flatten()[: e.numel()].view_as(e) / self.ranks
+
+    @staticmethod
+    def in_two_bits(x: Tensor) -> Tensor:
+        """A sign, and for each chunk the mean size of the values above its mean size and of those below."""
+        size = x.abs()
+        large = size > size.mean(1, keepdim=True)
+        high = (size * large).sum(1, keepdim=True) / large.sum(1, keepdim=True).clamp(min=1)
+        low = (size * ~large).sum(1, keepdim=True) / (~large).sum(1, keepdim=True).clamp(min=1)
+        return torch.where(large, high, low) * x.sign()
