@@ -131,8 +131,8 @@ METHODS: dict[str, Make | str] = {
     "TagcAdamW 0.9875, bf16": of("TagcAdamW", sparsity=0.9875, payload_dtype=torch.bfloat16),
     **{f"TagcAdamW {sparsity}": of("TagcAdamW", sparsity=sparsity) for sparsity in (0.8, 0.9, 0.9875)},
     **{
-        f"LocalSteps {every}, {word}": local(every, word)
-        for every in (10, 30, 100)
+        f"LocalSteps {every}, {word}, growing {growth}": local(every, word, every_warmup_steps=growth)
+        for every, growth in ((10, 300), (30, 600), (30, 900), (100, 1000), (150, 1000), (300, 2000))
         for word in ("float32", "int8", "int4")
     },
     **RIVALS,

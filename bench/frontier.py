@@ -1,7 +1,7 @@
 """What users pay: the loss at the end of a run over the bytes of the whole run, dense start included.
 
     python bench/frontier.py --seeds 0                          # 2,000 steps on 4 ranks, what is missing: many hours
-    python bench/frontier.py --only "LocalSteps 30, int4" --lr 2e-3 4e-3 --seeds 0 1 2
+    python bench/frontier.py --only "LocalSteps 30, int4, growing 900" --lr 2e-3 4e-3 --seeds 0 1 2
     python bench/frontier.py --width 512 --steps 1500 --lr 1e-3
     python bench/frontier.py --show                             # train nothing
 
@@ -41,11 +41,11 @@ RANKS = {
 }
 NAMES = [
     *(
-        "LocalSteps 10, int4",
-        "LocalSteps 30, int4",
-        "LocalSteps 100, int4",
-        "LocalSteps 30, int8",
-        "LocalSteps 30, float32",
+        "LocalSteps 10, int4, growing 300",
+        "LocalSteps 30, int4, growing 600",
+        "LocalSteps 30, int4, growing 900",
+        "LocalSteps 150, int4, growing 1000",
+        "LocalSteps 300, int4, growing 2000",
     ),
     *("SeparateAdam tracked 16, int8", "SeparateAdam tracked 4, int8", "PowerSGD rank 4", "PowerSGD rank 16"),
     *("DeMo 32", "DeMo 8", "SparseLoCo 15", "SparseLoCo 30"),
