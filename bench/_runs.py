@@ -132,7 +132,7 @@ METHODS: dict[str, Make | str] = {
     **{f"TagcAdamW {sparsity}": of("TagcAdamW", sparsity=sparsity) for sparsity in (0.8, 0.9, 0.9875)},
     **{
         f"LocalSteps {every}, {word}, growing {growth}": local(every, word, every_warmup_steps=growth)
-        for every, growth in ((10, 300), (30, 600), (30, 900), (100, 1000), (150, 1000), (300, 2000))
+        for every, growth in ((10, 300), (30, 600), (30, 800), (30, 900), (250, 2000), (300, 2000))
         for word in ("float32", "int8", "int4")
     },
     **RIVALS,
