@@ -62,6 +62,16 @@ def local(every: int, payload: str = "int4", **options: object) -> Make:
     )
 
 
+def local_tracked(every: int, rank: int, **options: object) -> Make:
+    """Local steps of AdamW; what ranks moved is exchanged as two factors that follow it, in int4."""
+
+    def outer(anchors: list) -> torch.optim.Optimizer:
+        sgd = torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
+        return compopt.Separate(sgd, projection="tracked", rank=rank, payload_dtype="int4", warmup_steps=0)
+
+    return lambda groups, lr, dense: compopt.LocalSteps(adamw(groups, lr, dense), every, outer=outer, **options)
+
+
 def rival(cls: str, start: float = 0.0, **options: object) -> Make:
     """A class of _rivals.py; it begins with this share of the steps that others average dense."""
 
@@ -132,8 +142,14 @@ METHODS: dict[str, Make | str] = {
     **{f"TagcAdamW {sparsity}": of("TagcAdamW", sparsity=sparsity) for sparsity in (0.8, 0.9, 0.9875)},
     **{
         f"LocalSteps {every}, {word}, growing {growth}": local(every, word, every_warmup_steps=growth)
-        for every, growth in ((10, 300), (30, 600), (30, 800), (30, 900), (250, 2000), (300, 2000))
+        for every, growth in ((10, 300), (30, 600), (30, 780), (30, 800), (30, 900), (250, 2000), (300, 2000))
         for word in ("float32", "int8", "int4")
+    },
+    **{
+        f"LocalSteps {every}, tracked {rank}, int4, growing {growth}": local_tracked(
+            every, rank, every_warmup_steps=growth
+        )
+        for every, rank, growth in ((30, 16, 780), (30, 24, 780), (30, 24, 1000), (10, 16, 300))
     },
     **RIVALS,
     "Separate 16 around AdamS": around(adams, projection="gaussian", ratio=16),

@@ -34,6 +34,8 @@ COLOURS = {  # how names begin
     "SparseLoCo": "#e69f00",
 }
 RANKS = {
+    **{f"LocalSteps 30, tracked {rank}, int4, growing {n}": rank for rank in (16, 24) for n in (780, 1000)},
+    "LocalSteps 10, tracked 16, int4, growing 300": 16,
     "SeparateAdam tracked 16, int8": 16,
     "SeparateAdam tracked 4, int8": 4,
     "PowerSGD rank 4": 4,
@@ -44,7 +46,12 @@ NAMES = [
         "LocalSteps 10, int4, growing 300",
         "LocalSteps 30, int4, growing 600",
         "LocalSteps 30, int4, growing 900",
+        "LocalSteps 30, int4, growing 780",
         "LocalSteps 30, int4, growing 800",
+        "LocalSteps 30, tracked 16, int4, growing 780",
+        "LocalSteps 30, tracked 24, int4, growing 780",
+        "LocalSteps 30, tracked 24, int4, growing 1000",
+        "LocalSteps 10, tracked 16, int4, growing 300",
         "LocalSteps 250, int4, growing 2000",
         "LocalSteps 300, int4, growing 2000",
     ),
