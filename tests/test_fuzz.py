@@ -125,7 +125,9 @@ def rounding(example: Example, p: torch.Tensor, steps: int) -> torch.Tensor:
     wire = example.payload or example.dtype
     steps_of_codes = {"int8": 127, "int4": 7}
     of_gradient = 127 / 400 / steps_of_codes[wire] if wire in steps_of_codes else torch.finfo(wire).eps
-    of_parameter = torch.finfo(example.dtype).eps * (steps if example.case.build or example.dtype not in LOW else 1)
+    # a step rounds the factor of weight decay, its product and the sum, each by half of eps; masters are exact
+    of_step = 1.5 * torch.finfo(example.dtype).eps
+    of_parameter = of_step * (steps if example.case.build or example.dtype not in LOW else 1)
     if example.case.build:
         of_gradient = max(of_gradient, torch.finfo(example.dtype).eps)
     return p.abs() * of_parameter + example.case.lr * steps * 32 * of_gradient
