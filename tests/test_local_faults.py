@@ -165,6 +165,19 @@ def test_a_signal_in_a_ranks_own_step_is_handled_when_it_is_counted():
     assert optimizers[1]._option_groups[0]["step"] == inner.state[own[0]]["step"] == 5
 
 
+def test_what_is_done_to_a_frozen_layer_stays():
+    params, optimizers = train(2, 4)
+    for own in params:
+        own[2].requires_grad_(False)
+        own[2].data.fill_(3.0)
+    for t in range(4, 12):
+        grads = gradients(2, t)
+        for given in grads:
+            given[2] = None
+        step(optimizers[0].comm.world, params, optimizers, grads)
+    assert optimizers[0].stats.round == 3 and all(bool((own[2] == 3).all()) for own in params)
+
+
 def test_ranks_that_freeze_other_layers_are_told_when_they_exchange():
     params, optimizers = train(2, 4)
     params[0][2].requires_grad_(False)

@@ -33,6 +33,17 @@ def received() -> int:
     return total
 
 
+def stepped(ddp, optimizer, rank: int, t: int) -> int:
+    """Train a step; what was received meanwhile."""
+    time.sleep(0.1)  # of an exchange gloo has a last word
+    before = received()
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * t + rank))
+    optimizer.zero_grad()
+    (ddp(x) - x.flip(1)).square().mean().backward()
+    optimizer.step()
+    return received() - before
+
+
 def over_gloo(rank: int, options: dict) -> list[tuple[int, float, int, str, int]]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
@@ -40,13 +51,7 @@ def over_gloo(rank: int, options: dict) -> list[tuple[int, float, int, str, int]
     optimizer = compopt.LocalSteps(torch.optim.AdamW(ddp.parameters(), lr=1e-2), 4, every_warmup_steps=0, **options)
     told = []
     for t in range(12):
-        time.sleep(0.1)  # of an exchange gloo has a last word
-        before = received()
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * t + rank))
-        optimizer.zero_grad()
-        (ddp(x) - x.flip(1)).square().mean().backward()
-        optimizer.step()
-        got = received() - before
+        got = stepped(ddp, optimizer, rank, t)
         weights = torch.cat([p.detach().view(-1) for p in model.parameters()]).double()
         stats = optimizer.stats
         told.append((got, float(weights.abs().sum()), stats.steps_into_round, stats.phase, stats.bytes_sent))
@@ -75,13 +80,7 @@ def test_real_ranks_apply_a_delayed_exchange_at_the_same_step():
 def train_on(ddp, optimizer, rank: int, steps: int) -> tuple[bool, int]:
     """Whether replicas are equal after so many steps, and what was received in the last of them."""
     for t in range(steps):
-        time.sleep(0.1)
-        before = received()
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * t + rank))
-        optimizer.zero_grad()
-        (ddp(x) - x.flip(1)).square().mean().backward()
-        optimizer.step()
-    got = received() - before
+        got = stepped(ddp, optimizer, rank, t)
     weights = torch.cat([p.detach().view(-1) for p in ddp.module.parameters()])
     other = weights.clone()
     torch.distributed.broadcast(other, 0)

@@ -11,7 +11,7 @@ from .._engine.engine import Engine
 from .._engine.turns import Turns
 from .._wire.comm import Comm
 from . import rounds
-from .fragments import Fragment, deal
+from .fragments import Fragment
 from .outer import Outer
 
 Group = dict[str, Any]
@@ -159,3 +159,18 @@ class Exchanges:
             return False
         yield from fragment.finish()
         return True
+
+
+def deal(groups: list[dict[str, Any]], fragments: int) -> list[list[Tensor]]:
+    """The parameters of every group, in order, in so many parts of about equal bytes.
+
+    Those of all groups at the same place are together: groups mostly divide layers in two.
+    """
+    dealt: list[list[Tensor]] = [[] for _ in range(fragments)]
+    for group in groups:
+        sizes = [p.numel() * p.element_size() for p in group["params"]]
+        total, before = max(1, sum(sizes)), 0
+        for p, size in zip(group["params"], sizes, strict=True):
+            dealt[(2 * before + size) * fragments // (2 * total + 1)].append(p)
+            before += size
+    return dealt

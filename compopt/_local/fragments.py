@@ -204,6 +204,7 @@ class Fragment:
         self._grown = saved["grown"]
         if saved["differences"] is None:
             return
+        self._sent = set(self._trained)
         self.apply_at, self._open = saved["apply_at"], saved["apply_at"] is None
         self._squared, self.lost = saved["squared"], saved["lost"]
         for anchor, grad in zip(self.anchors, saved["differences"], strict=True):
@@ -257,6 +258,8 @@ class Fragment:
         since.
         """
         for i, (p, anchor) in enumerate(zip(self.params, self.anchors, strict=True)):
+            if not (moved is None or self.lost or i in self._sent):
+                continue  # frozen: whatever has changed it is not ours to undo
             w, new = local(p.detach()), local(anchor.detach())
             since = moved[i] if moved and not self.lost else None
             keeps = 0.0 if self.lost or moved is None else self.mix
@@ -284,18 +287,3 @@ class Fragment:
             p, anchor = self.params[i], self.anchors[i]
             if p.numel() and local(anchor).data_ptr() == local(p).data_ptr():
                 anchor.data = wide_copy(p)
-
-
-def deal(groups: list[dict[str, Any]], fragments: int) -> list[list[Tensor]]:
-    """The parameters of every group, in order, in so many parts of about equal bytes.
-
-    Those of all groups at the same place are together: groups mostly divide layers in two.
-    """
-    dealt: list[list[Tensor]] = [[] for _ in range(fragments)]
-    for group in groups:
-        sizes = [p.numel() * p.element_size() for p in group["params"]]
-        total, before = max(1, sum(sizes)), 0
-        for p, size in zip(group["params"], sizes, strict=True):
-            dealt[(2 * before + size) * fragments // (2 * total + 1)].append(p)
-            before += size
-    return dealt

@@ -134,7 +134,6 @@ class Handover:
             optimizer.told_of_steps.append(lambda: _let(this, Handover.stepped))
         self._since[weakref.ref(optimizer, lambda _: _let(this, Handover.wake))] = since
         self._trained = []
-        self.wake()
         self.listen()
         optimizer.take_over()
 
