@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ._state.devices import here, module_of
 from .activations import MeshRanks
 from .costmodel.fitting import fit
 from .costmodel.measure import measure_local, median_seconds
@@ -40,10 +41,10 @@ def measured() -> dict[str, Any]:
             "compopt.probe measures the link between ranks: start it with torchrun and two at "
             "least."
         )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    ranks = MeshRanks.world(device, size)
+    device = here()
+    if module := module_of(device):
+        module.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    ranks = MeshRanks.world(device.type, size)
     messages = [torch.ones(nbytes // 4, dtype=torch.float32, device=device) for nbytes in SIZES]
     seconds = [median_seconds(functools.partial(ranks.sum, x), device) for x in messages]
     own = torch.tensor([*seconds, *measure_local()], dtype=torch.float64, device=device)

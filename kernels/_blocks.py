@@ -95,7 +95,12 @@ def table(
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    current: contextlib.AbstractContextManager[object] = torch.get_device_module(device).device(
+        device
+    )
+    return current
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket, local
+from .._state.devices import is_accelerator
 from .._state.layouts import Layout, Member
 
 FORMAT = 1  # of state dicts; written into every group, beside the class. 0: none was written yet
@@ -48,7 +49,7 @@ def fill(
 
 def _count(bucket: Bucket, held: Mapping[str, Tensor]) -> Tensor:
     """How many steps a tensor has taken; as torch's own optimizers keep it, on the device."""
-    on = bucket.device if bucket.device.type == "cuda" else "cpu"
+    on = bucket.device if is_accelerator(bucket.device) else "cpu"
     count = torch.zeros((), dtype=torch.float32, device=on)
     return count.copy_(held["step"]) if "step" in held else count
 

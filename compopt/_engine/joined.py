@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._state.devices import is_accelerator
 from .face import Group
 from .loading import NOT_OPTIONS
 
@@ -115,7 +116,8 @@ def _first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any]:
     copy.__dict__.update(_optimizer_step_post_hooks=OrderedDict())
     copy.state = defaultdict(dict)
     copy.param_groups = [{**group, "params": [stand_in]}]
-    devices = [p.device] if p.device.type == "cuda" else []
-    with contextlib.suppress(Exception), torch.random.fork_rng(devices):
+    devices = [p.device] if is_accelerator(p.device) else []
+    kind = p.device.type if devices else "cpu"  # whose random numbers are kept in any case
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices, device_type=kind):
         copy.step()
     return dict(copy.state[stand_in])

@@ -106,7 +106,7 @@ def watch(engine: Engine, turns: Turns[None]) -> None:
     """Run a step to its end; where it waits for long, look whether others wait for this rank."""
     engine.noticed = ""
     for pending in turns:
-        if not engine.comm.can_look_up:
+        if not engine.comm.can_look_up(engine.device):
             continue
         who = ""
         try:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .._state.buckets import Bucket
+from .._state.devices import synchronize
 
 # steps of each kind: not timed (buffers, hooks and masks are made in them), and timed
 SKIP, TIMED = 3, 8
@@ -117,8 +118,7 @@ class Trial:
             and not phases & WAITS
             and step > (self._rest if kind == "dense" else self._settled)
         )
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # in the steps of a trial only
+        synchronize(device)  # in the steps of a trial only
         now = time.perf_counter()
         if typical and kind == self._kind:
             self._seconds[kind].append(now - self._since)

@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .makers import APEX
 from .ops import Group, Ops
 
-DEVICE = "cuda"
 DECOUPLED, CORRECTED = 1, 1  # weight decay as in AdamW; moments divided by 1 - beta^t
 
 
@@ -27,7 +27,7 @@ class ApexOps(Ops):
 
     def adamw(self, group: Group, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
         fits = (
-            w.device.type == DEVICE
+            w.device.type == APEX
             and w.dtype == g.dtype == torch.float32
             and w.is_contiguous()
             and g.is_contiguous()

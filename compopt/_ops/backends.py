@@ -1,11 +1,11 @@
 """The back end of an optimizer: chosen when it is made, and shown as ``optimizer.backend`` and
 ``backend_reason``.
 
-On CUDA devices "triton" where triton is installed, else "apex" where NVIDIA's apex is; on the CPU
-"native" where there is a C compiler and the C passes have vectors for the processor, or win a trial
-of some milliseconds; else "torch". The environment variable COMPOPT_BACKEND names one; it is the
-only way to get the "triton" of the interpreter. Ranks that choose differently by themselves all
-take "torch".
+On an accelerator "triton" where triton is installed and has a driver for it, else, on CUDA devices,
+"apex" where NVIDIA's apex is; on the CPU "native" where there is a C compiler and the C passes have
+vectors for the processor, or win a trial of some milliseconds; else "torch". The environment
+variable COMPOPT_BACKEND names one; it is the only way to get the "triton" of the interpreter. Ranks
+that choose differently by themselves all take "torch".
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from .._wire.comm import connect
 from .._wire.warning import warn
+from .makers import has_triton_driver, lacks
 from .native.build import UnknownISA, compiler
 from .ops import Ops
 from .race import times_as_long
@@ -70,7 +71,7 @@ def give_way(rank: int) -> Ops:
 
 def _fastest(devices: set[str]) -> Ops:
     why = []
-    for name in ("triton", "apex") if "cuda" in devices else ("native",):
+    for name in ("native",) if devices <= {"cpu"} else ("triton", "apex"):
         if missing := _missing(name, devices) or _interpreted(name):
             why.append(f"no {name}, {missing}")
             continue
@@ -141,15 +142,20 @@ def _interpreted(name: str) -> str:
 
 def _missing(name: str, devices: set[str]) -> str:
     """What the back end needs and is not here; nothing where it can be tried."""
-    if name in ("apex", "triton") and "cuda" not in devices and not _interpreted(name):
-        return "no parameter is on a CUDA device"
+    interpreted = _interpreted(name)
+    if (lacking := lacks(name, devices)) and not interpreted:
+        return lacking
     if name == "native" and devices != {"cpu"}:
         return "not all parameters are on the CPU"
     if name == "native" and compiler() is None:
         return "there is no C compiler ($CC, cc, gcc, clang)"
     needs = {"triton": ["triton"], "apex": ["amp_C", "apex", "apex.optimizers"]}.get(name, [])
     absent = [module for module in needs if not _installed(module)]
-    return f"the module {absent[0]} is not installed" if absent else ""
+    if absent:
+        return f"the module {absent[0]} is not installed"
+    if name == "triton" and not interpreted and not has_triton_driver():
+        return "it has no driver for a device of this machine"
+    return ""
 
 
 def _installed(module: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .devices import pinned
 from .layouts import Layout, Member, Sharded
 from .offload import Offload
 from .shards import Shards
@@ -110,7 +111,7 @@ class Kept:
         if self.offload is None or name not in self.offload.names:
             return torch.zeros(size, dtype=dtype, device=self.device)
         flat = torch.zeros(size, dtype=dtype, device="cpu")
-        return flat.pin_memory() if self.device.type == "cuda" else flat
+        return pinned(flat, self.device)
 
     def resize(self, name: str, sizes: list[int]) -> list[Tensor]:
         """Storage of these sizes for state that lives on a mask, contents undefined.

@@ -2,9 +2,9 @@
 
 While tensor i is worked on, tensor i + 1 is on its way in and tensor i - 1 on its way out, each on
 a stream of its own. What must have happened before what is written here once
-(``DoubleBuffer.each``), in terms of three streams and of events between them; ``CudaStreams`` is
-these on a CUDA device, ``NoStreams`` on any other. The tests put a third there that delays every
-stream as far as the events allow.
+(``DoubleBuffer.each``), in terms of three streams and of events between them; ``DeviceStreams`` is
+these on an accelerator, ``NoStreams`` where a device has none. The tests put a third there that
+delays every stream as far as the events allow.
 
 Three waits are needed: work, for what comes in; the way out, for the work; the way into a buffer,
 for what was last in it. A tensor always passes through the same buffer, so the last covers the way
@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from .devices import has_streams, module_of
 
 
 class Streams(Protocol):
@@ -52,28 +54,30 @@ class NoStreams:
     def finish(self) -> None: ...
 
 
-class CudaStreams:
+class DeviceStreams:
     """A stream for each direction, beside the one that is current when work is issued."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.streams = {name: torch.cuda.Stream(device) for name in ("in", "out")}
+        self.streams = {name: self._module.Stream(device) for name in ("in", "out")}
 
-    def copy(self, stream: str, to: Tensor, source: Tensor, after: Any) -> torch.cuda.Event:
+    @property
+    def _module(self) -> Any:
+        return module_of(self.device)  # not kept: an optimizer is copied and pickled
+
+    def copy(self, stream: str, to: Tensor, source: Tensor, after: Any) -> Any:
         own = self.streams[stream]
         if after is not None:
             own.wait_event(after)
-        with torch.cuda.stream(own):
+        with self._module.stream(own):
             to.copy_(source, non_blocking=True)
-        event: torch.cuda.Event = own.record_event()
-        return event
+        return own.record_event()
 
-    def worked(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
-        return event
+    def worked(self) -> Any:
+        return self._module.current_stream(self.device).record_event()
 
     def hold(self, event: Any) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
+        self._module.current_stream(self.device).wait_event(event)
 
     def finish(self) -> None:
         for stream in self.streams.values():
@@ -140,7 +144,7 @@ class Offload:
         """As :meth:`DoubleBuffer.each`; every kind of state has buffers of its own."""
         dtype = next((t.dtype for t in tensors if t is not None), torch.float32)
         if device not in self.streams:
-            self.streams[device] = CudaStreams(device) if device.type == "cuda" else NoStreams()
+            self.streams[device] = DeviceStreams(device) if has_streams(device) else NoStreams()
         if (name, dtype, device) not in self.buffers:
             self.buffers[name, dtype, device] = DoubleBuffer(self.streams[device], dtype, device)
         return self.buffers[name, dtype, device].each(tensors, write)

@@ -155,7 +155,7 @@ class Comm:
         """
         if self.size == 1:
             return Pending(what, None, lambda: tensor)
-        if self.or_in_backend:
+        if self.has_or(tensor.device):
             work = self._call(dist.all_reduce, what, tensor, dist.ReduceOp.BOR)
             return Pending(what, work, lambda: tensor, more=True)
         segment = -(-tensor.numel() // self.size)
@@ -189,15 +189,27 @@ class Comm:
             return None
         return Board(group.get_group_store(), self.rank, self.size)
 
-    @property
-    def can_look_up(self) -> bool:
-        """Whether a wait may be broken off to look at the board, and taken up again."""
-        return self.board is not None and dist.get_backend(self.group) == "gloo"
+    def can_look_up(self, device: torch.device) -> bool:
+        """Whether a wait for this device's tensors may be broken off to look at the board, and
+        taken up again: on gloo alone.
+        """
+        return self.board is not None and self.backend_of(device) == "gloo"
 
-    @property
-    def or_in_backend(self) -> bool:
-        """Whether the group's backend has a bitwise or: gloo and MPI, not NCCL."""
-        return dist.get_backend(self.group) in ("gloo", "mpi")
+    def has_or(self, device: torch.device) -> bool:
+        """Whether this device's tensors have a bitwise or: gloo's and MPI's, not NCCL's and its
+        like.
+        """
+        return self.backend_of(device) in ("gloo", "mpi")
+
+    def backend_of(self, device: torch.device) -> str:
+        """What carries this device's tensors: a group may have a backend for each kind of device,
+        as in "cpu:gloo,cuda:nccl".
+        """
+        for pair in dist.get_backend_config(self.group).split(","):
+            kind, _, backend = pair.partition(":")
+            if kind == device.type:
+                return backend
+        return ""
 
 
 def rank_here() -> int:

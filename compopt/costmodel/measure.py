@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .._state.devices import here, synchronize
 from .workload import Workload
 
 
@@ -22,7 +23,7 @@ def measure_local() -> tuple[float, float]:
     """Bytes a second that one process moves in memory, and FLOPs a second in matrix products, where
     it would train.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = here()
     vector, matrix = (
         torch.ones(n, dtype=torch.float32, device=device) for n in (1 << 23, (512, 512))
     )
@@ -33,14 +34,13 @@ def measure_local() -> tuple[float, float]:
     )
 
 
-def median_seconds(call: Callable[[], object], device: str, repeats: int = 7) -> float:
+def median_seconds(call: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
     """Seconds of one call, after two that are not counted."""
     taken = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
         call()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[2:])
 
@@ -65,8 +65,7 @@ def profile(script: str, arguments: Sequence[str] = (), steps: int = 12) -> tupl
     named: dict[int, tuple[str, torch.Tensor]] = {}
 
     def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        synchronize(here())
         moments.append(time.perf_counter())
         for group in optimizer.param_groups:
             names = group.get("param_names") or [""] * len(group["params"])

@@ -1,8 +1,9 @@
 """Triton kernels: a bucket's step in a few launches, without a dense copy of what was averaged, and
 without waiting.
 
-Works on CUDA tensors; on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1), to see that it
-is right. What lies on other devices is left to PyTorch's operators.
+Works on tensors of the device that Triton has a driver for; on CPU tensors in Triton's interpreter
+(TRITON_INTERPRET=1), to see that it is right. What lies on other devices is left to PyTorch's
+operators.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..._state.buckets import Bucket, upload
 from ..._state.masks import Mask, Tensors
 from ..._wire.requests import Payload
+from ..makers import triton_device
 from ..ops import Faster, Group, Ops, empty_message
 from .commits import radius_commit, scape_commit
 from .selection import TritonSelection
@@ -29,7 +31,7 @@ class TritonOps(Ops):
 
     def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
         super().__init__(devices)
-        self.device = "cpu" if kernels.INTERPRETED else "cuda"
+        self.device = "cpu" if kernels.INTERPRETED else triton_device()
         # Where none can be built, raise now.
         kernels.pack_bits(torch.ones(8, dtype=torch.bool, device=self.device))
 
