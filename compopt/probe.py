@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 4 -m compopt.probe --out probe.json
     compopt-advise --probed probe.json --parameters 350M --step-time 400
 
-Start it with torchrun on all machines, as the training will be. It takes a few seconds: all-reduces
-from 1 KiB to 8 MiB give the latency and the rate of a rank's link, copies and products the speed of
-local work with all ranks busy.
+Start it with torchrun on all machines, as the training will be. It takes seconds, half a minute
+over a slow link: all-reduces from 1 KiB to 8 MiB give the latency and the rate of a rank's link,
+copies and products the speed of local work with all ranks busy, and both at once what they take
+from each other.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ._state.devices import here, module_of
 from .activations import MeshRanks
@@ -27,6 +29,8 @@ from .costmodel.measure import measure_local, median_seconds
 
 # Bytes of the messages that are timed.
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 23)
+# Seconds, so that what ranks wait for each other is seen.
+LEAST_STEP = 0.2
 
 
 def measured() -> dict[str, Any]:
@@ -47,9 +51,15 @@ def measured() -> dict[str, Any]:
     ranks = MeshRanks.world(device.type, size)
     messages = [torch.ones(nbytes // 4, dtype=torch.float32, device=device) for nbytes in SIZES]
     seconds = [median_seconds(functools.partial(ranks.sum, x), device) for x in messages]
-    own = torch.tensor([*seconds, *measure_local()], dtype=torch.float64, device=device)
-    # All ranks must print the same.
-    *agreed, memory, flops = (ranks.sum(own) / size).tolist()
+    agreed = _mean(seconds, ranks, device)
+    memory, flops = _mean(measure_local(), ranks, device)
+    # the largest message that is quick here
+    message_s, message = max(
+        (pair for pair in zip(agreed, messages, strict=True) if pair[0] <= LEAST_STEP / 2),
+        key=lambda pair: pair[1].nbytes,
+        default=(agreed[0], messages[0]),
+    )
+    interference = _interference(flops, message, message_s, ranks)
     points = [
         {"bytes": 2 * (size - 1) / size * x.nbytes, "messages": 2.0 * (size - 1)} for x in messages
     ]
@@ -59,8 +69,50 @@ def measured() -> dict[str, Any]:
         "link_bits_per_s": 8 / max(found["bytes"], 1e-15),
         "latency_s": found["messages"],
         "local": [memory, flops],
+        "interference": interference,
         "all_reduce_seconds": dict(zip(map(str, SIZES), agreed, strict=True)),
     }
+
+
+def _mean(values: Sequence[float], ranks: MeshRanks, device: torch.device) -> list[float]:
+    """Over ranks: all must print the same."""
+    own = torch.tensor(values, dtype=torch.float64, device=device)
+    found: list[float] = (ranks.sum(own) / ranks.size).tolist()
+    return found
+
+
+def _interference(
+    flops: float, message: torch.Tensor, message_s: float, ranks: MeshRanks
+) -> list[float]:
+    """The share of a step that a rank waits for the slowest, and seconds that computation loses for
+    each byte sent beside it.
+
+    A step is made of matrix products, twice as long as what is sent beside it.
+    """
+    device = message.device
+    step_s = max(LEAST_STEP, 2 * message_s)
+    matrix = torch.ones(512, 512, dtype=torch.float32, device=device)
+    product = torch.empty_like(matrix)
+    products, in_flight = (
+        max(1, round(x)) for x in (step_s * flops / (2 * 512**3), step_s / (2 * message_s))
+    )
+    end = torch.zeros(1, device=device)
+
+    def step(messages: int, meet: bool) -> None:
+        sent = [dist.all_reduce(message, async_op=True) for _ in range(messages)]
+        for _ in range(products):
+            torch.mm(matrix, matrix, out=product)
+        for handle in sent:
+            handle.wait()
+        if meet:
+            dist.all_reduce(end)
+
+    cases = (0, False), (0, True), (in_flight, True)
+    alone, met, sending = _mean(
+        [median_seconds(functools.partial(step, *case), device) for case in cases], ranks, device
+    )
+    nbytes = in_flight * message.nbytes * 2 * (ranks.size - 1) / ranks.size
+    return [max(0.0, met / alone - 1), max(0.0, sending - met) / nbytes]
 
 
 def read(path: str) -> dict[str, Any]:
@@ -68,10 +120,10 @@ def read(path: str) -> dict[str, Any]:
 
     ValueError says what is wrong with it.
     """
-    names = ("ranks", "link_bits_per_s", "latency_s", "local")
+    names = ("ranks", "link_bits_per_s", "latency_s", "local", "interference")
     try:
-        found = json.loads(Path(path).read_text())
-        return {name: tuple(found[name]) if name == "local" else found[name] for name in names}
+        found = {"interference": [0.0, 0.0], **json.loads(Path(path).read_text())}
+        return {n: tuple(found[n]) if isinstance(found[n], list) else found[n] for n in names}
     except OSError as error:
         raise ValueError(f"--probed {path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:

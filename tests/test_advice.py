@@ -32,6 +32,7 @@ situations = st.fixed_dictionaries(
         "device": st.sampled_from(sorted(DEVICES)),
         "loss_budget": st.sampled_from([0.0, 0.01, 0.02, 0.05, 1.0]),
         "latency_s": between(1e-6, 0.1),
+        "interference": st.tuples(between(1e-4, 1), between(1e-13, 1e-7)),
     }
 )
 

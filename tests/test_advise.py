@@ -6,6 +6,7 @@ import argparse
 import builtins
 import contextlib
 import io
+import json
 import os
 import sys
 
@@ -235,6 +236,8 @@ def probe_on_a_rank(rank: int, folder: str) -> str:
 def test_a_probe_measures_the_running_ranks_and_advice_reads_its_file(tmp_path, capsys):
     first, second = run_ranks(probe_on_a_rank, 2, str(tmp_path))
     assert "2 ranks, " in first and "GB/s in memory" in first and second == ""
+    waits, lost = json.loads((tmp_path / "probe.json").read_text())["interference"]
+    assert 0 <= waits < 10 and 0 <= lost < 1e-5  # a share of a step; seconds a byte
     main(["--probed", str(tmp_path / "probe.json"), "--parameters", "10M", "--step-time", "50"])
     printed = capsys.readouterr().out
     assert "on 2 replicas" in printed and "a rank (measured)" in printed and "(measured)." in printed

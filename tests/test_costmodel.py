@@ -146,6 +146,17 @@ def test_one_rank_waits_for_nobody(name):
     assert step_seconds(machine, METHODS[name](Workload.of_size(10_000_000), 1), 1.0).exchange == 0.0
 
 
+def test_an_exchange_costs_what_ranks_wait_for_each_other_and_what_it_takes_from_computation():
+    machine = Machine(2, 1e6, latency_s=0.0, wait_share=0.1, lost_s_per_byte=2e-7)
+    hidden = step_seconds(machine, Cost(reduced=1e6), 2.0, overlap_s=1.5)
+    assert hidden.exchange == pytest.approx(0.1 * 2.0 + 2e-7 * 1e6)  # of two ranks, each sends every byte once
+    rounds = Cost(reduced=1e5, every=10, delay=5)  # a mean: 1e6 bytes a round
+    assert step_seconds(machine, rounds, 2.0).exchange == pytest.approx(0.1 * 2.0 / 10 + 2e-7 * 1e5)
+    assert step_seconds(dataclasses.replace(machine, ranks=1), Cost(reduced=1e6), 2.0).exchange == 0.0
+    with pytest.raises(ValueError, match="wait_share must not be negative"):
+        dataclasses.replace(machine, wait_share=-0.1)
+
+
 def test_bytes_a_parameter_are_those_of_the_algorithms():
     work = dataclasses.replace(Workload.of_size(1_000_000), compressed=1.0, large=1.0)
     sent = {name: cost(work, 4).sent / work.parameters for name, cost in METHODS.items()}

@@ -64,6 +64,7 @@ def advise(
     latency_s: float = 50e-6,
     device: str | None = None,
     local: tuple[float, float] | None = None,
+    interference: tuple[float, float] = (0.0, 0.0),
     memory_bytes: float | None = None,
     shard: int | None = None,
     loss_budget: float = 0.02,
@@ -83,6 +84,8 @@ def advise(
         device: a name in `DEVICES`, for the speed of the optimizer's own work and for memory; None:
             "a100".
         local: bytes and float32 operations a second of a rank, where they were measured.
+        interference: share of a step that a rank waits for the slowest, and seconds that
+            computation loses for each byte sent beside it, where they were measured.
         memory_bytes: of one rank's device; None: the device's.
         shard: ranks that share one copy of the model (FSDP inside a node); None: as few as memory
             asks for.
@@ -107,7 +110,9 @@ def advise(
     shard = shard or copies_over(work, ranks, memory_bytes)
     if shard < 1 or ranks % shard:
         raise ValueError(f"shard must divide the {ranks} ranks; got {shard}.")
-    machine = Machine(ranks // shard, link_bits_per_s / 8, latency_s, *(local or chosen.local))
+    machine = Machine(
+        ranks // shard, link_bits_per_s / 8, latency_s, *(local or chosen.local), *interference
+    )
     known = {
         "computation": "given",
         "overlap": "assumed" if overlap_s is None else "given",

@@ -20,6 +20,8 @@ class Machine:
         latency_s: seconds of one message, whatever its size.
         memory_bytes_per_s: bytes a rank can move in memory.
         flops_per_s: floating-point operations a rank does in matrix products.
+        wait_share: of a step, that a rank waits for the slowest one where all meet.
+        lost_s_per_byte: seconds that computation loses for each byte that a rank sends beside it.
     """
 
     ranks: int
@@ -27,6 +29,8 @@ class Machine:
     latency_s: float = 50e-6
     memory_bytes_per_s: float = 10e9
     flops_per_s: float = 50e9
+    wait_share: float = 0.0
+    lost_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -34,8 +38,11 @@ class Machine:
         for name in ("link_bytes_per_s", "memory_bytes_per_s", "flops_per_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite; got {getattr(self, name)}.")
-        if not 0 <= self.latency_s < math.inf:
-            raise ValueError(f"latency_s must not be negative, and finite; got {self.latency_s}.")
+        for name in ("latency_s", "wait_share", "lost_s_per_byte"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name} must not be negative, and finite; got {getattr(self, name)}."
+                )
 
 
 @dataclass(frozen=True)
@@ -100,12 +107,23 @@ def step_seconds(machine: Machine, cost: Cost, compute_s: float, overlap_s: floa
             f"got {compute_s} and {overlap_s}."
         )
     local = max(0.0, cost.traffic) / machine.memory_bytes_per_s + cost.flops / machine.flops_per_s
+    met = beside(machine, cost, compute_s)
     if cost.every is not None:
-        return Step(compute_s, local, _waited_at_rounds(machine, cost, cost.every, compute_s))
+        return Step(compute_s, local, met + _waited_at_rounds(machine, cost, cost.every, compute_s))
     waited = all_reduce_seconds(machine, cost.reduced) + all_gather_seconds(machine, cost.gathered)
     # Masks travel behind the next forward and backward; what does not fit there is waited for.
     late = max(0.0, all_gather_seconds(machine, cost.hidden) - compute_s)
-    return Step(compute_s, local, max(0.0, waited - overlap_s) + late)
+    return Step(compute_s, local, met + max(0.0, waited - overlap_s) + late)
+
+
+def beside(machine: Machine, cost: Cost, compute_s: float) -> float:
+    """Seconds that an exchange costs a step however well it is hidden: the slowest rank is waited
+    for, and what copies and adds the bytes is taken from computation.
+    """
+    if machine.ranks == 1:
+        return 0.0
+    waited = machine.wait_share * compute_s / (cost.every or 1)
+    return waited + machine.lost_s_per_byte * sent_bytes(machine, cost)
 
 
 def _waited_at_rounds(machine: Machine, cost: Cost, every: int, compute_s: float) -> float:
