@@ -146,6 +146,13 @@ METHODS: dict[str, Make | str] = {
         for word in ("float32", "int8", "int4")
     },
     **{
+        f"LocalSteps {every}, int4, growing {growth}, outer lr {rate:g}": local(
+            every, every_warmup_steps=growth, outer_lr=rate
+        )
+        for every, growth, rate in ((300, 2000, 1.0), (300, 1500, 1.0))
+    },
+    "LocalSteps 30, int4, growing 780, 4 fragments": local(30, every_warmup_steps=780, fragments=4, delay=1),
+    **{
         f"LocalSteps {every}, tracked {rank}, int4, growing {growth}": local_tracked(
             every, rank, every_warmup_steps=growth
         )

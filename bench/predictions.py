@@ -1,116 +1,111 @@
-"""The cost model against the steps that links.py measured: predicted, measured, and by how much it is off.
+"""What the advice predicts from a probe's file alone, beside the steps that follow it on the same links.
 
-    sudo .venv/bin/python bench/links.py && .venv/bin/python bench/predictions.py
+    sudo .venv/bin/python bench/predictions.py                               # three rates, six minutes
+    sudo .venv/bin/python bench/predictions.py --rates 1gbit --steps 20
 
-Inputs: the step without communication measured beside each method, and the rate the links were shaped to. What a
-method computes locally comes twice: from the formulas and this machine's memory and matrix speed with all ranks busy
-("formula"), and as measured once, at the rate of --calibrate, for the prediction of all other rates ("calibrated").
-Gradients travel while backward goes on, in as many buckets as the optimizer makes; the last leaves at its end.
-Unshaped links have no rate: theirs is what the DDP step of the same run implies, so that row is not a prediction.
+At each rate `compopt.probe` measures link and memory, as a user would have it do, and links.py's methods then take
+their turns. A prediction knows the probe's file and the step without communication, and nothing of the method's own
+steps. Prints a table, and saves results/predictions.csv.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-from concurrent.futures import ProcessPoolExecutor
+import sys
+import tempfile
 from pathlib import Path
 
-import torch
 from _model import make_model
-from _net import bits_per_second
+from _net import Links
+from _turns import over_links, warn_if_busy
+from links import RESULTS, summarise
 
-from compopt.costmodel import METHODS, Cost, Machine, Step, Workload, step_seconds
-from compopt.costmodel.measure import measure_local
+from compopt.costmodel import METHODS, Cost, Machine, Workload, step_seconds
+from compopt.costmodel.advice import BACKWARD, LAST_BUCKET
+from compopt.probe import read
 
-RESULTS = Path(__file__).parent / "results"
-BACKWARD = 2 / 3  # of a step without communication: two of its three passes over the layers
-BUCKETS = 5  # of 8 MiB for 10 M parameters
+RANKS = 2
 STEADY = 10**9  # links.py times sparse steps only: a mask that is never drawn again
 
 
-def costs(work: Workload, ranks: int) -> dict[str, Cost]:
+def costs(work: Workload) -> dict[str, Cost]:
     """links.py's methods by its names, with its settings."""
     return {
-        "ddp": METHODS["AdamW+DDP"](work, ranks),
-        "powersgd": METHODS["PowerSGD rank 4"](work, ranks),
-        "powersgd32": METHODS["PowerSGD rank 4"](work, ranks, rank=32),
-        "radius": METHODS["RadiusAdamW"](work, ranks, density=0.4, interval=STEADY),
-        "scape": METHODS["ScapeAdamS"](work, ranks, density=0.01),
-        "separate": METHODS["SeparateAdam"](work, ranks, ratio=16),
-        "tagc": METHODS["TagcAdamW"](work, ranks),
+        "ddp": METHODS["AdamW+DDP"](work, RANKS),
+        "radius": METHODS["RadiusAdamW"](work, RANKS, density=0.4, interval=STEADY),
+        "scape": METHODS["ScapeAdamS"](work, RANKS, density=0.01),
+        "separate": METHODS["SeparateAdam"](work, RANKS, ratio=16),
+        "tracked16": METHODS["tracked 16, int8"](work, RANKS),
     }
 
 
-def busy_local(_: int) -> tuple[float, float]:
-    torch.set_num_threads(1)
-    return measure_local()
+def probed(rate: str) -> dict:
+    """What the probe writes, of ranks on links of this rate."""
+    with tempfile.TemporaryDirectory() as folder, Links(RANKS, rate) as links:
+        file = str(Path(folder, "probe.json"))
+        links.run([sys.executable, "-m", "compopt.probe", "--out", file])
+        return read(file)
 
 
-def link_of(rate: str, step: dict[tuple[str, str], float], dense: Cost, ranks: int) -> float:
-    """Bytes a second of one rank's link."""
-    if rate not in ("unshaped", "loopback"):
-        return bits_per_second(rate) / 8
-    return 2 * (ranks - 1) / ranks * dense.reduced / max(1e-9, step[rate, "ddp"] - step[rate, "none"])
-
-
-def with_overlap(machine: Machine, cost: Cost, compute: float) -> Step:
-    """All buckets but the last may travel during backward, each from when it is ready."""
-    alone = step_seconds(machine, cost, compute)
-    return step_seconds(machine, cost, compute, (1 - 1 / BUCKETS) * min(BACKWARD * compute, alone.exchange))
-
-
-def predict(rows: list[dict[str, str]], work: Workload, calibrate: str) -> list[list]:
-    """[rate, method, measured, formula, its error, calibrated, its error] of every method timed; seconds and shares."""
-    ranks = int(rows[0]["ranks"])
-    with ProcessPoolExecutor(ranks) as pool:
-        measured = list(pool.map(busy_local, range(ranks)))
-    memory, flops = (min(column) for column in zip(*measured, strict=True))
-    step = {(row["rate"], row["method"]): float(row["step_ms"]) / 1e3 for row in rows}
-    known = {name: cost for name, cost in costs(work, ranks).items() if any(name == method for _, method in step)}
-    rates = list(dict.fromkeys(rate for rate, _ in step))
-    machines = {r: Machine(ranks, link_of(r, step, known["ddp"], ranks), 50e-6, memory, flops) for r in rates}
-    local, found = {}, []
+def compare(rate: str, known: dict[str, Cost], rounds: int, steps: int) -> list[dict]:
+    """A row for each method: its step as predicted, and as measured afterwards."""
+    found = probed(rate)
+    machine = Machine(RANKS, found["link_bits_per_s"] / 8, found["latency_s"], *found["local"], *found["interference"])
+    words = ["--worker", "--methods", "none", *known, "--rounds", str(rounds), "--steps", str(steps)]
+    label, gathered = over_links([sys.executable, str(Path(__file__).with_name("links.py")), *words], RANKS, rate)
+    timed = summarise(label, RANKS, gathered)
+    seconds = {row["method"]: row["step_ms"] / 1e3 for row in timed}
+    warn_if_busy(timed[0]["cpu_share"])
+    alone = seconds["none"]
+    rows = []
     for method, cost in known.items():
-        if (calibrate, method) in step:
-            predicted = with_overlap(machines[calibrate], cost, step[calibrate, "none"])
-            local[method] = step[calibrate, method] - predicted.compute - predicted.exchange
-    for rate in rates:
-        for method, cost in known.items():
-            if (rate, method) not in step or (method == "ddp" and rate in ("unshaped", "loopback")):
-                continue
-            took, predicted = step[rate, method], with_overlap(machines[rate], cost, step[rate, "none"])
-            row = [rate, method, took, predicted.total, predicted.total / took - 1]
-            if method in local and rate != calibrate:
-                again = predicted.compute + predicted.exchange + local[method]
-                row += [again, again / took - 1]
-            found.append(row)
-    return found
+        step = step_seconds(machine, cost, alone, (1 - LAST_BUCKET) * BACKWARD * alone)
+        rows.append(
+            {
+                "rate": label,
+                "method": method,
+                "alone_s": alone,
+                "own_s": step.local,
+                "exchange_s": step.exchange,
+                "predicted_s": step.total,
+                "measured_s": seconds[method],
+                "error": step.total / seconds[method] - 1,
+            }
+        )
+    return rows
+
+
+def show(rows: list[dict]) -> None:
+    heads = f"{'alone ms':>9}{'own':>6}{'waits':>7}{'predicted':>11}{'measured':>10}{'error':>8}"
+    print(f"\n{'rate':<10}{'method':<11}{heads}")
+    for row in rows:
+        parts = "".join(
+            format(1e3 * row[key], f"{width}.0f") for key, width in (("alone_s", 9), ("own_s", 6), ("exchange_s", 7))
+        )
+        totals = f"{1e3 * row['predicted_s']:>11.0f}{1e3 * row['measured_s']:>10.0f}{row['error']:>+8.1%}"
+        print(f"{row['rate']:<10}{row['method']:<11}{parts}{totals}")
+    print(f"largest error: {max(abs(row['error']) for row in rows):.1%} over {len(rows)} steps", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--measured", type=Path, default=RESULTS / "links.csv", help="what links.py saved")
-    parser.add_argument("--calibrate", default="1gbit", help="the rate whose steps give each method's local cost")
-    options = parser.parse_args()
-    if not options.measured.exists():
-        parser.error(f"{options.measured} is not there: run bench/links.py first.")
-    with options.measured.open() as file:
-        rows = predict(list(csv.DictReader(file)), Workload.of(make_model().named_parameters()), options.calibrate)
-    print(
-        f"{'rate':<10}{'method':<12}{'measured ms':>13}{'formula ms':>12}{'error':>8}{'calibrated ms':>15}{'error':>8}"
-    )
-    for rate, method, took, *predicted in rows:
-        print(f"{rate:<10}{method:<12}{1e3 * took:>13.1f}{1e3 * predicted[0]:>12.1f}{predicted[1]:>+8.1%}", end="")
-        print(f"{1e3 * predicted[2]:>15.1f}{predicted[3]:>+8.1%}" if len(predicted) == 4 else "")
-    for name, column in (("formula", 4), ("calibrated", 6)):
-        errors = [abs(row[column]) for row in rows if len(row) > column]
-        print(
-            f"largest error, {name}: {max(errors):.1%} over {len(errors)} steps" if errors else f"no {name} prediction"
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--rates", nargs="+", default=["10gbit", "1gbit", "100mbit"], help="as tc writes them")
+    cli.add_argument("--rounds", type=int, default=3, help="blocks a method")
+    cli.add_argument("--steps", type=int, default=6, help="timed steps a block")
+    args = cli.parse_args()
+    known = costs(Workload.of(make_model().named_parameters()))
+    rows: list[dict] = []
+    for rate in args.rates:
+        found = compare(rate, known, args.rounds, args.steps)
+        show(found)
+        rows += found
+    with (RESULTS / "predictions.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(
+            row | {key: round(row[key], 4) for key in row if key.endswith("_s") or key == "error"} for row in rows
         )
-    head = ["rate", "method", "measured_s", "formula_s", "formula_error", "calibrated_s", "calibrated_error"]
-    with (options.measured.parent / "predictions.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([head, *([*row[:2], *(f"{value:.4f}" for value in row[2:])] for row in rows)])
 
 
 if __name__ == "__main__":
