@@ -175,9 +175,9 @@ class RadiusAdamW(CompressedOptimizer):
             there is none.
         simulate: compress on one process too, to see what many would do. Else, without other ranks,
             a step is plain AdamW: nothing is selected, rounded or held back.
-        offload: "residual" keeps it in host memory (pinned, with CUDA), 4 bytes an element. Tensor
-            by tensor it passes through two device buffers as large as the largest; copies run
-            beside the work on the tensor between.
+        offload: "residual" keeps it in host memory (pinned, for an accelerator), 4 bytes an
+            element. Tensor by tensor it passes through two device buffers as large as the largest;
+            copies run beside the work on the tensor between.
 
     State beside AdamW's two moments: ``residual`` (as large as the parameter; until it is saved or
     sent it also holds what was sent since) and ``mask`` (1 bit an element), for compressed tensors.

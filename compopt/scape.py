@@ -167,9 +167,10 @@ class ScapeAdamS(CompressedOptimizer):
             gathered: as many bytes, and every rank updates 1/N of them. Float32 masters, where
             parameters are of lower precision, stay whole on every rank: what is off the mask decays
             there, in float32.
-        offload: "residual" keeps it in host memory (pinned, with CUDA), 4 bytes an element. Tensor
-            by tensor it passes through two device buffers as large as the largest; copies run
-            beside the work on the tensor between. "all" does the same with float32 masters.
+        offload: "residual" keeps it in host memory (pinned, for an accelerator), 4 bytes an
+            element. Tensor by tensor it passes through two device buffers as large as the largest;
+            copies run beside the work on the tensor between. "all" does the same with float32
+            masters.
 
     State of a compressed tensor, in bytes an element: ``residual`` 4, ``exp_avg`` 4 x density (it
     is 0 elsewhere), ``mask`` and ``next_mask`` 1/8 each, ``threshold`` one number. Beside it live

@@ -77,8 +77,8 @@ def _read(exchanges: list[Exchange]) -> Numbers:
     """The squared norm of every bucket's average, and its control words; the payloads' ``marks``
     are set.
 
-    All at once, on the host: on a GPU this is where a step waits for the device, and the only
-    place.
+    All at once, on the host: here every step waits for the device. docs/backends.md says where
+    else some do.
     """
     parts: list[Tensor] = []
     clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)

@@ -1,0 +1,236 @@
+"""A device that is not the CPU, in Python: PyTorch's PrivateUse1, whose tensors hold a tensor of the host inside.
+
+It computes what the CPU computes, to the bit, and writes down what a real one would wait for or refuse:
+
+- ``accesses``: the host wants to know a number of the device (``.item()``, ``.tolist()``, ``bool(x)``), or how many
+  there are (``nonzero``), or waits for a copy into memory of its own;
+- ``mixed``: an operator is given tensors of both, which are not one number of the host's, nor a copy.
+
+Each is said by the place in compopt that led to it. A process that has registered the device keeps it: use a child.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+import compopt
+
+NAME = "pretend"
+PACKAGE, TESTS = str(Path(compopt.__file__).parent), str(Path(__file__).parent)
+aten = torch.ops.aten
+COPIES = {aten._to_copy, aten.copy_, aten.copy}
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of the device; ``held`` is what it holds."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> OnDevice:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=torch.device(NAME, 0),
+        )
+
+    def __init__(self, held: torch.Tensor):
+        self.held = held
+
+    def __repr__(self) -> str:
+        return f"on the device: {self.held!r}"
+
+    def tolist(self) -> Any:
+        """Torch's refuses subclasses; what it does with other devices is this."""
+        return self.cpu().tolist()
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return Device.running().compute(function, args, kwargs or {})
+
+
+def place() -> str:
+    """The module and function of compopt that asks; empty where a test asks for itself."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(PACKAGE) and not frame.f_code.co_name.startswith("<"):
+            module = file.removeprefix(PACKAGE + "/").removesuffix(".py").replace("/", ".")
+            return f"{module} {frame.f_code.co_name}"
+        if file.startswith(TESTS) and file != __file__:
+            return ""
+        frame = frame.f_back
+    return ""
+
+
+class Device(TorchDispatchMode):
+    """While it is entered, tensors can be made there, and what is done with them is written down."""
+
+    stack: list[Device] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accesses: Counter[str] = Counter()
+        self.mixed: Counter[str] = Counter()
+        self.pinned: list[torch.Tensor] = []  # kept, so that no other tensor lies where one of them was
+
+    @classmethod
+    def running(cls) -> Device:
+        return cls.stack[-1]
+
+    def __enter__(self):
+        self.stack.append(self)
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(numbers, device=...): by a copy that is seen
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.stack.pop()
+        torch._C._set_only_lift_cpu_tensors(bool(self.stack))
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return self.compute(function, args, kwargs or {})
+
+    def compute(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        flat, spec = tree_flatten((args, kwargs))
+        given = [x for x in flat if isinstance(x, torch.Tensor)]
+        ours = [x for x in given if isinstance(x, OnDevice)]
+        packet = function.overloadpacket
+        if packet in (aten._pin_memory, aten.is_pinned):
+            return self._pin(packet, given[0])
+        to = kwargs.get("device")
+        on_device = to.type == NAME if to is not None else bool(ours)
+        if packet in COPIES:
+            on_device = self._copied(packet, args, kwargs)
+        elif ours:
+            self._look(function, packet, args, kwargs, given, ours)
+        if not ours and not on_device:
+            return function(*args, **kwargs)
+        inner, outer = [], {}
+        for x in flat:
+            if isinstance(x, OnDevice):
+                inner.append(x.held)
+                outer[id(x.held)] = x
+            else:
+                inner.append(torch.device("cpu") if isinstance(x, torch.device) else x)
+        args, kwargs = tree_unflatten(inner, spec)
+        result = function(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+        for x in ours:
+            assert x.shape == x.held.shape, f"{function} changed a shape in place"
+        return self._wrapped(result, outer) if on_device else result
+
+    def _wrapped(self, result: Any, outer: dict[int, OnDevice]) -> Any:
+        """What an operator returns: tensors that it was given, or new ones of the device."""
+
+        def on_device(held: torch.Tensor) -> OnDevice:
+            return outer[id(held)] if id(held) in outer else OnDevice(held)
+
+        return tree_map_only(torch.Tensor, on_device, result)
+
+    def _look(self, function, packet, args, kwargs, given, ours) -> None:
+        """What this operator would make the host wait for, and whether a real device would take it."""
+        knows = torch.Tag.data_dependent_output in function.tags
+        sized = torch.Tag.dynamic_output_shape in function.tags and kwargs.get("output_size") is None
+        if packet is aten.index:
+            sized = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        if knows or sized:
+            self._note(self.accesses)
+        hosts = [x for x in given if not isinstance(x, OnDevice)]
+        number = all(x.dim() == 0 for x in hosts) and isinstance(args[0], OnDevice | float | int)
+        if hosts and not (number and not packet.__name__.startswith(("_fused", "_foreach"))):
+            self._note(self.mixed)
+            raise RuntimeError(f"Expected all tensors to be on the same device, but {packet} was given two.")
+
+    def _copied(self, packet, args, kwargs) -> bool:
+        """Whether what a copy returns is on the device; the host waits where it goes from there to pageable memory."""
+        if packet is aten._to_copy:
+            source, to = args[0], kwargs.get("device")
+            there = isinstance(source, OnDevice) if to is None else to.type == NAME
+            waits = isinstance(source, OnDevice) and not there
+        else:
+            there, source = isinstance(args[0], OnDevice), args[1]
+            late = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            waits = isinstance(source, OnDevice) and not there and not (late and self._is_pinned(args[0]))
+        if waits:
+            self._note(self.accesses)
+        return there
+
+    def _note(self, where: Counter[str]) -> None:
+        if said := place():
+            where[said] += 1
+
+    def _pin(self, packet, tensor: torch.Tensor) -> Any:
+        if packet is aten.is_pinned:
+            return self._is_pinned(tensor)
+        assert not isinstance(tensor, OnDevice), "a tensor of the device cannot be pinned"
+        self.pinned.append(tensor.clone())
+        return self.pinned[-1]
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        where = tensor.untyped_storage().data_ptr()
+        return any(where == kept.untyped_storage().data_ptr() for kept in self.pinned)
+
+
+class Stream:
+    """Everything happens at once here; which stream was current is all that can be seen of streams."""
+
+    current: list[Stream] = []
+
+    def __init__(self, device: Any = None):
+        self.events = 0
+
+    def record_event(self) -> Stream:
+        self.events += 1
+        return self
+
+    def wait_event(self, event: Stream) -> None:
+        assert isinstance(event, Stream)
+
+    def synchronize(self) -> None: ...
+
+
+class Module(_DummyBackendModule):
+    """``torch.pretend``."""
+
+    Stream, default = Stream, Stream()
+
+    def synchronize(self, device: Any = None) -> None: ...
+
+    def set_device(self, index: int) -> None: ...
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self.default
+
+    @contextmanager
+    def stream(self, stream: Stream):
+        Stream.current.append(stream)
+        yield
+        Stream.current.pop()
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None: ...
+
+    def _lazy_init(self) -> None: ...
+
+
+def register() -> torch.device:
+    """Make it PyTorch's accelerator, for the rest of this process."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
+    return torch.device(NAME, 0)

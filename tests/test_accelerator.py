@@ -1,0 +1,137 @@
+"""Every class on a device that is not the CPU: the same bits, no two devices in a call, no message from host memory.
+
+And the host waits for the device only where it is said here. The device, in fake_device.py, is Python over the CPU;
+what is run on it stands in accelerator_run.py. It shows what is asked of a device, not how one behaves.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerator_run import RUNS, SIZE, STEADY
+
+HERE = Path(__file__).parent
+TOGETHER = 4  # cases a process: to start one costs as much as to run one
+
+# Where the host may wait for the device: module and function of compopt, a case that shows it, and why it does.
+LOOKS = {
+    # in every step
+    "_engine.verdicts _read": ("AdamS", "the verdict: whether to apply the step, its norm, what ranks agree on"),
+    "_engine.verdicts agree_with": ("TagcAdamW", "sharded: the verdict over all shards"),
+    # in compressed steps of some classes
+    "_local.inner take": ("LocalSteps, rounds", "the rank's own norm: whether to take its own step"),
+    "_local.fragments _differ": ("LocalSteps, rounds", "after an exchange: whether it is finite, and all are due"),
+    "_lowrank.step _cosines": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),
+    "_ops.ops adams": ("AdamS, its authors'", "bias_correction='adams', or clip='scape': a tensor's own step count"),
+    "_ops.commits update_size": ("RadiusAdamW", "a resample: AdamW's bias correction, of a tensor's own step count"),
+    "_sparse.resampling keep_where_absent": ("RadiusAdamW", "a resample: whether an absent tensor has an old mask"),
+    "_engine.tails confirm": ("RadiusAdamW", "after a resample: whether all ranks have the mask"),
+    "_ops.math positions": ("RadiusAdamW", "a new mask, or a loaded one: how many are selected"),
+    "_sparse.selection choose": ("ScapeAdamS", "the threshold of the step before, kept with the state"),
+    "_sparse.selection above": ("ScapeAdamS, sampled", "how many a threshold lets through"),
+    "_sparse.selection _of_sample": ("ScapeAdamS, sampled", "a threshold, from a sample"),
+    "_ops.moment own_x": ("ScapeAdamS, no delay", "where the elements of a piece begin among those kept"),
+    "_sparse.dealing _note_shared": ("ScapeAdamS, no delay", "how many two masks share, for stats.staleness"),
+    "_state.masks positions_of": ("TagcAdamW", "how many bits a mask has, and how many words have more of them"),
+    "_state.masks per_tensor": ("TagcAdamW", "how many selected elements each tensor has"),
+    "_sparse.sparsify sparsify": ("TagcAdamW", "whether something selected is 0, and is not sent"),
+    "_state.shards counts": ("TagcAdamW", "how many selected elements each rank owns"),
+    "_state.shards in_own_parts": ("TagcAdamW", "where tensors begin among those owned"),
+    "_sparse.sketch __init__": ("TagcAdamW, sketch", "how many elements of each shard are left to peel"),
+    "_sparse.sketch _draw": ("TagcAdamW, sketch", "how many cells each shard's table has"),
+    "_sparse.sketch peel": ("TagcAdamW, sketch", "whether a round of peeling found any"),
+    "_sparse.sketch fill": ("TagcAdamW, sketch", "which elements no table can hold"),
+    "_sparse.sketch decode": ("TagcAdamW, sketch", "how many elements a round of peeling gives"),
+    "_sharded.scape __post_init__": ("ScapeAdamS, sharded", "where each owner's elements begin"),
+    "_state.masks _ascending_within": ("RandomK", "positions that are the writer's of an algorithm are checked"),
+    # of state in host memory
+    "_state.kept renew_masters": ("ScapeAdamS", "offload='all': parameters below float32 are compared with masters"),
+    "_state.kept fetch": ("ScapeAdamS, sharded", "offloaded masters at positions that were found on the device"),
+    "_engine.checkpoint fill": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
+    # at the first step, and after state was loaded, lost or moved
+    "_engine.handshake handshake": ("AdamS", "the greeting: what other ranks have, compared on the host"),
+    "_engine.handshake _checksum": ("AdamS", "the greeting: parameters are alike on all ranks"),
+    "_engine.handshake _fingerprint": ("AdamS", "the greeting: gradients are not averaged already"),
+    "_lowrank.matrices fingerprint": ("SeparateAdam", "the greeting: matrices are alike on all ranks, once a process"),
+    "_state.kept owes": ("SeparateAdam", "whether a residual was loaded"),
+    "_sparse.resampling restore": ("RadiusAdamW", "whether a mask was loaded"),
+    "_sparse.dealing restore": ("ScapeAdamS", "whether the next mask was loaded"),
+    "_sparse.dealing _is_everywhere": ("ScapeAdamS, sharded", "whether a mask was loaded"),
+    "_lowrank.projecting restore": ("SeparateAdam, tracked", "whether a basis was loaded"),
+    # when it is asked for
+    "_engine.engine residual_norm": ("RadiusAdamW", "stats.residual_norm()"),
+    "_engine.gradients unscale": ("AdamS", "a GradScaler's scale"),
+    "_engine.moving average": ("RadiusAdamW", "consolidate_state() of a residual in host memory"),
+    "_engine.moving gather": ("TagcAdamW", "consolidate_state() of shards, which are gathered in host memory"),
+    "_engine.moving move": ("TagcAdamW", "ranks are lost: who owned which shard"),
+    "_engine.recovery catch_up": ("AdamS", "ranks are lost: how far each of the others is"),
+    "_local.engine _past_start": ("LocalSteps", "ranks are lost: whether the start is over on any"),
+}  # fmt: skip
+
+
+@functools.cache
+def ran(names: tuple[str, ...]) -> dict[str, dict]:
+    """What is found, in a process of its own: a device cannot be taken back."""
+    command = [sys.executable, str(HERE / "accelerator_run.py"), *names]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=HERE.parent)
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout)
+
+
+@pytest.fixture(scope="module", params=RUNS)  # of the module: tests of one case follow each other, in one worker
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def found(name) -> dict:
+    names = list(RUNS)
+    first = names.index(name) // TOGETHER * TOGETHER
+    found = ran(tuple(names[first : first + TOGETHER]))[name]
+    assert "raised" not in found, found["raised"]
+    return found
+
+
+def test_steps_saving_and_faults_have_the_bits_of_the_cpu(name, found):
+    assert found["differs"] == []
+    if not RUNS[name].averaging and RUNS[name].cls.__name__ != "LocalSteps":
+        assert found["refused"]["phase"] == "skipped" and found["refused"]["kept"] and found["failed"] is True
+    compressed = set(found["phases"]) - {"dense"}
+    assert compressed or RUNS[name].cls.__name__ == "AdamS", "no step of this run is compressed"
+
+
+def test_no_operator_is_given_tensors_of_two_devices(found):
+    assert found["mixed"] == {}
+
+
+def test_no_message_is_in_host_memory(found):
+    assert found["hosts"] == {}
+
+
+def test_the_host_waits_only_where_it_is_said(name, found):
+    places = {place for looks in found["looks"].values() for place in looks}
+    assert places - LOOKS.keys() == set()
+    assert {place for place, (case, _) in LOOKS.items() if case == name} - places == set(), "said, and not seen"
+
+
+def test_every_place_names_a_case_that_shows_it():
+    assert {case for case, _ in LOOKS.values()} <= RUNS.keys()
+
+
+def in_docs() -> dict[str, tuple[float, float]]:
+    """How often the host waits in a compressed step, as docs/backends.md has it: least and most."""
+    table = (HERE.parent / "docs/backends.md").read_text().split("Waits of the host", 1)[1]
+    rows = re.findall(r"^\| `([^`]+)`[^|]*\| ([\d.]+)(?: to ([\d.]+))? \|", table, re.MULTILINE)
+    return {name: (float(least), float(most or least)) for name, least, most in rows}
+
+
+def test_the_docs_say_how_often(name, found):
+    steps = [sum(looks.values()) / SIZE for phase, looks in found["looks"].items() if phase.startswith("steady")]
+    least, most = in_docs()[name]
+    assert len(steps) == STEADY and min(steps) >= least and max(steps) <= most, steps
