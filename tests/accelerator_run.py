@@ -27,6 +27,7 @@ from conformance import Small, data, snapshot
 from fake_device import Device, OnDevice
 from table import CASES, FORMS, Case, by_name
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from compopt._wire.requests import CommunicationError
@@ -96,7 +97,7 @@ class Pair:
     def __init__(self, case: Case, dtype: torch.dtype = torch.float32, **options):
         self.case, self.dtype, self.options = case, dtype, options
         self.differs: list[str] = []
-        self.hosts: Counter[str] = Counter()  # where collectives were given host memory
+        self.hosts: Counter[str] = Counter()  # collectives that were given host memory
         self.both = [self.made(device) for device in (CPU, torch.device(fake_device.NAME, 0))]
 
     def made(self, device: torch.device) -> sim.Ranks:
@@ -113,7 +114,10 @@ class Pair:
 
     def _after(self, action: Callable[[sim.Ranks], object], ranks: sim.Ranks) -> tuple[object, object]:
         """On the host: what the action returns, and all that it may have changed."""
-        with self._watched(ranks):
+        if ranks is self.both[0]:
+            with _disable_current_modes():
+                return action(ranks), [snapshot(optimizer) for optimizer in ranks.optimizers]
+        with self._watched():
             result = action(ranks)
         accesses = running().accesses.copy()
         state = on_host([snapshot(optimizer) for optimizer in ranks.optimizers])
@@ -121,12 +125,12 @@ class Pair:
         return on_host(result), state
 
     @contextlib.contextmanager
-    def _watched(self, ranks: sim.Ranks):
+    def _watched(self):
         ask = sim.World.ask
 
         def watched(world: sim.World, number: int, rank: int, request) -> None:
-            if ranks is not self.both[0] and not isinstance(request.tensor, OnDevice):
-                self.hosts[fake_device.place() or "a test"] += 1
+            if not isinstance(request.tensor, OnDevice):
+                self.hosts[f"{type(request).__name__}, {tuple(request.tensor.shape)}, {request.tensor.dtype}"] += 1
             ask(world, number, rank, request)
 
         sim.World.ask = watched

@@ -90,6 +90,10 @@ class Device(TorchDispatchMode):
         self.pinned: list[torch.Tensor] = []  # kept, so that no other tensor lies where one of them was
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would take seconds to import, and has nothing to do here
+
+    @classmethod
     def running(cls) -> Device:
         return cls.stack[-1]
 

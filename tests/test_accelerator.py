@@ -14,6 +14,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils import backend_registration
+
+if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+    pytest.skip("this torch has no devices in Python", allow_module_level=True)
+
 from accelerator_run import RUNS, SIZE, STEADY
 
 HERE = Path(__file__).parent
@@ -90,8 +95,9 @@ def name(request) -> str:
 
 
 @pytest.fixture
-def found(name) -> dict:
-    names = list(RUNS)
+def found(name, request) -> dict:
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    names = [other for other in RUNS if other in asked]
     first = names.index(name) // TOGETHER * TOGETHER
     found = ran(tuple(names[first : first + TOGETHER]))[name]
     assert "raised" not in found, found["raised"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from compopt._ops import backends
-from compopt._state import devices
+from compopt._state import devices, offload
 from compopt._wire.comm import Comm
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -48,6 +50,17 @@ def test_without_an_accelerator_the_cpu_is_where_one_would_train():
     assert devices.here() == CPU
 
 
+def test_where_there_is_none_it_is_not_asked_which(monkeypatch):
+    """torch 2.6 raises."""
+
+    def raises():
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", raises)
+    assert devices.here() == CPU
+
+
 @pytest.mark.parametrize("kind", ["xpu", "cuda", "meta"])
 def test_why_kernels_are_not_taken_on_other_devices(monkeypatch, kind):
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
@@ -68,3 +81,69 @@ def test_triton_is_tried_on_whatever_device_it_has_a_driver_for(monkeypatch):
     monkeypatch.setattr(backends, "_make", lambda name, kinds: made.append((name, kinds)) or backends.Ops())
     backends.choose({"xpu"})
     assert made == [("triton", {"xpu"})]
+
+
+class Said:
+    """Stands for a device's module and its streams: what was asked of them, in order."""
+
+    def __init__(self):
+        self.said, self.current = [], "work"
+
+    def Stream(self, device):
+        return OneOf(self, f"stream {sum(word.startswith('Stream') for word in self.said)}")
+
+    def current_stream(self, device):
+        return OneOf(self, "work")
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.current = stream.name
+        yield
+        self.current = "work"
+
+
+class OneOf:
+    def __init__(self, module, name):
+        self.module, self.name = module, name
+        module.said.append(f"Stream {name}")
+
+    def wait_event(self, event):
+        self.module.said.append(f"{self.name} waits for {event}")
+
+    def record_event(self):
+        self.module.said.append(f"{self.name} records")
+        return f"what {self.name} has done"
+
+    def synchronize(self):
+        self.module.said.append(f"the host waits for {self.name}")
+
+
+class Target:
+    """A tensor that says on which stream it is copied to."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def copy_(self, source, non_blocking):
+        self.module.said.append(f"copy of {source} on {self.module.current}" if non_blocking else "a copy that waits")
+
+
+def test_streams_of_any_device_are_asked_in_torch_cudas_words(monkeypatch):
+    module = Said()
+    monkeypatch.setattr(offload, "module_of", lambda device: module)
+    streams = offload.DeviceStreams(torch.device("xpu:1"))
+    assert set(streams.streams) == {"in", "out"} and streams.streams["in"].name != streams.streams["out"].name
+    into, out = (streams.streams[name].name for name in ("in", "out"))
+
+    def said(action) -> list[str]:
+        module.said.clear()
+        action()
+        return [word for word in module.said if not word.startswith("Stream")]
+
+    assert said(lambda: streams.copy("in", Target(module), "x", None)) == [f"copy of x on {into}", f"{into} records"]
+    expected = [f"{out} waits for an event", f"copy of y on {out}", f"{out} records"]
+    assert said(lambda: streams.copy("out", Target(module), "y", "an event")) == expected
+    assert streams.copy("out", Target(module), "y", None) == f"what {out} has done"
+    assert said(streams.worked) == ["work records"] and streams.worked() == "what work has done"
+    assert said(lambda: streams.hold("an event")) == ["work waits for an event"]
+    assert said(streams.finish) == [f"the host waits for {into}", f"the host waits for {out}"]
