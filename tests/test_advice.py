@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import compopt
 from compopt.costmodel import DEVICES, METHODS, advise
-from compopt.costmodel.advice import DENSE, WORTH_IT
+from compopt.costmodel.advice import DENSE, WORTH_IT, _allowed
 
 EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "200"))
 powers = st.floats(0, 1)
@@ -92,3 +92,15 @@ def test_every_row_can_be_pasted():
             group = eval(line, {"compopt": compopt, "torch": torch, "params": params}).state_dict()["param_groups"][0]
             asked = group["every"], group["every_warmup_steps"], group["payload_dtype"], group["delay"]
             assert asked == (method.options["every"], method.growing, "int4", 0), name
+
+
+def test_rivals_are_shown_and_never_advised():
+    advice = advise(124_000_000, ranks=4, link_bits_per_s=1e8, step_s=0.5, loss_budget=1.0)
+    assert {"PowerSGD rank 4", "DDP, bf16 hook", DENSE} <= {row.method for row in advice.rows}
+    allowed = [row.method for row in _allowed(advice.situation, advice.rows)]
+    assert allowed and all(METHODS[name].ours for name in allowed)
+
+
+def test_all_of_backward_but_its_last_bucket_hides_communication():
+    advice = advise(124_000_000, ranks=4, link_bits_per_s=1e9, step_s=0.9)
+    assert advice.situation.overlap_s == pytest.approx(0.9 * 2 / 3 * 0.9)

@@ -243,6 +243,18 @@ def test_a_probe_measures_the_running_ranks_and_advice_reads_its_file(tmp_path, 
     assert "on 2 replicas" in printed and "a rank (measured)" in printed and "(measured)." in printed
 
 
+def test_a_named_device_replaces_what_was_probed(tmp_path, capsys):
+    probed = {"ranks": 2, "link_bits_per_s": 1e8, "latency_s": 1e-4, "local": [1.5e10, 1e11]}
+    (tmp_path / "probe.json").write_text(json.dumps(probed))
+    words = ["--probed", str(tmp_path / "probe.json"), "--parameters", "10M", "--step-time", "50", "--overlap", "20"]
+    main(words)
+    printed = capsys.readouterr().out
+    assert "15 GB/s" in printed and "20 ms of it hiding communication (given)" in printed
+    main([*words, "--device", "h100"])
+    printed = capsys.readouterr().out
+    assert "(assumed: h100)" in printed and "15 GB/s" not in printed
+
+
 def test_a_probe_alone_says_how_to_start_it(monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(SystemExit):

@@ -169,6 +169,14 @@ def test_bytes_a_parameter_are_those_of_the_algorithms():
     assert state["AdamW+DDP"] == 8 and state["RadiusAdamW"] == 12.125 and state["ScapeAdamS"] == pytest.approx(4.65)
 
 
+def test_what_is_not_compressed_is_sent_whole():
+    work = dataclasses.replace(Workload.of_size(1_000_000), compressed=0.5)
+    kept = 0.4 * 199 / 200 + 1 / 200
+    assert METHODS["RadiusAdamW"](work, 4).reduced / work.parameters == pytest.approx(4 * (0.5 * kept + 0.5))
+    assert METHODS["ScapeAdamS"](work, 4).reduced / work.parameters == pytest.approx(4 * (0.5 * 0.1 + 0.5))
+    assert METHODS["SeparateAdam"](work, 4).reduced / work.parameters == pytest.approx(4 * (0.5 / 16 + 0.5))
+
+
 def test_workload_reads_a_model():
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.Linear(128, 64, bias=False))
     work = Workload.of(model.named_parameters())

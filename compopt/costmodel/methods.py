@@ -226,7 +226,7 @@ METHODS: dict[str, Method] = {
     ),
     "tracked 4, int8": Method(_tracked, TRACKED.format(4, "int8"), 1.053, options={"rank": 4}),
     "LocalSteps 30": _row_of_rounds(30, 1.017),
-    "LocalSteps 250, growing 2000": _row_of_rounds(250, 1.057, 2000),
+    "LocalSteps 250, growing 2000": _row_of_rounds(250, 1.054, 2000),
     "TagcAdamW": Method(
         _tagc, "compopt.TagcAdamW(named_params, lr=..., sparsity=0.9875, warmup_steps=...)", 1.030
     ),
