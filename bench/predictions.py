@@ -22,7 +22,8 @@ from _turns import over_links, warn_if_busy
 from links import RESULTS, summarise
 
 from compopt.costmodel import METHODS, Cost, Machine, Workload, step_seconds
-from compopt.costmodel.advice import BACKWARD, LAST_BUCKET
+from compopt.costmodel.advice import BACKWARD
+from compopt.costmodel.data_parallel import LAST_BUCKET
 from compopt.probe import read
 
 RANKS = 2

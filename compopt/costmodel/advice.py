@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .data_parallel import Machine
+from .data_parallel import LAST_BUCKET, Machine
 from .devices import DEVICES
 from .methods import LOCAL_RANKS, METHODS, RUN, Method
 from .predicting import DENSE, Row, Situation, copies_over, part_of, rows_of
@@ -24,8 +24,6 @@ from .workload import Workload
 WORTH_IT = 1.05
 # Of a step: two of its three passes over the layers, during which gradients may already travel.
 BACKWARD = 2 / 3
-# Of the gradient, taken to be ready only when backward ends.
-LAST_BUCKET = 0.1
 # Of the model on which losses were measured.
 MEASURED_WIDTH = 128
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from .workload import Cost
 
+# Of the gradient, taken to be ready only when backward ends: what it costs is not hidden.
+LAST_BUCKET = 0.1
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -95,8 +98,8 @@ def step_seconds(machine: Machine, cost: Cost, compute_s: float, overlap_s: floa
         compute_s: seconds of a dense step with no communication (forward, backward and AdamW). No
             prediction is below: a method with fewer passes over memory than AdamW is not credited
             for them.
-        overlap_s: seconds of the backward pass during which gradients may already travel; what goes
-            out at the end of a round does not.
+        overlap_s: seconds of the backward pass during which gradients may already travel, but for
+            the last bucket; what goes out at the end of a round does not.
 
     Raises:
         ValueError: `compute_s` is not positive, or `overlap_s` is not within it.
@@ -113,7 +116,7 @@ def step_seconds(machine: Machine, cost: Cost, compute_s: float, overlap_s: floa
     waited = all_reduce_seconds(machine, cost.reduced) + all_gather_seconds(machine, cost.gathered)
     # Masks travel behind the next forward and backward; what does not fit there is waited for.
     late = max(0.0, all_gather_seconds(machine, cost.hidden) - compute_s)
-    return Step(compute_s, local, met + max(0.0, waited - overlap_s) + late)
+    return Step(compute_s, local, met + max(LAST_BUCKET * waited, waited - overlap_s) + late)
 
 
 def beside(machine: Machine, cost: Cost, compute_s: float) -> float:
