@@ -96,7 +96,7 @@ def _interference(
     products, in_flight = (
         max(1, round(x)) for x in (step_s * flops / (2 * 512**3), step_s / (2 * message_s))
     )
-    end = torch.zeros(1, device=device)
+    end = torch.zeros(1, dtype=torch.float32, device=device)
 
     def step(messages: int, meet: bool) -> None:
         sent = [dist.all_reduce(message, async_op=True) for _ in range(messages)]

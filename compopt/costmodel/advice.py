@@ -1,8 +1,9 @@
 """What to use: every method's step and run predicted, and a decision as a user would take it.
 
 A method is advised when it is ours, its measured loss is within the budget, its state fits, and the
-whole run, dense start included, is at least 5 % faster. Everything else is "stay dense". The same
-input always gives the same answer.
+whole run, dense start included, is at least 5 % faster. Of those the fastest is taken; among runs
+as fast as that one that loses least, and where seeds could change that, the first of the table.
+Everything else is "stay dense". The same input always gives the same answer.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from .workload import Workload
 
 # A predicted gain below this says nothing.
 WORTH_IT = 1.05
+# Runs whose speed-ups differ by less are as fast as each other.
+AS_FAST = 1.0005
+# A loss of one seed is known no better.
+SAME_LOSS = 0.015
 # Of a step: two of its three passes over the layers, during which gradients may already travel.
 BACKWARD = 2 / 3
 # Of the model on which losses were measured.
@@ -144,8 +149,11 @@ def _allowed(situation: Situation, rows: list[Row]) -> list[Row]:
 
 def _decided(situation: Situation, rows: list[Row]) -> Advice:
     allowed = _allowed(situation, rows)
-    best = allowed[0] if allowed else None
-    if best is not None and situation.machine.ranks > 1 and best.run >= WORTH_IT:
+    worth_it = [row for row in allowed if row.run >= max(WORTH_IT, allowed[0].run / AS_FAST)]
+    if situation.machine.ranks > 1 and worth_it:
+        least = min(row.loss or math.inf for row in worth_it)
+        alike = {row.method for row in worth_it if (row.loss or math.inf) <= least + SAME_LOSS}
+        best = next(row for row in rows if row.method in alike)
         method, why = best.method, _why(situation, rows, best)
     else:
         method, why = DENSE, _why_dense(situation, rows)
