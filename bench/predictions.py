@@ -21,9 +21,7 @@ from _net import Links
 from _turns import over_links, warn_if_busy
 from links import RESULTS, summarise
 
-from compopt.costmodel import METHODS, Cost, Machine, Workload, step_seconds
-from compopt.costmodel.advice import BACKWARD
-from compopt.costmodel.data_parallel import LAST_BUCKET
+from compopt.costmodel import METHODS, Cost, Workload, advise, step_seconds
 from compopt.probe import read
 
 RANKS = 2
@@ -49,19 +47,19 @@ def probed(rate: str) -> dict:
         return read(file)
 
 
-def compare(rate: str, known: dict[str, Cost], rounds: int, steps: int) -> list[dict]:
+def compare(rate: str, work: Workload, rounds: int, steps: int) -> list[dict]:
     """A row for each method: its step as predicted, and as measured afterwards."""
-    found = probed(rate)
-    machine = Machine(RANKS, found["link_bits_per_s"] / 8, found["latency_s"], *found["local"], *found["interference"])
+    found, known = probed(rate), costs(work)
     words = ["--worker", "--methods", "none", *known, "--rounds", str(rounds), "--steps", str(steps)]
     label, gathered = over_links([sys.executable, str(Path(__file__).with_name("links.py")), *words], RANKS, rate)
     timed = summarise(label, RANKS, gathered)
     seconds = {row["method"]: row["step_ms"] / 1e3 for row in timed}
     warn_if_busy(timed[0]["cpu_share"])
     alone = seconds["none"]
+    there = advise(work, **found, step_s=alone).situation
     rows = []
     for method, cost in known.items():
-        step = step_seconds(machine, cost, alone, (1 - LAST_BUCKET) * BACKWARD * alone)
+        step = step_seconds(there.machine, cost, there.compute_s, there.overlap_s)
         rows.append(
             {
                 "rate": label,
@@ -95,10 +93,10 @@ def main() -> None:
     cli.add_argument("--rounds", type=int, default=3, help="blocks a method")
     cli.add_argument("--steps", type=int, default=6, help="timed steps a block")
     args = cli.parse_args()
-    known = costs(Workload.of(make_model().named_parameters()))
+    work = Workload.of(make_model().named_parameters())
     rows: list[dict] = []
     for rate in args.rates:
-        found = compare(rate, known, args.rounds, args.steps)
+        found = compare(rate, work, args.rounds, args.steps)
         show(found)
         rows += found
     with (RESULTS / "predictions.csv").open("w", newline="") as file:

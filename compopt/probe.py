@@ -45,14 +45,12 @@ def measured() -> dict[str, Any]:
             "compopt.probe measures the link between ranks: start it with torchrun and two at "
             "least."
         )
-    device = here()
-    if module := module_of(device):
-        module.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = _device()
     ranks = MeshRanks.world(device.type, size)
     messages = [torch.ones(nbytes // 4, dtype=torch.float32, device=device) for nbytes in SIZES]
     seconds = [median_seconds(functools.partial(ranks.sum, x), device) for x in messages]
     agreed = _mean(seconds, ranks, device)
-    memory, flops = _mean(measure_local(), ranks, device)
+    memory, flops = _mean(measure_local(device), ranks, device)
     # the largest message that is quick here
     message_s, message = max(
         (pair for pair in zip(agreed, messages, strict=True) if pair[0] <= LEAST_STEP / 2),
@@ -72,6 +70,16 @@ def measured() -> dict[str, Any]:
         "interference": interference,
         "all_reduce_seconds": dict(zip(map(str, SIZES), agreed, strict=True)),
     }
+
+
+def _device() -> torch.device:
+    """Where this rank's tensors are. Apple's devices have no collectives: there it is the CPU."""
+    device = here()
+    module = module_of(device)
+    if module is None or not hasattr(module, "set_device"):
+        return torch.device("cpu")
+    module.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return device
 
 
 def _mean(values: Sequence[float], ranks: MeshRanks, device: torch.device) -> list[float]:

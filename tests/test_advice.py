@@ -108,3 +108,11 @@ def test_rivals_are_shown_and_never_advised():
 def test_all_of_backward_but_its_last_bucket_hides_communication():
     advice = advise(124_000_000, ranks=4, link_bits_per_s=1e9, step_s=0.9)
     assert advice.situation.overlap_s == pytest.approx(0.9 * 2 / 3 * 0.9)
+
+
+def test_advice_of_local_steps_says_that_wider_models_lost_more():
+    said = {
+        size: advise(size, ranks=2, link_bits_per_s=1e8, step_s=0.5).recommendation for size in (1_000_000, 124_000_000)
+    }
+    assert all("Use LocalSteps" in words for words in said.values())
+    assert "At width 512 it was 12 % above" in said[124_000_000] and "width 512" not in said[1_000_000]

@@ -19,6 +19,7 @@ from compopt.advise import advise, main, quantity
 from compopt.costmodel import METHODS, Workload
 from compopt.costmodel.advice import DENSE, pays_below
 from compopt.costmodel.measure import measure_local, profile
+from compopt.probe import _device as where
 from compopt.probe import main as measure
 
 FAST = (1e12, 1e14)  # memory and matrix products that cost nothing beside the links below
@@ -118,7 +119,7 @@ def test_a_model_gives_its_own_shapes():
 
 
 def test_local_speed_is_measured():
-    memory, flops = measure_local()
+    memory, flops = measure_local(torch.device("cpu"))
     assert 1e8 < memory < 1e14 and 1e8 < flops < 1e16
 
 
@@ -253,6 +254,11 @@ def test_a_named_device_replaces_what_was_probed(tmp_path, capsys):
     main([*words, "--device", "h100"])
     printed = capsys.readouterr().out
     assert "(assumed: h100)" in printed and "15 GB/s" not in printed
+
+
+def test_ranks_meet_on_the_cpu_where_the_device_has_no_collectives(monkeypatch):
+    monkeypatch.setattr("compopt.probe.here", lambda: torch.device("mps"))  # whose module has no set_device
+    assert where() == torch.device("cpu")
 
 
 def test_a_probe_alone_says_how_to_start_it(monkeypatch, capsys):

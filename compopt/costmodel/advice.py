@@ -16,7 +16,7 @@ import torch
 
 from .data_parallel import LAST_BUCKET, Machine
 from .devices import DEVICES
-from .methods import LOCAL_RANKS, METHODS, RUN, Method
+from .methods import LOCAL_RANKS, METHODS, RUN, WIDE_LOCAL, Method
 from .predicting import DENSE, Row, Situation, copies_over, part_of, rows_of
 from .telling import rate_in_words, seconds_in_words, table, told
 from .workload import Workload
@@ -184,10 +184,13 @@ def _share(of_one: float) -> str:
 
 def _wide(situation: Situation, best: Row) -> str:
     """What losses were not measured on: wider matrices, of which a rank keeps less; more ranks."""
-    if METHODS[best.method].growing and situation.machine.ranks > LOCAL_RANKS:
-        return f" More than {LOCAL_RANKS} ranks were not measured."
+    wide = situation.work.side > 2 * MEASURED_WIDTH
+    if METHODS[best.method].growing:
+        more = situation.machine.ranks > LOCAL_RANKS
+        ranks = f" More than {LOCAL_RANKS} ranks were not measured." if more else ""
+        return (f" {WIDE_LOCAL}" if wide else "") + ranks
     rank = METHODS[best.method].options.get("rank", 16)
-    if "tracked" not in best.method or situation.work.side <= 2 * MEASURED_WIDTH:
+    if "tracked" not in best.method or not wide:
         return ""
     share, theirs = 100 * rank / situation.work.side, 100 * rank / MEASURED_WIDTH
     return (

@@ -110,7 +110,7 @@ def step_seconds(machine: Machine, cost: Cost, compute_s: float, overlap_s: floa
             f"got {compute_s} and {overlap_s}."
         )
     local = max(0.0, cost.traffic) / machine.memory_bytes_per_s + cost.flops / machine.flops_per_s
-    met = beside(machine, cost, compute_s)
+    met = _beside(machine, cost, compute_s)
     if cost.every is not None:
         return Step(compute_s, local, met + _waited_at_rounds(machine, cost, cost.every, compute_s))
     waited = all_reduce_seconds(machine, cost.reduced) + all_gather_seconds(machine, cost.gathered)
@@ -119,7 +119,7 @@ def step_seconds(machine: Machine, cost: Cost, compute_s: float, overlap_s: floa
     return Step(compute_s, local, met + max(LAST_BUCKET * waited, waited - overlap_s) + late)
 
 
-def beside(machine: Machine, cost: Cost, compute_s: float) -> float:
+def _beside(machine: Machine, cost: Cost, compute_s: float) -> float:
     """Seconds that an exchange costs a step however well it is hidden: the slowest rank is waited
     for, and what copies and adds the bytes is taken from computation.
     """

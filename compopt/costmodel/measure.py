@@ -19,11 +19,10 @@ from .._state.devices import here, synchronize
 from .workload import Workload
 
 
-def measure_local() -> tuple[float, float]:
-    """Bytes a second that one process moves in memory, and FLOPs a second in matrix products, where
-    it would train.
+def measure_local(device: torch.device) -> tuple[float, float]:
+    """Bytes a second that one process moves in this device's memory, and FLOPs a second in matrix
+    products.
     """
-    device = here()
     vector, matrix = (
         torch.ones(n, dtype=torch.float32, device=device) for n in (1 << 23, (512, 512))
     )

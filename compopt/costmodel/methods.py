@@ -133,6 +133,11 @@ MEASURED_ON = "a GPT of 0.9 M parameters, width 128, 800 to 1500 steps, one seed
 # Steps and ranks of the runs in which losses of local steps were measured.
 RUN = 2000
 LOCAL_RANKS = 4
+# bench/results/frontier-512.csv
+WIDE_LOCAL = (
+    "At width 512 it was 12 % above (every=30, 1500 steps on 2 ranks, one seed): try it on your "
+    "model first."
+)
 LOCAL_ON = f"a GPT of 0.9 M parameters, width 128, {RUN} steps on {LOCAL_RANKS} ranks, one seed"
 
 
