@@ -92,6 +92,15 @@ RIVALS: dict[str, Make] = {
     "SparseLoCo 30": rival("SparseLoCo", every=30, start=0.005),
 }
 
+# every, payload, growing, outer learning rate
+AT_RATES = [
+    (300, "int4", 2000, 1.0),
+    (300, "int4", 1500, 1.0),
+    (134, "int2", 2000, 1.0),
+    (30, "int2", 780, 0.7),
+    (30, "int2", 780, 1.0),
+    (30, "int2", 2000, 1.0),
+]
 # A string names one of torch's hooks, or naive top-k, of examples/baselines.py and its rank or density.
 METHODS: dict[str, Make | str] = {
     "AdamW (DDP)": adamw,
@@ -146,10 +155,10 @@ METHODS: dict[str, Make | str] = {
         for word in ("float32", "int8", "int4")
     },
     **{
-        f"LocalSteps {every}, int4, growing {growth}, outer lr {rate:g}": local(
-            every, every_warmup_steps=growth, outer_lr=rate
+        f"LocalSteps {every}, {word}, growing {growth}, outer lr {rate:g}": local(
+            every, word, every_warmup_steps=growth, outer_lr=rate
         )
-        for every, growth, rate in ((300, 2000, 1.0), (300, 1500, 1.0))
+        for every, word, growth, rate in AT_RATES
     },
     "LocalSteps 30, int4, growing 780, 4 fragments": local(30, every_warmup_steps=780, fragments=4, delay=1),
     **{

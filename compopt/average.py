@@ -78,9 +78,8 @@ class Average(Wrapping):
         base: an optimizer over the model's parameters; one of this package (AdamS) is stopped from
             averaging.
         payload_dtype: dtype on the wire (None: the gradient's), as a name, "int8", or as the
-            torch.dtype of that name; groups keep the name. What rounding takes off is owed, and
-            sent with the next gradient, but for tensors that are not compressed (biases, norms,
-            small ones; a parameter group of the base may say ``compress``).
+            torch.dtype of that name; groups keep the name. "int4" sends half a byte a value and
+            "int2" a quarter. What rounding takes off is owed, and sent with the next gradient.
         max_grad_norm: clips the averaged gradient to this L2 norm.
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
@@ -111,11 +110,11 @@ class Average(Wrapping):
         super().__init__(base, options, process_group, simulate)
 
     def check_group(self, group: Group) -> None:
-        check_payload(group)
+        check_payload(group, owed=True)
         check_compress(group)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        return {"residual": Dense(dtype, compressed_only=True)}
+        return {"residual": Dense(dtype, optional=True)}
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         return average(bucket, self.ops, self._averages)

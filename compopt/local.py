@@ -161,12 +161,12 @@ class LocalSteps(Wrapping):
         return average(bucket, self.ops, self._averages)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        return {"residual": Dense(dtype, compressed_only=True, optional=True)}
+        return {"residual": Dense(dtype, optional=True)}
 
     def _specs(self, bucket: Bucket) -> dict[str, Layout]:
         if self.averages_gradients:
             return super()._specs(bucket)
-        return {"residual": Prefix(bucket.wide, lambda p: 0, compressed_only=True, optional=True)}
+        return {"residual": Prefix(bucket.wide, lambda p: 0, optional=True)}
 
     def _end_start(self) -> None:
         """Nothing is kept of the averaged start."""

@@ -206,9 +206,9 @@ def _wanted(layouts: Layouts, compressed: bool) -> set[str]:
     """The states that must be there of a tensor, and of one that is ``compressed``."""
     wanted = {"step"}
     for name, layout in layouts.items():
-        if name == "master":
+        if name == "master" or layout.optional:
             continue
-        if not layout.compressed_only or (compressed and not layout.optional):
+        if compressed or not layout.compressed_only:
             wanted.add(name)
     return wanted
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .._wire.comm import rank_here
-from .._wire.dtypes import KNOWN, known, name_of
+from .._wire.dtypes import KNOWN, bits_of, known, name_of
 from .._wire.warning import warn
 from .when import OPTIONS
 
@@ -122,12 +122,19 @@ def check_steps(group: dict[str, Any], name: str) -> None:
         )
 
 
-def check_payload(group: dict[str, Any]) -> None:
-    """Check how much is sent of an averaged gradient, and how it is rounded."""
+def check_payload(group: dict[str, Any], owed: bool = False) -> None:
+    """Check how much is sent of an averaged gradient, and how it is rounded; ``owed``: what that
+    takes off is owed, of every tensor.
+    """
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")
     group["payload_dtype"] = name_of(dtype)
     require(known(dtype), "payload_dtype", dtype, f"None, {KNOWN} or the torch.dtype of that name")
+    if not owed and bits_of(dtype) == 2:
+        raise ValueError(
+            f"payload_dtype={dtype!r} is for Average and LocalSteps: what 2 bits take off would be "
+            "missing from tensors that are not compressed, and is owed only there. Use 'int4'."
+        )
 
 
 def check_compress(group: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from .._engine.options import check_compress, check_payload, require
 
 def check(group: dict[str, Any]) -> None:
     """Raise where an option of a group is out of its range."""
-    check_payload(group)
+    check_payload(group, owed=True)
     check_compress(group)
     for name, least in LEAST.items():
         good = is_count(group[name]) and group[name] >= least

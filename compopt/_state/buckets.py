@@ -65,11 +65,11 @@ class Bucket(Kept):
 
     @property
     def rounds(self) -> bool:
-        """Whether what is sent of compressed tensors is rounded.
+        """Whether what is sent of tensors that have a residual is rounded.
 
         They owe again what that takes off.
         """
-        if self.alone or not any(self.compressed) or "residual" not in self.state:
+        if self.alone or all(e is None for e in self.state.get("residual", ())):
             return False
         given = self.group.get("payload_dtype")
         sent = dtype_of(given) or self.grad_dtype

@@ -11,11 +11,13 @@ from typing import Literal, TypeAlias
 import torch
 
 PayloadDtype: TypeAlias = (
-    torch.dtype | Literal["float64", "float32", "bfloat16", "float16", "int8", "int4"] | None
+    torch.dtype
+    | Literal["float64", "float32", "bfloat16", "float16", "int8", "int4", "int2"]
+    | None
 )
 
 # Rounded to so many bits, with a scale for every row: for the wire only.
-BITS = {"int8": 8, "int4": 4}
+BITS = {"int8": 8, "int4": 4, "int2": 2}
 FLOATS = {
     "float64": torch.float64,
     "float32": torch.float32,

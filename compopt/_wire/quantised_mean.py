@@ -2,8 +2,8 @@
 
 Two stages. The rows of a payload are dealt to the N ranks in chunks. Every rank rounds its payload
 to codes and sends each chunk to the rank that owns it, which adds the N up in floating point and
-rounds their mean; then all gather the chunks. So 1 byte a value (int8), or half of one (int4), and
-the scales, travel each way, and all ranks hold the same bits.
+rounds their mean; then all gather the chunks. So 1 byte a value (int8), half of one (int4) or a
+quarter (int2), and the scales, travel each way, and all ranks hold the same bits.
 
 What rounding takes off is not lost: ``Payload.dropped`` holds, on every rank, what it meant to send
 less what the others got of it. A chunk's owner also holds there N times what rounding the mean took
@@ -22,9 +22,11 @@ import functools
 import torch
 from torch import Tensor
 
+from . import two_bits
 from .quantise import (
     ROW,
     Chunk,
+    Piece,
     code_bytes,
     dequantise,
     join,
@@ -95,8 +97,7 @@ class QuantisedMean:
         out = torch.zeros(1, self._size(0), dtype=torch.uint8, device=received.device)
         _, scales, codes = self._fields(out, 0)
         rows = self.scratch("codes", chunk.rows * ROW, torch.int8, received.device).view(-1, ROW)
-        seed = (*self.seed, self.rank, 2)
-        quantise(total, rows, scales[0, : chunk.rows], total, seed, self.scratch, self.bits)
+        self._quantise(total, chunk.pieces, rows, scales[0, : chunk.rows], total, stage=2)
         self._write(rows, chunk, codes[0])
         mine = self.dropped[chunk.start : chunk.stop]
         for at, row, n in chunk.pieces:
@@ -122,10 +123,25 @@ class QuantisedMean:
         rest = self.dropped.view(-1, ROW) if x.data_ptr() == body.data_ptr() else x
         codes = self.scratch("codes", rows * ROW, torch.int8, body.device).view(-1, ROW)
         scales = self.scratch("scales", rows, torch.float32, body.device)
-        seed = (*self.seed, self.rank, 1)
-        quantise(x, codes, scales, rest, seed, self.scratch, self.bits)
+        self._quantise(x, self.layout.pieces, codes, scales, rest, stage=1)
         join(rest, self.layout.pieces, self.dropped)
         return codes, scales
+
+    def _quantise(
+        self,
+        x: Tensor,
+        pieces: tuple[Piece, ...],
+        codes: Tensor,
+        scales: Tensor,
+        rest: Tensor,
+        stage: int,
+    ) -> None:
+        if self.bits == 2:
+            values = two_bits.filled(len(x), pieces, x)
+            two_bits.quantise(x, values, codes, scales, rest, self.scratch)
+        else:
+            seed = (*self.seed, self.rank, stage)
+            quantise(x, codes, scales, rest, seed, self.scratch, self.bits)
 
     def _write(self, rows: Tensor, chunk: Chunk, out: Tensor) -> None:
         """A chunk's codes into its place in a message."""
@@ -137,14 +153,19 @@ class QuantisedMean:
         if len(chunk.pieces) > 1:  # with gaps between them
             codes = self.scratch("codes of a chunk", n, torch.int8, rows.device)
             join(rows, chunk.pieces, codes)
-        pack(codes, out[: code_bytes(n, self.bits)])
+        packed = out[: code_bytes(n, self.bits)]
+        if self.bits == 4:
+            pack(codes, packed)
+        else:
+            two_bits.pack(codes, packed)
 
     def _read(self, message: Tensor, chunk: Chunk) -> Tensor:
         """The other way round: rows of codes, until the next are read."""
         n = chunk.stop - chunk.start
         codes = message[: code_bytes(n, self.bits)]
-        if self.bits == 4:
-            codes = unpack(codes, self.scratch("codes of a chunk", n, torch.int8, message.device))
+        if self.bits < 8:
+            out = self.scratch("codes of a chunk", n, torch.int8, message.device)
+            codes = unpack(codes, out) if self.bits == 4 else two_bits.unpack(codes, out)
         return spread(codes, chunk.pieces, chunk.rows, "codes", self.scratch)
 
     def _size(self, words: int) -> int:
