@@ -57,7 +57,7 @@ NAMES = [
         "LocalSteps 300, int4, growing 2000, outer lr 1",
         "LocalSteps 300, int4, growing 1500, outer lr 1",
         "LocalSteps 30, int4, growing 780, 4 fragments",
-        "LocalSteps 134, int2, growing 2000, outer lr 1",
+        "LocalSteps 140, int2, growing 2000, outer lr 1",
         "LocalSteps 30, int2, growing 780, outer lr 0.7",
         "LocalSteps 30, int2, growing 780, outer lr 1",
         "LocalSteps 30, int2, growing 2000, outer lr 1",

@@ -97,6 +97,8 @@ def examples(draw, case: Case, lossless: bool) -> Example:
     if "projection" in options:  # says which of the two is refused
         options["ratio" if options["projection"] == "tracked" else "rank"] = None
     payloads = [None, None, torch.bfloat16, torch.float16, "int8", "int4"] if "payload_dtype" in known else [None]
+    if case.cls in (compopt.Average, compopt.LocalSteps):
+        payloads.append("int2")
     values = ["normal", "normal", "of one size", "mostly zeros"]
     if "every" in options:
         del values[-1]  # ranks that move alike for a round, by decay alone, are taken for averaged by DDP

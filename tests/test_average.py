@@ -16,7 +16,7 @@ RANKS, STEPS = 3, 5
 
 def oracle(payload_dtype: torch.dtype | None, max_grad_norm: float | None = None) -> list[torch.Tensor]:
     """Three ranks in float64."""
-    one = AverageOracle(weights(), RANKS, sgd, COMPRESSED, payload_dtype, max_grad_norm)
+    one = AverageOracle(weights(), RANKS, sgd, payload_dtype, max_grad_norm)
     for t in range(STEPS):
         one.step(gradients(RANKS, t))
     return one.params

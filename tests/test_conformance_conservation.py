@@ -54,7 +54,7 @@ def test_gradients_are_conserved(case, backend, ranks):
 
 
 @every
-@pytest.mark.parametrize("payload", ["int8", "int4"])
+@pytest.mark.parametrize("payload", ["int8", "int4", "int2"])
 def test_what_a_payload_in_codes_rounds_off_is_owed(case, backend, payload):
     if backend == "triton":
         pytest.skip("rounding is not a kernel's work")

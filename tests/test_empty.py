@@ -25,12 +25,14 @@ TRACKED = [
     for case in CASES
     if case.cls in (compopt.Separate, compopt.SeparateAdam)
 ]
-DTYPES = [None, torch.int8, "int4", torch.bfloat16, torch.float16]
+DTYPES = [None, torch.int8, "int4", "int2", torch.bfloat16, torch.float16]
 
 
 def takes(case: Case, dtype: torch.dtype | str | None) -> bool:
     if dtype is None or case.cls is compopt.AdamS:
         return dtype is None
+    if dtype == "int2":
+        return case.cls in (compopt.Average, compopt.LocalSteps)
     return dtype not in (torch.int8, "int4") or not (case.cls is compopt.TagcAdamW or case.compressed.get("sharded"))
 
 

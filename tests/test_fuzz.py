@@ -123,7 +123,7 @@ def reference(run: Run) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
 def rounding(example: Example, p: torch.Tensor, steps: int) -> torch.Tensor:
     """How far parameters may be off: rounded gradients in an update of about lr, and rounded themselves."""
     wire = example.payload or example.dtype
-    steps_of_codes = {"int8": 127, "int4": 7}
+    steps_of_codes = {"int8": 127, "int4": 7, "int2": 1}
     of_gradient = 127 / 400 / steps_of_codes[wire] if wire in steps_of_codes else torch.finfo(wire).eps
     # a step rounds the factor of weight decay, its product and the sum, each by half of eps; masters are exact
     of_step = 1.5 * torch.finfo(example.dtype).eps

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from problems import replicas, step
 from test_int4 import LENGTHS
 from test_quantised import answer, payloads
 
+import compopt
 from compopt._wire import two_bits
 from compopt._wire.quantise import ROW, code_bytes, dequantise
 from compopt._wire.quantised_mean import QuantisedMean
@@ -130,3 +132,23 @@ def test_what_is_owed_stays_bounded(ranks):
     mean = torch.stack(meant).mean(0)
     assert float((arrived / 60 - mean).norm() / mean.norm()) < 0.05
     assert float(torch.stack(owed).mean(0).norm()) < 3 * float(mean.norm())
+
+
+@pytest.mark.parametrize("cls", [compopt.RadiusAdamW, compopt.SeparateAdam, compopt.ScapeAdamS, compopt.TagcAdamW])
+def test_refused_where_not_all_is_owed(cls):
+    with pytest.raises(ValueError, match=r"payload_dtype='int2' is for Average and LocalSteps|'int2' is not for Tagc"):
+        cls([torch.nn.Parameter(torch.ones(3))], payload_dtype="int2")
+
+
+def test_biases_are_owed_as_well():
+    """Ranks without a compressed tensor: a bias's mean comes whole in the end."""
+
+    def make(params, process_group):
+        sgd = torch.optim.SGD(params, lr=1.0)
+        return compopt.Average(sgd, payload_dtype="int2", process_group=process_group)
+
+    bias = torch.linspace(-1, 1, 10)
+    world, params, optimizers = replicas(2, [torch.zeros(10)], make)
+    for _ in range(50):
+        step(world, params, optimizers, [[bias], [3 * bias]])
+    torch.testing.assert_close(-params[0][0].detach() / 50, 2 * bias, rtol=0.1, atol=0.1)

@@ -100,7 +100,7 @@ def test_simulated_on_one_process_it_takes_rounds():
     assert optimizer.stats.round == 2
 
 
-@pytest.mark.parametrize("payload", ["int8", "int4", "bfloat16"])
+@pytest.mark.parametrize("payload", ["int8", "int4", "int2", "bfloat16"])
 def test_a_codec_is_the_packages_own_with_the_same_seeds(payload):
     """The oracle averages differences by ``Average``, which is held against its own oracle."""
     world, anchors, averages = replicas(

@@ -77,7 +77,7 @@ def tracked(start: list[Tensor], optimizers: list, options: dict[str, Any]):
 
 
 def average(start: list[Tensor], optimizers: list, options: dict[str, Any]):
-    return AverageOracle(start, len(optimizers), sgd, COMPRESS, **options)
+    return AverageOracle(start, len(optimizers), sgd, **options)
 
 
 def local(start: list[Tensor], optimizers: list, options: dict[str, Any]):

@@ -1,6 +1,6 @@
 """Gradients averaged whole and rounded on their way, with what rounding takes off owed: lines 1 to 5 of ``Average``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ class AverageOracle:
         params: initial tensors, the same on every rank; copied.
         ranks: number of ranks N.
         base: makes the base optimizer from a list of parameters.
-        compress: which tensors owe what rounding takes off them.
         payload_dtype: what gradients are rounded to. None: nothing is rounded.
         max_grad_norm: clips the average.
 
@@ -29,12 +28,11 @@ class AverageOracle:
         params: list[Tensor],
         ranks: int,
         base: Callable[[list[Tensor]], torch.optim.Optimizer],
-        compress: Sequence[bool],
         payload_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
     ):
         self.params = [p.requires_grad_() for p in as_float64(params)]
-        self.base, self.compress = base(self.params), compress
+        self.base = base(self.params)
         self.payload_dtype, self.max_grad_norm = payload_dtype, max_grad_norm
         self.error = [[torch.zeros_like(p) for p in params] for _ in range(ranks)]
 
@@ -44,8 +42,7 @@ class AverageOracle:
             for own, error in zip(grads, self.error, strict=True):
                 h = own[i] + error[i]
                 sent.append(h.to(self.payload_dtype or h.dtype))
-                if self.compress[i]:
-                    error[i] = h - sent[-1].to(h.dtype)
+                error[i] = h - sent[-1].to(h.dtype)
             p.grad = (torch.stack(sent).sum(0) / len(sent)).double()
         if self.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(self.params, self.max_grad_norm)
