@@ -27,6 +27,8 @@ NAMES = [*BITS, *FLOATS]
 
 
 def takes(case, name: str) -> bool:
+    if name == "int2":
+        return case.cls in (compopt.Average, compopt.LocalSteps)
     return name not in BITS or not case.sharded
 
 
@@ -60,6 +62,7 @@ def test_each_name_sends_what_it_says(case):
     assert bytes_of[None] == bytes_of["float32"] < bytes_of["float64"]
     assert bytes_of["bfloat16"] <= bytes_of["float16"] < bytes_of["float32"]
     assert case.sharded or bytes_of["int8"] < bytes_of["float16"]
+    assert "int2" not in bytes_of or bytes_of["int2"] < bytes_of["int4"] < bytes_of["int8"]
 
 
 @every
