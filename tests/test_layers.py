@@ -20,7 +20,8 @@ FLOORS = [
     ["__init__"],
     ["advise"],
     ["probe"],
-    ["integrations", "activations", "costmodel"],
+    ["costmodel"],
+    ["integrations", "activations"],
     ["local"],
     ["radius", "scape", "separate", "tagc", "adams", "average"],  # papers
     ["_sharded", "_lowrank", "_local"],

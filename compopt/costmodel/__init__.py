@@ -11,6 +11,7 @@ Two models, what follows from them, and the fit that gives both their constants:
 """
 
 from .advice import Advice, advise
+from .compressors import COMPRESSORS, Kind
 from .data_parallel import (
     Machine,
     Step,
@@ -19,14 +20,23 @@ from .data_parallel import (
     step_seconds,
     training_speedup,
 )
-from .devices import DEVICES, Device
+from .devices import DEVICES, Device, Speed
 from .fitting import Fit, fit, fit_communication
 from .methods import MEASURED_ON, METHODS, Method
-from .model_parallel import PAPER, LayerCosts, layer_flops, layer_seconds, speedup
+from .model_parallel import (
+    PAPER,
+    Encoded,
+    LayerCosts,
+    encoded,
+    layer_flops,
+    layer_seconds,
+    speedup,
+)
 from .predicting import Row, Situation, rows_of
 from .workload import Cost, Workload
 
 __all__ = [
+    "COMPRESSORS",
     "DEVICES",
     "MEASURED_ON",
     "METHODS",
@@ -34,17 +44,21 @@ __all__ = [
     "Advice",
     "Cost",
     "Device",
+    "Encoded",
     "Fit",
+    "Kind",
     "LayerCosts",
     "Machine",
     "Method",
     "Row",
     "Situation",
+    "Speed",
     "Step",
     "Workload",
     "advise",
     "all_gather_seconds",
     "all_reduce_seconds",
+    "encoded",
     "fit",
     "fit_communication",
     "layer_flops",
