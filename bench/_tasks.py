@@ -8,6 +8,7 @@ formulas.
 from __future__ import annotations
 
 import argparse
+import copy
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from _encoder import Make, encoder
 from torch import Tensor, nn
 
-from compopt.activations import set_compression
+from compopt.activations import drop_compressors, set_compression
 
 SMALL = {"width": 64, "layers": 4, "heads": 4}
 BATCH = 32
@@ -75,11 +76,12 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return patches[train], labels[train], patches[test], labels[test]
 
 
-def pretrained(seed: int) -> nn.Sequential:
-    """A digit encoder that has learned, without labels and without compression, to fill in blank patches."""
+def pretrained(seed: int, make: Make | None = None) -> nn.Sequential:
+    """A digit encoder that has learned, without labels, to fill in blank patches: through compressors, if any."""
     torch.manual_seed(seed)
     x = digits()[0]
     model = encoder(4, 4, 16, **SMALL, pool=False)
+    model = model if make is None else compressed(model, make)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(600):
         batch = x[torch.randint(len(x), (BATCH,))]
@@ -109,7 +111,18 @@ def digit_accuracy(
     torch.manual_seed(seed + 100)
     model = encoder(4, 2 if parity else 10, 16, **SMALL)
     model[:-1].load_state_dict(start[:-1].state_dict())
-    model = compressed(model, make, bias_inside)
+    return _fine_tuned(compressed(model, make, bias_inside), seed, steps, parity, warmup)
+
+
+def later_accuracy(start: nn.Sequential, seed: int, steps: int, parity: bool, keep: bool = False) -> float:
+    """The same from a model that was pre-trained through compressors, which are dropped first, or kept."""
+    torch.manual_seed(seed + 100)
+    head = encoder(4, 2 if parity else 10, 16, **SMALL)[-1]
+    model = copy.deepcopy(start) if keep else drop_compressors(copy.deepcopy(start))
+    return _fine_tuned(nn.Sequential(*model[:-1], head), seed, steps, parity)
+
+
+def _fine_tuned(model: nn.Sequential, seed: int, steps: int, parity: bool, warmup: int = 0) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     x, y, test_x, test_y = digits()
     y, test_y = (y % 2, test_y % 2) if parity else (y, test_y)

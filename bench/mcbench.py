@@ -3,8 +3,10 @@
     sudo .venv/bin/python bench/mcbench.py time                      # Table 6: where a step's time goes, by compressor
     .venv/bin/python bench/mcbench.py quality                        # Tables 2 and 3: accuracy at tensor 2 x pipeline 2
     .venv/bin/python bench/mcbench.py quality --variants             # what each of our choices is worth
+    .venv/bin/python bench/mcbench.py pretraining                    # Table 5: compressors dropped for fine-tuning
+    sudo .venv/bin/python bench/mcbench.py boundaries --rate 100mbit # Table 7: what crosses each stage boundary, alone
 
-Both print their table and save results/mcbench-*.csv beside this file. Without root the links are not shaped.
+All print their table and save results/mcbench-*.csv beside this file. Without root the links are not shaped.
 An accuracy is a float32 run of hundreds of steps: another number of threads or other vector instructions round
 otherwise, and end up to a few points elsewhere. So a run has one thread, and a figure three seeds and their range.
 """
@@ -26,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _encoder import MICRO_BATCHES, Trainer, compressors, encoder, variants
 from _net import Links, sent_bytes
-from _tasks import BATCH, SMALL, digit_accuracy, pretrained, text_accuracy
+from _tasks import BATCH, SMALL, digit_accuracy, later_accuracy, pretrained, text_accuracy
 from torch.distributed.device_mesh import init_device_mesh
 
 from compopt.activations import Compressor, MeshRanks
@@ -37,6 +39,9 @@ GRIDS = ["1x4", "2x2", "4x1"]  # tensor- times pipeline-parallel
 COLUMNS = ["forward", "backward", "optimizer", "waiting", "total", "encode", "decode", "communication"]
 TIMED = {"inputs": 16, "outputs": 10, "tokens": 64, "width": 256, "layers": 8, "heads": 8}
 MICRO_BATCH = 4
+BOUNDARY = {"inputs": 16, "outputs": 10, "tokens": 128, "width": 256, "layers": 4, "heads": 8, "micro_batch": 8}
+SMALL_BURST = 32 << 10  # bytes ahead of the rate: what is compressed must not hide in it
+STEPS = {"time": 5, "quality": 300, "pretraining": 300, "boundaries": 5}
 TASKS = ["digits", "parity", "text, scratch"]
 
 
@@ -134,7 +139,8 @@ def quality(label: str, seed: int, steps: int, start: torch.nn.Sequential, tasks
 def ask_ranks(options: argparse.Namespace, rate: str | None, *words: str) -> dict:
     """Run this file on four ranks; the rank that has results prints them as its last line."""
     command = [sys.executable, __file__, options.what, "--labels", *options.labels, *words]
-    with Links(RANKS, rate) as links:
+    burst = SMALL_BURST if options.what == "boundaries" else None
+    with Links(RANKS, rate, burst) as links:
         outputs = links.run([*command, "--steps", str(options.steps), "--rank"], timeout=540)
     return json.loads(next(text.strip().splitlines()[-1] for text in outputs if text.strip()))
 
@@ -171,8 +177,36 @@ def print_quality(options: argparse.Namespace) -> None:
             found = quality(label, seed, options.steps, start, options.tasks)
             rows = [[label, task, seed, options.steps, f"{value:.2f}"] for task, value in found.items()]
             save("quality", ["compressor", "task", "seed", "steps", "accuracy"], 3, rows)
-    with (RESULTS / "mcbench-quality.csv").open() as file:  # also what earlier runs found
-        rows = [row for row in csv.DictReader(file) if row["steps"] == str(options.steps)]
+    print_accuracies("quality", options.steps)
+
+
+def print_pretraining(options: argparse.Namespace) -> None:
+    """Table 5: pre-trained through compressors of the last half of the layers, then fine-tuned without any."""
+    torch.set_num_threads(1)
+    made = compressors(BATCH * 16, SMALL["width"])
+    for seed in options.seeds:
+        for label in options.labels:
+            start = pretrained(seed, made[label])
+            found = {(label, parity): later_accuracy(start, seed, options.steps, parity) for parity in (False, True)}
+            if label == "A2":
+                found["A2, kept", False] = later_accuracy(start, seed, options.steps, False, keep=True)
+            if label == "w/o":
+                torch.manual_seed(seed)
+                nothing = encoder(4, 4, 16, **SMALL, pool=False)
+                for parity in (False, True):
+                    found["not pre-trained", parity] = later_accuracy(nothing, seed, options.steps, parity)
+            rows = [
+                [name, "parity" if parity else "digits", seed, options.steps, f"{value:.2f}"]
+                for (name, parity), value in found.items()
+            ]
+            save("pretraining", ["compressor", "task", "seed", "steps", "accuracy"], 3, rows)
+    print_accuracies("pretraining", options.steps)
+
+
+def print_accuracies(name: str, steps: int) -> None:
+    """Means and ranges over seeds of all that stands in the file, also of earlier runs."""
+    with (RESULTS / f"mcbench-{name}.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["steps"] == str(steps)]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     print(f"{'accuracy, %':<22}" + "".join(f"{task:>22}" for task in tasks))
     for label in dict.fromkeys(row["compressor"] for row in rows):
@@ -183,27 +217,105 @@ def print_quality(options: argparse.Namespace) -> None:
         print()
 
 
+def messages_of(trainer: Trainer, x, y) -> dict[int, list[tuple[int, torch.dtype]]]:
+    """Elements and dtype of all that this rank sends to others in one step, by receiver."""
+    sent: dict[int, list] = defaultdict(list)
+    send = dist.isend
+
+    def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
+        other = dst if group_dst is None else dist.get_global_rank(group or dist.group.WORLD, group_dst)
+        sent[other].append((tensor.numel(), tensor.dtype))
+        return send(tensor, dst, group, tag, group_dst)
+
+    dist.isend = dist.distributed_c10d.isend = isend  # torch's pipelining compares the two
+    try:
+        trainer.step(x, y)
+    finally:
+        dist.isend = dist.distributed_c10d.isend = send
+    return sent
+
+
+def boundary_rank(labels: list[str], steps: int) -> None:
+    """One rank of Table 7: what a step sends over a boundary, sent again with nothing else on the way, and back."""
+    mesh, rank = mesh_of("1x4"), dist.get_rank()
+    made = compressors(BOUNDARY["micro_batch"] * BOUNDARY["tokens"], BOUNDARY["width"])
+    sizes = {name: value for name, value in BOUNDARY.items() if name != "micro_batch"}
+    x = torch.randn(BOUNDARY["micro_batch"] * MICRO_BATCHES, BOUNDARY["tokens"], BOUNDARY["inputs"])
+    y = torch.randint(BOUNDARY["outputs"], (len(x),))
+    everyone: dict[str, list] = {}
+    for label in labels:
+        torch.manual_seed(0)
+        trainer = Trainer(encoder(**sizes), mesh, made[label], BOUNDARY["micro_batch"], F.cross_entropy, 1e-4)
+        trainer.step(x, y)  # torch's pipelining finds out shapes
+        everyone[label] = [None] * RANKS
+        dist.all_gather_object(everyone[label], dict(messages_of(trainer, x, y)))
+        del trainer
+    taken: dict[tuple, list[float]] = defaultdict(list)
+    for _ in range(steps):  # compressors take turns
+        for label in labels:
+            for first in range(RANKS - 1):
+                dist.barrier()
+                if rank in (first, first + 1):
+                    start = time.perf_counter()
+                    for sender in (first, first + 1):
+                        for size, dtype in everyone[label][sender].get(2 * first + 1 - sender, []):
+                            message = torch.zeros(size, dtype=dtype)
+                            if not size:
+                                continue
+                            dist.send(message, 2 * first + 1 - sender) if rank == sender else dist.recv(message, sender)
+                    taken[label, first].append(time.perf_counter() - start)
+                dist.barrier()
+    seconds: list = [None] * RANKS
+    dist.all_gather_object(seconds, {key: statistics.median(found) for key, found in taken.items()})
+    if rank == 0:
+        rows = []
+        for label in labels:
+            for first in range(RANKS - 1):
+                sent = [everyone[label][a].get(b, []) for a, b in ((first, first + 1), (first + 1, first))]
+                nbytes = [sum(size * dtype.itemsize for size, dtype in messages) for messages in sent]
+                both = max(seconds[first][label, first], seconds[first + 1][label, first])
+                rows.append([label, f"{first}-{first + 1}", 1e3 * both, *(n / 1e6 for n in nbytes)])
+        print(json.dumps({"rows": rows}))
+
+
+def print_boundaries(options: argparse.Namespace) -> None:
+    found = ask_ranks(options, options.rate)["rows"]
+    print(f"ms a step over each stage boundary, {options.rate}; MB forth and back")
+    dense = {boundary: taken for label, boundary, taken, *_ in found if label == "w/o"}
+    rows = []
+    for label, boundary, taken, forth, back in found:
+        share = taken / dense[boundary] if boundary in dense else float("nan")
+        print(f"{label:<5}{boundary:>6}{taken:>10.2f}{forth:>9.3f}{back:>9.3f}{share:>8.3f} of w/o")
+        rows.append([label, boundary, options.rate, f"{taken:.3f}", f"{forth:.4f}", f"{back:.4f}"])
+    save("boundaries", ["compressor", "boundary", "rate", "ms", "MB_forth", "MB_back"], 3, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["time", "quality"])
+    parser.add_argument("what", choices=list(STEPS))
     parser.add_argument("--labels", nargs="+", default=list(compressors(1, 20)), help="compressors, the paper's names")
     parser.add_argument("--grids", nargs="+", default=GRIDS, choices=GRIDS, help="tensor x pipeline")
     parser.add_argument("--rate", default="1gbit", help="of each rank's link, for `time`")
-    parser.add_argument("--steps", type=int, help="timed steps (5), or training steps of a quality run (300)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="for `quality`")
+    parser.add_argument("--steps", type=int, help="timed steps (5), or training steps (300)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="for accuracies")
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS, help="for `quality`")
     parser.add_argument(
         "--variants", action="store_true", help="for `quality`: digits with one thing otherwise at a time"
     )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # what this script starts itself with
     options = parser.parse_args()
-    options.steps = options.steps or {"time": 5, "quality": 300}[options.what]
+    options.steps = options.steps or STEPS[options.what]
     if not options.rank:
-        print_times(options) if options.what == "time" else print_quality(options)
+        tables = {"time": print_times, "quality": print_quality}
+        tables |= {"pretraining": print_pretraining, "boundaries": print_boundaries}
+        tables[options.what](options)
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    time_rank(options.grids[0], options.labels, options.steps)
+    if options.what == "time":
+        time_rank(options.grids[0], options.labels, options.steps)
+    else:
+        boundary_rank(options.labels, options.steps)
     dist.destroy_process_group()
 
 
