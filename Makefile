@@ -72,6 +72,7 @@ docs: .venv/ready  ## these pages and the reference, from the docstrings, as HTM
 
 bench: .venv/ready  ## ten minutes: step() alone, steps over shaped links (root) or loopback, tables of the runs that are kept
 	$(BIN)/python bench/step.py
+	$(BIN)/python bench/launches.py
 	$(BIN)/python bench/links.py --rates 100mbit unshaped
 	for table in radius scape separate tagc; do $(BIN)/python bench/quality.py $$table --show || exit; done
 	$(BIN)/python bench/quality_per_byte.py --show

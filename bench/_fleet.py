@@ -68,6 +68,7 @@ class Fleet(Comm):
         super().__init__()
         self.left_by_others = left_by_others  # share of the elements at which another rank has something (TAGC)
         self.bucket: Bucket | None = None
+        self.calls = 0  # of collectives
         self.reset()
 
     def reset(self) -> None:
@@ -97,7 +98,8 @@ class Fleet(Comm):
         pending = super().start(request)
         self.kind = "payload"  # what is started while it is waited for is the second half of an int8 mean
         if isinstance(request, BitOr):
-            request.tensor.bitwise_or_(_random_bits(request.tensor.numel(), self.left_by_others))
+            others = _random_bits(request.tensor.numel(), self.left_by_others)
+            request.tensor.bitwise_or_(others.to(request.tensor.device))
         if mask and bucket and self.size > 1:
             return Pending(pending.what, None, lambda: self._with_masks(pending.wait(), bucket))
         return pending
@@ -108,6 +110,7 @@ class Fleet(Comm):
 
         def call(*args: Any, **options: Any) -> object:
             inward, outward = (args[0], args[1]) if name in ("all_gather", "all_to_all_single") else (args[0],) * 2
+            self.calls += 1
             handed = outward.nbytes
             share = {"all_reduce": 2 * (n - 1) / n, "all_gather": n - 1}.get(name, 1)
             sent = received = share * handed

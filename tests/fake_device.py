@@ -4,30 +4,26 @@ It computes what the CPU computes, to the bit, and writes down what a real one w
 
 - ``accesses``: the host wants to know a number of the device (``.item()``, ``.tolist()``, ``bool(x)``), or how many
   there are (``nonzero``), or waits for a copy into memory of its own;
-- ``mixed``: an operator is given tensors of both, which are not one number of the host's, nor a copy.
+- ``mixed``: an operator is given tensors of both, which are not one number of the host's, nor a copy;
+- ``launches``, ``uploads`` and ``moved``: operators that are work for the device, copies to it, bytes of its memory.
 
-Each is said by the place in compopt that led to it. A process that has registered the device keeps it: use a child.
+Each is said by the place in compopt that led to it; of ``moved`` there is one number.
+A process that has registered the device keeps it: use a child.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
+from device_calls import COPIES, aten, launches, moves, place, waits
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-import compopt
-
 NAME = "pretend"
-PACKAGE, TESTS = str(Path(compopt.__file__).parent), str(Path(__file__).parent)
-aten = torch.ops.aten
-COPIES = {aten._to_copy, aten.copy_, aten.copy}
 
 
 class OnDevice(torch.Tensor):
@@ -64,20 +60,6 @@ class OnDevice(torch.Tensor):
         return Device.running().compute(function, args, kwargs or {})
 
 
-def place() -> str:
-    """The module and function of compopt that asks; empty where a test asks for itself."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(PACKAGE) and not frame.f_code.co_name.startswith("<"):
-            module = file.removeprefix(PACKAGE + "/").removesuffix(".py").replace("/", ".")
-            return f"{module} {frame.f_code.co_name}"
-        if file.startswith(TESTS) and file != __file__:
-            return ""
-        frame = frame.f_back
-    return ""
-
-
 class Device(TorchDispatchMode):
     """While it is entered, tensors can be made there, and what is done with them is written down."""
 
@@ -87,6 +69,9 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.accesses: Counter[str] = Counter()
         self.mixed: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.uploads: Counter[str] = Counter()
+        self.moved = 0
         self.pinned: list[torch.Tensor] = []  # kept, so that no other tensor lies where one of them was
 
     @classmethod
@@ -125,7 +110,7 @@ class Device(TorchDispatchMode):
             self._look(function, packet, args, kwargs, given, ours)
         if not ours and not on_device:
             return function(*args, **kwargs)
-        inner, outer = [], {}
+        inner, outer, kept = [], {}, (args, kwargs)
         for x in flat:
             if isinstance(x, OnDevice):
                 inner.append(x.held)
@@ -136,7 +121,18 @@ class Device(TorchDispatchMode):
         result = function(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
         for x in ours:
             assert x.shape == x.held.shape, f"{function} changed a shape in place"
-        return self._wrapped(result, outer) if on_device else result
+        result = self._wrapped(result, outer) if on_device else result
+        self._count(function, kept, result, given, on_device)
+        return result
+
+    def _count(self, function, kept, result, given, on_device) -> None:
+        """A launch, or a copy from the host, where compopt asks for it."""
+        where = place()
+        if where and on_device and function.overloadpacket in COPIES and not isinstance(given[-1], OnDevice):
+            self.uploads[where] += 1
+        elif where and launches(function):
+            self.launches[f"{where}: {function.overloadpacket}"] += 1
+            self.moved += moves(function, *kept, result, lambda x: isinstance(x, OnDevice))
 
     def _wrapped(self, result: Any, outer: dict[int, OnDevice]) -> Any:
         """What an operator returns: tensors that it was given, or new ones of the device."""
@@ -148,11 +144,7 @@ class Device(TorchDispatchMode):
 
     def _look(self, function, packet, args, kwargs, given, ours) -> None:
         """What this operator would make the host wait for, and whether a real device would take it."""
-        knows = torch.Tag.data_dependent_output in function.tags
-        sized = torch.Tag.dynamic_output_shape in function.tags and kwargs.get("output_size") is None
-        if packet is aten.index:
-            sized = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-        if knows or sized:
+        if waits(function, args, kwargs):
             self._note(self.accesses)
         hosts = [x for x in given if not isinstance(x, OnDevice)]
         number = all(x.dim() == 0 for x in hosts) and isinstance(args[0], OnDevice | float | int)

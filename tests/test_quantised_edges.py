@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_quantised import answer, rounded
 
+import compopt._wire.quantise as codes_of
 from compopt._wire.quantise import BLOCK, ROW
 from compopt._wire.requests import Payload
 from compopt._wire.scratch import Scratch
@@ -62,3 +63,20 @@ def test_scratch_memory_has_as_many_elements_as_are_asked_for():
     assert sizes == [4, 9, 2, 9]
     assert scratch("codes", 9, torch.int8, cpu).data_ptr() == scratch("codes", 2, torch.int8, cpu).data_ptr()
     assert scratch("codes", 9, torch.float32, cpu).dtype == torch.float32
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_device_rounds_all_rows_at_once_as_a_cpu_does_in_blocks(monkeypatch, blocks, more, bits):
+    rows = blocks * BLOCK + more
+    x = torch.randn(rows, ROW, generator=torch.Generator().manual_seed(rows))
+
+    def rounded() -> list[torch.Tensor]:
+        codes, scales, rest = torch.empty_like(x, dtype=torch.int8), torch.empty(rows), torch.empty_like(x)
+        codes_of.quantise(x.clone(), codes, scales, rest, (7, 1), Scratch(), bits)
+        return [codes, scales, rest]
+
+    blocked = rounded()
+    monkeypatch.setattr(codes_of, "at_a_time", lambda block, x: len(x))
+    assert all(torch.equal(a, b) for a, b in zip(blocked, rounded(), strict=True))

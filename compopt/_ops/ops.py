@@ -15,7 +15,7 @@ from torch import Tensor
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors, positions_of
 from .._wire.requests import Payload
-from .._wire.scratch import Scratch
+from .._wire.scratch import Scratch, at_a_time
 from . import math
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
@@ -219,8 +219,8 @@ class Ops:
         clip: float = 1.0,
         decay: bool = True,
     ) -> None:
-        """One AdamS step in place, in blocks that stay in the cache; ``step`` is already counted
-        up.
+        """One AdamS step in place, on a CPU in blocks that stay in the cache; ``step`` is already
+        counted up.
 
         It is an AdamW step whose second moment, before it, is the square of the first.
         """
@@ -236,8 +236,9 @@ class Ops:
             return math.adams_(w, g, m, float(step), clip=clip, **hyper)
         hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
         # Of its own: g may be scratch too.
-        square = self.scratch(m, min(BLOCK, m.numel()), use="square")
-        for w_, g_, m_ in zip(*(x.view(-1).split(BLOCK) for x in (w, g, m)), strict=True):
+        block = at_a_time(BLOCK, m.view(-1))
+        square = self.scratch(m, min(block, m.numel()), use="square")
+        for w_, g_, m_ in zip(*(x.view(-1).split(block) for x in (w, g, m)), strict=True):
             v = torch.mul(m_, m_, out=square[: m_.numel()])
             torch._fused_adamw_([w_], [g_], [m_], [v], [], [step], **hyper)
 

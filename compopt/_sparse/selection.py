@@ -14,6 +14,7 @@ from .._state.buckets import Bucket
 from .._state.deal import Deal, Part, assemble, encode
 from .._state.masks import Mask, Tensors, bits_at, bits_by_tensor, per_tensor
 from .._wire.requests import AllGather, Asking, Payload
+from .._wire.scratch import at_a_time
 from .dealing import SLACK, compressed_lengths, forget_next, keep, keep_next
 
 EXACT_BELOW = 16384  # elements: topk costs less than looking for a threshold
@@ -26,8 +27,9 @@ def above(x: Tensor, t: float, ops: Ops) -> Tensor:
     """The positions of |x| > t, ascending, int64."""
     flags = ops.scratch(x, x.numel() + -x.numel() % 8, torch.bool, "flags")
     flags[x.numel() :] = False
-    shrunk = ops.scratch(x, min(BLOCK, x.numel()))
-    for own, x_ in zip(flags[: x.numel()].split(BLOCK), x.split(BLOCK), strict=True):
+    block = at_a_time(BLOCK, x)
+    shrunk = ops.scratch(x, min(block, x.numel()))
+    for own, x_ in zip(flags[: x.numel()].split(block), x.split(block), strict=True):
         # Several times faster than a comparison.
         own.copy_(torch.hardshrink(x_, t, out=shrunk[: x_.numel()]))
     # Words of 8 flags each: most are 0, and looking at one is looking at 8.

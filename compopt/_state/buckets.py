@@ -24,6 +24,7 @@ from .tensors import Chosen, grad_dtype, is_compressed, local, upload
 __all__ = [
     "BUCKET_BYTES",
     "Bucket",
+    "bucket_bytes",
     "grad_dtype",
     "is_compressed",
     "local",
@@ -31,8 +32,10 @@ __all__ = [
     "upload",
 ]
 
-# of gradients: large enough for the link's bandwidth, small enough to overlap with backward
+# of parameters: large enough for the link's bandwidth, small enough to overlap with backward
 BUCKET_BYTES = 8 * 2**20
+# on a device every bucket is launches and waits for its turn
+DEVICE_BUCKET_BYTES = 64 * 2**20
 
 
 class Bucket(Kept):
@@ -176,7 +179,8 @@ def make_buckets(
     chosen: Chosen | None = None,
     wanted: Container[Tensor] | None = None,
 ) -> list[Bucket]:
-    """Deal the parameters of all groups into buckets of about 8 MiB, the last registered first.
+    """Deal the parameters of all groups into buckets, the last registered first: of about 8 MiB on
+    CPUs, 64 MiB on other devices.
 
     ``chosen(p, group, name)`` says whether a parameter is compressed; by default
     :func:`is_compressed` does. ``wanted``: only these; by default those that require a gradient.
@@ -186,7 +190,7 @@ def make_buckets(
         size = 0
         for p, name in zip(reversed(params), reversed(names), strict=True):
             nbytes = local(p).numel() * p.element_size()
-            if size == 0 or size + nbytes > BUCKET_BYTES:
+            if size == 0 or size + nbytes > bucket_bytes(p.device):
                 dealt.append((group, [], []))
                 size = 0
             dealt[-1][1].append(p)
@@ -194,6 +198,11 @@ def make_buckets(
             size += max(nbytes, 1)
     scratch = Scratch()
     return [Bucket(index, *bucket, chosen, scratch) for index, bucket in enumerate(dealt)]
+
+
+def bucket_bytes(device: torch.device) -> int:
+    """How large a bucket on this device may become, but for a tensor that is larger."""
+    return BUCKET_BYTES if device.type == "cpu" else DEVICE_BUCKET_BYTES
 
 
 def _uniform_runs(

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .scratch import Scratch
+from .scratch import Scratch, at_a_time
 
 # Values that share a scale: 4 bytes of it are 3 % of theirs, with 4 bits 6 %.
 ROW = 128
@@ -30,6 +30,8 @@ SMALLEST = torch.finfo(torch.float32).tiny
 TABLE = 65536
 # Rows at a time: they stay in a core's cache from one pass to the next.
 BLOCK = TABLE // ROW
+# From one block's place in the table to the next one's.
+STRIDE = 40503
 
 
 class Piece(NamedTuple):
@@ -179,18 +181,19 @@ def quantise(
     ``scales``, float32; ``dropped`` (x itself, or of its shape) gets what rounding took off.
     """
     place, noise, most = _place(seed), _table(x.dtype, x.device), LARGEST[bits]
-    for number, a in enumerate(range(0, len(x), BLOCK)):
-        x_, scale, drop = x[a : a + BLOCK], scales[a : a + BLOCK], dropped[a : a + BLOCK]
+    block = at_a_time(BLOCK, x)
+    for number, a in enumerate(range(0, len(x), block)):
+        x_, scale, drop = x[a : a + block], scales[a : a + block], dropped[a : a + block]
         t = scratch("block", x_.numel(), x.dtype, x.device).view(x_.shape)
         largest = torch.abs(x_, out=t).amax(1)
         scale.copy_(largest.div_(most).masked_fill_(largest < SMALLEST, 0))
         # inf becomes NaN.
         scale.add_(scale - scale)
         unit = scale.to(x.dtype).unsqueeze(1)
-        at = (place + 40503 * number) % TABLE
         torch.mul(x_, torch.where(unit > 0, 1 / unit, 0), out=t)
-        t.add_(noise[at : at + x_.numel()].view(x_.shape)).floor_().clamp_(-most, most)
-        codes[a : a + BLOCK].copy_(t)
+        u = _numbers(noise, place + STRIDE * number, x_.numel())
+        t.add_(u.view(x_.shape)).floor_().clamp_(-most, most)
+        codes[a : a + block].copy_(t)
         torch.sub(x_, t.mul_(unit), out=drop)
 
 
@@ -224,6 +227,16 @@ def _place(seed: tuple[int, ...]) -> int:
         int.from_bytes(hashlib.blake2b(repr(seed).encode(), digest_size=4).digest(), "little")
         % TABLE
     )
+
+
+def _numbers(table: Tensor, place: int, n: int) -> Tensor:
+    """The numbers u of n values; the first of a block has that at ``place``."""
+    place %= TABLE
+    if n <= TABLE:
+        return table[place : place + n]
+    places = torch.arange(rows_of(n) // BLOCK + 1, dtype=torch.int64, device=table.device)
+    places.mul_(STRIDE).add_(place).remainder_(TABLE)
+    return table.unfold(0, TABLE, 1).index_select(0, places).view(-1)[:n]
 
 
 @lru_cache(maxsize=8)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .quantise import wire_bytes
-from .scratch import Scratch
+from .scratch import Scratch, at_a_time
 
 # Values rounded at a time: they stay in a core's cache.
 BLOCK = 131072
@@ -61,7 +61,8 @@ class Payload:
     def round(self) -> Payload:
         """Make the message of what ``exact`` holds; there is then what rounding took off."""
         if self.exact is not self.parts and self.dropped is not None:
-            for sent, rest in zip(self.body.split(BLOCK), self.dropped.split(BLOCK), strict=True):
+            block = at_a_time(BLOCK, self.body)
+            for sent, rest in zip(self.body.split(block), self.dropped.split(block), strict=True):
                 sent.copy_(rest)
                 rest.sub_(sent)
         return self

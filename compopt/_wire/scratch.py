@@ -6,6 +6,13 @@ import torch
 from torch import Tensor
 
 
+def at_a_time(block: int, x: Tensor) -> int:
+    """How many elements, or rows, of x to work on at a time: so many stay in a core's cache. A
+    device is given all of them at once.
+    """
+    return block if x.device.type == "cpu" else max(1, len(x))
+
+
 class Scratch:
     """Memory of one owner, who works on one thread at a time: two optimizers never share it."""
 

@@ -1,0 +1,267 @@
+"""An accelerator without memory: tensors of torch's "meta" device, and kernels that are counted and not run.
+
+A step of 355 M parameters takes milliseconds there. Every operator that is dispatched is seen (``Counts``), and every
+launch of a Triton kernel, with the bytes that it would move. Numbers that a step waits for are made up: the verdict is
+that all ranks apply it. Without ``Counts`` what is left is the host's time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import compopt_kernels as kernels
+import torch
+import triton
+from _fleet import SameEverywhere
+from torch import Tensor
+from torch.optim import optimizer as torchs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from device_calls import COPIES, aten, bytes_of, launches, moves, place, waits
+
+import compopt._engine.base as base
+import compopt._engine.stepping as stepping
+import compopt._engine.verdicts as verdicts
+import compopt._ops.backends as backends
+from compopt._engine.engine import Engine
+from compopt._engine.exchanges import Exchange
+from compopt._engine.turns import Turns
+from compopt._ops.triton import ops as triton_ops
+
+DEVICE = torch.device("meta")
+
+
+class Module:
+    """What ``torch.get_device_module`` returns of it: no streams."""
+
+    @staticmethod
+    def device(device: torch.device) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class Counts(TorchDispatchMode):
+    """What a step asks of the device. ``at``: by the place in compopt that asks."""
+
+    running: Counts | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clear()
+
+    def clear(self) -> None:
+        self.launches, self.waits, self.uploads = 0, 0, 0
+        self.collectives, self.moved = 0, 0
+        self.at: Counter[str] = Counter()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __enter__(self):
+        Counts.running = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        Counts.running = None
+        return super().__exit__(*error)
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.at[f"wait: {place()}"] += 1
+
+    def launch(self, name: str, moved: int) -> None:
+        self.launches += 1
+        self.moved += moved
+        self.at[f"{place()}: {name}"] += 1
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        packet = function.overloadpacket
+        if function.namespace == "c10d":
+            self.collectives += 1
+            return function(*args, **kwargs)
+        if packet is aten._local_scalar_dense and args[0].device == DEVICE:
+            self.wait()
+            return 0 if args[0].dtype not in (torch.float32, torch.float64) else 0.0
+        if packet in COPIES:
+            source = args[1] if packet is aten.copy_ else args[0]
+            to = args[0].device if packet is aten.copy_ else kwargs.get("device") or source.device
+            if source.device == DEVICE != to:
+                self.wait()
+                return torch.zeros_like(source, device=to) if packet is not aten.copy_ else args[0].zero_()
+            if to == DEVICE != source.device:
+                self.uploads += 1
+                return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        given = torch.utils._pytree.tree_leaves((args, kwargs, result))
+        if any(isinstance(x, Tensor) and x.device == DEVICE for x in given):
+            if waits(function, args, kwargs):
+                self.wait()
+            if launches(function):
+                self.launch(str(packet), moves(function, args, kwargs, result, lambda x: x.device == DEVICE))
+        return result
+
+
+def run_kernel(kernel: triton.JITFunction, *args: Any, **options: Any) -> None:
+    """In place of a launch."""
+    if Counts.running is not None:
+        Counts.running.launch(kernel.fn.__name__, 0)
+
+
+def size(x: Tensor | None) -> int:
+    return 0 if x is None else bytes_of(x)
+
+
+def _adamw(blocks, starts, rows, **_) -> int:
+    once = ("bits", "values", "grad", "score", "public")
+    twice = ("w", "m", "v", "residual")
+    return sum(sum(size(getattr(r, n)) for n in once) + 2 * sum(size(getattr(r, n)) for n in twice) for r in rows)
+
+
+def _scape(blocks, starts, held_starts, rows, **_) -> int:
+    once = ("bits", "held", "old", "values", "m", "grad", "public")
+    twice = ("w", "residual")
+    return sum(sum(size(getattr(r, n)) for n in once) + 2 * sum(size(getattr(r, n)) for n in twice) for r in rows)
+
+
+def _moment(blocks, held_starts, rows, **_) -> int:
+    """Of the elements that this rank selects among."""
+    total = 0
+    for r in rows:
+        share = (r.end - r.begin) / r.n if r.n else 0
+        total += int(share * (size(r.held) + size(r.old) + size(r.residual) + size(r.grad))) + size(r.x)
+    return total
+
+
+def _compact(blocks, bits, starts, grads, parts, marks, add, *_) -> int:
+    rows = zip(bits, grads, parts, list(add), strict=True)
+    return sum(size(b) + size(g) + size(p) + (0 if a is None else len(p) * a.element_size()) for b, g, p, a in rows)
+
+
+def _top_k(blocks, rows) -> int:
+    return sum(5 * size(r.x) + size(r.bits) for r in rows)  # three looks, the equal ones, the bits
+
+
+def _count(blocks, bits) -> int:
+    return sum(size(b) for b in bits) + 4 * blocks.count
+
+
+def _positions(blocks, bits, starts, sizes) -> int:
+    return sum(size(b) for b in bits) + 4 * sum(sizes)
+
+
+def _encode(bits, length, *_) -> int:
+    return 2 * size(bits) + length
+
+
+def _decode(rows, words, *_) -> int:
+    return 2 * sum(size(r.message) for r in rows) + size(words)
+
+
+# Bytes of what a kernel reads and writes, by what it is called with; of a sector only the values that are selected.
+MOVED: dict[str, Callable[..., int]] = {
+    "adamw": _adamw,
+    "scape": _scape,
+    "moment": _moment,
+    "compact": _compact,
+    "top_k": _top_k,
+    "count": _count,
+    "positions": _positions,
+    "encode": _encode,
+    "decode": _decode,
+}
+
+
+def _weighed(name: str) -> Callable[..., Any]:
+    function, moved = getattr(kernels, name), MOVED[name]
+
+    def weighed(*args: Any, **options: Any) -> Any:
+        if Counts.running is not None:
+            if name == "compact":  # which may be given an iterator
+                args = (*args[:6], list(args[6]), *args[7:])
+            Counts.running.moved += moved(*args, **options)
+        return function(*args, **options)
+
+    return weighed
+
+
+read = verdicts._read
+told: list[float] = []
+
+
+def _read(exchanges: list[Exchange]) -> verdicts.Numbers:
+    """The verdict's numbers, as they would be: every rank has every gradient, all is as it should be."""
+    told.clear()
+    for exchange in exchanges:
+        words = exchange.control.words
+        control = [
+            number
+            for name, own in words.items()
+            for number in ([0.0] * (len(own) - 1) + [float(name == "alike")] if isinstance(own, Tensor) else own)
+        ]
+        told.extend([1.0, *[1.0] * len(exchange.agreement.payload.header), *control])
+    return read(exchanges)
+
+
+def _greet(engine: Engine, comm: object) -> Turns[None]:
+    """The handshake, which compares numbers that are not there; the ranks are alike on purpose."""
+    engine.known.alike = SameEverywhere()
+    return
+    yield
+
+
+def _number(x: Tensor) -> float:
+    if x.device != DEVICE:
+        return number(x)
+    if Counts.running is not None:
+        Counts.running.wait()
+    return 0.0
+
+
+def _data_ptr(x: Tensor) -> int:
+    """An address as of memory: of its own for each storage, and a multiple of 16 where that begins."""
+    if x.device != DEVICE:
+        return data_ptr(x)
+    return (x.untyped_storage()._cdata << 8) + x.storage_offset() * x.element_size()
+
+
+to_list, number, data_ptr = Tensor.tolist, Tensor.__float__, Tensor.data_ptr
+
+
+def _to_list(x: Tensor) -> Any:
+    if x.device != DEVICE:
+        return to_list(x)
+    if Counts.running is not None:
+        Counts.running.wait()
+    return list(told) if x.shape == (len(told),) else torch.zeros_like(x, device="cpu").tolist()
+
+
+@contextlib.contextmanager
+def hollow(backend: str) -> Iterator[None]:
+    """While it is entered, the meta device is an accelerator with this back end."""
+    with contextlib.ExitStack() as stack:
+        for target, name, new in [
+            (torch, "get_device_module", lambda device=None: Module),
+            (Tensor, "pin_memory", lambda x, device=None: x),
+            (Tensor, "tolist", _to_list),
+            (Tensor, "__float__", _number),
+            (Tensor, "data_ptr", _data_ptr),
+            (torchs, "_get_fused_kernels_supported_devices", lambda: [DEVICE.type]),
+            (base, "check_tensors", lambda group: None),  # which refuses tensors without memory
+            (stepping, "handshake", _greet),
+            (verdicts, "_read", _read),
+            (triton.JITFunction, "run", run_kernel),
+            (backends, "has_triton_driver", lambda: True),
+            (triton_ops, "triton_device", lambda: DEVICE.type),
+            *[(kernels, name, _weighed(name)) for name in MOVED],
+        ]:
+            stack.enter_context(mock.patch.object(target, name, new))
+        stack.enter_context(mock.patch.dict("os.environ", COMPOPT_BACKEND=backend))
+        yield

@@ -1,0 +1,64 @@
+"""What a steady step asks of an accelerator, as bench/launches.py counts it: a wait that is added shows."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from compopt._state.buckets import bucket_bytes
+
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+# of a step of 28 tensors in one bucket: launches at most, as they were counted, and waits of the host
+MOST = {
+    "AdamS": (92, 1),
+    "Radius .4, sparse": (38, 1),
+    "Radius .4, int8": (336, 1),
+    "SCAPE .01": (90, 1),
+    "Separate 16": (422, 1),
+    "tracked 16, int8": (683, 1),
+    "Average, int8": (366, 1),
+    "LocalSteps, between": (50, 1),
+    "LocalSteps, exchange": (620, 3),
+}
+
+
+@functools.cache
+def found() -> dict[str, dict]:
+    """By a process in which Triton is not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(HERE / "launches_run.py")]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=HERE.parent, env=environment)
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_steady_step_launches_and_waits_no_more_than_is_said(name):
+    row = found()[name]
+    assert row["launches"] <= MOST[name][0] and row["waits"] == MOST[name][1], row
+    assert row["bytes"] > 20 and row["buckets"] == 1
+
+
+@pytest.mark.parametrize("fault", ["a number is asked for", "a copy is waited for"])
+def test_a_wait_that_is_added_is_counted(fault):
+    assert found()[fault]["waits"] == found()["AdamS"]["waits"] + 1
+
+
+def test_every_row_is_said():
+    faults = {"a number is asked for", "a copy is waited for"}
+    assert found().keys() == MOST.keys() | faults | {"buckets"}
+
+
+def test_buckets_of_devices_are_few_and_those_of_cpus_as_they_were():
+    most, buckets = found()["buckets"]["most"], found()["buckets"]["all"]
+    assert len(buckets) <= 25 and sum(size for _, size in buckets) == 4 * 354_823_168
+    assert all(size <= most or count == 1 for count, size in buckets)
+    assert 64 * 2**20 <= most <= 128 * 2**20 and bucket_bytes(torch.device("cpu")) == 8 * 2**20
