@@ -4,6 +4,7 @@ from ._engine.stats import Stats
 from ._wire.requests import CommunicationError
 from .adams import AdamS
 from .average import Average
+from .diagnosing import diagnose
 from .integrations import fsdp as _fsdp  # noqa: F401  (looks at every new optimizer)
 from .integrations.ddp import attach
 from .local import LocalSteps
@@ -25,4 +26,5 @@ __all__ = [
     "Stats",
     "TagcAdamW",
     "attach",
+    "diagnose",
 ]

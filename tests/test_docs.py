@@ -18,6 +18,7 @@ ELSEWHERE = {
     "_projections",
     "advise",
     "probe",
+    "diagnosing",
 }  # not what a user of an optimizer meets
 
 

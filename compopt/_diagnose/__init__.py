@@ -1,0 +1,1 @@
+"""What `compopt.diagnose` looks at, a meter a file. See README.md."""
