@@ -20,14 +20,10 @@ FLOORS = [
     ["__init__"],
     ["advise"],
     ["probe"],
-<<<<<<< HEAD
-    ["costmodel"],
-    ["integrations", "activations"],
-=======
     ["diagnosing"],
     ["_diagnose"],
-    ["integrations", "activations", "costmodel"],
->>>>>>> bb0a7ee (compopt.diagnose: what a model will bear, from some steps of its own training)
+    ["costmodel"],
+    ["integrations", "activations"],
     ["local"],
     ["radius", "scape", "separate", "tagc", "adams", "average"],  # papers
     ["_sharded", "_lowrank", "_local"],
