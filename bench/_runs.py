@@ -96,10 +96,8 @@ RIVALS: dict[str, Make] = {
 AT_RATES = [
     (300, "int4", 2000, 1.0),
     (300, "int4", 1500, 1.0),
-    (140, "int2", 2000, 1.0),
-    (30, "int2", 780, 0.7),
     (30, "int2", 780, 1.0),
-    (30, "int2", 2000, 1.0),
+    *((every, "int2", growth, 1.0) for every in (30, 140) for growth in (1500, 2000)),
 ]
 # A string names one of torch's hooks, or naive top-k, of examples/baselines.py and its rank or density.
 METHODS: dict[str, Make | str] = {
