@@ -25,13 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ._engine.averages import Averages
 from ._engine.face import Group
+from ._engine.options import require
 from ._engine.saving import warn_of_what_is_missing
 from ._engine.stats import Stats
 from ._engine.stepping import refuse
@@ -85,12 +86,16 @@ class LocalSteps(Wrapping):
             one.
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
+        offload: "outer" keeps the anchors, and with them all that the outer optimizer has, in host
+            memory (pinned, for an accelerator), and exchanges from there; a round's end copies the
+            parameters there and back. The process group must carry host tensors (gloo does).
         simulate: take rounds on one process too, to see what many would do. Else, without other
             ranks, a step is that of ``inner``.
 
     State beside the inner optimizer's: in the outer one the anchors, its momentum and its
-    ``residual``, each as large as the parameters; ``residual`` of the averaged start, while that
-    lasts. What a rank moved is as large again while it is exchanged.
+    ``residual``, each as large as the parameters (all in host memory with ``offload="outer"``);
+    ``residual`` of the averaged start, while that lasts. What a rank moved is as large again while
+    it is exchanged.
 
     Raises:
         TypeError: inner is no optimizer, or one that evaluates the model more than once a step
@@ -117,8 +122,11 @@ class LocalSteps(Wrapping):
         every_warmup_steps: int = 800,
         max_grad_norm: float | None = None,
         process_group: ProcessGroup | None = None,
+        offload: Literal["outer"] | None = None,
         simulate: bool = False,
     ):
+        require(offload in (None, "outer"), "offload", offload, "None or 'outer'")
+        self.offload = offload
         options: dict[str, Any] = dict(
             every=every,
             outer_lr=outer_lr,
@@ -141,7 +149,7 @@ class LocalSteps(Wrapping):
         return self.base
 
     def check_group(self, group: Group) -> None:
-        options.check(group)
+        options.check(group, self.offload)
 
     def before_layout(self) -> None:
         super().before_layout()

@@ -51,6 +51,7 @@ MORE = [
     also("TagcAdamW", "sketch", sparsity=0.9, warmup_steps=2, codec="sketch"),
     also("LocalSteps", "int4, fragments", every=4, fragments=2, delay=1, warmup_steps=2, payload_dtype="int4"),
     also("LocalSteps", "int2", every=4, warmup_steps=2, payload_dtype="int2"),
+    also("LocalSteps", "offloaded", every=4, fragments=2, delay=1, payload_dtype="int2", offload="outer"),
 ]
 LARGE = {"ScapeAdamS, sampled", "TagcAdamW, large"}  # which look for a threshold, in more than 16384 elements a rank
 RUNS = {case.name: case for case in CASES + FORMS + MORE}

@@ -58,7 +58,7 @@ def sample(grads: list[Tensor | None], device: torch.device) -> Tensor:
     """Bits of a code of some elements, then their complements, then 1 where there is nothing to
     compare.
 
-    Nobody waits for it: it is on the device of the gradients. Zeros only, or a number that is not
+    Nobody waits for it where ``device`` is that of the gradients. Zeros only, or a number that is not
     finite, are nothing: those may well be alike on ranks of different data.
     """
     there = [g.detach() for g in grads if g is not None and g.numel()]
@@ -67,11 +67,11 @@ def sample(grads: list[Tensor | None], device: torch.device) -> Tensor:
         return torch.tensor([0.0] * 2 * BITS + [1.0], dtype=torch.float32, device=device)
     some = torch.cat(parts)
     numbers = some.view(WORDS_OF[some.element_size()]).to(torch.int64)
-    places = torch.arange(1, 2 * len(numbers), 2, dtype=torch.int64, device=device)
+    places = torch.arange(1, 2 * len(numbers), 2, dtype=torch.int64, device=some.device)
     code = (numbers * places).sum() * SPREAD >> (64 - BITS)
     telling = (some.isfinite().all() & some.any()).float()
-    bits = (code >> torch.arange(BITS, dtype=torch.int64, device=device) & 1) * telling
-    return torch.cat([bits, telling - bits, (1 - telling).view(1)])
+    bits = (code >> torch.arange(BITS, dtype=torch.int64, device=some.device) & 1) * telling
+    return torch.cat([bits, telling - bits, (1 - telling).view(1)]).to(device)
 
 
 def _some(flat: Tensor) -> Tensor:

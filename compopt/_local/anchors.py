@@ -1,4 +1,6 @@
-"""Anchors: what parameters were when ranks were last equal, in float32 where they are below."""
+"""Anchors: what parameters were when ranks were last equal, in float32 where they are below; on the
+parameter's device, or in host memory.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,26 @@ import torch
 from torch import Tensor, nn
 
 from .._state.buckets import local
+from .._state.devices import HOST, pinned
 
 
-def anchor_of(p: Tensor) -> nn.Parameter:
+def anchor_of(p: Tensor, host: bool) -> nn.Parameter:
+    """That of a frozen parameter is the parameter itself, or what it was."""
     if not p.requires_grad:
-        return nn.Parameter(p.detach(), requires_grad=False)
-    return nn.Parameter(wide_copy(p))
+        return nn.Parameter(p.detach().to(HOST if host else p.device), requires_grad=False)
+    return nn.Parameter(wide_copy(p, host))
 
 
-def wide_copy(p: Tensor) -> Tensor:
-    return p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+def wide_copy(p: Tensor, host: bool) -> Tensor:
+    wide = torch.promote_types(p.dtype, torch.float32)
+    if host:
+        return pinned(p.detach().to(HOST, copy=True).to(wide), p.device)
+    return p.detach().to(wide, copy=True)
+
+
+def beside(anchor: Tensor, p: Tensor) -> Tensor:
+    """The parameter, on its anchor's device."""
+    return local(p.detach()).to(local(anchor).device)
 
 
 def rounded(anchor: Tensor, p: Tensor) -> Tensor:
@@ -26,5 +38,5 @@ def rounded(anchor: Tensor, p: Tensor) -> Tensor:
 def moved_since(p: Tensor, anchor: Tensor) -> Tensor:
     """What a rank moved since the exchange began that is on its way."""
     start = rounded(anchor, p).to(anchor.dtype)
-    moved = local(p.detach()).to(anchor.dtype) - start
+    moved = beside(anchor, p).to(anchor.dtype) - start
     return moved if anchor.grad is None else moved.add_(local(anchor.grad))

@@ -48,7 +48,8 @@ class LocalEngine:
         return self.engine.option_groups[0]
 
     def _make(self, options: Group) -> Exchanges:
-        return Exchanges(self.inner.param_groups, options, self._outer_for(options))
+        host = self.engine.face.offload == "outer"
+        return Exchanges(self.inner.param_groups, options, self._outer_for(options), host)
 
     def connect(self) -> None:
         """Exchange over the ranks there are, if there are others."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._engine.engine import Engine
 from .._engine.turns import Turns
+from .._state.devices import HOST
 from .._wire.comm import Comm
 from . import rounds
 from .fragments import Fragment
@@ -19,19 +20,21 @@ Said = Callable[[], list[Any]]  # what ranks must have alike when they exchange
 
 
 class Exchanges:
-    """The fragments of one optimizer, in the order in which all ranks exchange them."""
+    """The fragments of one optimizer, in the order in which all ranks exchange them; ``host``: from
+    host memory.
+    """
 
-    def __init__(self, groups: list[Group], options: Group, outer: Outer):
-        self._outer = outer
+    def __init__(self, groups: list[Group], options: Group, outer: Outer, host: bool):
+        self._outer, self._host = outer, host
         self._connected: tuple[Comm, Comm] | None = None  # the ranks, and how they are reached
         self._counted = 0
         parts = deal(groups, options["fragments"])
-        self.fragments = [Fragment(part, n, outer) for n, part in enumerate(parts) if part]
+        self.fragments = [Fragment(part, n, outer, host) for n, part in enumerate(parts) if part]
 
     def add(self, params: list[Tensor]) -> None:
         """Parameters that have come later are a fragment of their own."""
         if params:
-            self.fragments.append(Fragment(params, 0, self._outer))
+            self.fragments.append(Fragment(params, 0, self._outer, self._host))
 
     @property
     def on_their_way(self) -> list[Fragment]:
@@ -47,8 +50,15 @@ class Exchanges:
     def connect(self, comm: Comm, delay: int, inner: Engine) -> None:
         """Exchange over these ranks; what runs beside others has a process group of its own.
 
-        ``inner`` drives the optimizer whose exchanges these are.
+        ``inner`` drives the optimizer whose exchanges these are. Raises ValueError where a group
+        cannot carry host memory that it would have to.
         """
+        if self._host and not comm.carries(HOST):
+            raise ValueError(
+                "offload='outer' exchanges tensors in host memory, and the process group has no "
+                "backend for those: init_process_group('cpu:gloo,cuda:nccl'), or without a "
+                "backend, has one."
+            )
         if self._connected is None or self._connected[0] is not comm:
             self._connected = comm, comm.apart() if delay else comm
             self._counted = self._connected[1].bytes_sent

@@ -24,7 +24,7 @@ from .._state.tensors import laid_out_as
 from .._wire.comm import Comm
 from .._wire.control import Words
 from .._wire.pending import Pending
-from .anchors import anchor_of, moved_since, rounded, wide_copy
+from .anchors import anchor_of, beside, moved_since, rounded, wide_copy
 from .outer import Outer, begin_momentum, check_outer
 
 # what an exchange waits for when it could be applied, and is not yet to be
@@ -35,12 +35,15 @@ class Fragment:
     """One fragment, and its exchange while that is on its way.
 
     ``place``: which of a round's exchanges it takes part in. ``settings``: what else ranks must
-    have alike when they exchange it.
+    have alike when they exchange it. ``host``: anchors, and so all that the outer optimizer keeps,
+    are in host memory, and are exchanged from there.
     """
 
-    def __init__(self, params: list[Tensor], place: int, outer: Outer):
-        self.params, self.place = params, place
-        self.anchors = [anchor_of(p) for p in params]
+    def __init__(self, params: list[Tensor], place: int, outer: Outer, host: bool):
+        self.params, self.place, self._host = params, place, host
+        self.anchors = [anchor_of(p, host) for p in params]
+        # of which the anchor is not its own yet
+        self._frozen = {i for i, p in enumerate(params) if not p.requires_grad}
         with making_own():
             self.outer = outer(list(self.anchors))
         check_outer(self.outer, self.anchors)
@@ -151,7 +154,7 @@ class Fragment:
         for i, (p, anchor) in enumerate(zip(self.params, self.anchors, strict=True)):
             anchor.requires_grad_(i in self._sent)
             anchor.grad = None
-            start, w = rounded(anchor, p), local(p.detach())
+            start, w = rounded(anchor, p), beside(anchor, p)
             if i in self._sent and not (p.grad is None and torch.equal(start, w)):
                 moved = start.to(anchor.dtype) - w
                 anchor.grad = laid_out_as(anchor.detach(), moved)
@@ -266,7 +269,7 @@ class Fragment:
             if since is None and keeps == 0:
                 w.copy_(new)
                 continue
-            wide = w.to(new.dtype)
+            wide = beside(anchor, p).to(new.dtype)
             begun = wide if since is None else wide - since
             mixed = torch.lerp(new, begun, keeps) if keeps else new
             w.copy_(mixed if since is None else mixed + since)
@@ -283,7 +286,6 @@ class Fragment:
         parameter is the parameter itself.
         """
         self._trained |= self._requiring()
-        for i in self._trained:
-            p, anchor = self.params[i], self.anchors[i]
-            if p.numel() and local(anchor).data_ptr() == local(p).data_ptr():
-                anchor.data = wide_copy(p)
+        for i in self._trained & self._frozen:
+            self.anchors[i].data = wide_copy(self.params[i], self._host)
+        self._frozen -= self._trained

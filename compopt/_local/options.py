@@ -7,7 +7,7 @@ from typing import Any
 from .._engine.options import check_compress, check_payload, require
 
 
-def check(group: dict[str, Any]) -> None:
+def check(group: dict[str, Any], offload: str | None) -> None:
     """Raise where an option of a group is out of its range."""
     check_payload(group, owed=True)
     check_compress(group)
@@ -19,6 +19,7 @@ def check(group: dict[str, Any]) -> None:
     require(group["outer_lr"] > 0, "outer_lr", group["outer_lr"], "> 0")
     cut = any(hasattr(p, "device_mesh") for p in group["params"])
     require(not (cut and group["delay"]), "delay", group["delay"], "0 where parameters are sharded")
+    require(not (cut and offload), "offload", offload, "None where parameters are sharded")
     delay, limit = group["delay"], group["every"] // group["fragments"]
     require(delay <= limit, "delay", delay, f"at most every / fragments, {limit}")
 

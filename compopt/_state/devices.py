@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+HOST = torch.device("cpu")
+
 
 def here() -> torch.device:
     """Where this process would train: on the accelerator, if there is one, else on the CPU."""

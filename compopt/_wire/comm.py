@@ -201,6 +201,11 @@ class Comm:
         """
         return self.backend_of(device) in ("gloo", "mpi")
 
+    def carries(self, device: torch.device) -> bool:
+        """Whether this device's tensors can be exchanged."""
+        alone = getattr(self, "group", None) is None  # and in the tests' simulator
+        return alone or bool(self.backend_of(device))
+
     def backend_of(self, device: torch.device) -> str:
         """What carries this device's tensors: a group may have a backend for each kind of device,
         as in "cpu:gloo,cuda:nccl".
