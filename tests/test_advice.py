@@ -95,7 +95,8 @@ def test_every_row_can_be_pasted():
             line = method.line.replace("lr=...", "lr=1e-3")
             group = eval(line, {"compopt": compopt, "torch": torch, "params": params}).state_dict()["param_groups"][0]
             asked = group["every"], group["every_warmup_steps"], group["payload_dtype"], group["delay"]
-            assert asked == (method.options["every"], method.growing, "int4", 0), name
+            bits = method.options.get("bits", 4)
+            assert asked == (method.options["every"], method.growing, f"int{bits}", 0), name
 
 
 def test_rivals_are_shown_and_never_advised():

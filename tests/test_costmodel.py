@@ -207,10 +207,10 @@ def test_what_a_round_exchanges_is_waited_for_but_for_the_steps_of_its_delay():
 
 def test_longer_rounds_wait_and_send_less_and_keep_as_much():
     work, machine = Workload.of_size(100_000_000), Machine(4, 1e7)
-    thirty, long = METHODS["LocalSteps 30"](work, 4), METHODS["LocalSteps 250, growing 2000"](work, 4)
+    thirty, long = METHODS["LocalSteps 30"](work, 4), METHODS["LocalSteps 140, int2"](work, 4, bits=4)
     every_step = METHODS["LocalSteps 30"](work, 4, every=1)
     waits = [step_seconds(machine, cost, 1.0).exchange for cost in (every_step, thirty, long)]
-    assert waits[0] == pytest.approx(30 * waits[1]) == pytest.approx(250 * waits[2])
+    assert waits[0] == pytest.approx(30 * waits[1]) == pytest.approx(140 * waits[2])
     assert thirty.reduced == (1 / 2 + 4 / 128) * 1e8 / 30 and thirty.state == long.state == 24e8
     assert METHODS["LocalSteps 30"](work, 4, every=3, delay=9).delay == 3  # one exchange on its way at a time
 

@@ -74,7 +74,7 @@ def test_bytes_of_a_round_are_local_steps_own(size, every, delay):
     first = sum(round_bytes(ranks, every + delay))
     work = Workload.of(ranks.models[0].named_parameters())
     cost = METHODS["LocalSteps 30"](work, size, every=every, delay=delay)
-    assert cost == METHODS["LocalSteps 250, growing 2000"](work, size, every=every, delay=delay)
+    assert cost == METHODS["LocalSteps 140, int2"](work, size, every=every, delay=delay, bits=4)
     assert first == pytest.approx(every * cost.reduced, rel=0.02)
     if not delay:
         assert sum(round_bytes(ranks, every)) == pytest.approx(every * cost.reduced, rel=0.01)
@@ -114,7 +114,7 @@ def test_rounds_of_a_run_are_those_of_the_class(every, growing, steps):
 
 MEASURED = {  # bench/results/quality.jsonl, 2000 steps on 4 ranks: bytes of the run
     "LocalSteps 30": 69_161_680,
-    "LocalSteps 250, growing 2000": 23_817_304,
+    "LocalSteps 140, int2": 19_901_128,
 }
 
 

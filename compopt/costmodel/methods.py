@@ -138,7 +138,7 @@ WIDE_LOCAL = (
     "At width 512 it was 12 % above (every=30, 1500 steps on 2 ranks, one seed): try it on your "
     "model first."
 )
-LOCAL_ON = f"a GPT of 0.9 M parameters, width 128, {RUN} steps on {LOCAL_RANKS} ranks, one seed"
+LOCAL_ON = f"a GPT of 0.9 M parameters, width 128, {RUN} steps on {LOCAL_RANKS} ranks, three seeds"
 
 
 @dataclass(frozen=True)
@@ -196,12 +196,13 @@ TRACKED = (
     "warmup_steps=...)"
 )
 LOCAL = "compopt.LocalSteps(torch.optim.AdamW(params, lr=...), every={}{})"
+LONG = ', every_warmup_steps=2000, outer_lr=1, payload_dtype="int2"'
 
 
-def _row_of_rounds(every: int, loss: float | None, growing: int = 800) -> Method:
-    """A row of local steps; 800 is the class's default."""
-    line = LOCAL.format(every, "" if growing == 800 else f", every_warmup_steps={growing}")
-    options = {"every": every}
+def _row_of_rounds(every: int, loss: float, growing: int, said: str, **options: int) -> Method:
+    """A row of local steps; ``said``: its options in Python."""
+    line = LOCAL.format(every, said)
+    options = {"every": every, **options}
     return Method(_local_steps, line, loss, 0.0, True, options, growing, LOCAL_ON)
 
 
@@ -229,8 +230,8 @@ METHODS: dict[str, Method] = {
         _tracked, TRACKED.format(8, "int4"), 1.023, options={"rank": 8, "bits": 4}
     ),
     "tracked 4, int8": Method(_tracked, TRACKED.format(4, "int8"), 1.053, options={"rank": 4}),
-    "LocalSteps 30": _row_of_rounds(30, 1.017),
-    "LocalSteps 250, growing 2000": _row_of_rounds(250, 1.054, 2000),
+    "LocalSteps 30": _row_of_rounds(30, 1.017, 800, ""),  # the class's defaults
+    "LocalSteps 140, int2": _row_of_rounds(140, 1.041, 2000, LONG, bits=2),
     "TagcAdamW": Method(
         _tagc, "compopt.TagcAdamW(named_params, lr=..., sparsity=0.9875, warmup_steps=...)", 1.030
     ),
