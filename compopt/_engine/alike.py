@@ -58,8 +58,8 @@ def sample(grads: list[Tensor | None], device: torch.device) -> Tensor:
     """Bits of a code of some elements, then their complements, then 1 where there is nothing to
     compare.
 
-    Nobody waits for it where ``device`` is that of the gradients. Zeros only, or a number that is
-    not finite, are nothing: those may well be alike on ranks of different data.
+    Nobody waits for it: it is on the device of the gradients. Zeros only, or a number that is not
+    finite, are nothing: those may well be alike on ranks of different data.
     """
     there = [g.detach() for g in grads if g is not None and g.numel()]
     parts = [_some(g.reshape(-1)) for g in sorted(there, key=Tensor.numel, reverse=True)[:TENSORS]]
@@ -71,7 +71,7 @@ def sample(grads: list[Tensor | None], device: torch.device) -> Tensor:
     code = (numbers * places).sum() * SPREAD >> (64 - BITS)
     telling = (some.isfinite().all() & some.any()).float()
     bits = (code >> torch.arange(BITS, dtype=torch.int64, device=some.device) & 1) * telling
-    return torch.cat([bits, telling - bits, (1 - telling).view(1)]).to(device)
+    return torch.cat([bits, telling - bits, (1 - telling).view(1)])
 
 
 def _some(flat: Tensor) -> Tensor:
