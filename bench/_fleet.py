@@ -28,7 +28,8 @@ from compopt._wire.pending import Pending
 from compopt._wire.requests import Agree, AllGather, AllReduceMean, BitOr, Broadcast, Commit, ReduceScatterMean, Request
 
 KINDS = {AllReduceMean: "payload", ReduceScatterMean: "payload", Broadcast: "masks", BitOr: "masks"}
-COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
+SINGLE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+COLLECTIVES = ("all_reduce", "all_gather", SINGLE, "all_to_all_single", "broadcast")
 
 
 @contextlib.contextmanager
@@ -109,10 +110,12 @@ class Fleet(Comm):
         n, name = self.size, collective.__name__
 
         def call(*args: Any, **options: Any) -> object:
-            inward, outward = (args[0], args[1]) if name in ("all_gather", "all_to_all_single") else (args[0],) * 2
+            inward, outward = (
+                (args[0], args[1]) if name in ("all_gather", SINGLE, "all_to_all_single") else (args[0],) * 2
+            )
             self.calls += 1
             handed = outward.nbytes
-            share = {"all_reduce": 2 * (n - 1) / n, "all_gather": n - 1}.get(name, 1)
+            share = {"all_reduce": 2 * (n - 1) / n, "all_gather": n - 1, SINGLE: n - 1}.get(name, 1)
             sent = received = share * handed
             if name == "all_to_all_single":
                 sent, received = handed - inward.nbytes / n, inward.nbytes * (n - 1) / n

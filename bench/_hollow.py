@@ -34,6 +34,7 @@ from compopt._engine.engine import Engine
 from compopt._engine.exchanges import Exchange
 from compopt._engine.turns import Turns
 from compopt._ops.triton import ops as triton_ops
+from compopt._wire.comm import Comm
 
 DEVICE = torch.device("meta")
 
@@ -165,6 +166,20 @@ def _decode(rows, words, *_) -> int:
     return 2 * sum(size(r.message) for r in rows) + size(words)
 
 
+def _quantise(cut, body, dropped, noise, place, messages, *_) -> int:
+    """The numbers u stay in the device's cache. Of 4 bits each code is written, read, and written packed."""
+    return size(body) + size(dropped) + size(messages) + (2 * len(body) if _[-1] == 4 else 0)
+
+
+def _mean(cut, rank, received, dropped, noise, place, message, *_) -> int:
+    share = len(dropped) // len(received)
+    return size(received) + 2 * 4 * share + size(message) + (2 * share if _[-1] == 4 else 0)
+
+
+def _dequantise(cut, gathered, body, *_) -> int:
+    return size(gathered) + size(body)
+
+
 # Bytes of what a kernel reads and writes, by what it is called with; of a sector only the values that are selected.
 MOVED: dict[str, Callable[..., int]] = {
     "adamw": _adamw,
@@ -176,6 +191,9 @@ MOVED: dict[str, Callable[..., int]] = {
     "positions": _positions,
     "encode": _encode,
     "decode": _decode,
+    "quantise": _quantise,
+    "mean": _mean,
+    "dequantise": _dequantise,
 }
 
 
@@ -249,6 +267,7 @@ def hollow(backend: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for target, name, new in [
             (torch, "get_device_module", lambda device=None: Module),
+            (Comm, "backend_of", lambda comm, device: "nccl"),
             (Tensor, "pin_memory", lambda x, device=None: x),
             (Tensor, "tolist", _to_list),
             (Tensor, "__float__", _number),

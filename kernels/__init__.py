@@ -11,11 +11,13 @@ is imported.
 """
 
 from ._blocks import INTERPRETED, Blocks, cut
+from ._programs import Programs, programs
 from .adamw import AdamWRow, adamw
 from .code import CodeRow, decode, encode
 from .compact import compact
 from .pack_bits import pack_bits, unpack_bits
 from .positions import count, positions
+from .quantise import dequantise, mean, mean_of_words, quantise
 from .scape import ScapeRow, moment, scape
 from .top_k import TopKRow, top_k
 
@@ -24,6 +26,7 @@ __all__ = [
     "AdamWRow",
     "Blocks",
     "CodeRow",
+    "Programs",
     "ScapeRow",
     "TopKRow",
     "adamw",
@@ -31,10 +34,15 @@ __all__ = [
     "count",
     "cut",
     "decode",
+    "dequantise",
     "encode",
+    "mean",
+    "mean_of_words",
     "moment",
     "pack_bits",
     "positions",
+    "programs",
+    "quantise",
     "scape",
     "top_k",
     "unpack_bits",

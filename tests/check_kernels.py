@@ -24,7 +24,9 @@ if not OLD:
 POINTERS = {
     "where": "*i64", "table": "*i64", "starts": "*i64", "held_starts": "*i64", "wanted": "*i64", "bins": "*i64",
     "counts": "*i32", "words": "*i32", "prefix": "*i32", "mask": "*u8", "bits": "*u8", "n": "i64", "upper": "i32",
-    "row_bits": "i32",
+    "row_bits": "i32", "rows_of": "*i32", "chunks": "*i32", "body": "*fp32", "dropped": "*fp32", "noise": "*fp32",
+    "message": "*u8", "received": "*u8", "gathered": "*u8", "codes": "*i8", "out": "*fp32", "place": "i32",
+    "stride": "i32", "scales_at": "i32", "codes_at": "i32", "own_codes_at": "i32", "ranks": "i32", "count": "i32",
 }  # fmt: skip
 F32, BF16 = tl.float32, tl.bfloat16
 WIDE = dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16)
@@ -44,6 +46,11 @@ CASES = {
     "top_k._select": [dict(TYPE=F32)],
     "code._encode": [dict(LOW=6)],
     "code._decode": [{}],
+    "quantise._quantise": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
+    "quantise._mean": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
+    "quantise._dequantise": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
+    "quantise._pack4": [dict(BYTES=1024)],
+    "quantise._words": [{}],
 }
 
 
@@ -89,7 +96,7 @@ for name, cases in CASES.items():
                 assert re.search(r"ld\.global\.v4", forms["ptx"]), f"{name} loads one number at a time"
 kernels = {
     f"{module}.{name}"
-    for module in ("positions", "pack_bits", "compact", "adamw", "scape", "top_k", "code")
+    for module in ("positions", "pack_bits", "compact", "adamw", "scape", "top_k", "code", "quantise")
     for name, value in vars(sys.modules[f"{compopt_kernels.__name__}.{module}"]).items()
     if isinstance(value, triton.JITFunction) and value.fn.__module__.endswith(module) and "BLOCK" in value.arg_names
 }

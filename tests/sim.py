@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compopt._wire.comm import Comm
-from compopt._wire.quantised_mean import QuantisedMean
+from compopt._wire.quantised_mean import job_of
 from compopt._wire.requests import (
     AllGather,
     AllReduceMean,
@@ -136,7 +136,7 @@ class World:
 
     def _quantised(self, payloads: list[Payload]) -> list[object]:
         """As real ranks do it, the messages handed over directly."""
-        jobs = [QuantisedMean(payload, rank, self.size) for rank, payload in enumerate(payloads)]
+        jobs = [job_of(payload, rank, self.size) for rank, payload in enumerate(payloads)]
         if self.size == 1:
             jobs[0].alone()
             return payloads

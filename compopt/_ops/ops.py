@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors, positions_of
+from .._wire.quantised_mean import QuantisedMean
 from .._wire.requests import Payload
 from .._wire.scratch import Scratch, at_a_time
 from . import math
@@ -51,6 +52,10 @@ class Ops:
 
     def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
         self._scratch = Scratch()
+
+    def job(self, bucket: Bucket) -> type[QuantisedMean] | None:
+        """What averages the bucket's int8 and int4 payloads; None: ``QuantisedMean`` itself."""
+        return None
 
     def run(
         self,

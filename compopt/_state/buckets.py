@@ -7,7 +7,7 @@ the messages of its steps, and how parameters are dealt into buckets.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,8 @@ class Bucket(Kept):
         self.control = Control()  # what its payloads carry beside the header; set by the runtime
         self.parameter_bytes = 0  # handed over in the last step to gather updated parameters
         self.withheld = False  # this rank takes part in an exchange without its gradients
+        # the back end's way to average int8 and int4, where it has one
+        self.job: Callable[[Payload, int, int], Any] | None = None
         self._held: dict[str, Tensor] = {}
 
     @property
@@ -106,7 +108,9 @@ class Bucket(Kept):
         if seed or self.rounds:
             dropped = self._memory(f"dropped {use}", sum(lengths), self.wide)
         words = len(self.params), len(self.control)
-        payload = Payload(message, *words, lengths, seed, dropped, self.scratch, bits or 8)
+        payload = Payload(
+            message, *words, lengths, seed, dropped, self.scratch, bits or 8, self.job
+        )
         self._write_control(payload)
         return payload
 

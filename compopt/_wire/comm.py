@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .board import Board
 from .pending import Pending, first_line
-from .quantised_mean import QuantisedMean
+from .quantised_mean import job_of
 from .requests import (
     AllGather,
     AllReduceMean,
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 # As a name for annotations: torch may be built without torch.distributed.
 ProcessGroup: TypeAlias = "dist.ProcessGroup"
+
+
+# Backends that find a mean by themselves, and those that gather into one tensor without copies.
+AVERAGING, GATHERING = ("nccl",), ("nccl", "xccl")
 
 
 class Comm:
@@ -85,7 +89,7 @@ class Comm:
                 if self.size == 1:
                     return Pending(what, None, lambda: tensor.unsqueeze(0))
                 rows = tensor.new_empty((self.size, *tensor.shape)) if into is None else into
-                work = self._call(dist.all_gather, what, list(rows.unbind()), tensor.contiguous())
+                work = self._gather(what, rows, tensor.contiguous())
                 return Pending(what, work, lambda: rows)
             case Broadcast(tensor, source):
                 if self.group is None or self.size == 1:
@@ -105,6 +109,9 @@ class Comm:
         tensor = request.tensor
         if self.size == 1:
             return Pending(what, None, lambda: request.message)
+        if self.backend_of(tensor.device) in AVERAGING:
+            work = self._call(dist.all_reduce, what, tensor, dist.ReduceOp.AVG)
+            return Pending(what, work, lambda: request.message, request.more)
         work = self._call(dist.all_reduce, what, tensor)
 
         def finish() -> object:
@@ -114,7 +121,7 @@ class Comm:
         return Pending(what, work, finish, request.more)
 
     def _quantised_mean(self, payload: Payload, what: str, more: bool) -> Pending:
-        job = QuantisedMean(payload, self.rank, self.size)
+        job = job_of(payload, self.rank, self.size)
         if self.size == 1:
             job.alone()
             return Pending(what, None, lambda: payload)
@@ -128,7 +135,7 @@ class Comm:
         def second() -> Pending:
             mine = job.second(received)
             rows = mine.new_empty((self.size, *mine.shape))
-            work = self._call(dist.all_gather, what, list(rows.unbind()), mine)
+            work = self._gather(what, rows, mine)
 
             def finish() -> Payload:
                 job.finish(rows)
@@ -165,12 +172,18 @@ class Comm:
 
         def finish() -> object:
             mine = functools.reduce(torch.bitwise_or, received.view(self.size, segment).unbind())
-            work = self._call(
-                dist.all_gather, what, list(sent.view(self.size, segment).unbind()), mine
-            )
+            work = self._gather(what, sent.view(self.size, segment), mine)
             return Pending(what, work, lambda: tensor.copy_(sent[: tensor.numel()]), more=True)
 
         return Pending(what, work, finish, more=True)
+
+    def _gather(self, what: str, rows: Tensor, mine: Tensor) -> dist.Work | None:
+        """Every rank's tensor into ``rows``: where the backend can, in one piece."""
+        if self.backend_of(mine.device) not in GATHERING:
+            return self._call(dist.all_gather, what, list(rows.unbind()), mine)
+        # its name before torch 2.13
+        single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return self._call(single, what, rows, mine)
 
     def _call(
         self, collective: Callable[..., dist.Work | None], what: str, *args: object

@@ -180,7 +180,7 @@ def quantise(
     """Round (rows, 128) values to ``codes`` of so many bits, each in an int8, in units of
     ``scales``, float32; ``dropped`` (x itself, or of its shape) gets what rounding took off.
     """
-    place, noise, most = _place(seed), _table(x.dtype, x.device), LARGEST[bits]
+    place, noise, most = place_of(seed), numbers(x.dtype, x.device), LARGEST[bits]
     block = at_a_time(BLOCK, x)
     for number, a in enumerate(range(0, len(x), block)):
         x_, scale, drop = x[a : a + block], scales[a : a + block], dropped[a : a + block]
@@ -222,7 +222,8 @@ def unpack(packed: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _place(seed: tuple[int, ...]) -> int:
+def place_of(seed: tuple[int, ...]) -> int:
+    """Where the table of numbers u is entered."""
     return (
         int.from_bytes(hashlib.blake2b(repr(seed).encode(), digest_size=4).digest(), "little")
         % TABLE
@@ -240,7 +241,7 @@ def _numbers(table: Tensor, place: int, n: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
+def numbers(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The numbers u in a random order, twice, so that TABLE of them follow on any place."""
     order = torch.randperm(TABLE, dtype=torch.int64, generator=torch.Generator().manual_seed(0))
     return torch.cat([order, order]).add(0.5).div_(TABLE).to(device, dtype)

@@ -39,6 +39,12 @@ from .quantise import (
 from .requests import Payload
 
 
+def job_of(payload: Payload, rank: int, ranks: int) -> QuantisedMean:
+    """This rank's part in the mean of a payload: the back end's, where it has one."""
+    job: QuantisedMean = (payload.job or QuantisedMean)(payload, rank, ranks)
+    return job
+
+
 class QuantisedMean:
     """The mean of one payload over all ranks, as one rank takes part in it. The messages between
     the stages are bytes.

@@ -7,7 +7,7 @@ lockstep simulator of the tests.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -46,8 +46,11 @@ class Payload:
         dropped: Tensor | None = None,
         scratch: Scratch | None = None,
         bits: int = 8,
+        job: Callable[[Payload, int, int], Any] | None = None,
     ):
         self.flat, self.seed, self.dropped, self.bits = flat, seed, dropped, bits
+        # The back end's own ``QuantisedMean``, where it has one.
+        self.job = job
         self.scratch = scratch or Scratch()
         self.header = flat[:tensors]
         self.control = flat[tensors : tensors + control]

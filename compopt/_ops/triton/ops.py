@@ -16,10 +16,12 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket, upload
 from ..._state.masks import Mask, Tensors
+from ..._wire.quantised_mean import QuantisedMean
 from ..._wire.requests import Payload
 from ..makers import triton_device
 from ..ops import Faster, Group, Ops, empty_message
 from .commits import radius_commit, scape_commit
+from .means import TritonMean
 from .selection import TritonSelection
 from .tables import blocks_of, flattened, overflows, starts_of
 
@@ -91,6 +93,9 @@ class TritonOps(Ops):
             bias_correction=group["bias_correction"],
             clip=clip,
         )
+
+    def job(self, bucket: Bucket) -> type[QuantisedMean] | None:
+        return TritonMean if takes(self, bucket) else None
 
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
         """As the reference; where ``size`` is not known this waits for the device."""

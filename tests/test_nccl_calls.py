@@ -1,0 +1,59 @@
+"""What is asked of a backend that averages and gathers by itself, as NCCL; on torch's fake group."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+from _fleet import fleet
+
+from compopt._wire.comm import Comm
+from compopt._wire.requests import AllGather, AllReduceMean, Payload
+
+SINGLE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
+
+@pytest.fixture
+def called(monkeypatch) -> list:
+    found = []
+
+    def noted(name: str, call):
+        @functools.wraps(call)
+        def note(*args, **options):
+            found.append((name, *[a for a in args if not isinstance(a, torch.Tensor | list)]))
+            return call(*args, **options)
+
+        return note
+
+    for name in ("all_reduce", "all_gather", SINGLE):
+        monkeypatch.setattr(dist, name, noted(name, getattr(dist, name)))
+    return found
+
+
+@pytest.mark.parametrize("backend, mean", [("nccl", 8.0), ("gloo", 2.0), ("xccl", 2.0)])
+def test_a_mean_is_the_backends_where_it_has_one(monkeypatch, backend, mean, called):
+    monkeypatch.setattr(Comm, "backend_of", lambda comm, device: backend)
+    with fleet(4):
+        answer = Comm().start(AllReduceMean(torch.full((3,), 8.0))).wait()  # a sum leaves this rank's numbers
+    assert answer.tolist() == [mean] * 3
+    assert called == [("all_reduce", dist.ReduceOp.AVG)] if backend == "nccl" else [("all_reduce",)]
+
+
+@pytest.mark.parametrize("backend, name", [("nccl", SINGLE), ("xccl", SINGLE), ("gloo", "all_gather")])
+def test_a_gather_is_into_one_tensor_where_the_backend_can(monkeypatch, backend, name, called):
+    monkeypatch.setattr(Comm, "backend_of", lambda comm, device: backend)
+    payload = Payload(torch.ones(300), 1, 0, [299], (1,), torch.empty(299))
+    with fleet(4):
+        rows = Comm().start(AllGather(torch.arange(6.0).view(2, 3))).wait()
+        answer = Comm().start(AllReduceMean(payload)).wait()
+        while answer is not payload:
+            answer = answer.wait()
+    assert rows.shape == (4, 2, 3) and called == [(name,)] * 2
+    if name == SINGLE:
+        assert torch.equal(rows, torch.arange(6.0).view(2, 3).expand(4, 2, 3))
