@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .quantise import BLOCK, ROW, SMALLEST, Piece, rows_of
-from .scratch import Scratch
+from .scratch import Scratch, at_a_time
 
 
 def filled(rows: int, pieces: Iterable[Piece], like: Tensor) -> Tensor:
@@ -39,9 +39,10 @@ def quantise(
     A row of zeros stays one; a row whose scale is below 1.2e-38 becomes zeros; a row that is not
     finite becomes NaN.
     """
-    for a in range(0, len(x), BLOCK):
+    block = at_a_time(BLOCK, x)
+    for a in range(0, len(x), block):
         x_, n, code, scale, drop = (
-            rows[a : a + BLOCK] for rows in (x, values, codes, scales, dropped)
+            rows[a : a + block] for rows in (x, values, codes, scales, dropped)
         )
         t, q = (
             scratch(use, x_.numel(), x.dtype, x.device).view(x_.shape) for use in ("block", "level")
