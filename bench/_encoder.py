@@ -88,6 +88,8 @@ def variants(tokens: int, hidden: int, sequence: int) -> dict[str, tuple[Make, d
     rank = max(1, round(sequence * hidden / 10 / (sequence + hidden)))
     return {
         "8 bits": (lambda: Quantize(8), {}),
+        "4 bits back too": (lambda: Quantize(4, gradient_bits=4), {}),
+        "8 bits back too": (lambda: Quantize(8, gradient_bits=8), {}),
         "Q1, one scale": (lambda: Quantize(2, scale="tensor"), {}),
         "Q1, 2-bit gradient": (lambda: Quantize(2, gradient_bits=2), {}),
         "Q1, random rounding": (lambda: Quantize(2, stochastic=True), {}),

@@ -3,13 +3,18 @@
     compopt-advise --parameters 350M --ranks 8 --link 1gbit --step-time 400
     compopt-advise --parameters 7B --ranks 64 --link 25gbit --step-time 2000 --loss-budget 0.01
     compopt-advise --ranks 8 --link 100mbit --profile train.py
+    compopt-advise --pipeline 2 --hidden 768 --layers 12 --sequence 512 --micro-batch 8 --link 1gbit
 
 To measure the network and the machines instead of naming them, run `torchrun ... -m compopt.probe
 --out probe.json` on those that will train, and give `--probed probe.json`. `python -m compopt
 advise` is the same command as this one. (`compopt` alone cannot be one: bash has a builtin of that
 name.)
 
-The same from Python: `print(advise(model, ranks=8, link_bits_per_s=1e9, step_s=0.4))`.
+With `--tensor` or `--pipeline` it is about activations: what each of their compressors would make
+of a step.
+
+The same from Python: `print(advise(model, ranks=8, link_bits_per_s=1e9, step_s=0.4))`, and
+`advise_layers`.
 """
 
 from __future__ import annotations
@@ -21,11 +26,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .costmodel import DEVICES, Advice, Row, Situation, Workload, advise, rows_of
+from .costmodel import (
+    DEVICES,
+    Advice,
+    Layers,
+    LayersAdvice,
+    Row,
+    Situation,
+    Workload,
+    advise,
+    advise_layers,
+    rows_of,
+)
 from .costmodel.measure import profile
-from .probe import read
+from .probe import read, read_layers
 
-__all__ = ["Advice", "Row", "advise", "main", "plot", "quantity"]
+__all__ = [
+    "Advice",
+    "LayersAdvice",
+    "Row",
+    "advise",
+    "advise_layers",
+    "main",
+    "plot",
+    "quantity",
+]
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 
 
@@ -92,9 +117,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--parameters", type=quantity, help="of the model, for example 350M (or give --profile)"
     )
     parser.add_argument("--ranks", type=int, help="processes in all (or give --probed)")
-    parser.add_argument(
-        "--link", type=lambda text: quantity(text, "bit"), help="of one rank, for example 1gbit"
-    )
+    parser.add_argument("--link", type=_rate, help="of one rank, for example 1gbit")
     parser.add_argument(
         "--step-time", type=float, metavar="MS", help="of one process, without communication"
     )
@@ -123,7 +146,82 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--loss-budget", type=float, default=0.02, metavar="SHARE", help="over AdamW's loss (0.02)"
     )
     parser.add_argument("--plot", metavar="FILE.png", help="speed-up over link rates")
+    group = parser.add_argument_group("activations of tensor- and pipeline-parallel layers")
+    group.add_argument("--tensor", type=int, help="ranks that share a layer")
+    group.add_argument("--pipeline", type=int, help="stages; --link is the one between them")
+    group.add_argument("--inside", type=_rate, metavar="RATE", help="link of a rank to those")
+    group.add_argument("--hidden", type=int, help="width of the layers")
+    group.add_argument("--layers", type=int, help="how many, in all stages")
+    group.add_argument("--sequence", type=int, help="tokens")
+    group.add_argument("--micro-batch", type=int, help="sequences")
+    group.add_argument("--micro-batches", type=int, help="of a step (else 4 for each stage)")
+    group.add_argument("--activation-bytes", type=int, help="of a number, 2 or 4 (else 2)")
     return parser
+
+
+def _rate(text: str) -> float:
+    return quantity(text, "bit")
+
+
+# What only one of the two kinds of advice understands.
+GRADIENTS = "parameters", "ranks", "profile", "overlap", "memory", "shard", "plot"
+SIZES = "hidden", "layers", "sequence", "micro_batch"
+ACTIVATIONS = *SIZES, "micro_batches", "inside", "activation_bytes"
+
+
+def _given(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Of these options those that were given, as they are written."""
+    return [f"--{n.replace('_', '-')}" for n in names if getattr(options, n) is not None]
+
+
+def _asked_layers(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `advise_layers`; ValueError says what is missing or out of place."""
+    if wrong := _given(options, GRADIENTS):
+        raise ValueError(f"{wrong[0]} is for advice on gradients: leave out --tensor, --pipeline.")
+    if len(_given(options, SIZES)) < len(SIZES):
+        raise ValueError(
+            "The layers are missing: give --hidden, --layers, --sequence and --micro-batch."
+        )
+    asked: dict[str, Any] = read_layers(options.probed) if options.probed else {}
+    measured = ("link", "link latency", "inside", "inside latency") if options.probed else ()
+    sources = dict.fromkeys(measured, "measured")
+    if options.probed and options.tensor not in (None, asked["tensor"]):
+        raise ValueError(f"--probed {options.probed} was measured with --tensor {asked['tensor']}.")
+    nbytes = asked.pop("activation_bytes", 2)
+    for name in ("tensor", "pipeline"):
+        value = getattr(options, name)
+        asked[name] = asked.get(name, 1) if value is None else value
+    for name, value in (("link", options.link), ("inside", options.inside)):
+        if value is not None:
+            asked[f"{name}_bits_per_s"], sources[name] = value, "given"
+    if options.micro_batches is None:
+        sources["micro-batches"] = "assumed"
+    chosen = DEVICES[options.device or "a100"].speed
+    if options.memory_bandwidth:
+        asked["local"] = (
+            options.memory_bandwidth,
+            chosen.flops_per_s,
+            chosen.half_flops_per_s,
+        )
+        sources["own work"] = "bandwidth given"
+    elif options.device:
+        asked.pop("local", None)
+        asked.pop("costs", None)
+    work = Layers(
+        options.hidden,
+        options.layers,
+        options.sequence,
+        options.micro_batch,
+        4 * max(1, asked["pipeline"]) if options.micro_batches is None else options.micro_batches,
+        nbytes if options.activation_bytes is None else options.activation_bytes,
+    )
+    return asked | {
+        "work": work,
+        "step_s": options.step_time / 1e3 if options.step_time is not None else None,
+        "device": options.device,
+        "loss_budget": options.loss_budget,
+        "sources": sources,
+    }
 
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
@@ -166,6 +264,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "compopt-advise") -> Non
     parser = _parser(prog)
     options = parser.parse_args(argv)
     try:
+        if options.tensor is not None or options.pipeline is not None:
+            asked = _asked_layers(options)
+            print(advise_layers(asked.pop("work"), **asked))
+            return
+        if wrong := _given(options, ACTIVATIONS):
+            raise ValueError(f"{wrong[0]} is for activations: give --tensor, --pipeline or both.")
         asked = _asked(options)
         advice = advise(asked.pop("model"), **asked)
         if options.plot:

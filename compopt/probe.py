@@ -7,6 +7,12 @@ Start it with torchrun on all machines, as the training will be. It takes second
 over a slow link: all-reduces from 1 KiB to 8 MiB give the latency and the rate of a rank's link,
 copies and products the speed of local work with all ranks busy, and both at once what they take
 from each other.
+
+    torchrun --nproc-per-node 4 -m compopt.probe --layers --tensor 2 --hidden 4096 --out layers.json
+    compopt-advise --probed layers.json --tensor 2 --layers 32 ...
+
+Consecutive ranks, `--tensor` of them, share a layer; the rest are stages. It gives what advice on
+activations needs: the links inside and between stages, and the constants of MCBench's equations.
 """
 
 from __future__ import annotations
@@ -26,6 +32,8 @@ from ._state.devices import here, module_of
 from .activations import MeshRanks
 from .costmodel.fitting import fit
 from .costmodel.measure import measure_local, median_seconds
+from .costmodel.measure_layers import measure_layers
+from .costmodel.model_parallel import LayerCosts
 
 # Bytes of the messages that are timed.
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 23)
@@ -39,13 +47,7 @@ def measured() -> dict[str, Any]:
 
     Raises ValueError where this process was not started by torchrun, or alone.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size < 2:
-        raise ValueError(
-            "compopt.probe measures the link between ranks: start it with torchrun and two at "
-            "least."
-        )
-    device = _device()
+    size, device = _size(), _device()
     ranks = MeshRanks.world(device.type, size)
     messages = [torch.ones(nbytes // 4, dtype=torch.float32, device=device) for nbytes in SIZES]
     seconds = [median_seconds(functools.partial(ranks.sum, x), device) for x in messages]
@@ -70,6 +72,16 @@ def measured() -> dict[str, Any]:
         "interference": interference,
         "all_reduce_seconds": dict(zip(map(str, SIZES), agreed, strict=True)),
     }
+
+
+def _size() -> int:
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size < 2:
+        raise ValueError(
+            "compopt.probe measures the link between ranks: start it with torchrun and two at "
+            "least."
+        )
+    return size
 
 
 def _device() -> torch.device:
@@ -140,6 +152,28 @@ def read(path: str) -> dict[str, Any]:
         ) from error
 
 
+def read_layers(path: str) -> dict[str, Any]:
+    """Arguments for `advise_layers`, and the bytes of a number, from a file that the probe wrote
+    with ``--layers``.
+
+    ValueError says what is wrong with it.
+    """
+    needed = ("tensor", "pipeline", "activation_bytes", "local")
+    links = ("link_bits_per_s", "latency_s", "inside_bits_per_s", "inside_latency_s")
+    try:
+        found = json.loads(Path(path).read_text())
+        asked = {name: found[name] for name in needed}
+        asked |= {name: found[name] for name in links if name in found}
+        asked["local"] = tuple(map(float, found["local"]))
+        return asked | {"costs": LayerCosts(**found["costs"])}
+    except OSError as error:
+        raise ValueError(f"--probed {path} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--probed {path} is not what compopt.probe --layers writes ({error}): run it again."
+        ) from error
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The command; ``argv`` are its arguments, by default the process's."""
     parser = argparse.ArgumentParser(
@@ -148,12 +182,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--out", default="probe.json", metavar="FILE", help="where rank 0 writes it"
     )
+    parser.add_argument("--layers", action="store_true", help="for advice on activations")
+    parser.add_argument("--tensor", type=int, default=1, help="ranks that share a layer (1)")
+    parser.add_argument("--hidden", type=int, default=1024, help="width of the layers (1024)")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a micro-batch (2048)")
     options = parser.parse_args(argv)
     try:
-        found = measured()
+        found = (
+            measure_layers(_device(), _size(), options.tensor, options.hidden, options.tokens)
+            if options.layers
+            else measured()
+        )
     except ValueError as error:
         parser.error(str(error))
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and options.layers:
+        Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{found['tensor']} ranks a layer, stages: {found['pipeline']}: {options.out}")
+    elif os.environ.get("RANK", "0") == "0":
         Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
         print(
             f"{found['ranks']} ranks, {found['link_bits_per_s'] / 1e6:.4g} Mbit/s a rank, "

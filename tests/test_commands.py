@@ -51,7 +51,7 @@ def test_bash_runs_it(line, tmp_path):
     (tmp_path / "probe.json").write_text(json.dumps(probed))  # as compopt.probe would
     done = bash(line, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "AdamW+DDP" in done.stdout
+    assert ("Quantize" if "--pipeline" in line else "AdamW+DDP") in done.stdout
 
 
 def test_no_shell_has_a_command_of_this_name():
@@ -75,8 +75,9 @@ def test_make_has_every_target_that_is_named(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
 
 
-def test_the_page_on_links_shows_what_the_command_prints(tmp_path):
-    page = (ROOT / "docs/links.md").read_text()
+@pytest.mark.parametrize("name", ["links", "activations"])
+def test_a_page_shows_what_the_command_prints(name, tmp_path):
+    page = (ROOT / f"docs/{name}.md").read_text()
     command = re.search(r"^    (compopt-advise .*)$", page, re.M)[1]
     printed = bash(command, tmp_path).stdout.strip().splitlines()
     assert len(printed) > 20

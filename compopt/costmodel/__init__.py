@@ -7,6 +7,8 @@ Two models, what follows from them, and the fit that gives both their constants:
   MCBench;
 - `data_parallel`: gradients averaged inside the optimizer, one row of `METHODS` an optimizer;
 - `advise`: what to use, by the second of these and the losses that were measured;
+- `advise_layers`: whether to compress activations, by the first, a pipeline's schedule, and the
+  accuracies that were measured;
 - `fit`: constants from measured points, with every residual shown.
 """
 
@@ -22,6 +24,9 @@ from .data_parallel import (
 )
 from .devices import DEVICES, Device, Speed
 from .fitting import Fit, fit, fit_communication
+from .grid import Grid, Layers
+from .layers import LayerRow, rows_of_layers
+from .layers_advice import LayersAdvice, advise_layers
 from .methods import MEASURED_ON, METHODS, Method
 from .model_parallel import (
     PAPER,
@@ -46,8 +51,12 @@ __all__ = [
     "Device",
     "Encoded",
     "Fit",
+    "Grid",
     "Kind",
     "LayerCosts",
+    "LayerRow",
+    "Layers",
+    "LayersAdvice",
     "Machine",
     "Method",
     "Row",
@@ -56,6 +65,7 @@ __all__ = [
     "Step",
     "Workload",
     "advise",
+    "advise_layers",
     "all_gather_seconds",
     "all_reduce_seconds",
     "encoded",
@@ -64,6 +74,7 @@ __all__ = [
     "layer_flops",
     "layer_seconds",
     "rows_of",
+    "rows_of_layers",
     "speedup",
     "step_seconds",
     "training_speedup",

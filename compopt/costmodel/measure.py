@@ -23,14 +23,17 @@ def measure_local(device: torch.device) -> tuple[float, float]:
     """Bytes a second that one process moves in this device's memory, and FLOPs a second in matrix
     products.
     """
-    vector, matrix = (
-        torch.ones(n, dtype=torch.float32, device=device) for n in (1 << 23, (512, 512))
-    )
-    copy, product = torch.empty_like(vector), torch.empty_like(matrix)
+    vector = torch.ones(1 << 23, dtype=torch.float32, device=device)
+    copy = torch.empty_like(vector)
     memory = 2 * vector.nbytes / median_seconds(lambda: copy.copy_(vector), device)
-    return memory, 2 * 512**3 / median_seconds(
-        lambda: torch.mm(matrix, matrix, out=product), device
-    )
+    return memory, measure_products(device, torch.float32)
+
+
+def measure_products(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs a second in matrix products of that precision."""
+    matrix = torch.ones(512, 512, dtype=dtype, device=device)
+    product = torch.empty_like(matrix)
+    return 2 * 512**3 / median_seconds(lambda: torch.mm(matrix, matrix, out=product), device)
 
 
 def median_seconds(call: Callable[[], object], device: torch.device, repeats: int = 7) -> float:

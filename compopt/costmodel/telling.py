@@ -38,17 +38,21 @@ HEAD = (
 
 def table(rows: list[Row]) -> str:
     """One line a method, in columns as wide as what stands in them."""
-    lines = [HEAD, *(_cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
-    text = [
+    losses = f"* not ours.  Losses: over AdamW's, on {MEASURED_ON};"
+    text = aligned([HEAD, *(_cells(row) for row in rows)])
+    return "\n".join([*text, losses, f"of LocalSteps on {LOCAL_ON}."])
+
+
+def aligned(lines: list[tuple[str, ...]], left: int = 1) -> list[str]:
+    """Columns as wide as what stands in them, the first ``left`` of them flush left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
         "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
+            cell.ljust(w) if i < left else cell.rjust(w)
             for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
         for line in lines
     ]
-    losses = f"* not ours.  Losses: over AdamW's, on {MEASURED_ON};"
-    return "\n".join([*text, losses, f"of LocalSteps on {LOCAL_ON}."])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -81,4 +85,6 @@ def _si(number: float) -> str:
 
 def rate_in_words(bits: float) -> str:
     """A rate as tc's names have it, with a space."""
+    if bits >= 1e12:
+        return f"{bits / 1e12:.3g} Tbit/s"
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
