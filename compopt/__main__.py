@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import __version__, advise
+from . import __version__, advise, diagnosing
 
-COMMANDS = {"advise": advise.main}
+COMMANDS = {"advise": advise.main, "diagnose": diagnosing.main}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -17,7 +17,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--version", action="version", version=f"compopt {__version__}")
     parser.add_argument(
-        "command", choices=COMMANDS, help="advise: what would compression make of a training step?"
+        "command",
+        choices=COMMANDS,
+        help="advise: what would compression make of a training step? diagnose: what compression "
+        "will a training script bear?",
     )
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the command's own; --help lists them"

@@ -15,14 +15,19 @@ state and the random numbers are the same to the bit. Ranks exchange some number
 
 from __future__ import annotations
 
+import argparse
+import os
+from collections.abc import Sequence
+
 from torch import nn
 from torch.optim import Optimizer
 
 from ._diagnose.diagnosis import Diagnosis
+from ._diagnose.scripts import CannotError, watch
 from ._diagnose.telling import Row
 from ._wire.comm import ProcessGroup
 
-__all__ = ["Diagnosis", "Row", "diagnose"]
+__all__ = ["Diagnosis", "Row", "diagnose", "main"]
 
 
 def diagnose(
@@ -78,3 +83,40 @@ def diagnose(
             "judged by the steps after the start."
         )
     return Diagnosis(model, optimizer, steps, start, elements, process_group)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "compopt-diagnose") -> None:
+    """The command `compopt-diagnose`; ``argv`` are its arguments, by default the process's."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Say which compression a training script will bear, from its first steps. "
+        "Where the script runs under torchrun, so does this: torchrun ... -m compopt diagnose.",
+    )
+    parser.add_argument("--steps", type=int, default=60, help="of its optimizer to look at (60)")
+    parser.add_argument(
+        "--dense", dest="start", type=int, default=10, help="of these, dense at first (10)"
+    )
+    parser.add_argument(
+        "--elements", type=int, default=1 << 21, help="of the model to look at (2 million)"
+    )
+    parser.add_argument("--plot", metavar="FILE.png", help="save a picture")
+    parser.add_argument("script", help="that trains")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    options = parser.parse_args(argv)
+
+    def begin(model: nn.Module, optimizer: Optimizer) -> Diagnosis:
+        asked = {name: getattr(options, name) for name in ("steps", "start", "elements")}
+        return diagnose(model, optimizer, **asked)
+
+    try:
+        seen = watch(options.script, options.arguments, begin)
+    except CannotError as error:
+        parser.error(str(error))
+    if os.environ.get("RANK", "0") != "0":
+        return
+    print(seen)
+    if options.plot:
+        try:
+            seen.plot(options.plot)
+        except ValueError as error:
+            parser.error(str(error))

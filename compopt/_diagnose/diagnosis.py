@@ -89,11 +89,12 @@ class Diagnosis:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._leave()
+        self.leave()
         if kind is None and not self.rows:
             self.finish()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Look no more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -132,7 +133,7 @@ class Diagnosis:
         elif any(g is not None for g in grads):
             watch.see(weights, grads, own)
         if watch.steps == self.limit:
-            self._leave()
+            self.leave()
         self.seconds += time.perf_counter() - began
 
     # When that has ended

@@ -1,0 +1,90 @@
+"""`compopt-diagnose`: a script that is diagnosed as it is, alone and under torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+from compopt.__main__ import main as commands
+from compopt.diagnosing import main
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+import beside
+from torch import nn
+if "ranks" in sys.argv:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+inner = nn.Sequential(nn.Linear(64, 80), nn.ReLU(), nn.Linear(80, 64))
+model = nn.parallel.DistributedDataParallel(inner) if "ranks" in sys.argv else inner
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+random = torch.Generator().manual_seed(dist.get_rank() if "ranks" in sys.argv else 0)
+for step in range(int(sys.argv[1])):
+    if step == 4 and "fails" in sys.argv:
+        raise ValueError("the script's own")
+    try:
+        model(torch.randn(8, 64, generator=random)).square().mean().backward()
+        optimizer.step()
+    except Exception:
+        print("caught")
+    optimizer.zero_grad()
+    print("step", step, flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return str(tmp_path / "train.py")
+
+
+def hooks() -> list[int]:
+    """How many there are that see every module and every optimizer."""
+    everywhere = modules._global_forward_pre_hooks, optimizers._global_optimizer_pre_hooks
+    return [len(one) for one in (*everywhere, optimizers._global_optimizer_post_hooks)]
+
+
+def test_a_script_is_watched_until_enough_was_seen(script, tmp_path, capsys):
+    before, argv, path = hooks(), list(sys.argv), list(sys.path)
+    words = ["diagnose", "--steps", "6", "--dense", "2", "--plot", str(tmp_path / "seen.png"), script, "100"]
+    commands(words)
+    told = capsys.readouterr().out
+    assert told.count("step ") >= 5 and "step 6" not in told and "caught" not in told
+    assert "6 steps of AdamW on 1 rank, the first 2 dense; 2 tensors looked at" in told
+    assert "0.weight" in told and "2.weight" in told and "What it means" in told
+    assert (tmp_path / "seen.png").exists()
+    assert (hooks(), sys.argv, sys.path) == (before, argv, path)
+
+
+def test_under_torchrun_ranks_are_compared(script):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["-m", "compopt", "diagnose", "--steps", "6", "--dense", "2", script, "100", "ranks"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launcher, *words], env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("6 steps of AdamW on 2 ranks") == 1 and "gradients of 2 ranks" in done.stdout
+
+
+def test_mistakes_are_told_and_the_scripts_own_are_its_own(script, capsys):
+    before = hooks()
+    for words, told in {
+        ("missing.py",): "missing.py: there is no such file",
+        ("--steps", "30", script, "5"): "ended after 5 optimizer steps",
+        ("--steps", "5", script, "100"): "steps must be larger than start",
+        ("--steps", "20", "--elements", "5", script, "100"): "elements must be an integer",
+        ("--plot", "/nowhere/seen.png", "--steps", "4", "--dense", "1", script, "9"): "there is no folder",
+    }.items():
+        with pytest.raises(SystemExit):
+            main(words)
+        assert told in capsys.readouterr().err
+    with pytest.raises(ValueError, match="the script's own"):
+        main([script, "100", "fails"])
+    assert hooks() == before and torch.is_grad_enabled()
