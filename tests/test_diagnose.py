@@ -436,6 +436,16 @@ def test_what_is_told_has_every_method_and_what_it_means():
     assert all(a.share > b.share for a, b in itertools.pairwise(front)) and len(front) >= 2
 
 
+def test_a_start_is_advised_where_the_largest_elements_settle():
+    """Of 64 x 80 elements the same 512 are the largest at the end, or at the beginning, or all the time."""
+    large = torch.ones(64, 80)
+    large.view(-1)[:512] = 1000.0
+    told = {"settle": (1.0, large), "change faster": (large, 1.0), "would change little": (large, large)}
+    for words, (first, last) in told.items():
+        rows = [g * (first if step < 15 else last) for step, g in enumerate(noise(30))]
+        assert words in next(line for line in str(watch(rows, FEW)).splitlines() if "Start: of" in line)
+
+
 def test_a_line_that_is_told_can_be_run():
     params = [nn.Parameter(torch.zeros(64, 64))]
     for judged in methods.JUDGED.values():

@@ -72,6 +72,10 @@ class Trainer:
         self.optimizer = compopt.RadiusAdamW(self.model.parameters(), lr=torch.tensor(1e-3))
         self.schedule = LambdaLR(self.optimizer, lambda step: min(1.0, step / 100))
         compopt.attach(self.model, self.optimizer)
+        with compopt.diagnose(self.model, self.optimizer, steps=40, start=5) as seen:
+            pass
+        words: list[str] = [f"{row.method} {row.kept:.2f} {row.line}" for row in seen.rows]
+        print(seen, seen.order, words, seen.findings["cosine", ""])
 
     def train(self, x: Tensor, y: Tensor) -> float:
         loss: Tensor = nn.functional.mse_loss(self.model(x), y)
