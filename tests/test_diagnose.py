@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import compopt
 from compopt._diagnose import methods
 from compopt._diagnose.diagnosis import Diagnosis
+from compopt._diagnose.meaning import settling_of
 from compopt._diagnose.methods import Judged
 from compopt._diagnose.sampling import candidates, cut_to, sample
 from compopt._diagnose.shares import Shares
@@ -437,13 +438,11 @@ def test_what_is_told_has_every_method_and_what_it_means():
 
 
 def test_a_start_is_advised_where_the_largest_elements_settle():
-    """Of 64 x 80 elements the same 512 are the largest at the end, or at the beginning, or all the time."""
-    large = torch.ones(64, 80)
-    large.view(-1)[:512] = 1000.0
-    told = {"settle": (1.0, large), "change faster": (large, 1.0), "would change little": (large, large)}
-    for words, (first, last) in told.items():
-        rows = [g * (first if step < 15 else last) for step, g in enumerate(noise(30))]
-        assert words in next(line for line in str(watch(rows, FEW)).splitlines() if "Start: of" in line)
+    told = {(0.5, 0.6): "had not settled", (0.6, 0.5): "change faster", (0.5, 0.54): "would change little"}
+    for (first, last), words in told.items():
+        assert words in settling_of({("settling", "first"): first, ("settling", "last"): last})
+    found = watch(noise(30), {"one": FEW["TAGC 0.9"]}).findings  # moments of the first steps change most
+    assert found["settling", "first"] < found["settling", "last"] < 1
 
 
 def test_a_line_that_is_told_can_be_run():
