@@ -1,13 +1,12 @@
 """Does the order that compopt.diagnose gives agree with the losses that were measured afterwards?
 
-    python bench/diagnosed.py             # eight times 60 steps of training, ten minutes
+    python bench/diagnosed.py             # ten times 60 steps watched, ten minutes on a quiet core
     python bench/diagnosed.py --show      # train nothing: the tables of what is there
 
 The GPT and the training of quality.py's runs (0.86 M parameters, two ranks' batches averaged in one process), watched
 for 60 steps from the first one on, and for 60 after the dense start, with every method of results/quality.jsonl that is
 a class and not a rival's. For each group of runs of the same length and learning rate: Kendall's tau and Spearman's rho
-of `kept`, falling, and the loss, rising; AdamW itself, which all are compared with, is left out. Beside `kept` two
-other scores: the cosine of where methods have come to after all steps, and the share of their residual.
+of `kept`, falling, and the loss, rising; AdamW itself, which all are compared with, is left out.
 Saves results/diagnosed.csv and .png.
 """
 

@@ -56,7 +56,7 @@ def diagnose(
             largest elements are also compared over 100 steps.
         start: of these, how many every method averages dense before it compresses.
         elements: of the model that are looked at; of every shape of matrix one is, in part where it
-            is larger than its share. Every element takes about 700 bytes of memory.
+            is larger than its share. Every element takes about 450 bytes of memory.
         process_group: the ranks whose gradients are compared (None: the default group). All of them
             must come to the end of the block after equally many steps.
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import builtins
 import copy
+import csv
 import itertools
 import math
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from compopt._diagnose.stability import Stability
 from compopt._wire.comm import Comm
 
 CPU = torch.device("cpu")
+ROOT = Path(compopt.__file__).parents[1]
 FEW = {name: methods.JUDGED[name] for name in ("tracked 16, int8", "Radius 0.4", "SCAPE 0.1", "TAGC 0.9")}
 
 
@@ -468,6 +471,23 @@ def test_a_plot_is_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ValueError, match="pip install matplotlib"):
         seen.plot(str(tmp_path / "seen.png"))
+
+
+def test_the_page_says_how_well_it_predicts_as_the_kept_table_does(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from diagnosed import GROUPS, rho, tau
+
+    assert tau([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(4 / 6) and rho([1, 2, 3], [6, 5, 4]) == pytest.approx(-1)
+    assert tau([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / math.sqrt(6))  # a tie counts for neither side
+    with (ROOT / "bench/results/diagnosed.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    page = (ROOT / "docs/diagnose.md").read_text()
+    for steps, lr in GROUPS:
+        group = [row for row in rows if (int(row["steps"]), float(row["lr"])) == (steps, lr)]
+        loss = [float(row["loss"]) for row in group]
+        cells = [score([-float(row[key]) for row in group], loss) for score in (tau, rho) for key in ("first", "after")]
+        assert f"| {steps}, {lr:g} | {len(group)} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |" in page
 
 
 def test_wrappers_of_optimizers_are_seen_through():

@@ -67,6 +67,7 @@ def _shares(axis: Any, found: Findings) -> None:
             style = dict(color=f"C{number}", alpha=0.25 if layer else 1.0, lw=1 if layer else 2.5)
             axis.plot(ranks, y, label=None if layer else QUANTITIES[quantity], **style)
     axis.set(xscale="log", xlabel="rank", ylim=(0, 1), title="share of the norm kept, by layer")
+    axis.minorticks_off()
     axis.set_xticks(ranks, [str(rank) for rank in ranks])
     axis.legend(fontsize=8, frameon=False)
 
