@@ -141,7 +141,7 @@ def _moment(blocks, held_starts, rows, **_) -> int:
     return total
 
 
-def _compact(blocks, bits, starts, grads, parts, marks, add, *_) -> int:
+def _compact(blocks, bits, starts, grads, parts, header, add, *_) -> int:
     rows = zip(bits, grads, parts, list(add), strict=True)
     return sum(size(b) + size(g) + size(p) + (0 if a is None else len(p) * a.element_size()) for b, g, p, a in rows)
 
@@ -216,7 +216,8 @@ told: list[float] = []
 
 def _read(exchanges: list[Exchange]) -> verdicts.Numbers:
     """The verdict's numbers, as they would be: every rank has every gradient, all is as it should be."""
-    told.clear()
+    norms = (exchange.agreement.squared_norm for exchange in exchanges)
+    told[:] = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
     for exchange in exchanges:
         words = exchange.control.words
         control = [
@@ -224,7 +225,7 @@ def _read(exchanges: list[Exchange]) -> verdicts.Numbers:
             for name, own in words.items()
             for number in ([0.0] * (len(own) - 1) + [float(name == "alike")] if isinstance(own, Tensor) else own)
         ]
-        told.extend([1.0, *[1.0] * len(exchange.agreement.payload.header), *control])
+        told.extend([*[1.0] * len(exchange.agreement.payload.header), *control])
     return read(exchanges)
 
 

@@ -61,7 +61,7 @@ def operations(n: int, device: torch.device) -> dict[str, Operation]:
 
     w, g, m, e = draw(), draw(), draw(), draw()
     v, flags = [x.square() for x in draw()], torch.rand(n, device=device) < 0.4
-    bits, step, marks = kernels.pack_bits(flags), torch.ones((), device=device), list(torch.ones(4, device=device))
+    bits, step, marks = kernels.pack_bits(flags), torch.ones((), device=device), torch.empty(4, device=device)
     whole, other = torch.cat(g), torch.cat(w)
     found = {
         "copy": Operation(lambda: other.copy_(whole), 8 * n),

@@ -34,7 +34,7 @@ def adams(bucket: Bucket, ops: Ops) -> Asking[None]:
     sent = ops.pack(bucket, bucket.grads(), negate=bucket.group["maximize"])
     mean = yield AllReduceMean(sent)
     yield Agree(mean, "dense")  # from here on state changes
-    ops.run("adams.commit", commit, bucket, mean)
+    yield from ops.commit("adams.commit", commit, bucket, mean)
 
 
 def commit(bucket: Bucket, ops: Ops, mean: Payload) -> None:

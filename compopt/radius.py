@@ -69,7 +69,7 @@ def radius(bucket: Bucket, ops: Ops) -> Asking[None]:
     # One norm, one verdict, over all buckets and ranks; from here on state changes.
     norm = yield Agree(mean, phase)
     clip(bucket, mean, norm)  # line 20
-    masks = ops.run(
+    masks = yield from ops.commit(
         "radius.commit",  # lines 10, 15, 16 and 21 to 25
         commit,
         bucket,

@@ -40,13 +40,14 @@ class Blocks:
     tensors.
 
     ``where``: a row for each block, of the tensor's number and the block's first element.
-    ``of_tensor``: for each block the number of its tensor's first block. ``firsts``: ``starts``
-    where everything is selected.
+    ``per_tensor``: how many blocks each has. ``of_tensor``: for each block the number of its
+    tensor's first block. ``firsts``: ``starts`` where everything is selected.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device, size: int | None = None):
         self.lengths, self.size = tuple(lengths), size or BLOCK
         per_tensor = torch.tensor([-(-n // self.size) for n in lengths], dtype=torch.int64)
+        self.per_tensor: list[int] = per_tensor.tolist()
         firsts = per_tensor.cumsum(0) - per_tensor
         number = torch.arange(len(lengths), dtype=torch.int64).repeat_interleave(per_tensor)
         of_tensor = firsts[number]

@@ -27,6 +27,7 @@ POINTERS = {
     "row_bits": "i32", "rows_of": "*i32", "chunks": "*i32", "body": "*fp32", "dropped": "*fp32", "noise": "*fp32",
     "message": "*u8", "received": "*u8", "gathered": "*u8", "codes": "*i8", "out": "*fp32", "place": "i32",
     "stride": "i32", "scales_at": "i32", "codes_at": "i32", "own_codes_at": "i32", "ranks": "i32", "count": "i32",
+    "squares": "*fp32", "header": "*fp32",
 }  # fmt: skip
 F32, BF16 = tl.float32, tl.bfloat16
 WIDE = dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16)
@@ -46,6 +47,7 @@ CASES = {
     "top_k._select": [dict(TYPE=F32)],
     "code._encode": [dict(LOW=6)],
     "code._decode": [{}],
+    "compact._marks": [{"OT": F32}],
     "quantise._quantise": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
     "quantise._mean": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
     "quantise._dequantise": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],

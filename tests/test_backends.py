@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
-from compopt._engine import verdicts
 from compopt._ops import apex as _ops_apex
 from compopt._ops import backends, math
 from compopt._ops.native import build
@@ -204,7 +203,7 @@ def test_a_compressed_step_waits_for_the_device_once(monkeypatch, device, name):
     model = Net().to(device)
     options = {"RadiusAdamW": {"warmup_steps": 0}, "ScapeAdamS": {"density": 0.1, "density_warmup_steps": 0}}
     optimizer = getattr(compopt, name)(model.parameters(), simulate=True, **options[name])
-    monkeypatch.setattr(verdicts, "squared_norm", lambda x: torch.linalg.vector_norm(x, dtype=torch.float64).square())
+    monkeypatch.setattr(math, "squared_norm", lambda x: torch.linalg.vector_norm(x, dtype=torch.float64).square())
     lists, brought = [], torch.Tensor.tolist  # the norm as on a GPU: on the CPU it looks whether float32 overflowed
     for step in range(4):
         optimizer.zero_grad()

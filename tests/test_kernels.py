@@ -74,7 +74,7 @@ def test_compact(device, dtype, size):
     grads, add, blocks = draw.some(dtype), draw.some(), kernels.Blocks(LENGTHS, device, size)
     add[4] = None
     parts = [torch.empty(k, device=device, dtype=dtype) for k in sizes]
-    marks = list(torch.ones(len(LENGTHS), device=device, dtype=dtype))
+    marks = torch.empty(len(LENGTHS), device=device, dtype=dtype)
     expected = [torch.empty_like(part) for part in parts]
     for g, i, out, extra in zip(grads, index, expected, add, strict=True):
         _math.compact(g, i, out, extra, 2.0, -1.0)
@@ -90,8 +90,8 @@ def test_compact_marks_what_is_not_finite_sent_or_not(device, bad):
     grads, blocks = draw.some(), kernels.Blocks(LENGTHS, device, 256)
     grads[4][-1], grads[2] = bad, None
     parts = [torch.empty(k, device=device) for k in sizes]
-    marks = torch.ones(5, device=device)
-    kernels.compact(blocks, bits, kernels.count(blocks, bits), grads, parts, list(marks), [None] * 5, 1.0, 1.0)
+    marks = torch.empty(5, device=device)
+    kernels.compact(blocks, bits, kernels.count(blocks, bits), grads, parts, marks, [None] * 5, 1.0, 1.0)
     assert marks.isfinite().tolist() == [True, True, True, True, False]
 
 
@@ -224,13 +224,13 @@ def test_offsets_beyond_two_to_the_31(device):
     n = 2**31 + 1000
     g, bits = torch.empty(n, dtype=torch.bfloat16, device=device), torch.empty(n // 8, dtype=torch.uint8, device=device)
     blocks = kernels.Blocks([n], device, 1 << 20)
-    blocks.where, blocks.of_tensor, blocks.count = blocks.where[-1:], blocks.of_tensor[:1], 1
+    blocks.where, blocks.of_tensor, blocks.count, blocks.per_tensor = blocks.where[-1:], blocks.of_tensor[:1], 1, [1]
     tail = 1000
     g[-tail:] = torch.arange(tail, device=device)
     bits[-tail // 8 :] = 0b10000001
     part, mark = torch.empty(2 * tail // 8, device=device), torch.ones(1, device=device)
     starts = kernels.count(blocks, [bits])
-    kernels.compact(blocks, [bits], starts, [g], [part], [mark], [None], 1.0, 1.0)
+    kernels.compact(blocks, [bits], starts, [g], [part], mark, [None], 1.0, 1.0)
     index = torch.arange(tail, device=device).view(-1, 8)[:, [0, 7]].reshape(-1)
     assert torch.equal(part, g[-tail:].index_select(0, index).float()) and mark.item() == 1
     (found,) = kernels.positions(blocks, [bits], starts, [len(part)])

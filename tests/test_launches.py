@@ -18,15 +18,15 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 # of a step of 28 tensors in one bucket: launches at most, as they were counted, and waits of the host
 MOST = {
-    "AdamS": (91, 1),
-    "Radius .4, sparse": (37, 1),
-    "Radius .4, int8": (62, 1),
-    "SCAPE .01": (89, 1),
-    "Separate 16": (421, 1),
-    "tracked 16, int8": (457, 1),
-    "Average, int8": (126, 1),
+    "AdamS": (34, 1),
+    "Radius .4, sparse": (34, 1),
+    "Radius .4, int8": (59, 1),
+    "SCAPE .01": (86, 1),
+    "Separate 16": (186, 1),
+    "tracked 16, int8": (221, 1),
+    "Average, int8": (123, 1),
     "LocalSteps, between": (33, 1),
-    "LocalSteps, exchange": (357, 3),
+    "LocalSteps, exchange": (354, 3),
 }
 
 

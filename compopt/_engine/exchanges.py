@@ -11,7 +11,17 @@ from .._state.buckets import Bucket
 from .._wire.comm import Comm
 from .._wire.control import Control, Words, place_bits
 from .._wire.pending import Pending
-from .._wire.requests import Agree, AllReduceMean, Answer, Asking, Commit, NotSent, Payload, Request
+from .._wire.requests import (
+    Agree,
+    AllReduceMean,
+    Answer,
+    Asking,
+    Commit,
+    NotSent,
+    Payload,
+    Request,
+    Together,
+)
 from .fingerprint import Fingerprint
 
 Algorithm = Callable[[Bucket], Asking[None]]
@@ -194,7 +204,7 @@ class Exchange:
         self.ready = isinstance(request, Commit)
         if isinstance(request, Agree):
             self.agree = request
-        answered = isinstance(request, Agree | Commit)
+        answered = isinstance(request, Agree | Commit | Together)
         self.pending = None if answered else self.comm.start(request)
 
 

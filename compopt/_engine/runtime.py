@@ -16,6 +16,7 @@ import torch
 from .._state.buckets import Bucket
 from .._wire.comm import Comm
 from .._wire.control import Words
+from .._wire.requests import Together
 from .early import Early
 from .exchanges import Algorithm, Exchange
 from .schedule import Schedule
@@ -132,6 +133,11 @@ class Runtime:
             self.committing = exchange.bucket
             self.tails.commit(exchange, verdict.norm)
         self.committing = None
+        while waiting := [one for one in verdict.exchanges if isinstance(one.request, Together)]:
+            requests = [one.request for one in waiting if isinstance(one.request, Together)]
+            for exchange, answer in zip(waiting, requests[0].run(requests), strict=True):
+                exchange.request = None
+                self.tails.commit(exchange, answer)
 
 
 def _gather(exchanges: list[Exchange], norm: float) -> Turns[None]:

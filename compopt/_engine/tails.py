@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from .._wire.comm import Comm
-from .._wire.requests import AllReduceMean, Broadcast, CommunicationError
+from .._wire.requests import AllReduceMean, Answer, Broadcast, CommunicationError, Together
 from .exchanges import Exchange
 from .turns import Turns, ask
 
@@ -30,18 +30,21 @@ class Tails:
     def __len__(self) -> int:
         return len(self.exchanges)
 
-    def commit(self, exchange: Exchange, norm: float) -> None:
-        """Let one bucket apply the step, and keep what it sends behind that."""
+    def commit(self, exchange: Exchange, answer: Answer) -> None:
+        """Let one bucket apply the step, up to what is done for all together, and keep what it
+        sends behind that.
+        """
         try:
             # a sharded generator has had the norm: it takes no notice of this
-            exchange.advance(norm)
+            exchange.advance(answer)
         except StopIteration:
             return
         except CommunicationError:  # the step is applied; only what was to follow it is lost
             exchange.close()
             self.lost = True
         else:
-            self.exchanges.append(exchange)
+            if not isinstance(exchange.request, Together):
+                self.exchanges.append(exchange)
         request = exchange.request
         self.unconfirmed |= isinstance(request, Broadcast) and request.confirm
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
-from torch import Tensor
 
-from .._ops.math import squared_norm, squared_norm_alike
+from .._ops.math import squared_norms
 from .._wire.comm import Comm
 from .._wire.control import differ
 from .._wire.requests import AllReduceMean
@@ -80,27 +81,24 @@ def _read(exchanges: list[Exchange]) -> Numbers:
     All at once, on the host: here every step waits for the device. docs/backends.md says where
     else some do.
     """
-    parts: list[Tensor] = []
     clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
+    agreed = [exchange.agreement for exchange in exchanges]
+    device = exchanges[-1].bucket.device
     # every rank clips by the norm it finds itself
-    norm_of = squared_norm_alike if clips else squared_norm
-    for agree in (exchange.agreement for exchange in exchanges):
-        payload, squared = agree.payload, agree.squared_norm
-        if squared is None:
-            squared = norm_of(payload.body)
-        parts += [squared.double().view(1), payload.header.double(), payload.control.double()]
-    numbers: list[float] = torch.cat([part.to(parts[-1].device) for part in parts]).tolist()
-    norms: list[float] = []
+    found = iter(squared_norms([a.payload.body for a in agreed if a.squared_norm is None], clips))
+    squares = [next(found) if a.squared_norm is None else a.squared_norm for a in agreed]
+    words = [a.payload.flat[: -len(a.payload.body) or None] for a in agreed]
+    parts = [
+        torch.cat([square.to(device).view(-1) for square in squares]),
+        torch.cat([own.to(device) for own in words]).double(),
+    ]
+    numbers: Iterator[float] = iter(torch.cat(parts).tolist())
+    norms = [sum(islice(numbers, square.numel())) for square in squares]
     controls: list[dict[str, list[float]]] = []
-    at = 0
-    for exchange in exchanges:
-        payload = exchange.agreement.payload
-        norms.append(numbers[at])
-        middle = at + 1 + len(payload.header)
-        end = middle + len(payload.control)
-        payload.marks = numbers[at + 1 : middle]
-        controls.append(exchange.control.read(numbers[middle:end]))
-        at = end
+    for exchange, agree in zip(exchanges, agreed, strict=True):
+        agree.payload.marks = list(islice(numbers, len(agree.payload.header)))
+        control = list(islice(numbers, len(agree.payload.control)))
+        controls.append(exchange.control.read(control))
     return norms, controls
 
 

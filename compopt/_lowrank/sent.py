@@ -35,7 +35,9 @@ class Whole:
         if self.g is None:
             part.zero_()
         else:
-            part.copy_(self.g.reshape(-1)).mul_(self.clipped)
+            part.copy_(self.g.reshape(-1))
+            if self.clipped != 1:
+                part.mul_(self.clipped)
         if self.e is not None and self.sends:
             part.add_(self.e.view(-1))
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .._ops.math import squared_norm, squared_norm_alike
+from .._ops.math import squared_norms
 from .._ops.ops import Ops, clip_factor
-from .._state.buckets import Bucket
+from .._state.buckets import Bucket, upload
 from .._wire.requests import Asking, Payload
 from .options import clips_average, forgets
 from .sent import Projected, Sent
@@ -98,16 +98,14 @@ class Projections:
             tensor.keep(part)
 
     def squared_norm(self, mean: Payload) -> Tensor | None:
-        """The bucket's part of the squared norm of what is averaged; None where it is the
+        """The tensors' parts of the squared norm of what is averaged; None where it is the
         payload's.
         """
         if not self.projects:
             return None
-        norm_of = squared_norm_alike if self.alike else squared_norm
-        total = mean.header.new_zeros((), dtype=torch.float64)
-        for tensor, part in zip(self.tensors, mean.parts, strict=False):
-            total += norm_of(part).double() * tensor.square_scale
-        return total
+        squares = squared_norms(mean.parts[: len(self.tensors)], self.alike)
+        scales = [tensor.square_scale for tensor in self.tensors]
+        return torch.stack(squares) * upload(scales, torch.float64, mean.flat.device)
 
     def find_bases(self, mean: Payload) -> None:
         """What tracked tensors begin with the next time."""
@@ -124,8 +122,8 @@ class Projections:
         """The tensors of which any rank has a gradient; this is a step more of each."""
         steps = self.bucket.state["step"]
         present = [i for i, here in enumerate(self.bucket.present(mean)) if here]
-        for i in present:
-            steps[i] += 1
+        if present:
+            torch._foreach_add_([steps[i] for i in present], 1)
         return present
 
     @property

@@ -7,7 +7,7 @@ Vectors are flat; n is the number of elements of a tensor, k how many of them ar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -242,6 +242,12 @@ def finite_or_nan(g: Tensor) -> Tensor:
     return norm.mul_(0).add_(1)
 
 
+def all_finite_or_nan(gs: Sequence[Tensor]) -> Tensor:
+    """The same for several gradients of one dtype, in a few launches."""
+    dtype = torch.promote_types(gs[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(list(gs), 2, dtype=dtype)).mul_(0).add_(1)
+
+
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Linear algebra whose result must not depend on the number of this process's threads."""
@@ -287,6 +293,17 @@ def _halved(sums: Tensor) -> Tensor:
         sums[: n - half].add_(sums[half:n])
         n = half
     return sums[:1].sum()
+
+
+def squared_norms(xs: Sequence[Tensor], alike: bool = False) -> list[Tensor]:
+    """|x|^2 of each, in float64; ``alike``: as ``squared_norm_alike``.
+
+    On a device in a few launches for all.
+    """
+    if len({x.device for x in xs}) > 1 or any(x.device.type == "cpu" for x in xs):
+        return [(squared_norm_alike if alike else squared_norm)(x).double() for x in xs]
+    norms = torch._foreach_norm(list(xs), 2, dtype=torch.float64) if xs else ()
+    return list(torch.stack(norms).square_().unbind()) if norms else []
 
 
 def squared_norm(x: Tensor) -> Tensor:

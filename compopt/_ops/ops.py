@@ -6,6 +6,7 @@ lines, or what the back end has registered in their place.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors, positions_of
 from .._wire.quantised_mean import QuantisedMean
-from .._wire.requests import Payload
+from .._wire.requests import Asking, Payload, Together
 from .._wire.scratch import Scratch, at_a_time
 from . import math
 
@@ -49,6 +50,8 @@ class Ops:
     automatic = False  # chosen by itself, not by name
     # By the names that algorithms give to ``run``.
     faster: Mapping[str, Faster] = {}
+    # The same for all buckets at once: called with the back end and their ``Together``.
+    together: Mapping[str, Faster] = {}
 
     def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
         self._scratch = Scratch()
@@ -73,6 +76,23 @@ class Ops:
             result: Result = faster.run(bucket, self, *args, **options)
             return result
         return reference(bucket, self, *args, **options)
+
+    def commit(
+        self,
+        name: str,
+        reference: Callable[Concatenate[Bucket, Any, Rest], Result],
+        bucket: Bucket,
+        *args: Rest.args,
+        **options: Rest.kwargs,
+    ) -> Asking[Result]:
+        """As ``run``, or for all buckets together what is registered as ``name`` in ``together``.
+        Only after ``Agree``.
+        """
+        faster = self.together.get(name)
+        if faster is None or not faster.takes(self, bucket):
+            return self.run(name, reference, bucket, *args, **options)
+        result: Result = yield Together(functools.partial(faster.run, self), bucket, args)
+        return result
 
     def scratch(
         self, like: Tensor, n: int, dtype: torch.dtype | None = None, use: str = ""
@@ -121,6 +141,9 @@ class Ops:
     @staticmethod
     def marks(grads: Tensors, like: Tensor) -> Tensor:
         """For every gradient 1 if it is finite, NaN if it is not, 0 if there is none."""
+        there = [g for g in grads if g is not None]
+        if len(there) == len(grads) and all(g.device.type != "cpu" for g in there):
+            return math.all_finite_or_nan(there).to(like.dtype)
         zero = like.new_zeros(())
         return torch.stack(
             [zero if g is None else math.finite_or_nan(g).to(zero.dtype) for g in grads]

@@ -17,6 +17,7 @@ from .._wire.control import Control
 from .._wire.dtypes import PayloadDtype, bits_of, dtype_of
 from .._wire.requests import Payload
 from .._wire.scratch import Scratch
+from .devices import pinned
 from .kept import Kept
 from .tensors import Chosen, grad_dtype, is_compressed, local, upload
 
@@ -139,7 +140,8 @@ class Bucket(Kept):
 
     def _write_control(self, payload: Payload) -> None:
         if self.control:
-            payload.control.copy_(upload(self.control.numbers, payload.flat.dtype, self.device))
+            numbers = torch.tensor(self.control.numbers, dtype=payload.flat.dtype)
+            payload.control.copy_(pinned(numbers, self.device), non_blocking=True)
         for at, words in self.control.on_device:
             payload.control[at].copy_(words)
 

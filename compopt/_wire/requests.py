@@ -157,6 +157,8 @@ class Agree:
     change. Closed instead of resumed when the step is not to be applied. ``squared_norm`` defaults
     to that of the payload's body.
 
+    A vector is summed up on the host.
+
     ``sharded``: the payload, and so the norm, is of this rank's shard only, and state may change
     when ``Commit`` is resumed: until then updated parameters are gathered.
     """
@@ -174,11 +176,24 @@ class Commit:
     """
 
 
+@dataclass(slots=True)
+class Together:
+    """After ``Agree``: ``run`` is called with the requests of all buckets, and returns an answer
+    for each. So what is done to all of them is one launch.
+    """
+
+    run: Callable[[list[Together]], list[Any]]
+    bucket: Any
+    args: tuple[Any, ...]
+
+
 # What a generator is resumed with: a Payload or a Tensor after a collective, the norm after Agree.
 # No type can say which of them follows which request.
 Answer: TypeAlias = Any
 
-Request = AllReduceMean | AllGather | Broadcast | ReduceScatterMean | BitOr | Agree | Commit
+Request = (
+    AllReduceMean | AllGather | Broadcast | ReduceScatterMean | BitOr | Agree | Commit | Together
+)
 
 # A generator that asks other ranks, and what it returns in the end.
 Result = TypeVar("Result")
@@ -202,7 +217,7 @@ class NotSent(Exception):
 
 def bytes_of(request: Request) -> int:
     """Bytes this rank hands to the collective for ``request``."""
-    if isinstance(request, Agree | Commit):
+    if isinstance(request, Agree | Commit | Together):
         return 0
     if isinstance(request, AllReduceMean) and isinstance(request.message, Payload):
         return request.message.nbytes

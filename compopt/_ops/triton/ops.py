@@ -14,16 +14,16 @@ import compopt_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket, upload
+from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
 from ..._wire.quantised_mean import QuantisedMean
 from ..._wire.requests import Payload
 from ..makers import triton_device
 from ..ops import Faster, Group, Ops, empty_message
-from .commits import radius_commit, scape_commit
+from .commits import adams_commits, radius_commits, scape_commit
 from .means import TritonMean
 from .selection import TritonSelection
-from .tables import blocks_of, flattened, overflows, starts_of
+from .tables import blocks_of, flattened, starts_of
 
 
 class TritonOps(Ops):
@@ -50,21 +50,17 @@ class TritonOps(Ops):
             return super().pack(bucket, grads, mask, add, scale, negate)
         mask = mask or Mask(bucket)
         payload = empty_message(bucket, mask)
-        present = [0.0 if g is None else 1.0 for g in grads]
-        marks = upload(present, payload.exact[0].dtype, bucket.device)
-        marks.add_(overflows(grads, marks))
         kernels.compact(
             blocks_of(bucket),
             mask.bits,
             starts_of(bucket, mask),
             flattened(grads),
             payload.exact,
-            marks.split(1),
+            payload.header,
             add or [None] * len(grads),
             scale,
             -1.0 if negate else 1.0,
         )
-        payload.header.copy_(marks)
         return payload.round()
 
     def adams(
@@ -130,7 +126,10 @@ def takes(ops: TritonOps, bucket: Bucket) -> bool:
 
 
 TritonOps.faster = {
-    "radius.commit": Faster(takes, radius_commit),
     "scape.commit": Faster(takes, scape_commit),
     "scape.selection": Faster(takes, TritonSelection),
+}
+TritonOps.together = {
+    "adams.commit": Faster(takes, adams_commits),
+    "radius.commit": Faster(takes, radius_commits),
 }

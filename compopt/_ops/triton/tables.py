@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask, Tensors
+from ..._wire.requests import Together
 
 
 def blocks_of(bucket: Bucket) -> kernels.Blocks:
@@ -25,16 +26,6 @@ def starts_of(bucket: Bucket, mask: Mask) -> Tensor:
 def flattened(tensors: Tensors) -> Tensors:
     """A kernel walks over memory: what is laid out otherwise is copied."""
     return [None if t is None else t.reshape(-1) for t in tensors]
-
-
-def overflows(grads: Tensors, like: Tensor) -> Tensor:
-    """NaN for each gradient whose squared norm is not finite, as ``math.finite_or_nan``, else 0."""
-    some = [g for g in grads if g is not None]
-    wide = torch.promote_types(some[0].dtype, torch.float32) if some else like.dtype
-    norms = iter(torch._foreach_norm(some, 2, dtype=wide) if some else ())
-    return torch.stack(
-        [like.new_zeros(()) if g is None else next(norms).to(like.dtype) for g in grads]
-    ).mul_(0)
 
 
 def contiguous_weights(bucket: Bucket) -> list[Tensor]:
@@ -60,7 +51,41 @@ def bring_back(bucket: Bucket, weights: list[Tensor], present: list[bool]) -> No
             bucket.publish(i)
 
 
-def count_up(bucket: Bucket, present: list[bool]) -> None:
+def alike(asked: list[Together]) -> list[list[Together]]:
+    """Buckets that one launch takes: of one group's options, of the same dtypes, on one device."""
+    groups: dict[object, list[Together]] = {}
+    for one in asked:
+        bucket, mean = one.bucket, one.args[0]
+        key = id(bucket.group), bucket.dtype, bucket.grad_dtype, mean.flat.dtype, bucket.device
+        groups.setdefault(key, []).append(one)
+    return list(groups.values())
+
+
+def blocks_of_all(asked: list[Together]) -> kernels.Blocks:
+    """Of all tensors of these buckets."""
+    lengths = tuple(n for one in asked for n in one.bucket.lengths)
+    return kernels.cut(lengths, asked[0].bucket.device)
+
+
+def joined(starts: list[Tensor]) -> Tensor:
+    return starts[0] if len(starts) == 1 else torch.cat(starts)
+
+
+def count_up(asked: list[Together]) -> None:
+    """One step more, of the tensors that have a gradient on any rank."""
+    steps = [
+        step
+        for one in asked
+        for step, here in zip(
+            one.bucket.state["step"], one.bucket.present(one.args[0]), strict=True
+        )
+        if here
+    ]
+    if steps:
+        torch._foreach_add_(steps, 1)
+
+
+def count_up_present(bucket: Bucket, present: list[bool]) -> None:
     steps = [step for step, here in zip(bucket.state["step"], present, strict=True) if here]
     if steps:
         torch._foreach_add_(steps, 1)
