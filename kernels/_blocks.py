@@ -46,8 +46,8 @@ class Blocks:
 
     def __init__(self, lengths: Sequence[int], device: torch.device, size: int | None = None):
         self.lengths, self.size = tuple(lengths), size or BLOCK
-        per_tensor = torch.tensor([-(-n // self.size) for n in lengths], dtype=torch.int64)
-        self.per_tensor: list[int] = per_tensor.tolist()
+        self.per_tensor = [-(-n // self.size) for n in lengths]
+        per_tensor = torch.tensor(self.per_tensor, dtype=torch.int64)
         firsts = per_tensor.cumsum(0) - per_tensor
         number = torch.arange(len(lengths), dtype=torch.int64).repeat_interleave(per_tensor)
         of_tensor = firsts[number]
@@ -118,9 +118,9 @@ def alignment(blocks: Blocks, *columns: Sequence[Tensor | None]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def cut(lengths: tuple[int, ...], device: torch.device) -> Blocks:
-    """The blocks of these lengths; the same object for the same lengths."""
-    return Blocks(lengths, device)
+def cut(lengths: tuple[int, ...], device: torch.device, size: int | None = None) -> Blocks:
+    """The blocks of these lengths; the same object for the same, whose tables stay on the device."""
+    return Blocks(lengths, device, size)
 
 
 @inlined

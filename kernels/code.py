@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import Blocks, inlined, own_block, rank, read, selected, table
+from ._blocks import cut, inlined, own_block, rank, read, selected, table
 from .positions import count
 
 BITS = tl.constexpr(1)
@@ -82,7 +82,7 @@ def encode(
             of 8.
         low: how many low bits of a position its code keeps apart.
     """
-    blocks = Blocks([8 * bits.numel()], bits.device, block)
+    blocks = cut((8 * bits.numel(),), bits.device, block)
     words = torch.zeros((length + 3) // 4, dtype=torch.int32, device=bits.device)
     rows = table([[8 * bits.numel(), bits]], bits.device)
     blocks.run(_encode, rows, count(blocks, [bits]), words, upper, row_bits, LOW=low)
@@ -92,6 +92,6 @@ def encode(
 def decode(rows: Sequence[CodeRow], words: Tensor, block: int | None = None) -> None:
     """Set the bits that the messages code in ``words``, a packed mask as int32 of zeros."""
     device = words.device
-    blocks = Blocks([row.upper for row in rows], device, block)
+    blocks = cut(tuple(row.upper for row in rows), device, block)
     starts = count(blocks, [row.message for row in rows])
     blocks.run(_decode, table(rows, device), starts, words)

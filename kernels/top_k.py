@@ -17,7 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import HEAD, HEAD_, TYPES, Blocks, inlined, on, own_block, rank, read, table, write
+from ._blocks import (
+    HEAD,
+    HEAD_,
+    TYPES,
+    Blocks,
+    cut,
+    inlined,
+    on,
+    own_block,
+    rank,
+    read,
+    table,
+    write,
+)
 from .pack_bits import to_bytes
 
 # Of a magnitude's 31 bits: the lowest that is looked at, and how many.
@@ -121,7 +134,7 @@ def top_k(blocks: Blocks, rows: Sequence[TopKRow]) -> None:
     """
     device = blocks.where.device
     addresses, kind = table(rows, device), TYPES[rows[0].x.dtype]
-    wide = Blocks(blocks.lengths, device, blocks.size * CHUNKS)
+    wide = cut(blocks.lengths, device, blocks.size * CHUNKS)
     wanted = table([[row.k] for row in rows], device)[HEAD:].clone()
     prefix = torch.zeros(len(rows), dtype=torch.int32, device=device)
     for shift, width in PASSES:
