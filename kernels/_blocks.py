@@ -119,7 +119,7 @@ def alignment(blocks: Blocks, *columns: Sequence[Tensor | None]) -> int:
 
 @lru_cache(maxsize=1024)
 def cut(lengths: tuple[int, ...], device: torch.device, size: int | None = None) -> Blocks:
-    """The blocks of these lengths; the same object for the same, whose tables stay on the device."""
+    """The blocks of these lengths; the same object for the same: its tables stay on the device."""
     return Blocks(lengths, device, size)
 
 
