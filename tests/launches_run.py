@@ -1,4 +1,4 @@
-"""Rows of bench/launches.py for a small model, and two of a commit that waits: for test_launches.py, as JSON.
+"""Rows of bench/launches.py for a small model, and two of a step that waits: for test_launches.py, as JSON.
 
 A process of its own: here Triton is not interpreted.
 """
@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import launches
 from _hollow import DEVICE
 
-import compopt.adams
+from compopt._ops.triton.ops import TritonOps
 from compopt._state.buckets import bucket_bytes, make_buckets
 
 SMALL = dict(width=128, layers=2, words=500, places=64)  # 28 tensors in one bucket, 10 of them compressed
-commit = compopt.adams.commit
+pack = TritonOps.pack
 
 
 def counted(name: str) -> dict[str, Any]:
@@ -28,23 +28,24 @@ def counted(name: str) -> dict[str, Any]:
 
 
 def after(look: Callable[[Any], object]) -> dict[str, Any]:
-    """AdamS, where the commit looks at something first."""
+    """AdamS, where something of each message is looked at when it is made."""
 
-    def looks(bucket: Any, ops: Any, mean: Any) -> None:
-        look(mean)
-        commit(bucket, ops, mean)
+    def looks(*args: Any, **options: Any) -> Any:
+        payload = pack(*args, **options)
+        look(payload)
+        return payload
 
-    compopt.adams.commit = looks
+    TritonOps.pack = looks
     try:
         return counted("AdamS")
     finally:
-        compopt.adams.commit = commit
+        TritonOps.pack = pack
 
 
 if __name__ == "__main__":
     found = {name: counted(name) for name in launches.ROWS}
-    found["a number is asked for"] = after(lambda mean: float(mean.body.sum()))
-    found["a copy is waited for"] = after(lambda mean: mean.header.cpu())
+    found["a number is asked for"] = after(lambda payload: float(payload.body.sum()))
+    found["a copy is waited for"] = after(lambda payload: payload.header.cpu())
     buckets = make_buckets([{"params": launches.gpt2()}])
     found["buckets"] = {"most": bucket_bytes(DEVICE), "all": [(len(b.params), 4 * b.numel) for b in buckets]}
     print(json.dumps(found))
