@@ -39,8 +39,9 @@ demo:  ## the same small GPT with DDP + AdamW and with each of compopt's optimiz
 test: .venv/ready  ## everything, in a few minutes on two cores
 	$(BIN)/pytest -q -n 2 --dist worksteal
 
-properties: .venv/ready  ## hypothesis draws 2000 new examples of models, options and faults
+properties: .venv/ready  ## hypothesis draws 2000 new examples of models, options and faults, 500 of advice
 	COMPOPT_EXAMPLES=2000 $(BIN)/pytest -q tests/faults/test_properties.py
+	COMPOPT_EXAMPLES=500 $(BIN)/pytest -q tests/test_advice.py tests/test_layers_advice.py -k impossible
 
 fuzz: .venv/ready  ## 3000 new examples of shapes, layouts, dtypes and options, for every class and back end here
 	COMPOPT_FUZZ=3000 $(BIN)/pytest -q tests/test_fuzz.py

@@ -205,8 +205,7 @@ def _asked_layers(options: argparse.Namespace) -> dict[str, Any]:
         )
         sources["own work"] = "bandwidth given"
     elif options.device:
-        asked.pop("local", None)
-        asked.pop("costs", None)
+        asked = {name: asked[name] for name in asked if name not in ("local", "costs")}
     work = Layers(
         options.hidden,
         options.layers,
