@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import copy
 import csv
+import dataclasses
 import itertools
 import math
 import zlib
@@ -14,15 +16,19 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import compopt
 from compopt._diagnose import methods
 from compopt._diagnose.diagnosis import Diagnosis
+from compopt._diagnose.findings import weighted
 from compopt._diagnose.meaning import settling_of
 from compopt._diagnose.methods import Judged
 from compopt._diagnose.sampling import candidates, cut_to, sample
+from compopt._diagnose.shadows import Shadows
 from compopt._diagnose.shares import Shares
 from compopt._diagnose.spreading import Spread
 from compopt._diagnose.stability import Stability
@@ -266,12 +272,32 @@ def test_what_a_method_keeps_and_holds_back_is_what_an_oracle_finds():
     pairs = zip(updates_of(sent, (0.8, 0.99))[start:], updates_of(rows, (0.8, 0.99))[start:], strict=True)
     cosines = [float((a * b).sum() / a.norm() / b.norm()) for a, b in pairs]
     assert seen.rows[0].kept == pytest.approx(sum(cosines) / len(cosines), abs=1e-4)
+    assert seen.findings["kept", "top-k", "weight"] == pytest.approx(seen.rows[0].kept, abs=1e-6)
+    assert (seen.rows[0].least, seen.rows[0].most) == (seen.findings["kept", "top-k", "weight"],) * 2
     assert seen._watch.shadows.residuals["top-k"] == pytest.approx(norms, rel=1e-4)
     gradient = sum(float(g.norm()) for g in rows[start:]) / len(rows[start:])
     half = len(norms) // 2
     assert seen.rows[0].residual == pytest.approx(max(norms[half:]) / gradient, rel=1e-4)
     assert seen.findings["growth", "top-k"] == pytest.approx(max(norms[half:]) / max(norms[:half]), rel=1e-4)
     assert seen.rows[0].grows == (max(norms[half:]) / max(norms[:half]) > 1.2)
+
+
+def test_a_part_counts_for_what_it_stands_for():
+    """The whole's cosine is that of the layers put together, each as often as its weight says."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(80, 64, bias=False))
+    parts = [dataclasses.replace(part, weight=w) for part, w in zip(parts_of(model), (1.0, 9.0), strict=True)]
+    shadows = Shadows({"one": FEW["Radius 0.4"]}, parts, methods.of_groups([{"betas": (0.9, 0.99)}]), 1)
+    for a, b in zip(noise(5, 64, 64), noise(5, 64, 80), strict=True):
+        weights, grads = [torch.zeros(64, 64), torch.zeros(64, 80)], [a, b * (torch.rand(64, 80) < 0.5)]
+        dense = [u.clone() for u in shadows.see(weights, grads)]
+    theirs = [p.detach() for p in shadows.shadows["one"].params]
+    dots, squares, own = (
+        [float((x * y).sum()) for x, y in zip(*pair, strict=True)]
+        for pair in ((theirs, dense), (theirs, theirs), (dense, dense))
+    )
+    wanted = (dots[0] + 9 * dots[1]) / math.sqrt((squares[0] + 9 * squares[1]) * (own[0] + 9 * own[1]))
+    assert shadows.cosines["one"][-1][-1] == pytest.approx(wanted, rel=1e-5)
+    assert weighted(parts, {0: 1.0, 1: 0.0}) == pytest.approx(4096 / (4096 + 9 * 5120))
 
 
 def test_what_sends_everything_keeps_everything():
@@ -362,6 +388,21 @@ def test_steps_that_are_not_finite_are_left_out():
             optimizer.step()
 
 
+def test_a_step_that_a_scaler_takes_back_is_left_out():
+    """AdamW's fused kernel skips by itself, and its hooks run all the same."""
+    model = nn.Sequential(nn.Linear(64, 64), Square())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with compopt.diagnose(model, optimizer, start=2) as seen:
+        for step in range(7):
+            scaler.scale(model(torch.ones(2, 64))).backward()
+            model[0].bias.grad[0] /= step != 3  # which is not looked at
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert (seen.steps, seen.skipped) == (6, 1)
+
+
 def test_steps_after_the_limit_cost_nothing():
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -407,6 +448,59 @@ def test_two_ranks_train_as_without_it_and_tell_the_same(ours):
     assert [one[0] for one in plain] == [one[0] for one in watched]
     assert watched[0][1] == watched[1][1] and "2 ranks" in watched[0][1]
     assert 0 < watched[0][2] < 1
+
+
+def sharded(rank: int, watched: bool) -> tuple[list, str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), Square())
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if not watched:
+        train(optimizer, model, 6, rank)
+        return bits([p.to_local() for p in model.parameters()]), ""
+    with compopt.diagnose(model, optimizer, start=2) as seen:
+        train(optimizer, model, 6, rank)
+    return bits([p.to_local() for p in model.parameters()]), str(seen)
+
+
+def test_under_fsdp_shards_are_looked_at():
+    plain, watched = (run_ranks(sharded, 2, how) for how in (False, True))
+    assert [one[0] for one in plain] == [one[0] for one in watched]
+    told = watched[0][1]
+    assert told == watched[1][1] and "128 x 64" in told and "two batches in a row, which stand for ranks" in told
+
+
+def in_pieces(rank: int) -> float:
+    """The last of three micro-batches averages over ranks; a rank's own gradient is the sum of all three."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), Square())
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    random, whole = torch.Generator().manual_seed(rank), []
+    with compopt.diagnose(ddp, optimizer, start=2) as seen:
+        for _ in range(5):
+            own = torch.zeros(64, 64)
+            for piece in range(3):
+                x = torch.randn(2, 64, generator=random)
+                w = model[0].weight.detach().clone().requires_grad_()
+                (x @ w.t()).square().mean().backward()
+                own += w.grad
+                with ddp.no_sync() if piece < 2 else contextlib.nullcontext():
+                    ddp(x).backward()
+            whole.append(own)
+            optimizer.step()
+            optimizer.zero_grad()
+    dots = squares = 0.0
+    for own in whole:
+        pair = torch.zeros(2, 64, 64)
+        torch.distributed.all_gather(list(pair.unbind()), own)
+        dots, squares = dots + float((pair[0] * pair[1]).sum()), squares + float(pair.square().sum()) / 2
+    assert seen.findings["cosine", ""] == pytest.approx(dots / squares, abs=1e-4)
+    return seen.findings["cosine", ""]
+
+
+def test_micro_batches_are_one_gradient():
+    assert 0 < run_ranks(in_pieces, 2)[0] < 1
 
 
 def one_step_less(rank: int) -> str:

@@ -159,7 +159,7 @@ class Diagnosis:
         if not self.rows:
             return f"compopt.diagnose: {self.steps} steps seen; it tells when its block has ended."
         found, parts, width = self.findings, self.parts, telling.width_of(self.parts)
-        said = meaning.sentences(found, self.rows, width, self._comm.size)
+        said = meaning.sentences(found, self.rows, width, self._compared.size)
         blocks = [
             self._head(),
             telling.of_methods(self.rows),
