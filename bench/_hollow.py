@@ -263,8 +263,11 @@ def _to_list(x: Tensor) -> Any:
 
 
 @contextlib.contextmanager
-def hollow(backend: str) -> Iterator[None]:
-    """While it is entered, the meta device is an accelerator with this back end."""
+def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
+    """While it is entered, the meta device is an accelerator with this back end.
+
+    Without ``addresses``, which are found slowly here, every tensor lies at 0.
+    """
     with contextlib.ExitStack() as stack:
         for target, name, new in [
             (torch, "get_device_module", lambda device=None: Module),
@@ -272,7 +275,7 @@ def hollow(backend: str) -> Iterator[None]:
             (Tensor, "pin_memory", lambda x, device=None: x),
             (Tensor, "tolist", _to_list),
             (Tensor, "__float__", _number),
-            (Tensor, "data_ptr", _data_ptr),
+            (Tensor, "data_ptr", _data_ptr if addresses else data_ptr),
             (torchs, "_get_fused_kernels_supported_devices", lambda: [DEVICE.type]),
             (base, "check_tensors", lambda group: None),  # which refuses tensors without memory
             (stepping, "handshake", _greet),

@@ -119,7 +119,7 @@ def host(name: str, params: Params) -> tuple[float, float]:
     """
     backend, make, before = ROWS[name]
     times: list[list[float]] = [[], []]
-    with fleet(RANKS), hollow(backend):
+    with fleet(RANKS), hollow(backend, addresses=False):
         with Counts():
             optimizers = make(params), adamw(params)
             for _ in range(before):

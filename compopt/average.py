@@ -42,13 +42,16 @@ def average(bucket: Bucket, ops: Ops, averages: Averages) -> Asking[None]:
     # from here on state changes
     factor, steps = clip_factor(norm, bucket.group["max_grad_norm"]), bucket.state["step"]
     present = [i for i, here in enumerate(bucket.present(mean)) if here]
-    for i in present:
-        steps[i] += 1
-        g = averages.room(bucket, i, mean.parts[i])
-        g.copy_(mean.parts[i].view(g.shape))
+    if present:
+        torch._foreach_add_([steps[i] for i in present], 1)
+        to = [averages.room(bucket, i, mean.parts[i]) for i in present]
+        means = [mean.parts[i].view(g.shape) for i, g in zip(present, to, strict=True)]
+        torch._foreach_copy_(to, means)
         if factor < 1:
-            g.mul_(factor)  # line 4
-        averages.take(bucket, i, g)
+            torch._foreach_mul_(to, factor)  # line 4
+        for i, g in zip(present, to, strict=True):
+            averages.take(bucket, i, g)
+    for i in present:
         keep(residual[i], mean.dropped_parts[i] if rounds else None)  # line 5
     bucket.cache["owes"] = rounds or (owed is not None and len(present) < len(steps))
 

@@ -24,9 +24,9 @@ MOST = {
     "SCAPE .01": (86, 1),
     "Separate 16": (186, 1),
     "tracked 16, int8": (221, 1),
-    "Average, int8": (123, 1),
+    "Average, int8": (78, 1),
     "LocalSteps, between": (33, 1),
-    "LocalSteps, exchange": (354, 3),
+    "LocalSteps, exchange": (309, 3),
 }
 
 
