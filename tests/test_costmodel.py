@@ -24,6 +24,7 @@ from compopt.costmodel import (
     step_seconds,
     training_speedup,
 )
+from compopt.costmodel.data_parallel import sent_bytes
 
 # MCBench, Table 8: hidden size, layers, nodes, batch size, speed-up.
 TABLE_8 = [
@@ -138,6 +139,11 @@ def test_llama_shapes_have_their_published_size():
 def test_ring_all_reduce_of_two_ranks_sends_every_byte_once():
     assert all_reduce_seconds(Machine(2, 1e6, latency_s=0.0), 1e6) == pytest.approx(1.0)
     assert all_reduce_seconds(Machine(1, 1e6), 1e6) == 0.0
+
+
+def test_what_is_reduced_leaves_a_rank_twice_and_what_is_gathered_once():
+    cost = Cost(reduced=800.0, gathered=40.0, hidden=20.0)
+    assert sent_bytes(Machine(4, 1e6), cost) == 3 / 4 * (2 * 800 + 40 + 20)
 
 
 @pytest.mark.parametrize("name", METHODS)
