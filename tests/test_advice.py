@@ -116,4 +116,4 @@ def test_advice_of_local_steps_says_that_wider_models_lost_more():
         size: advise(size, ranks=2, link_bits_per_s=1e8, step_s=0.5).recommendation for size in (1_000_000, 124_000_000)
     }
     assert all("Use LocalSteps" in words for words in said.values())
-    assert "At width 512 it was 12 % above" in said[124_000_000] and "width 512" not in said[1_000_000]
+    assert "At width 512 every=30 was 12 % above" in said[124_000_000] and "width 512" not in said[1_000_000]
