@@ -221,6 +221,17 @@ def test_longer_rounds_wait_and_send_less_and_keep_as_much():
     assert METHODS["LocalSteps 30"](work, 4, every=3, delay=9).delay == 3  # one exchange on its way at a time
 
 
+def test_one_stage_has_no_boundary_and_two_have_one():
+    """Equation 3: what crosses a boundary is counted nodes - 1 times."""
+    sizes = dict(hidden=1024, layers=24, batch=64, micro_batch=64, code=100)
+    alone = [speedup(PAPER, nodes=1, link_bits_per_s=link, **sizes) for link in (1e3, 1e15)]
+    assert alone[0] == alone[1]
+    sent, dense = (layer_seconds(PAPER, 64, 128, 1024, code) for code in (100, None))
+    seconds = 64 * 128 * 2 * 8 / 1e9  # of a number of every position, over 1 Gbit/s
+    wanted = (24 * dense + seconds * 1024) / (24 * sent + seconds * 100)
+    assert speedup(PAPER, nodes=2, link_bits_per_s=1e9, sequence=128, **sizes) == pytest.approx(wanted)
+
+
 def test_warm_up_steps_are_dense():
     assert training_speedup(2.0, 1.0) == 2.0
     assert training_speedup(2.0, 1.0, warmup_share=0.5) == pytest.approx(4 / 3)
