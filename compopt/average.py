@@ -117,7 +117,7 @@ class Average(Wrapping):
         check_compress(group)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        return {"residual": Dense(dtype, optional=True)}
+        return {"residual": Dense(dtype)}
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         return average(bucket, self.ops, self._averages)

@@ -174,7 +174,7 @@ class LocalSteps(Wrapping):
     def _specs(self, bucket: Bucket) -> dict[str, Layout]:
         if self.averages_gradients:
             return super()._specs(bucket)
-        return {"residual": Prefix(bucket.wide, lambda p: 0, optional=True)}
+        return {"residual": Prefix(bucket.wide, lambda p: 0, compressed_only=True, optional=True)}
 
     def _end_start(self) -> None:
         """Nothing is kept of the averaged start."""

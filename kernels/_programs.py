@@ -39,7 +39,7 @@ class Programs:
         self.where = upload(table.to(torch.int32), device)
         heads = torch.tensor([cut[:3] for cut in cuts], dtype=torch.int32)
         self.chunks = upload(heads, device)
-        self.first = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        self.first = [0, *torch.tensor(counts, dtype=torch.int64).cumsum(0).tolist()]
         self.largest = max((cut[2] for cut in cuts), default=0)
 
     def run(
