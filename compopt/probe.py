@@ -21,7 +21,8 @@ import argparse
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -141,15 +142,9 @@ def read(path: str) -> dict[str, Any]:
     ValueError says what is wrong with it.
     """
     names = ("ranks", "link_bits_per_s", "latency_s", "local", "interference")
-    try:
+    with _told(path, "compopt.probe"):
         found = {"interference": [0.0, 0.0], **json.loads(Path(path).read_text())}
         return {n: tuple(found[n]) if isinstance(found[n], list) else found[n] for n in names}
-    except OSError as error:
-        raise ValueError(f"--probed {path} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"--probed {path} is not what compopt.probe writes ({error}): run it again."
-        ) from error
 
 
 def read_layers(path: str) -> dict[str, Any]:
@@ -160,17 +155,24 @@ def read_layers(path: str) -> dict[str, Any]:
     """
     needed = ("tensor", "pipeline", "activation_bytes", "local")
     links = ("link_bits_per_s", "latency_s", "inside_bits_per_s", "inside_latency_s")
-    try:
+    with _told(path, "compopt.probe --layers"):
         found = json.loads(Path(path).read_text())
         asked = {name: found[name] for name in needed}
         asked |= {name: found[name] for name in links if name in found}
         asked["local"] = tuple(map(float, found["local"]))
         return asked | {"costs": LayerCosts(**found["costs"])}
+
+
+@contextmanager
+def _told(path: str, writer: str) -> Iterator[None]:
+    """What is wrong with the file, in a sentence."""
+    try:
+        yield
     except OSError as error:
         raise ValueError(f"--probed {path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"--probed {path} is not what compopt.probe --layers writes ({error}): run it again."
+            f"--probed {path} is not what {writer} writes ({error}): run it again."
         ) from error
 
 
