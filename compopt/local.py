@@ -32,7 +32,6 @@ from torch import Tensor
 
 from ._engine.averages import Averages
 from ._engine.face import Group
-from ._engine.options import require
 from ._engine.saving import warn_of_what_is_missing
 from ._engine.stats import Stats
 from ._engine.stepping import refuse
@@ -61,7 +60,6 @@ class LocalSteps(Wrapping):
     ``param_groups`` are the inner optimizer's own, so LR schedulers act on it. Between exchanges
     nothing crosses the network and parameters differ from rank to rank; they are equal when a round
     ends, where all fragments are exchanged then and nothing is delayed. Moments stay on their rank.
-    On one process it is ``inner``.
 
     Args:
         inner: an optimizer over the model's parameters; one of this package (AdamS) is stopped from
@@ -86,16 +84,14 @@ class LocalSteps(Wrapping):
             one.
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
-        offload: "outer" keeps the anchors, and with them all that the outer optimizer has, in host
-            memory (pinned, for an accelerator), and exchanges from there; a round's end copies the
-            parameters there and back. The process group must carry host tensors (gloo does).
+        offload: "outer" keeps anchors and outer optimizer in host memory, and exchanges from there:
+            the process group must carry host tensors (gloo does).
         simulate: take rounds on one process too, to see what many would do. Else, without other
             ranks, a step is that of ``inner``.
 
     State beside the inner optimizer's: in the outer one the anchors, its momentum and its
-    ``residual``, each as large as the parameters (all in host memory with ``offload="outer"``);
-    ``residual`` of the averaged start, while that lasts. What a rank moved is as large again while
-    it is exchanged.
+    ``residual``, each as large as the parameters; ``residual`` of the averaged start, while that
+    lasts. What a rank moved is as large again while it is exchanged.
 
     Raises:
         TypeError: inner is no optimizer, or one that evaluates the model more than once a step
@@ -125,7 +121,6 @@ class LocalSteps(Wrapping):
         offload: Literal["outer"] | None = None,
         simulate: bool = False,
     ):
-        require(offload in (None, "outer"), "offload", offload, "None or 'outer'")
         self.offload = offload
         options: dict[str, Any] = dict(
             every=every,
@@ -217,8 +212,7 @@ class LocalSteps(Wrapping):
         """End the running round: exchange what ranks have moved, and apply it.
 
         Afterwards parameters are equal on all ranks: call it on all of them after the last step,
-        before an evaluation, or before the model is saved. In the averaged start and on one process
-        they are equal anyway.
+        before an evaluation, or before the model is saved.
 
         Raises CommunicationError when the exchange failed; it is tried again after the next step.
         """
@@ -261,9 +255,8 @@ class LocalSteps(Wrapping):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, of our own options, with the inner optimizer's under "base", and for every
-        fragment under "outer" its anchors, its outer optimizer's, and what is on its way.
-
-        No communication.
+        fragment under "outer" its anchors, its outer optimizer's, and what is on its way. No
+        communication.
         """
         saved = super().state_dict()
         for entry in saved["state"].values() if not self.averages_gradients else ():
@@ -296,8 +289,7 @@ class LocalSteps(Wrapping):
         super()._begin_anew()
 
     def _contents(self) -> dict[str, Any]:
-        own = {"_outer": self._outer, "_fragments": self._rounds.saved()}
-        return {**super()._contents(), **own}
+        return {**super()._contents(), "_outer": self._outer, "_fragments": self._rounds.saved()}
 
     @torch.no_grad()
     def _revive(self, contents: dict[str, Any], group: ProcessGroup | Comm | None) -> None:

@@ -277,9 +277,7 @@ class ScapeAdamS(CompressedOptimizer):
 
     def consolidate_in_turns(self) -> Turns[None]:
         """Residuals become their mean, and each rank's own guesses where to look for a threshold
-        are forgotten.
-
-        So that a run resumed from one rank's checkpoint selects as the run that went on.
+        are forgotten: a run resumed from one rank's checkpoint selects as the run that went on.
         """
         yield from super().consolidate_in_turns()
         for bucket in self._buckets:

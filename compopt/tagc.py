@@ -41,7 +41,7 @@ from ._engine.options import check_adam, check_compression, require, take_torchs
 from ._engine.stats import Stats
 from ._engine.verdicts import Verdict
 from ._engine.when import chosen, dense_steps
-from ._ops.math import squared_norm
+from ._ops.norms import squared_norm
 from ._ops.ops import Ops, clip_factor
 from ._sharded.adamw import commit, gather, updated
 from ._sparse.codes import CODES

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
 from compopt._ops import apex as _ops_apex
-from compopt._ops import backends, math
+from compopt._ops import backends, math, norms
 from compopt._ops.native import build
 from compopt._ops.ops import Ops
 
@@ -203,7 +203,7 @@ def test_a_compressed_step_waits_for_the_device_once(monkeypatch, device, name):
     model = Net().to(device)
     options = {"RadiusAdamW": {"warmup_steps": 0}, "ScapeAdamS": {"density": 0.1, "density_warmup_steps": 0}}
     optimizer = getattr(compopt, name)(model.parameters(), simulate=True, **options[name])
-    monkeypatch.setattr(math, "squared_norm", lambda x: torch.linalg.vector_norm(x, dtype=torch.float64).square())
+    monkeypatch.setattr(norms, "squared_norm", lambda x: torch.linalg.vector_norm(x, dtype=torch.float64).square())
     lists, brought = [], torch.Tensor.tolist  # the norm as on a GPU: on the CPU it looks whether float32 overflowed
     for step in range(4):
         optimizer.zero_grad()

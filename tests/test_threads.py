@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import nn
 
 import compopt
-from compopt._ops.math import squared_norm, squared_norm_alike
+from compopt._ops.norms import squared_norm, squared_norm_alike
 
 SHAPE = (50, 7001)
 MAKES = {

@@ -8,7 +8,7 @@ from itertools import islice
 
 import torch
 
-from .._ops.math import squared_norms
+from .._ops.norms import squared_norms
 from .._wire.comm import Comm
 from .._wire.control import differ
 from .._wire.requests import AllReduceMean

@@ -19,6 +19,7 @@ def check(group: dict[str, Any], offload: str | None) -> None:
     require(group["outer_lr"] > 0, "outer_lr", group["outer_lr"], "> 0")
     cut = any(hasattr(p, "device_mesh") for p in group["params"])
     require(not (cut and group["delay"]), "delay", group["delay"], "0 where parameters are sharded")
+    require(offload in (None, "outer"), "offload", offload, "None or 'outer'")
     require(not (cut and offload), "offload", offload, "None where parameters are sharded")
     delay, limit = group["delay"], group["every"] // group["fragments"]
     require(delay <= limit, "delay", delay, f"at most every / fragments, {limit}")

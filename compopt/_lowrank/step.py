@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .._ops.math import squared_norms
+from .._ops.norms import squared_norms
 from .._ops.ops import Ops, clip_factor
 from .._state.buckets import Bucket, upload
 from .._wire.requests import Asking, Payload

@@ -7,15 +7,13 @@ Vectors are flat; n is the number of elements of a tensor, k how many of them ar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 BiasCorrection = Literal["scape", "adams"]
-# Elements that are added up side by side.
-WIDTH = 65536
 
 
 def adamw_(
@@ -230,24 +228,6 @@ def clear_(x: Tensor, index: Tensor) -> None:
     x.view(-1).scatter_(0, index.long(), 0)
 
 
-def finite_or_nan(g: Tensor) -> Tensor:
-    """1 when ``g`` and its squared norm are finite, NaN otherwise: a second moment could not hold
-    such a gradient.
-
-    The rule of all back ends for what makes ranks skip a step. The square is of the gradient's
-    dtype, float32 at least: one element of 1e20 is too large, 1e18 is not, and many of 1e18 are.
-    """
-    dtype = torch.promote_types(g.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(g, dtype=dtype)
-    return norm.mul_(0).add_(1)
-
-
-def all_finite_or_nan(gs: Sequence[Tensor]) -> Tensor:
-    """The same for several gradients of one dtype, in a few launches."""
-    dtype = torch.promote_types(gs[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(list(gs), 2, dtype=dtype)).mul_(0).add_(1)
-
-
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Linear algebra whose result must not depend on the number of this process's threads."""
@@ -261,56 +241,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def squared_norm_alike(x: Tensor) -> Tensor:
-    """|x|^2, the same bits whatever the number of threads and the processor: for what scales an
-    update.
-
-    Elements a fixed distance apart are added up in turn, in float32, then halves to halves, in
-    float64: additions and products element by element, which every machine rounds alike.
-    """
-    if x.device.type != "cpu":
-        return squared_norm(x)
-    total = _halved(_folded(x, torch.promote_types(x.dtype, torch.float32)))
-    return total if total.isfinite() else _halved(_folded(x, torch.float64))
-
-
-def _folded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    sums = torch.zeros(min(WIDTH, x.numel()), dtype=dtype, device=x.device)
-    square = torch.empty_like(sums)
-    for part in x.split(WIDTH):
-        wide, own = part.to(dtype), square[: part.numel()]
-        # Not addcmul: a fused one rounds once, not twice.
-        sums[: part.numel()].add_(torch.mul(wide, wide, out=own))
-    return sums.double()
-
-
-def _halved(sums: Tensor) -> Tensor:
-    n = sums.numel()
-    while n > 1:
-        half = (n + 1) // 2
-        sums[: n - half].add_(sums[half:n])
-        n = half
-    return sums[:1].sum()
-
-
-def squared_norms(xs: Sequence[Tensor], alike: bool = False) -> list[Tensor]:
-    """|x|^2 of each, in float64; ``alike``: as ``squared_norm_alike``.
-
-    On a device in a few launches for all.
-    """
-    if len({x.device for x in xs}) > 1 or any(x.device.type == "cpu" for x in xs):
-        return [(squared_norm_alike if alike else squared_norm)(x).double() for x in xs]
-    norms = torch._foreach_norm(list(xs), 2, dtype=torch.float64) if xs else ()
-    return list(torch.stack(norms).square_().unbind()) if norms else []
-
-
-def squared_norm(x: Tensor) -> Tensor:
-    """|x|^2, in float64 where float32 would overflow or x is of lower precision."""
-    # Where looking at the first result costs more than a second.
-    if x.device.type != "cpu":
-        norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
-        return norm.square()
-    fast = torch.dot(x, x) if x.dtype in (torch.float32, torch.float64) else None
-    return fast if fast is not None and fast.isfinite() else x.double().square().sum()

@@ -18,7 +18,7 @@ from .._state.masks import Mask, Tensors, positions_of
 from .._wire.quantised_mean import QuantisedMean
 from .._wire.requests import Asking, Payload, Together
 from .._wire.scratch import Scratch, at_a_time
-from . import math
+from . import math, norms
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
 # elements: a few vectors of them stay in a core's own cache between one pass and the next
@@ -141,13 +141,7 @@ class Ops:
     @staticmethod
     def marks(grads: Tensors, like: Tensor) -> Tensor:
         """For every gradient 1 if it is finite, NaN if it is not, 0 if there is none."""
-        there = [g for g in grads if g is not None]
-        if len(there) == len(grads) and all(g.device.type != "cpu" for g in there):
-            return math.all_finite_or_nan(there).to(like.dtype)
-        zero = like.new_zeros(())
-        return torch.stack(
-            [zero if g is None else math.finite_or_nan(g).to(zero.dtype) for g in grads]
-        )
+        return norms.marks(grads, like)
 
     def add_up(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
         """``out = grad + add``, flat, where there is an ``out``; returns the marks of all gradients
