@@ -117,3 +117,14 @@ def test_advice_of_local_steps_says_that_wider_models_lost_more():
     }
     assert all("Use LocalSteps" in words for words in said.values())
     assert "At width 512 every=30 was 12 % above" in said[124_000_000] and "width 512" not in said[1_000_000]
+
+
+def test_what_a_probe_saw_of_interference_is_in_every_step():
+    """A tenth of a second of waiting, and a nanosecond a byte that is sent."""
+    there = dict(ranks=4, link_bits_per_s=1e10, step_s=1.0)
+    plain, met = (advise(124_000_000, interference=seen, **there).rows for seen in ((0.0, 0.0), (0.1, 1e-9)))
+    for row, slower in zip(plain, met, strict=True):
+        if row.method.startswith("LocalSteps"):
+            assert slower.step.exchange > row.step.exchange
+        else:
+            assert slower.step.exchange == pytest.approx(row.step.exchange + 0.1 + 1e-9 * row.sent)
