@@ -1,4 +1,4 @@
-"""`compopt.diagnose`: the training is not touched, and what is measured is what an oracle finds."""
+"""`compopt.diagnose`: the training is not touched, and what is told of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import builtins
 import contextlib
 import copy
 import csv
-import dataclasses
 import itertools
 import math
 import zlib
@@ -20,23 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from watched import FEW, noise, watch
 
 import compopt
 from compopt._diagnose import methods
-from compopt._diagnose.diagnosis import Diagnosis
-from compopt._diagnose.findings import weighted
 from compopt._diagnose.meaning import settling_of
-from compopt._diagnose.methods import Judged
-from compopt._diagnose.sampling import candidates, cut_to, sample
-from compopt._diagnose.shadows import Shadows
-from compopt._diagnose.shares import Shares
-from compopt._diagnose.spreading import Spread
-from compopt._diagnose.stability import Stability
-from compopt._wire.comm import Comm
 
-CPU = torch.device("cpu")
 ROOT = Path(compopt.__file__).parents[1]
-FEW = {name: methods.JUDGED[name] for name in ("tracked 16, int8", "Radius 0.4", "SCAPE 0.1", "TAGC 0.9")}
 
 
 class Odd(nn.Module):
@@ -128,236 +117,6 @@ def test_gradients_are_left_as_they_are():
             assert torch.equal(model.weight.grad, torch.full((64, 64), step + 1.0))
 
 
-# Stability
-
-
-def brute_force(rows: list[torch.Tensor], density: float, lag: int, every: int) -> tuple[float, float]:
-    k, overlaps, norms = round(density * len(rows[0])), [], []
-    for t in range(lag, len(rows)):
-        if lag > 1 and (t + 1) % every:
-            continue
-        now, before = (set(rows[s].abs().argsort(descending=True)[:k].tolist()) for s in (t, t - lag))
-        overlaps.append(len(now & before) / k)
-        of = [math.sqrt(sum(float(rows[t][i]) ** 2 for i in chosen)) for chosen in (before, now)]
-        norms.append(of[0] / of[1])
-    return sum(overlaps) / len(overlaps), sum(norms) / len(norms)
-
-
-def test_stability_is_what_sets_say():
-    random = torch.Generator().manual_seed(0)
-    rows, x = [], torch.randn(200, generator=random)
-    for _ in range(121):
-        x = 0.9 * x + 0.4 * torch.randn(200, generator=random)
-        rows.append(x.clone())
-    meter = Stability([200])
-    for x in rows:
-        meter.see([x])
-    for density in (0.4, 0.1, 0.01):
-        for lag in (1, 10, 100):
-            found = [sum(v) / len(v) for v in (meter.overlaps[density, lag, 0], meter.norms[density, lag, 0])]
-            assert found == pytest.approx(brute_force(rows, density, lag, 10), abs=1e-6)
-    assert len(meter.sets) <= 12  # of the last 100 steps, each tenth, and the last
-
-
-def test_known_sets_have_known_overlaps():
-    """Three of the ten largest are others from step to step; between them nobody has a gradient."""
-    meter = Stability([100], densities=(0.1,))
-    for step in range(3):
-        x = torch.zeros(100)
-        x[3 * step : 3 * step + 10] = 1
-        meter.see([x])
-    meter.see([None])
-    meter.see([x])
-    assert meter.overlaps[0.1, 1, 0] == pytest.approx([0.7, 0.7])
-    assert meter.norms[0.1, 1, 0] == pytest.approx([math.sqrt(0.7)] * 2)
-
-
-# Shares
-
-
-def test_the_share_that_columns_keep_is_that_of_singular_values():
-    random = torch.Generator().manual_seed(0)
-    u, v = (torch.linalg.qr(torch.randn(n, 40, generator=random)).Q for n in (96, 48))
-    values = 2.0 ** -torch.arange(40.0)
-    meter = Shares([(96, 48)], [CPU])
-    for _ in range(12):
-        meter.see([(u * values) @ v.t()])
-    for rank in (4, 8, 16, 32, 64):
-        wanted = values[:rank].norm() / values.norm()
-        assert meter.kept[rank, 0][-1] == pytest.approx(float(wanted), abs=1e-5), rank
-    assert meter.kept[4, 0][0] < meter.kept[4, 0][-1] - 1e-4  # it had to find them
-
-
-def test_a_rank_alone_keeps_what_it_keeps_among_others():
-    """One iteration of 64 columns gives what one of 8 does."""
-    random = torch.Generator().manual_seed(0)
-    meter, Q = Shares([(128, 96)], [CPU]), None
-    for step in range(6):
-        x = torch.randn(128, 96, generator=random) + 3 * torch.randn(128, 6, generator=random) @ torch.randn(6, 96)
-        Q = meter.bases[0][:, :8].clone() if Q is None else Q
-        R = torch.linalg.qr(x @ Q).Q
-        p = x.t() @ R
-        meter.see([x])
-        assert meter.kept[8, 0][step] == pytest.approx(float(p.norm() / x.norm()), rel=1e-4)
-        Q = torch.linalg.qr(p).Q
-
-
-# Spread
-
-
-def parts_of(model: nn.Module, elements: int = 1 << 20) -> list:
-    named = {id(p): name for name, p in model.named_parameters()}
-    return sample(candidates([{"params": list(model.parameters())}], named), elements)
-
-
-def test_two_batches_stand_for_two_ranks():
-    meter = Spread(parts_of(nn.Linear(64, 64, bias=False)))
-    a, b = torch.zeros(64, 64), torch.zeros(64, 64)
-    a[0, 0], b[0, 0], b[0, 1] = 1.0, 0.6, 0.8  # of length 1, at a cosine of 0.6
-    for step in range(6):
-        meter.see([(a, b)[step % 2]])
-    ((cosine, ratio),) = meter.found(Comm(alone=True), CPU)
-    assert cosine == pytest.approx(0.6) and ratio == pytest.approx(1 / math.sqrt(0.8))
-
-
-# Methods
-
-
-def watch(rows: list[torch.Tensor], judged: dict[str, Judged], start: int = 3, **options: object) -> Diagnosis:
-    """What is found of a model of one matrix that has these gradients."""
-    model = nn.Linear(rows[0].shape[1], rows[0].shape[0], bias=False)
-    nn.init.zeros_(model.weight)
-    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "weight_decay": 0.0, **options})
-    with Diagnosis(model, optimizer, len(rows), start, 1 << 20, None, judged) as seen:
-        for g in rows:
-            model.weight.grad = g.clone()
-            optimizer.step()
-    return seen
-
-
-def noise(steps: int, rows: int = 64, columns: int = 80) -> list[torch.Tensor]:
-    random = torch.Generator().manual_seed(0)
-    return [torch.randn(rows, columns, generator=random) for _ in range(steps)]
-
-
-def updates_of(rows: list[torch.Tensor], betas: tuple[float, float] = (0.9, 0.999)) -> list[torch.Tensor]:
-    """AdamW's, written down again in float64."""
-    m, v, found = torch.zeros_like(rows[0]).double(), torch.zeros_like(rows[0]).double(), []
-    for t, g in enumerate(rows, 1):
-        m, v = betas[0] * m + (1 - betas[0]) * g.double(), betas[1] * v + (1 - betas[1]) * g.double() ** 2
-        found.append(m / (1 - betas[0] ** t) / ((v / (1 - betas[1] ** t)).sqrt() + 1e-8))
-    return found
-
-
-def top_k(rows: list[torch.Tensor], density: float, start: int) -> tuple[list[torch.Tensor], list[float]]:
-    """What one rank of TAGC's sends of each gradient, and the norms of what it holds back."""
-    held, sent, norms = torch.zeros_like(rows[0]), [], []
-    for t, g in enumerate(rows):
-        h = g + held
-        if t >= start:
-            mask = torch.zeros(h.numel(), dtype=torch.bool)
-            mask[h.flatten().abs().argsort(descending=True)[: h.numel() - math.ceil((1 - density) * h.numel())]] = True
-            held = h * ~mask.view_as(h)
-            h = h - held
-            norms.append(float(held.norm()))
-        sent.append(h)
-    return sent, norms
-
-
-def test_what_a_method_keeps_and_holds_back_is_what_an_oracle_finds():
-    rows, start = noise(20), 3
-    judged = Judged("TagcAdamW", {"sparsity": 0.75})
-    seen = watch(rows, {"top-k": judged}, start, betas=(0.8, 0.99))
-    sent, norms = top_k(rows, 0.25, start)
-    pairs = zip(updates_of(sent, (0.8, 0.99))[start:], updates_of(rows, (0.8, 0.99))[start:], strict=True)
-    cosines = [float((a * b).sum() / a.norm() / b.norm()) for a, b in pairs]
-    assert seen.rows[0].kept == pytest.approx(sum(cosines) / len(cosines), abs=1e-4)
-    assert seen.findings["kept", "top-k", "weight"] == pytest.approx(seen.rows[0].kept, abs=1e-6)
-    assert (seen.rows[0].least, seen.rows[0].most) == (seen.findings["kept", "top-k", "weight"],) * 2
-    assert seen._watch.shadows.residuals["top-k"] == pytest.approx(norms, rel=1e-4)
-    gradient = sum(float(g.norm()) for g in rows[start:]) / len(rows[start:])
-    half = len(norms) // 2
-    assert seen.rows[0].residual == pytest.approx(max(norms[half:]) / gradient, rel=1e-4)
-    assert seen.findings["growth", "top-k"] == pytest.approx(max(norms[half:]) / max(norms[:half]), rel=1e-4)
-    assert seen.rows[0].grows == (max(norms[half:]) / max(norms[:half]) > 1.2)
-
-
-def test_a_part_counts_for_what_it_stands_for():
-    """The whole's cosine is that of the layers put together, each as often as its weight says."""
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(80, 64, bias=False))
-    parts = [dataclasses.replace(part, weight=w) for part, w in zip(parts_of(model), (1.0, 9.0), strict=True)]
-    shadows = Shadows({"one": FEW["Radius 0.4"]}, parts, methods.of_groups([{"betas": (0.9, 0.99)}]), 1)
-    for a, b in zip(noise(5, 64, 64), noise(5, 64, 80), strict=True):
-        weights, grads = [torch.zeros(64, 64), torch.zeros(64, 80)], [a, b * (torch.rand(64, 80) < 0.5)]
-        dense = [u.clone() for u in shadows.see(weights, grads)]
-    theirs = [p.detach() for p in shadows.shadows["one"].params]
-    dots, squares, own = (
-        [float((x * y).sum()) for x, y in zip(*pair, strict=True)]
-        for pair in ((theirs, dense), (theirs, theirs), (dense, dense))
-    )
-    wanted = (dots[0] + 9 * dots[1]) / math.sqrt((squares[0] + 9 * squares[1]) * (own[0] + 9 * own[1]))
-    assert shadows.cosines["one"][-1][-1] == pytest.approx(wanted, rel=1e-5)
-    assert weighted(parts, {0: 1.0, 1: 0.0}) == pytest.approx(4096 / (4096 + 9 * 5120))
-
-
-def test_what_sends_everything_keeps_everything():
-    whole = {"whole": Judged("RadiusAdamW", {"density": 1.0}), "other": Judged("TagcAdamW", {"sparsity": 0.0})}
-    for row in watch(noise(12), whole).rows:
-        assert row.kept == pytest.approx(1, abs=1e-6) and row.residual == pytest.approx(0, abs=1e-6)
-        assert not row.grows
-
-
-def test_the_order_follows_the_gradients():
-    """Of rank 4, tracked columns lose nothing; of few elements other than 0, nor do those that select."""
-    random = torch.Generator().manual_seed(0)
-    left, right = torch.randn(128, 4, generator=random), torch.randn(4, 128, generator=random)
-    low = watch([left @ torch.randn(4, 4, generator=random) @ right for _ in range(20)], dict(methods.JUDGED))
-    assert low.order[0].startswith("tracked") and low.findings["share", "gradient", "4", ""] == pytest.approx(1)
-    few = torch.rand(128, 128, generator=random) < 0.05
-    sparse = watch([few * torch.randn(128, 128, generator=random) for _ in range(20)], dict(methods.JUDGED))
-    assert sparse.findings["kept", "Radius 0.2", ""] > 0.99 > sparse.findings["kept", "tracked 4, int8", ""]
-    assert sparse.findings["overlap", "update", "0.01", "10", ""] < 1
-    assert "Start with compopt.SeparateAdam" in str(low)
-
-
-def test_maximize_and_weight_decay_are_the_optimizers_own():
-    """Radius selects by the update, decay and all; a training upwards is judged as it goes."""
-    rows = noise(12)
-    one = {"radius": Judged("RadiusAdamW", {"density": 0.2, "interval": 50})}
-    kept = {
-        name: watch(rows, one, **options).rows[0].kept
-        for name, options in {"down": {}, "up": {"maximize": True}, "decayed": {"weight_decay": 10.0}}.items()
-    }
-    assert kept["down"] == pytest.approx(kept["up"], abs=1e-6) and kept["down"] != pytest.approx(
-        kept["decayed"], abs=1e-3
-    )
-
-
-# What is looked at
-
-
-def test_every_shape_is_looked_at_and_large_ones_in_part():
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)), nn.Embedding(5000, 64))
-    parts = parts_of(model, 60_000)
-    assert [part.name for part in parts] == ["0.weight", "1.weight", "2.weight", "3.weight", "4.weight", "5.weight"] + [
-        "6.weight"
-    ]
-    assert (parts[-1].rows, parts[-1].columns) == (553, 64) and not parts[-1].whole
-    assert sum(part.numel for part in parts) <= 60_000
-    assert sum(part.weight * part.numel for part in parts) == pytest.approx(6 * 64 * 64 + 5000 * 64)
-    few = parts_of(model, 16_000)
-    assert [part.name for part in few] == ["3.weight", "6.weight"] or len(few) == 2 or few[0].weight > 1
-    counted = torch.arange(5000.0).view(-1, 1).expand(5000, 64)
-    cut = parts[-1].of(counted)
-    assert torch.equal(cut[:, 0], torch.arange(553.0) * (5000 // 553))
-
-
-def test_the_longer_side_is_cut_first():
-    assert cut_to(100, 50, 5000) == (100, 50)
-    assert cut_to(1000, 50, 5000) == (100, 50) and cut_to(50, 1000, 5000) == (50, 100)
-    assert cut_to(1000, 2000, 5000) == (70, 70)
-
-
 def test_sparse_gradients_are_left_out():
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Embedding(100, 64, sparse=True), nn.Linear(64, 64)])
@@ -415,9 +174,6 @@ def test_steps_after_the_limit_cost_nothing():
 class Square(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.square().mean()
-
-
-# Ranks
 
 
 def on_a_rank(rank: int, ours: bool, watched: bool) -> tuple[list, str, float, float]:
@@ -517,9 +273,6 @@ def one_step_less(rank: int) -> str:
 
 def test_ranks_that_have_seen_different_steps_say_so():
     assert all("different numbers of steps (6, 5)" in told for told in run_ranks(one_step_less, 2))
-
-
-# What is told
 
 
 def test_what_is_told_has_every_method_and_what_it_means():

@@ -135,8 +135,8 @@ RUN = 2000
 LOCAL_RANKS = 4
 # bench/results/frontier-512.csv
 WIDE_LOCAL = (
-    "At width 512 every=30 was 12 % above, and 6.7 % in int2 with rounds that grow to the end "
-    "(1500 steps on 2 ranks, one seed each): try it on your model first."
+    "At width 512 every=30 was 12 % above; in int2, with rounds that grow to the end, it was 6.7 % "
+    "and every=140 8.2 % (1500 steps on 2 ranks, one seed each): try it on your model first."
 )
 LOCAL_ON = f"a GPT of 0.9 M parameters, width 128, {RUN} steps on {LOCAL_RANKS} ranks, three seeds"
 

@@ -51,7 +51,7 @@ def _radius_commits(
 ) -> Iterator[tuple[Together, list[Tensor]]]:
     """For buckets that one launch takes."""
     rows: list[kernels.AdamWRow] = []
-    starts, back, chosen = [], [], {}
+    starts, back = [], []
     for one in asked:
         bucket, (mean, phase, mask, grads) = one.bucket, one.args
         h, state, present = bucket.group, bucket.state, bucket.present(mean)
@@ -76,11 +76,11 @@ def _radius_commits(
             for i, n in enumerate(bucket.lengths)
         ]
         starts.append(starts_of(bucket, mask))
-        back.append((bucket, weights, present))
+        back.append((bucket, weights, present, chosen))
     count_up(asked)
     hyper = {name: h[name] for name in HYPER}
     kernels.adamw(blocks_of_all(asked), joined(starts), rows, lr=float(h["lr"]), **hyper)
-    for one, (bucket, weights, present) in zip(asked, back, strict=True):
+    for one, (bucket, weights, present, chosen) in zip(asked, back, strict=True):
         bring_back(bucket, weights, present)
         owe_again(bucket, ops, one.args[0], one.args[2])
         ks = [kept(h["density"], len(x)) for x in chosen.values()]
