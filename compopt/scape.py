@@ -20,7 +20,8 @@ then rounds G only, not the momentum.
 Where we differ from the paper: line 20 lost its square root. As printed (``clip="scape"``) line 18
 shrinks G in v only, so that an outlier makes a *bigger* step; by default ("consistent") m is made
 of the clipped G too. A mask that is lost on its way makes the next step dense. ``mask_delay=0``
-gathers the masks of a step before its payload.
+gathers the masks of a step before its payload. As in the paper M depends on the number of ranks:
+each chooses in its part by its own x_n, not by the mean.
 """
 
 from __future__ import annotations
@@ -155,8 +156,7 @@ class ScapeAdamS(CompressedOptimizer):
             from 1 to ``density``. None: 15 % of ``total_steps``, or 100 steps.
         total_steps: how many steps the run has, where shares are to be taken of it.
         mask_delay: 1, the paper's: a step uses the mask of the step before, gathered meanwhile. 0:
-            its own, gathered first: one small exchange more that nothing hides, for a mask that is
-            not stale.
+            its own, not stale, for one small exchange more that nothing hides.
         selection: "sampled" finds a threshold that selects within 5 % of the wanted number; "exact"
             is torch.topk.
         clip: what ``max_grad_norm`` clips: "consistent", momentum and normaliser; "scape", the

@@ -20,6 +20,14 @@ with w = (d + 1) / r, about the ratio, the squared error grows by beta_old^2 + (
 step: without end at the paper's own settings. On the old error that is stable for beta > (w - 1) /
 (w + 1) and least at w / (1 + w), "auto". The smaller side of a tensor is projected, and a dense
 start of ``warmup_steps`` is possible.
+
+And one R serves all rows of a matrix, where the paper draws a vector as long as the whole gradient
+for every number it sends. Numbers sent and mean squared error are the same, and m times fewer are
+drawn; but the error stays in the gradient's own column space, and Lemma 4.2 does not hold. Of a
+gradient of rank 1, 16 x 128 at ratio 16, the squared error along one direction of the same column
+space is .126 |g|^2; of one vector it is .008, and the lemma's bound is 3 / 128 = .023. Of a
+gradient of full rank it is .031. Only along directions that have nothing to do with the gradient
+are both alike (.008).
 """
 
 from __future__ import annotations
