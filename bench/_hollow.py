@@ -127,7 +127,7 @@ def _adamw(blocks, starts, rows, **_) -> int:
 
 
 def _scape(blocks, starts, held_starts, rows, **_) -> int:
-    once = ("bits", "held", "old", "values", "m", "grad", "public")
+    once = ("bits", "held", "old", "values", "m", "grad", "public", "dropped")
     twice = ("w", "residual")
     return sum(sum(size(getattr(r, n)) for n in once) + 2 * sum(size(getattr(r, n)) for n in twice) for r in rows)
 
@@ -158,8 +158,8 @@ def _positions(blocks, bits, starts, sizes) -> int:
     return sum(size(b) for b in bits) + 4 * sum(sizes)
 
 
-def _encode(bits, length, *_) -> int:
-    return 2 * size(bits) + length
+def _encode(rows, words, *_) -> int:
+    return 2 * sum(size(r.bits) for r in rows) + size(words)
 
 
 def _decode(rows, words, *_) -> int:

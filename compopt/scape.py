@@ -81,7 +81,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
     factor = clip(bucket, mean, norm)  # line 18
     old = make_room(bucket, mean, mask)
     behind = selection if delayed else None
-    ops.run(  # lines 10, 11 and 15 to 21
+    yield from ops.commit(  # lines 10, 11 and 15 to 21
         "scape.commit",
         commit,
         bucket,
@@ -91,7 +91,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
         factor,
         behind,
     )
-    yield from keep_masks(bucket, mask, mean, selection)  # line 15: gathered meanwhile
+    yield from keep_masks(bucket, ops, mask, mean, selection)  # line 15: gathered meanwhile
 
 
 def commit(
@@ -176,7 +176,7 @@ class ScapeAdamS(CompressedOptimizer):
     is 0 elsewhere), ``mask`` and ``next_mask`` 1/8 each, ``threshold`` one number. Beside it live
     the positions of both masks, decoded, 4 x density each, and scratch memory of 1 byte an element
     of one bucket and 4 of the largest tensor ("native": of 45 bytes an element selected of the
-    largest tensor).
+    largest tensor; "triton": of 4 bytes an element that this rank selects among, 256 MiB at most).
 
     Raises:
         ValueError: an option out of its range.

@@ -13,7 +13,7 @@ is imported.
 from ._blocks import INTERPRETED, Blocks, cut
 from ._programs import Programs, programs
 from .adamw import AdamWRow, adamw
-from .code import CodeRow, decode, encode
+from .code import CodeRow, EncodeRow, decode, encode
 from .compact import compact
 from .pack_bits import pack_bits, unpack_bits
 from .positions import count, positions
@@ -26,6 +26,7 @@ __all__ = [
     "AdamWRow",
     "Blocks",
     "CodeRow",
+    "EncodeRow",
     "Programs",
     "ScapeRow",
     "TopKRow",

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,22 +26,44 @@ def _set_bit(words, place, which):
     tl.atomic_or(words + (place >> 5), bit, mask=which, sem="relaxed")
 
 
+class EncodeRow(NamedTuple):
+    """One packed mask of ``n`` bits, whole bytes, and how it is coded.
+
+    ``first``: the bit of the words where its message begins. ``upper``: bits of the run of high
+    bits. ``row_bits``: bits of each row of low bits, at least as many as there are positions; like
+    ``upper`` a multiple of 8. ``low``: how many low bits of a position its code keeps apart.
+    """
+
+    n: int
+    bits: Tensor
+    first: int
+    upper: int
+    row_bits: int
+    low: int
+
+
+ENCODE_FIELDS = tl.constexpr(len(EncodeRow._fields))
+ENCODE_FIRST, ENCODE_UPPER, ENCODE_ROW, ENCODE_LOW = (tl.constexpr(f) for f in (2, 3, 4, 5))
+
+
 @triton.jit
-def _encode(where, table, starts, words, upper, row_bits, LOW: tl.constexpr, BLOCK: tl.constexpr):
-    block, row, i, there = own_block(where, table, 2, BLOCK)
+def _encode(where, table, starts, words, BLOCK: tl.constexpr):
+    block, row, i, there = own_block(where, table, ENCODE_FIELDS, BLOCK)
+    first, low = tl.load(row + ENCODE_FIRST), tl.load(row + ENCODE_LOW)
+    rows, row_bits = first + tl.load(row + ENCODE_UPPER), tl.load(row + ENCODE_ROW)
     chosen = selected(row, BITS, i, there)
     j, ours = rank(chosen, starts, block), chosen == 1
-    _set_bit(words, (i >> LOW) + j, ours)
-    for n in range(LOW):
-        _set_bit(words, upper + n * row_bits + j, ours & (((i >> n) & 1) == 1))
+    _set_bit(words, first + (i >> low) + j, ours)
+    for n in range(low):
+        _set_bit(words, rows + n * row_bits + j, ours & (((i >> n) & 1) == 1))
 
 
 class CodeRow(NamedTuple):
     """One coded range: ``upper`` bits of the run of high bits, at the begin of ``message``; then
     rows of low bits.
 
-    ``first``: the bit of the mask that the range begins with. ``row_bits`` and ``low`` as for
-    ``encode``.
+    ``first``: the bit of the words that the range begins with. ``row_bits`` and ``low`` as for
+    ``EncodeRow``.
     """
 
     upper: int
@@ -69,28 +90,16 @@ def _decode(where, table, starts, words, BLOCK: tl.constexpr):
     _set_bit(words, tl.load(row + FIRST) + position, ours)
 
 
-def encode(
-    bits: Tensor, length: int, upper: int, row_bits: int, low: int, block: int | None = None
-) -> Tensor:
-    """The code of the set bits, ``length`` bytes.
-
-    Args:
-        bits: a packed mask.
-        length: bytes of the message; what the code leaves of it is 0.
-        upper: bits of the run of high bits; a multiple of 8.
-        row_bits: bits of each row of low bits, at least as many as there are positions; a multiple
-            of 8.
-        low: how many low bits of a position its code keeps apart.
-    """
-    blocks = cut((8 * bits.numel(),), bits.device, block)
-    words = torch.zeros((length + 3) // 4, dtype=torch.int32, device=bits.device)
-    rows = table([[8 * bits.numel(), bits]], bits.device)
-    blocks.run(_encode, rows, count(blocks, [bits]), words, upper, row_bits, LOW=low)
-    return words.view(torch.uint8)[:length]
+def encode(rows: Sequence[EncodeRow], words: Tensor, block: int | None = None) -> None:
+    """Write the codes of the set bits to ``words``, messages as int32 of zeros."""
+    device = words.device
+    blocks = cut(tuple(row.n for row in rows), device, block)
+    starts = count(blocks, [row.bits for row in rows])
+    blocks.run(_encode, table(rows, device), starts, words)
 
 
 def decode(rows: Sequence[CodeRow], words: Tensor, block: int | None = None) -> None:
-    """Set the bits that the messages code in ``words``, a packed mask as int32 of zeros."""
+    """Set the bits that the messages code in ``words``, packed masks as int32 of zeros."""
     device = words.device
     blocks = cut(tuple(row.upper for row in rows), device, block)
     starts = count(blocks, [row.message for row in rows])

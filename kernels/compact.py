@@ -6,7 +6,6 @@ Reference: ``math.compact``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 import triton
@@ -14,11 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ._blocks import (
-    HEAD_,
     TYPES,
     Blocks,
     alignment,
-    on,
     own_block,
     rank,
     read,
@@ -28,8 +25,8 @@ from ._blocks import (
     write,
 )
 
-BITS, G, ADD, OUT, FIRST, COUNT = (tl.constexpr(field) for field in range(1, 7))
-FIELDS = tl.constexpr(7)
+BITS, G, ADD, OUT, SQUARE = (tl.constexpr(field) for field in range(1, 6))
+FIELDS = tl.constexpr(6)
 
 
 @triton.jit
@@ -37,10 +34,11 @@ def _compact(
     where,
     table,
     starts,
-    squares,
+    header,
     GT: tl.constexpr,
     ST: tl.constexpr,
     OT: tl.constexpr,
+    HT: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -50,20 +48,11 @@ def _compact(
     chosen = selected(row, BITS, i, there)
     add = read(row, ADD, i, chosen == 1, ST)
     write(row, OUT, rank(chosen, starts, block), chosen == 1, sign * g + scale * add, OT)
-    tl.store(squares + block, tl.sum(g * g, 0))
-
-
-@triton.jit
-def _marks(table, squares, header, OT: tl.constexpr, BLOCK: tl.constexpr):
-    """1 where the sum of a tensor's squares is finite, NaN where not, 0 without a gradient."""
-    number = tl.program_id(0).to(tl.int64)
-    row = table + HEAD_ + number * FIELDS
-    first, count = tl.load(row + FIRST), tl.load(row + COUNT)
-    i, total = tl.arange(0, BLOCK), tl.zeros([BLOCK], squares.dtype.element_ty)
-    for start in range(0, count, BLOCK):
-        total += tl.load(squares + first + start + i, mask=start + i < count, other=0)
-    mark = tl.sum(total, 0) * 0 + 1
-    tl.store(header + number, tl.where(tl.load(row + G) != 0, mark, 0.0).to(OT))
+    # The tensor's |g|^2 so far: of the program that adds the last block it is the whole. It never
+    # falls, so what once is not finite stays so, whatever the order.
+    square, sum_ = tl.sum(g * g, 0), (row + SQUARE).to(tl.pointer_type(ST))
+    nothing = (tl.atomic_add(sum_, square, sem="relaxed") + square) * 0
+    tl.store(header + tl.load(where + 2 * block), nothing.to(HT), mask=nothing != 0)
 
 
 def compact(
@@ -77,8 +66,8 @@ def compact(
     scale: float,
     sign: float,
 ) -> None:
-    """``parts[t] = (sign * grads[t] + scale * add[t])[bits[t]]``; ``header[t]`` says whether the
-    gradient is finite, and so is its squared norm: 1; NaN where not; 0 where there is none.
+    """``parts[t] = (sign * grads[t] + scale * add[t])[bits[t]]``; ``header[t]`` becomes NaN where
+    the gradient or its squared norm is not finite, and stays as it is where they are.
 
     Args:
         blocks: over the tensors' lengths.
@@ -92,24 +81,17 @@ def compact(
     some = [g for g in grads if g is not None]
     gradient = some[0].dtype if some else parts[0].dtype
     wide = torch.promote_types(gradient, torch.float32)
-    counts = blocks.per_tensor
-    firsts = [end - n for end, n in zip(accumulate(counts), counts, strict=True)]
-    # what is empty has no address, and is there all the same
-    given = [g if g is None or g.numel() else 1 for g in grads]
-    rows = list(zip(blocks.lengths, bits, given, add, parts, firsts, counts, strict=True))
-    device = blocks.where.device
-    addresses = table(rows, device, [sign, scale])
-    squares = torch.empty(blocks.count, dtype=wide, device=device)
+    # The sums of squares begin with 0, and are in the table itself.
+    sums = [0] * len(grads)
+    rows = list(zip(blocks.lengths, bits, grads, add, parts, sums, strict=True))
     blocks.run(
         _compact,
-        addresses,
+        table(rows, blocks.where.device, [sign, scale]),
         starts,
-        squares,
+        header,
         GT=TYPES[gradient],
         ST=TYPES[wide],
         OT=TYPES[parts[0].dtype],
+        HT=TYPES[header.dtype],
         ALIGN=alignment(blocks, grads),
     )
-    if rows:
-        with on(device):
-            _marks[(len(rows),)](addresses, squares, header, OT=TYPES[header.dtype], BLOCK=1024)

@@ -36,7 +36,8 @@ class ScapeRow(NamedTuple):
     ``values``: the averaged gradient at ``bits`` (None: everywhere). ``old``: the momentum at
     ``held`` (None: everywhere); ``m`` gets the new one, at ``bits``. ``update``: 0 leaves
     everything as it is. ``x`` gets line 10's x of the elements ``begin`` to ``end``. ``public``: a
-    copy of ``w`` in lower precision.
+    copy of ``w`` in lower precision. ``dropped``: what rounding took off what was sent, at
+    ``bits``.
     """
 
     n: int
@@ -54,13 +55,14 @@ class ScapeRow(NamedTuple):
     x: Tensor | None = None
     begin: int = 0
     end: int = 0
+    dropped: Tensor | None = None
 
 
 # Read or written from one end to the other.
 WHOLE = ("w", "residual", "grad", "public")
 FIELDS = tl.constexpr(len(ScapeRow._fields))
-BITS, HELD, OLD, VALUES, W, M, STEP, UPDATE, RESIDUAL, GRAD, PUBLIC, X, BEGIN, END = (
-    tl.constexpr(f) for f in range(1, 15)
+BITS, HELD, OLD, VALUES, W, M, STEP, UPDATE, RESIDUAL, GRAD, PUBLIC, X, BEGIN, END, DROPPED = (
+    tl.constexpr(f) for f in range(1, 16)
 )
 
 
@@ -93,6 +95,7 @@ def _scape(
     GT: tl.constexpr,
     PT: tl.constexpr,
     ADAMS: tl.constexpr,
+    ROUNDS: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -121,7 +124,11 @@ def _scape(
     change = tl.where(sent, (lr / first).to(ST) * m / denominator, 0.0)
     w = w * (1 - lr * decay).to(ST) - change
     x = _x(row, table, i, updates, old, ST, GT, ALIGN)
-    write(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, x), ST, ALIGN)
+    if ROUNDS:
+        owed = (1 - beta1).to(ST) * read(row, DROPPED, at, sent, ST)
+        write(row, RESIDUAL, i, updates, tl.where(chosen == 1, owed, x), ST, ALIGN)
+    else:
+        write(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, x), ST, ALIGN)
     write(row, M, at, sent, m, ST)
     write(row, W, i, updates, w, ST, ALIGN)
     write(row, PUBLIC, i, updates, w, PT, ALIGN)
@@ -177,6 +184,7 @@ def scape(
         VT=TYPES[values[0]],
         PT=TYPES[public[0] if public else torch.float32],
         ADAMS=bias_correction == "adams",
+        ROUNDS=any(row.dropped is not None for row in rows),
         ALIGN=alignment(blocks, *([getattr(row, name) for row in rows] for name in WHOLE)),
         **_types(rows),
     )

@@ -135,10 +135,11 @@ def top_k(blocks: Blocks, rows: Sequence[TopKRow]) -> None:
     device = blocks.where.device
     addresses, kind = table(rows, device), TYPES[rows[0].x.dtype]
     wide = cut(blocks.lengths, device, blocks.size * CHUNKS)
-    wanted = table([[row.k] for row in rows], device)[HEAD:].clone()
-    prefix = torch.zeros(len(rows), dtype=torch.int32, device=device)
-    for shift, width in PASSES:
-        bins = torch.zeros(len(rows) * BINS, dtype=torch.int64, device=device)
+    wanted = table([[row.k] for row in rows], device)[HEAD:]
+    zeros = torch.zeros((len(PASSES) * BINS + 1) * len(rows), dtype=torch.int64, device=device)
+    *all_bins, prefix = zeros.split([*[BINS * len(rows)] * len(PASSES), len(rows)])
+    prefix = prefix.view(torch.int32)
+    for (shift, width), bins in zip(PASSES, all_bins, strict=True):
         wide.run(
             _histogram,
             addresses,

@@ -23,11 +23,11 @@ if not OLD:
     TARGETS.append(GPUTarget("hip", "gfx942", 64))
 POINTERS = {
     "where": "*i64", "table": "*i64", "starts": "*i64", "held_starts": "*i64", "wanted": "*i64", "bins": "*i64",
-    "counts": "*i32", "words": "*i32", "prefix": "*i32", "mask": "*u8", "bits": "*u8", "n": "i64", "upper": "i32",
-    "row_bits": "i32", "rows_of": "*i32", "chunks": "*i32", "body": "*fp32", "dropped": "*fp32", "noise": "*fp32",
+    "counts": "*i32", "words": "*i32", "prefix": "*i32", "mask": "*u8", "bits": "*u8", "n": "i64",
+    "rows_of": "*i32", "chunks": "*i32", "body": "*fp32", "dropped": "*fp32", "noise": "*fp32",
     "message": "*u8", "received": "*u8", "gathered": "*u8", "codes": "*i8", "out": "*fp32", "place": "i32",
     "stride": "i32", "scales_at": "i32", "codes_at": "i32", "own_codes_at": "i32", "ranks": "i32", "count": "i32",
-    "squares": "*fp32", "header": "*fp32",
+    "header": "*fp32",
 }  # fmt: skip
 F32, BF16 = tl.float32, tl.bfloat16
 WIDE = dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16)
@@ -37,17 +37,23 @@ CASES = {
     "positions._positions": [dict(TYPE=tl.int32), dict(TYPE=tl.int64)],
     "pack_bits._pack": [{}],
     "pack_bits._unpack": [{}],
-    "compact._compact": [dict(GT=BF16, ST=F32, OT=BF16, ALIGN=1), dict(GT=F32, ST=F32, OT=F32, ALIGN=16)],
+    "compact._compact": [
+        dict(GT=BF16, ST=F32, OT=BF16, HT=BF16, ALIGN=1),
+        dict(GT=F32, ST=F32, OT=F32, HT=F32, ALIGN=16),
+    ],
     "adamw._adamw": [WIDE, LOW],
     "scape._moment": [dict(ST=F32, GT=BF16)],
-    "scape._scape": [WIDE | {"ADAMS": False}, LOW | {"ADAMS": True}],
+    "scape._scape": [
+        WIDE | {"ADAMS": False, "ROUNDS": False},
+        WIDE | {"ADAMS": False, "ROUNDS": True},
+        LOW | {"ADAMS": True, "ROUNDS": True},
+    ],
     "top_k._histogram": [dict(SHIFT=20, WIDTH=11, TYPE=F32, PART=1024), dict(SHIFT=0, WIDTH=9, TYPE=F32, PART=1024)],
     "top_k._descend": [dict(WIDTH=11), dict(WIDTH=9)],
     "top_k._count_equal": [dict(TYPE=F32)],
     "top_k._select": [dict(TYPE=F32)],
-    "code._encode": [dict(LOW=6)],
+    "code._encode": [{}],
     "code._decode": [{}],
-    "compact._marks": [{"OT": F32}],
     "quantise._quantise": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
     "quantise._mean": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
     "quantise._dequantise": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],

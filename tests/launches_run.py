@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import launches
 from _hollow import DEVICE
 
+import compopt._state.buckets as dealing
 from compopt._ops.triton.ops import TritonOps
 from compopt._state.buckets import bucket_bytes, make_buckets
 
@@ -46,6 +47,9 @@ if __name__ == "__main__":
     found = {name: counted(name) for name in launches.ROWS}
     found["a number is asked for"] = after(lambda payload: float(payload.body.sum()))
     found["a copy is waited for"] = after(lambda payload: payload.header.cpu())
+    most, dealing.DEVICE_BUCKET_BYTES = dealing.DEVICE_BUCKET_BYTES, 2**18
+    found["bucket by bucket"] = {name: counted(name) for name in ("AdamS", "Radius .4, sparse", "SCAPE .01")}
+    dealing.DEVICE_BUCKET_BYTES = most
     buckets = make_buckets([{"params": launches.gpt2()}])
     found["buckets"] = {"most": bucket_bytes(DEVICE), "all": [(len(b.params), 4 * b.numel) for b in buckets]}
     print(json.dumps(found))

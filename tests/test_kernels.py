@@ -74,7 +74,7 @@ def test_compact(device, dtype, size):
     grads, add, blocks = draw.some(dtype), draw.some(), kernels.Blocks(LENGTHS, device, size)
     add[4] = None
     parts = [torch.empty(k, device=device, dtype=dtype) for k in sizes]
-    marks = torch.empty(len(LENGTHS), device=device, dtype=dtype)
+    marks = torch.ones(len(LENGTHS), device=device, dtype=dtype)
     expected = [torch.empty_like(part) for part in parts]
     for g, i, out, extra in zip(grads, index, expected, add, strict=True):
         _math.compact(g, i, out, extra, 2.0, -1.0)
@@ -90,9 +90,22 @@ def test_compact_marks_what_is_not_finite_sent_or_not(device, bad):
     grads, blocks = draw.some(), kernels.Blocks(LENGTHS, device, 256)
     grads[4][-1], grads[2] = bad, None
     parts = [torch.empty(k, device=device) for k in sizes]
-    marks = torch.empty(5, device=device)
+    marks = torch.ones(5, device=device)
+    marks[2] = 0
     kernels.compact(blocks, bits, kernels.count(blocks, bits), grads, parts, marks, [None] * 5, 1.0, 1.0)
-    assert marks.isfinite().tolist() == [True, True, True, True, False]
+    assert marks.tolist()[:4] == [1, 1, 0, 1] and not marks[4].isfinite()
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_compact_marks_a_norm_that_is_too_large_beside_one_that_is_not(device, over):
+    """No block's squares overflow, only all together; and only of that tensor."""
+    lengths, limit = [1024, 1024], torch.finfo(torch.float32).max
+    grads = [torch.full((n,), (limit / 1024) ** 0.5 * (1.01 if over else 0.99), device=device) for n in lengths]
+    grads[0] *= 0.9
+    blocks, marks = kernels.Blocks(lengths, device, 256), torch.ones(2, device=device)
+    parts = [torch.empty(n, device=device) for n in lengths]
+    kernels.compact(blocks, [None] * 2, blocks.firsts, grads, parts, marks, [None] * 2, 1.0, 1.0)
+    assert marks[0] == 1 and bool(marks[1].isfinite()) != over
 
 
 @pytest.mark.parametrize("size, grad", [(256, torch.float32), (1024, torch.bfloat16), (1024, torch.float16)])
@@ -148,12 +161,13 @@ def test_scape(device, grad, bias_correction, clip, maximize):
     options = dict(bias_correction=bias_correction, clip=clip, maximize=maximize)
     ours_w, ours_e = [x.clone() for x in w], [x.clone() for x in residual]
     new = [torch.zeros(k, device=device) for k in sizes]
+    dropped = [draw.one(k) * 1e-3 for k in sizes] if clip == 0.5 else [None] * len(sizes)
     part = [(n // 4 // 8 * 8, n // 2) for n in LENGTHS]
     x = [torch.zeros(b - a, device=device) for a, b in part]
     rows = [
         kernels.ScapeRow(
             n, bits[i], held_bits[i], old[i], values[i], ours_w[i], new[i], steps[i], int(i != 3), ours_e[i], grads[i],
-            None, x[i], *part[i],
+            None, x[i], *part[i], dropped[i],
         )
         for i, n in enumerate(LENGTHS)
     ]  # fmt: skip
@@ -170,6 +184,8 @@ def test_scape(device, grad, bias_correction, clip, maximize):
                 w[i], residual[i], grads[i], old[i], held[i], values[i], index[i], float(steps[i]), **HYPER, **options
             )
             close([new[i]], [expected], 1e-5)
+            if dropped[i] is not None:
+                residual[i][index[i].long()] = dropped[i] * (1 - HYPER["betas"][0])
     close(ours_w, w, 1e-5)
     close(ours_e, residual)
 
@@ -205,16 +221,21 @@ def test_code(device, density):
     deal = dealing.deal(lengths, 2, density)
     assert deal.coded
     words = torch.zeros((deal.parts[-1].last + 3) // 4, dtype=torch.int32, device=device)
-    whole, rows = [], []
+    code = torch.zeros((2 * deal.length + 3) // 4, dtype=torch.int32, device=device)
+    messages = code.view(torch.uint8)
+    whole, coded, expected, rows = [], [], [], []
     for rank, part in enumerate(deal.parts):
         n = 8 * (part.last - part.first)
         flags = torch.zeros(n, dtype=torch.bool)
         flags[torch.randperm(n, generator=random)[: part.most]] = True
         bits, whole = _math.pack_bits(flags), [*whole, flags]
         upper, row_bits, low = _deal.code_of(part)
-        message = kernels.encode(bits.to(device), deal.length, upper, row_bits, low, block=1024)
-        assert torch.equal(message.cpu(), _deal.encode(flags.nonzero().view(-1), bits, deal, rank))
+        message = messages[rank * deal.length : (rank + 1) * deal.length]
+        coded.append(kernels.EncodeRow(n, bits.to(device), 8 * rank * deal.length, upper, row_bits, low))
+        expected.append(_deal.encode(flags.nonzero().view(-1), bits, deal, rank))
         rows.append(kernels.CodeRow(upper, message, 8 * part.first, row_bits, low))
+    kernels.encode(coded, code, block=1024)
+    assert torch.equal(messages[: 2 * deal.length].cpu(), torch.cat(expected))
     kernels.decode(rows, words, block=1024)
     assert torch.equal(words.view(torch.uint8)[: deal.parts[-1].last].cpu(), _math.pack_bits(torch.cat(whole)))
 

@@ -4,37 +4,73 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sim import World
 
 import compopt
 from compopt._state import buckets
 
-OPTIONS = {"AdamS": {}, "RadiusAdamW": {"warmup_steps": 2, "interval": 4, "density": 0.3}}
+SCAPE = {"warmup_steps": 1, "density_warmup_steps": 2, "density": 0.05}
+OPTIONS = {
+    "AdamS": {},
+    "RadiusAdamW": {"warmup_steps": 2, "interval": 4, "density": 0.3},
+    "ScapeAdamS": SCAPE,
+    "ScapeAdamS, bits": SCAPE | {"density": 0.4},
+    "ScapeAdamS, rounded": SCAPE | {"payload_dtype": "bfloat16", "max_grad_norm": 3.0},
+    "ScapeAdamS, no delay": SCAPE | {"mask_delay": 0},
+}
 
 
-def trained(name: str, backend: str, monkeypatch) -> list[torch.Tensor]:
+def trained(case: str, backend: str, monkeypatch, ranks: int = 1, steps: int = 6) -> list[torch.Tensor]:
+    """Parameters of rank 0 after some steps of several buckets in two groups."""
     monkeypatch.setenv("COMPOPT_BACKEND", backend)
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
-    random = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(64, 70 + k, generator=random)) for k in range(4)]
-    params += [torch.nn.Parameter(torch.randn(37, generator=random))]
+    world, random = World(ranks), torch.Generator().manual_seed(0)
+    shapes = [*((64, 70 + k) for k in range(4)), (37,)]
+    start = [torch.randn(shape, generator=random) for shape in shapes]
+    models = [[torch.nn.Parameter(x.clone()) for x in start] for _ in range(ranks)]
+    optimizers = [make(case, params, comm) for params, comm in zip(models, world.comms, strict=True)]
+    assert all(len(optimizer._buckets) == 4 for optimizer in optimizers)
+    for step in range(steps):
+        for params in models:
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=random)
+            if step == 3:
+                params[2].grad = None  # on all ranks: it stays as it is
+        world.step(optimizers)
+    return [p.detach() for p in models[0]]
+
+
+def make(case: str, params: list[torch.nn.Parameter], comm: object) -> torch.optim.Optimizer:
     groups = [{"params": params[:2], "lr": 0.1}, {"params": params[2:]}]
-    optimizer = getattr(compopt, name)(groups, lr=0.01, simulate=True, **OPTIONS[name]) if name != "AdamS" else None
-    optimizer = optimizer or compopt.AdamS(groups, lr=0.01)
-    assert len(optimizer._buckets) == 4
-    for step in range(6):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=random)
-        if step == 3:
-            params[2].grad = None  # on all ranks: it stays as it is
-        optimizer.step()
-    return [p.detach() for p in params]
+    name, simulate = case.split(",")[0], {} if case == "AdamS" else {"simulate": True}
+    return getattr(compopt, name)(groups, lr=0.01, process_group=comm, **simulate, **OPTIONS[case])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_buckets_and_groups_step_as_one_after_the_other(monkeypatch, name):
+@pytest.fixture
+def interpreted() -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("kernels run on the GPU then")
-    ours, theirs = (trained(name, backend, monkeypatch) for backend in ("triton", "torch"))
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_buckets_and_groups_step_as_one_after_the_other(monkeypatch, interpreted, case):
+    ours, theirs = (trained(case, backend, monkeypatch) for backend in ("triton", "torch"))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_where_there_is_little_room_a_few_buckets_select_at_a_time(monkeypatch, interpreted):
+    from compopt._ops.triton import selection
+
+    together = trained("ScapeAdamS", "triton", monkeypatch)
+    monkeypatch.setattr(selection, "ROOM", 4 * 64 * 73)  # one bucket's
+    apart = trained("ScapeAdamS", "triton", monkeypatch)
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+
+
+@pytest.mark.parametrize("case", ["ScapeAdamS", "ScapeAdamS, bits"])
+def test_what_other_ranks_select_is_read_for_all_buckets_together(monkeypatch, interpreted, case):
+    ours, theirs = (trained(case, backend, monkeypatch, ranks=2, steps=4) for backend in ("triton", "torch"))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)

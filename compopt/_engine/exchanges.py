@@ -94,13 +94,13 @@ class Exchange:
         """Resume the generator up to its next request, and start that."""
         self._start(self._send(answer))
 
-    def finish(self) -> None:
-        """Resume the generator for the last time, with the answer to what was sent behind the
-        commit.
+    def finish(self, answer: Answer) -> None:
+        """Resume the generator with the answer to what was sent behind the commit: to its end, or
+        to what is done for all buckets together.
         """
-        assert self.generator is not None
+        self.request = None
         try:
-            self.generator.send(self.waiting.wait())
+            self._send(answer)
         except StopIteration:
             return
 

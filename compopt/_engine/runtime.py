@@ -16,11 +16,10 @@ import torch
 from .._state.buckets import Bucket
 from .._wire.comm import Comm
 from .._wire.control import Words
-from .._wire.requests import Together
 from .early import Early
 from .exchanges import Algorithm, Exchange
 from .schedule import Schedule
-from .tails import Tails
+from .tails import Tails, in_turn
 from .turns import Turns
 from .verdicts import Verdict, agree_with, judge
 
@@ -133,11 +132,7 @@ class Runtime:
             self.committing = exchange.bucket
             self.tails.commit(exchange, verdict.norm)
         self.committing = None
-        while waiting := [one for one in verdict.exchanges if isinstance(one.request, Together)]:
-            requests = [one.request for one in waiting if isinstance(one.request, Together)]
-            for exchange, answer in zip(waiting, requests[0].run(requests), strict=True):
-                exchange.request = None
-                self.tails.commit(exchange, answer)
+        in_turn(verdict.exchanges, self.tails.commit)
 
 
 def _gather(exchanges: list[Exchange], norm: float) -> Turns[None]:

@@ -4,7 +4,7 @@ step waits for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -57,10 +57,11 @@ class Tails:
         tails, self.exchanges = self.exchanges, []
         for exchange in tails:
             try:
-                exchange.finish()
+                exchange.finish(exchange.waiting.wait())
             except CommunicationError:  # or what arrived is not what was agreed
                 exchange.close()
                 self.lost = True
+        in_turn(tails, Exchange.finish)
 
     def settle_in_turns(self) -> Turns[None]:
         for exchange in self.exchanges:
@@ -80,3 +81,16 @@ class Tails:
         for exchange in self.exchanges:
             exchange.forget()
         self.exchanges, self.unconfirmed = [], False
+
+
+def in_turn(exchanges: Sequence[Exchange], resume: Callable[[Exchange, Answer], None]) -> None:
+    """Do what buckets ask to be done together, until none asks for more; ``resume`` takes each
+    answer to its exchange.
+    """
+    while pairs := [(e, e.request) for e in exchanges if isinstance(e.request, Together)]:
+        name = pairs[0][1].name
+        waiting = [(exchange, request) for exchange, request in pairs if request.name == name]
+        answers = waiting[0][1].run([request for _, request in waiting])
+        for (exchange, _), answer in zip(waiting, answers, strict=True):
+            exchange.request = None
+            resume(exchange, answer)

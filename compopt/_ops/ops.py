@@ -7,7 +7,7 @@ lines, or what the back end has registered in their place.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -91,7 +91,7 @@ class Ops:
         faster = self.together.get(name)
         if faster is None or not faster.takes(self, bucket):
             return self.run(name, reference, bucket, *args, **options)
-        result: Result = yield Together(functools.partial(faster.run, self), bucket, args)
+        result: Result = yield Together(name, functools.partial(faster.run, self), bucket, args)
         return result
 
     def scratch(
@@ -286,9 +286,9 @@ class Ops:
         return positions_of(bits)
 
 
-def empty_message(bucket: Bucket, mask: Mask) -> Payload:
-    """A payload for what is on the mask."""
-    return bucket.payload(mask.sizes, bucket.group.get("payload_dtype"))
+def empty_message(bucket: Bucket, mask: Mask, marks: Sequence[float] = ()) -> Payload:
+    """A payload for what is on the mask, and these ``marks`` in its header, if any."""
+    return bucket.payload(mask.sizes, bucket.group.get("payload_dtype"), marks=marks)
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:

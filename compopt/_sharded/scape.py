@@ -76,7 +76,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> Asking[None]:
     yield Commit()  # from here on state changes
     behind = selection if delayed else None
     exchanged.commit(gathered, momenta, behind)
-    yield from keep_masks(bucket, mask, mean, selection)
+    yield from keep_masks(bucket, ops, mask, mean, selection)
 
 
 def fold_common(bucket: Bucket) -> None:

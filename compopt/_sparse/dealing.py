@@ -13,10 +13,11 @@ from torch import Tensor
 
 from .._engine.when import dense_steps, ramp_of
 from .._ops.math import kept
+from .._ops.ops import Ops
 from .._state.buckets import Bucket
 from .._state.deal import Deal, Piece, make_deal
-from .._state.masks import Mask, Tensors, count_shared, cut_bytes, offsets_of, stored
-from .._wire.requests import Payload
+from .._state.masks import Mask, Tensors, cleared, count_shared, cut_bytes, offsets_of, stored
+from .._wire.requests import Asking, Payload
 
 SLACK = 0.05  # a sampled threshold may miss the wanted count by this share of it
 
@@ -86,7 +87,7 @@ def compressed_lengths(bucket: Bucket) -> tuple[int, ...]:
     return tuple(n if c else 0 for n, c in zip(bucket.lengths, bucket.compressed, strict=True))
 
 
-def keep(bucket: Bucket, mask: Mask, mean: Payload) -> None:
+def keep(bucket: Bucket, ops: Ops, mask: Mask, mean: Payload) -> Asking[None]:
     """Note that the momenta of tensors that took part in a step are on its mask now."""
     present, held, bits = bucket.present(mean), bucket.cache["mask"], bucket.state["mask"]
     for i, here in enumerate(present):
@@ -95,7 +96,8 @@ def keep(bucket: Bucket, mask: Mask, mean: Payload) -> None:
     if bucket.group["mask_delay"] == 0:  # later nobody knows the mask of before
         _note_shared(bucket, mask, held, present)
     if all(present) and mask.sparse:
-        bucket.cache["mask"] = stored(mask, bucket, "mask")
+        stays = yield from ops.commit("mask.stored", stored, bucket, mask, "mask")
+        bucket.cache["mask"] = stays
         return
     positions: Tensors = []
     for i, (here, own) in enumerate(zip(present, bits, strict=True)):
@@ -154,15 +156,10 @@ def make_room(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
     return old
 
 
-def keep_next(bucket: Bucket, mask: Mask) -> None:
-    """The next step uses this mask."""
-    bucket.cache["next_mask"] = stored(mask, bucket, "next_mask")
-
-
-def forget_next(bucket: Bucket) -> None:
+def forget_next(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Until the next mask has arrived the bucket has none."""
     bucket.cache.pop("next_mask", None)
-    bucket.flat["next_mask"].zero_()
+    yield from ops.commit("mask.cleared", cleared, bucket, "next_mask")
 
 
 def fill_ones(mask: Tensor, n: int) -> None:

@@ -12,10 +12,10 @@ from .._ops.moment import own_x
 from .._ops.ops import BLOCK, Ops
 from .._state.buckets import Bucket
 from .._state.deal import Deal, Part, assemble, encode
-from .._state.masks import Mask, Tensors, bits_at, bits_by_tensor, per_tensor
+from .._state.masks import Mask, Tensors, bits_at, bits_by_tensor, per_tensor, stored
 from .._wire.requests import AllGather, Asking, Payload
 from .._wire.scratch import at_a_time
-from .dealing import SLACK, compressed_lengths, forget_next, keep, keep_next
+from .dealing import SLACK, compressed_lengths, forget_next, keep
 
 EXACT_BELOW = 16384  # elements: topk costs less than looking for a threshold
 # Of the threshold that would do: what drifts from step to step then still finds enough.
@@ -172,18 +172,24 @@ class Selection:
         return Mask(self.bucket, bits=bits_by_tensor(self.bucket, bits), positions=index)
 
 
+def found_next(bucket: Bucket, ops: Ops, selection: Selection, messages: Tensor) -> Mask:
+    """All ranks' selections, as the bucket's next mask."""
+    return stored(bucket, ops, selection.found(messages), "next_mask")
+
+
 def keep_masks(
-    bucket: Bucket, mask: Mask, mean: Payload, selection: Selection | None
+    bucket: Bucket, ops: Ops, mask: Mask, mean: Payload, selection: Selection | None
 ) -> Asking[None]:
     """After the commit: momenta are on this step's mask now; with a delay, what was selected in it
     is gathered for the next one.
     """
-    keep(bucket, mask, mean)
+    yield from keep(bucket, ops, mask, mean)
     if selection:
         selection.settle()
     if bucket.group["mask_delay"] == 0:
         return
-    forget_next(bucket)
+    yield from forget_next(bucket, ops)
     if selection:
         rows = yield AllGather(selection.message())  # awaited when the next step needs it
-        keep_next(bucket, selection.found(rows))
+        found = yield from ops.commit("scape.found", found_next, bucket, selection, rows)
+        bucket.cache["next_mask"] = found

@@ -93,8 +93,15 @@ class Bucket(Kept):
 
     # Messages
 
-    def payload(self, lengths: list[int], sent_as: PayloadDtype, use: int = 0) -> Payload:
-        """An empty payload with ``lengths[i]`` elements for tensor i.
+    def payload(
+        self,
+        lengths: list[int],
+        sent_as: PayloadDtype,
+        use: int = 0,
+        marks: Sequence[float] = (),
+    ) -> Payload:
+        """An empty payload with ``lengths[i]`` elements for tensor i, and these ``marks`` in its
+        header, if any.
 
         The next one for this ``use`` has its memory. ``sent_as``: on the wire; as the gradients
         where it is None. int8 and int4 are for the wire only, see ``quantised_mean``.
@@ -112,7 +119,7 @@ class Bucket(Kept):
         payload = Payload(
             message, *words, lengths, seed, dropped, self.scratch, bits or 8, self.job
         )
-        self._write_control(payload)
+        self._write_control(payload, marks)
         return payload
 
     def payloads(
@@ -138,10 +145,11 @@ class Bucket(Kept):
             self._write_control(row)
         return rows, flat
 
-    def _write_control(self, payload: Payload) -> None:
-        if self.control:
-            numbers = torch.tensor(self.control.numbers, dtype=payload.flat.dtype)
-            payload.control.copy_(pinned(numbers, self.device), non_blocking=True)
+    def _write_control(self, payload: Payload, marks: Sequence[float] = ()) -> None:
+        if marks or self.control:
+            numbers = torch.tensor([*marks, *self.control.numbers], dtype=payload.flat.dtype)
+            words = payload.flat[len(payload.header) - len(marks) :][: len(numbers)]
+            words.copy_(pinned(numbers, self.device), non_blocking=True)
         for at, words in self.control.on_device:
             payload.control[at].copy_(words)
 

@@ -6,6 +6,7 @@ after the other.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -102,6 +103,12 @@ class Mask:
             self._sizes = sizes
         return self._sizes
 
+    def over(self, bits: Sequence[Tensor | None]) -> Mask:
+        """The same mask, whose bits have been copied there."""
+        moved = copy.copy(self)
+        moved._bits = bits
+        return moved
+
     def _read(self, bits: Tensor, n: int, size: int | None) -> Tensor:
         found = self._decode(bits, n, size)
         if size is not None and found.numel() != size:
@@ -121,13 +128,17 @@ def bits_by_tensor(bucket: Bucket, bits: Tensor) -> Tensors:
     return [own if compressed else None for own, compressed in cut]
 
 
-def stored(mask: Mask, bucket: Bucket, name: str) -> Mask:
+def stored(bucket: Bucket, _: object, mask: Mask, name: str) -> Mask:
     """The same mask, its bits copied to the bucket's state of this name."""
-    bits: Sequence[Tensor | None] = bucket.state[name]
-    own = [b for b in bits if b is not None]
+    own = [b for b in bucket.state[name] if b is not None]
     if own:
         torch._foreach_copy_(own, [b for b in mask.bits if b is not None])
-    return Mask(bucket, bits=bits, positions=mask.positions, sizes=mask.sizes)
+    return mask.over(bucket.state[name])
+
+
+def cleared(bucket: Bucket, _: object, name: str) -> None:
+    """No element is selected in the bucket's state of this name."""
+    bucket.flat[name].zero_()
 
 
 def _check_bits(bits: Sequence[Tensor | None], bucket: Bucket) -> None:

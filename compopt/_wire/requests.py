@@ -178,10 +178,13 @@ class Commit:
 
 @dataclass(slots=True)
 class Together:
-    """After ``Agree``: ``run`` is called with the requests of all buckets, and returns an answer
-    for each. So what is done to all of them is one launch.
+    """After ``Agree``: ``run`` is called with the requests of all buckets of this ``name``, and
+    returns an answer for each. So what is done to all of them is one launch.
+
+    Where what was sent behind the commit has arrived, it may be asked for once more.
     """
 
+    name: str
     run: Callable[[list[Together]], list[Any]]
     bucket: Any
     args: tuple[Any, ...]

@@ -1,1 +1,1 @@
-"""Triton kernels: a launch for all tensors of a bucket."""
+"""Triton kernels: a launch for all tensors of a bucket, or of all buckets."""

@@ -6,27 +6,23 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import compopt_kernels as kernels
+import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket
-from ..._state.masks import Mask
-from ..._wire.requests import Payload, Together
-from ..commits import keep_absent, momenta_apart, owe_again, scores
+from ..._wire.requests import Together
+from ..commits import keep_absent, owe_again, scores
 from ..math import kept
 from ..ops import HYPER
-from .selection import TritonSelection
+from .selection import Taken, take
 from .tables import (
     alike,
-    blocks_of,
     blocks_of_all,
     bring_back,
     contiguous_weights,
     count_up,
-    count_up_present,
     flattened,
-    joined,
     published,
-    starts_of,
+    starts_of_all,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +47,7 @@ def _radius_commits(
 ) -> Iterator[tuple[Together, list[Tensor]]]:
     """For buckets that one launch takes."""
     rows: list[kernels.AdamWRow] = []
-    starts, back = [], []
+    back = []
     for one in asked:
         bucket, (mean, phase, mask, grads) = one.bucket, one.args
         h, state, present = bucket.group, bucket.state, bucket.present(mean)
@@ -75,11 +71,11 @@ def _radius_commits(
             )
             for i, n in enumerate(bucket.lengths)
         ]
-        starts.append(starts_of(bucket, mask))
         back.append((bucket, weights, present, chosen))
     count_up(asked)
     hyper = {name: h[name] for name in HYPER}
-    kernels.adamw(blocks_of_all(asked), joined(starts), rows, lr=float(h["lr"]), **hyper)
+    starts = starts_of_all(asked, [one.args[2] for one in asked])
+    kernels.adamw(blocks_of_all(asked), starts, rows, lr=float(h["lr"]), **hyper)
     for one, (bucket, weights, present, chosen) in zip(asked, back, strict=True):
         bring_back(bucket, weights, present)
         owe_again(bucket, ops, one.args[0], one.args[2])
@@ -122,54 +118,84 @@ def adams_commits(ops: TritonOps, asked: list[Together]) -> list[None]:
     return [None] * len(asked)
 
 
-def scape_commit(
-    bucket: Bucket,
-    ops: TritonOps,
-    mean: Payload,
-    mask: Mask,
-    old: list[Tensor],
-    factor: float,
-    selection: TritonSelection | None,
-) -> None:
-    """SCAPE, lines 10, 11 and 16 to 21, for all tensors, and line 15 where a selection is given.
+def scape_commits(ops: TritonOps, asked: list[Together]) -> list[None]:
+    """SCAPE, lines 10, 11 and 16 to 21, for all tensors, and line 15 where selections are given.
 
-    ``mask``: what was exchanged; ``old``: the momenta of before, where they were held.
+    Of each bucket: what was exchanged, its mask; the momenta of before, where they were held; a
+    factor on G in v, the same for all; the selection.
     """
-    h, state, present = bucket.group, bucket.state, bucket.present(mean)
-    new, held = state["exp_avg"], bucket.cache["mask"]
-    if mask.sparse or held.sparse:  # places change: not in the same memory
-        old = momenta_apart(bucket, old)
-    if selection:
-        selection.take(bucket.grads(), old)
-    weights, own = contiguous_weights(bucket), flattened(bucket.grads())
-    count_up_present(bucket, present)
-    rows = [
-        kernels.ScapeRow(
-            n,
-            mask.bits[i],
-            held.bits[i],
-            old[i],
-            mean.parts[i],
-            weights[i],
-            new[i],
-            state["step"][i],
-            int(present[i]),
-            state["residual"][i],
-            own[i],
-            published(bucket, i),
-        )
-        for i, n in enumerate(bucket.lengths)
+    for own in alike(asked):
+        olds = _momenta_apart(own)
+        taken = [
+            Taken(one.args[4], one.bucket.grads(), old)
+            for one, old in zip(own, olds, strict=True)
+            if one.args[4]
+        ]
+        if taken:
+            take(taken)
+        _scape_commits(own, olds)
+        for one, old in zip(own, olds, strict=True):
+            keep_absent(old, one.bucket.state["exp_avg"], one.bucket.present(one.args[0]))
+    return [None] * len(asked)
+
+
+def _momenta_apart(asked: list[Together]) -> list[list[Tensor]]:
+    """The momenta of before of each bucket, in memory of their own where places change."""
+    olds: list[list[Tensor]] = [one.args[2] for one in asked]
+    moved = [
+        n
+        for n, (one, old) in enumerate(zip(asked, olds, strict=True))
+        if old is one.bucket.state["exp_avg"]
+        and (one.args[1].sparse or one.bucket.cache["mask"].sparse)
     ]
+    flats = [asked[n].bucket.flat["exp_avg"] for n in moved]
+    copies = [torch.empty_like(flat) for flat in flats]
+    if flats:
+        torch._foreach_copy_(copies, flats)
+    for n, copy in zip(moved, copies, strict=True):
+        olds[n] = list(copy.split([m.numel() for m in olds[n]]))
+    return olds
+
+
+def _scape_commits(asked: list[Together], olds: list[list[Tensor]]) -> None:
+    """All but the selection, for buckets that one launch takes."""
+    rows: list[kernels.ScapeRow] = []
+    back = []
+    for one, old in zip(asked, olds, strict=True):
+        bucket, (mean, mask, *_) = one.bucket, one.args
+        state, held, present = bucket.state, bucket.cache["mask"], bucket.present(mean)
+        weights, own = contiguous_weights(bucket), flattened(bucket.grads())
+        rests = mean.dropped_parts or [None] * len(own)
+        rows += [
+            kernels.ScapeRow(
+                n,
+                mask.bits[i],
+                held.bits[i],
+                old[i],
+                mean.parts[i],
+                weights[i],
+                state["exp_avg"][i],
+                state["step"][i],
+                int(present[i]),
+                state["residual"][i],
+                own[i],
+                published(bucket, i),
+                dropped=rests[i],
+            )
+            for i, n in enumerate(bucket.lengths)
+        ]
+        back.append((bucket, weights, present))
+    count_up(asked)
+    h, factor = asked[0].bucket.group, asked[0].args[3]
     names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")
     kernels.scape(
-        blocks_of(bucket),
-        starts_of(bucket, mask),
-        starts_of(bucket, held),
+        blocks_of_all(asked),
+        starts_of_all(asked, [one.args[1] for one in asked]),
+        starts_of_all(asked, [one.bucket.cache["mask"] for one in asked]),
         rows,
         lr=float(h["lr"]),
         clip=factor,
         **{name: h[name] for name in names},
     )
-    keep_absent(old, new, present)
-    bring_back(bucket, weights, present)
-    owe_again(bucket, ops, mean, mask, 1 - h["betas"][0])
+    for row in back:
+        bring_back(*row)

@@ -20,7 +20,8 @@ from ..._wire.quantised_mean import QuantisedMean
 from ..._wire.requests import Payload
 from ..makers import triton_device
 from ..ops import Faster, Group, Ops, empty_message
-from .commits import adams_commits, radius_commits, scape_commit
+from .commits import adams_commits, radius_commits, scape_commits
+from .masks import cleared, found_next, stored
 from .means import TritonMean
 from .selection import TritonSelection
 from .tables import blocks_of, flattened, starts_of
@@ -49,7 +50,7 @@ class TritonOps(Ops):
         if not takes(self, bucket):
             return super().pack(bucket, grads, mask, add, scale, negate)
         mask = mask or Mask(bucket)
-        payload = empty_message(bucket, mask)
+        payload = empty_message(bucket, mask, [float(g is not None) for g in grads])
         kernels.compact(
             blocks_of(bucket),
             mask.bits,
@@ -125,11 +126,12 @@ def takes(ops: TritonOps, bucket: Bucket) -> bool:
     return bucket.device.type == ops.device and bucket.offload is None
 
 
-TritonOps.faster = {
-    "scape.commit": Faster(takes, scape_commit),
-    "scape.selection": Faster(takes, TritonSelection),
-}
+TritonOps.faster = {"scape.selection": Faster(takes, TritonSelection)}
 TritonOps.together = {
     "adams.commit": Faster(takes, adams_commits),
     "radius.commit": Faster(takes, radius_commits),
+    "scape.commit": Faster(takes, scape_commits),
+    "scape.found": Faster(takes, found_next),
+    "mask.stored": Faster(takes, stored),
+    "mask.cleared": Faster(takes, cleared),
 }

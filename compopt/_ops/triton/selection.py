@@ -1,8 +1,10 @@
-"""What a rank selects of a bucket, by Triton kernels."""
+"""What a rank selects, by Triton kernels: of one bucket, or of all in the same launches."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import compopt_kernels as kernels
 import torch
@@ -10,11 +12,14 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket
 from ..._state.deal import Deal, Part, code_of
-from ..._state.masks import Mask, Tensors, bits_by_tensor
-from .tables import blocks_of, flattened, starts_of
+from ..._state.masks import Mask, bits_by_tensor
+from ..ops import Ops
+from .tables import joined, note_starts, starts_between
 
-if TYPE_CHECKING:
-    from .ops import TritonOps
+# Bytes of x, which is selected by, that there may be at a time.
+ROOM = 256 * 2**20
+# Bytes that messages and masks begin at multiples of.
+ALIGNED = 16
 
 
 class TritonSelection:
@@ -24,49 +29,21 @@ class TritonSelection:
     The counterpart of ``selection.Selection``, for all tensors at once.
     """
 
-    def __init__(self, bucket: Bucket, ops: TritonOps, deal: Deal, rank: int):
+    def __init__(self, bucket: Bucket, ops: Ops, deal: Deal, rank: int):
         self.bucket, self.ops, self.deal = bucket, ops, deal
         self.part: Part = deal.parts[rank]
         self.bits = torch.empty(
             self.part.last - self.part.first, dtype=torch.uint8, device=bucket.device
         )
+        self.code = self.bits  # as a message; set where codes are smaller
+        # Of each tensor: how many elements are selected by all ranks.
+        self.sizes = [0 if c else n for n, c in zip(bucket.lengths, bucket.compressed, strict=True)]
+        for piece in (piece for part in deal.parts for piece in part.pieces):
+            self.sizes[piece.tensor] += piece.wanted
 
-    def take(self, grads: Tensors, old: list[Tensor] | None = None) -> None:
-        """Select, by line 10's x.
-
-        ``old``: the momenta where they were held; None: they still are the optimizer's.
-        """
-        bucket, state, pieces = self.bucket, self.bucket.state, self.part.pieces
-        held, momenta = bucket.cache["mask"], old or state["exp_avg"]
-        sizes = [piece.stop - piece.start for piece in pieces]
-        xs = self.ops.scratch(bucket.flat["residual"], sum(sizes), use="x").split(sizes)
-        own = {p.tensor: (x, p.start, p.stop) for p, x in zip(pieces, xs, strict=True)}
-        rows = [
-            kernels.ScapeRow(
-                n,
-                None,
-                held.bits[i],
-                momenta[i],
-                None,
-                None,
-                None,
-                None,
-                0,
-                state["residual"][i],
-                g,
-                None,
-                *own.get(i, (None, 0, 0)),
-            )
-            for i, (n, g) in enumerate(zip(bucket.lengths, flattened(grads), strict=True))
-        ]
-        h, starts = bucket.group, starts_of(bucket, held)
-        kernels.moment(blocks_of(bucket), starts, rows, betas=h["betas"], maximize=h["maximize"])
-        wanted = [
-            kernels.TopKRow(x.numel(), piece.wanted, x, self.bits[piece.at // 8 :])
-            for piece, x in zip(pieces, xs, strict=True)
-        ]
-        if wanted:
-            kernels.top_k(kernels.cut(tuple(sizes), bucket.device), wanted)
+    def take(self, grads: Sequence[Tensor | None]) -> None:
+        """Select, by line 10's x."""
+        take([Taken(self, grads, self.bucket.state["exp_avg"])])
 
     def settle(self) -> None:
         """There is nothing to keep: kernels look for no threshold."""
@@ -74,35 +51,153 @@ class TritonSelection:
     def message(self) -> Tensor:
         """This rank's bits, coded where codes are smaller."""
         if self.deal.coded:
-            code: Tensor = kernels.encode(self.bits, self.deal.length, *code_of(self.part))
-            return code
+            return self.code
         return torch.nn.functional.pad(self.bits, (0, self.deal.length - self.bits.numel()))
 
     def found(self, messages: Tensor) -> Mask:
         """All ranks' selections."""
-        deal, bucket = self.deal, self.bucket
-        size = deal.parts[-1].last
-        words = torch.zeros((size + 3) // 4, dtype=torch.int32, device=bucket.device)
-        flat = words.view(torch.uint8)[:size]
-        rows = list(zip(messages, deal.parts, strict=True))
-        if deal.coded:
-            kernels.decode([_code_row(message, part) for message, part in rows], words)
+        return found([(self, messages)])[0]
+
+
+class Taken(NamedTuple):
+    """Of what a selection is taken: gradients, and the momenta where they were held."""
+
+    selection: TritonSelection
+    grads: Sequence[Tensor | None]
+    old: Sequence[Tensor]
+
+
+def take(asked: Sequence[Taken]) -> None:
+    """Select of buckets of one group's options and of the same dtypes, and make the messages."""
+    for some in _with_room(asked):
+        _select(some)
+    _encode([one.selection for one in asked if one.selection.deal.coded])
+
+
+def _with_room(asked: Sequence[Taken]) -> Iterator[list[Taken]]:
+    """As many at a time as there is room for."""
+    some: list[Taken] = []
+    held = 0
+    for one in asked:
+        part, width = one.selection.part, one.selection.bucket.flat["residual"].element_size()
+        size = width * sum(piece.stop - piece.start for piece in part.pieces)
+        if some and held + size > ROOM:
+            yield some
+            some, held = [], 0
+        some.append(one)
+        held += size
+    yield some
+
+
+def _select(asked: list[Taken]) -> None:
+    sizes = [p.stop - p.start for one in asked for p in one.selection.part.pieces]
+    if not sizes:
+        return
+    bucket = asked[0].selection.bucket
+    flat = torch.empty(sum(sizes), dtype=bucket.flat["residual"].dtype, device=bucket.device)
+    xs = flat.split(sizes)
+    rest = iter(xs)
+    rows: list[kernels.ScapeRow] = []
+    wanted: list[kernels.TopKRow] = []
+    starts = []
+    for one in asked:
+        pieces = one.selection.part.pieces
+        if not pieces:
+            continue
+        own = {piece.tensor: next(rest) for piece in pieces}
+        wanted += [
+            kernels.TopKRow(len(x), piece.wanted, x, one.selection.bits[piece.at // 8 :])
+            for piece, x in zip(pieces, own.values(), strict=True)
+        ]
+        rows += _moment_rows(one, own)
+        bucket = one.selection.bucket
+        starts.append(starts_between(bucket, bucket.cache["mask"], min(own), max(own) + 1))
+    h, blocks = bucket.group, kernels.cut(tuple(row.n for row in rows), bucket.device)
+    kernels.moment(blocks, joined(starts), rows, betas=h["betas"], maximize=h["maximize"])
+    kernels.top_k(kernels.cut(tuple(sizes), bucket.device), wanted)
+
+
+def _moment_rows(one: Taken, own: dict[int, Tensor]) -> list[kernels.ScapeRow]:
+    """From the first tensor that this rank selects of to the last; ``own``: where x goes."""
+    bucket, pieces = one.selection.bucket, {p.tensor: p for p in one.selection.part.pieces}
+    held, state, rows = bucket.cache["mask"], bucket.state, []
+    for i in range(min(own), max(own) + 1):
+        start, stop = (pieces[i].start, pieces[i].stop) if i in own else (0, 0)
+        grad = one.grads[i]
+        rows.append(
+            kernels.ScapeRow(
+                bucket.lengths[i],
+                None,
+                held.bits[i],
+                one.old[i],
+                residual=state["residual"][i],
+                grad=None if grad is None else grad.reshape(-1),
+                x=own.get(i),
+                begin=start,
+                end=stop,
+            )
+        )
+    return rows
+
+
+def _encode(selections: list[TritonSelection]) -> None:
+    """The messages of what travels as codes."""
+    if not selections:
+        return
+    lengths = [selection.deal.length for selection in selections]
+    rows = [
+        kernels.EncodeRow(8 * len(own.bits), own.bits, 8 * at, *code_of(own.part))
+        for own, at in zip(selections, _places(lengths), strict=False)
+    ]
+    words = _zeros(lengths, selections[0].bucket.device)
+    kernels.encode(rows, words)
+    for own, code in zip(selections, _cut(words, lengths), strict=True):
+        own.code = code
+
+
+def found(asked: Sequence[tuple[TritonSelection, Tensor]]) -> list[Mask]:
+    """All ranks' selections: the masks of buckets on one device, from the messages of each."""
+    buckets = [selection.bucket for selection, _ in asked]
+    sizes = [selection.deal.parts[-1].last for selection, _ in asked]
+    words = _zeros(sizes, buckets[0].device)
+    flats, rows = _cut(words, sizes), []
+    for (selection, messages), flat, at in zip(asked, flats, _places(sizes), strict=False):
+        pairs = list(zip(messages, selection.deal.parts, strict=True))
+        if selection.deal.coded:
+            rows += [_code_row(message, part, 8 * at) for message, part in pairs]
         else:
-            torch.cat([m[: p.last - p.first] for m, p in rows], out=flat)
-        sizes = [0] * len(bucket.lengths)
-        for piece in (piece for part in deal.parts for piece in part.pieces):
-            sizes[piece.tensor] += piece.wanted
-        bits = bits_by_tensor(bucket, flat)
-        ours = [i for i, own in enumerate(bits) if own is not None]
-        blocks = kernels.cut(tuple(bucket.lengths[i] for i in ours), bucket.device)
-        own = [bits[i] for i in ours]
-        found = kernels.positions(blocks, own, kernels.count(blocks, own), [sizes[i] for i in ours])
-        positions: Tensors = [None] * len(bits)
-        for i, one in zip(ours, found, strict=True):
-            positions[i] = one
-        return Mask(bucket, bits=bits, positions=positions)
+            torch.cat([m[: p.last - p.first] for m, p in pairs], out=flat)
+    if rows:
+        kernels.decode(rows, words)
+    masks = [
+        Mask(
+            bucket,
+            bits=bits_by_tensor(bucket, flat),
+            sizes=selection.sizes,
+            decode=selection.ops.positions,
+        )
+        for (selection, _), bucket, flat in zip(asked, buckets, flats, strict=True)
+    ]
+    note_starts(buckets, masks)
+    return masks
 
 
-def _code_row(message: Tensor, part: Part) -> kernels.CodeRow:
+def _code_row(message: Tensor, part: Part, first: int) -> kernels.CodeRow:
     upper, row_bits, low = code_of(part)
-    return kernels.CodeRow(upper, message, 8 * part.first, row_bits, low)
+    return kernels.CodeRow(upper, message, first + 8 * part.first, row_bits, low)
+
+
+def _places(sizes: Sequence[int]) -> list[int]:
+    """Where each of these many bytes begin among all; at last, where they end."""
+    return [0, *accumulate(n + -n % ALIGNED for n in sizes)]
+
+
+def _zeros(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Words for all of them."""
+    return torch.zeros(_places(sizes)[-1] // 4, dtype=torch.int32, device=device)
+
+
+def _cut(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The bytes of each."""
+    flat = words.view(torch.uint8)
+    return [flat[at : at + n] for at, n in zip(_places(sizes), sizes, strict=False)]

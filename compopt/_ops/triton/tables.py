@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import compopt_kernels as kernels
 import torch
 from torch import Tensor
@@ -21,6 +23,33 @@ def starts_of(bucket: Bucket, mask: Mask) -> Tensor:
         blocks = blocks_of(bucket)
         mask.starts = kernels.count(blocks, mask.bits) if mask.sparse else blocks.firsts
     return mask.starts
+
+
+def starts_between(bucket: Bucket, mask: Mask, first: int, last: int) -> Tensor:
+    """``starts_of`` the blocks of tensors ``first`` to ``last``."""
+    counts = blocks_of(bucket).per_tensor
+    begin, end = sum(counts[:first]), sum(counts[:last])
+    starts: Tensor = starts_of(bucket, mask)[begin:end]
+    return starts
+
+
+def starts_of_all(asked: list[Together], masks: Sequence[Mask]) -> Tensor:
+    """``starts_of`` the buckets of all these."""
+    if not any(mask.sparse for mask in masks):
+        firsts: Tensor = blocks_of_all(asked).firsts
+        return firsts
+    buckets = (one.bucket for one in asked)
+    return joined([starts_of(*pair) for pair in zip(buckets, masks, strict=True)])
+
+
+def note_starts(buckets: Sequence[Bucket], masks: Sequence[Mask]) -> None:
+    """Find ``starts_of`` several masks together."""
+    lengths = tuple(n for bucket in buckets for n in bucket.lengths)
+    blocks = kernels.cut(lengths, buckets[0].device)
+    starts = kernels.count(blocks, [bits for mask in masks for bits in mask.bits])
+    counts = [blocks_of(bucket).count for bucket in buckets]
+    for mask, own in zip(masks, starts.split(counts), strict=True):
+        mask.starts = own
 
 
 def flattened(tensors: Tensors) -> Tensors:
@@ -81,11 +110,5 @@ def count_up(asked: list[Together]) -> None:
         )
         if here
     ]
-    if steps:
-        torch._foreach_add_(steps, 1)
-
-
-def count_up_present(bucket: Bucket, present: list[bool]) -> None:
-    steps = [step for step, here in zip(bucket.state["step"], present, strict=True) if here]
     if steps:
         torch._foreach_add_(steps, 1)
