@@ -28,8 +28,6 @@ or nothing here too.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -44,24 +42,18 @@ from ._engine.when import chosen, dense_steps
 from ._ops.norms import squared_norm
 from ._ops.ops import Ops, clip_factor
 from ._sharded.adamw import commit, gather, updated
+from ._sharded.choice import ATTENTION, found, is_inside, is_pattern
+from ._sharded.inside import Inside, applied
+from ._sharded.stats import tagc_stats
 from ._sparse.codes import CODES
 from ._sparse.dealing import compressed_lengths, values_kept
 from ._sparse.rows import Averaged, CodedRows, Rows
 from ._sparse.sparsify import sparsify
 from ._state.buckets import Bucket
-from ._state.layouts import Dense, Layout, Sharded
+from ._state.layouts import Dense, Layout, Sharded, Unsharded
 from ._wire.comm import ProcessGroup
 from ._wire.dtypes import PayloadDtype, bits_of
 from ._wire.requests import Agree, Asking, BitOr, Commit, ReduceScatterMean
-
-# The projections to queries, keys and values, by the names that are customary. What follows the
-# attention is a linear layer like any other (section 3.2).
-ATTENTION = re.compile(
-    r"(^|[._])"
-    r"((w?(q|k|v|kv|qk|qkv)|query|key|value|query_key_value|c_attn)(_proj|_lin)?(\.weight)?"
-    r"|in_proj_weight)$",
-    re.IGNORECASE,
-)
 
 
 def tagc(
@@ -111,19 +103,6 @@ def clip(average: list[Averaged], factor: float) -> None:
     if factor < 1:
         for values, _ in average:
             values.mul_(factor)
-
-
-@dataclass
-class TagcStats(Stats):
-    """Adds what TAGC did in the last step.
-
-    ``density``: share of the compressed elements at which some rank had something to send.
-    ``leftovers``: elements, over all shards, that the sketch could not have given back and that
-    were sent as they are.
-    """
-
-    density: float = 1.0
-    leftovers: int = 0
 
 
 class TagcAdamW(CompressedOptimizer):
@@ -182,6 +161,7 @@ class TagcAdamW(CompressedOptimizer):
     """
 
     sharded = True
+    inside: Inside | None = None  # what it does in FSDP's backward
     averaged_state = ("residual",)
 
     def __init__(
@@ -246,7 +226,7 @@ class TagcAdamW(CompressedOptimizer):
             " or ".join(map(repr, CODES)),
         )
         require(
-            group["select"] is None or valid(group["select"]),
+            group["select"] is None or is_pattern(group["select"]),
             "select",
             group["select"],
             "None or a regular expression",
@@ -261,39 +241,58 @@ class TagcAdamW(CompressedOptimizer):
         if group["compress"] is not None or group["select"] is None:
             chosen = group["compress"] is None and ATTENTION.search(name)
             return super().is_compressed(p, group, name) and not chosen
-        return bool(re.search(group["select"], name))
+        return found(group["select"], name)
+
+    def before_layout(self) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        inside = is_inside(params, self._engine.group)
+        if inside and any(group["when"] == "auto" for group in self.param_groups):
+            raise ValueError(
+                "when='auto' times dense steps of its own, and here FSDP reduces: compare two runs."
+            )
+        if self.reduces_inside and not inside:
+            raise ValueError(
+                "FSDP cuts the parameters over the ranks this TagcAdamW was made with: make FSDP "
+                "and the optimizer anew for others, and load a checkpoint."
+            )
+        self.reduces_inside = inside
+        self.sharded = not self.reduces_inside
+
+    def after_layout(self) -> None:
+        self.inside = Inside(self._engine) if self.reduces_inside else None
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+        moments, owed = (Sharded, Dense) if self.sharded else (Dense, Unsharded)
         return {
-            "exp_avg": Sharded(dtype),
-            "exp_avg_sq": Sharded(dtype),
-            "residual": Dense(dtype, compressed_only=True),
+            "exp_avg": moments(dtype),
+            "exp_avg_sq": moments(dtype),
+            "residual": owed(dtype, compressed_only=True),
         }
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
+        if self.inside is not None:
+            return applied(bucket, self.ops, self.inside.phase)
         return tagc(bucket, self.ops)
+
+    def before_exchange(self) -> None:
+        if self.inside is not None:
+            self.inside.check()
+
+    def committed(self) -> None:
+        if self.inside is not None:
+            self.inside.commit()
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
         """The union, were the ranks' choices independent; the index, and the parameters back."""
         union = 1 - bucket.group["sparsity"] ** ranks
         compressed = sum(compressed_lengths(bucket))
-        return sum(values_kept(bucket, union)) + compressed / 32 + bucket.numel / ranks
+        back = bucket.numel / ranks if self.sharded else 0  # else FSDP gathers them
+        return sum(values_kept(bucket, union)) + compressed / 32 + back
 
     def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
+        if self.inside is not None:
+            stats.bytes_dense = self.inside.dense_bytes
+            return tagc_stats(stats, self.inside.counts())
         counts = [bucket.cache.get("counts", (None, 0)) for bucket in self._buckets]
         lengths = [sum(compressed_lengths(bucket)) for bucket in self._buckets]
-        sent = sum(
-            n if union is None else union for n, (union, _) in zip(lengths, counts, strict=True)
-        )
-        return TagcStats(
-            **vars(stats),
-            density=sent / max(1, sum(lengths)),
-            leftovers=sum(count for _, count in counts),
-        )
-
-
-def valid(pattern: Any) -> bool:
-    try:
-        return bool(re.compile(pattern))
-    except (TypeError, re.error):
-        return False
+        return tagc_stats(stats, ((n, *c) for n, c in zip(lengths, counts, strict=True)))

@@ -137,7 +137,8 @@ class Engine:
         self.trial: Trial | None = trial(groups, self.buckets)
         self.offload = Offload(OFFLOADED.get(face.offload or "", ()))
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.shards = shard_comms(p for bucket in self.buckets for p in bucket.params)
+        parted = () if face.reduces_inside else self.buckets  # else its ranks hold the other parts
+        self.shards = shard_comms(p for bucket in parted for p in bucket.params)
         for bucket in self.buckets:
             self._fill(bucket)
         face.after_layout()

@@ -39,6 +39,9 @@ class Face:
     chosen_state: tuple[str, ...] = ()
     # each rank keeps state of its own shard only, and parameters are gathered in the step
     sharded = False
+    # FSDP cuts the parameters over the ranks to average with, and this optimizer averages in place
+    # of its reduce-scatter
+    reduces_inside = False
     # though state is sharded: every rank updates all masters
     whole_masters = False
     # what of the state lives in host memory: "residual", "all" (masters too), or nothing

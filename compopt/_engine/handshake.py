@@ -50,7 +50,8 @@ def describe(engine: Engine) -> list[str]:
     of = {}
     for bucket in [*engine.buckets, *engine.shelf]:
         for p, name, compressed in zip(bucket.params, bucket.names, bucket.compressed, strict=True):
-            values = f"values of checksum {_checksum(local(p.detach())):x}"
+            same = not face.reduces_inside  # each rank has a part of its own
+            values = f"values of checksum {_checksum(local(p.detach())) if same else 0:x}"
             trained = f"requires_grad={p.requires_grad}"
             of[p] = (
                 f"{name}: shape {tuple(p.shape)}, {p.dtype}, {trained}, compress={compressed}, "

@@ -79,12 +79,13 @@ def share(engine: Engine, comm: Comm) -> list[str]:
     dense = sum(bucket.numel * bucket.grad_dtype.itemsize for bucket, _ in pairs)
     if not dense:  # no tensor has elements
         return []
+    usual = "a reduce-scatter" if engine.face.reduces_inside else "an all-reduce"
     values = [bytes_of_value(b.group["payload_dtype"], b.grad_dtype) for b, _ in pairs]
     then = sum(n * size for (_, n), size in zip(pairs, values, strict=True) if n is not None)
     first = sum(bucket.numel * size for (bucket, _), size in zip(pairs, values, strict=True))
     return [
-        f"A step then sends {then / dense:.1%} of the bytes of an all-reduce of the gradients, a "
-        f"dense one before it {first / dense:.0%}."
+        f"A step then sends {then / dense:.1%} of the bytes of {usual} of the gradients, a dense "
+        f"one before it {first / dense:.0%}."
     ]
 
 

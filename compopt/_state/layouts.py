@@ -98,6 +98,22 @@ class Dense(Layout):
 
 
 @dataclass(frozen=True)
+class Unsharded(Layout):
+    """An element for every element of the whole tensor, also where this rank has a part of it."""
+
+    dtype: torch.dtype
+
+    def numel(self, of: Member, held: Tensor | None = None) -> int:
+        return of.param.numel()
+
+    def shape(self, of: Member) -> tuple[int, ...]:
+        return of.param.shape
+
+    def shown(self, view: Tensor, of: Member) -> Tensor:
+        return view
+
+
+@dataclass(frozen=True)
 class Scalar(Layout):
     """One number a tensor."""
 

@@ -263,6 +263,17 @@ def mesh_groups(p: Tensor) -> list[tuple[ProcessGroup, Placement]]:
     return list(zip(mesh.get_all_groups(), getattr(p, "placements", ()), strict=True))
 
 
+def is_cut_over(p: Tensor, comm: Comm) -> bool:
+    """Whether ``p`` is a DTensor of which each of these ranks has a part of its own, and no other
+    rank has any.
+    """
+    groups = mesh_groups(p)
+    if len(groups) != 1 or comm.group is None or comm.size == 1 or not groups[0][1].is_shard():
+        return False
+    ours = dist.get_process_group_ranks(comm.group)
+    return bool(dist.get_process_group_ranks(groups[0][0]) == ours)
+
+
 def shard_comms(params: Iterable[Tensor]) -> list[Comm]:
     """Communicators over the meshes of DTensors, one a mesh dimension: together, the ranks that
     hold one model.

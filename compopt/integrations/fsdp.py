@@ -24,6 +24,8 @@ from .._engine.base import CompressedOptimizer
 from .._state.buckets import local
 from .._wire.comm import mesh_groups
 from .._wire.requests import Broadcast
+from ..tagc import TagcAdamW
+from ._fsdp_inside import go_inside
 
 ADVICE = (
     "call fully_shard(model, mesh=mesh['shard']) with the mesh dimension inside a node, and give "
@@ -89,6 +91,9 @@ def broadcast_parameters(optimizer: CompressedOptimizer) -> None:
 
 def _meet(optimizer: CompressedOptimizer) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, TagcAdamW) and optimizer.reduces_inside:
+        go_inside(optimizer)
+        return
     sharded = any(hasattr(p, "device_mesh") for p in params)
     if sharded or any(map(_flattened, params)):
         check_meshes(optimizer)

@@ -1,0 +1,114 @@
+"""What TAGC sends of a reduce-scatter of FSDP: a row for the owner of each shard.
+
+A row begins with a number that says whether all of this rank's are finite; then comes what is not
+compressed, then the accumulators: all of them, or coded what is at the union.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._sparse.codes import CODES, Code
+from .._wire.dtypes import dtype_of
+from .parcels import Parcel
+
+
+class Everything:
+    """All accumulators ``x`` as they are: a dense step."""
+
+    exact = False  # it must travel in float32 at least
+
+    def __init__(self, parcel: Parcel, x: Tensor):
+        self.parcel, self.x = parcel, x
+        self.begin = 1 + parcel.plain  # of a row's accumulators
+        # what rounding takes off them
+        self.dropped: Tensor | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many numbers go to each rank for its accumulators."""
+        return [self.parcel.width] * self.parcel.ranks
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many numbers go to each rank."""
+        return [self.begin + n for n in self.lengths]
+
+    @property
+    def counts(self) -> tuple[int | None, int]:
+        """Accumulators sent, None for all; leftovers of a sketch."""
+        return None, 0
+
+    def message(self, plain: Tensor, given: torch.dtype) -> Tensor:
+        """All rows. ``given``: the dtype in which FSDP would send them."""
+        exact = self.x.new_empty(sum(self.sizes))
+        rows = exact.split(self.sizes)
+        finite = (self.x.sum() + plain.sum(dtype=self.x.dtype)) * 0
+        for row, own in zip(rows, plain, strict=True):
+            row[:1] = finite
+            row[1 : self.begin] = own
+        self.write([row[self.begin :] for row in rows])
+        dtype = dtype_of(self.parcel.group["payload_dtype"]) or given
+        if self.exact:
+            dtype = torch.promote_types(given, torch.float32)
+        sent = exact.to(dtype)
+        if torch.promote_types(dtype, exact.dtype) != dtype:
+            exact.sub_(sent)
+            self.dropped = torch.cat([row[self.begin :] for row in rows])
+        return sent
+
+    def write(self, parts: list[Tensor]) -> None:
+        """The accumulators, for each owner."""
+        for part, own in zip(parts, self.x, strict=True):
+            part.copy_(own)
+
+    def decode(self, mean: Tensor) -> Tensor:
+        """This rank's averaged row of accumulators."""
+        return mean
+
+    def hold_back(self) -> None:
+        """What is sent is owed no more, but for what rounding took off it."""
+        if self.dropped is None:
+            self.x.zero_()
+        else:
+            self.x.copy_(self.dropped.view(self.x.shape))
+
+
+class AtUnion(Everything):
+    """What line 2 has ``left``, coded at the ``index`` of all that any rank has left.
+
+    Both are positions among all accumulators, ascending.
+    """
+
+    def __init__(self, parcel: Parcel, x: Tensor, left: Tensor, index: Tensor):
+        super().__init__(parcel, x)
+        h = parcel.group
+        seed = 1_000_003 * h["step"] + parcel.length  # alike on all ranks, another in every step
+        self.code: Code = CODES[h["codec"]](parcel.shards, index, h["sketch_ratio"], seed)
+        self.exact, self.left, self.at = self.code.exact, left, torch.searchsorted(index, left)
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.code.sizes
+
+    @property
+    def counts(self) -> tuple[int | None, int]:
+        return len(self.code.index), self.code.leftovers
+
+    def write(self, parts: list[Tensor]) -> None:
+        own = self.x.view(-1).index_select(0, self.left)
+        # 0 at what only others have left
+        self.code.fill(parts, own.new_zeros(len(self.code.index)).index_copy_(0, self.at, own))
+
+    def decode(self, mean: Tensor) -> Tensor:
+        here = self.parcel.shards.in_own_parts(self.code.index)[self.parcel.rank]
+        assert here is not None
+        values = self.code.decode(mean).to(self.x.dtype)
+        return self.x.new_zeros(self.parcel.width).index_copy_(0, here, values)
+
+    def hold_back(self) -> None:
+        rest = self.x.new_zeros(len(self.left))
+        if self.dropped is not None:
+            rest = self.dropped.index_select(0, self.at)
+        self.x.view(-1).index_copy_(0, self.left, rest)
