@@ -24,6 +24,8 @@ from _net import bits_per_second
 from _turns import Runner, over_links, take_turns, warn_if_busy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 RESULTS = Path(__file__).parent / "results"
@@ -99,6 +101,27 @@ def tracked(rank: int) -> Factory:
     return make
 
 
+def fsdp(keep: bool, **settings: object) -> Factory:
+    """FSDP2 over all ranks, a block at a time, with torch's AdamW, or with TAGC in its reduce-scatter.
+
+    keep: parameters stay gathered from forward to backward.
+    """
+
+    def make(model: nn.Module, group: dist.ProcessGroup) -> Method:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=not keep)
+        fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
+        if not settings:
+            return model, fused_adamw(model)
+        tagc = importlib.import_module("compopt").TagcAdamW
+        return model, tagc(model.named_parameters(), lr=LEARNING_RATE, process_group=group, **settings)
+
+    return make
+
+
+SKETCH = dict(sparsity=0.9875, codec="sketch", sketch_ratio=10)
+EVERY_MATRIX = r"(qkv|out|up|down|head|token|position)\.weight$"  # the paper leaves queries, keys and values out
 METHODS: dict[str, Factory] = {
     "none": alone,
     "ddp": ddp,
@@ -128,6 +151,13 @@ METHODS: dict[str, Factory] = {
             ("tagc", "TagcAdamW", {}),
         )
     },
+    "fsdp": fsdp(False),
+    "fsdp-keep": fsdp(True),
+    "fsdp-dense": fsdp(False, warmup_steps=10**9),
+    "fsdp-tagc": fsdp(False, sparsity=0.9875),
+    "fsdp-tagc-all": fsdp(False, sparsity=0.9875, select=EVERY_MATRIX),
+    "fsdp-tagc-all-sketch": fsdp(False, **SKETCH, select=EVERY_MATRIX),
+    "fsdp-keep-tagc-all": fsdp(True, sparsity=0.9875, select=EVERY_MATRIX),
     "tracked16": tracked(16),
     "tracked4": tracked(4),
     "radius8bit": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1, payload_dtype=torch.int8),

@@ -7,12 +7,16 @@ compressed between nodes.
     optimizer = compopt.RadiusAdamW(model.parameters(), lr=3e-4, process_group=group)
 
 ``fully_shard`` averages over the fast links, densely; the optimizer averages its rank's shards over
-``process_group``. Every new optimizer with DTensors is looked at here: its meshes are checked, and
-its parameters set to those of the first rank of ``process_group``, as DistributedDataParallel does
-for those it wraps.
+``process_group``, from the moment FSDP has reduced them. Every new optimizer with DTensors is
+looked at here: its meshes are checked, and its parameters set to those of the first rank of
+``process_group``, as DistributedDataParallel does for those it wraps. Where FSDP cuts parameters
+over the optimizer's own ranks only TagcAdamW works (see ``_fsdp_inside``).
 """
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -89,6 +93,40 @@ def broadcast_parameters(optimizer: CompressedOptimizer) -> None:
             comm.start(Broadcast(local(p.detach()))).wait()
 
 
+def listen(optimizer: CompressedOptimizer) -> None:
+    """Hear of every shard's gradient as soon as FSDP has reduced it, so that the exchange between
+    nodes begins in backward.
+    """
+    this, running = weakref.ref(optimizer), -1
+
+    def reduced(p: Tensor) -> None:
+        nonlocal running
+        optimizer = this()
+        if optimizer is None or optimizer._engine.retired:
+            return
+        backward = torch._C._current_graph_task_id()
+        if backward != running:
+            running = backward
+            # after FSDP's own callback, which reduces what is left
+            _after_backward(lambda: _after_backward(done))
+        optimizer.gradients_ready([p])
+
+    def done() -> None:
+        optimizer = this()
+        if optimizer is not None:
+            optimizer.backward_done()
+
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        mesh = getattr(p, "device_mesh", None)
+        # FSDP copies gradients to host memory without waiting, unless somebody listens
+        if p.requires_grad and mesh is not None and mesh.device_type == p.device.type:
+            p.register_post_accumulate_grad_hook(reduced)
+
+
+def _after_backward(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def _meet(optimizer: CompressedOptimizer) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, TagcAdamW) and optimizer.reduces_inside:
@@ -99,6 +137,7 @@ def _meet(optimizer: CompressedOptimizer) -> None:
         check_meshes(optimizer)
     if sharded:
         broadcast_parameters(optimizer)
+        listen(optimizer)
 
 
 def _flattened(p: Tensor) -> bool:

@@ -1,0 +1,68 @@
+"""FSDP2 inside a node, compopt between nodes: what is exchanged while backward runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from table import CASES, by_name
+from test_fsdp import differences, loss, make, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def cut(mesh) -> nn.Module:
+    model = make()
+    for part in (model.up, model.down, model.flat):
+        fully_shard(part, mesh=mesh["shard"])
+    return fully_shard(model, mesh=mesh["shard"])
+
+
+def run(name: str, mesh, early: bool, backwards: int = 1) -> tuple[list, torch.Tensor]:
+    """Six steps in buckets of a module each; the optimizer's stats of every one, and its parameters."""
+    model, rank = cut(mesh), mesh.get_rank()
+    groups = [{"params": list(part.named_parameters())} for part in (model.up, model.norm, model.down, model.flat)]
+    optimizer = by_name[name].make(groups, process_group=mesh.get_group("replicate"))
+    optimizer._engine.runtime.early.stopped = not early
+    found = []
+    for step in range(6):
+        optimizer.zero_grad()
+        for part in range(backwards):
+            loss(model, 10 * step + part, rank).backward()
+        optimizer.step()
+        found.append(optimizer.stats)
+    return found, whole(model)
+
+
+def both(rank: int) -> dict[str, list[tuple[list[bool], bool, float]]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return {case.name: beside(case.name, mesh) for case in CASES}
+
+
+def beside(name: str, mesh) -> list[tuple[list[bool], bool, float]]:
+    """With one backward a step and with two: whether the right buckets left early, whether that changes anything."""
+    found = []
+    for backwards in (1, 2):
+        stats, parameters = run(name, mesh, True, backwards)
+        later, wanted = run(name, mesh, False, backwards)
+        assert {one.early_buckets for one in later} == {0} and not any(one.resent for one in stats)
+        same = torch.equal(parameters, wanted)
+        # a step after new masks of Radius begins with a word of every rank
+        waits = [True, *("resample" in one.phase for one in stats[:-1])]
+        left = [one.early_buckets == (0 if wait else 3) for one, wait in zip(stats, waits, strict=True)]
+        found.append((left, same, differences(parameters)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return run_ranks(both, 4)
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_buckets_leave_in_backward_and_the_step_is_the_same(runs, name):
+    for found in runs:
+        for left, same, apart in found[name]:
+            assert all(left), "the first step gets acquainted, and the last bucket waits for step()"
+            assert same and apart == 0
