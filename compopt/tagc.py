@@ -112,7 +112,8 @@ class TagcAdamW(CompressedOptimizer):
     Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; its first forward hands
     its all-reduce over. Each rank keeps the moments of 1/N of the elements, and their float32
     masters where parameters are of lower precision; updated parameters are gathered at the end of
-    the step.
+    the step. Where ``fully_shard`` cuts the parameters over these ranks it works in the place of
+    FSDP2's reduce-scatter, and FSDP gathers (docs/fsdp.md).
 
     Args:
         params: parameters, named parameters or groups, as torch takes them. A group may override

@@ -1,0 +1,178 @@
+"""TAGC inside FSDP2 beside plain FSDP2, and both under DDP: loss and memory of runs, and where a step's time goes.
+
+    python bench/fsdp.py                          # 800 steps of 0.86 M parameters on 2 ranks: ten minutes
+    python bench/fsdp.py --ranks 4 --only "FSDP2, AdamW"
+    python bench/fsdp.py --show                   # train nothing
+    sudo python bench/links.py --rates 600mbit 1gbit 10gbit --methods none ddp fsdp fsdp-tagc-all --save links-fsdp
+
+Every row is a run of its own on real processes, of examples/train_gpt.py's model, data and schedule, lr 2e-3, 15 % of
+the steps dense. Memory, in bytes a parameter, is what torch has allocated on rank 0: held between two steps, and the
+most within one (activations too, the same for all rows). The last columns are milliseconds of a compressed step of
+rank 0: all of it, choosing what to send, messages and accumulators, waiting. What crosses the network, and how long
+steps take over links, is bench/links.py's to say (last line above). Saves results/fsdp.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import csv
+import json
+import math
+import os
+import pstats
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from memory import Allocations
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import compopt
+
+ROOT, RESULTS = Path(__file__).parent.parent, Path(__file__).parent / "results"
+LR, DENSE, EARLY, PROFILED = 2e-3, 0.15, 6, 20  # steps whose memory is noted, and those that are profiled
+EVERY_MATRIX = r"(qkv|out|up|down|head|bytes|positions)\.weight$"
+SKETCH = dict(codec="sketch", sketch_ratio=10)
+ROWS: dict[str, tuple[bool, dict | None]] = {
+    "DDP, AdamW": (False, None),
+    "DDP, TagcAdamW 0.9875": (False, {}),
+    "FSDP2, AdamW": (True, None),
+    "FSDP2, TagcAdamW 0.9875": (True, {}),
+    "FSDP2, TagcAdamW 0.9875, every matrix": (True, dict(select=EVERY_MATRIX)),
+    "FSDP2, TagcAdamW 0.9875, every matrix, sketch": (True, dict(select=EVERY_MATRIX, **SKETCH)),
+}
+TIMES = {  # functions of compopt, by file and name, whose time is a column's
+    "choose_ms": {("sparsify.py", "sparsify"), ("inside.py", "sparsified")},
+    "message_ms": {
+        ("parcels.py", "add_up"), ("sending.py", "message"), ("sending.py", "decode"), ("sending.py", "hold_back"),
+        ("parcels.py", "commit"), ("rows.py", "pack"), ("rows.py", "hold_back"), ("rows.py", "decode"),
+    },
+    "wait_ms": {("pending.py", "wait")},
+}  # fmt: skip
+FIELDS = ["run", "ranks", "steps", "loss", "held", "most", "step_ms", *TIMES]
+
+
+def work(row: str, steps: int, out: str) -> None:
+    """One rank of one run."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import corpus
+    import train_gpt
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sharded, options = ROWS[row]
+    text, held_out = corpus.load(None)
+    data = corpus.batches(text, 8, 64, seed=1 + rank)
+    torch.manual_seed(0)
+    found = {"run": row, "ranks": world, "steps": steps}
+    with Allocations() as allocated:
+        model, optimizer = build(train_gpt.GPT(4, 128, 4, 64), sharded, options, round(DENSE * steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+        )
+        for step in range(EARLY):
+            with allocated.mark(str(step)):
+                train(model, optimizer, schedule, data)
+    last = allocated.before[str(EARLY - 1)]
+    profile, seconds = cProfile.Profile(), 0.0
+    for step in range(EARLY, steps):
+        profiled = steps - PROFILED <= step
+        start = time.perf_counter()
+        profile.enable() if profiled else None
+        train(model, optimizer, schedule, data)
+        profile.disable()
+        seconds += (time.perf_counter() - start) * profiled
+    parameters = sum(p.numel() for p in model.parameters())
+    found |= {"held": last / parameters, "most": allocated.most[str(EARLY - 1)] / parameters}
+    found |= {"step_ms": 1e3 * seconds / PROFILED, **times(profile)}
+    with torch.no_grad():
+        losses = [model(x, y) for x, y in islice(corpus.batches(held_out, 8, 64, seed=0), rank, 40, world)]
+    loss = torch.stack(losses).mean()
+    dist.all_reduce(loss)
+    found["loss"] = float(loss / world)
+    if rank == 0:
+        Path(out).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def build(model, sharded: bool, options: dict | None, dense: int):
+    if sharded:
+        for block in model.blocks:
+            fully_shard(block)
+        wrapped = fully_shard(model)
+    else:
+        wrapped = DistributedDataParallel(model)
+    matrices, scales = ([(n, p) for n, p in model.named_parameters() if (p.dim() >= 2) == m] for m in (True, False))
+    groups = [{"params": matrices}, {"params": scales, "weight_decay": 0.0}]
+    if options is None:
+        return wrapped, torch.optim.AdamW(groups, lr=LR)
+    return wrapped, compopt.TagcAdamW(groups, lr=LR, sparsity=0.9875, warmup_steps=dense, **options)
+
+
+def train(model, optimizer, schedule, data) -> None:
+    model(*next(data)).backward()
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+
+
+def times(profile: cProfile.Profile) -> dict[str, float]:
+    """Milliseconds of a step, of what TIMES names."""
+    found = dict.fromkeys(TIMES, 0.0)
+    for (file, _, name), (*_, cumulative, _) in pstats.Stats(profile).stats.items():
+        for column, functions in TIMES.items():
+            if "compopt" in file and (Path(file).name, name) in functions:
+                found[column] += 1e3 * cumulative / PROFILED
+    return found
+
+
+def run(row: str, ranks: int, steps: int) -> dict:
+    print(f"{row}, {ranks} ranks, {steps} steps", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, "run.json")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COMPOPT_QUIET": "1"}
+        words = [__file__, "--worker", row, str(steps), out]
+        subprocess.run([*launcher, *words], env=env, check=True, timeout=900 + 4 * steps)
+        return json.loads(Path(out).read_text())
+
+
+def kept() -> list[dict]:
+    path = RESULTS / "fsdp.csv"
+    return list(csv.DictReader(path.open())) if path.exists() else []
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
+    cli.add_argument("--ranks", type=int, default=2)
+    cli.add_argument("--steps", type=int, default=800)
+    cli.add_argument("--show", action="store_true", help="train nothing")
+    cli.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    args = cli.parse_args()
+    if args.worker:
+        row, steps, out = args.worker
+        return work(row, int(steps), out)
+    rows = {(r["run"], int(r["ranks"]), int(r["steps"])): r for r in kept()}
+    for name in () if args.show else args.only:
+        found = run(name, args.ranks, args.steps)
+        rows[name, args.ranks, args.steps] = {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}
+        with (RESULTS / "fsdp.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(rows[key] for key in sorted(rows, key=lambda key: (key[1:], list(ROWS).index(key[0]))))
+    print(f"{'run':<48}" + "".join(f"{name:>11}" for name in FIELDS[1:]))
+    for row in kept():
+        print(f"{row['run']:<48}" + "".join(f"{row[name]:>11}" for name in FIELDS[1:]))
+
+
+if __name__ == "__main__":
+    main()
