@@ -24,6 +24,18 @@ def handed_back(state, bucket):
     return done
 
 
+def forgetful(ddp, args):
+    """Naive top-k of examples/baselines.py without error feedback: what is not sent is lost."""
+    from baselines import TopK
+
+    class Forgetful(TopK):
+        def exchange(self, parameter: Tensor, grad: Tensor) -> None:
+            self.kept.pop(parameter, None)
+            super().exchange(parameter, grad)
+
+    return Forgetful(ddp, args.warmup, args.density)
+
+
 class Rival(torch.optim.Optimizer):
     """What both share: tensors that are compressed and those that are not, and the bytes of a step."""
 

@@ -39,6 +39,15 @@ def scape(density: float, **options: object) -> Make:
     return of("ScapeAdamS", **{"betas": PAPERS, "density": density, "density_warmup_steps": 0, **options})
 
 
+def ramped(density: float, **options: object) -> Make:
+    """SCAPE from scratch, its density falling over the first half of the run: the bytes of a dense start of 15 %."""
+
+    def make(groups: list, lr: float, dense: int) -> torch.optim.Optimizer:
+        return scape(density, warmup_steps=0, density_warmup_steps=round(dense / DENSE / 2), **options)(groups, lr, 0)
+
+    return make
+
+
 def separate(ratio: float, **options: object) -> Make:
     return of("SeparateAdam", **{"projection": "gaussian", "ratio": ratio, **options})
 
@@ -104,7 +113,8 @@ METHODS: dict[str, Make | str] = {
     "AdamW (DDP)": adamw,
     "AdamS": adams,
     **{f"PowerSGD rank {rank}": f"powersgd {rank}" for rank in (1, 2, 4, 6, 8, 13, 16, 32)},
-    **{f"naive top-k {density}": f"topk {density}" for density in (0.4, 0.05, 0.025, 0.01, 0.005)},
+    **{f"naive top-k {density}": f"topk {density}" for density in (0.4, 0.2, 0.05, 0.025, 0.01, 0.005)},
+    "naive top-k 0.4, no error feedback": "forgetful 0.4",
     "RadiusAdamW 0.9": radius(0.9),
     "RadiusAdamW 0.5": radius(0.5),
     "RadiusAdamW 0.4": radius(0.4),
@@ -112,6 +122,9 @@ METHODS: dict[str, Make | str] = {
     "ScapeAdamS 0.1, ramp of 15 % from scratch": scape(0.1, warmup_steps=0, density_warmup_steps=120),
     "ScapeAdamS 0.1": scape(0.1),
     "ScapeAdamS 0.1, no mask delay": scape(0.1, mask_delay=0),
+    "ScapeAdamS 0.1, ramp over half, from scratch": ramped(0.1),
+    "ScapeAdamS 0.1, sharded": scape(0.1, sharded=True),
+    "ScapeAdamS 0.1, offload": scape(0.1, offload="residual"),
     "ScapeAdamS 0.1, dense 7 %, ramp of 15 %": scape(0.1, warmup_steps=60, density_warmup_steps=120),
     "ScapeAdamS 0.01": scape(0.01),
     "ScapeAdamS 0.01, no mask delay": scape(0.01, mask_delay=0),
@@ -140,6 +153,13 @@ METHODS: dict[str, Make | str] = {
         f"RadiusAdamW {density}, interval {interval}": radius(density, interval)
         for density in (0.2, 0.4, 0.6, 0.8)
         for interval in (100, 400)
+    },
+    **{
+        f"RadiusAdamW 0.4, {'' if interval == 20 else f'interval {interval}, '}residual scale {share}": radius(
+            0.4, interval, residual_scale=share
+        )
+        for interval in (20, 100)
+        for share in (0.3, 0.1)
     },
     **{f"RadiusAdamW {density}, int8": radius(density, payload_dtype=int8) for density in (0.4, 0.2, 0.1)},
     **{f"ScapeAdamS {density}": scape(density) for density in (0.05, 0.2)},
@@ -202,6 +222,7 @@ TABLES = {
         {"AdamW (DDP)": GRID, "AdamS": ADAMS_GRID, "PowerSGD rank 4": GRID[1:]}
         | {"ScapeAdamS 0.1": ADAMS_GRID, "ScapeAdamS 0.01": ADAMS_GRID}
         | {name: GRID[1:2] for name in METHODS if name.startswith("ScapeAdamS 0.1, ")}
+        | dict.fromkeys(("ScapeAdamS 0.1, no mask delay", "ScapeAdamS 0.1, ramp over half, from scratch"), GRID[:2])
         | {"ScapeAdamS 0.01, no mask delay": GRID[1:2]},
     ),
     "tagc": Table(
@@ -214,6 +235,7 @@ TABLES = {
         {"AdamW (DDP)": GRID, "SeparateAdam 8": GRID, "SeparateAdam 16": GRID, "SeparateAdam 64": GRID}
         | {f"PowerSGD rank {rank}": GRID[1:2] for rank in (2, 6, 13)}
         | {name: GRID[1:2] for name in METHODS if name.startswith("Separate") and "," in name and ", int" not in name}
+        | {"SeparateAdam 16, adaptive": GRID[1:]}
         | {"AdamS": GRID, "Separate 16 around AdamS": GRID, "Separate 16 around SGD": GRID},
     ),
     "time_to_loss": Table(

@@ -66,6 +66,9 @@ ROWS: dict[str, Callable] = {
     "ScapeAdamS 0.01, offload": scape(0.01, offload="residual"),
     "ScapeAdamS 0.01, sharded": scape(0.01, sharded=True),
     "SeparateAdam 16": ours("SeparateAdam", projection="gaussian", ratio=16, **DENSE),
+    "SeparateAdam 16, adaptive": ours(
+        "SeparateAdam", projection="gaussian", ratio=16, adaptive=True, adapt_interval=3, **DENSE
+    ),
     "SeparateAdam tracked 16": ours("SeparateAdam", projection="tracked", rank=16, payload_dtype=None, **DENSE),
     "SeparateAdam tracked 16, int8": ours(
         "SeparateAdam", projection="tracked", rank=16, payload_dtype=torch.int8, **DENSE

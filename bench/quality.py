@@ -57,6 +57,10 @@ def work(name: str, lr: float, steps: int, seed: int, width: int, out: str) -> N
         baselines.HOOKS["alone"] = lambda ddp, args: ddp.register_comm_hook(None, handed_back)
     elif hook:
         words += ["--density", setting]
+    if hook == "forgetful":
+        from _rivals import forgetful
+
+        baselines.HOOKS["forgetful"] = forgetful
     optimizer = hook or name
     train_gpt.OPTIMIZERS[optimizer] = lambda params, args: method(params, args.lr, args.warmup)
     sys.argv = ["train_gpt.py", "--optimizer", optimizer, *words]
