@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,9 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from device_calls import COPIES, aten, bytes_of, launches, moves, place, waits
 
 import compopt._engine.base as base
+import compopt._engine.late as late
 import compopt._engine.stepping as stepping
 import compopt._engine.verdicts as verdicts
 import compopt._ops.backends as backends
+import compopt._state.devices as devices
 from compopt._engine.engine import Engine
 from compopt._engine.exchanges import Exchange
 from compopt._engine.turns import Turns
@@ -39,8 +42,28 @@ from compopt._wire.comm import Comm
 DEVICE = torch.device("meta")
 
 
+class Stream:
+    """And its own event, to which the device has come when somebody asks."""
+
+    def record_event(self) -> Stream:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        if Counts.running is not None:
+            Counts.running.wait()
+
+
 class Module:
-    """What ``torch.get_device_module`` returns of it: no streams."""
+    """What ``torch.get_device_module`` returns of it."""
+
+    Stream = object
+
+    @staticmethod
+    def current_stream(device: torch.device) -> Stream:
+        return Stream()
 
     @staticmethod
     def device(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -95,7 +118,9 @@ class Counts(TorchDispatchMode):
             source = args[1] if packet is aten.copy_ else args[0]
             to = args[0].device if packet is aten.copy_ else kwargs.get("device") or source.device
             if source.device == DEVICE != to:
-                self.wait()
+                unwaited = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+                if not (unwaited and packet is aten.copy_ and id(args[0]) in pinned):
+                    self.wait()
                 return torch.zeros_like(source, device=to) if packet is not aten.copy_ else args[0].zero_()
             if to == DEVICE != source.device:
                 self.uploads += 1
@@ -210,11 +235,11 @@ def _weighed(name: str) -> Callable[..., Any]:
     return weighed
 
 
-read = verdicts._read
+read, read_later = verdicts._read, devices.later
 told: list[float] = []
 
 
-def _read(exchanges: list[Exchange]) -> verdicts.Numbers:
+def _read(exchanges: list[Exchange]) -> list[float]:
     """The verdict's numbers, as they would be: every rank has every gradient, all is as it should be."""
     norms = (exchange.agreement.squared_norm for exchange in exchanges)
     told[:] = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
@@ -227,6 +252,13 @@ def _read(exchanges: list[Exchange]) -> verdicts.Numbers:
         ]
         told.extend([*[1.0] * len(exchange.agreement.payload.header), *control])
     return read(exchanges)
+
+
+def _later(x: Tensor) -> tuple[Tensor, devices.Passed]:
+    """A copy that nobody waits for, which is counted; of what is not there without ``Counts``."""
+    if Counts.running is not None:
+        return read_later(x)
+    return torch.zeros_like(x, device="cpu"), devices.Passed(x.device)
 
 
 def _greet(engine: Engine, comm: object) -> Turns[None]:
@@ -251,6 +283,14 @@ def _data_ptr(x: Tensor) -> int:
     return (x.untyped_storage()._cdata << 8) + x.storage_offset() * x.element_size()
 
 
+pinned: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def _pin(x: Tensor, device: object = None) -> Tensor:
+    pinned[id(x)] = x
+    return x
+
+
 to_list, number, data_ptr = Tensor.tolist, Tensor.__float__, Tensor.data_ptr
 
 
@@ -272,7 +312,7 @@ def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
         for target, name, new in [
             (torch, "get_device_module", lambda device=None: Module),
             (Comm, "backend_of", lambda comm, device: "nccl"),
-            (Tensor, "pin_memory", lambda x, device=None: x),
+            (Tensor, "pin_memory", _pin),
             (Tensor, "tolist", _to_list),
             (Tensor, "__float__", _number),
             (Tensor, "data_ptr", _data_ptr if addresses else data_ptr),
@@ -280,6 +320,7 @@ def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
             (base, "check_tensors", lambda group: None),  # which refuses tensors without memory
             (stepping, "handshake", _greet),
             (verdicts, "_read", _read),
+            (late, "later", _later),
             (triton.JITFunction, "run", run_kernel),
             (backends, "has_triton_driver", lambda: True),
             (triton_ops, "triton_device", lambda: DEVICE.type),

@@ -77,6 +77,12 @@ ROWS: dict[str, tuple[str, Make, int]] = {
     ),
     "tracked 16, int8": ("triton", lambda p: compopt.SeparateAdam(p, warmup_steps=0), 3),
     "Average, int8": ("triton", lambda p: compopt.Average(adamw(p), payload_dtype="int8"), 2),
+    "AdamS, capturable": ("triton", lambda p: compopt.AdamS(p, capturable=True), 2),
+    "Radius, capturable": (
+        "triton",
+        lambda p: compopt.RadiusAdamW(p, density=0.4, warmup_steps=1, interval=1000, capturable=True),
+        4,
+    ),
     "LocalSteps, between": ("triton", lambda p: compopt.LocalSteps(adamw(p), every=100, **LOCAL), 2),
     "LocalSteps, exchange": ("triton", lambda p: compopt.LocalSteps(adamw(p), every=1, **LOCAL), 2),
 }

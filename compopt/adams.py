@@ -22,6 +22,7 @@ from torch.optim.optimizer import ParamsT
 from ._engine.base import CompressedOptimizer
 from ._engine.face import Group
 from ._engine.options import check_adams, check_compress, take_torchs
+from ._ops.gated import count_up
 from ._ops.ops import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
@@ -33,17 +34,19 @@ def adams(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Equation 2, one bucket, one step."""
     sent = ops.pack(bucket, bucket.grads(), negate=bucket.group["maximize"])
     mean = yield AllReduceMean(sent)
-    yield Agree(mean, "dense")  # from here on state changes
+    yield Agree(mean, "dense", late=True)  # from here on state changes
     yield from ops.commit("adams.commit", commit, bucket, mean)
 
 
 def commit(bucket: Bucket, ops: Ops, mean: Payload) -> None:
     """v, m and w of every tensor that has a gradient on any rank."""
     h, m, step = bucket.group, bucket.state["exp_avg"], bucket.state["step"]
-    for i, (w, here) in enumerate(zip(bucket.weights, bucket.present(mean), strict=True)):
-        if here:
-            step[i] += 1
-            ops.adams(h, w, ops.expand(mean.parts[i], None, w), m[i], step[i])
+    gates = bucket.gates(mean)
+    count_up(step, gates)
+    for i, (w, gate) in enumerate(zip(bucket.weights, gates, strict=True)):
+        if gate:
+            average = ops.expand(mean.parts[i], None, w)
+            ops.adams(h, w, average, m[i], step[i], gate=gate)
             bucket.publish(i)
 
 
@@ -62,7 +65,10 @@ class AdamS(CompressedOptimizer):
         betas: decay of the momentum, and weight of the previous momentum's square in the
             normaliser. SCAPE takes (0.9, 0.95) for Llama, AdamW's default for GPT.
         foreach, fused: taken and ignored: the back end chooses how to compute.
-        amsgrad, capturable, differentiable: False; True is refused.
+        capturable: a steady step does not wait for the device: verdict, norm and clip stay there,
+            ``stats`` wait when they are read, errors are raised by a later step, skipped steps
+            count. On accelerators only; docs/backends.md says which steps wait all the same.
+        amsgrad, differentiable: False; True is refused.
         bias_correction: "scape" corrects m for b1 and v for b2; "adams" as AdamS's authors, see the
             top of this file.
         process_group: the ranks to average over. None: the default group, or one process where
@@ -92,7 +98,8 @@ class AdamS(CompressedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ):
-        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
+        take_torchs(amsgrad, foreach, False, differentiable, fused)
+        self.capturable = capturable
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -109,6 +116,12 @@ class AdamS(CompressedOptimizer):
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {"exp_avg": Dense(dtype)}
+
+    def not_capturable(self) -> str:
+        authors = any(group["bias_correction"] == "adams" for group in self._option_groups)
+        if authors and self.backend != "triton":
+            return "bias_correction='adams' takes step counts on the host, without Triton"
+        return ""
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         return adams(bucket, self.ops)

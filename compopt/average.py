@@ -22,7 +22,8 @@ from ._engine.averages import Averages
 from ._engine.face import Group
 from ._engine.options import check_compress, check_payload
 from ._engine.wrapping import Wrapping
-from ._ops.ops import Ops, clip_factor
+from ._ops.clipping import clip_factor
+from ._ops.ops import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._wire.comm import ProcessGroup

@@ -37,9 +37,11 @@ from ._engine.base import CompressedOptimizer
 from ._engine.face import Group
 from ._engine.options import check_adam, check_compression, require, take_torchs
 from ._engine.when import chosen, dense_steps
+from ._ops.clipping import clip_factor, scale_
 from ._ops.commits import update_size
+from ._ops.gated import count_up, writing
 from ._ops.math import kept
-from ._ops.ops import Ops, clip_factor
+from ._ops.ops import Ops
 from ._sparse.dealing import values_kept
 from ._sparse.resampling import (
     forget_mask,
@@ -67,7 +69,7 @@ def radius(bucket: Bucket, ops: Ops) -> Asking[None]:
     sent = ops.pack(bucket, grads, mask, owed, scale)  # lines 8, 13
     mean = yield AllReduceMean(sent)  # lines 4, 9, 14
     # One norm, one verdict, over all buckets and ranks; from here on state changes.
-    norm = yield Agree(mean, phase)
+    norm = yield Agree(mean, phase, late=stays_on_device(bucket, phase))
     clip(bucket, mean, norm)  # line 20
     masks = yield from ops.commit(
         "radius.commit",  # lines 10, 15, 16 and 21 to 25
@@ -95,10 +97,17 @@ def phase_of(bucket: Bucket) -> str:
     return "resample" if "mask" not in bucket.cache or t % h["interval"] == 0 else "sparse"
 
 
-def clip(bucket: Bucket, mean: Payload, norm: float) -> None:
+def stays_on_device(bucket: Bucket, phase: str) -> bool:
+    """Whether the commit asks the device for nothing: a resample chooses masks, and a dense step
+    that sends what is owed notes what remains.
+    """
+    return phase == "sparse" or (phase == "dense" and not bucket.owes)
+
+
+def clip(bucket: Bucket, mean: Payload, norm: float | Tensor) -> None:
     """Line 20."""
-    if (factor := clip_factor(norm, bucket.group["max_grad_norm"])) < 1:
-        mean.body.mul_(factor)
+    if bucket.group["max_grad_norm"] is not None:
+        scale_(mean.body, clip_factor(norm, bucket.group["max_grad_norm"]))
 
 
 def commit(
@@ -112,19 +121,21 @@ def commit(
     residuals = iter(state["residual"])
     if rounds or phase != "dense":
         residuals = bucket.each("residual", write=True)
-    for i, (present, residual) in enumerate(zip(bucket.present(mean), residuals, strict=True)):
+    gates = bucket.gates(mean)
+    count_up(state["step"], gates)
+    for i, (gate, residual) in enumerate(zip(gates, residuals, strict=True)):
         index, resample = mask.positions[i], phase == "resample" and bucket.compressed[i]
         g, w, step = grads[i], weights[i], state["step"][i]
         m, v = state["exp_avg"][i], state["exp_avg_sq"][i]
         before = w.clone() if resample else w
-        if present:
-            step += 1
+        if gate:
             average = ops.expand(mean.parts[i], index, w)  # line 15
-            ops.adamw(h, w, average, m, v, step)  # lines 21, 25
+            ops.adamw(h, w, average, m, v, step, gate)  # lines 21, 25
             if index is not None and g is not None:
-                residual.add_(g)  # line 16
+                with writing(ops, residual, gate) as held:
+                    held.add_(g)  # line 16
             if bucket.compressed[i] and rounds:
-                ops.put(residual, index, mean.dropped_parts[i])
+                ops.put(residual, index, mean.dropped_parts[i], gate)
             elif resample:
                 residual.zero_()  # line 10
             elif index is not None and g is not None:
@@ -150,7 +161,10 @@ class RadiusAdamW(CompressedOptimizer):
             same message.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
         foreach, fused: taken and ignored: the back end chooses how to compute.
-        amsgrad, capturable, differentiable: False; True is refused.
+        capturable: a steady step does not wait for the device: verdict, norm and clip stay there,
+            ``stats`` wait when they are read, errors are raised by a later step, skipped steps
+            count. On accelerators only; docs/backends.md says which steps wait all the same.
+        amsgrad, differentiable: False; True is refused.
         density: share of each compressed tensor's elements that cross the network in a sparse step,
             in (0, 1].
         interval: steps from one choice of elements to the next; each of these *resample* steps is
@@ -217,7 +231,8 @@ class RadiusAdamW(CompressedOptimizer):
         fused: bool | None = None,
         offload: Literal["residual"] | None = None,
     ):
-        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
+        take_torchs(amsgrad, foreach, False, differentiable, fused)
+        self.capturable = capturable
         require(offload in (None, "residual"), "offload", offload, "None or 'residual'")
         self.offload = offload
         defaults = dict(

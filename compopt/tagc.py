@@ -39,8 +39,9 @@ from ._engine.options import check_adam, check_compression, require, take_torchs
 from ._engine.stats import Stats
 from ._engine.verdicts import Verdict
 from ._engine.when import chosen, dense_steps
+from ._ops.clipping import clip_factor
 from ._ops.norms import squared_norm
-from ._ops.ops import Ops, clip_factor
+from ._ops.ops import Ops
 from ._sharded.adamw import commit, gather, updated
 from ._sharded.choice import ATTENTION, found, is_inside, is_pattern
 from ._sharded.inside import Inside, applied

@@ -19,7 +19,7 @@ from ._blocks import (
     TYPES,
     Blocks,
     alignment,
-    given,
+    allowed,
     own_block,
     rank,
     read,
@@ -45,7 +45,7 @@ class AdamWRow(NamedTuple):
     m: Tensor
     v: Tensor
     step: Tensor
-    update: int
+    update: int | Tensor
     residual: Tensor | None = None
     grad: Tensor | None = None
     score: Tensor | None = None
@@ -80,7 +80,7 @@ def _adamw(
     )
     first = (1 - tl.exp(step * log1)).to(ST)
     second = tl.sqrt(1 - tl.exp(step * log2)).to(ST)
-    updates = there & given(tl.load(row + UPDATE), i)
+    updates = there & allowed(row, UPDATE, i)
 
     chosen = selected(row, BITS, i, there)
     g = sign.to(ST) * read(row, VALUES, rank(chosen, starts, block), chosen == 1, VT).to(ST)

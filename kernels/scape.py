@@ -18,7 +18,7 @@ from ._blocks import (
     TYPES,
     Blocks,
     alignment,
-    given,
+    allowed,
     inlined,
     own_block,
     rank,
@@ -48,7 +48,7 @@ class ScapeRow(NamedTuple):
     w: Tensor | None = None
     m: Tensor | None = None
     step: Tensor | None = None
-    update: int = 0
+    update: int | Tensor = 0
     residual: Tensor | None = None
     grad: Tensor | None = None
     public: Tensor | None = None
@@ -111,7 +111,7 @@ def _scape(
     else:
         second = 1 - tl.exp(step * log2)
         of_old, of_new = beta2 / second, (1 - beta2) / second
-    updates = there & given(tl.load(row + UPDATE), i)
+    updates = there & allowed(row, UPDATE, i)
 
     chosen, held = selected(row, BITS, i, there), selected(row, HELD, i, there)
     sent, at = updates & (chosen == 1), rank(chosen, starts, block)

@@ -25,6 +25,8 @@ MOST = {
     "Separate 16": (186, 1),
     "tracked 16, int8": (221, 1),
     "Average, int8": (68, 1),
+    "AdamS, capturable": (50, 0),
+    "Radius, capturable": (50, 0),
     "LocalSteps, between": (33, 1),
     "LocalSteps, exchange": (299, 3),
 }

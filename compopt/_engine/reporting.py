@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from .._wire.comm import Comm
-from .engine import Engine
+from typing import TYPE_CHECKING
+
 from .stats import Stats
 from .verdicts import Verdict
 from .weakly import weakly
 
+if TYPE_CHECKING:
+    from .engine import Engine
 
-def report(engine: Engine, verdict: Verdict, comm: Comm) -> None:
-    """Renew ``stats``, after a step that was applied or skipped."""
-    sent, engine.counted = comm.bytes_sent - engine.counted, comm.bytes_sent
+
+def report(engine: Engine, verdict: Verdict, sent: int, number: int) -> None:
+    """Renew ``stats``, after a step that was applied or skipped; ``sent``: bytes, in this step."""
     applied = verdict.applied
     phase = "+".join(sorted(set(verdict.phase_of.values()))) or "dense"
     gathered = sum(bucket.parameter_bytes for bucket in engine.buckets)
     stats = Stats(
-        step=engine.steps,
+        step=number,
         phase=phase if applied else "skipped",
         bytes_sent=sent,
         bytes_dense=sum(bucket.dense_bytes for bucket in engine.buckets),

@@ -11,6 +11,8 @@ ranks send all others again. No extra collective, no rank alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .._state.buckets import Bucket
@@ -51,6 +53,7 @@ class Runtime:
         words: dict[str, Words],
         shards: list[Comm],
         problem: Exception | None = None,
+        late: Callable[[list[Exchange]], Verdict] | None = None,
     ) -> Turns[Verdict]:
         """All of a step up to the verdict. Raises CommunicationError with nothing applied when a
         collective failed.
@@ -58,12 +61,16 @@ class Runtime:
         ``words``: what else is to be agreed, by name (see ``control``); "settings" are bits that
         must not differ. ``shards``: the ranks that hold the other parts of this rank's model, if
         any: they step together or not at all. ``problem``: why this rank cannot send its gradients.
+        ``late``: what makes a verdict without waiting for the device, where every commit can be
+        gated by it.
         """
         schedule = self.early.take(buckets, self.algorithm, comm)
         again = Schedule(buckets[:-1], self.algorithm, comm) if len(buckets) > 1 else None
         schedule.terms.problem = problem
         try:
-            verdict = yield from self._agree(schedule, again, words)
+            verdict = yield from self._agree(schedule, again, words, late)
+            if verdict.unread is not None:
+                return verdict
             sharded = any(exchange.agreement.sharded for exchange in verdict.exchanges)
             self._note_untold(verdict, sharded)
             others = [comm, *shards] if sharded else shards
@@ -82,9 +89,14 @@ class Runtime:
                 one.leave()
             raise
         if not verdict.applied:
-            for exchange in verdict.exchanges:
-                exchange.close()
+            self.close(verdict)
         return verdict
+
+    @staticmethod
+    def close(verdict: Verdict) -> None:
+        """Give up every bucket's generator: the step is not applied."""
+        for exchange in verdict.exchanges:
+            exchange.close()
 
     @staticmethod
     def _note_untold(verdict: Verdict, sharded: bool) -> None:
@@ -102,7 +114,10 @@ class Runtime:
 
     @staticmethod
     def _agree(
-        schedule: Schedule, again: Schedule | None, words: dict[str, Words]
+        schedule: Schedule,
+        again: Schedule | None,
+        words: dict[str, Words],
+        late: Callable[[list[Exchange]], Verdict] | None,
     ) -> Turns[Verdict]:
         stale = schedule.stale()
         word: Words = [0.0]
@@ -112,6 +127,8 @@ class Runtime:
         schedule.terms.words = {"stale": word, **words}
         yield from schedule.run()
         exchanges = schedule.exchanges
+        if late and all(exchange.agreement.late for exchange in exchanges):
+            return late(exchanges)
         verdict = judge(exchanges)
         if verdict.agreed["stale"][0] == 0 or again is None:
             verdict.early = len(stale)
@@ -128,9 +145,15 @@ class Runtime:
 
         Where it raises, ``committing`` is the bucket that could not.
         """
+        if verdict.unread is None:
+            for exchange in verdict.exchanges:
+                exchange.bucket.behind = None
+        else:
+            for exchange, gates in zip(verdict.exchanges, verdict.unread.gates, strict=True):
+                exchange.bucket.behind = gates
         for exchange in verdict.exchanges:
             self.committing = exchange.bucket
-            self.tails.commit(exchange, verdict.norm)
+            self.tails.commit(exchange, verdict.answer)
         self.committing = None
         in_turn(verdict.exchanges, self.tails.commit)
 

@@ -19,7 +19,8 @@ class Shown:
 
     @property
     def stats(self) -> Stats:
-        """What the last step did."""
+        """What the last step did. With ``capturable=True`` this waits for the device."""
+        self._engine.late.read(self._engine, wait=True)
         return self._engine.stats
 
     @property

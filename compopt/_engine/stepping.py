@@ -14,12 +14,13 @@ from .alike import sample
 from .engine import Engine
 from .handshake import describe, explain_mismatch, handshake, tell_failure
 from .meeting import noticed
+from .refusals import misplaced, watch_skips
 from .reporting import report
 from .settings import bits_of, structure_of
 from .signals import held_back
 from .telling import tell
 from .turns import Turns
-from .verdicts import Verdict
+from .verdicts import Unread, Verdict
 
 
 def step(engine: Engine) -> Turns[None]:
@@ -27,6 +28,7 @@ def step(engine: Engine) -> Turns[None]:
     simulator's turns).
     """
     refuse(engine)
+    engine.late.tell(engine)
     comm = engine.look_around()  # first: state may have to be cut anew
     running = Step(engine, comm, engine.steps + 1)
     try:
@@ -78,13 +80,17 @@ class Step:
             engine.rebuild()
         self.problem = self._prepare()
         yield from self._hear_of_tails()
+        late = engine.face.capturable and engine.known.acquainted
         if not engine.known.acquainted:
             if self.problem is not None:
                 raise self.problem
             yield from self._get_acquainted()
         if not engine.buckets:
             return
-        verdict = yield from self._agree()
+        verdict = yield from self._agree(late)
+        if verdict.unread is not None:
+            self._enqueue(verdict, verdict.unread)
+            return
         if verdict.agreed["unfrozen"][0] > 0:
             # on some rank other parameters require a gradient now
             yield from self._get_acquainted()
@@ -101,9 +107,11 @@ class Step:
         if verdict.applied and not engine.told:
             engine.told = True
             tell(engine, comm)
-        report(engine, verdict, comm)
+        sent, engine.counted = comm.bytes_sent - engine.counted, comm.bytes_sent
+        report(engine, verdict, sent, engine.steps)
         self._time(verdict)
-        self._watch_skips(verdict)
+        if too_many := watch_skips(engine, verdict.applied):
+            raise too_many
 
     def undo(self, error: BaseException) -> None:
         """What is left to do where the step has raised."""
@@ -142,8 +150,9 @@ class Step:
         yield from tails.confirm(self.comm, engine.device)
         for bucket in engine.buckets:
             bucket.gathered = {}
-        # nothing is sent that could say so
-        alone = not engine.buckets and frozen.changed(engine)
+        # nothing is sent that could say so, or nobody reads it in time
+        unread = engine.face.capturable or not engine.buckets
+        alone = unread and frozen.changed(engine)
         known = engine.known
         if tails.lost or alone or known.structure != structure_of(engine):
             known.acquainted = tails.lost = False
@@ -159,7 +168,7 @@ class Step:
 
     # The exchange
 
-    def _agree(self) -> Turns[Verdict]:
+    def _agree(self, late: bool = False) -> Turns[Verdict]:
         engine, comm = self.engine, self.comm
         every = engine.face.check_replicas_every
         settings = engine.face._settings()
@@ -176,7 +185,9 @@ class Step:
         if unfrozen:  # all ranks hear of a problem, and nothing is applied
             problem = RuntimeError("other parameters require a gradient than before")
         runtime = engine.runtime
-        return (yield from runtime.agree(engine.buckets, comm, words, engine.shards, problem))
+        judge = engine.late.judge if late else None
+        buckets, shards = engine.buckets, engine.shards
+        return (yield from runtime.agree(buckets, comm, words, shards, problem, judge))
 
     def _sample(self) -> Tensor:
         """A code of some gradients, which tells whether somebody else averages them."""
@@ -203,15 +214,7 @@ class Step:
         """Raise where ranks found that they cannot go on as they are; all of them do."""
         engine = self.engine
         if verdict.misplaced:
-            where = ", ".join(
-                f"bucket {i}, of {engine.buckets[i].names[0]}" if i >= 0 else "another shard"
-                for i in verdict.misplaced
-            )
-            raise CommunicationError(
-                f"payloads of different buckets or steps met ({where}): ranks start their "
-                "collectives in different order, or are steps apart. Run backward and step() "
-                "equally often on all ranks."
-            )
+            raise misplaced(engine, verdict)
         if verdict.failed:
             self.problem = verdict.take_error(self.problem)
             try:
@@ -224,6 +227,22 @@ class Step:
             yield from explain_mismatch(engine, self.comm)
 
     # After it
+
+    def _enqueue(self, verdict: Verdict, unread: Unread) -> None:
+        """Commit a step of which only the device knows whether it is applied.
+
+        It counts as one either way: the host does not wait to learn which. Where this rank could
+        not send its gradients it is applied on none.
+        """
+        engine = self.engine
+        self.problem = verdict.take_error(self.problem)
+        if self.problem is not None:
+            engine.runtime.close(verdict)
+            engine.count()
+            self.over = True
+            raise self.problem
+        self._apply(verdict)
+        engine.late.keep(engine, unread, self.comm, self.number)
 
     def _apply(self, verdict: Verdict) -> None:
         """Commit a step that is to be applied, and count it: as a whole, whatever signals come
@@ -251,8 +270,7 @@ class Step:
         engine.face.committed()
         if engine.owner:
             engine.owner.committed(verdict)
-        for group in engine.option_groups:
-            group["step"] += 1
+        engine.count()
         if engine.trial is not None and engine.trial.found:
             engine.trial.keep()
             engine.found, engine.trial = engine.trial.found, None
@@ -266,16 +284,6 @@ class Step:
         if trial and trial.watch(verdict.phase_of, verdict.applied, engine.device):
             # with the next step's handshake all ranks compare their times
             engine.known.acquainted = False
-
-    def _watch_skips(self, verdict: Verdict) -> None:
-        engine = self.engine
-        engine.skipped_in_a_row = 0 if verdict.applied else engine.skipped_in_a_row + 1
-        if engine.skipped_in_a_row >= engine.face.max_skipped:
-            raise FloatingPointError(
-                f"{engine.skipped_in_a_row} steps in a row were skipped, the last because of "
-                f"{engine.stats.reason}: lower the learning rate or look for what makes the loss "
-                "overflow (max_skipped is the limit)."
-            )
 
 
 def _half(number: int, bucket: Bucket | None, error: BaseException) -> str:

@@ -7,13 +7,38 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
+from torch import Tensor
 
 from .._ops.norms import squared_norms
+from .._state.buckets import Bucket, Gate
 from .._wire.comm import Comm
-from .._wire.control import differ
+from .._wire.control import Control, differ
 from .._wire.requests import AllReduceMean
 from .exchanges import Exchange
 from .turns import Turns, ask
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the numbers of one bucket's exchange are: some squares, marks and control words."""
+
+    bucket: Bucket
+    phase: str
+    squares: int
+    marks: int
+    control: Control
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A verdict that is on the device (see ``late``): what it is made of, its norm, and for each
+    bucket which tensors the step writes.
+    """
+
+    said: list[Said]
+    numbers: Tensor
+    norm: Tensor  # float64
+    gates: list[list[Gate]]
 
 
 @dataclass
@@ -25,6 +50,8 @@ class Verdict:
     # of each bucket that has compressed tensors
     phase_of: dict[int, str] = field(default_factory=dict)
     norm: float = 0.0
+    # where only the device knows yet whether the step is applied: ``applied`` is then True
+    unread: Unread | None = None
     early: int = 0  # buckets whose exchange began in backward and counted
     resent: bool = False  # early payloads were stale and went out again
     mismatch: bool = False  # a rank has other settings
@@ -35,6 +62,11 @@ class Verdict:
     agreed: dict[str, list[float]] = field(default_factory=dict)
     # tensors with a non-finite gradient on some rank
     bad: list[str] = field(default_factory=list)
+
+    @property
+    def answer(self) -> float | Tensor:
+        """What generators are resumed with after ``Agree``: the norm."""
+        return self.norm if self.unread is None else self.unread.norm
 
     def take_error(self, known: Exception | None = None) -> Exception | None:
         """Why this rank could not read its gradients, unless that is ``known``.
@@ -47,17 +79,23 @@ class Verdict:
         return known or (errors[0] if errors else None)
 
 
-Numbers = tuple[list[float], list[dict[str, list[float]]]]
-
-
 def judge(exchanges: list[Exchange]) -> Verdict:
     """The verdict, from averaged numbers that are the same on every rank."""
-    norms, controls = _read(exchanges)
-    verdict = Verdict(exchanges=exchanges, agreed=controls[-1])
-    total = 0.0
-    for exchange, squared, control in zip(exchanges, norms, controls, strict=True):
-        bucket, agree = exchange.bucket, exchange.agreement
-        marks = agree.payload.marks or []
+    verdict, marks = decide(said_by(exchanges), _read(exchanges))
+    verdict.exchanges = exchanges
+    for exchange, own in zip(exchanges, marks, strict=True):
+        exchange.agreement.payload.marks = own
+    return verdict
+
+
+def decide(said: list[Said], numbers: list[float]) -> tuple[Verdict, list[list[float]]]:
+    """The verdict, and the marks of every bucket's tensors, from ``numbers_of`` their exchanges."""
+    left: Iterator[float] = iter(numbers)
+    squares = [sum(islice(left, one.squares)) for one in said]
+    verdict, found, total = Verdict(), [], 0.0
+    for one, squared in zip(said, squares, strict=True):
+        bucket, marks = one.bucket, list(islice(left, one.marks))
+        verdict.agreed = control = one.control.read(list(islice(left, len(one.control))))
         verdict.bad += [
             name for name, mark in zip(bucket.names, marks, strict=True) if mark != mark
         ]
@@ -65,21 +103,30 @@ def judge(exchanges: list[Exchange]) -> Verdict:
         verdict.misplaced += [bucket.index] if differ(control["place"]) else []
         total += squared / bucket.copies
         if any(bucket.compressed):
-            verdict.phase_of[bucket.index] = agree.phase
+            verdict.phase_of[bucket.index] = one.phase
+        found.append(marks)
     verdict.mismatch = differ(verdict.agreed["settings"])
     verdict.norm = total**0.5
     if total != total or total == float("inf"):
         verdict.bad = verdict.bad or ["the average over ranks"]
     verdict.applied = not (verdict.bad or verdict.mismatch or verdict.failed or verdict.misplaced)
-    return verdict
+    return verdict, found
 
 
-def _read(exchanges: list[Exchange]) -> Numbers:
-    """The squared norm of every bucket's average, and its control words; the payloads' ``marks``
-    are set.
+def said_by(exchanges: list[Exchange]) -> list[Said]:
+    """What ``numbers_of`` these are."""
+    said = []
+    for exchange in exchanges:
+        agree = exchange.agreement
+        squares = 1 if agree.squared_norm is None else agree.squared_norm.numel()
+        marks = len(agree.payload.header)
+        said.append(Said(exchange.bucket, agree.phase, squares, marks, exchange.control))
+    return said
 
-    All at once, on the host: here every step waits for the device. docs/backends.md says where
-    else some do.
+
+def numbers_of(exchanges: list[Exchange]) -> Tensor:
+    """What the verdict is made of, on the device: the squared norms of all buckets' averages, then
+    the marks and control words of each.
     """
     clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
     agreed = [exchange.agreement for exchange in exchanges]
@@ -92,14 +139,15 @@ def _read(exchanges: list[Exchange]) -> Numbers:
         torch.cat([square.to(device).view(-1) for square in squares]),
         torch.cat([own.to(device) for own in words]).double(),
     ]
-    numbers: Iterator[float] = iter(torch.cat(parts).tolist())
-    norms = [sum(islice(numbers, square.numel())) for square in squares]
-    controls: list[dict[str, list[float]]] = []
-    for exchange, agree in zip(exchanges, agreed, strict=True):
-        agree.payload.marks = list(islice(numbers, len(agree.payload.header)))
-        control = list(islice(numbers, len(agree.payload.control)))
-        controls.append(exchange.control.read(control))
-    return norms, controls
+    return torch.cat(parts)
+
+
+def _read(exchanges: list[Exchange]) -> list[float]:
+    """All numbers at once, on the host: here every step waits for the device. docs/backends.md says
+    where else some do, and which steps do not wait here either.
+    """
+    numbers: list[float] = numbers_of(exchanges).tolist()
+    return numbers
 
 
 def agree_with(shards: list[Comm], verdict: Verdict, device: torch.device) -> Turns[None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._engine.base import CompressedOptimizer
 from .._engine.when import dense_steps
-from .._ops.ops import clip_factor
+from .._ops.clipping import clip_factor
 from .._state.buckets import Bucket, local
 from .._state.layouts import Dense, Layout, Prefix
 from .._wire.comm import connect

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .._ops.clipping import clip_factor
 from .._ops.norms import squared_norms
-from .._ops.ops import Ops, clip_factor
+from .._ops.ops import Ops
 from .._state.buckets import Bucket, upload
 from .._wire.requests import Asking, Payload
 from .options import clips_average, forgets

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._state.buckets import Gate
 from .makers import APEX
 from .ops import Group, Ops
 
@@ -25,15 +26,25 @@ class ApexOps(Ops):
         super().__init__(devices)
         self._adam, self._apply = amp_C.multi_tensor_adam, multi_tensor_applier
 
-    def adamw(self, group: Group, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
+    def adamw(
+        self,
+        group: Group,
+        w: Tensor,
+        g: Tensor,
+        m: Tensor,
+        v: Tensor,
+        step: Tensor,
+        gate: Gate = True,
+    ) -> None:
         fits = (
-            w.device.type == APEX
+            gate is True  # apex takes step counts on the host
+            and w.device.type == APEX
             and w.dtype == g.dtype == torch.float32
             and w.is_contiguous()
             and g.is_contiguous()
         )
         if not fits:
-            return super().adamw(group, w, g, m, v, step)
+            return super().adamw(group, w, g, m, v, step, gate)
         overflow = self.scratch(w, 1, torch.int32, "overflow").zero_()
         beta1, beta2 = group["betas"]
         self._apply(

@@ -34,10 +34,11 @@ def owe_again(bucket: Bucket, ops: Ops, mean: Payload, mask: Mask, factor: float
     """
     if mean.dropped is None:
         return
-    for i, here in enumerate(bucket.present(mean)):
-        if here and bucket.compressed[i]:
+    for i, gate in enumerate(bucket.gates(mean)):
+        if gate and bucket.compressed[i]:
             residual, dropped = bucket.state["residual"][i], mean.dropped_parts[i]
-            ops.put(residual, mask.positions[i], dropped if factor == 1 else dropped.mul_(factor))
+            dropped = dropped if factor == 1 else dropped.mul_(factor)
+            ops.put(residual, mask.positions[i], dropped, gate)
 
 
 def momenta_apart(bucket: Bucket, old: list[Tensor]) -> list[Tensor]:

@@ -13,16 +13,15 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket
+from .._state.buckets import Bucket, Gate
+from .._state.devices import has_streams
 from .._state.masks import Mask, Tensors, positions_of
 from .._wire.quantised_mean import QuantisedMean
 from .._wire.requests import Asking, Payload, Together
-from .._wire.scratch import Scratch, at_a_time
-from . import math, norms
+from .._wire.scratch import Scratch
+from . import fused, math, norms
+from .gated import behind
 
-HYPER = ("betas", "eps", "weight_decay", "maximize")
-# elements: a few vectors of them stay in a core's own cache between one pass and the next
-BLOCK = 131072
 Group = dict[str, Any]
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
@@ -55,6 +54,10 @@ class Ops:
 
     def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
         self._scratch = Scratch()
+
+    def gates(self, device: torch.device) -> bool:
+        """Whether commits on this device can be gated there: without waiting for it."""
+        return has_streams(device)
 
     def job(self, bucket: Bucket) -> type[QuantisedMean] | None:
         """What averages the bucket's int8 and int4 payloads; None: ``QuantisedMean`` itself."""
@@ -169,8 +172,9 @@ class Ops:
             dense.zero_().scatter_(0, self.wide(index), values.to(dense.dtype))
         return dense.view(like.shape)
 
-    def put(self, x: Tensor, index: Tensor | None, values: Tensor) -> None:
-        """``x = values`` at ``index``, or everywhere."""
+    def put(self, x: Tensor, index: Tensor | None, values: Tensor, gate: Gate = True) -> None:
+        """``x = values`` at ``index``, or everywhere; behind the gate."""
+        values = behind(gate, x, index, values)
         if index is None:
             x.view(-1).copy_(values)
         else:
@@ -186,14 +190,18 @@ class Ops:
             return index
         return self.scratch(index, index.numel(), torch.int64).copy_(index)
 
-    def adamw(self, group: Group, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
-        """One AdamW step in place; ``step`` is already counted up."""
-        hyper = {name: group[name] for name in HYPER}
-        if not (w.is_contiguous() and g.is_contiguous()):
-            return math.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
-        beta1, beta2 = hyper.pop("betas")
-        hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
-        torch._fused_adamw_([w], [g], [m], [v], [], [step], **hyper)
+    def adamw(
+        self,
+        group: Group,
+        w: Tensor,
+        g: Tensor,
+        m: Tensor,
+        v: Tensor,
+        step: Tensor,
+        gate: Gate = True,
+    ) -> None:
+        """One AdamW step in place, behind the gate; ``step`` is already counted up."""
+        fused.adamw_(group, w, g, m, v, step, gate)
 
     def adamw_ahead(
         self,
@@ -240,29 +248,10 @@ class Ops:
         step: Tensor,
         clip: float = 1.0,
         decay: bool = True,
+        gate: Gate = True,
     ) -> None:
-        """One AdamS step in place, on a CPU in blocks that stay in the cache; ``step`` is already
-        counted up.
-
-        It is an AdamW step whose second moment, before it, is the square of the first.
-        """
-        (beta1, beta2), correction = group["betas"], group["bias_correction"]
-        hyper: Group = {
-            "lr": float(group["lr"]),
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"] if decay else 0.0,
-        }
-        contiguous = w.is_contiguous() and g.is_contiguous() and m.is_contiguous()
-        if not (clip == 1 and correction == "scape" and contiguous):
-            hyper |= {"betas": group["betas"], "bias_correction": correction}
-            return math.adams_(w, g, m, float(step), clip=clip, **hyper)
-        hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
-        # Of its own: g may be scratch too.
-        block = at_a_time(BLOCK, m.view(-1))
-        square = self.scratch(m, min(block, m.numel()), use="square")
-        for w_, g_, m_ in zip(*(x.view(-1).split(block) for x in (w, g, m)), strict=True):
-            v = torch.mul(m_, m_, out=square[: m_.numel()])
-            torch._fused_adamw_([w_], [g_], [m_], [v], [], [step], **hyper)
+        """One AdamS step in place, behind the gate; ``step`` is already counted up."""
+        fused.adams_(group, w, g, m, step, clip, decay, gate, self._scratch)
 
     def top_k(self, score: Tensor, k: int) -> Tensor:
         """The packed mask of the k elements of largest magnitude."""
@@ -289,8 +278,3 @@ class Ops:
 def empty_message(bucket: Bucket, mask: Mask, marks: Sequence[float] = ()) -> Payload:
     """A payload for what is on the mask, and these ``marks`` in its header, if any."""
     return bucket.payload(mask.sizes, bucket.group.get("payload_dtype"), marks=marks)
-
-
-def clip_factor(norm: float, max_norm: float | None) -> float:
-    """The factor on a gradient of norm ``norm``, as in ``torch.nn.utils.clip_grad_norm_``."""
-    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))

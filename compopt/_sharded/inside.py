@@ -26,7 +26,8 @@ from torch import Tensor
 
 from .._engine.engine import Engine
 from .._ops.norms import squared_norm
-from .._ops.ops import Ops, clip_factor
+from .._ops.clipping import clip_factor
+from .._ops.ops import Ops
 from .._sparse.selection import largest
 from .._sparse.sparsify import most_left
 from .._state.buckets import Bucket

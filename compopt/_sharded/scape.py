@@ -29,9 +29,10 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from .._ops.clipping import clip_factor
 from .._ops.moment import own_share
 from .._ops.norms import squared_norm
-from .._ops.ops import Ops, clip_factor
+from .._ops.ops import Ops
 from .._sparse.dealing import deal_now, mask_now
 from .._sparse.selection import Selection, keep_masks
 from .._state.buckets import Bucket

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._ops.clipping import clip_factor
 from .._ops.moment import own_share
-from .._ops.ops import Group, Ops, clip_factor
+from .._ops.ops import Group, Ops
 from .._state.buckets import Bucket
 from .._wire.requests import Payload
 

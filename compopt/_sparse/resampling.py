@@ -61,12 +61,13 @@ def keep_mask(bucket: Bucket, ops: Ops, flat: Tensor, sizes: list[int | None]) -
 
 def settled(bucket: Bucket, mean: Payload, phase: str) -> None:
     """Note whether residuals are owed, beside what rounding drops; a dense step has sent them."""
-    present = bucket.present(mean)
     if phase == "dense" and bucket.owes and not bucket.rounds:
+        present = bucket.present(mean)
         for residual, here in zip(bucket.each("residual", write=True), present, strict=True):
             if here and residual is not None:
                 residual.zero_()
-    bucket.cache["owes"] = phase == "sparse" or (bucket.owes and not all(present))
+    # in this order: a sparse step may not know who was present
+    bucket.cache["owes"] = phase == "sparse" or (bucket.owes and not all(bucket.present(mean)))
 
 
 def forget_sent(bucket: Bucket, ops: Ops) -> None:

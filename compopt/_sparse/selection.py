@@ -8,8 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .._ops.fused import BLOCK
 from .._ops.moment import own_x
-from .._ops.ops import BLOCK, Ops
+from .._ops.ops import Ops
 from .._state.buckets import Bucket
 from .._state.deal import Deal, Part, assemble, encode
 from .._state.masks import Mask, Tensors, bits_at, bits_by_tensor, per_tensor, stored

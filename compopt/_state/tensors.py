@@ -11,7 +11,6 @@ from torch import Tensor
 from .devices import pinned
 
 COMPRESS_FROM = 4096  # elements; smaller tensors, norm scales and biases are averaged dense
-
 Chosen = Callable[[Tensor, dict[str, Any], str], bool]
 
 

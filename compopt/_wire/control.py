@@ -39,15 +39,22 @@ class Control:
         """The words that only the device knows, and where they belong."""
         return [
             (at, words)
-            for (_, at), words in zip(self._places(), self.words.values(), strict=True)
+            for (_, at), words in zip(self.places, self.words.values(), strict=True)
             if isinstance(words, Tensor)
         ]
 
     def read(self, mean: list[float]) -> dict[str, list[float]]:
         """The mean over ranks of all words, by name."""
-        return {name: mean[at] for name, at in self._places()}
+        return {name: mean[at] for name, at in self.places}
 
-    def _places(self) -> list[tuple[str, slice]]:
+    @property
+    def lengths(self) -> list[tuple[str, int]]:
+        """The names of the words, and how many each has."""
+        return [(name, len(words)) for name, words in self.words.items()]
+
+    @property
+    def places(self) -> list[tuple[str, slice]]:
+        """The names of the words, and where they are."""
         places, start = [], 0
         for name, words in self.words.items():
             places.append((name, slice(start, start + len(words))))

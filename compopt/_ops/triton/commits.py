@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..._wire.requests import Together
 from ..commits import keep_absent, owe_again, scores
+from ..fused import HYPER
 from ..math import kept
-from ..ops import HYPER
 from .selection import Taken, take
 from .tables import (
     alike,
@@ -23,6 +23,7 @@ from .tables import (
     flattened,
     published,
     starts_of_all,
+    updated,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def _radius_commits(
     back = []
     for one in asked:
         bucket, (mean, phase, mask, grads) = one.bucket, one.args
-        h, state, present = bucket.group, bucket.state, bucket.present(mean)
+        h, state, gates = bucket.group, bucket.state, bucket.gates(mean)
         compressed = [c and phase != "dense" for c in bucket.compressed]
         chosen = scores(bucket, ops, phase)
         weights, own = contiguous_weights(bucket), flattened(grads)
@@ -63,7 +64,7 @@ def _radius_commits(
                 state["exp_avg"][i],
                 state["exp_avg_sq"][i],
                 state["step"][i],
-                int(present[i]),
+                updated(gates[i]),
                 state["residual"][i] if compressed[i] else None,
                 own[i],
                 chosen.get(i),
@@ -71,13 +72,13 @@ def _radius_commits(
             )
             for i, n in enumerate(bucket.lengths)
         ]
-        back.append((bucket, weights, present, chosen))
+        back.append((bucket, weights, gates, chosen))
     count_up(asked)
     hyper = {name: h[name] for name in HYPER}
     starts = starts_of_all(asked, [one.args[2] for one in asked])
     kernels.adamw(blocks_of_all(asked), starts, rows, lr=float(h["lr"]), **hyper)
-    for one, (bucket, weights, present, chosen) in zip(asked, back, strict=True):
-        bring_back(bucket, weights, present)
+    for one, (bucket, weights, gates, chosen) in zip(asked, back, strict=True):
+        bring_back(bucket, weights, gates)
         owe_again(bucket, ops, one.args[0], one.args[2])
         ks = [kept(h["density"], len(x)) for x in chosen.values()]
         yield one, ops.largest(chosen.values(), ks)
@@ -90,7 +91,7 @@ def adams_commits(ops: TritonOps, asked: list[Together]) -> list[None]:
         back = []
         for one in own:
             bucket, (mean,) = one.bucket, one.args
-            present, m, step = bucket.present(mean), bucket.state["exp_avg"], bucket.state["step"]
+            gates, m, step = bucket.gates(mean), bucket.state["exp_avg"], bucket.state["step"]
             weights, parts = contiguous_weights(bucket), mean.parts
             rows += [
                 kernels.ScapeRow(
@@ -102,12 +103,12 @@ def adams_commits(ops: TritonOps, asked: list[Together]) -> list[None]:
                     weights[i],
                     m[i],
                     step[i],
-                    int(present[i]),
+                    updated(gates[i]),
                     public=published(bucket, i),
                 )
                 for i, n in enumerate(bucket.lengths)
             ]
-            back.append((bucket, weights, present))
+            back.append((bucket, weights, gates))
         count_up(own)
         blocks, h = blocks_of_all(own), own[0].bucket.group
         names = ("betas", "eps", "weight_decay", "bias_correction")

@@ -14,7 +14,7 @@ import compopt_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket
+from ..._state.buckets import Bucket, Gate
 from ..._state.masks import Mask, Tensors
 from ..._wire.quantised_mean import QuantisedMean
 from ..._wire.requests import Payload
@@ -24,7 +24,7 @@ from .commits import adams_commits, radius_commits, scape_commits
 from .masks import cleared, found_next, stored
 from .means import TritonMean
 from .selection import TritonSelection
-from .tables import blocks_of, flattened, starts_of
+from .tables import blocks_of, flattened, starts_of, updated
 
 
 class TritonOps(Ops):
@@ -73,11 +73,12 @@ class TritonOps(Ops):
         step: Tensor,
         clip: float = 1.0,
         decay: bool = True,
+        gate: Gate = True,
     ) -> None:
         if w.device.type != self.device or not all(x.is_contiguous() for x in (w, g, m)):
-            return super().adams(group, w, g, m, step, clip, decay)
+            return super().adams(group, w, g, m, step, clip, decay, gate)
         blocks = kernels.cut((w.numel(),), w.device)
-        row = kernels.ScapeRow(w.numel(), None, None, m, g, w, m, step, 1)
+        row = kernels.ScapeRow(w.numel(), None, None, m, g, w, m, step, updated(gate))
         kernels.scape(
             blocks,
             blocks.firsts,
@@ -90,6 +91,9 @@ class TritonOps(Ops):
             bias_correction=group["bias_correction"],
             clip=clip,
         )
+
+    def gates(self, device: torch.device) -> bool:
+        return device.type == self.device or super().gates(device)
 
     def job(self, bucket: Bucket) -> type[QuantisedMean] | None:
         return TritonMean if takes(self, bucket) else None

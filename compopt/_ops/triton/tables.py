@@ -8,9 +8,10 @@ import compopt_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket, local
+from ..._state.buckets import Bucket, Gate, local
 from ..._state.masks import Mask, Tensors
 from ..._wire.requests import Together
+from .. import gated
 
 
 def blocks_of(bucket: Bucket) -> kernels.Blocks:
@@ -69,9 +70,14 @@ def published(bucket: Bucket, i: int) -> Tensor | None:
     return p if "master" in bucket.state and p.is_contiguous() else None
 
 
-def bring_back(bucket: Bucket, weights: list[Tensor], present: list[bool]) -> None:
+def updated(gate: Gate) -> Tensor | int:
+    """Whether a kernel updates a tensor: 0 or 1, or where that stands on the device."""
+    return int(gate) if isinstance(gate, bool) else gate.one
+
+
+def bring_back(bucket: Bucket, weights: list[Tensor], present: Sequence[Gate]) -> None:
     """Copies of weights to where they came from, and masters to parameters, where the kernel could
-    not.
+    not. What the kernel has left as it was is written as it was.
     """
     for i, (ours, theirs) in enumerate(zip(weights, bucket.weights, strict=True)):
         if present[i] and ours.data_ptr() != theirs.data_ptr():
@@ -101,14 +107,8 @@ def joined(starts: list[Tensor]) -> Tensor:
 
 
 def count_up(asked: list[Together]) -> None:
-    """One step more, of the tensors that have a gradient on any rank."""
-    steps = [
-        step
-        for one in asked
-        for step, here in zip(
-            one.bucket.state["step"], one.bucket.present(one.args[0]), strict=True
-        )
-        if here
-    ]
-    if steps:
-        torch._foreach_add_(steps, 1)
+    """One step more, of the tensors that are written."""
+    gated.count_up(
+        [step for one in asked for step in one.bucket.state["step"]],
+        [gate for one in asked for gate in one.bucket.gates(one.args[0])],
+    )

@@ -1,0 +1,59 @@
+"""What is raised where ranks found that they cannot go on as they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .._wire.requests import CommunicationError
+from .verdicts import Verdict
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+def misplaced(engine: Engine, verdict: Verdict) -> CommunicationError:
+    """Payloads of different buckets or steps met."""
+    where = ", ".join(
+        f"bucket {i}, of {engine.buckets[i].names[0]}" if i >= 0 else "another shard"
+        for i in verdict.misplaced
+    )
+    return CommunicationError(
+        f"payloads of different buckets or steps met ({where}): ranks start their "
+        "collectives in different order, or are steps apart. Run backward and step() "
+        "equally often on all ranks."
+    )
+
+
+def read_late(engine: Engine, verdict: Verdict, number: int) -> Exception | None:
+    """What a step has found that the host hears of in a later one; None where ranks can go on."""
+    if verdict.misplaced:
+        return misplaced(engine, verdict)
+    said = f"step {number} was not applied, and a later one tells (capturable=True): "
+    if verdict.agreed["unfrozen"][0] > 0:
+        return RuntimeError(
+            f"{said}on some rank other parameters required a gradient than before. Change "
+            "requires_grad before the same step on all ranks."
+        )
+    if verdict.failed:
+        return CommunicationError(
+            f"{said}the gradients of a rank could not be sent, and what it raised says why. Mend "
+            "that, and call step() again on all ranks."
+        )
+    if verdict.mismatch:
+        return ValueError(
+            f"{said}ranks differed in an option of their parameter groups. Make them equal; with "
+            "capturable=False the error names the first difference."
+        )
+    return None
+
+
+def watch_skips(engine: Engine, applied: bool) -> FloatingPointError | None:
+    """Count steps that were skipped in a row; what is to be raised where they are too many."""
+    engine.skipped_in_a_row = 0 if applied else engine.skipped_in_a_row + 1
+    if engine.skipped_in_a_row < engine.face.max_skipped:
+        return None
+    return FloatingPointError(
+        f"{engine.skipped_in_a_row} steps in a row were skipped, the last because of "
+        f"{engine.stats.reason}: lower the learning rate or look for what makes the loss "
+        "overflow (max_skipped is the limit)."
+    )

@@ -1,0 +1,73 @@
+"""AdamW and AdamS steps of one tensor by ``torch._fused_adamw_``, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._state.gates import Gate
+from .._wire.scratch import Scratch, at_a_time
+from . import math
+from .gated import shut
+
+HYPER = ("betas", "eps", "weight_decay", "maximize")
+# elements: a few vectors of them stay in a core's own cache between one pass and the next
+BLOCK = 131072
+Group = dict[str, Any]
+
+
+def adamw_(
+    group: Group, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, gate: Gate
+) -> None:
+    """``step`` is already counted up."""
+    hyper = {name: group[name] for name in HYPER}
+    contiguous = w.is_contiguous() and g.is_contiguous()
+    if not contiguous and isinstance(gate, bool):
+        return math.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
+    beta1, beta2 = hyper.pop("betas")
+    hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
+    own, g = w.contiguous(), g.contiguous()
+    torch._fused_adamw_([own], [g], [m], [v], [], [step], **hyper, found_inf=shut(gate))
+    if own is not w:
+        w.copy_(own)
+
+
+def adams_(
+    group: Group,
+    w: Tensor,
+    g: Tensor,
+    m: Tensor,
+    step: Tensor,
+    clip: float,
+    decay: bool,
+    gate: Gate,
+    scratch: Scratch,
+) -> None:
+    """An AdamW step whose second moment, before it, is the square of the first; on a CPU in blocks
+    that stay in the cache. ``step`` is already counted up.
+    """
+    (beta1, beta2), correction = group["betas"], group["bias_correction"]
+    hyper: Group = {
+        "lr": float(group["lr"]),
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"] if decay else 0.0,
+    }
+    contiguous = w.is_contiguous() and g.is_contiguous() and m.is_contiguous()
+    if not contiguous and not isinstance(gate, bool):
+        own, new = w.contiguous(), m.contiguous()
+        adams_(group, own, g.contiguous(), new, step, clip, decay, gate, scratch)
+        w.copy_(own)
+        m.copy_(new)
+        return
+    if not (clip == 1 and correction == "scape" and contiguous):
+        hyper |= {"betas": group["betas"], "bias_correction": correction}
+        return math.adams_(w, g, m, float(step), clip=clip, **hyper)
+    hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+    # Of its own: g may be scratch too.
+    block = at_a_time(BLOCK, m.view(-1))
+    square = scratch("square", min(block, m.numel()), m.dtype, m.device)
+    for w_, g_, m_ in zip(*(x.view(-1).split(block) for x in (w, g, m)), strict=True):
+        v = torch.mul(m_, m_, out=square[: m_.numel()])
+        torch._fused_adamw_([w_], [g_], [m_], [v], [], [step], **hyper, found_inf=shut(gate))
