@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from .._engine.engine import Engine
-from .._ops.norms import squared_norm
 from .._ops.clipping import clip_factor
+from .._ops.norms import squared_norm
 from .._ops.ops import Ops
 from .._sparse.selection import largest
 from .._sparse.sparsify import most_left
