@@ -21,8 +21,8 @@ from torch import Tensor
 from compopt._engine.base import CompressedOptimizer
 from compopt._engine.options import check_adam, check_compression, require
 from compopt._engine.when import dense_steps
-from compopt._ops.math import kept
 from compopt._ops.clipping import clip_factor
+from compopt._ops.math import kept
 from compopt._ops.ops import Ops
 from compopt._state.buckets import Bucket
 from compopt._state.layouts import Dense, Layout
