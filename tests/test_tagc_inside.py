@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
+from compopt._ops.backends import choose
+from compopt._sparse.selection import largest
 
 RANKS = (2, 4)
 
@@ -176,6 +180,22 @@ class Oracle:
         for who, (row, out) in enumerate(zip(rows, sent, strict=True)):
             for p, rest in zip(mine, (row - out).split(sizes), strict=True):
                 self.acc[who][p].chunk(self.ranks)[rank].copy_(rest.view_as(p.chunk(self.ranks)[rank]))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("backend", [None, "torch"], ids=["native", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_not_finite_is_among_the_largest(dtype, backend, wrong, monkeypatch):
+    """So it is sent, and no rank has to look for it."""
+    if backend:
+        monkeypatch.setenv("COMPOPT_BACKEND", backend)
+    ops = choose({"cpu"})
+    for n, count in itertools.product((100, 16384, 16385, 70000), (1, 3, 2000)):
+        for k in (1, n // 80 + 1, n // 3):
+            x = torch.randn(n, dtype=dtype)
+            x[torch.randperm(n)[:count]] = wrong
+            found = largest(x, k, ops)
+            assert len(found) == k and not x[found].isfinite().all()
 
 
 def beside_oracle(rank: int) -> dict[str, float]:

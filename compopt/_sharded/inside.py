@@ -52,14 +52,13 @@ def averaged(parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, again: bool) -
     sent = Everything(parcel, x)
     if parcel.sparsifies:
         left = sparsified(parcel, x, ops)  # line 2
-        bits = yield BitOr(bits_at(left, parcel.shards.offsets[-1]))  # lines 3 and 4
-        sent = AtUnion(parcel, x, left, ops.set_bits_of(bits))
+        bits = bits_at(left, parcel.shards.offsets[-1])  # line 3
+        index = yield BitOr(bits.clone())  # line 4
+        sent = AtUnion(parcel, x, left, bits, ops.set_bits_of(index))
 
     message = sent.message(plain, rows.dtype)  # line 5
     mean = yield ReduceScatterMean(message, sent.sizes)  # lines 6 and 9
-    finite, whole, coded = mean.split([1, parcel.plain, len(mean) - 1 - parcel.plain])
-    parcel.deliver(out, whole, sent.decode(coded))  # line 10
-    out.add_(finite)  # 0; NaN where a rank has sent what is not finite
+    parcel.deliver(out, mean[: parcel.plain], sent.decode(mean[parcel.plain :]))  # line 10
     sent.hold_back()  # line 2
     parcel.ahead, parcel.sent = x, sent.counts
 

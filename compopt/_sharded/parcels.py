@@ -43,11 +43,11 @@ class Piece(NamedTuple):
             return self.size
         return min(self.size, max(0, self.p.numel() - rank * self.size))
 
-    def beside(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of its elements in ``rows`` of accumulators, each with that of the residual."""
+    def views(self, rows: Tensor, begin: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of its elements in ``rows``, from column ``begin`` on, each with that of the residual."""
         if self.residual is None or not self.p.numel():
             return
-        own = rows[:, self.place : self.place + self.size]
+        own = rows[:, begin : begin + self.size]
         if self.dim:
             whole = self.residual.unflatten(self.dim, (len(rows), -1)).movedim(self.dim, 0)
             yield own.unflatten(1, whole.shape[1:]), whole
@@ -114,13 +114,12 @@ class Parcel:
         for piece in self.pieces:
             if piece.residual is None:
                 continue
-            own = x[:, piece.place : piece.place + piece.size]
             if x is self.ahead:
-                own.add_(rows[:, piece.begin : piece.end])
+                x[:, piece.place : piece.place + piece.size].add_(rows[:, piece.begin : piece.end])
                 continue
-            own.copy_(rows[:, piece.begin : piece.end])
-            for mine, owed in piece.beside(x):
-                mine.add_(owed)
+            gradients = (g for g, _ in piece.views(rows, piece.begin))
+            for (mine, owed), g in zip(piece.views(x, piece.place), gradients, strict=True):
+                torch.add(g, owed, out=mine)
         return x
 
     def as_they_are(self, rows: Tensor) -> Tensor:
@@ -138,7 +137,7 @@ class Parcel:
         """The step is applied: this is owed now."""
         if self.ahead is not None:
             for piece in self.pieces:
-                for mine, owed in piece.beside(self.ahead):
+                for mine, owed in piece.views(self.ahead, piece.place):
                     owed.copy_(mine)
         self.ahead = None
 

@@ -1,7 +1,7 @@
 """What TAGC sends of a reduce-scatter of FSDP: a row for the owner of each shard.
 
-A row begins with a number that says whether all of this rank's are finite; then comes what is not
-compressed, then the accumulators: all of them, or coded what is at the union.
+A row begins with what is not compressed; then come the accumulators: all of them, or coded what is
+at the union. What is not finite is among the largest, so it arrives, and the step is skipped.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._sparse.codes import CODES, Code
+from .._state.masks import ones_at
 from .._wire.dtypes import dtype_of
 from .parcels import Parcel
 
@@ -21,7 +22,7 @@ class Everything:
 
     def __init__(self, parcel: Parcel, x: Tensor):
         self.parcel, self.x = parcel, x
-        self.begin = 1 + parcel.plain  # of a row's accumulators
+        self.begin = parcel.plain  # of a row's accumulators
         # what rounding takes off them
         self.dropped: Tensor | None = None
 
@@ -44,10 +45,8 @@ class Everything:
         """All rows. ``given``: the dtype in which FSDP would send them."""
         exact = self.x.new_empty(sum(self.sizes))
         rows = exact.split(self.sizes)
-        finite = (self.x.sum() + plain.sum(dtype=self.x.dtype)) * 0
         for row, own in zip(rows, plain, strict=True):
-            row[:1] = finite
-            row[1 : self.begin] = own
+            row[: self.begin] = own
         self.write([row[self.begin :] for row in rows])
         dtype = dtype_of(self.parcel.group["payload_dtype"]) or given
         if self.exact:
@@ -78,15 +77,15 @@ class Everything:
 class AtUnion(Everything):
     """What line 2 has ``left``, coded at the ``index`` of all that any rank has left.
 
-    Both are positions among all accumulators, ascending.
+    Both are positions among all accumulators, ascending; ``bits`` has those of ``left`` set.
     """
 
-    def __init__(self, parcel: Parcel, x: Tensor, left: Tensor, index: Tensor):
+    def __init__(self, parcel: Parcel, x: Tensor, left: Tensor, bits: Tensor, index: Tensor):
         super().__init__(parcel, x)
         h = parcel.group
         seed = 1_000_003 * h["step"] + parcel.length  # alike on all ranks, another in every step
         self.code: Code = CODES[h["codec"]](parcel.shards, index, h["sketch_ratio"], seed)
-        self.exact, self.left, self.at = self.code.exact, left, torch.searchsorted(index, left)
+        self.exact, self.left, self.bits = self.code.exact, left, bits
 
     @property
     def lengths(self) -> list[int]:
@@ -97,9 +96,9 @@ class AtUnion(Everything):
         return len(self.code.index), self.code.leftovers
 
     def write(self, parts: list[Tensor]) -> None:
-        own = self.x.view(-1).index_select(0, self.left)
+        values = self.x.view(-1).index_select(0, self.code.index)
         # 0 at what only others have left
-        self.code.fill(parts, own.new_zeros(len(self.code.index)).index_copy_(0, self.at, own))
+        self.code.fill(parts, values.mul_(ones_at(self.bits, self.code.index)))
 
     def decode(self, mean: Tensor) -> Tensor:
         here = self.parcel.shards.in_own_parts(self.code.index)[self.parcel.rank]
@@ -108,7 +107,9 @@ class AtUnion(Everything):
         return self.x.new_zeros(self.parcel.width).index_copy_(0, here, values)
 
     def hold_back(self) -> None:
-        rest = self.x.new_zeros(len(self.left))
-        if self.dropped is not None:
-            rest = self.dropped.index_select(0, self.at)
-        self.x.view(-1).index_copy_(0, self.left, rest)
+        x = self.x.view(-1)
+        if self.dropped is None:
+            x.index_fill_(0, self.left, 0)
+        else:
+            at = torch.searchsorted(self.code.index, self.left)
+            x.index_copy_(0, self.left, self.dropped.index_select(0, at))

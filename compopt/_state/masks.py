@@ -242,8 +242,13 @@ def bits_at(positions: Tensor, size: int) -> Tensor:
 
 def count_shared(bits: Tensor, positions: Tensor) -> Tensor:
     """How many of the bits at ``positions`` are set."""
+    return ones_at(bits, positions).sum()
+
+
+def ones_at(bits: Tensor, positions: Tensor) -> Tensor:
+    """The bits at ``positions``, 1 or 0 each, uint8."""
     shifts = (positions & 7).to(torch.uint8)
-    return (bits.index_select(0, positions >> 3).bitwise_right_shift_(shifts) & 1).sum()
+    return bits.index_select(0, positions >> 3).bitwise_right_shift_(shifts).bitwise_and_(1)
 
 
 def per_tensor(positions: Tensor, lengths: tuple[int, ...]) -> list[Tensor | None]:
