@@ -67,21 +67,23 @@ def separate(
     mean = yield AllReduceMean(sent)  # line 3
     projections.find_bases(mean)
     squared = projections.squared_norm(mean)
-    norm = yield Agree(mean, projections.phase, squared)
+    norm = yield Agree(mean, projections.phase, squared, late=projections.stays_on_device)
 
     # from here on state changes; matrices are not kept while a payload travels
     projections.draw()
     factor = projections.factor(norm)
-    present = projections.present(mean)
-    for i in present:
+    gates = projections.count_up(mean)
+    for i, gate in enumerate(gates):
+        if not gate:
+            continue
         part = mean.parts[i]
         room = base.room(bucket, i, tensors[i].average_in(part))
         ghat = tensors[i].reconstruct(part, factor, room)  # line 4
-        base.take(bucket, i, ghat)
-        tensors[i].feed_back(mean, i, factor)  # line 5
+        base.take(bucket, i, ghat, gate)
+        tensors[i].feed_back(mean, i, factor, gate)  # line 5
     if projections.forgets:
         bucket.flat["residual"].zero_()
-    projections.commit(mean, present, factor)
+    projections.commit(mean, gates, factor)
 
 
 class SeparateAdam(Projecting):
@@ -98,7 +100,10 @@ class SeparateAdam(Projecting):
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
             The paper trains GPT-2 345M with lr 6e-4, betas (0.9, 0.95), weight_decay 0.1.
         foreach, fused: taken and ignored: the back end chooses how to compute.
-        amsgrad, capturable, differentiable: False; True is refused.
+        capturable: a steady step does not wait for the device: verdict, norm and clip stay there,
+            ``stats`` wait when they are read, errors are raised by a later step, skipped steps
+            count. On accelerators only; docs/backends.md says which steps wait all the same.
+        amsgrad, differentiable: False; True is refused.
         projection: "tracked", on a space that follows the gradient's largest singular vectors
             (PowerSGD's power iteration): two smaller exchanges, one after the other. It keeps most
             of the gradient; see ``tracking``. "gaussian", the paper's, random and unbiased;
@@ -183,7 +188,8 @@ class SeparateAdam(Projecting):
         differentiable: bool = False,
         fused: bool | None = None,
     ):
-        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
+        take_torchs(amsgrad, foreach, False, differentiable, fused)
+        self.capturable = capturable
         defaults = dict(
             lr=lr,
             betas=betas,

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 import compopt
 from compopt._state import buckets
 
-SIZE, STEPS, BAD = 2, 7, 4  # ranks; steps; the one that is not applied, counted from 0
+SIZE, STEPS, BAD = 2, 7, 3  # ranks; steps; the one that is not applied, counted from 0
 BYTES = 20_000  # of a bucket: every matrix has its own
-RADIUS = dict(density=0.4, warmup_steps=2, interval=100)
+GAUSSIAN = dict(lr=1e-2, projection="gaussian", ratio=8, warmup_steps=0)
+RADIUS = dict(density=0.4, warmup_steps=2, interval=5)
 
 Make = Callable[..., torch.optim.Optimizer]
 CASES: dict[str, Make] = {
@@ -40,6 +41,10 @@ CASES: dict[str, Make] = {
     "RadiusAdamW, int8, clipped": functools.partial(
         compopt.RadiusAdamW, lr=1e-2, payload_dtype="int8", max_grad_norm=0.5, **RADIUS
     ),
+    "SeparateAdam": functools.partial(compopt.SeparateAdam, **GAUSSIAN),
+    "SeparateAdam, int8": functools.partial(compopt.SeparateAdam, payload_dtype="int8", **GAUSSIAN),
+    "SeparateAdam, clipped": functools.partial(compopt.SeparateAdam, max_grad_norm=0.2, **GAUSSIAN),
+    "SeparateAdam, tracked": functools.partial(compopt.SeparateAdam, lr=1e-2, rank=4, warmup_steps=1),
 }
 AUTHORS = "AdamS, its authors'"  # with Triton only
 TRITONS = CASES | {AUTHORS: functools.partial(compopt.AdamS, lr=1e-3, bias_correction="adams")}
@@ -79,6 +84,10 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(x.dtype == y.dtype and torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(a, b, strict=True))
 
 
+def near(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-7) for x, y in zip(a, b, strict=True))
+
+
 def spoil(ranks: Ranks) -> None:
     ranks.models[-1].up.weight.grad[3, 5] = torch.nan
     ranks.models[-1].down.weight.grad[0, 7] = torch.inf
@@ -100,7 +109,7 @@ def run(name: str, device: torch.device, waits: Callable[[], int] = lambda: 0) -
         ]
     assert len(both[0].optimizers[0]._buckets) > 1
     prompt, late = both
-    differs, waited, kept = [], [], []
+    differs, far, waited, kept = [], [], [], []
     for number in range(STEPS):
         for ranks in both:
             ranks.backward(loss)
@@ -113,6 +122,7 @@ def run(name: str, device: torch.device, waits: Callable[[], int] = lambda: 0) -
         waited.append(waits() / SIZE)
         after = [[held(optimizer) for optimizer in ranks.optimizers] for ranks in both]
         differs += [number for a, b in zip(*after, strict=True) if not same(a, b)]
+        far += [number for a, b in zip(*after, strict=True) if not near(a, b)]
         late.assert_replicas_equal()
         if number == BAD:
             kept = [same(before, held(late.optimizers[1])), prompt.optimizers[0].stats.phase]
@@ -122,6 +132,7 @@ def run(name: str, device: torch.device, waits: Callable[[], int] = lambda: 0) -
     stats = late.optimizers[1].stats, prompt.optimizers[1].stats
     return {
         "differs": differs,
+        "far": far,
         "waits": waited,
         "kept": kept,
         "skipped": [one.skipped for one in stats],

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import late_runs
 import pytest
@@ -20,6 +21,7 @@ from sim import Ranks
 from torch.utils import backend_registration
 
 import compopt
+from compopt._state import buckets
 from compopt._state.devices import Passed
 from compopt._wire.requests import CommunicationError
 
@@ -29,14 +31,19 @@ devices_in_python = pytest.mark.skipif(
     reason="this torch has no devices in Python",
 )
 # steps that wait, counted from 0: a resample, and the one after it, which asks whether all ranks have the new mask
-WAITING = {"RadiusAdamW": {1, 2}, "RadiusAdamW, int8, clipped": {1, 2}}
+WAITING = {
+    "RadiusAdamW": {1, 2, 4, 5},
+    "RadiusAdamW, int8, clipped": {1, 2, 4, 5},
+    "SeparateAdam, tracked": {1},  # the first step that finds bases
+}
+ROUNDS = {"SeparateAdam, clipped"}  # the clip's factor is a number of the device, and error feedback rounds twice
 
 
-def assert_all_is_well(found: dict) -> None:
-    assert found["differs"] == [], "steps that have other bits than with capturable=False"
+def assert_all_is_well(found: dict, rounds: bool = False) -> None:
+    assert found["far" if rounds else "differs"] == [], "steps that have other bits than with capturable=False"
     assert found["kept"] == [True, "skipped"]
     assert found["skipped"] == [1, 1] and len(set(found["phases"])) == 1 and len(set(found["bytes"])) == 1
-    assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-14)
+    assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6 if rounds else 1e-14)
     assert found["steps"] == STEPS
 
 
@@ -53,7 +60,7 @@ def ran() -> dict[str, dict]:
 def test_on_a_device_steps_are_the_same_and_nobody_waits(name):
     found = ran()[name]
     assert "raised" not in found, found["raised"]
-    assert_all_is_well(found)
+    assert_all_is_well(found, name in ROUNDS)
     assert found["mixed"] == {}
     waits = {number for number, n in enumerate(found["waits"]) if n}
     assert waits - {0} == WAITING.get(name, set()), found["waits"]
@@ -83,7 +90,8 @@ def test_kernels_take_the_same_steps_behind_the_gate(triton, name):
 
 
 def made(size: int = SIZE, **options) -> Ranks:
-    return Ranks(size, late_runs.Model, functools.partial(compopt.AdamS, lr=1e-2, capturable=True, **options))
+    with mock.patch.object(buckets, "BUCKET_BYTES", late_runs.BYTES):
+        return Ranks(size, late_runs.Model, functools.partial(compopt.AdamS, lr=1e-2, capturable=True, **options))
 
 
 def take(ranks: Ranks, spoiled: bool = False) -> None:
@@ -169,11 +177,12 @@ def test_a_rank_that_cannot_send_says_so_and_the_others_a_step_later(triton):
     assert not late_runs.same(before, all_held(ranks))
 
 
-def test_payloads_of_different_steps_are_told_a_step_later(triton):
+def test_payloads_of_different_buckets_are_told_a_step_later(triton):
     ranks = made()
     take(ranks)
     before = all_held(ranks)
-    ranks.optimizers[1].param_groups[0]["step"] = 7
+    first, second, *_ = ranks.optimizers[1]._buckets
+    first.index, second.index = second.index, first.index
     take(ranks)
     assert late_runs.same(before, all_held(ranks))
     with pytest.raises(CommunicationError, match="payloads of different buckets or steps met"):

@@ -27,6 +27,8 @@ MOST = {
     "Average, int8": (68, 1),
     "AdamS, capturable": (50, 0),
     "Radius, capturable": (50, 0),
+    "Separate, capturable": (240, 0),
+    "tracked, capturable": (290, 0),
     "LocalSteps, between": (33, 1),
     "LocalSteps, exchange": (299, 3),
 }

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket, grad_dtype, local
+from .._state.buckets import Bucket, Gate, grad_dtype, local
 
 
 class Averages:
@@ -29,7 +29,8 @@ class Averages:
             )
         return local(self._kept[p])
 
-    def take(self, bucket: Bucket, i: int, ghat: Tensor) -> None:
+    def take(self, bucket: Bucket, i: int, ghat: Tensor, gate: Gate = True) -> None:
+        """The average of tensor i; ``gate`` is True here, for an optimizer of torch knows none."""
         p = bucket.params[i]
         self._taken[p] = self._kept[p]
 

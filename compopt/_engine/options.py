@@ -15,7 +15,7 @@ from .when import OPTIONS
 # options of torch.optim.AdamW that nothing here can follow, and why
 NEVER = {
     "amsgrad": "largest second moments are not kept",
-    "capturable": "AdamS and RadiusAdamW alone can do without the host, with all their groups",
+    "capturable": "AdamS, RadiusAdamW and SeparateAdam can do without the host, and only with all groups",
     "differentiable": "a step that goes over the network has no gradient",
 }
 

@@ -131,7 +131,8 @@ class Projecting(CompressedOptimizer):
         tensors: list[Sent] = []
         for i, (q, g, e) in enumerate(zip(plan, grads, residual, strict=True)):
             if q is None or e is None:
-                tensors.append(Whole(g, e, clipped, bucket.lengths[i], bucket.owes, sends))
+                length = bucket.lengths[i]
+                tensors.append(Whole(g, e, clipped, self.ops, length, bucket.owes, sends))
             elif q.kind.follows:
                 tensors.append(Tracked(g, e, clipped, q, self.ops, bases[i]))
             else:
@@ -158,16 +159,22 @@ class Projecting(CompressedOptimizer):
             first[i] = None if warm[i] else replace(q, rows=q.m, columns=q.d)
         random = self._drawing(bucket, first)()
         held = bucket.state["basis"]
-        found = {i: held[i] if warm[i] else random[i] for i in tracked}
+        found = {i: held[i] if warm[i] else begun(held[i], random[i]) for i in tracked}
         return {i: Q.view(tracked[i].m, -1) for i, Q in found.items() if Q is not None}
 
     def restore(self, bucket: Bucket) -> None:
         """A basis that is not zero has been found by a step."""
         bases = bucket.state.get("basis", [None] * len(bucket.params))
+        bucket.cache["begun"] = False  # whether the host has seen a step that finds bases
         bucket.cache["warm"] = [basis is not None and bool(basis.any()) for basis in bases]
 
     def committed(self) -> None:
         self._adaptation.adapt(self._option_groups)
+
+    def not_capturable(self) -> str:
+        if self._clips_locally():
+            return "clip='local' takes the gradient's norm to the host"
+        return ""
 
     # Clipping the local gradient: one norm over all buckets, so none of them can be sent before
     # backward has ended
@@ -189,6 +196,13 @@ def projection_of(p: Tensor, h: Group, place: int) -> Projection | None:
     """How a tensor is projected that has this place in its group."""
     ratio, beta = current(h, place)
     return projection(local(p).shape, is_sharded(p), ratio, h["projection"], beta, h["rank"])
+
+
+def begun(held: Tensor, random: Tensor | None) -> Tensor | None:
+    """What a tensor begins with of which the host knows no basis: a step may have found one of
+    which it has not heard. At first random numbers.
+    """
+    return random if random is None else torch.where(held.any(), held, random.view(held.shape))
 
 
 def values_of(q: Projection) -> int:

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .._ops.clipping import scale_
+from .._ops.gated import writing
 from .._ops.ops import Ops
+from .._state.buckets import Gate
 from .._wire.requests import Payload
 from .projections import Projection
 
@@ -26,6 +29,7 @@ class Whole:
     g: Tensor | None
     e: Tensor | None
     clipped: float
+    ops: Ops
     length: int
     owed: bool
     sends: bool
@@ -56,13 +60,14 @@ class Whole:
         """Where the averaged gradient is already."""
         return part
 
-    def reconstruct(self, part: Tensor, factor: float, ghat: Tensor) -> Tensor:
+    def reconstruct(self, part: Tensor, factor: float | Tensor, ghat: Tensor) -> Tensor:
         """``factor`` times the averaged gradient, into ``ghat``, where it may be already."""
         if ghat.data_ptr() != part.data_ptr():
             ghat.view(-1).copy_(part)
-        return ghat.mul_(factor) if factor != 1 else ghat
+        scale_(ghat, factor)
+        return ghat
 
-    def feed_back(self, mean: Payload, i: int, factor: float) -> None:
+    def feed_back(self, mean: Payload, i: int, factor: float | Tensor, gate: Gate = True) -> None:
         """All has been sent, or was the noise of an unbiased projection, which owes nothing: there
         remains what rounding took off.
 
@@ -70,10 +75,12 @@ class Whole:
         """
         if self.e is None:
             return
-        if self.owed or mean.dropped is not None:
-            self.e.mul_(1 - factor if self.sends else 0.0)
-        if mean.dropped is not None:
-            self.e.view(-1).add_(mean.dropped_parts[i], alpha=factor)
+        if not self.owed and mean.dropped is None:
+            return
+        with writing(self.ops, self.e, gate) as e:
+            e.mul_(1 - factor if self.sends else 0.0)
+            if mean.dropped is not None:
+                add_(e.view(-1), mean.dropped_parts[i], factor)
 
 
 @dataclass
@@ -135,7 +142,7 @@ class Projected:
         """Nowhere yet."""
         return None
 
-    def reconstruct(self, part: Tensor, factor: float, ghat: Tensor) -> Tensor:
+    def reconstruct(self, part: Tensor, factor: float | Tensor, ghat: Tensor) -> Tensor:
         """Line 4, times ``factor``, into ``ghat``."""
         q, R = self.q, self.R
         p = q.of_part(part).to(R.dtype) * (q.scale * factor)
@@ -146,7 +153,7 @@ class Projected:
         torch.mm(p, R.t(), out=q.matrix(exact))
         return ghat.copy_(exact)
 
-    def feed_back(self, mean: Payload, i: int, factor: float) -> None:
+    def feed_back(self, mean: Payload, i: int, factor: float | Tensor, gate: Gate = True) -> None:
         """Line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
 
         p is what the others got of this rank: where it was rounded on its way, as int8, without
@@ -157,15 +164,27 @@ class Projected:
         if q.beta == 1:
             return
         new = (1 - q.beta) * factor
-        if g is not None:
-            e.add_(g, alpha=new * self.clipped)
         if mean.seed is not None:
             self.p.sub_(mean.dropped_parts[i])
         p = q.of_part(self.p).to(R.dtype)
-        q.matrix(e).addmm_(p, R.t(), alpha=-new * q.scale)
+        with writing(self.ops, e, gate) as held:
+            if g is not None:
+                add_(held, g, new * self.clipped)
+            if isinstance(new, Tensor):
+                q.matrix(held).addmm_(p * (-new * q.scale), R.t())
+            else:
+                q.matrix(held).addmm_(p, R.t(), alpha=-new * q.scale)
 
 
 Sent = Whole | Projected
+
+
+def add_(x: Tensor, y: Tensor, factor: float | Tensor) -> None:
+    """``x += factor * y``. A factor of the device rounds twice."""
+    if isinstance(factor, Tensor):
+        x.add_(y.to(x.dtype) * factor)
+    else:
+        x.add_(y, alpha=factor)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .._ops.clipping import clip_factor
+from .._ops.gated import count_up
 from .._ops.norms import squared_norms
 from .._ops.ops import Ops
-from .._state.buckets import Bucket, upload
+from .._state.buckets import Bucket, Gate, upload
 from .._wire.requests import Asking, Payload
 from .options import clips_average, forgets
 from .sent import Projected, Sent
@@ -114,35 +115,45 @@ class Projections:
 
     # After all ranks have agreed
 
-    def factor(self, norm: float) -> float:
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether the commit asks the device for nothing.
+
+        Cosines are read; the first step that finds bases notes of which tensors; and a step that
+        forgets errors, or sends what is owed, notes what remains.
+        """
+        begun = not self.tracked or self.bucket.cache["begun"]
+        known = self.projects or not self.bucket.owes
+        return known and begun and not (self.found or self.forgets)
+
+    def factor(self, norm: float | Tensor) -> float | Tensor:
         """That clips the averaged gradient, where it is clipped."""
         h = self.bucket.group
         return clip_factor(norm, h["max_grad_norm"]) if clips_average(h) else 1.0
 
-    def present(self, mean: Payload) -> list[int]:
+    def count_up(self, mean: Payload) -> list[Gate]:
         """The tensors of which any rank has a gradient; this is a step more of each."""
-        steps = self.bucket.state["step"]
-        present = [i for i, here in enumerate(self.bucket.present(mean)) if here]
-        if present:
-            torch._foreach_add_([steps[i] for i in present], 1)
-        return present
+        gates = self.bucket.gates(mean)
+        count_up(self.bucket.state["step"], gates)
+        return gates
 
     @property
     def forgets(self) -> bool:
         """Whether the errors are forgotten after this step."""
         return forgets(self.bucket.group, self.bucket.group["step"] + 1)
 
-    def commit(self, mean: Payload, present: list[int], factor: float) -> None:
+    def commit(self, mean: Payload, gates: list[Gate], factor: float | Tensor) -> None:
         """What the next step begins with."""
         bucket = self.bucket
-        follow(bucket, self.tracked, self.bases, present)
-        waits = len(present) < len(self.tensors) or (self.sends and factor != 1)
+        follow(bucket, self.tracked, self.bases, gates)
+        clips = isinstance(factor, Tensor) or factor != 1
+        waits = not all(gates) or (self.sends and clips)
         bucket.cache["owes"] = self.projects or (bucket.owes and waits)
         if self.found:
-            self.found(self._cosines(mean, present))
+            self.found(self._cosines(mean, gates))
 
-    def _cosines(self, mean: Payload, present: list[int]) -> dict[Tensor, float]:
+    def _cosines(self, mean: Payload, gates: list[Gate]) -> dict[Tensor, float]:
         """The mean over ranks, of each projected tensor of which any has a gradient."""
         params, cosines = self.bucket.params, mean.parts[-1].tolist()
-        projected = [i for i in present if isinstance(self.tensors[i], Projected)]
+        projected = [i for i, t in enumerate(self.tensors) if gates[i] and isinstance(t, Projected)]
         return {params[i]: cosines[i] for i in projected}

@@ -25,8 +25,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .._ops.gated import behind
 from .._ops.ops import Ops
-from .._state.buckets import Bucket
+from .._state.buckets import Bucket, Gate
 from .._wire.requests import AllReduceMean, Asking, Payload
 from .orthonormal import orthonormal
 from .sent import Projected, multiply
@@ -78,11 +79,15 @@ def next_bases(tracked: dict[int, Tracked], mean: Payload) -> list[Tensor]:
 
 
 def follow(
-    bucket: Bucket, tracked: dict[int, Tracked], bases: list[Tensor], present: list[int]
+    bucket: Bucket, tracked: dict[int, Tracked], bases: list[Tensor], gates: list[Gate]
 ) -> None:
-    """Keep the next Q of those that have had a gradient."""
-    here = set(present)
+    """Keep the next Q of those that have had a gradient, and note which have one, where the host
+    knows.
+    """
     for i, Q in zip(tracked, bases, strict=True):
-        if i in here:
-            bucket.state["basis"][i].view(Q.shape).copy_(Q)
-            bucket.cache["warm"][i] = True
+        if gate := gates[i]:
+            basis = bucket.state["basis"][i].view(Q.shape)
+            basis.copy_(behind(gate, basis, None, Q))
+            bucket.cache["warm"][i] |= gate is True
+    if tracked and all(isinstance(gate, bool) for gate in gates):
+        bucket.cache["begun"] = True

@@ -35,8 +35,7 @@ def behind(gate: Gate, x: Tensor, index: Tensor | None, values: Tensor) -> Tenso
     """What to write at ``index`` of ``x``, or everywhere: ``values``, or what is there."""
     if isinstance(gate, bool):
         return values
-    flat = x.view(-1)
-    old = flat if index is None else flat.index_select(0, index)
+    old = x.view(values.shape) if index is None else x.view(-1).index_select(0, index)
     return torch.where(gate.writes, values.to(x.dtype), old)
 
 
