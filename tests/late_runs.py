@@ -46,9 +46,10 @@ CASES: dict[str, Make] = {
     "SeparateAdam, clipped": functools.partial(compopt.SeparateAdam, max_grad_norm=0.2, **GAUSSIAN),
     "SeparateAdam, tracked": functools.partial(compopt.SeparateAdam, lr=1e-2, rank=4, warmup_steps=1),
 }
-AUTHORS = "AdamS, its authors'"  # with Triton only
-TRITONS = CASES | {AUTHORS: functools.partial(compopt.AdamS, lr=1e-3, bias_correction="adams")}
-del TRITONS["AdamS, bfloat16"]  # the interpreter cuts bfloat16 where masters round it: every step renews them
+# what kernels commit; bfloat16 they cut in the interpreter, where masters round it, and every step would renew those
+TRITONS = {name: CASES[name] for name in ("AdamS", "RadiusAdamW", "RadiusAdamW, int8, clipped")} | {
+    "AdamS, its authors'": functools.partial(compopt.AdamS, lr=1e-3, bias_correction="adams"),
+}
 
 
 class Model(Small):
