@@ -205,6 +205,12 @@ def _dequantise(cut, gathered, body, *_) -> int:
     return size(gathered) + size(body)
 
 
+def _factored(rows, **_) -> int:
+    """Tiles read factors over again, from the device's cache."""
+    once, twice = ("R", "p", "own", "dropped", "grad", "public"), ("w", "m", "v", "residual")
+    return sum(sum(size(getattr(r, n)) for n in once) + 2 * sum(size(getattr(r, n)) for n in twice) for r in rows)
+
+
 # Bytes of what a kernel reads and writes, by what it is called with; of a sector only the values that are selected.
 MOVED: dict[str, Callable[..., int]] = {
     "adamw": _adamw,
@@ -219,6 +225,7 @@ MOVED: dict[str, Callable[..., int]] = {
     "quantise": _quantise,
     "mean": _mean,
     "dequantise": _dequantise,
+    "factored": _factored,
 }
 
 

@@ -104,7 +104,20 @@ def operations(n: int, device: torch.device) -> dict[str, Operation]:
             ),
             f"top_k {density}": Operation(lambda rows=top: kernels.top_k(blocks, rows), 20 * n + n / 8),
         }
-    return found | codes(n, device)
+    return found | codes(n, device) | products(n, device)
+
+
+def products(n: int, device: torch.device) -> dict[str, Operation]:
+    """AdamW on averages of rank 16, and the residual, of a square matrix of about n elements."""
+    import compopt_kernels as kernels
+
+    side = 128 * max(1, round(n**0.5 / 128))
+    R, p, own = (torch.randn(16 * side, device=device) for _ in range(3))
+    w, m, v, e, g = (torch.rand(side * side, device=device) for _ in range(5))
+    step = torch.ones((), device=device)
+    row = kernels.FactoredRow(side, side, 16, R.view(16, side).t(), 1, side, p, own, w, m, v, step, e, None, g)
+    hyper = {**HYPER, "of_average": 1.0, "of_sent": 1.0, "of_grad": 1.0}
+    return {"factored 16": Operation(lambda: kernels.factored([row], **hyper), 36 * side * side)}
 
 
 def codes(n: int, device: torch.device) -> dict[str, Operation]:

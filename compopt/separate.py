@@ -45,11 +45,13 @@ from ._lowrank.bases import AdamW, Base
 from ._lowrank.options import check_said, resolved
 from ._lowrank.projecting import Group, Projecting
 from ._lowrank.step import Projections
-from ._state.buckets import Bucket
+from ._ops.gated import count_up
+from ._ops.ops import Ops
+from ._state.buckets import Bucket, Gate
 from ._state.layouts import Dense, Layout
 from ._wire.comm import ProcessGroup
 from ._wire.dtypes import PayloadDtype
-from ._wire.requests import Agree, AllReduceMean, Asking
+from ._wire.requests import Agree, AllReduceMean, Asking, Payload
 
 
 def separate(
@@ -58,7 +60,6 @@ def separate(
     base: Base,
 ) -> Asking[None]:
     """Algorithm 1, one bucket, one step; ``base`` takes the averaged gradients."""
-    tensors = projections.tensors
     yield from projections.track()
     projections.draw()
     sent = projections.pack()  # lines 1 and 2
@@ -72,18 +73,37 @@ def separate(
     # from here on state changes; matrices are not kept while a payload travels
     projections.draw()
     factor = projections.factor(norm)
-    gates = projections.count_up(mean)
-    for i, gate in enumerate(gates):
+    gates = bucket.gates(mean)
+    if isinstance(base, AdamW) and projections.are_factors(gates, factor):
+        yield from projections.ops.commit(  # lines 4 and 5
+            "separate.commit", commit, bucket, mean, projections, base, gates, factor
+        )
+    else:
+        commit(bucket, projections.ops, mean, projections, base, gates, factor)
+    if projections.forgets:
+        bucket.flat["residual"].zero_()
+    yield from projections.commit(mean, gates, factor)
+
+
+def commit(
+    bucket: Bucket,
+    ops: Ops,
+    mean: Payload,
+    projections: Projections,
+    base: Base,
+    gates: list[Gate],
+    factor: float | Tensor,
+) -> None:
+    """Lines 4 and 5 of the tensors that any rank has a gradient of, and the base's step."""
+    count_up(bucket.state["step"], gates)
+    for i, (tensor, gate) in enumerate(zip(projections.tensors, gates, strict=True)):
         if not gate:
             continue
         part = mean.parts[i]
-        room = base.room(bucket, i, tensors[i].average_in(part))
-        ghat = tensors[i].reconstruct(part, factor, room)  # line 4
+        room = base.room(bucket, i, tensor.average_in(part))
+        ghat = tensor.reconstruct(part, factor, room)  # line 4
         base.take(bucket, i, ghat, gate)
-        tensors[i].feed_back(mean, i, factor, gate)  # line 5
-    if projections.forgets:
-        bucket.flat["residual"].zero_()
-    projections.commit(mean, gates, factor)
+        tensor.feed_back(mean, i, factor, gate)  # line 5
 
 
 class SeparateAdam(Projecting):

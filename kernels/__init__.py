@@ -15,6 +15,7 @@ from ._programs import Programs, programs
 from .adamw import AdamWRow, adamw
 from .code import CodeRow, EncodeRow, decode, encode
 from .compact import compact
+from .factored import FactoredRow, factored
 from .pack_bits import pack_bits, unpack_bits
 from .positions import count, positions
 from .quantise import dequantise, mean, mean_of_words, quantise
@@ -27,6 +28,7 @@ __all__ = [
     "Blocks",
     "CodeRow",
     "EncodeRow",
+    "FactoredRow",
     "Programs",
     "ScapeRow",
     "TopKRow",
@@ -37,6 +39,7 @@ __all__ = [
     "decode",
     "dequantise",
     "encode",
+    "factored",
     "mean",
     "mean_of_words",
     "moment",

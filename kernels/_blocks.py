@@ -113,8 +113,13 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 def alignment(blocks: Blocks, *columns: Sequence[Tensor | None]) -> int:
     """16 where all lengths and all addresses in these columns are multiples of it, else 1."""
+    return alignment_of(blocks.lengths, *columns)
+
+
+def alignment_of(lengths: Sequence[int], *columns: Sequence[Tensor | None]) -> int:
+    """The same of the lengths of what begins anew at each of them."""
     cells = [t.data_ptr() for column in columns for t in column if t is not None]
-    return 16 if all(number % 16 == 0 for number in (*blocks.lengths, *cells)) else 1
+    return 16 if all(number % 16 == 0 for number in (*lengths, *cells)) else 1
 
 
 @lru_cache(maxsize=1024)

@@ -60,7 +60,7 @@ def compact(
     bits: Sequence[Tensor | None],
     starts: Tensor,
     grads: Sequence[Tensor | None],
-    parts: Sequence[Tensor],
+    parts: Sequence[Tensor | None],
     header: Tensor,
     add: Sequence[Tensor | None],
     scale: float,
@@ -74,12 +74,13 @@ def compact(
         bits: packed masks; None: all elements.
         starts: what ``count`` returned for them.
         grads: contiguous, of one dtype; None counts as zeros.
-        parts: where the selected values go, of one dtype.
+        parts: where the selected values go, of one dtype; None: nowhere.
         header: one element a tensor, of any dtype.
         add: contiguous, float32 (float64 for float64 gradients); None: nothing is added.
     """
     some = [g for g in grads if g is not None]
-    gradient = some[0].dtype if some else parts[0].dtype
+    sent = [part for part in parts if part is not None]
+    gradient = some[0].dtype if some else header.dtype
     wide = torch.promote_types(gradient, torch.float32)
     # The sums of squares begin with 0, and are in the table itself.
     sums = [0] * len(grads)
@@ -91,7 +92,7 @@ def compact(
         header,
         GT=TYPES[gradient],
         ST=TYPES[wide],
-        OT=TYPES[parts[0].dtype],
+        OT=TYPES[sent[0].dtype if sent else header.dtype],
         HT=TYPES[header.dtype],
         ALIGN=alignment(blocks, grads),
     )

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from compopt._lowrank import kinds, matrices, orthonormal, sent
 from compopt._wire.requests import CommunicationError
 
 CPU = torch.device("cpu")
@@ -72,6 +73,11 @@ class Large(Small):
 def norm_of_devices(x: Tensor) -> Tensor:
     """|x|^2 as devices find it, on the CPU too, which else adds up in an order of its own."""
     return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+
+
+def columns_of_devices(given: Tensor) -> Tensor:
+    """Orthonormal columns as devices find them, on the CPU too."""
+    return orthonormal.by_cholesky(given).to(given.dtype)
 
 
 def placed(model: nn.Module, device: torch.device) -> nn.Module:
@@ -276,6 +282,9 @@ def main(names: list[str]) -> None:
     for module in [module for name, module in sys.modules.items() if name.startswith("compopt")]:
         for name in {"squared_norm", "squared_norm_alike"} & vars(module).keys():
             setattr(module, name, norm_of_devices)
+    sent.sums_products = lambda e: True
+    for module in (kinds, matrices, orthonormal):
+        module.columns_of = columns_of_devices
     found = {}
     for name in names or RUNS:
         try:

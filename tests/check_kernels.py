@@ -22,7 +22,8 @@ OLD = triton.__version__.startswith("3.2.")  # it has no linker of its own for A
 if not OLD:
     TARGETS.append(GPUTarget("hip", "gfx942", 64))
 POINTERS = {
-    "where": "*i64", "table": "*i64", "starts": "*i64", "held_starts": "*i64", "wanted": "*i64", "bins": "*i64",
+    "where": "*i64", "tiles": "*i64", "table": "*i64", "starts": "*i64", "held_starts": "*i64", "wanted": "*i64",
+    "bins": "*i64",
     "counts": "*i32", "words": "*i32", "prefix": "*i32", "mask": "*u8", "bits": "*u8", "n": "i64",
     "rows_of": "*i32", "chunks": "*i32", "body": "*fp32", "dropped": "*fp32", "noise": "*fp32",
     "message": "*u8", "received": "*u8", "gathered": "*u8", "codes": "*i8", "out": "*fp32", "place": "i32",
@@ -54,6 +55,10 @@ CASES = {
     "top_k._select": [dict(TYPE=F32)],
     "code._encode": [{}],
     "code._decode": [{}],
+    "factored._factored": [
+        dict(ST=F32, VT=F32, GT=F32, PT=F32, ROUNDS=True, ALIGN=16, ROWS=16, COLUMNS=128),
+        dict(ST=F32, VT=BF16, GT=BF16, PT=BF16, ROUNDS=False, ALIGN=1, ROWS=16, COLUMNS=128),
+    ],
     "quantise._quantise": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
     "quantise._mean": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
     "quantise._dequantise": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
@@ -104,9 +109,11 @@ for name, cases in CASES.items():
                 assert re.search(r"ld\.global\.v4", forms["ptx"]), f"{name} loads one number at a time"
 kernels = {
     f"{module}.{name}"
-    for module in ("positions", "pack_bits", "compact", "adamw", "scape", "top_k", "code", "quantise")
+    for module in ("positions", "pack_bits", "compact", "adamw", "scape", "top_k", "code", "quantise", "factored")
     for name, value in vars(sys.modules[f"{compopt_kernels.__name__}.{module}"]).items()
-    if isinstance(value, triton.JITFunction) and value.fn.__module__.endswith(module) and "BLOCK" in value.arg_names
+    if isinstance(value, triton.JITFunction)
+    and value.fn.__module__.endswith(module)
+    and {"BLOCK", "COLUMNS"} & {*value.arg_names}
 }
 inlined = {"pack_bits.to_bytes"}
 assert kernels - inlined <= set(CASES), f"not compiled: {kernels - inlined - set(CASES)}"

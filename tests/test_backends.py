@@ -71,6 +71,9 @@ TRITON = {  # each class twice: what it does in all its phases, and the options 
         {"warmup_steps": 1, "lr": 1e-3, "max_grad_norm": 0.5, "clip": "scape", "maximize": True},
     ],
     "AdamS": [{"steps": 2}],
+    "SeparateAdam": [
+        {"ratio": None, "rank": 7, "warmup_steps": 1, "lr": 1e-3, "projection": "tracked", "payload_dtype": None}
+    ],
 }
 
 

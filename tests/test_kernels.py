@@ -190,6 +190,38 @@ def test_scape(device, grad, bias_correction, clip, maximize):
     close(ours_e, residual)
 
 
+@pytest.mark.parametrize("tile, grad, rounds", [((16, 32), torch.float32, True), ((64, 16), torch.bfloat16, False)])
+def test_factored(device, tile, grad, rounds):
+    """AdamW on R p^T and what is held back; one tensor is smaller than a tile, one has no gradient."""
+    draw, rows, r = Draw(device), [], 5
+    betas, shares = HYPER["betas"], dict(of_average=-0.5, of_sent=0.7, of_grad=0.3)
+    expected = []
+    for n, (height, width) in enumerate([(40, 48), (7, 19), (64, 33)]):
+        R, p, own = (draw.one(size * r).view(r, size).t() for size in (height, width, width))
+        R = R.contiguous() if n == 1 else R
+        w, m, e = (draw.one(height * width) for _ in range(3))
+        v, g = draw.one(height * width).square(), None if n == 2 else draw.one(height * width, grad)
+        dropped = draw.one(width * r) * 0.1 if rounds else None
+        public, step = w.bfloat16(), torch.tensor(3.0, device=device)
+        state = [x.clone() for x in (w, m, v, e)]
+        rows.append(
+            kernels.FactoredRow(
+                height, width, r, R, *R.stride(), p.t().contiguous().view(-1), own.t().contiguous().view(-1),
+                w, m, v, step, e, dropped, g, public,
+            )
+        )  # fmt: skip
+        sent = own if dropped is None else own - dropped.view(r, width).t()
+        average = -0.5 * (R @ p.t()).reshape(-1)
+        was = 0 if g is None else g.float()
+        _math.adamw_(state[0], average, state[1], state[2], 3.0, **HYPER)
+        state[3] += 0.3 * was - 0.7 * (R @ sent.t()).reshape(-1)
+        expected.append(state)
+    kernels.factored(rows, **{**HYPER, "betas": betas}, **shares, tile=tile)
+    for row, (w, m, v, e) in zip(rows, expected, strict=True):
+        close([row.w, row.m, row.v, row.residual], [w, m, v, e], 2e-5)
+        close([row.public.float()], [row.w], COARSE)
+
+
 @pytest.mark.parametrize("case", ["normal", "ties", "zeros", "huge and tiny"])
 def test_top_k(device, case):
     """Exactly k, and none left out is larger than one taken."""
@@ -274,7 +306,7 @@ def test_the_benchmark_runs_every_kernel(device, capsys, monkeypatch):
         operation.run()
     kinds = {name.split()[0] for name in found}
     assert kinds == {"copy", "pack_bits", "unpack_bits", "count", "positions", "compact", "adamw", "scape", "top_k",
-                     "encode", "decode"}  # fmt: skip
+                     "encode", "decode", "factored"}  # fmt: skip
     assert all(operation.nbytes > 0 for operation in found.values())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_kernels.py"])

@@ -17,7 +17,7 @@ from table import by_name, projecting
 from torch import nn
 
 import compopt
-from compopt._lowrank.orthonormal import orthonormal
+from compopt._lowrank.orthonormal import by_cholesky, orthonormal
 from compopt._lowrank.projections import projection
 
 SHAPES = [(64, 80), (80,), (128, 64), (96, 3, 40), (10, 10)]
@@ -118,11 +118,16 @@ def test_it_follows_a_gradient_of_low_rank():
     assert caught["tracked"] < 1e-4 and caught["orthonormal"] > 0.5
 
 
-def test_columns_are_orthonormal_whatever_comes():
+@pytest.mark.parametrize("by", [orthonormal, lambda all_: [by_cholesky(one).float() for one in all_]])
+def test_columns_are_orthonormal_whatever_comes(by):
     generator = torch.Generator().manual_seed(0)
     same = torch.randn(40, 1, generator=generator).expand(40, 3)
     matrices = [torch.randn(40, 3, generator=generator), torch.zeros(40, 3), same, torch.randn(7, 2)]
-    for matrix, found in zip(matrices, orthonormal(matrices), strict=True):
+    small_and_large = torch.randn(40, 3, generator=generator) * torch.tensor([1e-30, 1.0, 1e18])
+    nearly_same = same + 1e-5 * torch.randn(40, 3, generator=generator)
+    matrices += [small_and_large, nearly_same, torch.eye(40)[:, :3], -torch.eye(40)[:, :3]]
+    for matrix, found in zip(matrices, by(matrices), strict=True):
+        matrix = matrix / matrix.norm(dim=0).clamp_min(1e-35)
         torch.testing.assert_close(found.t() @ found, torch.eye(found.shape[1]), rtol=0, atol=1e-5)
         torch.testing.assert_close(found @ (found.t() @ matrix), matrix, rtol=1e-4, atol=1e-4)
 

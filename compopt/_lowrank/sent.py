@@ -5,6 +5,7 @@ A part of a payload is what is sent of the tensor, or after averaging what came 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,22 +35,8 @@ class Whole:
     owed: bool
     sends: bool
 
-    def write(self, part: Tensor) -> None:
-        """Into its part of the message."""
-        if self.g is None:
-            part.zero_()
-        else:
-            part.copy_(self.g.reshape(-1))
-            if self.clipped != 1:
-                part.mul_(self.clipped)
-        if self.e is not None and self.sends:
-            part.add_(self.e.view(-1))
-
     def cosine(self, part: Tensor) -> Tensor | float:
         return 0.0
-
-    def keep(self, part: Tensor) -> None:
-        """Nothing of this rank's own part is needed later."""
 
     @property
     def square_scale(self) -> float:
@@ -93,7 +80,7 @@ class Projected:
     q: Projection
     ops: Ops
     R: Tensor = field(init=False)  # of line 2; drawn anew wherever it is used
-    p: Tensor = field(init=False)  # this rank's, to be subtracted from its error
+    p: Tensor = field(init=False)  # this rank's, to be subtracted from its error; see ``keep``
 
     @property
     def length(self) -> int:
@@ -111,7 +98,21 @@ class Projected:
 
     def write(self, part: Tensor) -> None:
         """Line 2, into its part of the message."""
-        multiply(self.h(), self.R, out=self.q.of_part(part))
+        self.times(self.R, self.q.of_part(part))
+
+    def times(self, right: Tensor, out: Tensor, across: bool = False) -> None:
+        """``h right``, or with ``across`` its transpose's product.
+
+        A device would write h, and read it again: the product of g is added to that of e.
+        """
+        e, g = self.e, self.g
+        if not (sums_products(e) and (g is None or g.dtype == e.dtype == out.dtype)):
+            h = self.h()
+            return multiply(h.t() if across else h, right, out=out)
+        parts = [self.q.matrix(x if x is e else x.contiguous()) for x in (e, g) if x is not None]
+        torch.mm(parts[0].t() if across else parts[0], right, out=out)
+        for own in parts[1:]:
+            out.addmm_(own.t() if across else own, right, alpha=self.clipped)
 
     def cosine(self, part: Tensor) -> Tensor | float:
         """Between this rank's gradient and the reconstruction of what it sends."""
@@ -123,10 +124,6 @@ class Projected:
         lengths = torch.linalg.vector_norm(g) * torch.linalg.vector_norm(ghat)
         cosine: Tensor = (g * ghat).sum() / lengths.clamp_min(torch.finfo(R.dtype).tiny)
         return cosine
-
-    def keep(self, part: Tensor) -> None:
-        """What is needed when the payload is the mean of all ranks', and R holds other numbers."""
-        self.p = part.clone()
 
     @property
     def square_scale(self) -> float:
@@ -185,6 +182,46 @@ def add_(x: Tensor, y: Tensor, factor: float | Tensor) -> None:
         x.add_(y.to(x.dtype) * factor)
     else:
         x.add_(y, alpha=factor)
+
+
+def sums_products(e: Tensor) -> bool:
+    """Whether h times a matrix is the sum of two products, in place of a product of a sum."""
+    return e.device.type != "cpu"
+
+
+def write(tensors: Sequence[Sent], parts: Sequence[Tensor]) -> None:
+    """All tensors into their parts of the message."""
+    given = []
+    for tensor, part in zip(tensors, parts, strict=False):
+        if isinstance(tensor, Projected):
+            tensor.write(part)
+        elif tensor.g is None:
+            part.zero_()
+        else:
+            given.append((tensor, part, tensor.g.reshape(-1)))
+    if given:
+        whole = [part for _, part, _ in given]
+        torch._foreach_copy_(whole, [g for _, _, g in given])
+        if given[0][0].clipped != 1:
+            torch._foreach_mul_(whole, given[0][0].clipped)
+    for tensor, part in zip(tensors, parts, strict=False):
+        if isinstance(tensor, Whole) and tensor.e is not None and tensor.sends:
+            part.add_(tensor.e.view(-1))
+
+
+def keep(tensors: Sequence[Sent], sent: Payload) -> None:
+    """Copies of what is needed when the payload is the mean of all ranks', and R holds other
+    numbers.
+    """
+    pairs = zip(tensors, sent.parts, strict=False)
+    kept = [(tensor, part) for tensor, part in pairs if isinstance(tensor, Projected)]
+    if not kept:
+        return
+    parts = [part for _, part in kept]
+    copies = torch.empty_like(sent.body[: sum(map(len, parts))]).split([len(p) for p in parts])
+    torch._foreach_copy_(list(copies), parts)
+    for (tensor, _), copy in zip(kept, copies, strict=True):
+        tensor.p = copy
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from .._ops.clipping import clip_factor
-from .._ops.gated import count_up
-from .._ops.norms import squared_norms
+from .._ops.factored import Factored
+from .._ops.norms import stacked_squared_norms
 from .._ops.ops import Ops
 from .._state.buckets import Bucket, Gate, upload
-from .._wire.requests import Asking, Payload
+from .._wire.requests import Asking, Payload, Together
 from .options import clips_average, forgets
-from .sent import Projected, Sent
-from .tracking import Tracked, follow, next_bases, track
+from .sent import Projected, Sent, Whole, keep, write
+from .tracking import Tracked, follow, follow_all, next_bases, track
 
 
 @dataclass
@@ -86,18 +86,17 @@ class Projections:
         if self.agreed is None:
             self.ops.mark(payload, grads)
         else:
-            payload.header.copy_(self.agreed.header)
-            payload.control.copy_(self.agreed.control)
-        for i, tensor in enumerate(self.tensors):
-            tensor.write(payload.exact[i])
-            if self.found:
+            words = len(payload.flat) - len(payload.body)
+            payload.flat[:words].copy_(self.agreed.flat[:words])
+        write(self.tensors, payload.exact)
+        if self.found:
+            for i, tensor in enumerate(self.tensors):
                 payload.exact[-1][i] = tensor.cosine(payload.exact[i])
         return payload.round()
 
     def keep(self, sent: Payload) -> None:
         """What is needed of this rank's own message when it is the mean of all ranks'."""
-        for tensor, part in zip(self.tensors, sent.parts, strict=False):
-            tensor.keep(part)
+        keep(self.tensors, sent)
 
     def squared_norm(self, mean: Payload) -> Tensor | None:
         """The tensors' parts of the squared norm of what is averaged; None where it is the
@@ -105,13 +104,18 @@ class Projections:
         """
         if not self.projects:
             return None
-        squares = squared_norms(mean.parts[: len(self.tensors)], self.alike)
+        squares = stacked_squared_norms(mean.parts[: len(self.tensors)], self.alike)
         scales = [tensor.square_scale for tensor in self.tensors]
-        return torch.stack(squares) * upload(scales, torch.float64, mean.flat.device)
+        if {*scales} == {1.0}:
+            return squares
+        return squares * upload(scales, torch.float64, mean.flat.device)
 
     def find_bases(self, mean: Payload) -> None:
-        """What tracked tensors begin with the next time."""
-        self.bases = next_bases(self.tracked, mean)
+        """What tracked tensors begin with the next time: on a CPU now, while others' payloads
+        travel; on a device of all buckets together.
+        """
+        if self.bucket.device.type == "cpu":
+            self.bases = next_bases(self.tracked, mean)
 
     # After all ranks have agreed
 
@@ -131,21 +135,41 @@ class Projections:
         h = self.bucket.group
         return clip_factor(norm, h["max_grad_norm"]) if clips_average(h) else 1.0
 
-    def count_up(self, mean: Payload) -> list[Gate]:
-        """The tensors of which any rank has a gradient; this is a step more of each."""
-        gates = self.bucket.gates(mean)
-        count_up(self.bucket.state["step"], gates)
-        return gates
+    # What a back end is told that does lines 4 and 5 at once (see ``_ops.factored``)
+
+    def are_factors(self, gates: Sequence[Gate], factor: float | Tensor) -> bool:
+        """Whether every averaged gradient is whole, or a product that needs no other matrices, and
+        the host knows the verdict.
+        """
+        known = not isinstance(factor, Tensor) and all(isinstance(gate, bool) for gate in gates)
+        return known and all(isinstance(tensor, Tracked | Whole) for tensor in self.tensors)
+
+    def factored(self, mean: Payload, present: Sequence[int]) -> list[Factored]:
+        tracked = self.tracked
+        return [tracked[i].factored(i, mean) for i in present if i in tracked]
+
+    def whole(self, present: Sequence[int]) -> list[int]:
+        return [i for i in present if isinstance(self.tensors[i], Whole)]
+
+    def feed_back(self, i: int, mean: Payload, factor: float) -> None:
+        self.tensors[i].feed_back(mean, i, factor, True)
+
+    def share(self, factor: float) -> float:
+        kept = [1 - tensor.q.beta for tensor in self.tracked.values()]
+        return factor * kept[0] if kept else 0.0
 
     @property
     def forgets(self) -> bool:
         """Whether the errors are forgotten after this step."""
         return forgets(self.bucket.group, self.bucket.group["step"] + 1)
 
-    def commit(self, mean: Payload, gates: list[Gate], factor: float | Tensor) -> None:
+    def commit(self, mean: Payload, gates: list[Gate], factor: float | Tensor) -> Asking[None]:
         """What the next step begins with."""
-        bucket = self.bucket
-        follow(bucket, self.tracked, self.bases, gates)
+        bucket, tracked = self.bucket, self.tracked
+        if bucket.device.type == "cpu":
+            follow(bucket, tracked, self.bases, gates)
+        elif tracked:
+            yield Together("separate.follow", follow_all, bucket, (tracked, mean, gates))
         clips = isinstance(factor, Tensor) or factor != 1
         waits = not all(gates) or (self.sends and clips)
         bucket.cache["owes"] = self.projects or (bucket.owes and waits)

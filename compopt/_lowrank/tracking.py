@@ -23,14 +23,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from .._ops.factored import Factored
 from .._ops.gated import behind
 from .._ops.ops import Ops
 from .._state.buckets import Bucket, Gate
-from .._wire.requests import AllReduceMean, Asking, Payload
+from .._wire.requests import AllReduceMean, Asking, Payload, Together
 from .orthonormal import orthonormal
-from .sent import Projected, multiply
+from .sent import Projected
 
 
 @dataclass
@@ -51,6 +53,12 @@ class Tracked(Projected):
         """
         return part.view(self.q.r, self.q.d).t()
 
+    def factored(self, i: int, mean: Payload) -> Factored:
+        """Lines 4 and 5 of it, for a back end that does them at once."""
+        dropped = None if mean.seed is None else mean.dropped_parts[i]
+        rows, columns = self.q.rows, self.q.columns
+        return Factored(i, rows, columns, self.R, mean.parts[i], self.p, dropped)
+
 
 def track(
     bucket: Bucket, ops: Ops, grads: list[Tensor | None], tracked: dict[int, Tracked]
@@ -65,7 +73,7 @@ def track(
     payload = bucket.payload(lengths, bucket.group["payload_dtype"], use=1)
     ops.mark(payload, grads)
     for i, tensor in tracked.items():
-        multiply(tensor.h().t(), tensor.Q, out=tensor.P(payload.exact[i]))
+        tensor.times(tensor.Q, tensor.P(payload.exact[i]), across=True)
     mean: Payload = yield AllReduceMean(payload.round(), more=True)  # line 1
     P = [tensor.P(mean.parts[i]).to(tensor.Q.dtype) for i, tensor in tracked.items()]
     for tensor, R in zip(tracked.values(), orthonormal(P), strict=True):  # line 2
@@ -88,6 +96,28 @@ def follow(
         if gate := gates[i]:
             basis = bucket.state["basis"][i].view(Q.shape)
             basis.copy_(behind(gate, basis, None, Q))
-            bucket.cache["warm"][i] |= gate is True
+    _note(bucket, tracked, gates)
+
+
+def follow_all(asked: list[Together]) -> list[None]:
+    """Find the next Q of all buckets, and keep those of tensors that have had a gradient."""
+    parts, bases, passed = [], [], []
+    for one in asked:
+        tracked, mean, gates = one.args
+        for i in (i for i in tracked if gates[i]):
+            parts.append(tracked[i].q.of_part(mean.parts[i]))
+            bases.append(one.bucket.state["basis"][i].view(parts[-1].shape))
+            passed.append(gates[i])
+        _note(one.bucket, tracked, gates)
+    if parts:
+        rows = zip(passed, bases, orthonormal(parts), strict=True)
+        torch._foreach_copy_(bases, [behind(gate, basis, None, Q) for gate, basis, Q in rows])
+    return [None] * len(asked)
+
+
+def _note(bucket: Bucket, tracked: dict[int, Tracked], gates: list[Gate]) -> None:
+    """Which have a basis now, where the host knows."""
+    for i in tracked:
+        bucket.cache["warm"][i] |= gates[i] is True
     if tracked and all(isinstance(gate, bool) for gate in gates):
         bucket.cache["begun"] = True

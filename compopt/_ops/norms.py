@@ -75,10 +75,17 @@ def squared_norms(xs: Sequence[Tensor], alike: bool = False) -> list[Tensor]:
 
     On a device in a few launches for all.
     """
-    if len({x.device for x in xs}) > 1 or any(x.device.type == "cpu" for x in xs):
+    if len({x.device for x in xs}) > 1:
         return [(squared_norm_alike if alike else squared_norm)(x).double() for x in xs]
-    norms = torch._foreach_norm(list(xs), 2, dtype=torch.float64) if xs else ()
-    return list(torch.stack(norms).square_().unbind()) if norms else []
+    return list(stacked_squared_norms(xs, alike).unbind()) if xs else []
+
+
+def stacked_squared_norms(xs: Sequence[Tensor], alike: bool = False) -> Tensor:
+    """The same of tensors on one device, as a vector there."""
+    if xs[0].device.type == "cpu":
+        norm = squared_norm_alike if alike else squared_norm
+        return torch.stack([norm(x).double() for x in xs])
+    return torch.stack(torch._foreach_norm(list(xs), 2, dtype=torch.float64)).square_()
 
 
 def squared_norm(x: Tensor) -> Tensor:

@@ -136,10 +136,9 @@ class Ops:
                 part.add_(extra if i is None else extra.index_select(0, i), alpha=scale)
         return payload.round()
 
-    @classmethod
-    def mark(cls, payload: Payload, grads: Tensors) -> None:
+    def mark(self, payload: Payload, grads: Tensors) -> None:
         """Write the header."""
-        payload.header.copy_(cls.marks(grads, payload.header))
+        payload.header.copy_(self.marks(grads, payload.header))
 
     @staticmethod
     def marks(grads: Tensors, like: Tensor) -> Tensor:

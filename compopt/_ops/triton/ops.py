@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket, Gate
+from ..._state.devices import pinned
 from ..._state.masks import Mask, Tensors
 from ..._wire.quantised_mean import QuantisedMean
 from ..._wire.requests import Payload
 from ..makers import triton_device
 from ..ops import Faster, Group, Ops, empty_message
 from .commits import adams_commits, radius_commits, scape_commits
+from .factored import separate_commits
 from .masks import cleared, found_next, stored
 from .means import TritonMean
 from .selection import TritonSelection
@@ -63,6 +65,18 @@ class TritonOps(Ops):
             -1.0 if negate else 1.0,
         )
         return payload.round()
+
+    def mark(self, payload: Payload, grads: Tensors) -> None:
+        device = payload.flat.device
+        there = {g.device for g in grads if g is not None}
+        if device.type != self.device or there - {device}:
+            return super().mark(payload, grads)
+        marks = torch.tensor([float(g is not None) for g in grads], dtype=payload.header.dtype)
+        payload.header.copy_(pinned(marks, device), non_blocking=True)
+        own = flattened(grads)
+        blocks = kernels.cut(tuple(0 if g is None else g.numel() for g in own), device)
+        none = [None] * len(own)
+        kernels.compact(blocks, none, blocks.firsts, own, none, payload.header, none, 0.0, 1.0)
 
     def adams(
         self,
@@ -135,6 +149,7 @@ TritonOps.together = {
     "adams.commit": Faster(takes, adams_commits),
     "radius.commit": Faster(takes, radius_commits),
     "scape.commit": Faster(takes, scape_commits),
+    "separate.commit": Faster(takes, separate_commits),
     "scape.found": Faster(takes, found_next),
     "mask.stored": Faster(takes, stored),
     "mask.cleared": Faster(takes, cleared),

@@ -1,0 +1,175 @@
+"""AdamW on an averaged gradient that is a product of two narrow matrices, which is never made, and
+what the rank holds back, in one pass (SEPARATE, lines 4 and 5).
+
+Reference: ``commit`` in ``compopt/separate.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._blocks import (
+    HEAD_,
+    INTERPRETED,
+    TYPES,
+    alignment_of,
+    on,
+    read,
+    scalar,
+    table,
+    upload,
+    write,
+)
+
+# Rows and columns a program: factors are read for each, so more columns are fewer reads of them.
+ROWS, COLUMNS = (64, 256) if INTERPRETED else (16, 128)
+
+
+class FactoredRow(NamedTuple):
+    """One tensor, as a contiguous matrix.
+
+    The averaged gradient is ``R p^T``: R of shape (rows, r), whose elements lie ``down`` apart
+    along a column and ``across`` along a row; p column after column. ``own`` is what this rank sent
+    of p, ``dropped`` what rounding took off it. ``public``: a copy of ``w`` in lower precision.
+    """
+
+    rows: int
+    columns: int
+    r: int
+    R: Tensor
+    down: int
+    across: int
+    p: Tensor
+    own: Tensor
+    w: Tensor
+    m: Tensor
+    v: Tensor
+    step: Tensor
+    residual: Tensor
+    dropped: Tensor | None = None
+    grad: Tensor | None = None
+    public: Tensor | None = None
+
+
+FIELDS = tl.constexpr(len(FactoredRow._fields))
+COLUMNS_, RANK, R, DOWN, ACROSS, P, OWN, W, M, V, STEP, RESIDUAL, DROPPED, GRAD, PUBLIC = (
+    tl.constexpr(f) for f in range(1, 16)
+)
+
+
+@triton.jit
+def _factored(
+    tiles,
+    table,
+    ST: tl.constexpr,
+    VT: tl.constexpr,
+    GT: tl.constexpr,
+    PT: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    tile = tiles + 3 * tl.program_id(0).to(tl.int64)
+    row = table + HEAD_ + tl.load(tile) * FIELDS
+    i = tl.load(tile + 1) + tl.arange(0, ROWS)
+    j = tl.multiple_of(tl.load(tile + 2), ALIGN) + tl.arange(0, COLUMNS)
+    columns = tl.multiple_of(tl.load(row + COLUMNS_), ALIGN)
+    down, across = tl.load(row + DOWN), tl.load(row + ACROSS)
+    above, left = i < tl.load(row), j < columns
+    average, sent = tl.zeros([ROWS, COLUMNS], ST), tl.zeros([ROWS, COLUMNS], ST)
+    for k in range(tl.load(row + RANK)):
+        a = read(row, R, i * down + k * across, above, ST)
+        p = read(row, P, k * columns + j, left, VT).to(ST)
+        own = read(row, OWN, k * columns + j, left, VT).to(ST)
+        if ROUNDS:
+            own -= read(row, DROPPED, k * columns + j, left, ST)
+        average += a[:, None] * p[None, :]
+        sent += a[:, None] * own[None, :]
+
+    lr, beta1, beta2, eps = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
+    decay, log1, log2 = scalar(table, 4), scalar(table, 5), scalar(table, 6)
+    of_average, of_sent, of_grad = scalar(table, 7), scalar(table, 8), scalar(table, 9)
+    step = tl.maximum(tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))), 1.0).to(
+        tl.float64
+    )
+    first = (1 - tl.exp(step * log1)).to(ST)
+    second = tl.sqrt(1 - tl.exp(step * log2)).to(ST)
+    at, there = i[:, None] * columns + j[None, :], above[:, None] & left[None, :]
+    g, m = of_average.to(ST) * average, read(row, M, at, there, ST, ALIGN)
+    m += (1 - beta1).to(ST) * (g - m)
+    write(row, M, at, there, m, ST, ALIGN)
+    v = beta2.to(ST) * read(row, V, at, there, ST, ALIGN) + (1 - beta2).to(ST) * g * g
+    write(row, V, at, there, v, ST, ALIGN)
+    ratio = m / (tl.sqrt(v) / second + eps.to(ST)) / first
+    w = read(row, W, at, there, ST, ALIGN) * (1 - lr * decay).to(ST) - lr.to(ST) * ratio
+    write(row, W, at, there, w, ST, ALIGN)
+    write(row, PUBLIC, at, there, w, PT, ALIGN)
+    e = read(row, RESIDUAL, at, there, ST, ALIGN) - of_sent.to(ST) * sent
+    e += of_grad.to(ST) * read(row, GRAD, at, there, GT, ALIGN).to(ST)
+    write(row, RESIDUAL, at, there, e, ST, ALIGN)
+
+
+@lru_cache(maxsize=256)
+def tiles_of(
+    shapes: tuple[tuple[int, int], ...], device: torch.device, rows: int, columns: int
+) -> Tensor:
+    """A row for each tile of these matrices: the matrix's number, its first row and column."""
+    found = []
+    for number, (height, width) in enumerate(shapes):
+        tops = torch.arange(0, height, rows, dtype=torch.int64)
+        lefts = torch.arange(0, width, columns, dtype=torch.int64)
+        corners = torch.cartesian_prod(tops, lefts).view(-1, 2)
+        found.append(torch.nn.functional.pad(corners, (1, 0), value=number))
+    return upload(torch.cat(found), device)
+
+
+def factored(
+    rows: Sequence[FactoredRow],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    of_average: float,
+    of_sent: float,
+    of_grad: float,
+    tile: tuple[int, int] = (ROWS, COLUMNS),
+) -> None:
+    """One AdamW step of all tensors on ``of_average R p^T``; each ``step`` is already counted up.
+
+    ``residual`` gets ``of_grad grad - of_sent R (own - dropped)^T`` more.
+    """
+    device = rows[0].w.device
+    tiles = tiles_of(tuple(row[:2] for row in rows), device, *tile)
+    logs = [math.log(beta) if beta else -math.inf for beta in betas]
+    head = [lr, *betas, eps, weight_decay, *logs, of_average, of_sent, of_grad]
+    grads = [row.grad.dtype for row in rows if row.grad is not None]
+    public = [row.public.dtype for row in rows if row.public is not None]
+    names = ("w", "m", "v", "residual", "grad", "public")
+    if len(tiles):
+        with on(device):
+            _factored[(len(tiles),)](
+                tiles,
+                table(rows, device, head),
+                ST=TYPES[rows[0].w.dtype],
+                VT=TYPES[rows[0].p.dtype],
+                GT=TYPES[grads[0] if grads else torch.float32],
+                PT=TYPES[public[0] if public else torch.float32],
+                ROUNDS=any(row.dropped is not None for row in rows),
+                ALIGN=alignment_of(
+                    [row.columns for row in rows],
+                    *([getattr(row, name) for row in rows] for name in names),
+                ),
+                ROWS=tile[0],
+                COLUMNS=tile[1],
+                enable_fp_fusion=False,
+            )
