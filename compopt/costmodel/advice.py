@@ -116,13 +116,12 @@ def advise(
     machine = Machine(
         ranks // shard, link_bits_per_s / 8, latency_s, *(local or chosen.local), *interference
     )
+    named = device or "a100, name another with --device"
     known = {
         "computation": "given",
         "overlap": "assumed" if overlap_s is None else "given",
         "link": "given",
-        "own work": f"assumed: {device or 'a100, name another with --device'}"
-        if local is None
-        else "measured",
+        "own work": f"assumed: {named}" if local is None else "measured",
     }
     situation = Situation(
         part_of(work, shard),

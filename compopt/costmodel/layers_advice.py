@@ -96,22 +96,12 @@ def advise_layers(
         raise ValueError(f"device must be one of {', '.join(DEVICES)}; got {device!r}.")
     if not 0 <= loss_budget < math.inf:
         raise ValueError(f"loss_budget must be a share such as 0.01; got {loss_budget}.")
-    for name, count, rate in (
-        ("link_bits_per_s", pipeline, link_bits_per_s),
-        ("inside_bits_per_s", tensor, inside_bits_per_s),
-    ):
-        if count < 1:
-            name = "tensor" if name.startswith("inside") else "pipeline"
-            raise ValueError(f"{name} must be at least 1; got {count}.")
-        if count > 1 and rate is None:
-            raise ValueError(f"{name} is missing: activations cross that link.")
+    _check_link("pipeline", pipeline, "link_bits_per_s", link_bits_per_s)
+    _check_link("tensor", tensor, "inside_bits_per_s", inside_bits_per_s)
     chosen, named = DEVICES[device or "a100"], device or "a100, name another with --device"
+    computed = "measured" if costs else f"assumed: {named}"
     known = {
-        "computation": "given"
-        if step_s is not None
-        else "measured"
-        if costs
-        else f"assumed: {named}",
+        "computation": computed if step_s is None else "given",
         "link": "given",
         "inside": "given",
         "link latency": "assumed" if latency_s is None else "given",
@@ -141,6 +131,14 @@ def advise_layers(
     )
     found = counted(work, tensor)
     return _decided(grid, rows_of_layers(grid, found), found)
+
+
+def _check_link(said: str, ranks: int, name: str, rate: float | None) -> None:
+    """Raise ValueError where ``ranks`` are none, or meet over a link of which nothing is known."""
+    if ranks < 1:
+        raise ValueError(f"{said} must be at least 1; got {ranks}.")
+    if ranks > 1 and rate is None:
+        raise ValueError(f"{name} is missing: activations cross that link.")
 
 
 def _allowed(grid: Grid, rows: list[LayerRow]) -> list[LayerRow]:
