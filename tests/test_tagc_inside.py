@@ -251,6 +251,32 @@ def accumulated(rank: int) -> dict[str, float]:
     return found
 
 
+def as_others_do(rank: int) -> dict[str, object]:
+    """Gradients that are set to zero, not None; hooks that read them in backward; parameters that are frozen."""
+    plain, zeros, hooked, frozen, wanted = (cut(make()) for _ in range(5))
+    one, two, three = tagc(plain), tagc(zeros), tagc(hooked)
+    seen, found = {}, {}
+    for p in hooked.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.__setitem__(p, p.grad.to_local().clone()))
+    train(plain, one, range(4), rank)
+    for step in range(4):
+        two.zero_grad(set_to_none=False)
+        loss(zeros, step, rank).backward()
+        two.step()
+    train(hooked, three, range(4), rank)
+    found["zeros"], found["hooked"] = apart(plain, zeros), apart(plain, hooked)
+    found["seen"] = max(float((seen[p] - p.grad.to_local()).abs().sum()) for p in hooked.parameters())
+
+    for model in (frozen, wanted):
+        for p in (model.up.weight, model.down.bias):
+            p.requires_grad_(False)
+    train(frozen, tagc(frozen, sparsity=0), range(3), rank)
+    trained = [p for p in wanted.parameters() if p.requires_grad]
+    train(wanted, torch.optim.AdamW(trained, lr=1e-2), range(3), rank)
+    found["frozen"] = apart(frozen, wanted)
+    return found
+
+
 def in_low_precision(rank: int) -> dict[str, float]:
     """FSDP's mixed precision: what a step applies and what ranks owe is the mean of their gradients."""
     found = {}
@@ -361,6 +387,7 @@ def all_of(rank: int) -> dict[str, object]:
         "oracle": beside_oracle(rank),
         "skipped": skipped(rank),
         "accumulated": accumulated(rank),
+        "others": as_others_do(rank),
         "low precision": in_low_precision(rank),
         "refused": refused(rank),
     }
@@ -396,6 +423,11 @@ def test_an_inf_on_one_rank_makes_all_skip_and_nothing_is_owed_of_it(runs):
 
 def test_nothing_is_lost_of_gradients_that_are_accumulated(runs):
     assert max(value for rank in runs for value in rank["accumulated"].values()) < 1e-12
+
+
+def test_zeroed_gradients_hooks_that_read_and_frozen_parameters(runs):
+    for rank in runs:
+        assert max(rank["others"].values()) < 1e-12, rank["others"]
 
 
 def test_nothing_is_lost_in_mixed_precision(runs):
