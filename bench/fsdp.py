@@ -6,10 +6,10 @@
     sudo python bench/links.py --rates 600mbit 1gbit 10gbit --methods none ddp fsdp fsdp-tagc-all --save links-fsdp
 
 Every row is a run of its own on real processes, of examples/train_gpt.py's model, data and schedule, lr 2e-3, 15 % of
-the steps dense. Memory, in bytes a parameter, is what torch has allocated on rank 0: held between two steps, and the
-most within one (activations too, the same for all rows). The last columns are milliseconds of a compressed step of
-rank 0: all of it, choosing what to send, messages and accumulators, waiting. What crosses the network, and how long
-steps take over links, is bench/links.py's to say (last line above). Saves results/fsdp.csv.
+the steps dense. Held are bytes a parameter of all tensors there are on rank 0 after the last step: parameters, state,
+what is owed, accumulators; not gradients, nor the buffers of DDP and FSDP. The last columns are milliseconds of a
+compressed step of rank 0: all of it, choosing what to send, messages and accumulators, waiting. What crosses the
+network, and how long steps take over links, is bench/links.py's to say (last line above). Saves results/fsdp.csv.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import csv
+import gc
 import json
 import math
 import os
@@ -30,14 +31,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from memory import Allocations
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
 
 ROOT, RESULTS = Path(__file__).parent.parent, Path(__file__).parent / "results"
-LR, DENSE, EARLY, PROFILED = 2e-3, 0.15, 6, 20  # steps whose memory is noted, and those that are profiled
+LR, DENSE, PROFILED = 2e-3, 0.15, 20  # the last: steps that are profiled
 EVERY_MATRIX = r"(qkv|out|up|down|head|bytes|positions)\.weight$"
 SKETCH = dict(codec="sketch", sketch_ratio=10)
 ROWS: dict[str, tuple[bool, dict | None]] = {
@@ -56,7 +56,7 @@ TIMES = {  # functions of compopt, by file and name, whose time is a column's
     },
     "wait_ms": {("pending.py", "wait")},
 }  # fmt: skip
-FIELDS = ["run", "ranks", "steps", "loss", "held", "most", "step_ms", *TIMES]
+FIELDS = ["run", "ranks", "steps", "loss", "held", "step_ms", *TIMES]
 
 
 def work(row: str, steps: int, out: str) -> None:
@@ -73,17 +73,13 @@ def work(row: str, steps: int, out: str) -> None:
     data = corpus.batches(text, 8, 64, seed=1 + rank)
     torch.manual_seed(0)
     found = {"run": row, "ranks": world, "steps": steps}
-    with Allocations() as allocated:
-        model, optimizer = build(train_gpt.GPT(4, 128, 4, 64), sharded, options, round(DENSE * steps))
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
-        )
-        for step in range(EARLY):
-            with allocated.mark(str(step)):
-                train(model, optimizer, schedule, data)
-    last = allocated.before[str(EARLY - 1)]
+    before = storages()
+    model, optimizer = build(train_gpt.GPT(4, 128, 4, 64), sharded, options, round(DENSE * steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+    )
     profile, seconds = cProfile.Profile(), 0.0
-    for step in range(EARLY, steps):
+    for step in range(steps):
         profiled = steps - PROFILED <= step
         start = time.perf_counter()
         profile.enable() if profiled else None
@@ -91,7 +87,8 @@ def work(row: str, steps: int, out: str) -> None:
         profile.disable()
         seconds += (time.perf_counter() - start) * profiled
     parameters = sum(p.numel() for p in model.parameters())
-    found |= {"held": last / parameters, "most": allocated.most[str(EARLY - 1)] / parameters}
+    after = storages()
+    found["held"] = sum(after[at] for at in after.keys() - before.keys()) / parameters
     found |= {"step_ms": 1e3 * seconds / PROFILED, **times(profile)}
     with torch.no_grad():
         losses = [model(x, y) for x, y in islice(corpus.batches(held_out, 8, 64, seed=0), rank, 40, world)]
@@ -101,6 +98,14 @@ def work(row: str, steps: int, out: str) -> None:
     if rank == 0:
         Path(out).write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def storages() -> dict[int, int]:
+    """Bytes of all memory that Python's tensors have, by where it is."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    own = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
+    return {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in own)}
 
 
 def build(model, sharded: bool, options: dict | None, dense: int):
