@@ -30,11 +30,11 @@ def messages(path: Path) -> list[str]:
     """The fixed words of every error and warning in a file."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
-        call = node.exc if isinstance(node, ast.Raise) else node
-        raised = isinstance(node, ast.Raise) and isinstance(call, ast.Call)
-        warned = isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "warn"
-        if (raised or warned) and call.args:
-            found.append(texts(call.args[0]))
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if name == "warn" or name.endswith("Error"):
+            found.append(texts(node.args[0]))
     return [message for message in found if message]
 
 
