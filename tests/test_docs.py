@@ -29,11 +29,13 @@ def texts(node: ast.AST) -> str:
 def messages(path: Path) -> list[str]:
     """The fixed words of every error and warning in a file."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    raised = {node.exc for node in nodes if isinstance(node, ast.Raise)}
+    for node in nodes:
         if not isinstance(node, ast.Call) or not node.args:
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if name == "warn" or name.endswith("Error"):
+        if node in raised or name == "warn" or name.endswith("Error"):
             found.append(texts(node.args[0]))
     return [message for message in found if message]
 
