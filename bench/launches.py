@@ -83,6 +83,11 @@ ROWS: dict[str, tuple[str, Make, int]] = {
         lambda p: compopt.RadiusAdamW(p, density=0.4, warmup_steps=1, interval=1000, capturable=True),
         4,
     ),
+    "SCAPE, capturable": (
+        "triton",
+        lambda p: compopt.ScapeAdamS(p, density=0.01, warmup_steps=0, density_warmup_steps=0, capturable=True),
+        4,
+    ),
     "Separate, capturable": (
         "triton",
         lambda p: compopt.SeparateAdam(p, projection="gaussian", ratio=16, warmup_steps=0, capturable=True),

@@ -30,6 +30,7 @@ from compopt._state import buckets
 SIZE, STEPS, BAD = 2, 7, 3  # ranks; steps; the one that is not applied, counted from 0
 BYTES = 20_000  # of a bucket: every matrix has its own
 GAUSSIAN = dict(lr=1e-2, projection="gaussian", ratio=8, warmup_steps=0)
+SCAPE = dict(density=0.1, density_warmup_steps=0)
 RADIUS = dict(density=0.4, warmup_steps=2, interval=5)
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -48,6 +49,8 @@ CASES: dict[str, Make] = {
 }
 # what kernels commit; bfloat16 they cut in the interpreter, where masters round it, and every step would renew those
 TRITONS = {name: CASES[name] for name in ("AdamS", "RadiusAdamW", "RadiusAdamW, int8, clipped")} | {
+    "ScapeAdamS": functools.partial(compopt.ScapeAdamS, lr=1e-2, max_grad_norm=0.3, **SCAPE),
+    "ScapeAdamS, int8": functools.partial(compopt.ScapeAdamS, lr=1e-2, payload_dtype="int8", **SCAPE),
     "AdamS, its authors'": functools.partial(compopt.AdamS, lr=1e-3, bias_correction="adams"),
 }
 
@@ -58,6 +61,14 @@ class Model(Small):
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__(dtype)
         self.alone = nn.Parameter(torch.ones(64, dtype=dtype))
+
+
+class Used(Model):
+    """The same, but what is compressed is used: SCAPE's masks are of one size then."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__(dtype)
+        self.idle = nn.Linear(3, 5, dtype=dtype)
 
 
 def loss(model: Model, rank: int, step: int) -> Tensor:
@@ -82,7 +93,9 @@ def held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(x.dtype == y.dtype and torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(a, b, strict=True)
+    )
 
 
 def near(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -94,6 +107,13 @@ def spoil(ranks: Ranks) -> None:
     ranks.models[-1].down.weight.grad[0, 7] = torch.inf
 
 
+def settle(both: list[Ranks]) -> None:
+    """Bring masks that are on their way to where they belong."""
+    for ranks in both:
+        for optimizer in ranks.optimizers:
+            optimizer._runtime.tails.settle()
+
+
 def count_one_more(ranks: Ranks) -> None:
     for optimizer in ranks.optimizers:
         for group in optimizer._option_groups:
@@ -103,24 +123,30 @@ def count_one_more(ranks: Ranks) -> None:
 def run(name: str, device: torch.device, waits: Callable[[], int] = lambda: 0) -> dict[str, object]:
     """What is found. ``waits``: how often the host has waited since it was asked."""
     make, dtype = (CASES | TRITONS)[name], torch.bfloat16 if "bfloat16" in name else torch.float32
+    model = Used if "Scape" in name else Model
     with mock.patch.multiple(buckets, BUCKET_BYTES=BYTES, DEVICE_BUCKET_BYTES=BYTES):
         both = [
-            Ranks(SIZE, lambda: placed(Model(dtype), device), functools.partial(make, capturable=late))
+            Ranks(SIZE, lambda: placed(model(dtype), device), functools.partial(make, capturable=late))
             for late in (False, True)
         ]
     assert len(both[0].optimizers[0]._buckets) > 1
     prompt, late = both
-    differs, far, waited, kept = [], [], [], []
+    differs, far, waited, late_steps, kept = [], [], [], [], []
     for number in range(STEPS):
         for ranks in both:
             ranks.backward(loss)
             if number == BAD:
                 spoil(ranks)
+        if number == BAD:
+            settle(both)
         before = held(late.optimizers[1])
         prompt.world.step(prompt.optimizers)
         waits()
         late.world.step(late.optimizers)
         waited.append(waits() / SIZE)
+        late_steps.append(len(late.optimizers[0]._engine.late.coming))
+        if number == BAD:
+            settle(both)
         after = [[held(optimizer) for optimizer in ranks.optimizers] for ranks in both]
         differs += [number for a, b in zip(*after, strict=True) if not same(a, b)]
         far += [number for a, b in zip(*after, strict=True) if not near(a, b)]
@@ -135,6 +161,7 @@ def run(name: str, device: torch.device, waits: Callable[[], int] = lambda: 0) -
         "differs": differs,
         "far": far,
         "waits": waited,
+        "late": late_steps,
         "kept": kept,
         "skipped": [one.skipped for one in stats],
         "norms": [one.grad_norm for one in stats],

@@ -44,7 +44,7 @@ def assert_all_is_well(found: dict, rounds: bool = False) -> None:
     assert found["kept"] == [True, "skipped"]
     assert found["skipped"] == [1, 1] and len(set(found["phases"])) == 1 and len(set(found["bytes"])) == 1
     assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6 if rounds else 1e-14)
-    assert found["steps"] == STEPS
+    assert found["steps"] == STEPS and sum(found["late"]) >= 2, found["late"]
 
 
 @functools.cache
@@ -243,8 +243,12 @@ def test_a_copy_and_a_checkpoint_go_on_with_it(triton):
 
 
 REFUSED = {
-    "copies state to the host": dict(offload="residual"),
-    "when='auto' times steps": dict(when="auto"),
+    "copies state to the host": (compopt.RadiusAdamW, dict(offload="residual")),
+    "when='auto' times steps": (compopt.RadiusAdamW, dict(when="auto")),
+    "clip='local' takes the gradient's norm": (compopt.SeparateAdam, dict(clip="local", max_grad_norm=1.0)),
+    "sharded=True counts": (compopt.ScapeAdamS, dict(sharded=True)),
+    "mask_delay=0 counts": (compopt.ScapeAdamS, dict(mask_delay=0)),
+    "clip='scape' takes": (compopt.ScapeAdamS, dict(clip="scape", max_grad_norm=1.0)),
 }
 
 
@@ -252,10 +256,10 @@ REFUSED = {
 def test_what_needs_the_host_is_refused(triton, why):
     p = torch.nn.Parameter(torch.zeros(64, 64))
     with pytest.raises(ValueError, match=f"capturable=True cannot be followed here: .*{why}.*capturable=False"):
-        compopt.RadiusAdamW([p], capturable=True, **REFUSED[why])
+        REFUSED[why][0]([p], capturable=True, **REFUSED[why][1])
 
 
-@pytest.mark.parametrize("cls", [compopt.AdamS, compopt.RadiusAdamW])
+@pytest.mark.parametrize("cls", [compopt.AdamS, compopt.RadiusAdamW, compopt.SeparateAdam, compopt.ScapeAdamS])
 def test_the_cpu_is_refused(monkeypatch, cls):
     monkeypatch.setenv("COMPOPT_BACKEND", "torch")
     with pytest.raises(ValueError, match="capturable=True cannot be followed here: parameters are on cpu"):

@@ -27,6 +27,7 @@ MOST = {
     "Average, int8": (68, 1),
     "AdamS, capturable": (50, 0),
     "Radius, capturable": (50, 0),
+    "SCAPE, capturable": (101, 0),
     "Separate, capturable": (194, 0),
     "tracked, capturable": (298, 0),
     "LocalSteps, between": (33, 1),

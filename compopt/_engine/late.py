@@ -66,7 +66,8 @@ class Late:
         wrong = torch.minimum(words.index_select(0, first), words.index_select(0, second)).amax()
         total = squares.sum()
         sound = (words.sum() + total).isfinite()  # a mark that is NaN makes it so
-        gates = Gates((words > 0).logical_and_(sound & (wrong <= 0)))  # of control words, too
+        applied = sound & (wrong <= 0)
+        gates = Gates((words > 0).logical_and_(applied), applied)  # of control words, too
         ends = [*accumulate(one.marks + len(one.control) for one in said)]
         starts = zip([0, *ends], said, strict=False)
         behind = [gates.cut(start, start + one.marks) for start, one in starts]

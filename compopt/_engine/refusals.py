@@ -28,20 +28,22 @@ def read_late(engine: Engine, verdict: Verdict, number: int) -> Exception | None
     """What a step has found that the host hears of in a later one; None where ranks can go on."""
     if verdict.misplaced:
         return misplaced(engine, verdict)
-    said = f"step {number} was not applied, and a later one tells (capturable=True): "
     if verdict.agreed["unfrozen"][0] > 0:
         return RuntimeError(
-            f"{said}on some rank other parameters required a gradient than before. Change "
+            f"step {number} was not applied, and a later one tells (capturable=True): "
+            f"on some rank other parameters required a gradient than before. Change "
             "requires_grad before the same step on all ranks."
         )
     if verdict.failed:
         return CommunicationError(
-            f"{said}the gradients of a rank could not be sent, and what it raised says why. Mend "
+            f"step {number} was not applied, and a later one tells (capturable=True): "
+            f"the gradients of a rank could not be sent, and what it raised says why. Mend "
             "that, and call step() again on all ranks."
         )
     if verdict.mismatch:
         return ValueError(
-            f"{said}ranks differed in an option of their parameter groups. Make them equal; with "
+            f"step {number} was not applied, and a later one tells (capturable=True): "
+            f"ranks differed in an option of their parameter groups. Make them equal; with "
             "capturable=False the error names the first difference."
         )
     return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._ops.norms import squared_norms
-from .._state.buckets import Bucket, Gate
+from .._state.buckets import Bucket, Gated
 from .._wire.comm import Comm
 from .._wire.control import Control, differ
 from .._wire.requests import AllReduceMean
@@ -38,7 +38,7 @@ class Unread:
     said: list[Said]
     numbers: Tensor
     norm: Tensor  # float64
-    gates: list[list[Gate]]
+    gates: list[list[Gated]]
 
 
 @dataclass

@@ -6,20 +6,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._ops.clipping import clip_factor
+from .._ops.clipping import clip_factor, scale_
 from .._ops.moment import own_share
 from .._ops.ops import Group, Ops
 from .._state.buckets import Bucket
 from .._wire.requests import Payload
 
 
-def clip(bucket: Bucket, mean: Payload, norm: float) -> float:
+def clip(bucket: Bucket, mean: Payload, norm: float | Tensor) -> float:
     """Line 18: clip the average; returns the factor on G in v alone, where that is asked for."""
     h = bucket.group
     factor = clip_factor(norm, h["max_grad_norm"])
-    if h["clip"] == "scape" or factor == 1:
+    if h["clip"] == "scape" and not isinstance(factor, Tensor):
         return factor
-    mean.body.mul_(factor)
+    scale_(mean.body, factor)
     return 1.0
 
 

@@ -63,7 +63,7 @@ class Bucket(Kept):
         self.control = Control()  # what its payloads carry beside the header; set by the runtime
         self.parameter_bytes = 0  # handed over in the last step to gather updated parameters
         # which tensors the step that is being committed writes, where only the device knows
-        self.behind: list[Gate] | None = None
+        self.behind: list[Gated] | None = None
         self.withheld = False  # this rank takes part in an exchange without its gradients
         # the back end's way to average int8 and int4, where it has one
         self.job: Callable[[Payload, int, int], Any] | None = None
@@ -167,7 +167,7 @@ class Bucket(Kept):
         """For each tensor, whether a commit writes it: where the step is applied and any rank had a
         gradient for it.
         """
-        return [*self.present(payload)] if self.behind is None else self.behind
+        return [*self.present(payload)] if self.behind is None else [*self.behind]
 
     # Memory of a step
 

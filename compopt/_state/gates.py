@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from torch import Tensor
@@ -13,22 +14,22 @@ class Gates:
     What is asked for is made once for all of them.
     """
 
-    def __init__(self, writes: Tensor):
-        self._writes = writes
+    def __init__(self, writes: Tensor, applied: Tensor):
+        self.all, self.applied = writes, applied  # whether the step is applied at all
 
     @cached_property
     def writes(self) -> tuple[Tensor, ...]:
-        return self._writes.unbind()
+        return self.all.unbind()
 
     @cached_property
     def ones(self) -> tuple[Tensor, ...]:
-        return self._writes.float().unbind()
+        return self.all.float().unbind()
 
     @cached_property
     def zeros(self) -> tuple[Tensor, ...]:
-        return self._writes.logical_not().float().unbind()
+        return self.all.logical_not().float().unbind()
 
-    def cut(self, start: int, stop: int) -> list[Gate]:
+    def cut(self, start: int, stop: int) -> list[Gated]:
         """Those of some tensors."""
         return [Gated(self, i) for i in range(start, stop)]
 
@@ -43,6 +44,11 @@ class Gated:
 
     def __init__(self, gates: Gates, i: int):
         self._gates, self._i = gates, i
+
+    @property
+    def applied(self) -> Tensor:
+        """Whether the step is applied, to whatever tensors; a boolean."""
+        return self._gates.applied
 
     @property
     def writes(self) -> Tensor:
@@ -62,3 +68,9 @@ class Gated:
 
 # Where the host knows it is False or True.
 Gate = bool | Gated
+
+
+def writes_of(gates: Sequence[Gated]) -> Tensor:
+    """Those of tensors that follow each other, as booleans in one vector."""
+    first, last = gates[0], gates[-1]
+    return first._gates.all[first._i : last._i + 1]

@@ -141,6 +141,10 @@ def cleared(bucket: Bucket, _: object, name: str) -> None:
     bucket.flat[name].zero_()
 
 
+def counted(bucket: Bucket, _: object, mask: Mask) -> None:
+    """Nothing: a back end may count here what kernels want of all buckets' masks."""
+
+
 def _check_bits(bits: Sequence[Tensor | None], bucket: Bucket) -> None:
     for b, n, name in zip(bits, bucket.lengths, bucket.names, strict=True):
         if b is not None and (b.dtype is not torch.uint8 or b.numel() != (n + 7) // 8):

@@ -136,7 +136,8 @@ def scape_commits(ops: TritonOps, asked: list[Together]) -> list[None]:
             take(taken)
         _scape_commits(own, olds)
         for one, old in zip(own, olds, strict=True):
-            keep_absent(old, one.bucket.state["exp_avg"], one.bucket.present(one.args[0]))
+            if one.bucket.behind is None:  # else the new momenta are where the old ones were
+                keep_absent(old, one.bucket.state["exp_avg"], one.bucket.present(one.args[0]))
     return [None] * len(asked)
 
 
@@ -164,7 +165,7 @@ def _scape_commits(asked: list[Together], olds: list[list[Tensor]]) -> None:
     back = []
     for one, old in zip(asked, olds, strict=True):
         bucket, (mean, mask, *_) = one.bucket, one.args
-        state, held, present = bucket.state, bucket.cache["mask"], bucket.present(mean)
+        state, held, gates = bucket.state, bucket.cache["mask"], bucket.gates(mean)
         weights, own = contiguous_weights(bucket), flattened(bucket.grads())
         rests = mean.dropped_parts or [None] * len(own)
         rows += [
@@ -177,7 +178,7 @@ def _scape_commits(asked: list[Together], olds: list[list[Tensor]]) -> None:
                 weights[i],
                 state["exp_avg"][i],
                 state["step"][i],
-                int(present[i]),
+                updated(gates[i]),
                 state["residual"][i],
                 own[i],
                 published(bucket, i),
@@ -185,7 +186,7 @@ def _scape_commits(asked: list[Together], olds: list[list[Tensor]]) -> None:
             )
             for i, n in enumerate(bucket.lengths)
         ]
-        back.append((bucket, weights, present))
+        back.append((bucket, weights, gates))
     count_up(asked)
     h, factor = asked[0].bucket.group, asked[0].args[3]
     names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")

@@ -9,6 +9,7 @@ import torch
 from ..._state.masks import Mask
 from ..._wire.requests import Together
 from .selection import TritonSelection, found
+from .tables import note_starts
 
 if TYPE_CHECKING:
     from .ops import TritonOps
@@ -34,6 +35,16 @@ def _stored(asked: list[tuple[Together, Mask, str]]) -> list[Mask]:
 def cleared(ops: TritonOps, asked: list[Together]) -> list[None]:
     """As ``masks.cleared``."""
     torch._foreach_zero_([one.bucket.flat[one.args[0]] for one in asked])
+    return [None] * len(asked)
+
+
+def counted(ops: TritonOps, asked: list[Together]) -> list[None]:
+    """How many elements are selected before each block, of all these masks."""
+    by_device: dict[torch.device, list[Together]] = {}
+    for one in asked:
+        by_device.setdefault(one.bucket.device, []).append(one)
+    for ours in by_device.values():
+        note_starts([one.bucket for one in ours], [one.args[0] for one in ours])
     return [None] * len(asked)
 
 

@@ -23,7 +23,7 @@ from ..makers import triton_device
 from ..ops import Faster, Group, Ops, empty_message
 from .commits import adams_commits, radius_commits, scape_commits
 from .factored import separate_commits
-from .masks import cleared, found_next, stored
+from .masks import cleared, counted, found_next, stored
 from .means import TritonMean
 from .selection import TritonSelection
 from .tables import blocks_of, flattened, starts_of, updated
@@ -153,4 +153,5 @@ TritonOps.together = {
     "scape.found": Faster(takes, found_next),
     "mask.stored": Faster(takes, stored),
     "mask.cleared": Faster(takes, cleared),
+    "mask.counted": Faster(takes, counted),
 }
