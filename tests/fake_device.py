@@ -182,30 +182,32 @@ class Device(TorchDispatchMode):
         return any(where == kept.untyped_storage().data_ptr() for kept in self.pinned)
 
 
-class Stream:
-    """Everything happens at once here; which stream was current is all that can be seen of streams.
+class Event:
+    """A point that the device has passed: the host may ask, and waits where it waits for it."""
 
-    An event is the stream it is of. While ``behind`` is set, the device has not come to any: a test says so.
-    """
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        Device.running()._note(Device.running().accesses)
+
+
+class Stream:
+    """Everything happens at once here; which stream was current is all that can be seen of streams."""
 
     current: list[Stream] = []
-    behind = False
 
     def __init__(self, device: Any = None):
         self.events = 0
 
-    def record_event(self) -> Stream:
+    def record_event(self) -> Event:
         self.events += 1
-        return self
+        return Event()
 
-    def wait_event(self, event: Stream) -> None:
-        assert isinstance(event, Stream)
+    def wait_event(self, event: Event) -> None:
+        assert isinstance(event, Event)
 
-    def query(self) -> bool:
-        return not Stream.behind
-
-    def synchronize(self) -> None:
-        Device.running()._note(Device.running().accesses)
+    def synchronize(self) -> None: ...
 
 
 class Module(_DummyBackendModule):

@@ -33,7 +33,7 @@ LOOKS = {
     "_local.inner take": ("LocalSteps, rounds", "the rank's own norm: whether to take its own step"),
     "_local.fragments _differ": ("LocalSteps, rounds", "after an exchange: whether it is finite, and all are due"),
     "_lowrank.step _cosines": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),
-    "_ops.ops adams": ("AdamS, its authors'", "bias_correction='adams', or clip='scape': a tensor's own step count"),
+    "_ops.fused adams_": ("AdamS, its authors'", "bias_correction='adams', or clip='scape': a tensor's own step count"),
     "_ops.commits update_size": ("RadiusAdamW", "a resample: AdamW's bias correction, of a tensor's own step count"),
     "_sparse.resampling keep_where_absent": ("RadiusAdamW", "a resample: whether an absent tensor has an old mask"),
     "_engine.tails confirm": ("RadiusAdamW", "after a resample: whether all ranks have the mask"),
