@@ -1,0 +1,132 @@
+"""Does the gap to AdamW close as runs get longer? Every method's loss over AdamW's, in short runs and in long ones.
+
+    python bench/length.py                                        # what is missing: many hours
+    python bench/length.py --only "RadiusAdamW 0.4" --steps 8000
+    python bench/length.py --show                                 # train nothing
+
+Runs are bench/quality.py's, on two ranks, at the learning rate that was best on 800 steps, and are kept with its own.
+Each is a whole run: its learning rate decays to its end, and 15 % of its steps are dense. So ends of runs are compared
+with ends, and the parts of a run (an eighth, a quarter, half of its steps) with AdamW's at the same step. Prints a
+table, saves results/length.csv and length.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from itertools import product
+
+import quality
+from quality import RESULTS, Run
+
+DENSE = "AdamW (DDP)"
+RATES = {  # the best of quality.py's on 800 steps; of methods that ran at one rate, their next relative's
+    DENSE: 4e-3,
+    "naive top-k 0.4": 4e-3,
+    "naive top-k 0.2": 4e-3,
+    "RadiusAdamW 0.5": 4e-3,
+    "RadiusAdamW 0.4": 4e-3,
+    "RadiusAdamW 0.4, interval 100": 4e-3,
+    "RadiusAdamW 0.4, residual scale 0.3": 4e-3,
+    "RadiusAdamW 0.4, residual scale 0.1": 4e-3,
+    "SeparateAdam tracked 16, int8": 4e-3,
+    "SeparateAdam 16": 4e-3,
+    "PowerSGD rank 4": 4e-3,
+    "TagcAdamW 0.9875": 4e-3,
+    "AdamS": 1e-3,
+    "ScapeAdamS 0.1": 1e-3,
+    "ScapeAdamS 0.1, no mask delay": 1e-3,
+    "ScapeAdamS 0.1, ramp over half, from scratch": 1e-3,
+    "ScapeAdamS 0.01": 1e-3,
+}
+STEPS = (800, 2000, 4000, 8000)
+PARTS = {"at_eighth": 8, "at_quarter": 4, "at_half": 2, "at_end": 1}  # of a run: its steps over this
+
+
+def losses(line: dict) -> dict[int, float]:
+    return {e["step"]: e["val_loss"] for e in line["evals"]}
+
+
+def rows(ranks: int, width: int, seed: int) -> list[dict]:
+    """A row for each method and length that has run, beside AdamW's run of that length."""
+    there, found = quality.kept(), []
+    for (name, lr), steps in product(RATES.items(), STEPS):
+        run, dense = (there.get(Run(n, RATES[n], steps, ranks, seed, width)) for n in (name, DENSE))
+        if run and dense:
+            mine, its = losses(run), losses(dense)
+            row = {"run": name, "lr": lr, "steps": steps, "seed": seed, "loss": mine[steps]}
+            row["gap"] = mine[steps] - its[steps]
+            ratios = {n: loss / its[n] for n, loss in mine.items()}  # every 100 steps
+            row |= {key: ratios.get(steps // part) for key, part in PARTS.items()}
+            found.append(row | {"curve": ratios})
+    return found
+
+
+def show(found: list[dict]) -> None:
+    print(f"\n{'run':<48}{'lr':>7}{'steps':>7}{'loss':>8}{'gap':>8}" + "".join(f"{key:>12}" for key in PARTS))
+    for r in found:
+        ratios = "".join(f"{r[key]:>12.3f}" if r[key] else f"{'-':>12}" for key in PARTS)
+        print(f"{r['run']:<48}{r['lr']:>7g}{r['steps']:>7}{r['loss']:>8.3f}{r['gap']:>+8.3f}{ratios}")
+
+
+def save(found: list[dict]) -> None:
+    with (RESULTS / "length.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["run", "lr", "steps", "seed", "loss", "gap", *PARTS], extrasaction="ignore")
+        writer.writeheader()
+        for r in found:
+            writer.writerow(r | {key: r[key] and round(r[key], 4) for key in ("gap", *PARTS)})
+
+
+def plot(found: list[dict]) -> None:
+    """Left the longest run of each method, step by step; right the ends of its runs over their lengths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), sharey=True, layout="constrained")
+    for number, name in enumerate(n for n in RATES if n != DENSE):
+        mine = [r for r in found if r["run"] == name]
+        if not mine:
+            continue
+        style = dict(color=plt.get_cmap("tab20")(2 * number % 20 + 2 * number // 20), linewidth=1.4)
+        if max(r["steps"] for r in mine) == max(r["steps"] for r in found):
+            left.plot(*zip(*mine[-1]["curve"].items(), strict=True), **style)
+        right.plot([r["steps"] for r in mine], [r["at_end"] for r in mine], "o-", label=name, **style)
+    for axis in (left, right):
+        axis.axhline(1, color="0.3", linestyle=":", linewidth=1)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    left.set(xlabel=f"step of a run of {max(r['steps'] for r in found)}", ylabel="validation loss over AdamW's")
+    lengths = sorted({r["steps"] for r in found})
+    right.set(xlabel="steps of the whole run", xscale="log", title="at the end")
+    right.set_xticks(lengths, lengths)
+    right.minorticks_off()
+    left.set_title("at the same step")
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    figure.savefig(RESULTS / "length.png", dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--only", nargs="+", choices=RATES, default=list(RATES), help="train these methods and no others")
+    cli.add_argument("--steps", type=int, nargs="+", choices=STEPS, default=[800, 8000])
+    cli.add_argument("--ranks", type=int, default=2)
+    cli.add_argument("--width", type=int, default=128, help="of the model: 128 is 0.86 M parameters, 512 is 13 M")
+    cli.add_argument("--seed", type=int, default=0)
+    cli.add_argument("--show", action="store_true", help="train nothing")
+    args = cli.parse_args()
+    for steps, name in () if args.show else product(args.steps, args.only):
+        if (run := Run(name, RATES[name], steps, args.ranks, args.seed, args.width)) not in quality.kept():
+            quality.train(run)
+    found = rows(args.ranks, args.width, args.seed)
+    if not found:
+        cli.error(f"there is no run of {DENSE!r} to compare with yet")
+    show(found)
+    save(found)
+    plot(found)
+
+
+if __name__ == "__main__":
+    main()
