@@ -39,7 +39,7 @@ __all__ = [
 # of parameters: large enough for the link's bandwidth, small enough to overlap with backward
 BUCKET_BYTES = 8 * 2**20
 # on a device every bucket is launches and waits for its turn
-DEVICE_BUCKET_BYTES = 64 * 2**20
+DEVICE_BUCKET_BYTES = 128 * 2**20
 
 
 class Bucket(Kept):
@@ -205,7 +205,7 @@ def make_buckets(
     wanted: Container[Tensor] | None = None,
 ) -> list[Bucket]:
     """Deal the parameters of all groups into buckets, the last registered first: of about 8 MiB on
-    CPUs, 64 MiB on other devices.
+    CPUs, 128 MiB on other devices.
 
     ``chosen(p, group, name)`` says whether a parameter is compressed; by default
     :func:`is_compressed` does. ``wanted``: only these; by default those that require a gradient.
