@@ -6,8 +6,9 @@
 
 Runs are bench/quality.py's, on two ranks, at the learning rate that was best on 800 steps, and are kept with its own.
 Each is a whole run: its learning rate decays to its end, and 15 % of its steps are dense. So ends of runs are compared
-with ends, and the parts of a run (an eighth, a quarter, half of its steps) with AdamW's at the same step. Prints a
-table, saves results/length.csv and length.png.
+with ends, and the parts of a run (an eighth, a quarter, half of its steps) with AdamW's at the same step. AdamW wants a
+smaller rate in longer runs: ``to_best`` is over its best run of that length, of the rates that have run. Prints a table
+and saves results/length.csv and length.png.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ RATES = {  # the best of quality.py's on 800 steps; of methods that ran at one r
 }
 STEPS = (800, 2000, 4000, 8000)
 PARTS = {"at_eighth": 8, "at_quarter": 4, "at_half": 2, "at_end": 1}  # of a run: its steps over this
+MEASURED = ("loss", "gap", *PARTS, "to_best")
 
 
 def losses(line: dict) -> dict[int, float]:
@@ -56,6 +58,8 @@ def rows(ranks: int, width: int, seed: int) -> list[dict]:
             mine, its = losses(run), losses(dense)
             row = {"run": name, "lr": lr, "steps": steps, "seed": seed, "loss": mine[steps]}
             row["gap"] = mine[steps] - its[steps]
+            of_dense = (r for key, r in there.items() if key == Run(DENSE, key.lr, steps, ranks, seed, width))
+            row["to_best"] = mine[steps] / min(losses(r)[steps] for r in of_dense)
             ratios = {n: loss / its[n] for n, loss in mine.items()}  # every 100 steps
             row |= {key: ratios.get(steps // part) for key, part in PARTS.items()}
             found.append(row | {"curve": ratios})
@@ -63,18 +67,21 @@ def rows(ranks: int, width: int, seed: int) -> list[dict]:
 
 
 def show(found: list[dict]) -> None:
-    print(f"\n{'run':<48}{'lr':>7}{'steps':>7}{'loss':>8}{'gap':>8}" + "".join(f"{key:>12}" for key in PARTS))
+    print(
+        f"\n{'run':<48}{'lr':>7}{'steps':>7}{'loss':>8}{'gap':>8}"
+        + "".join(f"{key:>12}" for key in (*PARTS, "to_best"))
+    )
     for r in found:
-        ratios = "".join(f"{r[key]:>12.3f}" if r[key] else f"{'-':>12}" for key in PARTS)
+        ratios = "".join(f"{r[key]:>12.3f}" if r[key] else f"{'-':>12}" for key in (*PARTS, "to_best"))
         print(f"{r['run']:<48}{r['lr']:>7g}{r['steps']:>7}{r['loss']:>8.3f}{r['gap']:>+8.3f}{ratios}")
 
 
 def save(found: list[dict]) -> None:
     with (RESULTS / "length.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["run", "lr", "steps", "seed", "loss", "gap", *PARTS], extrasaction="ignore")
+        writer = csv.DictWriter(file, ["run", "lr", "steps", "seed", *MEASURED], extrasaction="ignore")
         writer.writeheader()
         for r in found:
-            writer.writerow(r | {key: r[key] and round(r[key], 4) for key in ("gap", *PARTS)})
+            writer.writerow(r | {key: r[key] and round(r[key], 4) for key in MEASURED})
 
 
 def plot(found: list[dict]) -> None:
@@ -92,17 +99,17 @@ def plot(found: list[dict]) -> None:
         style = dict(color=plt.get_cmap("tab20")(2 * number % 20 + 2 * number // 20), linewidth=1.4)
         if max(r["steps"] for r in mine) == max(r["steps"] for r in found):
             left.plot(*zip(*mine[-1]["curve"].items(), strict=True), **style)
-        right.plot([r["steps"] for r in mine], [r["at_end"] for r in mine], "o-", label=name, **style)
+        right.plot([r["steps"] for r in mine], [r["to_best"] for r in mine], "o-", label=name, **style)
     for axis in (left, right):
         axis.axhline(1, color="0.3", linestyle=":", linewidth=1)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     left.set(xlabel=f"step of a run of {max(r['steps'] for r in found)}", ylabel="validation loss over AdamW's")
     lengths = sorted({r["steps"] for r in found})
-    right.set(xlabel="steps of the whole run", xscale="log", title="at the end")
+    right.set(xlabel="steps of the whole run", xscale="log", title="at the end, over AdamW's at its best rate")
     right.set_xticks(lengths, lengths)
     right.minorticks_off()
-    left.set_title("at the same step")
+    left.set_title("at the same step and rate")
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(RESULTS / "length.png", dpi=130)
     plt.close(figure)
