@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -47,7 +48,8 @@ def script(tmp_path: Path) -> str:
 
 
 def hooks() -> list[int]:
-    """How many there are that see every module and every optimizer."""
+    """How many there are that see every module and every optimizer, but for those of optimizers that are gone."""
+    gc.collect()
     everywhere = modules._global_forward_pre_hooks, optimizers._global_optimizer_pre_hooks
     return [len(one) for one in (*everywhere, optimizers._global_optimizer_post_hooks)]
 
