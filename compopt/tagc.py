@@ -28,6 +28,7 @@ or nothing here too.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import torch
@@ -43,7 +44,7 @@ from ._ops.clipping import clip_factor
 from ._ops.norms import squared_norm
 from ._ops.ops import Ops
 from ._sharded.adamw import commit, gather, updated
-from ._sharded.choice import ATTENTION, found, is_inside, is_pattern
+from ._sharded.choice import ATTENTION, is_inside, is_pattern
 from ._sharded.inside import Inside, applied
 from ._sharded.stats import tagc_stats
 from ._sparse.codes import CODES
@@ -243,7 +244,7 @@ class TagcAdamW(CompressedOptimizer):
         if group["compress"] is not None or group["select"] is None:
             chosen = group["compress"] is None and ATTENTION.search(name)
             return super().is_compressed(p, group, name) and not chosen
-        return found(group["select"], name)
+        return bool(re.search(group["select"], name))
 
     def before_layout(self) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
@@ -257,8 +258,7 @@ class TagcAdamW(CompressedOptimizer):
                 "FSDP cuts the parameters over the ranks this TagcAdamW was made with: make FSDP "
                 "and the optimizer anew for others, and load a checkpoint."
             )
-        self.reduces_inside = inside
-        self.sharded = not self.reduces_inside
+        self.reduces_inside, self.sharded = inside, not inside
 
     def after_layout(self) -> None:
         self.inside = Inside(self._engine) if self.reduces_inside else None

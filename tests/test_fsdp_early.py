@@ -55,6 +55,27 @@ def beside(name: str, mesh) -> list[tuple[list[bool], bool, float]]:
     return found
 
 
+def replaced(rank: int) -> tuple[list[int], float]:
+    """An optimizer that was made before over the same parameters is alive on rank 0 alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, held = cut(mesh), []
+    for turn in range(2):
+        groups = [{"params": list(part.named_parameters())} for part in (model.up, model.norm, model.down, model.flat)]
+        optimizer = by_name["SeparateAdam"].make(groups, process_group=mesh.get_group("replicate"))
+        early = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(model, 10 * turn + step, rank).backward()
+            optimizer.step()
+            early.append(optimizer.stats.early_buckets)
+        held += [optimizer] if rank == 0 else []
+    return early, differences(whole(model))
+
+
+def test_an_optimizer_that_was_replaced_sends_nothing_in_backward():
+    assert run_ranks(replaced, 4) == [([0, 3, 3], 0.0)] * 4
+
+
 @pytest.fixture(scope="module")
 def runs():
     return run_ranks(both, 4)

@@ -27,10 +27,6 @@ def is_pattern(given: Any) -> bool:
         return False
 
 
-def found(pattern: str, name: str) -> bool:
-    return bool(re.search(pattern, name))
-
-
 def is_inside(params: Sequence[Tensor], group: ProcessGroup | Comm | None) -> bool:
     """Whether FSDP cuts the parameters over the ranks of ``group``, to average with.
 

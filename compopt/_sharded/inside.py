@@ -28,8 +28,7 @@ from .._engine.engine import Engine
 from .._ops.clipping import clip_factor
 from .._ops.norms import squared_norm
 from .._ops.ops import Ops
-from .._sparse.selection import largest
-from .._sparse.sparsify import most_left
+from .._sparse.sparsify import largest_of_shards
 from .._state.buckets import Bucket
 from .._state.masks import bits_at
 from .._wire.comm import Comm
@@ -51,8 +50,9 @@ def averaged(parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, again: bool) -
     plain = parcel.as_they_are(rows)
     sent = Everything(parcel, x)
     if parcel.sparsifies:
-        left = sparsified(parcel, x, ops)  # line 2
-        bits = bits_at(left, parcel.shards.offsets[-1])  # line 3
+        h, shards = parcel.group, parcel.shards
+        left, _ = largest_of_shards(x.view(-1), shards, parcel.counts, h["sparsity"], ops)  # line 2
+        bits = bits_at(left, shards.offsets[-1])  # line 3
         index = yield BitOr(bits.clone())  # line 4
         sent = AtUnion(parcel, x, left, bits, ops.set_bits_of(index))
 
@@ -61,18 +61,6 @@ def averaged(parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, again: bool) -
     parcel.deliver(out, mean[: parcel.plain], sent.decode(mean[parcel.plain :]))  # line 10
     sent.hold_back()  # line 2
     parcel.ahead, parcel.sent = x, sent.counts
-
-
-def sparsified(parcel: Parcel, x: Tensor, ops: Ops) -> Tensor:
-    """Line 2: where among all accumulators the largest of each row are, those that are 0 left
-    out.
-    """
-    sparsity, found = parcel.group["sparsity"], []
-    for r, row in enumerate(x):
-        k = most_left(sparsity, parcel.counts[r]) if sparsity else parcel.width
-        found.append(largest(row, k, ops).add_(r * parcel.width))
-    positions = torch.cat(found)
-    return positions[x.view(-1).index_select(0, positions) != 0]
 
 
 def applied(bucket: Bucket, ops: Ops, phase: str) -> Asking[None]:
@@ -120,10 +108,6 @@ class Flow:
             self.pending = self.comm.start(self.asking.send(answer))
         except StopIteration:
             self.pending = None
-
-    def finish(self) -> None:
-        while self.pending is not None:
-            self.proceed()
 
 
 class Inside:

@@ -22,7 +22,6 @@ class Everything:
 
     def __init__(self, parcel: Parcel, x: Tensor):
         self.parcel, self.x = parcel, x
-        self.begin = parcel.plain  # of a row's accumulators
         # what rounding takes off them
         self.dropped: Tensor | None = None
 
@@ -34,7 +33,7 @@ class Everything:
     @property
     def sizes(self) -> list[int]:
         """How many numbers go to each rank."""
-        return [self.begin + n for n in self.lengths]
+        return [self.parcel.plain + n for n in self.lengths]
 
     @property
     def counts(self) -> tuple[int | None, int]:
@@ -43,18 +42,18 @@ class Everything:
 
     def message(self, plain: Tensor, given: torch.dtype) -> Tensor:
         """All rows. ``given``: the dtype in which FSDP would send them."""
-        exact = self.x.new_empty(sum(self.sizes))
+        exact, begin = self.x.new_empty(sum(self.sizes)), self.parcel.plain
         rows = exact.split(self.sizes)
         for row, own in zip(rows, plain, strict=True):
-            row[: self.begin] = own
-        self.write([row[self.begin :] for row in rows])
+            row[:begin] = own
+        self.write([row[begin:] for row in rows])
         dtype = dtype_of(self.parcel.group["payload_dtype"]) or given
         if self.exact:
             dtype = torch.promote_types(given, torch.float32)
         sent = exact.to(dtype)
         if torch.promote_types(dtype, exact.dtype) != dtype:
             exact.sub_(sent)
-            self.dropped = torch.cat([row[self.begin :] for row in rows])
+            self.dropped = torch.cat([row[begin:] for row in rows])
         return sent
 
     def write(self, parts: list[Tensor]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from .._ops.ops import Ops
 from .._state.buckets import Bucket
 from .._state.masks import bits_at
+from .._state.shards import Shards
 from .dealing import compressed_lengths
 from .selection import largest
 
@@ -41,16 +42,27 @@ def sparsify(bucket: Bucket, ops: Ops) -> Left:
             whole[i] = x[first : first + n]
             x[first + n : last] = 0
     marks = ops.add_up(bucket, grads, [*residual], whole)
+    counts = [shards.compressed_in(r) for r in range(shards.ranks)]
+    positions, values = largest_of_shards(x, shards, counts, sparsity, ops)
+    return Left(positions, values, bits_at(positions, shards.offsets[-1]), marks)
+
+
+def largest_of_shards(
+    x: Tensor, shards: Shards, counts: list[int], sparsity: float, ops: Ops
+) -> tuple[Tensor, Tensor]:
+    """Line 2: positions among all of ``x``, ascending, and values of the largest of every shard,
+    of which shard r has ``counts[r]`` elements.
+    """
     found = []
     for r, (first, last) in enumerate(itertools.pairwise(shards.cuts)):
-        k = most_left(sparsity, shards.compressed_in(r)) if sparsity else 8 * (last - first)
+        k = most_left(sparsity, counts[r]) if sparsity else 8 * (last - first)
         found.append(largest(x[8 * first : 8 * last], k, ops).add_(8 * first))
     positions = torch.cat(found)
     values = x.index_select(0, positions)
     # line 3: gradients of embeddings are mostly zeros; and so is what is between tensors
     if not values.all():
         positions, values = positions[values != 0], values[values != 0]
-    return Left(positions, values, bits_at(positions, shards.offsets[-1]), marks)
+    return positions, values
 
 
 def most_left(sparsity: float, n: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .._engine.base import CompressedOptimizer
 from .._sharded.parcels import part_of
 from ..tagc import TagcAdamW
-from ._watch import Watch
+from ._watch import Watch, after_backward
 
 
 def go_inside(optimizer: TagcAdamW) -> None:
@@ -34,7 +34,7 @@ def go_inside(optimizer: TagcAdamW) -> None:
         raise ValueError(
             "FSDP cuts the parameters over the ranks of this TagcAdamW, and PyTorch "
             f"{torch.__version__} does not let it take part in FSDP's reduce-scatter "
-            "(FSDPModule.set_custom_reduce_scatter): use PyTorch 2.9 or later, or "
+            "(FSDPModule.set_custom_reduce_scatter): use a later PyTorch (2.13 has it), or "
             "DistributedDataParallel."
         )
     this = weakref.ref(optimizer)
@@ -113,7 +113,7 @@ class Reducing:
             inside.reduce(params, rows, output_tensor, at_once=looked_at)
             output_tensor.mul_(after) if after > 1 else None
         if idle and inside.flows:
-            torch.autograd.Variable._execution_engine.queue_callback(inside.finish)
+            after_backward(inside.finish)
 
     def _trained(self) -> list[Any]:
         return [one for one in self._group.fsdp_params if one.sharded_param.requires_grad]

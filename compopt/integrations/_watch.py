@@ -14,6 +14,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from .._engine.base import CompressedOptimizer
 
 
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call it when the running backward has ended, after what was asked for before."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 class Watch:
     """A forward-pre-hook on all modules, which looks into every module once.
 

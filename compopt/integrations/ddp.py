@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .._engine import base
 from .._engine.base import CompressedOptimizer
-from ._watch import Watch
+from ._watch import Watch, after_backward
 
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
 
@@ -176,7 +176,7 @@ class Handover:
             self._begin()
             # DDP queues its own last callback, which writes p.grad, after this one: so queue again
             # from inside it.
-            _after_backward(lambda: _after_backward(self._backward_done))
+            after_backward(lambda: after_backward(self._backward_done))
         for optimizer in self.optimizers():
             if self._idle:
                 optimizer.handed_over()
@@ -257,10 +257,6 @@ def _let(handover: weakref.ref[Handover], do: Callable[[Handover], None]) -> Non
     alive = handover()
     if alive is not None and alive._ddp() is not None:
         do(alive)
-
-
-def _after_backward(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _check(ddp: DDP, optimizer: CompressedOptimizer) -> None:

@@ -16,7 +16,6 @@ over the optimizer's own ranks only TagcAdamW works (see ``_fsdp_inside``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,8 @@ from .._state.buckets import local
 from .._wire.comm import mesh_groups
 from .._wire.requests import Broadcast
 from ..tagc import TagcAdamW
-from ._fsdp_inside import go_inside
+from ._fsdp_inside import HOOKS, go_inside
+from ._watch import after_backward
 
 ADVICE = (
     "call fully_shard(model, mesh=mesh['shard']) with the mesh dimension inside a node, and give "
@@ -93,38 +93,46 @@ def broadcast_parameters(optimizer: CompressedOptimizer) -> None:
             comm.start(Broadcast(local(p.detach()))).wait()
 
 
-def listen(optimizer: CompressedOptimizer) -> None:
-    """Hear of every shard's gradient as soon as FSDP has reduced it, so that the exchange between
-    nodes begins in backward.
+class Listener:
+    """A hook of one parameter: hears of a shard's gradient as soon as FSDP has reduced it, so that
+    the exchange between nodes begins in backward.
     """
-    this, running = weakref.ref(optimizer), -1
 
-    def reduced(p: Tensor) -> None:
-        nonlocal running
-        optimizer = this()
-        if optimizer is None or optimizer._engine.retired:
+    def __init__(self, optimizer: CompressedOptimizer):
+        self._optimizer, self._running = weakref.ref(optimizer), -1
+
+    def __call__(self, p: Tensor) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None:
             return
         backward = torch._C._current_graph_task_id()
-        if backward != running:
-            running = backward
+        if backward != self._running:
+            self._running = backward
             # after FSDP's own callback, which reduces what is left
-            _after_backward(lambda: _after_backward(done))
+            after_backward(lambda: after_backward(self._done))
         optimizer.gradients_ready([p])
 
-    def done() -> None:
-        optimizer = this()
+    def _done(self) -> None:
+        optimizer = self._optimizer()
         if optimizer is not None:
             optimizer.backward_done()
 
+
+def listen(optimizer: CompressedOptimizer) -> None:
+    """Hear of the gradients of ``optimizer``, in place of who did before.
+
+    One that was made earlier over the same parameters may still be alive on some ranks and not on
+    others, and would start exchanges that not all of them take part in.
+    """
+    listener = Listener(optimizer)
     for p in (p for group in optimizer.param_groups for p in group["params"]):
+        hooks = getattr(p, HOOKS, None) or {}
+        for key in [key for key, hook in hooks.items() if isinstance(hook, Listener)]:
+            del hooks[key]
         mesh = getattr(p, "device_mesh", None)
         # FSDP copies gradients to host memory without waiting, unless somebody listens
         if p.requires_grad and mesh is not None and mesh.device_type == p.device.type:
-            p.register_post_accumulate_grad_hook(reduced)
-
-
-def _after_backward(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+            p.register_post_accumulate_grad_hook(listener)
 
 
 def _meet(optimizer: CompressedOptimizer) -> None:
