@@ -1,0 +1,256 @@
+"""What users do with TAGC inside FSDP2: skips, accumulation, mixed precision, hooks, refusals, checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from inside import apart, cut, loss, make, train, whole
+from ranks import run_ranks
+from test_ddp_refusals import said
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import compopt
+from compopt._ops.backends import choose
+from compopt._sparse.selection import largest
+
+
+def tagc(model: nn.Module, **options) -> compopt.TagcAdamW:
+    return compopt.TagcAdamW(model.named_parameters(), lr=1e-2, **{"sparsity": 0.9, **options})
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("backend", [None, "torch"], ids=["native", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_not_finite_is_among_the_largest(dtype, backend, wrong, monkeypatch):
+    """So it is sent, and no rank has to look for it."""
+    if backend:
+        monkeypatch.setenv("COMPOPT_BACKEND", backend)
+    ops = choose({"cpu"})
+    for n, count in itertools.product((100, 16384, 16385, 70000), (1, 3, 2000)):
+        for k in (1, n // 80 + 1, n // 3):
+            x = torch.randn(n, dtype=dtype)
+            x[torch.randperm(n)[:count]] = wrong
+            found = largest(x, k, ops)
+            assert len(found) == k and not x[found].isfinite().all()
+
+
+def skipped(rank: int) -> dict[str, bool]:
+    """An inf in one rank's gradient, of a tensor that is compressed; then training goes on."""
+    model = cut(make())
+    optimizer = tagc(model)
+    train(model, optimizer, range(3), rank)
+    before = [whole(model), *(optimizer.state[p]["residual"].clone() for p in optimizer.state if p.dim() > 1)]
+    optimizer.zero_grad()
+    (loss(model, 3, rank) * (float("inf") if rank == 1 else 1)).backward()
+    optimizer.step()
+    after = [whole(model), *(optimizer.state[p]["residual"] for p in optimizer.state if p.dim() > 1)]
+    found = {"skipped": optimizer.stats.phase == "skipped", "kept": all(map(torch.equal, before, after))}
+    train(model, optimizer, range(4, 6), rank)
+    return {**found, "goes on": optimizer.stats.phase == "sparse" and bool(whole(model).isfinite().all())}
+
+
+def accumulated(rank: int) -> dict[str, float]:
+    """Gradients of two backwards, each reduced; or the first kept back by set_requires_gradient_sync(False)."""
+    found = {}
+    for waits in (False, True):
+        for sparsity in (0, 0.9):
+            ours, theirs = cut(make()), cut(make())
+            optimizer = tagc(ours, sparsity=sparsity)
+            for model in (ours, theirs):
+                if waits:
+                    model.set_requires_gradient_sync(False)
+                loss(model, 0, rank).backward()
+                model.set_requires_gradient_sync(True)
+                loss(model, 1, rank).backward()
+            optimizer.step()
+            worst = 0.0
+            for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+                got = p.grad.full_tensor()
+                owed = optimizer.state[p].get("residual", torch.zeros_like(got))
+                dist.all_reduce(owed)
+                worst = max(worst, float((got + owed / dist.get_world_size() - q.grad.full_tensor()).abs().max()))
+            found[f"{waits} {sparsity}"] = worst
+    return found
+
+
+def as_others_do(rank: int) -> dict[str, object]:
+    """Gradients that are set to zero, not None; hooks that read them in backward; parameters that are frozen."""
+    plain, zeros, hooked, frozen, wanted = (cut(make()) for _ in range(5))
+    one, two, three = tagc(plain), tagc(zeros), tagc(hooked)
+    seen, found = {}, {}
+    for p in hooked.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.__setitem__(p, p.grad.to_local().clone()))
+    train(plain, one, range(4), rank)
+    for step in range(4):
+        two.zero_grad(set_to_none=False)
+        loss(zeros, step, rank).backward()
+        two.step()
+    train(hooked, three, range(4), rank)
+    found["zeros"], found["hooked"] = apart(plain, zeros), apart(plain, hooked)
+    found["seen"] = max(float((seen[p] - p.grad.to_local()).abs().sum()) for p in hooked.parameters())
+
+    for model in (frozen, wanted):
+        for p in (model.up.weight, model.down.bias):
+            p.requires_grad_(False)
+    train(frozen, tagc(frozen, sparsity=0), range(3), rank)
+    trained = [p for p in wanted.parameters() if p.requires_grad]
+    train(wanted, torch.optim.AdamW(trained, lr=1e-2), range(3), rank)
+    found["frozen"] = apart(frozen, wanted)
+    return found
+
+
+def in_low_precision(rank: int) -> dict[str, float]:
+    """FSDP's mixed precision: what a step applies and what ranks owe is the mean of their gradients."""
+    found = {}
+    for name, policy in {
+        "bfloat16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "reduced in float32": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }.items():
+        for sparsity, payload in ((0.9, None), (0.9, "bfloat16"), (0, "bfloat16")):
+            ours = cut(make(dtype=torch.float32), mp_policy=policy)
+            theirs = cut(make(dtype=torch.float32), mp_policy=MixedPrecisionPolicy(policy.param_dtype, torch.float32))
+            optimizer = tagc(ours, sparsity=sparsity, payload_dtype=payload)
+            worst = 0.0
+            for model in (ours, theirs):
+                loss(model, 0, rank, torch.float32).backward()
+            optimizer.step()
+            for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+                if "residual" not in optimizer.state[p]:
+                    continue
+                got, owed = p.grad.full_tensor(), optimizer.state[p]["residual"].clone()
+                dist.all_reduce(owed)
+                wanted = q.grad.full_tensor()
+                far = (got + owed / dist.get_world_size() - wanted).norm() / wanted.norm()
+                worst = max(worst, float(far))
+            found[f"{name}, {payload} {sparsity}"] = worst
+    return found
+
+
+class Skipping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def refused(rank: int) -> dict[str, str]:
+    found, model = {}, cut(make())
+    with_options = (
+        dict(params=list(model.down.named_parameters())),
+        dict(params=[(n, p) for n, p in model.named_parameters() if not n.startswith("down")], sparsity=0.5),
+    )
+    apart = compopt.TagcAdamW([*with_options], lr=1e-2, sparsity=0.9)
+    train(model, apart, range(1), rank)  # other options in another module are fine
+    found["fine"] = apart.stats.phase
+
+    model = fully_shard(make())
+    names = dict(model.named_parameters())
+    groups = [{"params": [("down", names.pop("down.weight"))], "sparsity": 0.5}, {"params": list(names.items())}]
+    mixed = compopt.TagcAdamW(groups, lr=1e-2)
+    found["options"] = said(ValueError, lambda: train(model, mixed, range(1), rank))
+
+    model = fully_shard(make())
+    found["auto"] = said(ValueError, lambda: tagc(model, when="auto"))
+    part = make()
+    fully_shard(part.down)
+    found["part"] = said(ValueError, lambda: tagc(part))
+
+    model = fully_shard(make(Skipping))
+    optimizer = tagc(model)
+    found["unused"] = said(RuntimeError, lambda: train(model, optimizer, range(1), rank))
+    model = fully_shard(make(Skipping))
+    model.set_reduce_scatter_unused_params(True)
+    optimizer = tagc(model)
+    train(model, optimizer, range(2), rank)
+    found["zeros"] = optimizer.stats.phase
+
+    model = cut(make(dtype=torch.float32))
+    optimizer, scaler = tagc(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss(model, 0, rank, torch.float32)).backward()
+    found["scaler"] = said(RuntimeError, lambda: scaler.step(optimizer))
+
+    model = cut(make())
+    model.set_gradient_divide_factor(1.0)
+    optimizer = tagc(model)
+    found["factor"] = said(RuntimeError, lambda: train(model, optimizer, range(1), rank))
+    return found
+
+
+def saved(rank: int, folder: str, write: bool) -> tuple[float, float]:
+    """A run that goes on, and one from its checkpoint: how far apart they end, and their means of what is owed."""
+    first = cut(make())
+    optimizer = tagc(first)
+    if write:
+        train(first, optimizer, range(4), rank)
+        optimizer.consolidate_state()
+        weights, state = get_state_dict(first, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    second = cut(make())
+    other = tagc(second)
+    weights, state = get_state_dict(second, other)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(second, other, model_state_dict=weights, optim_state_dict=state)
+    owed = torch.cat([s["residual"].reshape(-1) for s in other.state.values() if "residual" in s]).clone()
+    for model, one in ((first, optimizer), (second, other)):
+        train(model, one, range(4, 7), rank)
+    return (apart(first, second) if write else 0.0), float(owed.sum())
+
+
+def all_of(rank: int) -> dict[str, object]:
+    return {
+        "skipped": skipped(rank),
+        "accumulated": accumulated(rank),
+        "others": as_others_do(rank),
+        "low precision": in_low_precision(rank),
+        "refused": refused(rank),
+    }
+
+
+@pytest.fixture(scope="module", params=(2, 4))
+def runs(request):
+    return run_ranks(all_of, request.param)
+
+
+def test_an_inf_on_one_rank_makes_all_skip_and_nothing_is_owed_of_it(runs):
+    assert all(all(rank["skipped"].values()) for rank in runs), [rank["skipped"] for rank in runs]
+
+
+def test_nothing_is_lost_of_gradients_that_are_accumulated(runs):
+    assert max(value for rank in runs for value in rank["accumulated"].values()) < 1e-12
+
+
+def test_zeroed_gradients_hooks_that_read_and_frozen_parameters(runs):
+    for rank in runs:
+        assert max(rank["others"].values()) < 1e-12, rank["others"]
+
+
+def test_nothing_is_lost_in_mixed_precision(runs):
+    """But what FSDP itself rounds: gradients of bfloat16, where it is told to reduce in that."""
+    for found in (rank["low precision"] for rank in runs):
+        assert max(far for name, far in found.items() if "reduced" in name and "None" in name) < 1e-6
+        assert max(far for name, far in found.items()) < 4e-3
+
+
+def test_refusals_say_what_to_do(runs):
+    for found in (rank["refused"] for rank in runs):
+        assert found["fine"] == found["zeros"] == "sparse"
+        assert "sparsity is 0.9875 and 0.5" in found["options"] and "sharded apart" in found["options"]
+        assert "when='auto'" in found["auto"] and "compare two runs" in found["auto"]
+        assert "not among those that FSDP cuts" in found["part"] and "fully_shard on the whole model" in found["part"]
+        assert "set_reduce_scatter_unused_params(True)" in found["unused"]
+        assert "without a scaler" in found["scaler"] and "scale the loss" in found["factor"]
+
+
+def test_a_checkpoint_goes_on_to_the_bit_and_on_more_ranks(tmp_path):
+    written = run_ranks(saved, 2, str(tmp_path), True)
+    assert [far for far, _ in written] == [0, 0]
+    read = run_ranks(saved, 4, str(tmp_path), False)
+    assert {owed for _, owed in written} == {owed for _, owed in read} and written[0][1] != 0
