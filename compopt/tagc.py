@@ -41,7 +41,6 @@ from ._engine.stats import Stats
 from ._engine.verdicts import Verdict
 from ._engine.when import chosen, dense_steps
 from ._ops.clipping import clip_factor
-from ._ops.norms import squared_norm
 from ._ops.ops import Ops
 from ._sharded.adamw import commit, gather, updated
 from ._sharded.choice import ATTENTION, is_inside, is_pattern
@@ -49,8 +48,9 @@ from ._sharded.inside import Inside, applied
 from ._sharded.stats import tagc_stats
 from ._sparse.codes import CODES
 from ._sparse.dealing import compressed_lengths, values_kept
-from ._sparse.rows import Averaged, CodedRows, Rows
+from ._sparse.rows import CodedRows, Rows
 from ._sparse.sparsify import sparsify
+from ._sparse.union import union_of
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Sharded, Unsharded
 from ._wire.comm import ProcessGroup
@@ -68,18 +68,16 @@ def tagc(
     if sparsifies(bucket):
         left = sparsify(bucket, ops)  # lines 1 and 2
         bits = yield BitOr(left.bits)  # lines 3 and 4
-        index = ops.set_bits_of(bits)
-        sent = CodedRows(bucket, ops, left, index)
+        union = yield from union_of(bucket.shards, bits, ops, bucket.cache)
+        sent = CodedRows(bucket, ops, left, union)
 
     sent.pack()  # line 5
     row = yield ReduceScatterMean(sent.flat, sent.sizes)  # lines 6 and 9
     mean = sent.mean(row)
     average = sent.decode(mean)  # line 10
-    squared = squared_norm_of(average)
-    norm = yield Agree(mean, sent.phase, squared, sharded=True)
+    norm = yield Agree(mean, sent.phase, average.squared_norm(), sharded=True)
 
-    factor = clip_factor(norm, max_norm)
-    clip(average, factor)
+    average.clip(clip_factor(norm, max_norm))
     present = bucket.present(mean)
     new = updated(bucket, ops, average, present)
     gathered = yield from gather(bucket, new)
@@ -93,18 +91,6 @@ def sparsifies(bucket: Bucket) -> bool:
     """Whether the dense start is over, and there is anything to compress."""
     h = bucket.group
     return h["step"] >= dense_steps(bucket) and bucket.shards.offsets[-1] > 0
-
-
-def squared_norm_of(average: list[Averaged]) -> Tensor:
-    """|G|^2 of this rank's shard."""
-    first, *others = [squared_norm(values) for values, _ in average]
-    return sum(others, first)
-
-
-def clip(average: list[Averaged], factor: float) -> None:
-    if factor < 1:
-        for values, _ in average:
-            values.mul_(factor)
 
 
 class TagcAdamW(CompressedOptimizer):

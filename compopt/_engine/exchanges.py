@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from .._wire.requests import (
     Commit,
     NotSent,
     Payload,
+    Read,
     Request,
     Together,
 )
@@ -89,6 +91,16 @@ class Exchange:
         else:
             self.answers.append(answer)
             self._read(lambda: self._send(answer))
+
+    @property
+    def reading(self) -> Tensor | None:
+        """The numbers that the host has to know next, if any."""
+        return self.request.tensor if isinstance(self.request, Read) else None
+
+    def told(self, numbers: list[Any]) -> None:
+        """Go on with the numbers that were to be read."""
+        self.answers.append(numbers)
+        self._read(lambda: self._send(numbers))
 
     def advance(self, answer: Answer) -> None:
         """Resume the generator up to its next request, and start that."""
@@ -204,7 +216,7 @@ class Exchange:
         self.ready = isinstance(request, Commit)
         if isinstance(request, Agree):
             self.agree = request
-        answered = isinstance(request, Agree | Commit | Together)
+        answered = isinstance(request, Read | Agree | Commit | Together)
         self.pending = None if answered else self.comm.start(request)
 
 

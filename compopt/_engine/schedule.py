@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from itertools import islice
 
+import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket
@@ -43,8 +45,9 @@ def in_order(
     buckets' numbers only.
 
     Bucket after bucket begins; after each, those before it whose exchange has another stage take
-    one, in order. When all have begun the rest follows, in turns. Yields what is about to begin, or
-    to be waited for.
+    one, in order. When all have begun the rest follows, in turns; but what the host has to read of
+    the device is read when every bucket has come to that. Yields what is about to begin, or to be
+    waited for.
     """
     for bucket in buckets:
         yield bucket
@@ -54,9 +57,24 @@ def in_order(
                 yield exchange.waiting
                 exchange.proceed()
     while waiting := [exchange for exchange in exchanges if exchange.agree is None]:
+        if not any(exchange.more for exchange in waiting):
+            read_together(waiting)
         for exchange in waiting:
-            yield exchange.waiting
-            exchange.proceed()
+            if exchange.reading is None and exchange.agree is None:
+                yield exchange.waiting
+                exchange.proceed()
+
+
+def read_together(exchanges: list[Exchange]) -> None:
+    """Tell those that want to know numbers of the device what these are: one wait for all."""
+    asking = [(one, one.reading) for one in exchanges if one.reading is not None]
+    by_device: dict[torch.device, list[tuple[Exchange, Tensor]]] = {}
+    for one, numbers in asking:
+        by_device.setdefault(numbers.device, []).append((one, numbers))
+    for pairs in by_device.values():
+        told = iter(torch.cat([numbers for _, numbers in pairs]).tolist())
+        for one, numbers in pairs:
+            one.told(list(islice(told, len(numbers))))
 
 
 class Schedule:

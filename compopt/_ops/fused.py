@@ -34,6 +34,21 @@ def adamw_(
         w.copy_(own)
 
 
+def adamw_at_once_(
+    group: Group,
+    weights: list[Tensor],
+    grads: list[Tensor],
+    m: list[Tensor],
+    v: list[Tensor],
+    steps: list[Tensor],
+) -> None:
+    """The same of contiguous tensors of one dtype, in one launch."""
+    hyper = {name: group[name] for name in HYPER}
+    beta1, beta2 = hyper.pop("betas")
+    hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
+    torch._fused_adamw_(weights, grads, m, v, [], steps, **hyper)
+
+
 def adams_(
     group: Group,
     w: Tensor,

@@ -149,11 +149,17 @@ class Ops:
         """``out = grad + add``, flat, where there is an ``out``; returns the marks of all gradients
         (see ``mark``).
         """
-        for g, more, to in zip(grads, add, out, strict=True):
-            if to is not None and more is not None:
-                to.copy_(more.reshape(-1))
-            if to is not None and g is not None:
-                to.add_(g.reshape(-1))
+        rows = [
+            (to, more.reshape(-1), None if g is None else g.reshape(-1))
+            for g, more, to in zip(grads, add, out, strict=True)
+            if to is not None and more is not None
+        ]
+        # a CPU takes one after the other, which is in its cache then
+        for some in [rows] if bucket.device.type != "cpu" else [[row] for row in rows]:
+            torch._foreach_copy_([to for to, _, _ in some], [more for _, more, _ in some])
+            there = [(to, g) for to, _, g in some if g is not None]
+            if there:
+                torch._foreach_add_([to for to, _ in there], [g for _, g in there])
         exact = torch.promote_types(bucket.dtype, torch.float32)
         return self.marks(grads, torch.empty(0, dtype=exact, device=bucket.device))
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .._ops.ops import Ops
-from .._sparse.rows import Averaged
+from .._sparse.averaged import Average, Averaged
 from .._state.buckets import Bucket, local
 from .._state.shards import unshard
-from .._wire.dtypes import dtype_of
 from .._wire.requests import AllGather, Asking
+from .at_once import ahead_at_once, commit_at_once, sends_updates
 
 
 def moments(bucket: Bucket, i: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,19 +22,7 @@ def moments(bucket: Bucket, i: int) -> tuple[Tensor, Tensor, Tensor]:
     return state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
 
 
-def sends_updates(bucket: Bucket) -> bool:
-    """Whether not parameters are gathered but what is added to them, in bfloat16: half as many
-    bytes.
-
-    All ranks add the same, its owner too, so replicas stay equal; an update is rounded to 8 bits, a
-    parameter is not.
-    """
-    sent = dtype_of(bucket.group["payload_dtype"])
-    low = sent == torch.bfloat16 and not bucket.alone
-    return low and bucket.dtype == torch.float32
-
-
-def updated(bucket: Bucket, ops: Ops, average: list[Averaged], present: list[bool]) -> Tensor:
+def updated(bucket: Bucket, ops: Ops, average: Average, present: list[bool]) -> Tensor:
     """What this rank's shard of the parameters will be, in their dtype, or the updates; nothing
     else is written.
     """
@@ -42,14 +30,18 @@ def updated(bucket: Bucket, ops: Ops, average: list[Averaged], present: list[boo
     sizes = shards.sizes(shards.rank)
     new = bucket.memory("new", shards.most, bucket.dtype)
     new[sum(sizes) :] = 0
-    for i, out in enumerate(new[: sum(sizes)].split(sizes)):
-        w = bucket.weight(i)
-        if present[i] and w.numel():
-            step_ahead(bucket, ops, i, average[i], out)
-        else:
-            out.copy_(w)
-        if sends_updates(bucket):
-            out.sub_(w)
+    outs = list(new[: sum(sizes)].split(sizes))
+    if bucket.device.type != "cpu":
+        ahead_at_once(bucket, average, present, outs)
+    else:
+        for i, out in enumerate(outs):
+            w = bucket.weight(i)
+            if present[i] and w.numel():
+                step_ahead(bucket, ops, i, average.parts[i], out)
+            else:
+                out.copy_(w)
+            if sends_updates(bucket):
+                out.sub_(w)
     return new.bfloat16() if sends_updates(bucket) else new
 
 
@@ -76,14 +68,22 @@ def gather(bucket: Bucket, new: Tensor) -> Asking[Tensor]:
 
 
 def commit(
-    bucket: Bucket, ops: Ops, average: list[Averaged], present: list[bool], rows: Tensor
+    bucket: Bucket, ops: Ops, average: Average, present: list[bool], rows: Tensor
 ) -> None:
     """Moments and masters of this rank's shard, step counts, and all parameters, from the gathered
     ``rows``.
     """
+    if bucket.device.type != "cpu":
+        commit_at_once(bucket, average, present)
+    else:
+        commit_each(bucket, ops, average, present)
+    publish(bucket, rows)
+
+
+def commit_each(bucket: Bucket, ops: Ops, average: Average, present: list[bool]) -> None:
     h = bucket.group
     for i in (i for i, here in enumerate(present) if here):
-        w, (g, index), (m, v, step) = bucket.weight(i), average[i], moments(bucket, i)
+        w, (g, index), (m, v, step) = bucket.weight(i), average.parts[i], moments(bucket, i)
         if not w.numel():
             step += 1
         elif "master" in bucket.state:
@@ -91,7 +91,6 @@ def commit(
             ops.adamw(h, w, ops.expand(g, index, w), m, v, step)
         else:  # the parameters themselves are gathered
             ops.adamw_moments(h, w, g, index, m, v, step)
-    publish(bucket, rows)
 
 
 def publish(bucket: Bucket, rows: Tensor) -> None:

@@ -29,11 +29,11 @@ from .._ops.clipping import clip_factor
 from .._ops.norms import squared_norm
 from .._ops.ops import Ops
 from .._sparse.sparsify import largest_of_shards
+from .._sparse.union import union_of
 from .._state.buckets import Bucket
-from .._state.masks import bits_at
 from .._wire.comm import Comm
 from .._wire.pending import Pending
-from .._wire.requests import Agree, AllReduceMean, Asking, BitOr, Commit, ReduceScatterMean
+from .._wire.requests import Agree, AllReduceMean, Asking, BitOr, Commit, Read, ReduceScatterMean
 from .parcels import Parcel, same_options
 from .sending import AtUnion, Everything
 
@@ -51,10 +51,11 @@ def averaged(parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, again: bool) -
     sent = Everything(parcel, x)
     if parcel.sparsifies:
         h, shards = parcel.group, parcel.shards
-        left, _ = largest_of_shards(x.view(-1), shards, parcel.counts, h["sparsity"], ops)  # line 2
-        bits = bits_at(left, shards.offsets[-1])  # line 3
+        chosen = largest_of_shards(x.view(-1), shards, parcel.counts, h["sparsity"], ops)
+        left, _, bits = chosen  # lines 2 and 3
         index = yield BitOr(bits.clone())  # line 4
-        sent = AtUnion(parcel, x, left, bits, ops.set_bits_of(index))
+        union = yield from union_of(shards, index, ops, parcel.cache)
+        sent = AtUnion(parcel, x, left, bits, union)
 
     message = sent.message(plain, rows.dtype)  # line 5
     mean = yield ReduceScatterMean(message, sent.sizes)  # lines 6 and 9
@@ -105,9 +106,14 @@ class Flow:
             self.pending = answer
             return
         try:
-            self.pending = self.comm.start(self.asking.send(answer))
+            request = self.asking.send(answer)
         except StopIteration:
             self.pending = None
+            return
+        if isinstance(request, Read):
+            self.pending = Pending("a number of the device", None, request.tensor.tolist)
+        else:
+            self.pending = self.comm.start(request)
 
 
 class Inside:

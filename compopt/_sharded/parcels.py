@@ -95,6 +95,7 @@ class Parcel:
         # accumulators as they will be where the step is applied: line 2's
         self.ahead: Tensor | None = None
         self.sent: tuple[int | None, int] = None, 0  # at the union of the last step, and leftovers
+        self.cache: dict[str, Any] = {}  # what follows from ``shards``
         self._memory: Tensor | None = None
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._sparse.codes import CODES, Code
+from .._sparse.union import Union
 from .._state.masks import ones_at
 from .._wire.dtypes import dtype_of
 from .parcels import Parcel
@@ -74,16 +75,18 @@ class Everything:
 
 
 class AtUnion(Everything):
-    """What line 2 has ``left``, coded at the ``index`` of all that any rank has left.
+    """What line 2 has ``left``, coded at the index of all that any rank has left.
 
-    Both are positions among all accumulators, ascending; ``bits`` has those of ``left`` set.
+    Both are positions among all accumulators; ``bits`` has those of ``left`` set that are not 0.
     """
 
-    def __init__(self, parcel: Parcel, x: Tensor, left: Tensor, bits: Tensor, index: Tensor):
+    def __init__(self, parcel: Parcel, x: Tensor, left: Tensor, bits: Tensor, union: Union):
         super().__init__(parcel, x)
         h = parcel.group
         seed = 1_000_003 * h["step"] + parcel.length  # alike on all ranks, another in every step
-        self.code: Code = CODES[h["codec"]](parcel.shards, index, h["sketch_ratio"], seed)
+        code, ratio = CODES[h["codec"]], h["sketch_ratio"]
+        self.code: Code = code(parcel.shards, union.index, union.counts, ratio, seed)
+        self.own = union.own_index(parcel.shards)
         self.exact, self.left, self.bits = self.code.exact, left, bits
 
     @property
@@ -100,15 +103,10 @@ class AtUnion(Everything):
         self.code.fill(parts, values.mul_(ones_at(self.bits, self.code.index)))
 
     def decode(self, mean: Tensor) -> Tensor:
-        here = self.parcel.shards.in_own_parts(self.code.index)[self.parcel.rank]
-        assert here is not None
         values = self.code.decode(mean).to(self.x.dtype)
-        return self.x.new_zeros(self.parcel.width).index_copy_(0, here, values)
+        return self.x.new_zeros(self.parcel.width).index_copy_(0, self.own, values)
 
     def hold_back(self) -> None:
-        x = self.x.view(-1)
-        if self.dropped is None:
-            x.index_fill_(0, self.left, 0)
-        else:
-            at = torch.searchsorted(self.code.index, self.left)
-            x.index_copy_(0, self.left, self.dropped.index_select(0, at))
+        x = self.x.view(-1).index_fill_(0, self.left, 0)
+        if self.dropped is not None:  # at what only others have left that is 0
+            x.index_add_(0, self.code.index, self.dropped)

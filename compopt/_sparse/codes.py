@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from .._state.shards import Shards
@@ -19,7 +20,7 @@ from .sketch import Sketch
 class Code(Protocol):
     """Values at an ``index``, ascending, among the bits of a bucket's mask.
 
-    ``ratio``: how many compressed elements there are for a number sent, where a code can choose;
+    ``counts``: how many of it each rank owns. ``ratio``: how many compressed elements there are for a number sent, where a code can choose;
     ``seed`` draws what is random in it, the same on all ranks.
     """
 
@@ -28,7 +29,9 @@ class Code(Protocol):
     sizes: list[int]  # how many numbers go to each rank
     leftovers: int  # elements, over all shards, that are sent as they are though they were coded
 
-    def __init__(self, shards: Shards, index: Tensor, ratio: float, seed: int): ...
+    def __init__(
+        self, shards: Shards, index: Tensor, counts: list[int], ratio: float, seed: int
+    ): ...
 
     def fill(self, parts: list[Tensor], values: Tensor) -> None:
         """Write for every owner its part of ``values``, this rank's at the index."""
@@ -44,12 +47,13 @@ class Compact:
     exact = False
     leftovers = 0
 
-    def __init__(self, shards: Shards, index: Tensor, ratio: float, seed: int):
-        self.index, self.sizes = index, shards.counts(index)
+    def __init__(
+        self, shards: Shards, index: Tensor, counts: list[int], ratio: float, seed: int
+    ):
+        self.index, self.sizes = index, counts
 
     def fill(self, parts: list[Tensor], values: Tensor) -> None:
-        for part, own in zip(parts, values.split(self.sizes), strict=True):
-            part.copy_(own)
+        torch._foreach_copy_(parts, list(values.split(self.sizes)))
 
     def decode(self, code: Tensor) -> Tensor:
         return code

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -12,13 +10,12 @@ from .._state.buckets import Bucket
 from .._state.masks import per_tensor
 from .._wire.dtypes import PayloadDtype
 from .._wire.requests import Payload
+from .at_once import hold_back_at_once
+from .averaged import Average, Scattered
 from .codes import CODES, Code
 from .dealing import compressed_lengths
 from .sparsify import Left
-
-# The averaged gradient of this rank's part of a tensor: values, and where they are in the part
-# (None: everywhere).
-Averaged = tuple[Tensor, Tensor | None]
+from .union import Union
 
 
 class Rows:
@@ -36,10 +33,8 @@ class Rows:
         lengths = [self.lengths(rank) for rank in range(self.shards.ranks)]
         self.rows, self.flat = self.bucket.payloads(lengths, self.dtype)
         marks = self.marks()
-        for rank, row in enumerate(self.rows):
-            row.header.copy_(marks)
-            for part, i in zip(row.exact, self.whole, strict=False):
-                self.write(part, i, slice(*self.shards.ranges[rank][i]))
+        torch._foreach_copy_([row.header for row in self.rows], [marks] * len(self.rows))
+        self.write()
         self.write_code()
         for row in self.rows:
             row.round()
@@ -59,15 +54,30 @@ class Rows:
         """Of all gradients: finite or not."""
         return self.ops.marks(self.grads, self.flat)
 
-    def write(self, part: Tensor, i: int, owned: slice) -> None:
-        """The elements of tensor i that one rank owns."""
-        g, bucket = self.grads[i], self.bucket
-        if g is None:
-            part.zero_()
-        else:
-            part.copy_(g.reshape(-1)[owned])
-        if bucket.owes and bucket.compressed[i]:  # the dense start was taken up again
-            part.add_(bucket.state["residual"][i].reshape(-1)[owned])
+    def write(self) -> None:
+        """Of the tensors that are sent as they are the elements that each rank owns."""
+        bucket, ranges = self.bucket, self.shards.ranges
+        flat = {i: None if self.grads[i] is None else self.grads[i].reshape(-1) for i in self.whole}
+        empty, given, grads, owing, owed = [], [], [], [], []
+        for rank, row in enumerate(self.rows):
+            for part, i in zip(row.exact, self.whole, strict=False):
+                g, own = flat[i], slice(*ranges[rank][i])
+                if not part.numel():
+                    continue
+                if g is None:
+                    empty.append(part)
+                else:
+                    given.append(part)
+                    grads.append(g[own])
+                if bucket.owes and bucket.compressed[i]:  # the dense start was taken up again
+                    owing.append(part)
+                    owed.append(bucket.state["residual"][i].reshape(-1)[own])
+        if empty:
+            torch._foreach_zero_(empty)
+        if given:
+            torch._foreach_copy_(given, grads)
+        if owing:
+            torch._foreach_add_(owing, owed)
 
     def write_code(self) -> None:
         """Nothing is coded."""
@@ -81,9 +91,9 @@ class Rows:
         """What has arrived for this rank's shard."""
         return self.rows[self.shards.rank].over(row)
 
-    def decode(self, mean: Payload) -> list[Averaged]:
+    def decode(self, mean: Payload) -> Average:
         """The averaged gradient of this rank's part of every tensor."""
-        return [(part, None) for part in mean.parts]
+        return Average([(part, None) for part in mean.parts])
 
     def hold_back(self, present: list[bool]) -> None:
         """What was held back has been sent, but for what rounding took off it."""
@@ -104,12 +114,13 @@ class CodedRows(Rows):
 
     phase = "sparse"
 
-    def __init__(self, bucket: Bucket, ops: Ops, left: Left, index: Tensor):
+    def __init__(self, bucket: Bucket, ops: Ops, left: Left, union: Union):
         super().__init__(bucket, ops)
         h = bucket.group
         seed = 1_000_003 * h["step"] + bucket.index  # drawn anew for every bucket and step
-        self.left = left
-        self.code: Code = CODES[h["codec"]](self.shards, index, h["sketch_ratio"], seed)
+        self.left, self.union = left, union
+        code, ratio = CODES[h["codec"]], h["sketch_ratio"]
+        self.code: Code = code(self.shards, union.index, union.counts, ratio, seed)
         self.whole = [i for i in self.whole if not bucket.compressed[i]]
 
     @property
@@ -132,21 +143,34 @@ class CodedRows(Rows):
         own.scatter_(0, left.positions, left.values)
         self.code.fill([row.exact[-1] for row in self.rows], own.index_select(0, index))
 
-    def decode(self, mean: Payload) -> list[Averaged]:
+    def decode(self, mean: Payload) -> Average:
         """Line 10."""
         *whole, coded = mean.parts
-        index = self.shards.in_own_parts(self.code.index)
-        lengths = [len(at) for at in index if at is not None]
-        values = iter(self.code.decode(coded).split(lengths))
-        parts = iter(whole)
-        return [(next(parts), None) if at is None else (next(values), at) for at in index]
+        coded, parts = self.code.decode(coded), iter(whole)
+        if self.union.own is not None:
+            values = iter(coded.split(self.union.own))
+            chosen = self.bucket.compressed
+            begin, end = self.shards.own_bits
+            tensors = [next(values) if c else next(parts) for c in chosen]
+            index, spans = self.union.own_index(self.shards), self.shards.own_spans
+            return Scattered(tensors, coded, index, spans, end - begin)
+        at = self.shards.in_own_parts(self.code.index)
+        values = iter(coded.split([len(own) for own in at if own is not None]))
+        return Average(
+            [(next(parts), None) if own is None else (next(values), own) for own in at]
+        )
 
     def hold_back(self, present: list[bool]) -> None:
         """Line 2: the accumulator is what was zeroed, and what rounding took off what was sent."""
         bucket, residual = self.bucket, self.bucket.state["residual"]
+        bucket.cache["owes"] = True
+        bucket.cache["counts"] = len(self.code.index), self.code.leftovers
+        if bucket.device.type != "cpu":
+            hold_back_at_once(bucket, self.ops, self.grads, self.left.positions, self.rest(), present)
+            return
         index = per_tensor(self.left.positions, compressed_lengths(bucket))
         sent = {i: at.long() for i, at in enumerate(index) if at is not None}
-        dropped = self.dropped([len(at) for at in sent.values()])
+        dropped = self.rest().split([len(at) for at in sent.values()])
         for (i, at), rest in zip(sent.items(), dropped, strict=True):
             if not present[i]:
                 continue
@@ -154,15 +178,14 @@ class CodedRows(Rows):
             if g is not None:
                 acc.add_(g)
             acc.view(-1).index_copy_(0, at, rest)
-        bucket.cache["owes"] = True
-        bucket.cache["counts"] = len(self.code.index), self.code.leftovers
 
-    def dropped(self, lengths: list[int]) -> Sequence[Tensor]:
-        """What rounding took off what this rank has sent of each tensor."""
-        positions = self.left.positions
+    def rest(self) -> Tensor:
+        """What rounding took off what this rank has sent."""
+        positions, residual = self.left.positions, self.bucket.flat["residual"]
         if self.rows[0].dropped is None:
-            nothing = self.bucket.flat["residual"].new_zeros(len(positions))
-            return torch.split(nothing, lengths)
+            return residual.new_zeros(len(positions))
         at_index = torch.cat([row.dropped_parts[-1] for row in self.rows])
-        own = at_index.index_select(0, torch.searchsorted(self.code.index, positions))
-        return torch.split(own, lengths)
+        # what is 0 was not sent, and need not be at the index
+        x = self.ops.scratch(residual, 8 * self.shards.offsets[-1], use="x")
+        x.index_fill_(0, positions, 0)
+        return x.index_copy_(0, self.code.index, at_index).index_select(0, positions)

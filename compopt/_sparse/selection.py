@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -75,6 +77,24 @@ def largest(x: Tensor, k: int, ops: Ops) -> Tensor:
                 return candidates
             t = t / 2 if t > float(torch.finfo(x.dtype).tiny) else 0.0
     return x.abs().topk(k, sorted=False).indices.sort().values
+
+
+def largest_of_each(parts: Sequence[Tensor], ks: Sequence[int], ops: Ops) -> Tensor:
+    """Positions in vectors that lie one after the other in memory: the k largest of each.
+
+    On a CPU ascending, and without those that are 0 where fewer are not. On a device the host asks
+    for nothing, so there are k of each, in no order.
+    """
+    starts = [0, *itertools.accumulate(len(part) for part in parts)]
+    if parts[0].device.type == "cpu":
+        pairs = zip(parts, ks, starts, strict=False)
+        return torch.cat([largest(part, k, ops).add_(start) for part, k, start in pairs])
+    sizes = torch._foreach_abs(list(parts))
+    found = [
+        own.topk(min(k, len(own)), sorted=False).indices for own, k in zip(sizes, ks, strict=True)
+    ]
+    torch._foreach_add_(found, starts[:-1])
+    return torch.cat(found)
 
 
 def _sampled(x: Tensor, k: int, ops: Ops, guess: float) -> tuple[Tensor, float] | None:

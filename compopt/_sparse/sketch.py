@@ -29,9 +29,10 @@ class Sketch:
 
     exact = True  # peeling adds and subtracts
 
-    def __init__(self, shards: Shards, index: Tensor, ratio: float, seed: int):
-        self.shards, self.index = shards, index
-        self.counts = shards.counts(index)
+    def __init__(
+        self, shards: Shards, index: Tensor, counts: list[int], ratio: float, seed: int
+    ):
+        self.shards, self.index, self.counts = shards, index, counts
         self.thirds = [
             math.ceil(shards.compressed_in(r) / (3 * ratio)) for r in range(shards.ranks)
         ]

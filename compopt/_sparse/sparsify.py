@@ -16,12 +16,14 @@ from .._state.buckets import Bucket
 from .._state.masks import bits_at
 from .._state.shards import Shards
 from .dealing import compressed_lengths
-from .selection import largest
+from .selection import largest_of_each
 
 
 class Left(NamedTuple):
-    """What line 2 leaves of all shards: values at positions among the bits of the mask, and these
-    bits.
+    """What line 2 leaves of all shards: values at positions among the bits of the mask, and the bits
+    of those that are not 0.
+
+    On a device positions are in no order within a shard, and some values may be 0.
     """
 
     positions: Tensor
@@ -40,29 +42,30 @@ def sparsify(bucket: Bucket, ops: Ops) -> Left:
         if n:
             first, last = 8 * shards.offsets[i], 8 * shards.offsets[i + 1]
             whole[i] = x[first : first + n]
-            x[first + n : last] = 0
+            if first + n < last:
+                x[first + n : last] = 0
     marks = ops.add_up(bucket, grads, [*residual], whole)
     counts = [shards.compressed_in(r) for r in range(shards.ranks)]
-    positions, values = largest_of_shards(x, shards, counts, sparsity, ops)
-    return Left(positions, values, bits_at(positions, shards.offsets[-1]), marks)
+    return Left(*largest_of_shards(x, shards, counts, sparsity, ops), marks)
 
 
 def largest_of_shards(
     x: Tensor, shards: Shards, counts: list[int], sparsity: float, ops: Ops
-) -> tuple[Tensor, Tensor]:
-    """Line 2: positions among all of ``x``, ascending, and values of the largest of every shard,
-    of which shard r has ``counts[r]`` elements.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lines 2 and 3: positions among all of ``x`` and values of the largest of every shard, of
+    which shard r has ``counts[r]`` elements; and the bits of those that are not 0.
     """
-    found = []
-    for r, (first, last) in enumerate(itertools.pairwise(shards.cuts)):
-        k = most_left(sparsity, counts[r]) if sparsity else 8 * (last - first)
-        found.append(largest(x[8 * first : 8 * last], k, ops).add_(8 * first))
-    positions = torch.cat(found)
-    values = x.index_select(0, positions)
-    # line 3: gradients of embeddings are mostly zeros; and so is what is between tensors
+    parts = [x[8 * first : 8 * last] for first, last in itertools.pairwise(shards.cuts)]
+    pairs = zip(parts, counts, strict=True)
+    ks = [most_left(sparsity, n) if sparsity else len(part) for part, n in pairs]
+    positions = largest_of_each(parts, ks, ops)
+    values, size = x.index_select(0, positions), shards.offsets[-1]
+    # gradients of embeddings are mostly zeros; and so is what is between tensors
+    if x.device.type != "cpu":  # how many are not 0 is not asked: those that are set no bit
+        return positions, values, bits_at(positions, size, values != 0)
     if not values.all():
         positions, values = positions[values != 0], values[values != 0]
-    return positions, values
+    return positions, values, bits_at(positions, size)
 
 
 def most_left(sparsity: float, n: int) -> int:

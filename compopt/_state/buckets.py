@@ -146,8 +146,10 @@ class Bucket(Kept):
             Payload(row, header, control, parts, dropped=rest)
             for row, parts, rest in zip(flat.split(sizes), lengths, dropped, strict=True)
         ]
-        for row in rows:
-            self._write_control(row)
+        self._write_control(rows[0])
+        first, *others = [row.control for row in rows]
+        if others and len(first):
+            torch._foreach_copy_(others, [first] * len(others))
         return rows, flat
 
     def _write_control(self, payload: Payload, marks: Sequence[float] = ()) -> None:

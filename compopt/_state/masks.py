@@ -231,16 +231,16 @@ def positions_of(bits: Tensor) -> Tensor:
     return out.sub_(1023)
 
 
-def set_bits_(bits: Tensor, positions: Tensor) -> None:
-    """Exactly the bits at ``positions``."""
-    one = torch.ones((), dtype=torch.uint8, device=bits.device)
+def set_bits_(bits: Tensor, positions: Tensor, wanted: Tensor | None = None) -> None:
+    """Exactly the bits at ``positions``; with ``wanted``, booleans, only where these are true."""
+    one = torch.ones((), dtype=torch.uint8, device=bits.device) if wanted is None else wanted.byte()
     bits.zero_().index_add_(0, positions >> 3, one << (positions & 7).to(torch.uint8))
 
 
-def bits_at(positions: Tensor, size: int) -> Tensor:
-    """``size`` bytes with the bits at these positions set."""
+def bits_at(positions: Tensor, size: int, wanted: Tensor | None = None) -> Tensor:
+    """``size`` bytes with the bits at these positions set, where ``wanted``."""
     bits = torch.empty(size, dtype=torch.uint8, device=positions.device)
-    set_bits_(bits, positions)
+    set_bits_(bits, positions, wanted)
     return bits
 
 

@@ -63,6 +63,31 @@ class Shards:
         return sum(size for size, c in zip(self.sizes(rank), self.compressed, strict=True) if c)
 
     @property
+    def own_bytes(self) -> list[Range]:
+        """Of each compressed tensor the bytes of the mask that this rank owns."""
+        return [
+            (offset + (start + 7) // 8, offset + (stop + 7) // 8)
+            for offset, (start, stop), c in zip(self.offsets, self.own, self.compressed, strict=False)
+            if c
+        ]
+
+    @property
+    def own_bits(self) -> Range:
+        """This rank's bits of the mask."""
+        return 8 * self.cuts[self.rank], 8 * self.cuts[self.rank + 1]
+
+    @property
+    def own_spans(self) -> dict[int, Range]:
+        """Of each compressed tensor where among these bits this rank's part of it lies."""
+        begin, _ = self.own_bits
+        rows = enumerate(zip(self.offsets, self.own, self.compressed, strict=False))
+        return {
+            i: (8 * offset + start - begin, 8 * offset + stop - begin)
+            for i, (offset, (start, stop), c) in rows
+            if c
+        }
+
+    @property
     def most(self) -> int:
         """Elements of the largest shard: what each rank hands over when shards are gathered."""
         return max(sum(self.sizes(rank)) for rank in range(self.ranks))
@@ -112,10 +137,14 @@ def unshard(
 
     None for tensors that have no part in the rows. ``add``: they are added to what is there.
     """
+    parts: list[Tensor] = []
+    given: list[Tensor] = []
     for row, owner in zip(rows, owners or range(shards.ranks), strict=True):
         at = 0
         for (start, stop), whole in zip(shards.ranges[owner], into, strict=True):
-            if whole is not None:
-                own = row[at : at + stop - start]
-                whole[start:stop].add_(own) if add else whole[start:stop].copy_(own)
+            if whole is not None and stop > start:
+                parts.append(whole[start:stop])
+                given.append(row[at : at + stop - start])
                 at += stop - start
+    if parts:
+        (torch._foreach_add_ if add else torch._foreach_copy_)(parts, given)

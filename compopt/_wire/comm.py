@@ -171,7 +171,7 @@ class Comm:
         work = self._call(dist.all_to_all_single, what, received, sent)
 
         def finish() -> object:
-            mine = functools.reduce(torch.bitwise_or, received.view(self.size, segment).unbind())
+            mine = or_of_rows(received.view(self.size, segment))
             work = self._gather(what, sent.view(self.size, segment), mine)
             return Pending(what, work, lambda: tensor.copy_(sent[: tensor.numel()]), more=True)
 
@@ -228,6 +228,15 @@ class Comm:
             if kind == device.type:
                 return backend
         return ""
+
+
+def or_of_rows(rows: Tensor) -> Tensor:
+    """Bitwise or, halves of the rows at a time."""
+    while len(rows) > 1:
+        half = len(rows) // 2
+        both = rows[:half] | rows[-half:]
+        rows = torch.cat([both, rows[half:-half]]) if len(rows) % 2 else both
+    return rows[0]
 
 
 def rank_here() -> int:

@@ -150,6 +150,17 @@ class BitOr:
 
 
 @dataclass(slots=True)
+class Read:
+    """Numbers of the device, which the host has to know. No rank is asked.
+
+    Resumed with them as a list. All buckets come to theirs, and then the host waits once. So on a
+    CPU, where nothing is waited for, it is not for use: buckets would wait for each other.
+    """
+
+    tensor: Tensor
+
+
+@dataclass(slots=True)
 class Agree:
     """The end of reading and exchanging: wait for every bucket and for one verdict of all ranks.
 
@@ -200,7 +211,15 @@ class Together:
 Answer: TypeAlias = Any
 
 Request = (
-    AllReduceMean | AllGather | Broadcast | ReduceScatterMean | BitOr | Agree | Commit | Together
+    AllReduceMean
+    | AllGather
+    | Broadcast
+    | ReduceScatterMean
+    | BitOr
+    | Read
+    | Agree
+    | Commit
+    | Together
 )
 
 # A generator that asks other ranks, and what it returns in the end.
@@ -225,7 +244,7 @@ class NotSent(Exception):
 
 def bytes_of(request: Request) -> int:
     """Bytes this rank hands to the collective for ``request``."""
-    if isinstance(request, Agree | Commit | Together):
+    if isinstance(request, Read | Agree | Commit | Together):
         return 0
     if isinstance(request, AllReduceMean) and isinstance(request.message, Payload):
         return request.message.nbytes

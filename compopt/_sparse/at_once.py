@@ -1,0 +1,35 @@
+"""What TAGC holds back of all tensors of a bucket at once: on a device, where each call is a launch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._ops.ops import Ops
+from .._state.buckets import Bucket
+from .._state.masks import Tensors
+from .dealing import compressed_lengths
+
+
+def hold_back_at_once(
+    bucket: Bucket, ops: Ops, grads: Tensors, at: Tensor, rest: Tensor, present: list[bool]
+) -> None:
+    """Accumulators and gradients are added up, and what is owed ``at`` these bits of the mask is the
+    ``rest``. Those of absent tensors stay.
+    """
+    lengths, residual = compressed_lengths(bucket), bucket.state["residual"]
+    here = [i for i, n in enumerate(lengths) if n and present[i]]
+    there = [(residual[i], g) for i in here if (g := grads[i]) is not None]
+    if there:
+        torch._foreach_add_(*map(list, zip(*there, strict=True)))
+    if all(present[i] for i, n in enumerate(lengths) if n) and not any(n % 8 for n in lengths):
+        bucket.flat["residual"].index_copy_(0, at, rest)  # where bits lie as accumulators do
+        return
+    x = ops.scratch(bucket.flat["residual"], 8 * bucket.shards.offsets[-1], use="x")
+    offsets = bucket.shards.offsets
+    own = [x[8 * offsets[i] : 8 * offsets[i] + lengths[i]] for i in here]
+    held = [residual[i].view(-1) for i in here]
+    if held:
+        torch._foreach_copy_(own, held)
+        x.index_copy_(0, at, rest)
+        torch._foreach_copy_(held, own)
