@@ -49,12 +49,12 @@ MORE = [
     also("SeparateAdam", "tracked", rank=4, warmup_steps=2, max_grad_norm=0.5),
     also("SeparateAdam", "adaptive", projection="gaussian", ratio=8, warmup_steps=0, adaptive=True, adapt_interval=4),
     also("TagcAdamW", "large", sparsity=0.9, warmup_steps=2),
+    also("TagcAdamW", "odd", sparsity=0.9, warmup_steps=2, payload_dtype="bfloat16", max_grad_norm=0.5),
     also("TagcAdamW", "sketch", sparsity=0.9, warmup_steps=2, codec="sketch"),
     also("LocalSteps", "int4, fragments", every=4, fragments=2, delay=1, warmup_steps=2, payload_dtype="int4"),
     also("LocalSteps", "int2", every=4, warmup_steps=2, payload_dtype="int2"),
     also("LocalSteps", "offloaded", every=4, fragments=2, delay=1, payload_dtype="int2", offload="outer"),
 ]
-LARGE = {"ScapeAdamS, sampled", "TagcAdamW, large"}  # which look for a threshold, in more than 16384 elements a rank
 RUNS = {case.name: case for case in CASES + FORMS + MORE}
 OFFLOADED = {"RadiusAdamW": "residual", "ScapeAdamS": "all", "ScapeAdamS, sharded": "all"}
 
@@ -70,6 +70,23 @@ class Large(Small):
         inner, outer = (torch.linspace(0.5, 1.5, n, dtype=x.dtype, device=x.device) for n in (256, 320))
         wide = self.wide(x.repeat(1, 4) * inner) * outer
         return super().forward(x) + wide.view(-1, 64, 5).mean(2)
+
+
+class Odd(Small):
+    """With matrices of no whole bytes of mask, of which one has a gradient in few rows."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__(dtype)
+        self.more = nn.Linear(67, 65, dtype=dtype)
+        self.table = nn.Parameter(torch.randn(901, 67).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = nn.functional.embedding((x[:, 0].abs() * 100).long(), self.table)
+        return super().forward(x) + self.more(rows)[:, :64]
+
+
+# models of more than 16384 elements a rank, in which a threshold is looked for; others are Small
+MODELS = {"ScapeAdamS, sampled": Large, "TagcAdamW, large": Large, "TagcAdamW, odd": Odd}
 
 
 def norm_of_devices(x: Tensor) -> Tensor:
@@ -111,7 +128,7 @@ class Pair:
         self.both = [self.made(device) for device in (CPU, torch.device(fake_device.NAME, 0))]
 
     def made(self, device: torch.device) -> sim.Ranks:
-        model = Large if self.case.name in LARGE else Small
+        model = MODELS.get(self.case.name, Small)
         return sim.Ranks(
             SIZE, lambda: placed(model(self.dtype), device), functools.partial(self.case.make, **self.options)
         )

@@ -6,7 +6,6 @@ first: twice the work on 1/N of the elements, for steps that are all or nothing.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .._ops.ops import Ops
@@ -67,9 +66,7 @@ def gather(bucket: Bucket, new: Tensor) -> Asking[Tensor]:
     return rows
 
 
-def commit(
-    bucket: Bucket, ops: Ops, average: Average, present: list[bool], rows: Tensor
-) -> None:
+def commit(bucket: Bucket, ops: Ops, average: Average, present: list[bool], rows: Tensor) -> None:
     """Moments and masters of this rank's shard, step counts, and all parameters, from the gathered
     ``rows``.
     """

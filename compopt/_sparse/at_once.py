@@ -1,4 +1,4 @@
-"""What TAGC holds back of all tensors of a bucket at once: on a device, where each call is a launch."""
+"""What TAGC holds back of all tensors of a bucket, in a few calls: on a device each is a launch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .dealing import compressed_lengths
 def hold_back_at_once(
     bucket: Bucket, ops: Ops, grads: Tensors, at: Tensor, rest: Tensor, present: list[bool]
 ) -> None:
-    """Accumulators and gradients are added up, and what is owed ``at`` these bits of the mask is the
-    ``rest``. Those of absent tensors stay.
+    """Add gradients to accumulators, and owe the ``rest`` ``at`` these bits of the mask. What is
+    owed of absent tensors stays.
     """
     lengths, residual = compressed_lengths(bucket), bucket.state["residual"]
     here = [i for i, n in enumerate(lengths) if n and present[i]]

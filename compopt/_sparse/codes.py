@@ -20,8 +20,9 @@ from .sketch import Sketch
 class Code(Protocol):
     """Values at an ``index``, ascending, among the bits of a bucket's mask.
 
-    ``counts``: how many of it each rank owns. ``ratio``: how many compressed elements there are for a number sent, where a code can choose;
-    ``seed`` draws what is random in it, the same on all ranks.
+    ``counts``: how many of it each rank owns. ``ratio``: how many compressed elements there are for
+    a number sent, where a code can choose; ``seed`` draws what is random in it, the same on all
+    ranks.
     """
 
     exact: bool  # it must travel in float32 at least
@@ -47,9 +48,7 @@ class Compact:
     exact = False
     leftovers = 0
 
-    def __init__(
-        self, shards: Shards, index: Tensor, counts: list[int], ratio: float, seed: int
-    ):
+    def __init__(self, shards: Shards, index: Tensor, counts: list[int], ratio: float, seed: int):
         self.index, self.sizes = index, counts
 
     def fill(self, parts: list[Tensor], values: Tensor) -> None:

@@ -57,7 +57,7 @@ class Rows:
     def write(self) -> None:
         """Of the tensors that are sent as they are the elements that each rank owns."""
         bucket, ranges = self.bucket, self.shards.ranges
-        flat = {i: None if self.grads[i] is None else self.grads[i].reshape(-1) for i in self.whole}
+        flat = [None if g is None else g.reshape(-1) for g in self.grads]
         empty, given, grads, owing, owed = [], [], [], [], []
         for rank, row in enumerate(self.rows):
             for part, i in zip(row.exact, self.whole, strict=False):
@@ -156,9 +156,7 @@ class CodedRows(Rows):
             return Scattered(tensors, coded, index, spans, end - begin)
         at = self.shards.in_own_parts(self.code.index)
         values = iter(coded.split([len(own) for own in at if own is not None]))
-        return Average(
-            [(next(parts), None) if own is None else (next(values), own) for own in at]
-        )
+        return Average([(next(parts), None) if own is None else (next(values), own) for own in at])
 
     def hold_back(self, present: list[bool]) -> None:
         """Line 2: the accumulator is what was zeroed, and what rounding took off what was sent."""
@@ -166,7 +164,9 @@ class CodedRows(Rows):
         bucket.cache["owes"] = True
         bucket.cache["counts"] = len(self.code.index), self.code.leftovers
         if bucket.device.type != "cpu":
-            hold_back_at_once(bucket, self.ops, self.grads, self.left.positions, self.rest(), present)
+            hold_back_at_once(
+                bucket, self.ops, self.grads, self.left.positions, self.rest(), present
+            )
             return
         index = per_tensor(self.left.positions, compressed_lengths(bucket))
         sent = {i: at.long() for i, at in enumerate(index) if at is not None}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._state.shards import Shards
+from .._state.tensors import upload
 
 # 2^64 / golden ratio and splitmix64's first factor, signed
 GOLDEN, ODD = -0x61C8864680B583EB, -0x40A7B892E31B1A47
@@ -29,9 +30,7 @@ class Sketch:
 
     exact = True  # peeling adds and subtracts
 
-    def __init__(
-        self, shards: Shards, index: Tensor, counts: list[int], ratio: float, seed: int
-    ):
+    def __init__(self, shards: Shards, index: Tensor, counts: list[int], ratio: float, seed: int):
         self.shards, self.index, self.counts = shards, index, counts
         self.thirds = [
             math.ceil(shards.compressed_in(r) / (3 * ratio)) for r in range(shards.ranks)
@@ -49,9 +48,9 @@ class Sketch:
         elements)`` both.
         """
         device = self.index.device
-        counts = torch.tensor(self.counts, dtype=torch.int64, device=device)
+        size, counts = sum(self.counts), upload(self.counts, torch.int64, device)
         third, base = (
-            torch.tensor(numbers, dtype=torch.int64, device=device).repeat_interleave(counts)
+            upload(numbers, torch.int64, device).repeat_interleave(counts, output_size=size)
             for numbers in (self.thirds, [sum(self.tables[:r]) for r in range(self.shards.ranks)])
         )
         three = torch.arange(3, dtype=torch.int64, device=device)

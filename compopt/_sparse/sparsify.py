@@ -8,7 +8,6 @@ import itertools
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .._ops.ops import Ops
@@ -20,8 +19,8 @@ from .selection import largest_of_each
 
 
 class Left(NamedTuple):
-    """What line 2 leaves of all shards: values at positions among the bits of the mask, and the bits
-    of those that are not 0.
+    """What line 2 leaves of all shards: values at positions among the bits of the mask, and these
+    bits, but of values that are 0.
 
     On a device positions are in no order within a shard, and some values may be 0.
     """

@@ -6,7 +6,9 @@ all buckets at once, and nothing else is asked for: positions are found for a nu
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import itertools
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,8 @@ from .._state.shards import Shards
 from .._wire.requests import Asking, Read
 
 
-class Union(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Union:
     """Positions among the bits of the mask, ascending, int64; how many each rank owns; of those
     that this rank owns how many are in each compressed tensor, where that is known.
     """
@@ -33,7 +36,8 @@ class Union(NamedTuple):
         return self.index[first : first + size] - begin
 
 
-class Tables(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Tables:
     """Of each byte, how many bits are set; of each byte, the place of its first set bit, ...
 
     ``edges``: bytes of the mask before which bits are counted.
@@ -59,20 +63,19 @@ def union_of(shards: Shards, bits: Tensor, ops: Ops, cache: dict[str, Any]) -> A
     torch.cumsum(counts, 0, out=before[1:])
     told = yield Read(before.index_select(0, tables.edges))
     cuts, edges = told[: shards.ranks + 1], told[shards.ranks + 1 :]
-    sizes = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+    sizes = [b - a for a, b in itertools.pairwise(cuts)]
     own = [b - a for a, b in zip(edges[::2], edges[1::2], strict=True)]
     return Union(positions_in(bits, counts, before, cuts[-1], tables.places), sizes, own)
 
 
 def tables_of(shards: Shards, device: torch.device) -> Tables:
     places = [[i for i in range(8) if byte >> i & 1] for byte in range(256)]
-    counts = [float(len(own)) for own in places]
-    padded = [float(place) for own in places for place in [*own, *[0] * (8 - len(own))]]
+    padded = [place for own in places for place in [*own, *[0] * (8 - len(own))]]
     edges = [*shards.cuts, *(edge for part in shards.own_bytes for edge in part)]
     return Tables(
-        upload(counts, torch.int32, device),
+        upload([len(own) for own in places], torch.int32, device),
         upload(padded, torch.uint8, device),
-        upload([float(edge) for edge in edges], torch.int64, device),
+        upload(edges, torch.int64, device),
     )
 
 

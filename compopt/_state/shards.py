@@ -67,7 +67,9 @@ class Shards:
         """Of each compressed tensor the bytes of the mask that this rank owns."""
         return [
             (offset + (start + 7) // 8, offset + (stop + 7) // 8)
-            for offset, (start, stop), c in zip(self.offsets, self.own, self.compressed, strict=False)
+            for offset, (start, stop), c in zip(
+                self.offsets, self.own, self.compressed, strict=False
+            )
             if c
         ]
 

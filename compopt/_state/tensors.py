@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def laid_out_as(p: Tensor, view: Tensor) -> Tensor:
     return result
 
 
-def upload(numbers: list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a device. Nobody waits: a pinned copy is read when the device comes to it."""
     tensor = torch.tensor(numbers, dtype=dtype)
     return tensor if device.type == "cpu" else pinned(tensor, device).to(device, non_blocking=True)
