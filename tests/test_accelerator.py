@@ -45,6 +45,7 @@ LOOKS = {
     "_ops.moment own_x": ("ScapeAdamS, no delay", "where the elements of a piece begin among those kept"),
     "_sparse.dealing _note_shared": ("ScapeAdamS, no delay", "how many two masks share, for stats.staleness"),
     "_state.masks positions_of": ("ScapeAdamS, no delay", "how many bits a mask has, and how many words have more"),
+    "_state.masks per_tensor": ("ScapeAdamS, no delay", "how many selected elements each tensor has"),
     "_sparse.sketch __init__": ("TagcAdamW, sketch", "how many elements of each shard are left to peel"),
     "_sparse.sketch peel": ("TagcAdamW, sketch", "whether a round of peeling found any"),
     "_sparse.sketch fill": ("TagcAdamW, sketch", "which elements no table can hold"),
