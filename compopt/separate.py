@@ -38,10 +38,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ._engine.bases import AdamW, Base
 from ._engine.options import check_adam, take_torchs
 from ._engine.when import OPTIONS
 from ._engine.wrapping import Wrapping
-from ._lowrank.bases import AdamW, Base
 from ._lowrank.options import check_said, resolved
 from ._lowrank.projecting import Group, Projecting
 from ._lowrank.step import Projections

@@ -29,6 +29,7 @@ or nothing here too.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,6 +37,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
+from ._engine.bases import AdamW
+from ._engine.inside import Inside, applied, check_inside, is_inside
 from ._engine.options import check_adam, check_compression, require, take_torchs
 from ._engine.stats import Stats
 from ._engine.verdicts import Verdict
@@ -43,8 +46,8 @@ from ._engine.when import chosen, dense_steps
 from ._ops.clipping import clip_factor
 from ._ops.ops import Ops
 from ._sharded.adamw import commit, gather, updated
-from ._sharded.choice import ATTENTION, is_inside, is_pattern
-from ._sharded.inside import Inside, applied
+from ._sharded.choice import ATTENTION, is_pattern
+from ._sharded.inside import averaged, parcel_of
 from ._sharded.stats import tagc_stats
 from ._sparse.codes import CODES
 from ._sparse.dealing import compressed_lengths, values_kept
@@ -150,7 +153,6 @@ class TagcAdamW(CompressedOptimizer):
     """
 
     sharded = True
-    inside: Inside | None = None  # what it does in FSDP's backward
     averaged_state = ("residual",)
 
     def __init__(
@@ -235,19 +237,13 @@ class TagcAdamW(CompressedOptimizer):
     def before_layout(self) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
         inside = is_inside(params, self._engine.group)
-        if inside and any(group["when"] == "auto" for group in self.param_groups):
-            raise ValueError(
-                "when='auto' times dense steps of its own, and here FSDP reduces: compare two runs."
-            )
-        if self.reduces_inside and not inside:
-            raise ValueError(
-                "FSDP cuts the parameters over the ranks this TagcAdamW was made with: make FSDP "
-                "and the optimizer anew for others, and load a checkpoint."
-            )
+        check_inside("TagcAdamW", self.reduces_inside, inside, self.param_groups)
         self.reduces_inside, self.sharded = inside, not inside
 
     def after_layout(self) -> None:
-        self.inside = Inside(self._engine) if self.reduces_inside else None
+        engine = self._engine
+        make = partial(parcel_of, engine)
+        self.inside = Inside(engine, make, averaged) if self.reduces_inside else None
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         moments, owed = (Sharded, Dense) if self.sharded else (Dense, Unsharded)
@@ -259,16 +255,8 @@ class TagcAdamW(CompressedOptimizer):
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         if self.inside is not None:
-            return applied(bucket, self.ops, self.inside.phase)
+            return applied(bucket, self.ops, self.inside, AdamW(self.ops))
         return tagc(bucket, self.ops)
-
-    def before_exchange(self) -> None:
-        if self.inside is not None:
-            self.inside.check()
-
-    def committed(self) -> None:
-        if self.inside is not None:
-            self.inside.commit()
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
         """The union, were the ranks' choices independent; the index, and the parameters back."""
@@ -280,7 +268,7 @@ class TagcAdamW(CompressedOptimizer):
     def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
         if self.inside is not None:
             stats.bytes_dense = self.inside.dense_bytes
-            return tagc_stats(stats, self.inside.counts())
+            return tagc_stats(stats, (one.count for one in self.inside.reduced.values()))
         counts = [bucket.cache.get("counts", (None, 0)) for bucket in self._buckets]
         lengths = [sum(compressed_lengths(bucket)) for bucket in self._buckets]
         return tagc_stats(stats, ((n, *c) for n, c in zip(lengths, counts, strict=True)))

@@ -21,6 +21,7 @@ from .verdicts import Verdict
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .inside import Inside
 
 Group = dict[str, Any]  # one of torch's parameter groups: "params", and options by name
 
@@ -42,6 +43,7 @@ class Face:
     # FSDP cuts the parameters over the ranks to average with, and this optimizer averages in place
     # of its reduce-scatter
     reduces_inside = False
+    inside: Inside[Any] | None = None  # what it then does in backward
     # though state is sharded: every rank updates all masters
     whole_masters = False
     # what of the state lives in host memory: "residual", "all" (masters too), or nothing
@@ -99,9 +101,13 @@ class Face:
 
     def before_exchange(self) -> None:
         """Called at the start of a step, when the gradients are what will be sent."""
+        if self.inside is not None:
+            self.inside.check()
 
     def committed(self) -> None:
         """Called when all buckets have committed a step, before it is counted."""
+        if self.inside is not None:
+            self.inside.commit()
 
     def not_capturable(self) -> str:
         """Why ``capturable=True`` cannot be, of this class with its options; nothing where it can.

@@ -1,7 +1,5 @@
-"""FSDP2 over the optimizer's own ranks: TAGC in place of its reduce-scatter.
-
-    fully_shard(model)                                  # ZeRO-3 over all ranks
-    optimizer = compopt.TagcAdamW(model.parameters(), lr=3e-4, sparsity=0.9875)
+"""FSDP2 over the optimizer's own ranks: the optimizer in place of its reduce-scatter (see
+``_engine.inside``).
 
 The modules are found at their first forward, as DistributedDataParallels are. Each gets a reduce-
 scatter of ours (``set_custom_reduce_scatter``); parameters are FSDP's to gather.
@@ -18,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._engine.base import CompressedOptimizer
-from .._sharded.parcels import part_of
-from ..tagc import TagcAdamW
+from .._state.fsdp_rows import part_of
 from ._watch import Watch, after_backward
 
 
-def go_inside(optimizer: TagcAdamW) -> None:
+def go_inside(optimizer: CompressedOptimizer) -> None:
     """Find the FSDP modules of ``optimizer`` at their first forward.
 
     Raises ValueError where this PyTorch cannot let an optimizer reduce.
@@ -32,8 +29,8 @@ def go_inside(optimizer: TagcAdamW) -> None:
 
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise ValueError(
-            "FSDP cuts the parameters over the ranks of this TagcAdamW, and PyTorch "
-            f"{torch.__version__} does not let it take part in FSDP's reduce-scatter "
+            f"FSDP cuts the parameters over the ranks of this {optimizer._engine.name}, and "
+            f"PyTorch {torch.__version__} does not let it take part in FSDP's reduce-scatter "
             "(FSDPModule.set_custom_reduce_scatter): use a later PyTorch (2.13 has it), or "
             "DistributedDataParallel."
         )
@@ -42,7 +39,7 @@ def go_inside(optimizer: TagcAdamW) -> None:
     Watch(optimizer, _hand_over, ())
 
 
-def _stepped(this: weakref.ref[TagcAdamW]) -> None:
+def _stepped(this: weakref.ref[CompressedOptimizer]) -> None:
     optimizer = this()
     if optimizer is not None and optimizer.inside is not None:
         optimizer.inside.drop()
@@ -52,7 +49,6 @@ def _hand_over(modules: list[nn.Module], optimizer: CompressedOptimizer) -> Sequ
     """Give the FSDP modules among ``modules`` that hold parameters of ``optimizer`` its
     reduce-scatter.
     """
-    assert isinstance(optimizer, TagcAdamW)
     ours = {p for group in optimizer.param_groups for p in group["params"]}
     found = []
     for module in modules:
@@ -81,7 +77,7 @@ def _param_groups(module: nn.Module) -> Iterable[Any]:
 class Reducing:
     """FSDP's reduce-scatter of one group of parameters, by the optimizer while there is one."""
 
-    def __init__(self, group: Any, optimizer: TagcAdamW):
+    def __init__(self, group: Any, optimizer: CompressedOptimizer):
         self._group, self._optimizer = group, weakref.ref(optimizer)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -123,7 +119,7 @@ class Reducing:
         if sum(part_of(p, dim, ranks) for p, dim in params) != length:
             raise RuntimeError(
                 "some parameters that one fully_shard averages together had no gradient in this "
-                "backward, and TagcAdamW cannot tell which: call "
+                "backward, and the optimizer cannot tell which: call "
                 "model.set_reduce_scatter_unused_params(True), which gives them zeros, or set "
                 "requires_grad=False where they are never used."
             )
@@ -132,7 +128,7 @@ class Reducing:
         """By what FSDP has divided ``rows``, as it does in float16 and float64, in two halves."""
         if self._group.gradient_divide_factor is not None:
             raise RuntimeError(
-                "TagcAdamW takes the mean of gradients, and set_gradient_divide_factor asks for "
+                "the optimizer takes the mean of gradients, and set_gradient_divide_factor asks for "
                 "something else: leave it out, and scale the loss."
             )
         before, ranks = 1, len(rows)

@@ -10,7 +10,7 @@ compressed between nodes.
 ``process_group``, from the moment FSDP has reduced them. Every new optimizer with DTensors is
 looked at here: its meshes are checked, and its parameters set to those of the first rank of
 ``process_group``, as DistributedDataParallel does for those it wraps. Where FSDP cuts parameters
-over the optimizer's own ranks only TagcAdamW works (see ``_fsdp_inside``).
+over the optimizer's own ranks it averages in FSDP's backward, if it can (``_fsdp_inside``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from .._engine.base import CompressedOptimizer
 from .._state.buckets import local
 from .._wire.comm import mesh_groups
 from .._wire.requests import Broadcast
-from ..tagc import TagcAdamW
 from ._fsdp_inside import HOOKS, go_inside
 from ._watch import after_backward
 
@@ -137,7 +136,7 @@ def listen(optimizer: CompressedOptimizer) -> None:
 
 def _meet(optimizer: CompressedOptimizer) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if isinstance(optimizer, TagcAdamW) and optimizer.reduces_inside:
+    if optimizer.reduces_inside:
         go_inside(optimizer)
         return
     sharded = any(hasattr(p, "device_mesh") for p in params)

@@ -1,6 +1,6 @@
-"""The optimizers that SEPARATE's averaged gradients go to: what a generator knows of them.
+"""The optimizers that averaged gradients go to: what a generator knows of them.
 
-Beside AdamW, here, any of torch: ``_engine.averages.Averages``.
+Beside AdamW, here, any of torch: ``averages.Averages``.
 """
 
 from __future__ import annotations
