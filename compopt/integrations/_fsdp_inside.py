@@ -128,8 +128,8 @@ class Reducing:
         """By what FSDP has divided ``rows``, as it does in float16 and float64, in two halves."""
         if self._group.gradient_divide_factor is not None:
             raise RuntimeError(
-                "the optimizer takes the mean of gradients, and set_gradient_divide_factor asks for "
-                "something else: leave it out, and scale the loss."
+                "the optimizer takes the mean of gradients, and set_gradient_divide_factor asks "
+                "for something else: leave it out, and scale the loss."
             )
         before, ranks = 1, len(rows)
         if op == dist.ReduceOp.AVG or rows.dtype in (torch.float32, torch.bfloat16):
