@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.bases import AdamW, Base
+from ._engine.inside import applied
 from ._engine.options import check_adam, take_torchs
 from ._engine.when import OPTIONS
 from ._engine.wrapping import Wrapping
@@ -245,7 +246,10 @@ class SeparateAdam(Projecting):
         }
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
-        return separate(bucket, self.projections(bucket), AdamW(self.ops))
+        base = AdamW(self.ops)
+        if self.inside is not None:
+            return applied(bucket, self.ops, self.inside, base, self.scales(bucket))
+        return separate(bucket, self.projections(bucket), base)
 
 
 class Separate(Wrapping, Projecting):
@@ -315,4 +319,6 @@ class Separate(Wrapping, Projecting):
         return super()._options_for(group)
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
+        if self.inside is not None:
+            return applied(bucket, self.ops, self.inside, self._averages, self.scales(bucket))
         return separate(bucket, self.projections(bucket), self._averages)

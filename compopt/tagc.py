@@ -267,8 +267,10 @@ class TagcAdamW(CompressedOptimizer):
 
     def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
         if self.inside is not None:
-            stats.bytes_dense = self.inside.dense_bytes
-            return tagc_stats(stats, (one.count for one in self.inside.reduced.values()))
+            return tagc_stats(
+                super().add_to_stats(stats, verdict),
+                (one.count for one in self.inside.reduced.values()),
+            )
         counts = [bucket.cache.get("counts", (None, 0)) for bucket in self._buckets]
         lengths = [sum(compressed_lengths(bucket)) for bucket in self._buckets]
         return tagc_stats(stats, ((n, *c) for n, c in zip(lengths, counts, strict=True)))

@@ -21,6 +21,17 @@ class Net(nn.Module):
         return self.flat((x.unsqueeze(1) * x.unsqueeze(2)).flatten(1).tanh())
 
 
+class Two(nn.Module):
+    """Matrices whose rows all numbers of ranks divide: DDP's shards of a group and FSDP's are the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.flat = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.flat(self.down(x).tanh()).sum(1, keepdim=True)
+
+
 def make(kind=Net, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
     return kind().to(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from inside import apart, cut, loss, make, train
+from inside import Two, apart, cut, loss, make, train
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -33,17 +33,6 @@ def clipped(rank: int) -> float:
     train(ours, tagc(ours, max_grad_norm=0.5), range(4), rank)
     train(theirs, tagc(theirs), range(4), rank, clip=0.5)
     return apart(ours, theirs)
-
-
-class Two(nn.Module):
-    """Matrices whose rows all numbers of ranks divide: DDP's shards of a group and FSDP's are the same."""
-
-    def __init__(self):
-        super().__init__()
-        self.down, self.flat = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.flat(self.down(x).tanh()).sum(1, keepdim=True)
 
 
 def beside_ddp(rank: int, **options) -> dict[str, float]:

@@ -118,6 +118,8 @@ class Face:
 
     def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
         """``stats`` of the step that has just ended, with more where a class knows more."""
+        if self.inside is not None:
+            stats.bytes_dense = self.inside.dense_bytes
         return stats
 
     def gave_way(self) -> None:

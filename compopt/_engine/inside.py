@@ -52,15 +52,15 @@ R = TypeVar("R", bound=Reduced)
 class Inside(Generic[R]):
     """What an optimizer does in the backward of FSDP, between two steps.
 
-    ``make`` lays out one reduce-scatter's parameters; ``averaged(those, ops, rows, out, again)`` is
-    the mean over ranks of this rank's row of ``rows``, into ``out``. ``again``: an earlier backward
-    belongs to the same step.
+    ``make`` lays out one reduce-scatter's parameters, of gradients in a dtype. ``averaged(those,
+    ops, rows, out, again)`` is the mean over ranks of this rank's row of ``rows``, into ``out``;
+    ``again``: an earlier backward belongs to the same step.
     """
 
     def __init__(
         self,
         engine: Engine,
-        make: Callable[[Params], R],
+        make: Callable[[Params, torch.dtype], R],
         averaged: Callable[[R, Ops, Tensor, Tensor, bool], Asking[None]],
     ):
         self.engine, self.make, self.averaged = engine, make, averaged
@@ -90,7 +90,7 @@ class Inside(Generic[R]):
         engine = self.engine
         key = tuple(p for p, _ in params)
         if key not in self.reduced:
-            self.reduced[key] = self.make(params)
+            self.reduced[key] = self.make(params, rows.dtype)
         again = any(p.grad is not None for p in key)
         for flow in self.flows:
             flow.proceed()

@@ -43,6 +43,12 @@ class Kind(ABC):
         """Of p R^T: it is the nearest reconstruction there is (a contraction)."""
         return 1.0
 
+    def inflation(self, d: int, r: int) -> float:
+        """How many times as large as that of what was averaged the squared norm of its
+        reconstruction is.
+        """
+        return 1.0
+
     def least_beta(self, d: int, r: int) -> float:
         """The weight of the old error below which the error grows without end."""
         return 0.0
@@ -101,6 +107,9 @@ class Gaussian(Random):
 
     def scale(self, r: int) -> float:
         return 1 / r
+
+    def inflation(self, d: int, r: int) -> float:
+        return 1 + variance(d, r)  # on average
 
     def least_beta(self, d: int, r: int) -> float:
         w = variance(d, r)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from .._engine.options import check_compression, require
@@ -93,6 +94,15 @@ def check_projection(group: Group) -> None:
     require(not adapts, "adaptive", True, "False with projection='tracked'")
     require(kind in KINDS, "projection", kind, " or ".join(map(repr, KINDS)))
     require(interval >= 1, "adapt_interval", interval, "an integer >= 1")
+
+
+def check_inside(groups: Iterable[Group]) -> None:
+    """Raise where an option cannot be followed inside FSDP."""
+    if any(group["adaptive"] for group in groups):
+        raise ValueError(
+            "adaptive=True compares gradients with their reconstructions, and inside FSDP no rank "
+            "has these whole: leave it out."
+        )
 
 
 def check_clip(group: Group) -> None:

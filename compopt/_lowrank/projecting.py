@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from .._engine.base import CompressedOptimizer
+from .._engine.inside import Inside, Params, check_inside, is_inside
+from .._engine.weakly import weakly
 from .._engine.when import dense_steps
 from .._ops.clipping import clip_factor
 from .._state.buckets import Bucket, local
-from .._state.layouts import Dense, Layout, Prefix
+from .._state.layouts import Dense, Layout, Prefix, Unsharded
 from .._wire.comm import connect
 from .._wire.warning import warn
 from . import options
 from .adaptation import Adaptation, current
+from .inside import Parcel, averaged, place_of, uncut
 from .kinds import KINDS
 from .matrices import Matrices, fingerprint
 from .projections import Plan, Projection, is_sharded, projection
@@ -39,7 +42,8 @@ class Projecting(CompressedOptimizer):
         options.check(group)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        return {"residual": Dense(dtype, compressed_only=True)}
+        layout = Unsharded if self.reduces_inside else Dense
+        return {"residual": layout(dtype, compressed_only=True)}
 
     def _specs(self, bucket: Bucket) -> dict[str, Layout]:
         specs = super()._specs(bucket)
@@ -47,14 +51,15 @@ class Projecting(CompressedOptimizer):
             return specs
 
         # layouts are kept: this must not keep the optimizer, which keeps them
-        group, numbers = bucket.group, self._numbers
+        group, numbers, whole = bucket.group, self._numbers, self.reduces_inside
 
         def size(p: Tensor) -> int:
-            q = projection_of(p, group, numbers[p][1])
+            q = projection_of(p, group, numbers[p][1], whole)
             return 0 if q is None else q.m * q.r
 
         dtype = specs["residual"].dtype
-        return {**specs, "basis": Prefix(dtype, size, compressed_only=True, optional=True)}
+        basis = Prefix(dtype, size, whole, compressed_only=True, optional=True)
+        return {**specs, "basis": basis}
 
     def before_layout(self) -> None:
         self._matrices = Matrices()
@@ -65,11 +70,21 @@ class Projecting(CompressedOptimizer):
         ]
         # of each tensor its number in all, and in its group
         self._numbers = {p: (number, place) for number, (p, place) in enumerate(places)}
+        inside = is_inside([p for p, _ in places], self._engine.group)
+        check_inside(type(self).__name__, self.reduces_inside, inside, self._option_groups)
+        if inside:
+            options.check_inside(self._option_groups)
+        self.reduces_inside = inside
 
     _warned_of_beta = False
 
     def after_layout(self) -> None:
-        """Warn, once, of a beta with which the error grows."""
+        engine, lay_out = self._engine, weakly(self._parcel_of)
+        self.inside = Inside(engine, lay_out, averaged) if self.reduces_inside else None
+        self._warn_of_beta()
+
+    def _warn_of_beta(self) -> None:
+        """Once, of one with which the error grows."""
         for bucket in self._buckets:
             for name, q in zip(bucket.names, self._projections_of(bucket), strict=True):
                 if q is not None and q.beta < q.least_beta and not self._warned_of_beta:
@@ -91,7 +106,9 @@ class Projecting(CompressedOptimizer):
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
         plan = zip(bucket.lengths, self._projections_of(bucket), strict=True)
-        return sum(n if q is None else values_of(q) for n, q in plan)
+        # whole, by an all-reduce, which sends twice as much as a reduce-scatter
+        parts = ranks / 2 if self.reduces_inside else 1
+        return sum(n if q is None else values_of(q) / parts for n, q in plan)
 
     # How a bucket is projected at the step that comes
 
@@ -120,9 +137,12 @@ class Projecting(CompressedOptimizer):
     def _projections_of(self, bucket: Bucket) -> Plan:
         """How each tensor is projected after the dense start."""
         return [
-            projection_of(p, bucket.group, self._numbers[p][1]) if compressed else None
+            self._projection_of(p, bucket) if compressed else None
             for p, compressed in zip(bucket.params, bucket.compressed, strict=True)
         ]
+
+    def _projection_of(self, p: Tensor, bucket: Bucket) -> Projection | None:
+        return projection_of(p, bucket.group, self._numbers[p][1], self.reduces_inside)
 
     def _sent(self, bucket: Bucket, plan: Plan, clipped: float, sends: bool) -> list[Sent]:
         """How each tensor is sent."""
@@ -169,12 +189,40 @@ class Projecting(CompressedOptimizer):
         bucket.cache["warm"] = [basis is not None and bool(basis.any()) for basis in bases]
 
     def committed(self) -> None:
+        super().committed()
         self._adaptation.adapt(self._option_groups)
 
     def not_capturable(self) -> str:
         if self._clips_locally():
             return "clip='local' takes the gradient's norm to the host"
         return ""
+
+    # Inside FSDP2
+
+    def scales(self, bucket: Bucket) -> list[float]:
+        """What the squared norms of averaged gradients are multiplied by to be those of what was
+        projected.
+        """
+        return [1.0 if q is None else 1 / q.inflation for q in self._plan(bucket)]
+
+    def _parcel_of(self, params: Params, dtype: torch.dtype) -> Parcel:
+        """The parameters of one reduce-scatter, of gradients in this dtype."""
+        engine, given = self._engine, []
+        for p, dim in params:
+            residual, bucket = None, engine.bucket_of.get(p)
+            if bucket is not None:
+                i = place_of(p, bucket)
+                if self._projections_of(bucket)[i] is not None:
+                    residual = bucket.state["residual"][i]
+            given.append((p, dim, residual))
+        parcel = Parcel(given, engine.comm.rank, engine.comm.size, weakly(self.projections))
+        before = sum(len(one.whole) for one in self.inside.reduced.values()) if self.inside else 0
+        parcel.whole = uncut(parcel.to_compress, engine, dtype, before)
+        for one in parcel.whole:
+            for p, piece in zip(one.bucket.params, one.pieces, strict=True):
+                self._numbers[p] = self._numbers[piece.p]
+            self.restore(one.bucket)
+        return parcel
 
     # Clipping the local gradient: one norm over all buckets, so none of them can be sent before
     # backward has ended
@@ -187,15 +235,20 @@ class Projecting(CompressedOptimizer):
             super().gradients_ready(params)
 
     def before_exchange(self) -> None:
+        super().before_exchange()
         if self._clips_locally():
             grads = [g for bucket in self._buckets for g in bucket.grads() if g is not None]
             self._norm = float(torch.nn.utils.get_total_norm(grads))
 
 
-def projection_of(p: Tensor, h: Group, place: int) -> Projection | None:
-    """How a tensor is projected that has this place in its group."""
+def projection_of(p: Tensor, h: Group, place: int, whole: bool) -> Projection | None:
+    """How a tensor is projected that has this place in its group.
+
+    ``whole``: though this rank has a part of it only.
+    """
     ratio, beta = current(h, place)
-    return projection(local(p).shape, is_sharded(p), ratio, h["projection"], beta, h["rank"])
+    shape, sharded = (p.shape, False) if whole else (local(p).shape, is_sharded(p))
+    return projection(shape, sharded, ratio, h["projection"], beta, h["rank"])
 
 
 def begun(held: Tensor, random: Tensor | None) -> Tensor | None:

@@ -49,6 +49,10 @@ class Projection:
         return self.kind.scale(self.r)
 
     @property
+    def inflation(self) -> float:
+        return self.kind.inflation(self.d, self.r)
+
+    @property
     def least_beta(self) -> float:
         return self.kind.least_beta(self.d, self.r)
 

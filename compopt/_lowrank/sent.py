@@ -150,6 +150,13 @@ class Projected:
         torch.mm(p, R.t(), out=q.matrix(exact))
         return ghat.copy_(exact)
 
+    def rows(self, part: Tensor, first: int, last: int) -> Tensor:
+        """These rows of line 4's matrix, as the tensor has them."""
+        q, R = self.q, self.R
+        p = q.of_part(part).to(R.dtype)
+        left, right = (R, p) if q.of_rows else (p, R)
+        return torch.mm(left[first:last], right.t()).mul_(q.scale)
+
     def feed_back(self, mean: Payload, i: int, factor: float | Tensor, gate: Gate = True) -> None:
         """Line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
 

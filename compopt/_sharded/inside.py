@@ -17,6 +17,7 @@ AdamW takes G in ``step()``, and acc_n is kept then (see ``_engine.inside``).
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .._engine.engine import Engine
@@ -56,7 +57,7 @@ def averaged(parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, again: bool) -
     parcel.ahead, parcel.sent = x, sent.counts
 
 
-def parcel_of(engine: Engine, params: Params) -> Parcel:
+def parcel_of(engine: Engine, params: Params, _: torch.dtype) -> Parcel:
     """Where these parameters lie in a row."""
     given, groups = [], []
     for p, dim in params:

@@ -38,6 +38,19 @@ class Piece(NamedTuple):
             return self.size
         return min(self.size, max(0, self.p.numel() - rank * self.size))
 
+    def span(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Which of its rows ``rank`` has: the first, and the first after them."""
+        here, each = self.p.shape[0], -(-self.p.shape[0] // ranks)
+        return min(rank * each, here), min((rank + 1) * each, here)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The whole of it, from all ranks' rows: a copy."""
+        own, shape = rows[:, self.begin : self.end], self.p.shape
+        if not self.dim:
+            return own.reshape(-1)[: self.p.numel()].view(shape)
+        cut = [*shape[: self.dim], -1, *shape[self.dim + 1 :]]
+        return torch.cat([row.view(cut) for row in own], self.dim)
+
     def views(self, rows: Tensor, begin: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Of its elements in ``rows``, from column ``begin`` on, each with that of the residual."""
         if self.residual is None or not self.p.numel():

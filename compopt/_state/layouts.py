@@ -228,6 +228,7 @@ class Prefix(Layout):
 
     dtype: torch.dtype
     size: Callable[[Tensor], int]  # elements for a parameter
+    unsharded: bool = False  # of the whole tensor, also where this rank has a part of it
 
     def numel(self, of: Member, held: Tensor | None = None) -> int:
         return self.size(of.param)
@@ -236,12 +237,14 @@ class Prefix(Layout):
         return False
 
     def whole(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
-        return of.laid_out(pad(kept.reshape(-1), (0, of.numel - kept.numel())))
+        long = of.param.numel() if self.unsharded else of.numel
+        padded = pad(kept.reshape(-1), (0, long - kept.numel()))
+        return padded.view(of.param.shape) if self.unsharded else of.laid_out(padded)
 
     def part(self, held: Tensor, of: Member) -> Tensor:
         """What has neither the tensor's number of elements nor this one begins anew, at 0."""
         n = self.numel(of)
-        if held.numel() in (n, of.numel):
+        if held.numel() in (n, of.param.numel() if self.unsharded else of.numel):
             return held.reshape(-1)[:n]
         return held.new_zeros(n)
 
