@@ -1,4 +1,4 @@
-"""TAGC inside FSDP2 beside plain FSDP2, and both under DDP: loss and memory of runs, and where a step's time goes.
+"""TAGC and SEPARATE inside FSDP2 beside plain FSDP2, and under DDP: loss and memory of runs, where a step's time goes.
 
     python bench/fsdp.py                          # 800 steps of 0.86 M parameters on 2 ranks: ten minutes
     python bench/fsdp.py --ranks 4 --only "FSDP2, AdamW"
@@ -8,8 +8,8 @@
 Every row is a run of its own on real processes, of examples/train_gpt.py's model, data and schedule, lr 2e-3, 15 % of
 the steps dense. Held are bytes a parameter of all tensors there are on rank 0 after the last step: parameters, state,
 what is owed, accumulators; not gradients, nor the buffers of DDP and FSDP. The last columns are milliseconds of a
-compressed step of rank 0: all of it, choosing what to send, messages and accumulators, waiting. What crosses the
-network, and how long steps take over links, is bench/links.py's to say (last line above). Saves results/fsdp.csv.
+compressed step of rank 0: all of it, TAGC's choosing what to send, its messages and accumulators, waiting. What crosses
+the network, and how long steps take over links, is bench/links.py's to say (last line above). Saves results/fsdp.csv.
 """
 
 from __future__ import annotations
@@ -40,16 +40,20 @@ ROOT, RESULTS = Path(__file__).parent.parent, Path(__file__).parent / "results"
 LR, DENSE, PROFILED = 2e-3, 0.15, 20  # the last: steps that are profiled
 EVERY_MATRIX = r"(qkv|out|up|down|head|bytes|positions)\.weight$"
 SKETCH = dict(codec="sketch", sketch_ratio=10)
-ROWS: dict[str, tuple[bool, dict | None]] = {
-    "DDP, AdamW": (False, None),
-    "DDP, TagcAdamW 0.9875": (False, {}),
-    "FSDP2, AdamW": (True, None),
-    "FSDP2, TagcAdamW 0.9875": (True, {}),
-    "FSDP2, TagcAdamW 0.9875, every matrix": (True, dict(select=EVERY_MATRIX)),
-    "FSDP2, TagcAdamW 0.9875, every matrix, sketch": (True, dict(select=EVERY_MATRIX, **SKETCH)),
-}
+METHODS: dict[str, tuple[type, dict]] = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "TagcAdamW 0.9875": (compopt.TagcAdamW, dict(sparsity=0.9875)),
+    "TagcAdamW 0.9875, every matrix": (compopt.TagcAdamW, dict(sparsity=0.9875, select=EVERY_MATRIX)),
+    "TagcAdamW 0.9875, every matrix, sketch": (
+        compopt.TagcAdamW, dict(sparsity=0.9875, select=EVERY_MATRIX, **SKETCH)
+    ),
+    "SeparateAdam tracked 16, int8": (compopt.SeparateAdam, dict(rank=16)),
+    "SeparateAdam 16": (compopt.SeparateAdam, dict(projection="gaussian", ratio=16)),
+}  # fmt: skip
+ROWS = [f"DDP, {name}" for name in ("AdamW", "TagcAdamW 0.9875", "SeparateAdam tracked 16, int8")]
+ROWS += [f"FSDP2, {name}" for name in METHODS]
 TIMES = {  # functions of compopt, by file and name, whose time is a column's
-    "choose_ms": {("sparsify.py", "sparsify"), ("inside.py", "sparsified")},
+    "choose_ms": {("sparsify.py", "largest_of_shards")},
     "message_ms": {
         ("parcels.py", "add_up"), ("sending.py", "message"), ("sending.py", "decode"), ("sending.py", "hold_back"),
         ("parcels.py", "commit"), ("rows.py", "pack"), ("rows.py", "hold_back"), ("rows.py", "decode"),
@@ -68,13 +72,13 @@ def work(row: str, steps: int, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    sharded, options = ROWS[row]
+    where, method = row.split(", ", 1)
     text, held_out = corpus.load(None)
     data = corpus.batches(text, 8, 64, seed=1 + rank)
     torch.manual_seed(0)
     found = {"run": row, "ranks": world, "steps": steps}
     before = storages()
-    model, optimizer = build(train_gpt.GPT(4, 128, 4, 64), sharded, options, round(DENSE * steps))
+    model, optimizer = build(train_gpt.GPT(4, 128, 4, 64), where, method, round(DENSE * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
     )
@@ -108,8 +112,8 @@ def storages() -> dict[int, int]:
     return {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in own)}
 
 
-def build(model, sharded: bool, options: dict | None, dense: int):
-    if sharded:
+def build(model, where: str, method: str, dense: int):
+    if where == "FSDP2":
         for block in model.blocks:
             fully_shard(block)
         wrapped = fully_shard(model)
@@ -117,9 +121,10 @@ def build(model, sharded: bool, options: dict | None, dense: int):
         wrapped = DistributedDataParallel(model)
     matrices, scales = ([(n, p) for n, p in model.named_parameters() if (p.dim() >= 2) == m] for m in (True, False))
     groups = [{"params": matrices}, {"params": scales, "weight_decay": 0.0}]
-    if options is None:
-        return wrapped, torch.optim.AdamW(groups, lr=LR)
-    return wrapped, compopt.TagcAdamW(groups, lr=LR, sparsity=0.9875, warmup_steps=dense, **options)
+    kind, options = METHODS[method]
+    if kind is not torch.optim.AdamW:
+        options = {"warmup_steps": dense, **options}
+    return wrapped, kind(groups, lr=LR, **options)
 
 
 def train(model, optimizer, schedule, data) -> None:
@@ -157,7 +162,7 @@ def kept() -> list[dict]:
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
+    cli.add_argument("--only", nargs="+", choices=ROWS, default=ROWS)
     cli.add_argument("--ranks", type=int, default=2)
     cli.add_argument("--steps", type=int, default=800)
     cli.add_argument("--show", action="store_true", help="train nothing")
@@ -173,7 +178,7 @@ def main() -> None:
         with (RESULTS / "fsdp.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS)
             writer.writeheader()
-            writer.writerows(rows[key] for key in sorted(rows, key=lambda key: (key[1:], list(ROWS).index(key[0]))))
+            writer.writerows(rows[key] for key in sorted(rows, key=lambda key: (key[1:], ROWS.index(key[0]))))
     print(f"{'run':<48}" + "".join(f"{name:>11}" for name in FIELDS[1:]))
     for row in kept():
         print(f"{row['run']:<48}" + "".join(f"{row[name]:>11}" for name in FIELDS[1:]))

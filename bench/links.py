@@ -101,8 +101,8 @@ def tracked(rank: int) -> Factory:
     return make
 
 
-def fsdp(keep: bool, **settings: object) -> Factory:
-    """FSDP2 over all ranks, a block at a time, with torch's AdamW, or with TAGC in its reduce-scatter.
+def fsdp(keep: bool, name: str = "TagcAdamW", **settings: object) -> Factory:
+    """FSDP2 over all ranks, a block at a time, with torch's AdamW, or with ours in its reduce-scatter.
 
     keep: parameters stay gathered from forward to backward.
     """
@@ -114,8 +114,8 @@ def fsdp(keep: bool, **settings: object) -> Factory:
         fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
         if not settings:
             return model, fused_adamw(model)
-        tagc = importlib.import_module("compopt").TagcAdamW
-        return model, tagc(model.named_parameters(), lr=LEARNING_RATE, process_group=group, **settings)
+        kind = getattr(importlib.import_module("compopt"), name)
+        return model, kind(model.named_parameters(), lr=LEARNING_RATE, process_group=group, **settings)
 
     return make
 
@@ -157,6 +157,9 @@ METHODS: dict[str, Factory] = {
     "fsdp-tagc": fsdp(False, sparsity=0.9875),
     "fsdp-tagc-all": fsdp(False, sparsity=0.9875, select=EVERY_MATRIX),
     "fsdp-tagc-all-sketch": fsdp(False, **SKETCH, select=EVERY_MATRIX),
+    "fsdp-separate": fsdp(False, "SeparateAdam", projection="gaussian", ratio=16),
+    "fsdp-tracked": fsdp(False, "SeparateAdam", rank=16, warmup_steps=1),
+    "fsdp-keep-tracked": fsdp(True, "SeparateAdam", rank=16, warmup_steps=1),
     "fsdp-keep-tagc-all": fsdp(True, sparsity=0.9875, select=EVERY_MATRIX),
     "tracked16": tracked(16),
     "tracked4": tracked(4),
