@@ -111,7 +111,8 @@ class SeparateAdam(Projecting):
     r"""AdamW on gradients averaged through a random low-rank projection (SEPARATE, Algorithm 1).
 
     Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; its first forward hands
-    its all-reduce over.
+    its all-reduce over. Where ``fully_shard`` cuts the parameters over these ranks it works in the
+    place of FSDP2's reduce-scatter (docs/fsdp.md).
 
     Args:
         params: parameters, named parameters or groups, as torch takes them. A group may override
