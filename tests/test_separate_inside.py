@@ -185,12 +185,12 @@ def used(rank: int) -> dict[str, object]:
 
 @pytest.fixture(scope="module", params=(2, 4))
 def runs(request):
-    return run_ranks(equal, request.param)
+    return run_ranks(equal, request.param, timeout=180)
 
 
-@pytest.fixture(scope="module", params=(2, 4))
-def uses(request):
-    return run_ranks(used, request.param)
+@pytest.fixture(scope="module")
+def uses():
+    return run_ranks(used, 2, timeout=180)
 
 
 @pytest.mark.parametrize("name", [*KINDS, "base", "clipped"])
