@@ -145,6 +145,10 @@ def size(x: Tensor | None) -> int:
     return 0 if x is None else bytes_of(x)
 
 
+# Of a table that is kept from step to step: what a launch with it reads and writes.
+by_table: weakref.WeakKeyDictionary[kernels.Table, int] = weakref.WeakKeyDictionary()
+
+
 def _adamw(blocks, starts, rows, **_) -> int:
     once = ("bits", "values", "grad", "score", "public")
     twice = ("w", "m", "v", "residual")
@@ -166,8 +170,8 @@ def _moment(blocks, held_starts, rows, **_) -> int:
     return total
 
 
-def _compact(blocks, bits, starts, grads, parts, header, add, *_) -> int:
-    rows = zip(bits, grads, parts, list(add), strict=True)
+def _compact(blocks, bits, grads, parts, header, add) -> int:
+    rows = zip(bits, grads, parts, add, strict=True)
     return sum(size(b) + size(g) + size(p) + (0 if a is None else len(p) * a.element_size()) for b, g, p, a in rows)
 
 
@@ -215,8 +219,10 @@ def _factored(rows, **_) -> int:
 MOVED: dict[str, Callable[..., int]] = {
     "adamw": _adamw,
     "scape": _scape,
+    "compact": lambda blocks, bits, starts, grads, parts, header, add, *_: _compact(
+        blocks, bits, grads, parts, header, add
+    ),
     "moment": _moment,
-    "compact": _compact,
     "top_k": _top_k,
     "count": _count,
     "positions": _positions,
@@ -229,15 +235,34 @@ MOVED: dict[str, Callable[..., int]] = {
 }
 
 
+TABLES: dict[str, Callable[..., int]] = {
+    "adamw_table": lambda blocks, rows: _adamw(blocks, None, rows),
+    "scape_table": lambda blocks, rows: _scape(blocks, None, None, rows),
+    "moment_table": lambda blocks, rows: _moment(blocks, None, rows),
+    "compact_table": _compact,
+}
+
+
 def _weighed(name: str) -> Callable[..., Any]:
-    function, moved = getattr(kernels, name), MOVED[name]
+    function = getattr(kernels, name)
 
     def weighed(*args: Any, **options: Any) -> Any:
         if Counts.running is not None:
-            if name == "compact":  # which may be given an iterator
-                args = (*args[:6], list(args[6]), *args[7:])
-            Counts.running.moved += moved(*args, **options)
+            tables = [x for x in args if isinstance(x, kernels.Table)]
+            Counts.running.moved += by_table[tables[0]] if tables else MOVED[name](*args, **options)
         return function(*args, **options)
+
+    return weighed
+
+
+def _weighed_table(name: str) -> Callable[..., kernels.Table]:
+    function = getattr(kernels, name)
+
+    def weighed(*args: Any) -> kernels.Table:
+        table = function(*args)
+        if Counts.running is not None:
+            by_table[table] = TABLES[name](*args)
+        return table
 
     return weighed
 
@@ -331,7 +356,8 @@ def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
             (triton.JITFunction, "run", run_kernel),
             (backends, "has_triton_driver", lambda: True),
             (triton_ops, "triton_device", lambda: DEVICE.type),
-            *[(kernels, name, _weighed(name)) for name in MOVED],
+            *[(kernels, name, _weighed(name)) for name in (*MOVED, "compact_known")],
+            *[(kernels, name, _weighed_table(name)) for name in TABLES],
         ]:
             stack.enter_context(mock.patch.object(target, name, new))
         stack.enter_context(mock.patch.dict("os.environ", COMPOPT_BACKEND=backend))

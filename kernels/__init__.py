@@ -10,16 +10,16 @@ Without a GPU the kernels run in Triton's interpreter: TRITON_INTERPRET=1, set b
 is imported.
 """
 
-from ._blocks import INTERPRETED, Blocks, cut
+from ._blocks import INTERPRETED, Blocks, Table, cut
 from ._programs import Programs, programs
-from .adamw import AdamWRow, adamw
+from .adamw import AdamWRow, adamw, adamw_table
 from .code import CodeRow, EncodeRow, decode, encode
-from .compact import compact
+from .compact import compact, compact_known, compact_table
 from .factored import FactoredRow, factored
 from .pack_bits import pack_bits, unpack_bits
 from .positions import count, positions
 from .quantise import dequantise, mean, mean_of_words, quantise
-from .scape import ScapeRow, moment, scape
+from .scape import ScapeRow, moment, moment_table, scape, scape_table
 from .top_k import TopKRow, top_k
 
 __all__ = [
@@ -31,9 +31,13 @@ __all__ = [
     "FactoredRow",
     "Programs",
     "ScapeRow",
+    "Table",
     "TopKRow",
     "adamw",
+    "adamw_table",
     "compact",
+    "compact_known",
+    "compact_table",
     "count",
     "cut",
     "decode",
@@ -43,11 +47,13 @@ __all__ = [
     "mean",
     "mean_of_words",
     "moment",
+    "moment_table",
     "pack_bits",
     "positions",
     "programs",
     "quantise",
     "scape",
+    "scape_table",
     "top_k",
     "unpack_bits",
 ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -76,22 +76,56 @@ class Blocks:
         return before - before.index_select(0, self.of_tensor)
 
 
-def table(
-    rows: Sequence[Sequence[Tensor | int | None]], device: torch.device, head: Sequence[float] = ()
-) -> Tensor:
-    """What a kernel has to know of each tensor, on the device: addresses (0: there is none) and
-    integers.
+Cell = Tensor | int | None
 
-    The numbers of ``head`` come first, as float64.
+
+class Table:
+    """What a kernel has to know of each tensor: addresses (0: there is none) and integers.
+
+    It keeps no tensor, and holds for as long as all of them stay where they are. ``constants``:
+    what the kernel is compiled for.
     """
-    cells = [
-        0 if cell is None else cell if isinstance(cell, int) else cell.data_ptr()
-        for row in rows
-        for cell in row
-    ]
-    fixed = torch.tensor([*head, *[0.0] * (HEAD - len(head))], dtype=torch.float64)
-    numbers = torch.tensor(cells, dtype=torch.int64)
-    return upload(torch.cat([fixed.view(torch.int64), numbers]), device)
+
+    def __init__(
+        self, rows: Iterable[Iterable[Cell]], device: torch.device, **constants: object
+    ) -> None:
+        cells = [
+            0 if cell is None else cell if isinstance(cell, int) else cell.data_ptr()
+            for row in rows
+            for cell in row
+        ]
+        self.cells = torch.tensor(cells, dtype=torch.int64)
+        self.device, self.constants = device, constants
+        self._head: list[float] = []
+        self._host: Tensor | None = None
+        self._on_device: Tensor | None = None
+
+    def under(self, head: Sequence[float] = ()) -> Tensor:
+        """On the device, behind the numbers of ``head``, as float64.
+
+        The same memory as before where they are the same: a kernel may not write there.
+        """
+        if self._on_device is None or self._head != list(head):
+            self._on_device = self.copy(head)
+        return self._on_device
+
+    def copy(self, head: Sequence[float] = ()) -> Tensor:
+        """The same in memory of its own, where a kernel may write."""
+        if self._host is None or self._head != list(head):
+            fixed = torch.tensor([*head, *[0.0] * (HEAD - len(head))], dtype=torch.float64)
+            host = torch.cat([fixed.view(torch.int64), self.cells])
+            self._host = host if self.device.type == "cpu" else host.pin_memory()
+            self._head, self._on_device = list(head), None
+        if self.device.type == "cpu":
+            return self._host.clone()
+        return self._host.to(self.device, non_blocking=True)
+
+
+def table(
+    rows: Iterable[Iterable[Cell]], device: torch.device, head: Sequence[float] = ()
+) -> Tensor:
+    """A table for one launch, on the device."""
+    return Table(rows, device).copy(head)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:

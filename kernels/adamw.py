@@ -18,6 +18,7 @@ from torch import Tensor
 from ._blocks import (
     TYPES,
     Blocks,
+    Table,
     alignment,
     allowed,
     own_block,
@@ -25,7 +26,6 @@ from ._blocks import (
     read,
     scalar,
     selected,
-    table,
     write,
 )
 
@@ -101,10 +101,25 @@ def _adamw(
     write(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, held), ST, ALIGN)
 
 
+def adamw_table(blocks: Blocks, rows: Sequence[AdamWRow]) -> Table:
+    """These rows, for ``adamw``."""
+    grads = [row.grad.dtype for row in rows if row.grad is not None]
+    public = [row.public.dtype for row in rows if row.public is not None]
+    return Table(
+        rows,
+        blocks.where.device,
+        ST=TYPES[rows[0].w.dtype],
+        VT=TYPES[rows[0].values.dtype],
+        GT=TYPES[grads[0] if grads else torch.float32],
+        PT=TYPES[public[0] if public else torch.float32],
+        ALIGN=alignment(blocks, *([getattr(row, name) for row in rows] for name in WHOLE)),
+    )
+
+
 def adamw(
     blocks: Blocks,
     starts: Tensor,
-    rows: Sequence[AdamWRow],
+    rows: Sequence[AdamWRow] | Table,
     *,
     lr: float,
     betas: tuple[float, float],
@@ -116,9 +131,7 @@ def adamw(
 
     ``starts``: ``count`` of the rows' bits.
     """
-    grads = [row.grad.dtype for row in rows if row.grad is not None]
-    public = [row.public.dtype for row in rows if row.public is not None]
-    state = rows[0].w.dtype
+    table = rows if isinstance(rows, Table) else adamw_table(blocks, rows)
     head = [
         lr,
         *betas,
@@ -127,13 +140,4 @@ def adamw(
         -1.0 if maximize else 1.0,
         *(math.log(b) if b else -math.inf for b in betas),
     ]
-    blocks.run(
-        _adamw,
-        table(rows, blocks.where.device, head),
-        starts,
-        ST=TYPES[state],
-        VT=TYPES[rows[0].values.dtype],
-        GT=TYPES[grads[0] if grads else torch.float32],
-        PT=TYPES[public[0] if public else torch.float32],
-        ALIGN=alignment(blocks, *([getattr(row, name) for row in rows] for name in WHOLE)),
-    )
+    blocks.run(_adamw, table.under(head), starts, **table.constants)

@@ -15,13 +15,13 @@ from torch import Tensor
 from ._blocks import (
     TYPES,
     Blocks,
+    Table,
     alignment,
     own_block,
     rank,
     read,
     scalar,
     selected,
-    table,
     write,
 )
 
@@ -55,6 +55,40 @@ def _compact(
     tl.store(header + tl.load(where + 2 * block), nothing.to(HT), mask=nothing != 0)
 
 
+def compact_table(
+    blocks: Blocks,
+    bits: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+    parts: Sequence[Tensor | None],
+    header: Tensor,
+    add: Sequence[Tensor | None],
+) -> Table:
+    """What ``compact`` wants to know of these tensors."""
+    some = [g for g in grads if g is not None]
+    sent = [part for part in parts if part is not None]
+    gradient = some[0].dtype if some else header.dtype
+    wide = torch.promote_types(gradient, torch.float32)
+    # The sums of squares begin with 0, and are in the table itself.
+    sums = [0] * len(grads)
+    return Table(
+        zip(blocks.lengths, bits, grads, add, parts, sums, strict=True),
+        blocks.where.device,
+        GT=TYPES[gradient],
+        ST=TYPES[wide],
+        OT=TYPES[sent[0].dtype if sent else header.dtype],
+        HT=TYPES[header.dtype],
+        ALIGN=alignment(blocks, grads),
+    )
+
+
+def compact_known(
+    blocks: Blocks, table: Table, starts: Tensor, header: Tensor, scale: float, sign: float
+) -> None:
+    """``compact`` of tensors that lie where they lay when the table was made."""
+    addresses = table.copy([sign, scale])
+    blocks.run(_compact, addresses, starts, header, **table.constants)
+
+
 def compact(
     blocks: Blocks,
     bits: Sequence[Tensor | None],
@@ -78,21 +112,5 @@ def compact(
         header: one element a tensor, of any dtype.
         add: contiguous, float32 (float64 for float64 gradients); None: nothing is added.
     """
-    some = [g for g in grads if g is not None]
-    sent = [part for part in parts if part is not None]
-    gradient = some[0].dtype if some else header.dtype
-    wide = torch.promote_types(gradient, torch.float32)
-    # The sums of squares begin with 0, and are in the table itself.
-    sums = [0] * len(grads)
-    rows = list(zip(blocks.lengths, bits, grads, add, parts, sums, strict=True))
-    blocks.run(
-        _compact,
-        table(rows, blocks.where.device, [sign, scale]),
-        starts,
-        header,
-        GT=TYPES[gradient],
-        ST=TYPES[wide],
-        OT=TYPES[sent[0].dtype if sent else header.dtype],
-        HT=TYPES[header.dtype],
-        ALIGN=alignment(blocks, grads),
-    )
+    table = compact_table(blocks, bits, grads, parts, header, add)
+    compact_known(blocks, table, starts, header, scale, sign)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ._blocks import (
     TYPES,
     Blocks,
+    Table,
     alignment,
     allowed,
     inlined,
@@ -25,7 +26,6 @@ from ._blocks import (
     read,
     scalar,
     selected,
-    table,
     write,
 )
 
@@ -134,10 +134,15 @@ def _scape(
     write(row, PUBLIC, i, updates, w, PT, ALIGN)
 
 
+def moment_table(blocks: Blocks, rows: Sequence[ScapeRow]) -> Table:
+    """These rows, for ``moment``."""
+    return Table(rows, blocks.where.device, **_types(rows))
+
+
 def moment(
     blocks: Blocks,
     held_starts: Tensor,
-    rows: Sequence[ScapeRow],
+    rows: Sequence[ScapeRow] | Table,
     *,
     betas: tuple[float, float],
     maximize: bool = False,
@@ -146,10 +151,22 @@ def moment(
 
     ``held_starts``: ``count`` of ``held``.
     """
-    blocks.run(
-        _moment,
-        table(rows, blocks.where.device, _head(betas=betas, maximize=maximize)),
-        held_starts,
+    table = rows if isinstance(rows, Table) else moment_table(blocks, rows)
+    head = _head(betas=betas, maximize=maximize)
+    blocks.run(_moment, table.under(head), held_starts, **table.constants)
+
+
+def scape_table(blocks: Blocks, rows: Sequence[ScapeRow]) -> Table:
+    """These rows, for ``scape``."""
+    values = [row.values.dtype for row in rows if row.values is not None]
+    public = [row.public.dtype for row in rows if row.public is not None]
+    return Table(
+        rows,
+        blocks.where.device,
+        VT=TYPES[values[0]],
+        PT=TYPES[public[0] if public else torch.float32],
+        ROUNDS=any(row.dropped is not None for row in rows),
+        ALIGN=alignment(blocks, *([getattr(row, name) for row in rows] for name in WHOLE)),
         **_types(rows),
     )
 
@@ -158,7 +175,7 @@ def scape(
     blocks: Blocks,
     starts: Tensor,
     held_starts: Tensor,
-    rows: Sequence[ScapeRow],
+    rows: Sequence[ScapeRow] | Table,
     *,
     lr: float,
     betas: tuple[float, float],
@@ -174,19 +191,14 @@ def scape(
     ``clip`` multiplies the averaged gradient in v alone (line 18 as printed). ``maximize`` negates
     the own gradient.
     """
-    values = [row.values.dtype for row in rows if row.values is not None]
-    public = [row.public.dtype for row in rows if row.public is not None]
+    table = rows if isinstance(rows, Table) else scape_table(blocks, rows)
     blocks.run(
         _scape,
-        table(rows, blocks.where.device, _head(lr, betas, eps, weight_decay, clip, maximize)),
+        table.under(_head(lr, betas, eps, weight_decay, clip, maximize)),
         starts,
         held_starts,
-        VT=TYPES[values[0]],
-        PT=TYPES[public[0] if public else torch.float32],
         ADAMS=bias_correction == "adams",
-        ROUNDS=any(row.dropped is not None for row in rows),
-        ALIGN=alignment(blocks, *([getattr(row, name) for row in rows] for name in WHOLE)),
-        **_types(rows),
+        **table.constants,
     )
 
 

@@ -9,15 +9,21 @@ run, is noticed within two steps.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from .._state.devices import pinned
+from .._state.tensors import upload
 from .._wire.control import differ
 
 # the largest tensors of the last bucket, and elements of each: what every step looks at
 TENSORS, SAMPLE = 8, 512
 BITS = 16  # by accident ranks agree on them once in 65,536 steps, which costs a handshake
 WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+NOTHING = [0.0] * 2 * BITS + [1.0]  # said where there is nothing to compare
 # odd, its bits like drawn ones: low bits of a sum reach high ones
 SPREAD = 0x9E3779B97F4A7C15 - 2**64
 
@@ -61,18 +67,42 @@ def sample(grads: list[Tensor | None], device: torch.device) -> Tensor:
     Nobody waits for it: it is on the device of the gradients. Zeros only, or a number that is not
     finite, are nothing: those may well be alike on ranks of different data.
     """
-    there = [g.detach() for g in grads if g is not None and g.numel()]
-    parts = [_some(g.reshape(-1)) for g in sorted(there, key=Tensor.numel, reverse=True)[:TENSORS]]
-    if not parts:
-        return torch.tensor([0.0] * 2 * BITS + [1.0], dtype=torch.float32, device=device)
-    some = torch.cat(parts)
-    numbers = some.view(WORDS_OF[some.element_size()]).to(torch.int64)
-    places = torch.arange(1, 2 * len(numbers), 2, dtype=torch.int64, device=some.device)
-    code = (numbers * places).sum() * SPREAD >> (64 - BITS)
-    telling = (some.isfinite().all() & some.any()).float()
-    bits = (code >> torch.arange(BITS, dtype=torch.int64, device=some.device) & 1) * telling
-    return torch.cat([bits, telling - bits, (1 - telling).view(1)])
+    there = [g for g in grads if g is not None and g.numel()]
+    largest = sorted(there, key=Tensor.numel, reverse=True)[:TENSORS]
+    if not largest:
+        return torch.tensor(NOTHING, dtype=torch.float32, device=device)
+    some = torch.cat([_some(g.detach().reshape(-1)) for g in largest])
+    fixed = _fixed(some.numel(), some.device)
+    numbers = some.view(WORDS_OF[some.element_size()])
+    code = (numbers * fixed.factors).sum(dtype=torch.int64)
+    most = torch.linalg.vector_norm(some, float("inf"))
+    telling = (most > 0).logical_and_(most < float("inf"))
+    said = (code >> fixed.shifts).bitwise_and_(fixed.ones).bitwise_xor_(fixed.flips)
+    return torch.where(telling, said, fixed.nothing)
 
 
 def _some(flat: Tensor) -> Tensor:
-    return flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE]
+    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE]
+
+
+class Fixed(NamedTuple):
+    """What a code of so many elements is made with, on their device."""
+
+    factors: Tensor  # an odd one for every place, times SPREAD
+    shifts: Tensor  # to bring each of the highest bits of a code down, twice
+    ones: Tensor  # 1 for each of these, 0 for the last word
+    flips: Tensor  # 1 for their complements
+    nothing: Tensor
+
+
+@lru_cache(maxsize=64)
+def _fixed(count: int, device: torch.device) -> Fixed:
+    """The same tensors for the same: no step makes them anew."""
+    odd = torch.arange(1, 2 * count, 2, dtype=torch.int64, device="cpu").mul_(SPREAD)
+    shifts = [*range(64 - BITS, 64)] * 2 + [0]
+    words: list[list[float]] = [shifts, [1] * 2 * BITS + [0], [0] * BITS + [1] * BITS + [0]]
+    return Fixed(
+        pinned(odd, device).to(device, non_blocking=True),
+        *(upload(row, torch.int64, device) for row in words),
+        upload(NOTHING, torch.float32, device),
+    )

@@ -8,7 +8,7 @@ another wrapper or another number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def fill(
     held = [{name: local(value) for name, value in state.get(p, {}).items()} for p in bucket.params]
     for name, layout in layouts.items():
         bucket.allocate(name, layout, held)
-    bucket.state["step"] = [_count(bucket, old) for old in held]
+    bucket.count(_counts(bucket, held))
     for i, (p, old) in enumerate(zip(bucket.params, held, strict=True)):
         member, entry = bucket.member(i), {"step": bucket.state["step"][i]}
         if "master" in layouts:
@@ -47,11 +47,14 @@ def fill(
     bucket.entries = [state[p] for p in bucket.params]
 
 
-def _count(bucket: Bucket, held: Mapping[str, Tensor]) -> Tensor:
-    """How many steps a tensor has taken; as torch's own optimizers keep it, on the device."""
+def _counts(bucket: Bucket, held: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """How many steps each tensor has taken; as torch's own optimizers keep it, on the device."""
     on = bucket.device if is_accelerator(bucket.device) else "cpu"
-    count = torch.zeros((), dtype=torch.float32, device=on)
-    return count.copy_(held["step"]) if "step" in held else count
+    counts = torch.zeros(len(held), dtype=torch.float32, device=on)
+    for count, old in zip(counts.unbind(), held, strict=True):
+        if "step" in old:
+            count.copy_(old["step"])
+    return counts
 
 
 def spread(

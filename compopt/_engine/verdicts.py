@@ -9,11 +9,11 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from .._ops.norms import squared_norms
+from .._ops.norms import squared_norms, stacked_squared_norms
 from .._state.buckets import Bucket, Gated
 from .._wire.comm import Comm
 from .._wire.control import Control, differ
-from .._wire.requests import AllReduceMean
+from .._wire.requests import Agree, AllReduceMean
 from .exchanges import Exchange
 from .turns import Turns, ask
 
@@ -131,15 +131,19 @@ def numbers_of(exchanges: list[Exchange]) -> Tensor:
     clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
     agreed = [exchange.agreement for exchange in exchanges]
     device = exchanges[-1].bucket.device
-    # every rank clips by the norm it finds itself
-    found = iter(squared_norms([a.payload.body for a in agreed if a.squared_norm is None], clips))
+    payloads = [a.payload for a in agreed]
+    words = [p.flat[: p.flat.numel() - p.body.numel()].to(device) for p in payloads]
+    return torch.cat([_squares(agreed, clips, device), torch.cat(words).double()])
+
+
+def _squares(agreed: list[Agree], clips: bool, device: torch.device) -> Tensor:
+    """The squared norm of every average; every rank clips by what it finds itself."""
+    bodies = [a.payload.body for a in agreed if a.squared_norm is None]
+    if len(bodies) == len(agreed) and all(body.device == device for body in bodies):
+        return stacked_squared_norms(bodies, clips)
+    found = iter(squared_norms(bodies, clips))
     squares = [next(found) if a.squared_norm is None else a.squared_norm for a in agreed]
-    words = [a.payload.flat[: -len(a.payload.body) or None] for a in agreed]
-    parts = [
-        torch.cat([square.to(device).view(-1) for square in squares]),
-        torch.cat([own.to(device) for own in words]).double(),
-    ]
-    return torch.cat(parts)
+    return torch.cat([square.to(device).view(-1) for square in squares])
 
 
 def _read(exchanges: list[Exchange]) -> list[float]:

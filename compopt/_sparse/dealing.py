@@ -153,8 +153,8 @@ def make_room(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
     old = bucket.state["exp_avg"]
     if bucket.behind is not None:  # a step that the host does not wait for: nothing changes size
         return old
-    present = zip(bucket.present(mean), mask.sizes, old, strict=True)
-    bucket.resize("exp_avg", [size if here else m.numel() for here, size, m in present])
+    present = zip(bucket.present(mean), mask.sizes, bucket.sizes["exp_avg"], strict=True)
+    bucket.resize("exp_avg", [size if here else held for here, size, held in present])
     return old
 
 

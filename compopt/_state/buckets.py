@@ -94,7 +94,12 @@ class Bucket(Kept):
 
     def grads(self) -> list[Tensor | None]:
         """This rank's gradients; None where backward left none."""
-        return [None if self.withheld or p.grad is None else local(p.grad) for p in self.params]
+        if self.withheld:
+            return [None] * len(self.params)
+        grads = [p.grad for p in self.params]
+        if not self.distributed:
+            return grads
+        return [None if g is None else local(g) for g in grads]
 
     # Messages
 

@@ -40,6 +40,8 @@ class Kept:
         self.compressed = [chosen(p, group, name) for p, name in zip(params, names, strict=True)]
         self.lengths = [local(p).numel() for p in params]
         self.dtype, self.device = params[0].dtype, params[0].device
+        # whether they are DTensors: all are, or none is
+        self.distributed = any(hasattr(p, "to_local") for p in params)
         self.grad_dtype = grad_dtype(params[0])
         # of what is computed with gradients and state
         self.wide = torch.promote_types(self.dtype, torch.float32)
@@ -50,10 +52,14 @@ class Kept:
         self._shards: Shards | None = None
         self.offload: Offload | None = None  # what of the state is in host memory
         self.layouts: dict[str, Layout] = {}
+        self.made = 0  # how often storage was made: where it lies follows from that
         self.flat: dict[str, Tensor] = {}
         # name -> a view for each tensor; None, which the type leaves out, where a tensor has no
         # such state: of some kinds only compressed tensors have any
         self.state: dict[str, list[Tensor]] = {}
+        self.sizes: dict[str, list[int]] = {}  # of these views
+        # how many steps each tensor has taken: what ``state["step"]`` shows, as a vector
+        self.counts: Tensor | None = None
         # the optimizer's state of each tensor, which shows the views
         self.entries: list[Entry] = []
         # sharded state, whole: from consolidate_state to the next step
@@ -96,12 +102,14 @@ class Kept:
         ``held`` is what is kept so far of every tensor.
         """
         self.layouts[name] = layout
+        self.made += 1
         members = [self.member(i) for i in range(len(self.params))]
         has = [member.compressed or not layout.compressed_only for member in members]
         sizes = [
             layout.numel(member, old.get(name)) if here else 0
             for member, here, old in zip(members, has, held, strict=True)
         ]
+        self.sizes[name] = sizes
         self.flat[name] = self._zeros(name, sum(sizes), layout.dtype)
         views: list[Any] = list(torch.split(self.flat[name], sizes))
         for i, (member, here) in enumerate(zip(members, has, strict=True)):
@@ -120,8 +128,10 @@ class Kept:
         The old views stay readable.
         """
         old, layout = self.state[name], self.layouts[name]
-        if [view.numel() for view in old] == sizes:
+        if self.sizes[name] == sizes:
             return old
+        self.made += 1
+        self.sizes[name] = sizes
         self.flat[name] = self.flat[name].new_empty(sum(sizes))
         views = torch.split(self.flat[name], sizes)
         members = [self.member(i) for i in range(len(self.params))]
@@ -162,7 +172,17 @@ class Kept:
             self.cache["owes"] = residual is not None and bool(residual.any())
         return bool(self.cache["owes"])
 
+    def count(self, counts: Tensor) -> None:
+        """From now on these are the numbers of steps that tensors have taken."""
+        self.made += 1
+        self.counts, self.state["step"] = counts, list(counts.unbind())
+
     # What a step updates: parameters, or their float32 masters where they are below float32
+
+    @property
+    def locals(self) -> list[Tensor]:
+        """This rank's parts of parameters."""
+        return [local(p) for p in self.params] if self.distributed else self.params
 
     def own_part(self, i: int) -> Tensor:
         """What this rank owns of parameter i, flat; a copy of what is not contiguous."""
@@ -175,7 +195,11 @@ class Kept:
     @property
     def weights(self) -> list[Tensor]:
         """What a step updates of all tensors."""
-        return [self.weight(i) for i in range(len(self.params))]
+        if "master" in self.state:
+            return self.state["master"]
+        if self.cut or self.distributed:
+            return [self.weight(i) for i in range(len(self.params))]
+        return [p.detach() for p in self.params]
 
     def weight(self, i: int) -> Tensor:
         """What a step updates of tensor i."""

@@ -62,7 +62,7 @@ class QuantisedMean:
             )
         self.payload, self.rank, self.ranks, self.scratch = payload, rank, ranks, payload.scratch
         self.seed, self.dropped, self.bits = payload.seed, payload.dropped, payload.bits
-        self.layout = layout(tuple(len(part) for part in payload.parts), ranks)
+        self.layout = layout(tuple(payload.lengths), ranks)
         self.words = len(payload.header) + len(payload.control)
 
     def alone(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -55,15 +56,35 @@ class Payload:
         self.header = flat[:tensors]
         self.control = flat[tensors : tensors + control]
         self.body = flat[tensors + control :]
-        self.parts = list(self.body.split(lengths))
-        self.dropped_parts = [] if dropped is None else list(dropped.split(lengths))
-        self.exact = self.parts if dropped is None or seed is not None else self.dropped_parts
+        self.lengths = lengths
         # The averaged header, once it has been read.
         self.marks: list[float] | None = None
 
+    # Views, made when somebody asks: kernels take the body as it is.
+
+    @cached_property
+    def parts(self) -> list[Tensor]:
+        """The body, a tensor at a time."""
+        return list(self.body.split(self.lengths))
+
+    @cached_property
+    def dropped_parts(self) -> list[Tensor]:
+        """``dropped``, likewise; none where nothing is."""
+        return [] if self.dropped is None else list(self.dropped.split(self.lengths))
+
+    @property
+    def exact(self) -> list[Tensor]:
+        """Where what is sent is written to."""
+        return self.dropped_parts if self.rounded_later else self.parts
+
+    @property
+    def rounded_later(self) -> bool:
+        """Whether ``round`` makes the message of ``exact``, which is then ``dropped_parts``."""
+        return self.dropped is not None and self.seed is None
+
     def round(self) -> Payload:
         """Make the message of what ``exact`` holds; there is then what rounding took off."""
-        if self.exact is not self.parts and self.dropped is not None:
+        if self.rounded_later and self.dropped is not None:
             block = at_a_time(BLOCK, self.body)
             for sent, rest in zip(self.body.split(block), self.dropped.split(block), strict=True):
                 sent.copy_(rest)
@@ -72,9 +93,7 @@ class Payload:
 
     def over(self, flat: Tensor) -> Payload:
         """Another message laid out as this one."""
-        return Payload(
-            flat, len(self.header), len(self.control), [len(part) for part in self.parts]
-        )
+        return Payload(flat, len(self.header), len(self.control), self.lengths)
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +101,7 @@ class Payload:
         if self.seed is None:
             return self.flat.numel() * self.flat.element_size()
         words = len(self.flat) - len(self.body)
-        return wire_bytes([len(part) for part in self.parts], words, self.bits)
+        return wire_bytes(self.lengths, words, self.bits)
 
 
 @dataclass(slots=True)

@@ -9,10 +9,22 @@ import compopt_kernels as kernels
 import torch
 from torch import Tensor
 
+from ..._state.buckets import Gate
+from ..._state.masks import Tensors
 from ..._wire.requests import Together
 from ..commits import keep_absent, owe_again, scores
 from ..fused import HYPER
 from ..math import kept
+from .places import (
+    Before,
+    Key,
+    addresses,
+    gates_known,
+    known,
+    message,
+    places,
+    read_places,
+)
 from .selection import Taken, take
 from .tables import (
     alike,
@@ -28,6 +40,10 @@ from .tables import (
 
 if TYPE_CHECKING:
     from .ops import TritonOps
+
+# Of one bucket weights and gradients that are contiguous: copies, where they were not. They have to
+# live until a kernel has been launched.
+Copies = tuple[list[Tensor], Tensors]
 
 
 def radius_commits(ops: TritonOps, asked: list[Together]) -> list[list[Tensor]]:
@@ -47,76 +63,118 @@ def _radius_commits(
     ops: TritonOps, asked: list[Together]
 ) -> Iterator[tuple[Together, list[Tensor]]]:
     """For buckets that one launch takes."""
-    rows: list[kernels.AdamWRow] = []
-    back = []
-    for one in asked:
-        bucket, (mean, phase, mask, grads) = one.bucket, one.args
-        h, state, gates = bucket.group, bucket.state, bucket.gates(mean)
-        compressed = [c and phase != "dense" for c in bucket.compressed]
-        chosen = scores(bucket, ops, phase)
-        weights, own = contiguous_weights(bucket), flattened(grads)
-        rows += [
-            kernels.AdamWRow(
-                n,
-                mask.bits[i],
-                mean.parts[i],
-                weights[i],
-                state["exp_avg"][i],
-                state["exp_avg_sq"][i],
-                state["step"][i],
-                updated(gates[i]),
-                state["residual"][i] if compressed[i] else None,
-                own[i],
-                chosen.get(i),
-                published(bucket, i),
-            )
-            for i, n in enumerate(bucket.lengths)
-        ]
-        back.append((bucket, weights, gates, chosen))
+    blocks, h = blocks_of_all(asked), asked[0].bucket.group
+    gates = [one.bucket.gates(one.args[0]) for one in asked]
+    chosen = [scores(one.bucket, ops, one.args[1]) for one in asked]
+    copies: list[Copies] = []
+
+    def table() -> kernels.Table:
+        rows: list[kernels.AdamWRow] = []
+        for one, own_gates, score in zip(asked, gates, chosen, strict=True):
+            rows += _radius_rows(one, own_gates, score, copies)
+        return kernels.adamw_table(blocks, rows)
+
+    known_to_lie = [
+        known(_places(one, own), one.args[1], addresses(one.args[2].bits), read_places(one.args[3]))
+        for one, own, score in zip(asked, gates, chosen, strict=True)
+        if not score
+    ]
+    key = known(*known_to_lie) if len(known_to_lie) == len(asked) else None
+    rows = ops.tables(("radius", asked[0].bucket.index), key, table)
     count_up(asked)
     hyper = {name: h[name] for name in HYPER}
     starts = starts_of_all(asked, [one.args[2] for one in asked])
-    kernels.adamw(blocks_of_all(asked), starts, rows, lr=float(h["lr"]), **hyper)
-    for one, (bucket, weights, gates, chosen) in zip(asked, back, strict=True):
-        bring_back(bucket, weights, gates)
+    kernels.adamw(blocks, starts, rows, lr=float(h["lr"]), **hyper)
+    for n, (one, score) in enumerate(zip(asked, chosen, strict=True)):
+        bucket = one.bucket
+        if key is None:
+            bring_back(bucket, copies[n][0], gates[n])
         owe_again(bucket, ops, one.args[0], one.args[2])
-        ks = [kept(h["density"], len(x)) for x in chosen.values()]
-        yield one, ops.largest(chosen.values(), ks)
+        ks = [kept(h["density"], len(x)) for x in score.values()]
+        yield one, ops.largest(score.values(), ks)
+
+
+def _radius_rows(
+    one: Together, gates: list[Gate], score: dict[int, Tensor], copies: list[Copies]
+) -> list[kernels.AdamWRow]:
+    """Those of one bucket; ``copies`` keeps what they read alive."""
+    bucket, (mean, phase, mask, grads) = one.bucket, one.args
+    state, parts = bucket.state, mean.parts
+    compressed = [c and phase != "dense" for c in bucket.compressed]
+    weights, own = contiguous_weights(bucket), flattened(grads)
+    copies.append((weights, own))
+    return [
+        kernels.AdamWRow(
+            n,
+            mask.bits[i],
+            parts[i],
+            weights[i],
+            state["exp_avg"][i],
+            state["exp_avg_sq"][i],
+            state["step"][i],
+            updated(gates[i]),
+            state["residual"][i] if compressed[i] else None,
+            own[i],
+            score.get(i),
+            published(bucket, i),
+        )
+        for i, n in enumerate(bucket.lengths)
+    ]
 
 
 def adams_commits(ops: TritonOps, asked: list[Together]) -> list[None]:
     """AdamS, equation 2, for all tensors."""
     for own in alike(asked):
+        _adams_commits(ops, own)
+    return [None] * len(asked)
+
+
+def _adams_commits(ops: TritonOps, asked: list[Together]) -> None:
+    """For buckets that one launch takes."""
+    blocks, h = blocks_of_all(asked), asked[0].bucket.group
+    gates = [one.bucket.gates(one.args[0]) for one in asked]
+    copies: list[Copies] = []
+
+    def table() -> kernels.Table:
         rows: list[kernels.ScapeRow] = []
-        back = []
-        for one in own:
+        for one, own in zip(asked, gates, strict=True):
             bucket, (mean,) = one.bucket, one.args
-            gates, m, step = bucket.gates(mean), bucket.state["exp_avg"], bucket.state["step"]
-            weights, parts = contiguous_weights(bucket), mean.parts
+            m, step, weights = (
+                bucket.state["exp_avg"],
+                bucket.state["step"],
+                contiguous_weights(bucket),
+            )
+            copies.append((weights, []))
             rows += [
                 kernels.ScapeRow(
                     n,
                     None,
                     None,
                     m[i],
-                    parts[i],
+                    mean.parts[i],
                     weights[i],
                     m[i],
                     step[i],
-                    updated(gates[i]),
+                    updated(own[i]),
                     public=published(bucket, i),
                 )
                 for i, n in enumerate(bucket.lengths)
             ]
-            back.append((bucket, weights, gates))
-        count_up(own)
-        blocks, h = blocks_of_all(own), own[0].bucket.group
-        names = ("betas", "eps", "weight_decay", "bias_correction")
-        hyper = {name: h[name] for name in names}
-        kernels.scape(blocks, blocks.firsts, blocks.firsts, rows, lr=float(h["lr"]), **hyper)
-        for row in back:
-            bring_back(*row)
-    return [None] * len(asked)
+        return kernels.scape_table(blocks, rows)
+
+    key = known(*(_places(*pair) for pair in zip(asked, gates, strict=True)))
+    rows = ops.tables(("adams", asked[0].bucket.index), key, table)
+    count_up(asked)
+    hyper = {name: h[name] for name in ("betas", "eps", "weight_decay", "bias_correction")}
+    kernels.scape(blocks, blocks.firsts, blocks.firsts, rows, lr=float(h["lr"]), **hyper)
+    if key is None:
+        for one, (weights, _), own in zip(asked, copies, gates, strict=True):
+            bring_back(one.bucket, weights, own)
+
+
+def _places(one: Together, gates: list[Gate]) -> Key:
+    """What tells where the tensors lie that a commit writes, and the average that it reads."""
+    return known(places(one.bucket), message(one.args[0]), gates_known(gates))
 
 
 def scape_commits(ops: TritonOps, asked: list[Together]) -> list[None]:
@@ -134,20 +192,24 @@ def scape_commits(ops: TritonOps, asked: list[Together]) -> list[None]:
         ]
         if taken:
             take(taken)
-        _scape_commits(own, olds)
+        _scape_commits(ops, own, olds)
         for one, old in zip(own, olds, strict=True):
-            if one.bucket.behind is None:  # else the new momenta are where the old ones were
-                keep_absent(old, one.bucket.state["exp_avg"], one.bucket.present(one.args[0]))
+            bucket = one.bucket
+            if bucket.behind is not None:  # the new momenta are where the old ones were
+                continue
+            present = bucket.present(one.args[0])
+            if not all(present):
+                keep_absent(old.tensors, bucket.state["exp_avg"], present)
     return [None] * len(asked)
 
 
-def _momenta_apart(asked: list[Together]) -> list[list[Tensor]]:
+def _momenta_apart(asked: list[Together]) -> list[Before]:
     """The momenta of before of each bucket, in memory of their own where places change."""
-    olds: list[list[Tensor]] = [one.args[2] for one in asked]
+    olds = [Before(one.bucket, one.args[2]) for one in asked]
     moved = [
         n
-        for n, (one, old) in enumerate(zip(asked, olds, strict=True))
-        if old is one.bucket.state["exp_avg"]
+        for n, one in enumerate(asked)
+        if one.args[2] is one.bucket.state["exp_avg"]
         and (one.args[1].sparse or one.bucket.cache["mask"].sparse)
     ]
     flats = [asked[n].bucket.flat["exp_avg"] for n in moved]
@@ -155,43 +217,40 @@ def _momenta_apart(asked: list[Together]) -> list[list[Tensor]]:
     if flats:
         torch._foreach_copy_(copies, flats)
     for n, copy in zip(moved, copies, strict=True):
-        olds[n] = list(copy.split([m.numel() for m in olds[n]]))
+        olds[n] = Before(asked[n].bucket, None, copy)
     return olds
 
 
-def _scape_commits(asked: list[Together], olds: list[list[Tensor]]) -> None:
+def _scape_commits(ops: TritonOps, asked: list[Together], olds: list[Before]) -> None:
     """All but the selection, for buckets that one launch takes."""
-    rows: list[kernels.ScapeRow] = []
-    back = []
-    for one, old in zip(asked, olds, strict=True):
-        bucket, (mean, mask, *_) = one.bucket, one.args
-        state, held, gates = bucket.state, bucket.cache["mask"], bucket.gates(mean)
-        weights, own = contiguous_weights(bucket), flattened(bucket.grads())
-        rests = mean.dropped_parts or [None] * len(own)
-        rows += [
-            kernels.ScapeRow(
-                n,
-                mask.bits[i],
-                held.bits[i],
-                old[i],
-                mean.parts[i],
-                weights[i],
-                state["exp_avg"][i],
-                state["step"][i],
-                updated(gates[i]),
-                state["residual"][i],
-                own[i],
-                published(bucket, i),
-                dropped=rests[i],
+    blocks, h, factor = blocks_of_all(asked), asked[0].bucket.group, asked[0].args[3]
+    gates = [one.bucket.gates(one.args[0]) for one in asked]
+    grads = [one.bucket.grads() for one in asked]
+    copies: list[Copies] = []
+
+    def table() -> kernels.Table:
+        rows: list[kernels.ScapeRow] = []
+        for row in zip(asked, olds, gates, grads, strict=True):
+            rows += _scape_rows(*row, copies)
+        return kernels.scape_table(blocks, rows)
+
+    key = known(
+        *(
+            known(
+                _places(one, own),
+                old.places,
+                read_places(g),
+                addresses(one.args[1].bits),
+                addresses(one.bucket.cache["mask"].bits),
             )
-            for i, n in enumerate(bucket.lengths)
-        ]
-        back.append((bucket, weights, gates))
+            for one, old, own, g in zip(asked, olds, gates, grads, strict=True)
+        )
+    )
+    rows = ops.tables(("scape", asked[0].bucket.index), key, table)
     count_up(asked)
-    h, factor = asked[0].bucket.group, asked[0].args[3]
     names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")
     kernels.scape(
-        blocks_of_all(asked),
+        blocks,
         starts_of_all(asked, [one.args[1] for one in asked]),
         starts_of_all(asked, [one.bucket.cache["mask"] for one in asked]),
         rows,
@@ -199,5 +258,39 @@ def _scape_commits(asked: list[Together], olds: list[list[Tensor]]) -> None:
         clip=factor,
         **{name: h[name] for name in names},
     )
-    for row in back:
-        bring_back(*row)
+    if key is None:
+        for one, (weights, _), own in zip(asked, copies, gates, strict=True):
+            bring_back(one.bucket, weights, own)
+
+
+def _scape_rows(
+    one: Together,
+    before: Before,
+    gates: list[Gate],
+    grads: Tensors,
+    copies: list[Copies],
+) -> list[kernels.ScapeRow]:
+    """Those of one bucket; ``copies`` keeps what they read alive."""
+    bucket, (mean, mask, *_) = one.bucket, one.args
+    state, held, old, parts = bucket.state, bucket.cache["mask"], before.tensors, mean.parts
+    weights, own = contiguous_weights(bucket), flattened(grads)
+    copies.append((weights, own))
+    rests = mean.dropped_parts or [None] * len(own)
+    return [
+        kernels.ScapeRow(
+            n,
+            mask.bits[i],
+            held.bits[i],
+            old[i],
+            parts[i],
+            weights[i],
+            state["exp_avg"][i],
+            state["step"][i],
+            updated(gates[i]),
+            state["residual"][i],
+            own[i],
+            published(bucket, i),
+            dropped=rests[i],
+        )
+        for i, n in enumerate(bucket.lengths)
+    ]

@@ -25,6 +25,7 @@ from .commits import adams_commits, radius_commits, scape_commits
 from .factored import separate_commits
 from .masks import cleared, counted, found_next, stored
 from .means import TritonMean
+from .places import Tables, addresses, known, message, read_places
 from .selection import TritonSelection
 from .tables import blocks_of, flattened, starts_of, updated
 
@@ -37,6 +38,7 @@ class TritonOps(Ops):
     def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
         super().__init__(devices)
         self.device = "cpu" if kernels.INTERPRETED else triton_device()
+        self.tables = Tables()
         # Where none can be built, raise now.
         kernels.pack_bits(torch.ones(8, dtype=torch.bool, device=self.device))
 
@@ -53,14 +55,24 @@ class TritonOps(Ops):
             return super().pack(bucket, grads, mask, add, scale, negate)
         mask = mask or Mask(bucket)
         payload = empty_message(bucket, mask, [float(g is not None) for g in grads])
-        kernels.compact(
-            blocks_of(bucket),
-            mask.bits,
-            starts_of(bucket, mask),
-            flattened(grads),
-            payload.exact,
+        blocks, starts = blocks_of(bucket), starts_of(bucket, mask)
+        more = [None] * len(grads) if add is None else list(add)
+        own: Tensors = grads
+
+        def table() -> kernels.Table:
+            nonlocal own  # copies have to live until the kernel has been launched
+            own = flattened(grads)
+            return kernels.compact_table(
+                blocks, mask.bits, own, payload.exact, payload.header, more
+            )
+
+        read = known(read_places(grads), addresses(mask.bits), addresses(more))
+        key = known(bucket, read, message(payload))
+        kernels.compact_known(
+            blocks,
+            self.tables(("pack", bucket.index), key, table),
+            starts,
             payload.header,
-            add or [None] * len(grads),
             scale,
             -1.0 if negate else 1.0,
         )

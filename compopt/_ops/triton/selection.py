@@ -14,6 +14,7 @@ from ..._state.buckets import Bucket
 from ..._state.deal import Deal, Part, code_of
 from ..._state.masks import Mask, bits_by_tensor
 from ..ops import Ops
+from .places import Before
 from .tables import joined, note_starts, starts_between
 
 # Bytes of x, which is selected by, that there may be at a time.
@@ -37,13 +38,11 @@ class TritonSelection:
         )
         self.code = self.bits  # as a message; set where codes are smaller
         # Of each tensor: how many elements are selected by all ranks.
-        self.sizes = [0 if c else n for n, c in zip(bucket.lengths, bucket.compressed, strict=True)]
-        for piece in (piece for part in deal.parts for piece in part.pieces):
-            self.sizes[piece.tensor] += piece.wanted
+        self.sizes = _sizes(bucket, deal)
 
     def take(self, grads: Sequence[Tensor | None]) -> None:
         """Select, by line 10's x."""
-        take([Taken(self, grads, self.bucket.state["exp_avg"])])
+        take([Taken(self, grads, Before(self.bucket, self.bucket.state["exp_avg"]))])
 
     def settle(self) -> None:
         """There is nothing to keep: kernels look for no threshold."""
@@ -59,12 +58,24 @@ class TritonSelection:
         return found([(self, messages)])[0]
 
 
+def _sizes(bucket: Bucket, deal: Deal) -> list[int]:
+    """Of each tensor: how many elements are selected. Found once a deal."""
+    held: tuple[Deal, list[int]] | None = bucket.cache.get("selected")
+    if held is not None and held[0] is deal:
+        return held[1]
+    sizes = [0 if c else n for n, c in zip(bucket.lengths, bucket.compressed, strict=True)]
+    for piece in (piece for part in deal.parts for piece in part.pieces):
+        sizes[piece.tensor] += piece.wanted
+    bucket.cache["selected"] = deal, sizes
+    return sizes
+
+
 class Taken(NamedTuple):
     """Of what a selection is taken: gradients, and the momenta where they were held."""
 
     selection: TritonSelection
     grads: Sequence[Tensor | None]
-    old: Sequence[Tensor]
+    old: Before
 
 
 def take(asked: Sequence[Taken]) -> None:
@@ -120,7 +131,7 @@ def _select(asked: list[Taken]) -> None:
 def _moment_rows(one: Taken, own: dict[int, Tensor]) -> list[kernels.ScapeRow]:
     """From the first tensor that this rank selects of to the last; ``own``: where x goes."""
     bucket, pieces = one.selection.bucket, {p.tensor: p for p in one.selection.part.pieces}
-    held, state, rows = bucket.cache["mask"], bucket.state, []
+    held, state, rows, old = bucket.cache["mask"], bucket.state, [], one.old.tensors
     for i in range(min(own), max(own) + 1):
         start, stop = (pieces[i].start, pieces[i].stop) if i in own else (0, 0)
         grad = one.grads[i]
@@ -129,7 +140,7 @@ def _moment_rows(one: Taken, own: dict[int, Tensor]) -> list[kernels.ScapeRow]:
                 bucket.lengths[i],
                 None,
                 held.bits[i],
-                one.old[i],
+                old[i],
                 residual=state["residual"][i],
                 grad=None if grad is None else grad.reshape(-1),
                 x=own.get(i),

@@ -1,0 +1,102 @@
+"""Tables of launches that are kept from step to step, for as long as all tensors lie where they
+lay.
+
+A table holds addresses. So it is kept beside everything that these follow from, its key; what is
+not equal to the key of the step before is made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import compopt_kernels as kernels
+from torch import Tensor
+
+from ..._state.buckets import Bucket, Gate
+from ..._wire.requests import Payload
+
+# What addresses follow from; None: from more than is known, so that nothing is kept.
+Key = tuple[object, ...] | None
+
+
+class Tables:
+    """The tables of one back end's launches, the last of each use."""
+
+    def __init__(self) -> None:
+        self._held: dict[object, tuple[Key, kernels.Table]] = {}
+
+    def __call__(self, use: object, key: Key, make: Callable[[], kernels.Table]) -> kernels.Table:
+        """The table that was kept for this ``use``; where that had another ``key``, a new one."""
+        held = self._held.get(use)
+        if key is not None and held is not None and held[0] == key:
+            return held[1]
+        self._held.pop(use, None)
+        table = make()
+        if key is not None:
+            self._held[use] = key, table
+        return table
+
+
+def addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
+    """Where each begins, -1 where there is none; None where one is not contiguous, and is copied
+    before a kernel reads it.
+    """
+    found = []
+    for t in tensors:
+        if t is None:
+            found.append(-1)
+        elif t.is_contiguous():
+            found.append(t.data_ptr())
+        else:
+            return None
+    return found
+
+
+def known(*parts: object) -> Key:
+    """A key of these; None where one of them is."""
+    return None if any(part is None for part in parts) else parts
+
+
+def places(bucket: Bucket) -> Key:
+    """What tells where the state of a bucket and its parameters lie."""
+    return known(bucket, bucket.made, addresses(bucket.locals))
+
+
+def read_places(grads: Sequence[Tensor | None]) -> Key:
+    """What tells where gradients lie, and of which dtype they are."""
+    return known(addresses(grads), next((str(g.dtype) for g in grads if g is not None), "none"))
+
+
+def message(payload: Payload) -> Key:
+    """What tells how a message is laid out, and where."""
+    flat, dropped = payload.flat, payload.dropped
+    rest = -1 if dropped is None else dropped.data_ptr()
+    return flat.data_ptr(), flat.dtype, rest, tuple(payload.lengths)
+
+
+def gates_known(gates: Sequence[Gate]) -> list[Gate] | None:
+    """Which tensors are written; None where only the device knows: it says so at another address
+    every time.
+    """
+    return list(gates) if all(isinstance(gate, bool) for gate in gates) else None
+
+
+class Before:
+    """The momenta of before of one bucket: in flat memory, or one by one."""
+
+    def __init__(self, bucket: Bucket, tensors: list[Tensor] | None, flat: Tensor | None = None):
+        self.flat, self.sizes, self._tensors = flat, bucket.sizes["exp_avg"], tensors
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        if self._tensors is None:
+            assert self.flat is not None
+            self._tensors = list(self.flat.split(self.sizes))
+        return self._tensors
+
+    @property
+    def places(self) -> Key:
+        """What tells where they lie."""
+        if self.flat is None:
+            return known(addresses(self.tensors))
+        return self.flat.data_ptr(), tuple(self.sizes)
