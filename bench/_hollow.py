@@ -176,11 +176,12 @@ def _compact(blocks, bits, grads, parts, header, add) -> int:
 
 
 def _top_k(blocks, rows) -> int:
-    return sum(5 * size(r.x) + size(r.bits) for r in rows)  # three looks, the equal ones, the bits
+    looked_at = sum(5 * size(r.x) + size(r.bits) for r in rows)  # three looks, the equal ones, the bits
+    return looked_at + 16 * blocks.count
 
 
 def _count(blocks, bits) -> int:
-    return sum(size(b) for b in bits) + 4 * blocks.count
+    return sum(size(b) for b in bits) + 16 * blocks.count  # written and read by block, and the sums of those before
 
 
 def _positions(blocks, bits, starts, sizes) -> int:

@@ -25,6 +25,8 @@ N = tl.constexpr(0)
 # What kernels call. The interpreter would set up the whole language anew at every call of a jitted
 # function.
 inlined = (lambda function: function) if INTERPRETED else triton.jit
+# Blocks whose numbers are added up at a time.
+PART = 2048
 TYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -40,8 +42,8 @@ class Blocks:
     tensors.
 
     ``where``: a row for each block, of the tensor's number and the block's first element.
-    ``per_tensor``: how many blocks each has. ``of_tensor``: for each block the number of its
-    tensor's first block. ``firsts``: ``starts`` where everything is selected.
+    ``per_tensor``: how many blocks each has. ``bounds``: for each tensor the number of its first
+    block; at last, how many there are. ``firsts``: ``starts`` where everything is selected.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device, size: int | None = None):
@@ -50,12 +52,11 @@ class Blocks:
         per_tensor = torch.tensor(self.per_tensor, dtype=torch.int64)
         firsts = per_tensor.cumsum(0) - per_tensor
         number = torch.arange(len(lengths), dtype=torch.int64).repeat_interleave(per_tensor)
-        of_tensor = firsts[number]
         self.count = number.numel()
-        start = (torch.arange(self.count, dtype=torch.int64) - of_tensor) * self.size
+        start = (torch.arange(self.count, dtype=torch.int64) - firsts[number]) * self.size
         self.where = upload(torch.stack([number, start], 1), device)
         self.firsts = upload(start, device)
-        self.of_tensor = upload(of_tensor, device)
+        self.bounds = upload(torch.cat([firsts, torch.tensor([self.count])]), device)
 
     def run(self, kernel: triton.JITFunction, *arguments: object, **constants: object) -> None:
         """Launch the kernel on every block; nothing to do where all tensors are empty.
@@ -71,9 +72,12 @@ class Blocks:
                 )
 
     def starts(self, counts: Tensor) -> Tensor:
-        """From a number for each block, the sum of those before it in its tensor."""
-        before = counts.cumsum(0, dtype=torch.int64).sub_(counts)
-        return before - before.index_select(0, self.of_tensor)
+        """From a number for each block, int32, the sum of those before it in its tensor, int64."""
+        starts = torch.empty(self.count, dtype=torch.int64, device=counts.device)
+        if self.count:
+            with on(counts.device):
+                _starts[(len(self.lengths),)](counts, self.bounds, starts, PART=PART)
+        return starts
 
 
 Cell = Tensor | int | None
@@ -160,6 +164,18 @@ def alignment_of(lengths: Sequence[int], *columns: Sequence[Tensor | None]) -> i
 def cut(lengths: tuple[int, ...], device: torch.device, size: int | None = None) -> Blocks:
     """The blocks of these lengths; the same object for the same: its tables stay on the device."""
     return Blocks(lengths, device, size)
+
+
+@triton.jit
+def _starts(counts, bounds, starts, PART: tl.constexpr):
+    """A program a tensor."""
+    first, last = tl.load(bounds + tl.program_id(0)), tl.load(bounds + tl.program_id(0) + 1)
+    before = tl.zeros([], tl.int64)
+    for part in range(tl.cdiv(last - first, PART)):
+        i = first + part * PART + tl.arange(0, PART)
+        own = tl.load(counts + i, mask=i < last, other=0)
+        tl.store(starts + i, before + (tl.cumsum(own, 0) - own).to(tl.int64), mask=i < last)
+        before += tl.sum(own, 0).to(tl.int64)
 
 
 @inlined

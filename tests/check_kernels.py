@@ -23,6 +23,7 @@ if not OLD:
     TARGETS.append(GPUTarget("hip", "gfx942", 64))
 POINTERS = {
     "where": "*i64", "tiles": "*i64", "table": "*i64", "starts": "*i64", "held_starts": "*i64", "wanted": "*i64",
+    "bounds": "*i64",
     "bins": "*i64",
     "counts": "*i32", "words": "*i32", "prefix": "*i32", "mask": "*u8", "bits": "*u8", "n": "i64",
     "rows_of": "*i32", "chunks": "*i32", "body": "*fp32", "dropped": "*fp32", "noise": "*fp32",
@@ -34,6 +35,7 @@ F32, BF16 = tl.float32, tl.bfloat16
 WIDE = dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16)
 LOW = dict(ST=F32, VT=BF16, GT=BF16, PT=BF16, ALIGN=1)
 CASES = {
+    "_blocks._starts": [dict(PART=2048)],
     "positions._count": [{}],
     "positions._positions": [dict(TYPE=tl.int32), dict(TYPE=tl.int64)],
     "pack_bits._pack": [{}],

@@ -277,7 +277,8 @@ def test_offsets_beyond_two_to_the_31(device):
     n = 2**31 + 1000
     g, bits = torch.empty(n, dtype=torch.bfloat16, device=device), torch.empty(n // 8, dtype=torch.uint8, device=device)
     blocks = kernels.Blocks([n], device, 1 << 20)
-    blocks.where, blocks.of_tensor, blocks.count, blocks.per_tensor = blocks.where[-1:], blocks.of_tensor[:1], 1, [1]
+    blocks.where, blocks.count, blocks.per_tensor = blocks.where[-1:], 1, [1]
+    blocks.bounds = torch.tensor([0, 1], device=device)
     tail = 1000
     g[-tail:] = torch.arange(tail, device=device)
     bits[-tail // 8 :] = 0b10000001

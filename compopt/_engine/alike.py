@@ -99,10 +99,11 @@ class Fixed(NamedTuple):
 def _fixed(count: int, device: torch.device) -> Fixed:
     """The same tensors for the same: no step makes them anew."""
     odd = torch.arange(1, 2 * count, 2, dtype=torch.int64, device="cpu").mul_(SPREAD)
-    shifts = [*range(64 - BITS, 64)] * 2 + [0]
-    words: list[list[float]] = [shifts, [1] * 2 * BITS + [0], [0] * BITS + [1] * BITS + [0]]
+    shifts: list[float] = [*range(64 - BITS, 64)] * 2
     return Fixed(
         pinned(odd, device).to(device, non_blocking=True),
-        *(upload(row, torch.int64, device) for row in words),
+        upload([*shifts, 0], torch.int64, device),
+        upload([1.0] * 2 * BITS + [0.0], torch.int64, device),
+        upload([0.0] * BITS + [1.0] * BITS + [0.0], torch.int64, device),
         upload(NOTHING, torch.float32, device),
     )

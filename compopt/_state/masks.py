@@ -66,6 +66,8 @@ class Mask:
         self._decode = decode or _decoded
         # For kernels: how many elements of its tensor are selected before each block.
         self.starts: Tensor | None = None
+        # Likewise, of all masks that were found with this one, and which of how many it is.
+        self.together: tuple[Tensor, int, int] | None = None
 
     @property
     def phase(self) -> str:

@@ -67,8 +67,9 @@ class Comm:
 
     def start(self, request: Request) -> Pending:
         """Start the collective that answers ``request``."""
-        self.bytes_sent += bytes_of(request)
-        what = f"{type(request).__name__} of {bytes_of(request)} bytes over {self.size} ranks"
+        size = bytes_of(request)
+        self.bytes_sent += size
+        what = f"{type(request).__name__} of {size} bytes over {self.size} ranks"
         return self._start(request, what)
 
     def apart(self) -> Comm:

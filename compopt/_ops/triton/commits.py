@@ -18,7 +18,7 @@ from ..math import kept
 from .places import (
     Before,
     Key,
-    addresses,
+    bits_places,
     gates_known,
     known,
     message,
@@ -75,7 +75,12 @@ def _radius_commits(
         return kernels.adamw_table(blocks, rows)
 
     known_to_lie = [
-        known(_places(one, own), one.args[1], addresses(one.args[2].bits), read_places(one.args[3]))
+        known(
+            _places(one, own),
+            one.args[1],
+            bits_places(one.bucket, one.args[2]),
+            read_places(one.args[3]),
+        )
         for one, own, score in zip(asked, gates, chosen, strict=True)
         if not score
     ]
@@ -240,8 +245,8 @@ def _scape_commits(ops: TritonOps, asked: list[Together], olds: list[Before]) ->
                 _places(one, own),
                 old.places,
                 read_places(g),
-                addresses(one.args[1].bits),
-                addresses(one.bucket.cache["mask"].bits),
+                bits_places(one.bucket, one.args[1]),
+                bits_places(one.bucket, one.bucket.cache["mask"]),
             )
             for one, old, own, g in zip(asked, olds, gates, grads, strict=True)
         )

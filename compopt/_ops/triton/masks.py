@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..._state.masks import Mask
 from ..._wire.requests import Together
-from .selection import TritonSelection, found
+from .selection import TritonSelection, decoded
 from .tables import note_starts
 
 if TYPE_CHECKING:
@@ -21,15 +22,22 @@ def stored(ops: TritonOps, asked: list[Together]) -> list[Mask]:
 
 
 def _stored(asked: list[tuple[Together, Mask, str]]) -> list[Mask]:
-    pairs = [
-        (to, bits)
-        for one, mask, name in asked
-        for to, bits in zip(one.bucket.state[name], mask.bits, strict=True)
-        if to is not None and bits is not None
-    ]
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for one, mask, name in asked:
+        state, flat = one.bucket.state, one.bucket.flat
+        kept = next((held for held in flat if mask.bits is state.get(held)), None)
+        if kept is not None:  # its bits follow each other as these do
+            pairs.append((flat[name], flat[kept]))
+            continue
+        rows = zip(state[name], mask.bits, strict=True)
+        pairs += [(to, bits) for to, bits in rows if to is not None and bits is not None]
+    _copy(pairs)
+    return [mask.over(one.bucket.state[name]) for one, mask, name in asked]
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     if pairs:
         torch._foreach_copy_([to for to, _ in pairs], [bits for _, bits in pairs])
-    return [mask.over(one.bucket.state[name]) for one, mask, name in asked]
 
 
 def cleared(ops: TritonOps, asked: list[Together]) -> list[None]:
@@ -57,7 +65,11 @@ def found_next(ops: TritonOps, asked: list[Together]) -> list[Mask]:
         if isinstance(selection, TritonSelection):
             by_device.setdefault(one.bucket.device, []).append(one)
         else:  # PyTorch's operators have selected
-            masks[id(one)] = selection.found(messages)
+            (masks[id(one)],) = _stored([(one, selection.found(messages), "next_mask")])
     for ours in by_device.values():
-        masks |= zip(map(id, ours), found([one.args for one in ours]), strict=True)
-    return _stored([(one, masks[id(one)], "next_mask") for one in asked])
+        flats = decoded([one.args for one in ours])
+        _copy([(one.bucket.flat["next_mask"], flat) for one, flat in zip(ours, flats, strict=True)])
+        own = [one.args[0].mask(one.bucket.state["next_mask"]) for one in ours]
+        note_starts([one.bucket for one in ours], own)
+        masks |= zip(map(id, ours), own, strict=True)
+    return [masks[id(one)] for one in asked]

@@ -25,7 +25,7 @@ from .commits import adams_commits, radius_commits, scape_commits
 from .factored import separate_commits
 from .masks import cleared, counted, found_next, stored
 from .means import TritonMean
-from .places import Tables, addresses, known, message, read_places
+from .places import Tables, addresses, bits_places, known, message, read_places
 from .selection import TritonSelection
 from .tables import blocks_of, flattened, starts_of, updated
 
@@ -66,7 +66,7 @@ class TritonOps(Ops):
                 blocks, mask.bits, own, payload.exact, payload.header, more
             )
 
-        read = known(read_places(grads), addresses(mask.bits), addresses(more))
+        read = known(read_places(grads), bits_places(bucket, mask), addresses(more))
         key = known(bucket, read, message(payload))
         kernels.compact_known(
             blocks,

@@ -13,6 +13,7 @@ import compopt_kernels as kernels
 from torch import Tensor
 
 from ..._state.buckets import Bucket, Gate
+from ..._state.masks import Mask
 from ..._wire.requests import Payload
 
 # What addresses follow from; None: from more than is known, so that nothing is kept.
@@ -50,6 +51,14 @@ def addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
         else:
             return None
     return found
+
+
+def bits_places(bucket: Bucket, mask: Mask) -> Key:
+    """What tells where the bits of a mask lie: in a state of the bucket, or where they say."""
+    for name, held in bucket.state.items():
+        if mask.bits is held:
+            return name, bucket.made
+    return known(addresses(mask.bits))
 
 
 def known(*parts: object) -> Key:

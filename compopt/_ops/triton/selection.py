@@ -55,7 +55,14 @@ class TritonSelection:
 
     def found(self, messages: Tensor) -> Mask:
         """All ranks' selections."""
-        return found([(self, messages)])[0]
+        (flat,) = decoded([(self, messages)])
+        mask = self.mask(bits_by_tensor(self.bucket, flat))
+        note_starts([self.bucket], [mask])
+        return mask
+
+    def mask(self, bits: Sequence[Tensor | None]) -> Mask:
+        """The mask that has these bits."""
+        return Mask(self.bucket, bits=bits, sizes=self.sizes, decode=self.ops.positions)
 
 
 def _sizes(bucket: Bucket, deal: Deal) -> list[int]:
@@ -166,11 +173,10 @@ def _encode(selections: list[TritonSelection]) -> None:
         own.code = code
 
 
-def found(asked: Sequence[tuple[TritonSelection, Tensor]]) -> list[Mask]:
-    """All ranks' selections: the masks of buckets on one device, from the messages of each."""
-    buckets = [selection.bucket for selection, _ in asked]
+def decoded(asked: Sequence[tuple[TritonSelection, Tensor]]) -> list[Tensor]:
+    """All ranks' selections: the bits of buckets on one device, from the messages of each."""
     sizes = [selection.deal.parts[-1].last for selection, _ in asked]
-    words = _zeros(sizes, buckets[0].device)
+    words = _zeros(sizes, asked[0][0].bucket.device)
     flats, rows = _cut(words, sizes), []
     for (selection, messages), flat, at in zip(asked, flats, _places(sizes), strict=False):
         pairs = list(zip(messages, selection.deal.parts, strict=True))
@@ -180,17 +186,7 @@ def found(asked: Sequence[tuple[TritonSelection, Tensor]]) -> list[Mask]:
             torch.cat([m[: p.last - p.first] for m, p in pairs], out=flat)
     if rows:
         kernels.decode(rows, words)
-    masks = [
-        Mask(
-            bucket,
-            bits=bits_by_tensor(bucket, flat),
-            sizes=selection.sizes,
-            decode=selection.ops.positions,
-        )
-        for (selection, _), bucket, flat in zip(asked, buckets, flats, strict=True)
-    ]
-    note_starts(buckets, masks)
-    return masks
+    return flats
 
 
 def _code_row(message: Tensor, part: Part, first: int) -> kernels.CodeRow:

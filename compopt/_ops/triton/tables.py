@@ -39,6 +39,14 @@ def starts_of_all(asked: list[Together], masks: Sequence[Mask]) -> Tensor:
     if not any(mask.sparse for mask in masks):
         firsts: Tensor = blocks_of_all(asked).firsts
         return firsts
+    found = masks[0].together
+    if found is not None and all(
+        mask.together is not None
+        and mask.together[0] is found[0]
+        and mask.together[1:] == (n, len(masks))
+        for n, mask in enumerate(masks)
+    ):
+        return found[0]
     buckets = (one.bucket for one in asked)
     return joined([starts_of(*pair) for pair in zip(buckets, masks, strict=True)])
 
@@ -49,8 +57,8 @@ def note_starts(buckets: Sequence[Bucket], masks: Sequence[Mask]) -> None:
     blocks = kernels.cut(lengths, buckets[0].device)
     starts = kernels.count(blocks, [bits for mask in masks for bits in mask.bits])
     counts = [blocks_of(bucket).count for bucket in buckets]
-    for mask, own in zip(masks, starts.split(counts), strict=True):
-        mask.starts = own
+    for n, (mask, own) in enumerate(zip(masks, starts.split(counts), strict=True)):
+        mask.starts, mask.together = own, (starts, n, len(masks))
 
 
 def flattened(tensors: Tensors) -> Tensors:

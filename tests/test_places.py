@@ -1,0 +1,306 @@
+"""What launches are told of tensors is kept from step to step, and thrown away when one of them lies elsewhere.
+
+Each run is taken twice: as it is, and with all tables made anew in every launch. Both must have the same bits.
+Triton's kernels, in the interpreter.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from sim import World
+from torch import Tensor, nn
+
+import compopt
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip(
+        "kernels run either on the GPU or, with TRITON_INTERPRET=1, in the interpreter", allow_module_level=True
+    )
+
+import compopt_kernels as kernels
+
+from compopt._ops.triton.places import Tables, addresses, known
+from compopt._state import masks
+
+RANKS, AT, STEPS = 2, 3, 5  # what happens, happens before step AT
+CLASSES = {
+    "AdamS": lambda params, comm: compopt.AdamS(params, process_group=comm),
+    "Radius": lambda params, comm: compopt.RadiusAdamW(
+        params, density=0.3, warmup_steps=1, interval=100, process_group=comm
+    ),
+    "Radius, bfloat16": lambda params, comm: compopt.RadiusAdamW(
+        params, density=0.3, warmup_steps=1, interval=100, payload_dtype="bfloat16", process_group=comm
+    ),
+    "SCAPE": lambda params, comm: compopt.ScapeAdamS(
+        params, density=0.1, warmup_steps=0, density_warmup_steps=0, process_group=comm
+    ),
+}
+
+
+class Job:
+    """Two ranks, each with a matrix that is compressed, one that is not, and a vector."""
+
+    def __init__(self, make: Callable, dtype: torch.dtype = torch.float32):
+        self.world = World(RANKS)
+        draw = torch.Generator().manual_seed(0)
+        first = [torch.randn(shape, generator=draw).to(dtype) for shape in ((70, 64), (20, 30), (33,))]
+        self.params = [[nn.Parameter(x.clone()) for x in first] for _ in range(RANKS)]
+        self.optimizers = [make(params, self.world.comms[rank]) for rank, params in enumerate(self.params)]
+        self.keep: list[object] = []  # so that no address is used again
+
+    def gradients(self, t: int) -> None:
+        """In the memory of those of before, if there are any."""
+        for rank, params in enumerate(self.params):
+            draw = torch.Generator().manual_seed(100 * t + rank)
+            for p in params:
+                g = torch.randn(p.shape, generator=draw).to(p.dtype)
+                if p.grad is None:
+                    p.grad = g
+                else:
+                    p.grad.copy_(g)
+
+    def step(self) -> None:
+        self.world.step(self.optimizers)
+
+
+def elsewhere(job: Job) -> None:
+    """Gradients in other memory."""
+    for params in job.params:
+        job.keep += [p.grad for p in params]
+        for p in params:
+            p.grad = p.grad.clone()
+
+
+def elsewhere_by_data(job: Job) -> None:
+    """Gradients in other memory, in the same tensors."""
+    for params in job.params:
+        for p in params:
+            job.keep.append(p.grad.detach())
+            p.grad.data = p.grad.data.clone()
+
+
+def parameters_elsewhere(job: Job) -> None:
+    for params in job.params:
+        for p in params:
+            job.keep.append(p.data)
+            p.data = p.data.clone() + 1
+
+
+def turned(x: Tensor) -> Tensor:
+    """The same numbers in another order in memory."""
+    return x.t().contiguous().t()
+
+
+def gradients_turned(job: Job) -> None:
+    for params in job.params:
+        for p in params[:2]:
+            p.grad = turned(p.grad)
+
+
+def gradients_turned_in_place(job: Job) -> None:
+    """At the same address, no longer contiguous."""
+    for params in job.params:
+        p = params[0]
+        g = p.grad.clone()
+        p.grad.data = p.grad.data.view(64, 70).t()
+        p.grad.copy_(g)
+
+
+def parameters_turned(job: Job) -> None:
+    for params in job.params:
+        for p in params[:2]:
+            p.data = turned(p.data)
+
+
+def parameters_turned_in_place(job: Job) -> None:
+    for params in job.params:
+        p = params[0]
+        w = p.data.clone()
+        p.data = p.data.view(64, 70).t()
+        p.data.copy_(w)
+
+
+def absent(job: Job) -> None:
+    """For one step, on all ranks."""
+    for params in job.params:
+        params[1].grad = None
+
+
+def absent_on_one(job: Job) -> None:
+    job.params[1][0].grad = None
+
+
+def options(job: Job) -> None:
+    for optimizer in job.optimizers:
+        optimizer.param_groups[0].update(lr=3e-3, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-4)
+
+
+def one_more_group(job: Job) -> None:
+    for params, optimizer in zip(job.params, job.optimizers, strict=True):
+        params.append(nn.Parameter(torch.full((70, 64), 0.5)))
+        params[-1].grad = torch.linspace(-1, 1, 4480).view(70, 64)
+        optimizer.add_param_group({"params": params[-1:], "lr": 2e-3})
+
+
+def loaded(job: Job) -> None:
+    """State of this rank's own, as it was saved, with momenta that are other than they were."""
+    for optimizer in job.optimizers:
+        state = copy.deepcopy(optimizer.state_dict())
+        for entry in state["state"].values():
+            entry["exp_avg"].mul_(0.5)
+        optimizer.load_state_dict(state)
+
+
+def state_set_from_outside(job: Job) -> None:
+    for optimizer in job.optimizers:
+        for p in optimizer.param_groups[0]["params"]:
+            entry = dict(optimizer.state[p])
+            entry["exp_avg"] = entry["exp_avg"] * 0.5
+            optimizer.state[p] = entry
+
+
+def masks_forgotten(job: Job) -> None:
+    """A step that chooses masks anew."""
+    for optimizer in job.optimizers:
+        optimizer._engine.forget_chosen()
+
+
+def not_finite(job: Job) -> None:
+    """A step that all ranks skip."""
+    job.params[0][0].grad[3, 4] = float("inf")
+
+
+EVENTS = [
+    elsewhere, elsewhere_by_data, parameters_elsewhere, gradients_turned, gradients_turned_in_place, parameters_turned,
+    parameters_turned_in_place, absent, absent_on_one, options, one_more_group, loaded, state_set_from_outside,
+    masks_forgotten, not_finite,
+]  # fmt: skip
+
+
+def run(make: Callable, event: Callable[[Job], None], dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+    """Parameters and state after every step."""
+    job, found = Job(make, dtype), []
+    for t in range(STEPS):
+        job.gradients(t)
+        if t == AT:
+            event(job)
+        job.step()
+        for params, optimizer in zip(job.params, job.optimizers, strict=True):
+            kept = [x.clone() for p in params for x in optimizer.state[p].values() if isinstance(x, Tensor)]
+            found.append([*(p.detach().clone() for p in params), *kept])
+    return found
+
+
+def always_anew(tables: Tables, use: object, key: object, make: Callable) -> kernels.Table:
+    return make()
+
+
+@pytest.fixture
+def triton(monkeypatch) -> None:
+    monkeypatch.setenv("COMPOPT_BACKEND", "triton")
+
+
+CASES = [(name, event) for name in ("AdamS", "Radius", "SCAPE") for event in EVENTS]
+CASES += [("Radius, bfloat16", event) for event in (elsewhere, gradients_turned, masks_forgotten)]
+
+
+@pytest.mark.parametrize(("name", "event"), CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_steps_have_the_bits_of_tables_made_anew(name, event, triton, monkeypatch):
+    found = run(CLASSES[name], event)
+    monkeypatch.setattr(Tables, "__call__", always_anew)
+    expected = run(CLASSES[name], event)
+    for t, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert len(ours) == len(theirs)
+        assert all(map(torch.equal, ours, theirs)), f"step {t // RANKS}, rank {t % RANKS}"
+
+
+@pytest.mark.parametrize("event", [elsewhere, parameters_elsewhere, parameters_turned_in_place, absent])
+def test_masters_too(event, triton, monkeypatch):
+    found = run(CLASSES["AdamS"], event, torch.bfloat16)
+    monkeypatch.setattr(Tables, "__call__", always_anew)
+    expected = run(CLASSES["AdamS"], event, torch.bfloat16)
+    assert all(torch.equal(*pair) for rows in zip(found, expected, strict=True) for pair in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_steady_steps_make_no_table(name, triton, monkeypatch):
+    made: Counter[str] = Counter()
+    called = Tables.__call__
+
+    def counted(tables: Tables, use: tuple, key: object, make: Callable) -> kernels.Table:
+        def noted() -> kernels.Table:
+            made[use[0]] += 1
+            return make()
+
+        return called(tables, use, key, noted)
+
+    monkeypatch.setattr(Tables, "__call__", counted)
+    job = Job(CLASSES[name])
+    for t in range(STEPS):
+        if t == STEPS - 1:
+            made.clear()
+        job.gradients(t)
+        for optimizer in job.optimizers:
+            optimizer.param_groups[0]["lr"] *= 0.9
+        job.step()
+    # what is held apart of SCAPE's momenta is in memory of its own
+    assert not set(made) - ({"scape"} if name == "SCAPE" else set())
+
+
+def test_tables_keep_no_tensor(triton):
+    job = Job(CLASSES["Radius"])
+    for t in range(4):
+        job.gradients(t)
+        job.step()
+    gone = [weakref.ref(p.grad) for params in job.params for p in params]
+    for params in job.params:
+        for p in params:
+            p.grad = None
+    gc.collect()
+    assert not any(ref() is not None for ref in gone)
+
+
+def test_a_table_follows_its_head():
+    table = kernels.Table([[1, None, torch.zeros(0)]], torch.device("cpu"))
+    first = table.under([0.5])
+    assert table.under([0.5]) is first and table.under([0.25]) is not first
+    assert table.under([0.25])[:1].view(torch.float64).item() == 0.25 and first[:1].view(torch.float64).item() == 0.5
+    mine = table.copy([0.25])
+    mine.zero_()
+    assert table.under([0.25])[:1].view(torch.float64).item() == 0.25
+
+
+def test_what_is_not_contiguous_is_not_known():
+    x = torch.zeros(3, 4)
+    assert addresses([x, None]) == [x.data_ptr(), -1] and addresses([x.t()]) is None
+    assert known([1], None) is None and known([1], 2) == ([1], 2)
+
+
+def test_starts_of_masks_found_together_are_those_of_each(triton):
+    """Joined in one vector only where they are asked for in the same order."""
+    from types import SimpleNamespace
+
+    from compopt._ops.triton.tables import note_starts, starts_of_all
+    from compopt._state.buckets import make_buckets
+
+    params = [nn.Parameter(torch.zeros(70, 64)) for _ in range(3)]
+    buckets = [make_buckets([{"params": [p], "step": 0}])[0] for p in params]
+    draw = torch.Generator().manual_seed(1)
+    found = [
+        masks.Mask(b, bits=[torch.randint(0, 256, (560,), dtype=torch.uint8, generator=draw)]) for b in buckets
+    ]  # fmt: skip
+    note_starts(buckets, found)
+    asked = [SimpleNamespace(bucket=bucket) for bucket in buckets]
+    whole = starts_of_all(asked, found)
+    assert torch.equal(whole, torch.cat([mask.starts for mask in found])) and whole is found[0].together[0]
+    turned_round = starts_of_all(asked[::-1], found[::-1])
+    assert torch.equal(turned_round, torch.cat([mask.starts for mask in found[::-1]]))
+    assert torch.equal(starts_of_all(asked[:2], found[:2]), torch.cat([mask.starts for mask in found[:2]]))
