@@ -28,7 +28,7 @@ TOGETHER = 4  # cases a process: to start one costs as much as to run one
 LOOKS = {
     # in every step
     "_engine.verdicts _read": ("AdamS", "the verdict: whether to apply the step, its norm, what ranks agree on"),
-    "_engine.verdicts agree_with": ("TagcAdamW", "sharded: the verdict over all shards"),
+    "_engine.verdicts judge_shards": ("TagcAdamW", "sharded: the verdict of all ranks, each of which knows its shard"),
     # in compressed steps of some classes
     "_engine.schedule read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
     "_local.inner take": ("LocalSteps, rounds", "the rank's own norm: whether to take its own step"),

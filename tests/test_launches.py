@@ -59,7 +59,13 @@ def test_a_wait_that_is_added_is_counted(fault):
 
 def test_every_row_is_said():
     faults = {"a number is asked for", "a copy is waited for"}
-    assert found().keys() == MOST.keys() | faults | {"buckets", "bucket by bucket"}
+    assert found().keys() == MOST.keys() | faults | {"buckets", "bucket by bucket", "TAGC .9875"}
+
+
+def test_tagc_waits_twice_for_all_buckets_and_launches_a_bucket_at_a_time():
+    row = found()["TAGC .9875"]
+    assert row["buckets"] == 3 and row["waits"] == 2, row
+    assert row["launches"] <= 3 * 85, row  # 8 of a bucket are a topk for each of as many ranks
 
 
 @pytest.mark.parametrize("name", ["AdamS", "Radius .4, sparse", "SCAPE .01"])

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 
 from .._state.buckets import Bucket
+from .._state.devices import is_accelerator
 from .._wire.comm import Comm
 from .._wire.control import Words
 from .early import Early
@@ -23,7 +24,7 @@ from .exchanges import Algorithm, Exchange
 from .schedule import Schedule
 from .tails import Tails, in_turn
 from .turns import Turns
-from .verdicts import Verdict, agree_with, judge
+from .verdicts import Verdict, agree_with, judge, judge_shards
 
 
 class Runtime:
@@ -68,13 +69,14 @@ class Runtime:
         again = Schedule(buckets[:-1], self.algorithm, comm) if len(buckets) > 1 else None
         schedule.terms.problem = problem
         try:
-            verdict = yield from self._agree(schedule, again, words, late)
+            verdict = yield from self._agree(schedule, again, words, late, not shards)
             if verdict.unread is not None:
                 return verdict
             sharded = any(exchange.agreement.sharded for exchange in verdict.exchanges)
-            self._note_untold(verdict, sharded)
-            others = [comm, *shards] if sharded else shards
-            yield from agree_with(others, verdict, buckets[-1].device)
+            if not verdict.of_all:
+                self._note_untold(verdict, sharded)
+                others = [comm, *shards] if sharded else shards
+                yield from agree_with(others, verdict, buckets[-1].device)
             self.early.stopped |= verdict.resent
             if verdict.applied and sharded:
                 yield from _gather(verdict.exchanges, verdict.norm)
@@ -118,7 +120,9 @@ class Runtime:
         again: Schedule | None,
         words: dict[str, Words],
         late: Callable[[list[Exchange]], Verdict] | None,
+        whole: bool,
     ) -> Turns[Verdict]:
+        """``whole``: no other ranks hold parts of this rank's model."""
         stale = schedule.stale()
         word: Words = [0.0]
         if stale:
@@ -129,14 +133,15 @@ class Runtime:
         exchanges = schedule.exchanges
         if late and all(exchange.agreement.late for exchange in exchanges):
             return late(exchanges)
-        verdict = judge(exchanges)
+        verdict = yield from _judged(exchanges, schedule.terms.comm, whole)
         if verdict.agreed["stale"][0] == 0 or again is None:
             verdict.early = len(stale)
             return verdict
         for exchange in exchanges[:-1]:
             exchange.abandon()
         yield from again.run()
-        verdict = judge([*again.exchanges, exchanges[-1]])
+        exchanges = [*again.exchanges, exchanges[-1]]
+        verdict = yield from _judged(exchanges, schedule.terms.comm, whole)
         verdict.resent = True
         return verdict
 
@@ -156,6 +161,15 @@ class Runtime:
             self.tails.commit(exchange, verdict.answer)
         self.committing = None
         in_turn(verdict.exchanges, self.tails.commit)
+
+
+def _judged(exchanges: list[Exchange], comm: Comm, whole: bool) -> Turns[Verdict]:
+    """The verdict; of sharded state on a device that of all ranks at once."""
+    sharded = any(exchange.agreement.sharded for exchange in exchanges)
+    if whole and sharded and is_accelerator(exchanges[-1].bucket.device):
+        verdict = yield from judge_shards(exchanges, comm)
+        return verdict
+    return judge(exchanges)
 
 
 def _gather(exchanges: list[Exchange], norm: float) -> Turns[None]:

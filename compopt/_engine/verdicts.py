@@ -52,6 +52,7 @@ class Verdict:
     norm: float = 0.0
     # where only the device knows yet whether the step is applied: ``applied`` is then True
     unread: Unread | None = None
+    of_all: bool = False  # shards: ranks that hold the others have been asked
     early: int = 0  # buckets whose exchange began in backward and counted
     resent: bool = False  # early payloads were stale and went out again
     mismatch: bool = False  # a rank has other settings
@@ -85,6 +86,28 @@ def judge(exchanges: list[Exchange]) -> Verdict:
     verdict.exchanges = exchanges
     for exchange, own in zip(exchanges, marks, strict=True):
         exchange.agreement.payload.marks = own
+    return verdict
+
+
+def judge_shards(exchanges: list[Exchange], comm: Comm) -> Turns[Verdict]:
+    """The verdict of all ranks where each has averaged its own shard: on a device, which the host
+    waits for once. See ``agree_with`` for what else may be cut.
+    """
+    said, numbers = said_by(exchanges), numbers_of(exchanges)
+    squared = numbers[: sum(one.squares for one in said)].cumsum(0)[-1:]  # in turn, as on the host
+    failed = torch.full_like(squared, any(exchange.error is not None for exchange in exchanges))
+    mean = yield from ask(comm, AllReduceMean(torch.cat([squared, failed])))
+    *own, total, untold = torch.cat([numbers, mean]).tolist()
+    verdict, marks = decide(said, own)
+    total *= comm.size
+    if total != total or total == float("inf"):
+        verdict.bad = verdict.bad or ["a tensor of another shard"]
+    verdict.norm = 0.0 if verdict.bad else total**0.5
+    verdict.failed |= untold > 0
+    verdict.applied &= not (verdict.bad or verdict.failed)
+    verdict.of_all, verdict.exchanges = True, exchanges
+    for exchange, found in zip(exchanges, marks, strict=True):
+        exchange.agreement.payload.marks = found
     return verdict
 
 

@@ -1,0 +1,78 @@
+"""Sharded state on a device: one norm and one verdict over the shards of all ranks, which the host reads at once."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from problems import gradients, replicas, step, weights
+
+import compopt
+from compopt._engine import runtime
+from compopt._sparse.rows import CodedRows
+
+SHAPES = [(64, 65), (80,), (64, 66), (10, 10)]
+
+
+@pytest.fixture(params=[False, True], ids=["host", "device"])
+def make(request, monkeypatch):
+    """Three ranks; "device": as it is done there."""
+    monkeypatch.setattr(runtime, "is_accelerator", lambda device: request.param)
+
+    def build(**options):
+        own = {"lr": 1e-2, "sparsity": 0.9, **options}
+        return replicas(3, weights(SHAPES, torch.float32), functools.partial(compopt.TagcAdamW, **own))
+
+    return build
+
+
+def snapshot(params, optimizers) -> list[torch.Tensor]:
+    state = [v.clone() for o in optimizers for entry in o.state.values() for v in entry.values()]
+    return [p.detach().clone() for own in params for p in own] + state
+
+
+def same(before, after) -> bool:
+    return all(map(torch.equal, before, after))
+
+
+def test_the_norm_is_of_all_shards(make):
+    world, params, optimizers = make(sparsity=0.0)
+    grads = gradients(3, 0, SHAPES, torch.float32)
+    step(world, params, optimizers, grads)
+    mean = torch.cat([torch.stack(one).mean(0).view(-1) for one in zip(*grads, strict=True)])
+    for optimizer in optimizers:
+        assert optimizer.stats.grad_norm == pytest.approx(float(mean.double().norm()), rel=1e-6)
+        assert optimizer.stats.phase == "sparse"
+
+
+def test_what_only_one_rank_finds_too_late_to_say_keeps_all_from_stepping(make, monkeypatch):
+    """Its own part of the average cannot be decoded: everything has been sent by then."""
+    world, params, optimizers = make()
+    step(world, params, optimizers, gradients(3, 0, SHAPES, torch.float32))
+    before, decode = snapshot(params, optimizers), CodedRows.decode
+
+    def broken(rows, mean):
+        if rows.shards.rank == 1:
+            raise OverflowError("of rank 1")
+        return decode(rows, mean)
+
+    monkeypatch.setattr(CodedRows, "decode", broken)
+    for own, mine in zip(params, gradients(3, 1, SHAPES, torch.float32), strict=True):
+        for p, g in zip(own, mine, strict=True):
+            p.grad = g
+    with pytest.raises((OverflowError, RuntimeError), match=r"rank 1"):
+        world.run([optimizer.step_in_turns() for optimizer in optimizers])
+    assert same(before, snapshot(params, optimizers))
+    monkeypatch.undo()
+
+
+def test_an_average_that_overflows_in_one_shard_is_not_applied_in_any(make):
+    """Each rank's gradient is finite, and so are its marks; what is sent to one owner is not."""
+    world, params, optimizers = make(payload_dtype="float16")
+    step(world, params, optimizers, gradients(3, 0, SHAPES, torch.float32))
+    before, grads = snapshot(params, optimizers), gradients(3, 1, SHAPES, torch.float32)
+    grads[0][2][5, 5] = 1e6
+    step(world, params, optimizers, grads)
+    assert [o.stats.phase for o in optimizers] == ["skipped"] * 3
+    assert same(before, snapshot(params, optimizers))
