@@ -182,6 +182,15 @@ def step(ranks: sim.Ranks) -> object:
     return [optimizer.stats.phase for optimizer in ranks.optimizers]
 
 
+def without(ranks: sim.Ranks) -> object:
+    """A step in which no rank has a gradient of one matrix."""
+    ranks.backward(loss)
+    for model in ranks.models:
+        model.up.weight.grad = None
+    ranks.world.step(ranks.optimizers)
+    return [optimizer.stats.phase for optimizer in ranks.optimizers]
+
+
 def scaled(ranks: sim.Ranks) -> object:
     """A step under a GradScaler, which tells the optimizer what it has found."""
     ranks.backward(loss)
@@ -209,7 +218,7 @@ def lost(ranks: sim.Ranks) -> object:
 
 def told(ranks: sim.Ranks) -> object:
     """What a user may ask after a step."""
-    return [(o.stats.grad_norm, o.stats.residual_norm()) for o in ranks.optimizers]
+    return [(o.stats.grad_norm, o.stats.residual_norm(), o.stats.bytes_sent) for o in ranks.optimizers]
 
 
 def alone(ranks: sim.Ranks) -> object:
@@ -259,6 +268,9 @@ def run(case: Case) -> dict[str, object]:
         for k in reversed(range(STEADY)):
             phases.append(pair.do(f"step {STEPS - k}", step))
             note(f"steady step {STEADY - k}, {phases[-1][0]}")
+        if case.cls is by_name["TagcAdamW"].cls:
+            pair.do("a step without a gradient", without)
+            note("absent")
         skipped, failed = pair.do("a step that is refused", refused), pair.do("a step that fails", lost)
         note("refused")
         pair.do("a step under a scaler", scaled)

@@ -82,6 +82,8 @@ def moves(function: Any, args: tuple, kwargs: dict[str, Any], result: Any, here:
     small = sum(bytes_of(x) for _, v in named[1:] for x in tree_leaves(v) if isinstance(x, Tensor) and here(x))
     if packet in READ_AT:
         return small + 2 * sum(bytes_of(x) for x in tree_leaves(result) if isinstance(x, Tensor))
+    if packet is aten.index_fill_:
+        return small + args[2].numel() * args[0].element_size()
     if packet in WRITE_AT:  # the values are given, and written as often
         return small + (bytes_of(args[-1]) if isinstance(args[-1], Tensor) else 0)
     for argument, value in named:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from _fleet import fleet
 
-from compopt._wire.comm import Comm
+from compopt._wire.comm import Comm, or_of_rows
 from compopt._wire.requests import AllGather, AllReduceMean, Payload
 
 SINGLE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -57,3 +57,10 @@ def test_a_gather_is_into_one_tensor_where_the_backend_can(monkeypatch, backend,
     assert rows.shape == (4, 2, 3) and called == [(name,)] * 2
     if name == SINGLE:
         assert torch.equal(rows, torch.arange(6.0).view(2, 3).expand(4, 2, 3))
+
+
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_the_or_of_rows_leaves_none_out(ranks):
+    rows = torch.zeros(ranks, 12, dtype=torch.uint8)
+    rows[torch.arange(ranks), torch.arange(ranks)] = 1 << torch.arange(ranks).to(torch.uint8) % 8
+    assert torch.equal(or_of_rows(rows), rows.sum(0, dtype=torch.uint8))

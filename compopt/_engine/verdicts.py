@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -100,7 +101,7 @@ def judge_shards(exchanges: list[Exchange], comm: Comm) -> Turns[Verdict]:
     *own, total, untold = torch.cat([numbers, mean]).tolist()
     verdict, marks = decide(said, own)
     total *= comm.size
-    if total != total or total == float("inf"):
+    if not math.isfinite(total):
         verdict.bad = verdict.bad or ["a tensor of another shard"]
     verdict.norm = 0.0 if verdict.bad else total**0.5
     verdict.failed |= untold > 0

@@ -28,7 +28,7 @@ def updated(bucket: Bucket, ops: Ops, average: Average, present: list[bool]) -> 
     shards = bucket.shards
     sizes = shards.sizes(shards.rank)
     new = bucket.memory("new", shards.most, bucket.dtype)
-    new[sum(sizes) :] = 0
+    new[sum(sizes) :].zero_()
     outs = list(new[: sum(sizes)].split(sizes))
     if bucket.device.type != "cpu":
         ahead_at_once(bucket, average, present, outs)

@@ -36,17 +36,14 @@ def ahead_at_once(
     if steps:
         state, own = bucket.state, [weights[i] for i in steps]
         grads = average.dense(own[0].dtype)
-        w, m, v = (
-            copied(some)
-            for some in (
-                own,
-                [state["exp_avg"][i] for i in steps],
-                [state["exp_avg_sq"][i] for i in steps],
-            )
-        )
+        m, v = (copied([state[name][i] for i in steps]) for name in ("exp_avg", "exp_avg_sq"))
+        out = [outs[i] for i in steps]
+        w = out if out[0].dtype == own[0].dtype else alike(own)
+        torch._foreach_copy_(w, own)
         after = list(torch._foreach_add([state["step"][i] for i in steps], 1))
         adamw_at_once_(bucket.group, w, [grads[i] for i in steps], m, v, after)
-        torch._foreach_copy_([outs[i] for i in steps], w)
+        if w is not out:
+            torch._foreach_copy_(out, w)
     there = [i for i, w in enumerate(weights) if w.numel()]
     if sends_updates(bucket) and there:
         torch._foreach_sub_([outs[i] for i in there], [weights[i] for i in there])

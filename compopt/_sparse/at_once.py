@@ -12,10 +12,15 @@ from .dealing import compressed_lengths
 
 
 def hold_back_at_once(
-    bucket: Bucket, ops: Ops, grads: Tensors, at: Tensor, rest: Tensor, present: list[bool]
+    bucket: Bucket,
+    ops: Ops,
+    grads: Tensors,
+    at: Tensor,
+    rest: Tensor | None,
+    present: list[bool],
 ) -> None:
-    """Add gradients to accumulators, and owe the ``rest`` ``at`` these bits of the mask. What is
-    owed of absent tensors stays.
+    """Add gradients to accumulators, and owe the ``rest``, or nothing, ``at`` these bits of the
+    mask. What is owed of absent tensors stays.
     """
     lengths, residual = compressed_lengths(bucket), bucket.state["residual"]
     here = [i for i, n in enumerate(lengths) if n and present[i]]
@@ -23,7 +28,7 @@ def hold_back_at_once(
     if there:
         torch._foreach_add_(*map(list, zip(*there, strict=True)))
     if all(present[i] for i, n in enumerate(lengths) if n) and not any(n % 8 for n in lengths):
-        bucket.flat["residual"].index_copy_(0, at, rest)  # where bits lie as accumulators do
+        owe(bucket.flat["residual"], at, rest)  # where bits lie as accumulators do
         return
     x = ops.scratch(bucket.flat["residual"], 8 * bucket.shards.offsets[-1], use="x")
     offsets = bucket.shards.offsets
@@ -31,5 +36,12 @@ def hold_back_at_once(
     held = [residual[i].view(-1) for i in here]
     if held:
         torch._foreach_copy_(own, held)
-        x.index_copy_(0, at, rest)
+        owe(x, at, rest)
         torch._foreach_copy_(held, own)
+
+
+def owe(x: Tensor, at: Tensor, rest: Tensor | None) -> None:
+    if rest is None:
+        x.index_fill_(0, at, 0)
+    else:
+        x.index_copy_(0, at, rest)

@@ -21,7 +21,8 @@ class Average:
         """|G|^2 of this rank's shard; on a device one number for each tensor."""
         values = [own for own, _ in self.parts]
         if values[0].device.type != "cpu":
-            return stacked_squared_norms(values)
+            there = [own for own in values if own.numel()]
+            return stacked_squared_norms(there or values[:1])
         first, *others = map(squared_norm, values)
         return sum(others, first)
 

@@ -164,9 +164,8 @@ class CodedRows(Rows):
         bucket.cache["owes"] = True
         bucket.cache["counts"] = len(self.code.index), self.code.leftovers
         if bucket.device.type != "cpu":
-            hold_back_at_once(
-                bucket, self.ops, self.grads, self.left.positions, self.rest(), present
-            )
+            rest = None if self.rows[0].dropped is None else self.rest()
+            hold_back_at_once(bucket, self.ops, self.grads, self.left.positions, rest, present)
             return
         index = per_tensor(self.left.positions, compressed_lengths(bucket))
         sent = {i: at.long() for i, at in enumerate(index) if at is not None}
