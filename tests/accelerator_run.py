@@ -61,7 +61,10 @@ OFFLOADED = {"RadiusAdamW": "residual", "ScapeAdamS": "all", "ScapeAdamS, sharde
 
 
 class Large(Small):
-    """With one matrix more, of whose gradients no two are alike: which of these is taken is the device's choice."""
+    """With one matrix more, of whose gradients no two are alike: which of these is taken is the device's choice.
+
+    All tensors have gradients.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__(dtype)
@@ -70,11 +73,11 @@ class Large(Small):
     def forward(self, x: Tensor) -> Tensor:
         inner, outer = (torch.linspace(0.5, 1.5, n, dtype=x.dtype, device=x.device) for n in (256, 320))
         wide = self.wide(x.repeat(1, 4) * inner) * outer
-        return super().forward(x) + wide.view(-1, 64, 5).mean(2)
+        return super().forward(x) + wide.view(-1, 64, 5).mean(2) + 0.1 * self.idle(x)[:, :64]
 
 
 class Odd(Small):
-    """With matrices of no whole bytes of mask, of which one has a gradient in few rows."""
+    """With matrices of no whole bytes of mask, of which one has a gradient in few rows; all have some."""
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__(dtype)
@@ -83,7 +86,7 @@ class Odd(Small):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = nn.functional.embedding((x[:, 0].abs() * 100).long(), self.table)
-        return super().forward(x) + self.more(rows)[:, :64]
+        return super().forward(x) + self.more(rows)[:, :64] + 0.1 * self.idle(x)[:, :64]
 
 
 # models of more than 16384 elements a rank, in which a threshold is looked for; others are Small
@@ -202,11 +205,11 @@ def scaled(ranks: sim.Ranks) -> object:
     return [optimizer.stats.phase for optimizer in ranks.optimizers]
 
 
-def lost(ranks: sim.Ranks) -> object:
-    """A collective fails: the step raises, if it has one, and is as if it had not been tried."""
+def lost(ranks: sim.Ranks, number: int = 0) -> object:
+    """A collective of the step fails: it raises, if it has one, and is as if it had not been tried."""
     before = on_host([snapshot(optimizer) for optimizer in ranks.optimizers])
     ranks.backward(loss)
-    ranks.world.failing_everywhere = {ranks.world.comms[0].started}
+    ranks.world.failing_everywhere = {ranks.world.comms[0].started + number}
     try:
         ranks.world.step(ranks.optimizers)
     except CommunicationError:
@@ -270,7 +273,8 @@ def run(case: Case) -> dict[str, object]:
             note(f"steady step {STEADY - k}, {phases[-1][0]}")
         if case.cls is by_name["TagcAdamW"].cls:
             pair.do("a step without a gradient", without)
-            note("absent")
+            pair.do("parameters are not gathered", functools.partial(lost, number=3))
+            note("absent, lost")
         skipped, failed = pair.do("a step that is refused", refused), pair.do("a step that fails", lost)
         note("refused")
         pair.do("a step under a scaler", scaled)
