@@ -79,7 +79,8 @@ def run(device: torch.device, few: bool = False, **options: Any) -> list[Tensor]
         work = zip(parcels, rows, outs, strict=True)
         exchange([averaged(parcel, Ops(), mine, out, False) for parcel, mine, out in work])
         for parcel, out in zip(parcels, outs, strict=True):
-            parcel.commit()
+            parcel.commit(0.0)
+            parcel.drop()
             found += [out, *(piece.residual for piece in parcel.pieces if piece.residual is not None)]
     return found
 
