@@ -4,11 +4,11 @@
     python bench/length.py --only "RadiusAdamW 0.4" --steps 8000
     python bench/length.py --show                                 # train nothing
 
-Runs are bench/quality.py's, on two ranks, at the learning rate that was best on 800 steps, and are kept with its own.
-Each is a whole run: its learning rate decays to its end, and 15 % of its steps are dense. So ends of runs are compared
-with ends, and the parts of a run (an eighth, a quarter, half of its steps) with AdamW's at the same step. AdamW wants a
-smaller rate in longer runs: ``to_best`` is over its best run of that length, of the rates that have run. Prints a table
-and saves results/length.csv and length.png.
+Runs are bench/quality.py's, on two ranks, and are kept with its own. Each is a whole run: its learning rate decays to
+its end, and 15 % of its steps are dense. So ends of runs are compared with ends, and the parts of a run (an eighth, a
+quarter, half of its steps) with AdamW's at the same step and rate, where that has run, else at its best one. AdamW wants
+a smaller rate in longer runs, so ``to_best`` is over its best run of that length, of the rates that have run. Prints a
+table and saves results/length.csv and length.png.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import quality
 from quality import RESULTS, Run
 
 DENSE = "AdamW (DDP)"
-RATES = {  # the best of quality.py's on 800 steps; of methods that ran at one rate, their next relative's
-    DENSE: 4e-3,
-    "naive top-k 0.4": 4e-3,
-    "naive top-k 0.2": 4e-3,
-    "RadiusAdamW 0.5": 4e-3,
-    "RadiusAdamW 0.4": 4e-3,
-    "RadiusAdamW 0.4, interval 100": 4e-3,
-    "RadiusAdamW 0.4, residual scale 0.3": 4e-3,
-    "RadiusAdamW 0.4, residual scale 0.1": 4e-3,
-    "SeparateAdam tracked 16, int8": 4e-3,
-    "SeparateAdam 16": 4e-3,
-    "PowerSGD rank 4": 4e-3,
-    "TagcAdamW 0.9875": 4e-3,
-    "AdamS": 1e-3,
-    "ScapeAdamS 0.1": 1e-3,
-    "ScapeAdamS 0.1, no mask delay": 1e-3,
-    "ScapeAdamS 0.1, ramp over half, from scratch": 1e-3,
-    "ScapeAdamS 0.01": 1e-3,
+RATES = {  # the best of quality.py's on 800 steps (of what ran at one rate its next relative's), and for longer runs
+    DENSE: (4e-3, 2e-3),
+    "naive top-k 0.4": (4e-3, 2e-3),
+    "naive top-k 0.2": (4e-3, 2e-3),
+    "RadiusAdamW 0.5": (4e-3, 2e-3),
+    "RadiusAdamW 0.4": (4e-3, 2e-3),
+    "RadiusAdamW 0.4, interval 100": (4e-3, 2e-3),
+    "RadiusAdamW 0.4, residual scale 0.3": (4e-3, 2e-3),
+    "RadiusAdamW 0.4, residual scale 0.1": (4e-3, 2e-3),
+    "SeparateAdam tracked 16, int8": (4e-3, 2e-3),
+    "SeparateAdam 16": (4e-3, 2e-3),
+    "PowerSGD rank 4": (4e-3, 2e-3),
+    "TagcAdamW 0.9875": (4e-3, 2e-3),
+    "AdamS": (1e-3, 1e-3),
+    "ScapeAdamS 0.1": (1e-3, 1e-3),
+    "ScapeAdamS 0.1, no mask delay": (1e-3, 1e-3),
+    "ScapeAdamS 0.1, ramp over half, from scratch": (1e-3, 1e-3),
+    "ScapeAdamS 0.01": (1e-3, 1e-3),
 }
 STEPS = (800, 2000, 4000, 8000)
 PARTS = {"at_eighth": 8, "at_quarter": 4, "at_half": 2, "at_end": 1}  # of a run: its steps over this
@@ -49,31 +49,38 @@ def losses(line: dict) -> dict[int, float]:
     return {e["step"]: e["val_loss"] for e in line["evals"]}
 
 
-def rows(ranks: int, width: int, seed: int) -> list[dict]:
-    """A row for each method and length that has run, beside AdamW's run of that length."""
+def rows(ranks: int, width: int) -> list[dict]:
+    """A row for each run of a method that is compared, beside AdamW's of that length and seed."""
     there, found = quality.kept(), []
-    for (name, lr), steps in product(RATES.items(), STEPS):
-        run, dense = (there.get(Run(n, RATES[n], steps, ranks, seed, width)) for n in (name, DENSE))
-        if run and dense:
-            mine, its = losses(run), losses(dense)
-            row = {"run": name, "lr": lr, "steps": steps, "seed": seed, "loss": mine[steps]}
-            row["gap"] = mine[steps] - its[steps]
-            of_dense = (r for key, r in there.items() if key == Run(DENSE, key.lr, steps, ranks, seed, width))
-            row["to_best"] = mine[steps] / min(losses(r)[steps] for r in of_dense)
-            ratios = {n: loss / its[n] for n, loss in mine.items()}  # every 100 steps
-            row |= {key: ratios.get(steps // part) for key, part in PARTS.items()}
-            found.append(row | {"curve": ratios})
+    order = list(RATES)
+    runs = [run for run in there if run.name in RATES and run.steps in STEPS and run[3:] == (ranks, run.seed, width)]
+    for run in sorted(runs, key=lambda run: (run.seed, order.index(run.name), run.steps, -run.lr)):
+        dense = {lr: losses(line) for lr, line in of_rates(there, run._replace(name=DENSE)).items()}
+        if not dense:
+            continue
+        mine, best = losses(there[run]), min(dense.values(), key=lambda its: its[run.steps])
+        its = dense.get(run.lr, best)
+        row = {"run": run.name, "lr": run.lr, "steps": run.steps, "seed": run.seed, "loss": mine[run.steps]}
+        row["gap"], row["to_best"] = mine[run.steps] - its[run.steps], mine[run.steps] / best[run.steps]
+        ratios = {n: loss / its[n] for n, loss in mine.items()}  # every 100 steps
+        row |= {key: ratios.get(run.steps // part) for key, part in PARTS.items()}
+        found.append(row | {"curve": ratios})
     return found
+
+
+def of_rates(there: dict[Run, dict], like: Run) -> dict[float, dict]:
+    """Runs that differ from this one in their learning rate, by that."""
+    return {run.lr: line for run, line in there.items() if run._replace(lr=0) == like._replace(lr=0)}
 
 
 def show(found: list[dict]) -> None:
     print(
-        f"\n{'run':<48}{'lr':>7}{'steps':>7}{'loss':>8}{'gap':>8}"
+        f"\n{'run':<48}{'lr':>7}{'steps':>7}{'seed':>5}{'loss':>8}{'gap':>8}"
         + "".join(f"{key:>12}" for key in (*PARTS, "to_best"))
     )
     for r in found:
         ratios = "".join(f"{r[key]:>12.3f}" if r[key] else f"{'-':>12}" for key in (*PARTS, "to_best"))
-        print(f"{r['run']:<48}{r['lr']:>7g}{r['steps']:>7}{r['loss']:>8.3f}{r['gap']:>+8.3f}{ratios}")
+        print(f"{r['run']:<48}{r['lr']:>7g}{r['steps']:>7}{r['seed']:>5}{r['loss']:>8.3f}{r['gap']:>+8.3f}{ratios}")
 
 
 def save(found: list[dict]) -> None:
@@ -93,8 +100,13 @@ def plot(found: list[dict]) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), sharey=True, layout="constrained")
     for number, name in enumerate(n for n in RATES if n != DENSE):
-        mine = [r for r in found if r["run"] == name]
-        if not mine:
+        of_length: dict[int, dict] = {}  # its best rate's
+        for r in found:
+            if r["run"] == name and r["seed"] == 0:
+                best = of_length.setdefault(r["steps"], r)
+                of_length[r["steps"]] = min(best, r, key=lambda r: r["loss"])
+        mine = [of_length[steps] for steps in sorted(of_length)]
+        if len(mine) < 2:
             continue
         style = dict(color=plt.get_cmap("tab20")(2 * number % 20 + 2 * number // 20), linewidth=1.4)
         if max(r["steps"] for r in mine) == max(r["steps"] for r in found):
@@ -106,10 +118,10 @@ def plot(found: list[dict]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     left.set(xlabel=f"step of a run of {max(r['steps'] for r in found)}", ylabel="validation loss over AdamW's")
     lengths = sorted({r["steps"] for r in found})
-    right.set(xlabel="steps of the whole run", xscale="log", title="at the end, over AdamW's at its best rate")
+    right.set(xlabel="steps of the whole run", xscale="log", title="at the end, each at its best rate")
     right.set_xticks(lengths, lengths)
     right.minorticks_off()
-    left.set_title("at the same step and rate")
+    left.set_title("at the same step, each at its best rate")
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(RESULTS / "length.png", dpi=130)
     plt.close(figure)
@@ -125,9 +137,10 @@ def main() -> None:
     cli.add_argument("--show", action="store_true", help="train nothing")
     args = cli.parse_args()
     for steps, name in () if args.show else product(args.steps, args.only):
-        if (run := Run(name, RATES[name], steps, args.ranks, args.seed, args.width)) not in quality.kept():
+        lr = RATES[name][steps > 800]
+        if (run := Run(name, lr, steps, args.ranks, args.seed, args.width)) not in quality.kept():
             quality.train(run)
-    found = rows(args.ranks, args.width, args.seed)
+    found = rows(args.ranks, args.width)
     if not found:
         cli.error(f"there is no run of {DENSE!r} to compare with yet")
     show(found)

@@ -105,8 +105,7 @@ class Parcel(FsdpRows):
                 own.copy_(whole.chunk(self.ranks, piece.dim)[self.rank].reshape(-1))
             else:
                 mine = tensor.rows(part, first * rows, last * rows).reshape(-1)
-                own[: len(mine)] = mine
-                own[len(mine) :] = 0
+                own[: len(mine)] = mine  # FSDP does not read what follows
 
     def commit(self, norm: float) -> None:
         """Line 5, and what tracked tensors begin with the next time."""
