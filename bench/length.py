@@ -6,7 +6,7 @@
 
 Runs are bench/quality.py's, on two ranks, and are kept with its own. Each is a whole run: its learning rate decays to
 its end, and 15 % of its steps are dense. So ends of runs are compared with ends, and the parts of a run (an eighth, a
-quarter, half of its steps) with AdamW's at the same step and rate, where that has run, else at its best one. AdamW wants
+quarter, half of its steps) with AdamW's at the same step and rate, if that has run, else at its best one. AdamW wants
 a smaller rate in longer runs, so ``to_best`` is over its best run of that length, of the rates that have run. Prints a
 table and saves results/length.csv and length.png.
 """
