@@ -56,7 +56,8 @@ class Blocks:
         start = (torch.arange(self.count, dtype=torch.int64) - firsts[number]) * self.size
         self.where = upload(torch.stack([number, start], 1), device)
         self.firsts = upload(start, device)
-        self.bounds = upload(torch.cat([firsts, torch.tensor([self.count])]), device)
+        end = torch.tensor([self.count], dtype=torch.int64)
+        self.bounds = upload(torch.cat([firsts, end]), device)
 
     def run(self, kernel: triton.JITFunction, *arguments: object, **constants: object) -> None:
         """Launch the kernel on every block; nothing to do where all tensors are empty.

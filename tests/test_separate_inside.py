@@ -168,6 +168,8 @@ def saved(rank: int, folder: str, write: bool) -> tuple[float, float, float]:
 
 def equal(rank: int) -> dict[str, object]:
     found: dict[str, object] = {name: beside_ddp(rank, **options) for name, options in KINDS.items()}
+    if dist.get_world_size() > 2:
+        return found
     found["base"] = beside_ddp(rank, around, **KINDS["tracked"])
     found["clipped"] = beside_ddp(rank, max_grad_norm=0.1, **KINDS["tracked"])
     return found
@@ -195,6 +197,8 @@ def uses():
 
 @pytest.mark.parametrize("name", [*KINDS, "base", "clipped"])
 def test_it_is_what_it_is_under_ddp(runs, name):
+    if name not in runs[0]:
+        pytest.skip("on two ranks only")
     for rank in runs:
         assert max(rank[name]["apart"], rank[name]["owed"]) < 1e-12, rank
         # of a Gaussian projection each estimates it in its own way
