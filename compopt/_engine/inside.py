@@ -186,6 +186,12 @@ def applied(
         base.take(bucket, i, ghat, True)
 
 
+def place_of(p: Tensor, engine: Engine) -> tuple[Bucket, int]:
+    """The bucket that holds its state, and which of the bucket's tensors it is."""
+    bucket = engine.bucket_of[p]
+    return bucket, next(i for i, other in enumerate(bucket.params) if other is p)
+
+
 def is_inside(params: Sequence[Tensor], group: ProcessGroup | Comm | None) -> bool:
     """Whether FSDP cuts the parameters over the ranks of ``group``, to average with.
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .._engine.engine import Engine
+from .._engine.inside import place_of
 from .._engine.when import dense_steps
 from .._ops.clipping import clip_factor
 from .._ops.ops import Ops
@@ -136,11 +137,12 @@ def averaged(parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, again: bool) -
 
     ``again``: an earlier backward belongs to the same step.
     """
+    again = again and bool(parcel.sent)  # not where gradients were set to zero
     if not again:
         parcel.drop()
     projected = [one for one in parcel.whole if not one.dense]
     for one in projected:
-        sending = parcel.read(one, rows, again and bool(parcel.sent))  # line 1
+        sending = parcel.read(one, rows, again)  # line 1
         yield from sending.track()
         sending.draw()
         payload = sending.pack()  # line 2
@@ -171,23 +173,15 @@ def uncut(pieces: list[Piece], engine: Engine, dtype: torch.dtype, before: int) 
         by_group.setdefault(id(engine.bucket_of[piece.p].group), []).append(piece)
     found: list[Whole] = []
     for own in by_group.values():
-        buckets = [engine.bucket_of[piece.p] for piece in own]
-        places = [place_of(piece.p, bucket) for piece, bucket in zip(own, buckets, strict=True)]
-        first = buckets[0]
-        names = [bucket.names[i] for bucket, i in zip(buckets, places, strict=True)]
+        held = [place_of(piece.p, engine) for piece in own]
+        (first, _), names = held[0], [bucket.names[i] for bucket, i in held]
         tensors = [
             torch.empty(1, dtype=dtype, device=first.device).expand(piece.p.shape) for piece in own
         ]
         index = before + len(found)
         bucket = Bucket(index, first.group, tensors, names, lambda *_: True, first.scratch)
         for name in first.state.keys() & {"residual", "basis"}:
-            held = zip(buckets, places, strict=True)
             bucket.state[name] = [other.state[name][i] for other, i in held]
         bucket.job = engine.ops.job(bucket)
         found.append(Whole(bucket, own))
     return found
-
-
-def place_of(p: Tensor, bucket: Bucket) -> int:
-    """Which of the bucket's tensors it is."""
-    return next(i for i, other in enumerate(bucket.params) if other is p)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._engine.base import CompressedOptimizer
-from .._engine.inside import Inside, Params, check_inside, is_inside
+from .._engine.inside import Inside, Params, check_inside, is_inside, place_of
 from .._engine.weakly import weakly
 from .._engine.when import dense_steps
 from .._ops.clipping import clip_factor
@@ -22,7 +22,7 @@ from .._wire.comm import connect
 from .._wire.warning import warn
 from . import options
 from .adaptation import Adaptation, current
-from .inside import Parcel, averaged, place_of, uncut
+from .inside import Parcel, averaged, uncut
 from .kinds import KINDS
 from .matrices import Matrices, fingerprint
 from .projections import Plan, Projection, is_sharded, projection
@@ -136,13 +136,11 @@ class Projecting(CompressedOptimizer):
 
     def _projections_of(self, bucket: Bucket) -> Plan:
         """How each tensor is projected after the dense start."""
+        group, numbers, whole = bucket.group, self._numbers, self.reduces_inside
         return [
-            self._projection_of(p, bucket) if compressed else None
+            projection_of(p, group, numbers[p][1], whole) if compressed else None
             for p, compressed in zip(bucket.params, bucket.compressed, strict=True)
         ]
-
-    def _projection_of(self, p: Tensor, bucket: Bucket) -> Projection | None:
-        return projection_of(p, bucket.group, self._numbers[p][1], self.reduces_inside)
 
     def _sent(self, bucket: Bucket, plan: Plan, clipped: float, sends: bool) -> list[Sent]:
         """How each tensor is sent."""
@@ -209,9 +207,9 @@ class Projecting(CompressedOptimizer):
         """The parameters of one reduce-scatter, of gradients in this dtype."""
         engine, given = self._engine, []
         for p, dim in params:
-            residual, bucket = None, engine.bucket_of.get(p)
-            if bucket is not None:
-                i = place_of(p, bucket)
+            residual = None
+            if p in engine.bucket_of:
+                bucket, i = place_of(p, engine)
                 if self._projections_of(bucket)[i] is not None:
                     residual = bucket.state["residual"][i]
             given.append((p, dim, residual))

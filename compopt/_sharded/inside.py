@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .._engine.engine import Engine
-from .._engine.inside import Params
+from .._engine.inside import Params, place_of
 from .._ops.ops import Ops
 from .._sparse.sparsify import largest_of_shards
 from .._sparse.union import union_of
@@ -62,9 +62,8 @@ def parcel_of(engine: Engine, params: Params, _: torch.dtype) -> Parcel:
     given, groups = [], []
     for p, dim in params:
         residual = None
-        bucket = engine.bucket_of.get(p)
-        if bucket is not None:
-            i = next(i for i, other in enumerate(bucket.params) if other is p)
+        if p in engine.bucket_of:
+            bucket, i = place_of(p, engine)
             if bucket.compressed[i]:
                 residual = bucket.state["residual"][i]
                 groups.append(bucket.group)
