@@ -23,6 +23,7 @@ from .._state.buckets import upload
 from .._state.devices import Passed, later
 from .._state.gates import Gates
 from .._wire.comm import Comm
+from .._wire.scratch import Scratch
 from .._wire.warning import warn
 from .exchanges import Exchange
 from .refusals import read_late, watch_skips
@@ -55,6 +56,7 @@ class Late:
         self.errors: list[Exception] = []  # what was read, and has not been raised
         self.alike = 0  # steps in a row whose gradients looked alike on all ranks
         self._places: dict[object, tuple[Tensor, Tensor]] = {}
+        self._scratch = Scratch()
 
     def judge(self, exchanges: list[Exchange]) -> Verdict:
         """The verdict as the device finds it: from the same numbers, by the same rules as
@@ -67,7 +69,8 @@ class Late:
         total = squares.sum()
         sound = (words.sum() + total).isfinite()  # a mark that is NaN makes it so
         applied = sound & (wrong <= 0)
-        gates = Gates((words > 0).logical_and_(applied), applied)  # of control words, too
+        memory = self._scratch("gates", words.numel(), torch.float32, words.device)
+        gates = Gates((words > 0).logical_and_(applied), applied, memory)  # of control words, too
         ends = [*accumulate(one.marks + len(one.control) for one in said)]
         starts = zip([0, *ends], said, strict=False)
         behind = [gates.cut(start, start + one.marks) for start, one in starts]

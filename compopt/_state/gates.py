@@ -11,19 +11,26 @@ from torch import Tensor
 class Gates:
     """Booleans of the device, of all tensors of a step, in the forms that operators want.
 
-    What is asked for is made once for all of them.
+    What is asked for is made once for all of them. ``memory``, as many float32, is where kernels
+    look: the same in every step, so that what they are told of it stays true.
     """
 
-    def __init__(self, writes: Tensor, applied: Tensor):
+    def __init__(self, writes: Tensor, applied: Tensor, memory: Tensor):
         self.all, self.applied = writes, applied  # whether the step is applied at all
+        self._memory = memory
 
     @cached_property
     def writes(self) -> tuple[Tensor, ...]:
         return self.all.unbind()
 
     @cached_property
+    def flags(self) -> Tensor:
+        """1 and 0, float32, in the memory that stays."""
+        return self._memory.copy_(self.all)
+
+    @cached_property
     def ones(self) -> tuple[Tensor, ...]:
-        return self.all.float().unbind()
+        return self.flags.unbind()
 
     @cached_property
     def zeros(self) -> tuple[Tensor, ...]:
@@ -74,3 +81,9 @@ def writes_of(gates: Sequence[Gated]) -> Tensor:
     """Those of tensors that follow each other, as booleans in one vector."""
     first, last = gates[0], gates[-1]
     return first._gates.all[first._i : last._i + 1]
+
+
+def flags_of(gates: Sequence[Gated]) -> Tensor:
+    """The same as 1 and 0, float32, in the memory that stays."""
+    first, last = gates[0], gates[-1]
+    return first._gates.flags[first._i : last._i + 1]

@@ -13,6 +13,7 @@ import compopt_kernels as kernels
 from torch import Tensor
 
 from ..._state.buckets import Bucket, Gate
+from ..._state.gates import flags_of
 from ..._state.masks import Mask
 from ..._wire.requests import Payload
 
@@ -83,11 +84,12 @@ def message(payload: Payload) -> Key:
     return flat.data_ptr(), flat.dtype, rest, tuple(payload.lengths)
 
 
-def gates_known(gates: Sequence[Gate]) -> list[Gate] | None:
-    """Which tensors are written; None where only the device knows: it says so at another address
-    every time.
-    """
-    return list(gates) if all(isinstance(gate, bool) for gate in gates) else None
+def gates_known(gates: Sequence[Gate]) -> Key:
+    """Which tensors are written; where only the device knows, where it says so."""
+    behind = [gate for gate in gates if not isinstance(gate, bool)]
+    if not behind:
+        return tuple(gates)
+    return (flags_of(behind).data_ptr(), len(gates)) if len(behind) == len(gates) else None
 
 
 class Before:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket, Gate, local
+from ..._state.gates import flags_of
 from ..._state.masks import Mask, Tensors
 from ..._wire.requests import Together
 from .. import gated
@@ -119,9 +120,14 @@ def count_up(asked: list[Together]) -> None:
     gates = [one.bucket.gates(one.args[0]) for one in asked]
     counts = [one.bucket.counts for one in asked]
     flat = [count for count in counts if count is not None]
-    if len(flat) == len(asked) and all(gate is True for own in gates for gate in own):
-        torch._foreach_add_(flat, 1)
-        return
+    if len(flat) == len(asked):
+        if all(gate is True for own in gates for gate in own):
+            torch._foreach_add_(flat, 1)
+            return
+        behind = [[gate for gate in own if not isinstance(gate, bool)] for own in gates]
+        if all(len(some) == len(own) > 0 for some, own in zip(behind, gates, strict=True)):
+            torch._foreach_add_(flat, [flags_of(own) for own in behind])
+            return
     gated.count_up(
         [step for one in asked for step in one.bucket.state["step"]],
         [gate for own in gates for gate in own],
