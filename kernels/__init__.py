@@ -19,6 +19,7 @@ from .factored import FactoredRow, factored
 from .pack_bits import pack_bits, unpack_bits
 from .positions import count, positions
 from .quantise import dequantise, mean, mean_of_words, quantise
+from .sample import SampleRow, sample, sample_table
 from .scape import ScapeRow, moment, moment_table, scape, scape_table
 from .top_k import TopKRow, top_k
 
@@ -30,6 +31,7 @@ __all__ = [
     "EncodeRow",
     "FactoredRow",
     "Programs",
+    "SampleRow",
     "ScapeRow",
     "Table",
     "TopKRow",
@@ -52,6 +54,8 @@ __all__ = [
     "positions",
     "programs",
     "quantise",
+    "sample",
+    "sample_table",
     "scape",
     "scape_table",
     "top_k",

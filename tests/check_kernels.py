@@ -29,7 +29,7 @@ POINTERS = {
     "rows_of": "*i32", "chunks": "*i32", "body": "*fp32", "dropped": "*fp32", "noise": "*fp32",
     "message": "*u8", "received": "*u8", "gathered": "*u8", "codes": "*i8", "out": "*fp32", "place": "i32",
     "stride": "i32", "scales_at": "i32", "codes_at": "i32", "own_codes_at": "i32", "ranks": "i32", "count": "i32",
-    "header": "*fp32",
+    "header": "*fp32", "factors": "*i64", "said": "*fp32",
 }  # fmt: skip
 F32, BF16 = tl.float32, tl.bfloat16
 WIDE = dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16)
@@ -56,6 +56,11 @@ CASES = {
     "top_k._count_equal": [dict(TYPE=F32)],
     "top_k._select": [dict(TYPE=F32)],
     "code._encode": [{}],
+    "sample._sample": [
+        dict(TYPE=F32, WORD=tl.int32, BITS=16, BLOCK=512),
+        dict(TYPE=BF16, WORD=tl.int16, BITS=16, BLOCK=512),
+        dict(TYPE=tl.float64, WORD=tl.int64, BITS=16, BLOCK=512),
+    ],
     "code._decode": [{}],
     "factored._factored": [
         dict(ST=F32, VT=F32, GT=F32, PT=F32, ROUNDS=True, ALIGN=16, ROWS=16, COLUMNS=128),
@@ -81,7 +86,7 @@ def source(kernel: triton.JITFunction, constants: dict) -> ASTSource:
 
 def compiled(kernel: triton.JITFunction, constants: dict, target: GPUTarget) -> dict:
     """The kernel in every form that the compiler has it in."""
-    if "BLOCK" in kernel.arg_names:
+    if "BLOCK" in kernel.arg_names and "BLOCK" not in constants:
         constants = constants | {"BLOCK": 16 * 1024 if "PART" in constants else 1024}
     return triton.compile(source(kernel, constants), target, {"enable_fp_fusion": False}).asm
 
@@ -111,7 +116,18 @@ for name, cases in CASES.items():
                 assert re.search(r"ld\.global\.v4", forms["ptx"]), f"{name} loads one number at a time"
 kernels = {
     f"{module}.{name}"
-    for module in ("positions", "pack_bits", "compact", "adamw", "scape", "top_k", "code", "quantise", "factored")
+    for module in (
+        "positions",
+        "pack_bits",
+        "compact",
+        "adamw",
+        "scape",
+        "top_k",
+        "code",
+        "sample",
+        "quantise",
+        "factored",
+    )
     for name, value in vars(sys.modules[f"{compopt_kernels.__name__}.{module}"]).items()
     if isinstance(value, triton.JITFunction)
     and value.fn.__module__.endswith(module)

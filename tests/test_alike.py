@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt._engine.alike import BITS, SAMPLE, sample
+from compopt._engine.alike import sample
+from compopt._ops.samples import BITS, SAMPLE
 
 
 def wrapped_again(rank: int) -> dict:
@@ -121,3 +122,37 @@ def test_a_code_of_a_few_gradients(n, dtype):
     assert not torch.equal(sample([other], g.device), code)
     for nothing in ([], [None], [g * 0], [torch.full_like(g, float("nan"))]):
         assert sample(nothing, g.device).tolist() == [0.0] * 2 * BITS + [1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_find_the_same_code(dtype):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels run on the GPU then")
+    from compopt._ops.triton.ops import TritonOps
+
+    ops, draw = TritonOps(), torch.Generator().manual_seed(0)
+    sizes = [1, SAMPLE - 1, SAMPLE, SAMPLE + 1, 5 * SAMPLE + 3]
+    gs = [torch.randn(n, generator=draw).to(dtype) for n in sizes]
+    tiny, huge = gs[1] * 0, gs[0].clone()
+    tiny[510] = torch.finfo(dtype).tiny  # the last that is looked at
+    huge[0] = torch.finfo(dtype).max
+    wrong = [torch.full_like(gs[0], x) for x in (float("nan"), float("inf"), -float("inf"))]
+    turned = torch.randn(40, 30, generator=draw).to(dtype).t()
+    some = [
+        gs,
+        gs[:1],
+        gs[::-1],
+        [turned],
+        [tiny],
+        [huge],
+        [gs[0] * 0, tiny],
+        [tiny * 0, gs[0] * 0],
+        gs[4:],
+        [gs[4][:700]],
+    ]
+    for given in some + [[*gs, x] for x in wrong]:
+        expected = sample(given, gs[0].device)
+        for _ in range(2):  # of a table that is made, and that is kept
+            assert torch.equal(sample(given, gs[0].device, ops.sample), expected)
+    assert expected[-1] == 1 and sample([huge], gs[0].device, ops.sample)[-1] == 0

@@ -9,23 +9,15 @@ run, is noticed within two steps.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .._state.devices import pinned
-from .._state.tensors import upload
+from .._ops.samples import NOTHING, code
 from .._wire.control import differ
 
-# the largest tensors of the last bucket, and elements of each: what every step looks at
-TENSORS, SAMPLE = 8, 512
-BITS = 16  # by accident ranks agree on them once in 65,536 steps, which costs a handshake
-WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-NOTHING = [0.0] * 2 * BITS + [1.0]  # said where there is nothing to compare
-# odd, its bits like drawn ones: low bits of a sum reach high ones
-SPREAD = 0x9E3779B97F4A7C15 - 2**64
+TENSORS = 8  # the largest of the last bucket: what every step looks at
 
 
 class Alike:
@@ -60,50 +52,17 @@ class Alike:
         return same and (self.differed or not handed_over)
 
 
-def sample(grads: list[Tensor | None], device: torch.device) -> Tensor:
-    """Bits of a code of some elements, then their complements, then 1 where there is nothing to
-    compare.
+def sample(
+    grads: Sequence[Tensor | None],
+    device: torch.device,
+    code: Callable[[Sequence[Tensor]], Tensor] = code,
+) -> Tensor:
+    """The ``code`` of some of these gradients, on their device: nobody waits for it.
 
-    Nobody waits for it: it is on the device of the gradients. Zeros only, or a number that is not
-    finite, are nothing: those may well be alike on ranks of different data.
+    Where there are none, that there is nothing to compare.
     """
     there = [g for g in grads if g is not None and g.numel()]
     largest = sorted(there, key=Tensor.numel, reverse=True)[:TENSORS]
     if not largest:
         return torch.tensor(NOTHING, dtype=torch.float32, device=device)
-    some = torch.cat([_some(g.detach().reshape(-1)) for g in largest])
-    fixed = _fixed(some.numel(), some.device)
-    numbers = some.view(WORDS_OF[some.element_size()])
-    code = (numbers * fixed.factors).sum(dtype=torch.int64)
-    most = torch.linalg.vector_norm(some, float("inf"))
-    telling = (most > 0).logical_and_(most < float("inf"))
-    said = (code >> fixed.shifts).bitwise_and_(fixed.ones).bitwise_xor_(fixed.flips)
-    return torch.where(telling, said, fixed.nothing)
-
-
-def _some(flat: Tensor) -> Tensor:
-    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE]
-
-
-class Fixed(NamedTuple):
-    """What a code of so many elements is made with, on their device."""
-
-    factors: Tensor  # an odd one for every place, times SPREAD
-    shifts: Tensor  # to bring each of the highest bits of a code down, twice
-    ones: Tensor  # 1 for each of these, 0 for the last word
-    flips: Tensor  # 1 for their complements
-    nothing: Tensor
-
-
-@lru_cache(maxsize=64)
-def _fixed(count: int, device: torch.device) -> Fixed:
-    """The same tensors for the same: no step makes them anew."""
-    odd = torch.arange(1, 2 * count, 2, dtype=torch.int64, device="cpu").mul_(SPREAD)
-    shifts: list[float] = [*range(64 - BITS, 64)] * 2
-    return Fixed(
-        pinned(odd, device).to(device, non_blocking=True),
-        upload([*shifts, 0], torch.int64, device),
-        upload([1.0] * 2 * BITS + [0.0], torch.int64, device),
-        upload([0.0] * BITS + [1.0] * BITS + [0.0], torch.int64, device),
-        upload(NOTHING, torch.float32, device),
-    )
+    return code([g.detach() for g in largest])

@@ -194,7 +194,7 @@ class Step:
         device, buckets = self.engine.device, self.engine.compared.buckets
         try:
             whole = self.problem is None and buckets
-            return sample(buckets[-1].grads() if whole else [None], device)
+            return sample(buckets[-1].grads() if whole else [None], device, self.engine.ops.sample)
         except Exception as error:
             self.problem = error
             return sample([None], device)
