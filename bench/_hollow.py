@@ -20,6 +20,7 @@ import compopt_kernels as kernels
 import torch
 import triton
 from _fleet import SameEverywhere
+from compopt_kernels._blocks import BLOCK
 from torch import Tensor
 from torch.optim import optimizer as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -175,9 +176,9 @@ def _compact(blocks, bits, grads, parts, header, add) -> int:
     return sum(size(b) + size(g) + size(p) + (0 if a is None else len(p) * a.element_size()) for b, g, p, a in rows)
 
 
-def _top_k(blocks, rows) -> int:
+def _top_k(rows) -> int:
     looked_at = sum(5 * size(r.x) + size(r.bits) for r in rows)  # three looks, the equal ones, the bits
-    return looked_at + 16 * blocks.count
+    return looked_at + 16 * sum(-(-r.n // BLOCK) for r in rows)
 
 
 def _count(blocks, bits) -> int:
@@ -188,12 +189,12 @@ def _positions(blocks, bits, starts, sizes) -> int:
     return sum(size(b) for b in bits) + 4 * sum(sizes)
 
 
-def _encode(rows, words, *_) -> int:
-    return 2 * sum(size(r.bits) for r in rows) + size(words)
+def _encode(rows, *_) -> int:
+    return 2 * sum(size(r.bits) for r in rows)
 
 
-def _decode(rows, words, *_) -> int:
-    return 2 * sum(size(r.message) for r in rows) + size(words)
+def _decode(rows, *_) -> int:
+    return 2 * sum(size(r.message) for r in rows)
 
 
 def _quantise(cut, body, dropped, noise, place, messages, *_) -> int:
@@ -224,11 +225,11 @@ MOVED: dict[str, Callable[..., int]] = {
         blocks, bits, grads, parts, header, add
     ),
     "moment": _moment,
-    "top_k": _top_k,
+    "top_k": lambda blocks, rows: _top_k(rows),
     "count": _count,
     "positions": _positions,
-    "encode": _encode,
-    "decode": _decode,
+    "encode": lambda blocks, rows, words: _encode(rows) + size(words),
+    "decode": lambda blocks, rows, words: _decode(rows) + size(words),
     "quantise": _quantise,
     "mean": _mean,
     "dequantise": _dequantise,
@@ -241,6 +242,10 @@ TABLES: dict[str, Callable[..., int]] = {
     "scape_table": lambda blocks, rows: _scape(blocks, None, None, rows),
     "moment_table": lambda blocks, rows: _moment(blocks, None, rows),
     "compact_table": _compact,
+    "count_table": _count,
+    "top_k_table": _top_k,
+    "encode_table": _encode,
+    "decode_table": _decode,
 }
 
 
@@ -251,6 +256,8 @@ def _weighed(name: str) -> Callable[..., Any]:
         if Counts.running is not None:
             tables = [x for x in args if isinstance(x, kernels.Table)]
             Counts.running.moved += by_table[tables[0]] if tables else MOVED[name](*args, **options)
+            if tables and name in ("encode", "decode"):
+                Counts.running.moved += size(args[-1])
         return function(*args, **options)
 
     return weighed

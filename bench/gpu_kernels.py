@@ -131,14 +131,16 @@ def codes(n: int, device: torch.device) -> dict[str, Operation]:
     bits = math.pack_bits(flags)
     code = torch.zeros((given.length + 3) // 4, dtype=torch.int32, device=device)
     encoded = [kernels.EncodeRow(8 * len(bits), bits, 0, *coded)]
-    kernels.encode(encoded, code)
+    blocks = kernels.cut((8 * len(bits),), device)
+    kernels.encode(blocks, encoded, code)
     message = code.view(torch.uint8)[: given.length]
     upper, row_bits, low = coded
     rows = [kernels.CodeRow(upper, message, 8 * p.first, row_bits, low) for p in (part, other)]
     words = torch.zeros((other.last + 3) // 4, dtype=torch.int32, device=device)
+    uppers = kernels.cut((upper, upper), device)
     return {
-        "encode 0.01": Operation(lambda: kernels.encode(encoded, code), len(bits) + given.length),
-        "decode 0.01": Operation(lambda: kernels.decode(rows, words), 2 * given.length + 4 * len(words)),
+        "encode 0.01": Operation(lambda: kernels.encode(blocks, encoded, code), len(bits) + given.length),
+        "decode 0.01": Operation(lambda: kernels.decode(uppers, rows, words), 2 * given.length + 4 * len(words)),
     }
 
 

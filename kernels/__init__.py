@@ -13,15 +13,15 @@ is imported.
 from ._blocks import INTERPRETED, Blocks, Table, cut
 from ._programs import Programs, programs
 from .adamw import AdamWRow, adamw, adamw_table
-from .code import CodeRow, EncodeRow, decode, encode
+from .code import CodeRow, EncodeRow, decode, decode_table, encode, encode_table
 from .compact import compact, compact_known, compact_table
 from .factored import FactoredRow, factored
 from .pack_bits import pack_bits, unpack_bits
-from .positions import count, positions
+from .positions import count, count_table, positions
 from .quantise import dequantise, mean, mean_of_words, quantise
 from .sample import SampleRow, sample, sample_table
 from .scape import ScapeRow, moment, moment_table, scape, scape_table
-from .top_k import TopKRow, top_k
+from .top_k import TopKRow, top_k, top_k_table
 
 __all__ = [
     "INTERPRETED",
@@ -41,10 +41,13 @@ __all__ = [
     "compact_known",
     "compact_table",
     "count",
+    "count_table",
     "cut",
     "decode",
+    "decode_table",
     "dequantise",
     "encode",
+    "encode_table",
     "factored",
     "mean",
     "mean_of_words",
@@ -59,5 +62,6 @@ __all__ = [
     "scape",
     "scape_table",
     "top_k",
+    "top_k_table",
     "unpack_bits",
 ]

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import cut, inlined, own_block, rank, read, selected, table
+from ._blocks import Blocks, Table, inlined, own_block, rank, read, selected
 from .positions import count
 
 BITS = tl.constexpr(1)
@@ -90,17 +91,29 @@ def _decode(where, table, starts, words, BLOCK: tl.constexpr):
     _set_bit(words, tl.load(row + FIRST) + position, ours)
 
 
-def encode(rows: Sequence[EncodeRow], words: Tensor, block: int | None = None) -> None:
-    """Write the codes of the set bits to ``words``, messages as int32 of zeros."""
-    device = words.device
-    blocks = cut(tuple(row.n for row in rows), device, block)
-    starts = count(blocks, [row.bits for row in rows])
-    blocks.run(_encode, table(rows, device), starts, words)
+def encode_table(rows: Sequence[EncodeRow], device: torch.device) -> Table:
+    """These rows, for ``encode``."""
+    return Table(rows, device, FIELDS=len(EncodeRow._fields))
 
 
-def decode(rows: Sequence[CodeRow], words: Tensor, block: int | None = None) -> None:
-    """Set the bits that the messages code in ``words``, packed masks as int32 of zeros."""
-    device = words.device
-    blocks = cut(tuple(row.upper for row in rows), device, block)
-    starts = count(blocks, [row.message for row in rows])
-    blocks.run(_decode, table(rows, device), starts, words)
+def encode(blocks: Blocks, rows: Sequence[EncodeRow] | Table, words: Tensor) -> None:
+    """Write the codes of the set bits to ``words``, messages as int32 of zeros.
+
+    ``blocks``: over the rows' ``n``.
+    """
+    table = rows if isinstance(rows, Table) else encode_table(rows, words.device)
+    blocks.run(_encode, table.under(), count(blocks, table), words)
+
+
+def decode_table(rows: Sequence[CodeRow], device: torch.device) -> Table:
+    """These rows, for ``decode``."""
+    return Table(rows, device, FIELDS=len(CodeRow._fields))
+
+
+def decode(blocks: Blocks, rows: Sequence[CodeRow] | Table, words: Tensor) -> None:
+    """Set the bits that the messages code in ``words``, packed masks as int32 of zeros.
+
+    ``blocks``: over the rows' ``upper``.
+    """
+    table = rows if isinstance(rows, Table) else decode_table(rows, words.device)
+    blocks.run(_decode, table.under(), count(blocks, table), words)

@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import TYPES, Blocks, own_block, rank, selected, table, write
+from ._blocks import TYPES, Blocks, Table, own_block, rank, selected, table, write
 
 BITS, OUT, SIZE = (tl.constexpr(f) for f in (1, 2, 3))
 
 
 @triton.jit
-def _count(where, table, counts, BLOCK: tl.constexpr):
-    block, row, i, there = own_block(where, table, 2, BLOCK)
+def _count(where, table, counts, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    block, row, i, there = own_block(where, table, FIELDS, BLOCK)
     tl.store(counts + block, tl.sum(selected(row, BITS, i, there), 0))
 
 
@@ -28,14 +28,20 @@ def _positions(where, table, starts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
     write(row, OUT, at, (chosen == 1) & (at < tl.load(row + SIZE)), i, TYPE)
 
 
-def count(blocks: Blocks, bits: Sequence[Tensor | None]) -> Tensor:
+def count_table(blocks: Blocks, bits: Sequence[Tensor | None]) -> Table:
+    """These masks, for ``count``."""
+    return Table(zip(blocks.lengths, bits, strict=True), blocks.where.device, FIELDS=2)
+
+
+def count(blocks: Blocks, bits: Sequence[Tensor | None] | Table) -> Tensor:
     """For each block the number of its tensor's elements selected before it, int64.
 
-    ``bits``: a packed mask for each tensor; None: all its elements are selected.
+    ``bits``: a packed mask for each tensor; None: all its elements are selected. Or a table of rows
+    that have these in their second field.
     """
-    device = blocks.where.device
-    counts = torch.empty(blocks.count, dtype=torch.int32, device=device)
-    blocks.run(_count, table(list(zip(blocks.lengths, bits, strict=True)), device), counts)
+    table = bits if isinstance(bits, Table) else count_table(blocks, bits)
+    counts = torch.empty(blocks.count, dtype=torch.int32, device=table.device)
+    blocks.run(_count, table.under(), counts, FIELDS=table.constants["FIELDS"])
     return blocks.starts(counts)
 
 

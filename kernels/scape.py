@@ -37,7 +37,8 @@ class ScapeRow(NamedTuple):
     ``held`` (None: everywhere); ``m`` gets the new one, at ``bits``. ``update``: 0 leaves
     everything as it is. ``x`` gets line 10's x of the elements ``begin`` to ``end``. ``public``: a
     copy of ``w`` in lower precision. ``dropped``: what rounding took off what was sent, at
-    ``bits``.
+    ``bits``. ``ahead``: of ``moment``, how many blocks there are before it in ``held_starts``
+    beyond those in the launch.
     """
 
     n: int
@@ -56,14 +57,30 @@ class ScapeRow(NamedTuple):
     begin: int = 0
     end: int = 0
     dropped: Tensor | None = None
+    ahead: int = 0
 
 
 # Read or written from one end to the other.
 WHOLE = ("w", "residual", "grad", "public")
 FIELDS = tl.constexpr(len(ScapeRow._fields))
-BITS, HELD, OLD, VALUES, W, M, STEP, UPDATE, RESIDUAL, GRAD, PUBLIC, X, BEGIN, END, DROPPED = (
-    tl.constexpr(f) for f in range(1, 16)
-)
+(
+    BITS,
+    HELD,
+    OLD,
+    VALUES,
+    W,
+    M,
+    STEP,
+    UPDATE,
+    RESIDUAL,
+    GRAD,
+    PUBLIC,
+    X,
+    BEGIN,
+    END,
+    DROPPED,
+    AHEAD,
+) = (tl.constexpr(f) for f in range(1, 17))
 
 
 @inlined
@@ -80,7 +97,8 @@ def _moment(where, table, held_starts, ST: tl.constexpr, GT: tl.constexpr, BLOCK
     begin = tl.load(row + BEGIN)
     inside = there & (i >= begin) & (i < tl.load(row + END))
     held = selected(row, HELD, i, there)
-    old = read(row, OLD, rank(held, held_starts, block), inside & (held == 1), ST)
+    starts = held_starts + tl.load(row + AHEAD)
+    old = read(row, OLD, rank(held, starts, block), inside & (held == 1), ST)
     write(row, X, i - begin, inside, _x(row, table, i, inside, old, ST, GT, 1), ST)
 
 

@@ -18,17 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ._blocks import (
-    HEAD,
     HEAD_,
     TYPES,
     Blocks,
+    Table,
     cut,
     inlined,
     on,
     own_block,
     rank,
     read,
-    table,
     write,
 )
 from .pack_bits import to_bytes
@@ -49,7 +48,7 @@ class TopKRow(NamedTuple):
     bits: Tensor
 
 
-FIELDS, X, BITS = tl.constexpr(4), tl.constexpr(2), tl.constexpr(3)
+FIELDS, K, X, BITS = (tl.constexpr(f) for f in (4, 1, 2, 3))
 BINS_ = tl.constexpr(BINS)
 
 
@@ -94,15 +93,16 @@ def _histogram(
 
 
 @triton.jit
-def _descend(prefix, wanted, bins, WIDTH: tl.constexpr):
-    """Go on in the bin that holds the wanted-th largest; those in higher bins are selected."""
+def _descend(table, prefix, taken, bins, WIDTH: tl.constexpr):
+    """Go on in the bin that holds the k-th largest; those in higher bins are taken."""
     t = tl.program_id(0)
     b = tl.arange(0, BINS_)
-    counts, want = tl.load(bins + t.to(tl.int64) * BINS_ + b), tl.load(wanted + t)
+    counts, so_far = tl.load(bins + t.to(tl.int64) * BINS_ + b), tl.load(taken + t)
+    want = tl.load(table + HEAD_ + t * FIELDS + K) - so_far
     at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
     # The highest, where none is.
     chosen = tl.minimum(tl.sum((at_least >= want).to(tl.int32), 0) - 1, (1 << WIDTH) - 1)
-    tl.store(wanted + t, want - tl.sum(tl.where(b > chosen, counts, 0), 0))
+    tl.store(taken + t, so_far + tl.sum(tl.where(b > chosen, counts, 0), 0))
     tl.store(prefix + t, (tl.load(prefix + t) << WIDTH) + chosen)
 
 
@@ -116,28 +116,33 @@ def _count_equal(where, table, prefix, counts, TYPE: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _select(where, table, prefix, wanted, starts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+def _select(where, table, prefix, taken, starts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
     block, row, i, there = own_block(where, table, FIELDS, BLOCK)
     number = tl.load(where + 2 * block)
     key, last = _magnitude(row, i, there, TYPE), tl.load(prefix + number)
     equal = (there & (key == last)).to(tl.int32)
-    taken = (equal == 1) & (rank(equal, starts, block) < tl.load(wanted + number))
-    flags = (there & (key > last)) | taken
+    left = tl.load(row + K) - tl.load(taken + number)
+    flags = (there & (key > last)) | ((equal == 1) & (rank(equal, starts, block) < left))
     at = tl.load(where + 2 * block + 1) // 8 + tl.arange(0, BLOCK // 8)
     write(row, BITS, at, at < (tl.load(row) + 7) // 8, to_bytes(flags, BLOCK), tl.uint8)
 
 
-def top_k(blocks: Blocks, rows: Sequence[TopKRow]) -> None:
+def top_k_table(rows: Sequence[TopKRow]) -> Table:
+    """These rows, for ``top_k``."""
+    return Table(rows, rows[0].x.device, TYPE=TYPES[rows[0].x.dtype])
+
+
+def top_k(blocks: Blocks, rows: Sequence[TopKRow] | Table) -> None:
     """The k largest |x| of each row, k of 0 to n, as a packed mask in ``row.bits``.
 
     NaN counts as the largest.
     """
-    device = blocks.where.device
-    addresses, kind = table(rows, device), TYPES[rows[0].x.dtype]
+    table = rows if isinstance(rows, Table) else top_k_table(rows)
+    addresses, kind = table.under(), table.constants["TYPE"]
+    device, n = table.device, len(blocks.lengths)
     wide = cut(blocks.lengths, device, blocks.size * CHUNKS)
-    wanted = table([[row.k] for row in rows], device)[HEAD:]
-    zeros = torch.zeros((len(PASSES) * BINS + 1) * len(rows), dtype=torch.int64, device=device)
-    *all_bins, prefix = zeros.split([*[BINS * len(rows)] * len(PASSES), len(rows)])
+    zeros = torch.zeros((len(PASSES) * BINS + 2) * n, dtype=torch.int64, device=device)
+    *all_bins, prefix, taken = zeros.split([*[BINS * n] * len(PASSES), n, n])
     prefix = prefix.view(torch.int32)
     for (shift, width), bins in zip(PASSES, all_bins, strict=True):
         wide.run(
@@ -151,7 +156,7 @@ def top_k(blocks: Blocks, rows: Sequence[TopKRow]) -> None:
             PART=blocks.size,
         )
         with on(device):
-            _descend[(len(rows),)](prefix, wanted, bins, WIDTH=width)
+            _descend[(n,)](addresses, prefix, taken, bins, WIDTH=width)
     counts = torch.empty(blocks.count, dtype=torch.int32, device=device)
     blocks.run(_count_equal, addresses, prefix, counts, TYPE=kind)
-    blocks.run(_select, addresses, prefix, wanted, blocks.starts(counts), TYPE=kind)
+    blocks.run(_select, addresses, prefix, taken, blocks.starts(counts), TYPE=kind)

@@ -22,7 +22,7 @@ OLD = triton.__version__.startswith("3.2.")  # it has no linker of its own for A
 if not OLD:
     TARGETS.append(GPUTarget("hip", "gfx942", 64))
 POINTERS = {
-    "where": "*i64", "tiles": "*i64", "table": "*i64", "starts": "*i64", "held_starts": "*i64", "wanted": "*i64",
+    "where": "*i64", "tiles": "*i64", "table": "*i64", "starts": "*i64", "held_starts": "*i64", "taken": "*i64",
     "bounds": "*i64",
     "bins": "*i64",
     "counts": "*i32", "words": "*i32", "prefix": "*i32", "mask": "*u8", "bits": "*u8", "n": "i64",
@@ -36,7 +36,7 @@ WIDE = dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16)
 LOW = dict(ST=F32, VT=BF16, GT=BF16, PT=BF16, ALIGN=1)
 CASES = {
     "_blocks._starts": [dict(PART=2048)],
-    "positions._count": [{}],
+    "positions._count": [dict(FIELDS=2), dict(FIELDS=5)],
     "positions._positions": [dict(TYPE=tl.int32), dict(TYPE=tl.int64)],
     "pack_bits._pack": [{}],
     "pack_bits._unpack": [{}],

@@ -266,9 +266,9 @@ def test_code(device, density):
         coded.append(kernels.EncodeRow(n, bits.to(device), 8 * rank * deal.length, upper, row_bits, low))
         expected.append(_deal.encode(flags.nonzero().view(-1), bits, deal, rank))
         rows.append(kernels.CodeRow(upper, message, 8 * part.first, row_bits, low))
-    kernels.encode(coded, code, block=1024)
+    kernels.encode(kernels.Blocks([row.n for row in coded], device, 1024), coded, code)
     assert torch.equal(messages[: 2 * deal.length].cpu(), torch.cat(expected))
-    kernels.decode(rows, words, block=1024)
+    kernels.decode(kernels.Blocks([row.upper for row in rows], device, 1024), rows, words)
     assert torch.equal(words.view(torch.uint8)[: deal.parts[-1].last].cpu(), _math.pack_bits(torch.cat(whole)))
 
 

@@ -63,7 +63,8 @@ def _radius_commits(
     ops: TritonOps, asked: list[Together]
 ) -> Iterator[tuple[Together, list[Tensor]]]:
     """For buckets that one launch takes."""
-    blocks, h = blocks_of_all(asked), asked[0].bucket.group
+    buckets = [one.bucket for one in asked]
+    blocks, h = blocks_of_all(buckets), buckets[0].group
     gates = [one.bucket.gates(one.args[0]) for one in asked]
     chosen = [scores(one.bucket, ops, one.args[1]) for one in asked]
     copies: list[Copies] = []
@@ -88,7 +89,7 @@ def _radius_commits(
     rows = ops.tables(("radius", asked[0].bucket.index), key, table)
     count_up(asked)
     hyper = {name: h[name] for name in HYPER}
-    starts = starts_of_all(asked, [one.args[2] for one in asked])
+    starts = starts_of_all(buckets, [one.args[2] for one in asked])
     kernels.adamw(blocks, starts, rows, lr=float(h["lr"]), **hyper)
     for n, (one, score) in enumerate(zip(asked, chosen, strict=True)):
         bucket = one.bucket
@@ -136,7 +137,8 @@ def adams_commits(ops: TritonOps, asked: list[Together]) -> list[None]:
 
 def _adams_commits(ops: TritonOps, asked: list[Together]) -> None:
     """For buckets that one launch takes."""
-    blocks, h = blocks_of_all(asked), asked[0].bucket.group
+    buckets = [one.bucket for one in asked]
+    blocks, h = blocks_of_all(buckets), buckets[0].group
     gates = [one.bucket.gates(one.args[0]) for one in asked]
     copies: list[Copies] = []
 
@@ -228,7 +230,8 @@ def _momenta_apart(asked: list[Together]) -> list[Before]:
 
 def _scape_commits(ops: TritonOps, asked: list[Together], olds: list[Before]) -> None:
     """All but the selection, for buckets that one launch takes."""
-    blocks, h, factor = blocks_of_all(asked), asked[0].bucket.group, asked[0].args[3]
+    buckets = [one.bucket for one in asked]
+    blocks, h, factor = blocks_of_all(buckets), buckets[0].group, asked[0].args[3]
     gates = [one.bucket.gates(one.args[0]) for one in asked]
     grads = [one.bucket.grads() for one in asked]
     copies: list[Copies] = []
@@ -256,8 +259,8 @@ def _scape_commits(ops: TritonOps, asked: list[Together], olds: list[Before]) ->
     names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")
     kernels.scape(
         blocks,
-        starts_of_all(asked, [one.args[1] for one in asked]),
-        starts_of_all(asked, [one.bucket.cache["mask"] for one in asked]),
+        starts_of_all(buckets, [one.args[1] for one in asked]),
+        starts_of_all(buckets, [bucket.cache["mask"] for bucket in buckets]),
         rows,
         lr=float(h["lr"]),
         clip=factor,

@@ -52,7 +52,7 @@ def counted(ops: TritonOps, asked: list[Together]) -> list[None]:
     for one in asked:
         by_device.setdefault(one.bucket.device, []).append(one)
     for ours in by_device.values():
-        note_starts([one.bucket for one in ours], [one.args[0] for one in ours])
+        note_starts(ops.tables, [one.bucket for one in ours], [one.args[0] for one in ours])
     return [None] * len(asked)
 
 
@@ -70,6 +70,6 @@ def found_next(ops: TritonOps, asked: list[Together]) -> list[Mask]:
         flats = decoded([one.args for one in ours])
         _copy([(one.bucket.flat["next_mask"], flat) for one, flat in zip(ours, flats, strict=True)])
         own = [one.args[0].mask(one.bucket.state["next_mask"]) for one in ours]
-        note_starts([one.bucket for one in ours], own)
+        note_starts(ops.tables, [one.bucket for one in ours], own)
         masks |= zip(map(id, ours), own, strict=True)
     return [masks[id(one)] for one in asked]

@@ -8,8 +8,8 @@ not equal to the key of the step before is made anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
-import compopt_kernels as kernels
 from torch import Tensor
 
 from ..._state.buckets import Bucket, Gate
@@ -19,24 +19,28 @@ from ..._wire.requests import Payload
 
 # What addresses follow from; None: from more than is known, so that nothing is kept.
 Key = tuple[object, ...] | None
+Made = TypeVar("Made")
 
 
 class Tables:
     """The tables of one back end's launches, the last of each use."""
 
     def __init__(self) -> None:
-        self._held: dict[object, tuple[Key, kernels.Table]] = {}
+        self._held: dict[object, tuple[Key, Any]] = {}
 
-    def __call__(self, use: object, key: Key, make: Callable[[], kernels.Table]) -> kernels.Table:
-        """The table that was kept for this ``use``; where that had another ``key``, a new one."""
+    def __call__(self, use: object, key: Key, make: Callable[[], Made]) -> Made:
+        """What was kept for this ``use``, a table or several; where that had another ``key``, a new
+        one.
+        """
         held = self._held.get(use)
         if key is not None and held is not None and held[0] == key:
-            return held[1]
+            made: Made = held[1]
+            return made
         self._held.pop(use, None)
-        table = make()
+        made = make()
         if key is not None:
-            self._held[use] = key, table
-        return table
+            self._held[use] = key, made
+        return made
 
 
 def addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
@@ -56,10 +60,13 @@ def addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
 
 def bits_places(bucket: Bucket, mask: Mask) -> Key:
     """What tells where the bits of a mask lie: in a state of the bucket, or where they say."""
-    for name, held in bucket.state.items():
-        if mask.bits is held:
-            return name, bucket.made
-    return known(addresses(mask.bits))
+    name = state_of(bucket, mask)
+    return known(addresses(mask.bits)) if name is None else (name, bucket.made)
+
+
+def state_of(bucket: Bucket, mask: Mask) -> str | None:
+    """Which state of the bucket the bits of a mask are; None where they are none."""
+    return next((name for name, held in bucket.state.items() if mask.bits is held), None)
 
 
 def known(*parts: object) -> Key:

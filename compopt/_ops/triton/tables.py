@@ -13,6 +13,7 @@ from ..._state.gates import flags_of
 from ..._state.masks import Mask, Tensors
 from ..._wire.requests import Together
 from .. import gated
+from .places import Tables, bits_places, known, state_of
 
 
 def blocks_of(bucket: Bucket) -> kernels.Blocks:
@@ -27,18 +28,10 @@ def starts_of(bucket: Bucket, mask: Mask) -> Tensor:
     return mask.starts
 
 
-def starts_between(bucket: Bucket, mask: Mask, first: int, last: int) -> Tensor:
-    """``starts_of`` the blocks of tensors ``first`` to ``last``."""
-    counts = blocks_of(bucket).per_tensor
-    begin, end = sum(counts[:first]), sum(counts[:last])
-    starts: Tensor = starts_of(bucket, mask)[begin:end]
-    return starts
-
-
-def starts_of_all(asked: list[Together], masks: Sequence[Mask]) -> Tensor:
-    """``starts_of`` the buckets of all these."""
+def starts_of_all(buckets: Sequence[Bucket], masks: Sequence[Mask]) -> Tensor:
+    """``starts_of`` all these buckets."""
     if not any(mask.sparse for mask in masks):
-        firsts: Tensor = blocks_of_all(asked).firsts
+        firsts: Tensor = blocks_of_all(buckets).firsts
         return firsts
     found = masks[0].together
     if found is not None and all(
@@ -48,15 +41,20 @@ def starts_of_all(asked: list[Together], masks: Sequence[Mask]) -> Tensor:
         for n, mask in enumerate(masks)
     ):
         return found[0]
-    buckets = (one.bucket for one in asked)
-    return joined([starts_of(*pair) for pair in zip(buckets, masks, strict=True)])
+    starts = [starts_of(*pair) for pair in zip(buckets, masks, strict=True)]
+    return starts[0] if len(starts) == 1 else torch.cat(starts)
 
 
-def note_starts(buckets: Sequence[Bucket], masks: Sequence[Mask]) -> None:
+def note_starts(tables: Tables, buckets: Sequence[Bucket], masks: Sequence[Mask]) -> None:
     """Find ``starts_of`` several masks together."""
-    lengths = tuple(n for bucket in buckets for n in bucket.lengths)
-    blocks = kernels.cut(lengths, buckets[0].device)
-    starts = kernels.count(blocks, [bits for mask in masks for bits in mask.bits])
+    blocks = blocks_of_all(buckets)
+    pairs = [*zip(buckets, masks, strict=True)]
+    table = tables(
+        ("count", buckets[0].index, state_of(*pairs[0])),
+        known(*(known(bucket, bits_places(bucket, mask)) for bucket, mask in pairs)),
+        lambda: kernels.count_table(blocks, [bits for mask in masks for bits in mask.bits]),
+    )
+    starts = kernels.count(blocks, table)
     counts = [blocks_of(bucket).count for bucket in buckets]
     for n, (mask, own) in enumerate(zip(masks, starts.split(counts), strict=True)):
         mask.starts, mask.together = own, (starts, n, len(masks))
@@ -105,14 +103,10 @@ def alike(asked: list[Together]) -> list[list[Together]]:
     return list(groups.values())
 
 
-def blocks_of_all(asked: list[Together]) -> kernels.Blocks:
+def blocks_of_all(buckets: Sequence[Bucket]) -> kernels.Blocks:
     """Of all tensors of these buckets."""
-    lengths = tuple(n for one in asked for n in one.bucket.lengths)
-    return kernels.cut(lengths, asked[0].bucket.device)
-
-
-def joined(starts: list[Tensor]) -> Tensor:
-    return starts[0] if len(starts) == 1 else torch.cat(starts)
+    lengths = tuple(n for bucket in buckets for n in bucket.lengths)
+    return kernels.cut(lengths, buckets[0].device)
 
 
 def count_up(asked: list[Together]) -> None:
