@@ -32,6 +32,7 @@ import compopt._engine.base as base
 import compopt._engine.late as late
 import compopt._engine.stepping as stepping
 import compopt._engine.verdicts as verdicts
+import compopt._local.norms as norms
 import compopt._ops.backends as backends
 import compopt._state.devices as devices
 from compopt._engine.engine import Engine
@@ -361,6 +362,7 @@ def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
             (stepping, "handshake", _greet),
             (verdicts, "_read", _read),
             (late, "later", _later),
+            (norms, "later", _later),
             (triton.JITFunction, "run", run_kernel),
             (backends, "has_triton_driver", lambda: True),
             (triton_ops, "triton_device", lambda: DEVICE.type),

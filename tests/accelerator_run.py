@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,7 @@ MORE = [
     also("TagcAdamW", "odd", sparsity=0.9, warmup_steps=2, payload_dtype="bfloat16", max_grad_norm=0.5),
     also("TagcAdamW", "sketch", sparsity=0.9, warmup_steps=2, codec="sketch"),
     also("LocalSteps", "int4, fragments", every=4, fragments=2, delay=1, warmup_steps=2, payload_dtype="int4"),
+    also("LocalSteps", "fused", every=2, warmup_steps=2, every_warmup_steps=0, max_grad_norm=0.5, fused=True),
     also("LocalSteps", "int2", every=4, warmup_steps=2, payload_dtype="int2"),
     also("LocalSteps", "offloaded", every=4, fragments=2, delay=1, payload_dtype="int2", offload="outer"),
 ]
@@ -230,6 +232,16 @@ def alone(ranks: sim.Ranks) -> object:
     return step(ranks)
 
 
+def spoiled(ranks: sim.Ranks, number: float) -> object:
+    """The second rank's parameters, or their norm, are not finite where a round ends: it takes the other's average."""
+    ranks.models[1].up.weight.data[3, 5] = ranks.models[1].down.weight.data[3, 5] = number
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        phases = [step(ranks) for _ in range(4)]
+    finite = all(bool(p.isfinite().all()) for model in ranks.models for p in model.parameters())
+    return {"phases": phases, "finite": finite, "rounds": [optimizer.stats.round for optimizer in ranks.optimizers]}
+
+
 def refused(ranks: sim.Ranks) -> object:
     """A gradient of one rank is not finite: nothing of the step is kept, on any."""
     before = on_host([snapshot(optimizer) for optimizer in ranks.optimizers])
@@ -263,6 +275,7 @@ def run(case: Case) -> dict[str, object]:
         looks[name] = dict(running().accesses)
         running().accesses.clear()
 
+    mended = None
     with Device() as device:
         pair = Pair(case)
         note("making")
@@ -275,6 +288,10 @@ def run(case: Case) -> dict[str, object]:
             pair.do("a step without a gradient", without)
             pair.do("parameters are not gathered", functools.partial(lost, number=3))
             note("absent, lost")
+        if "every" in case.compressed:
+            pair.do("parameters whose norm is not finite", functools.partial(spoiled, number=1.5e19))
+            mended = pair.do("parameters that are not finite", functools.partial(spoiled, number=torch.nan))
+            note("spoiled")
         skipped, failed = pair.do("a step that is refused", refused), pair.do("a step that fails", lost)
         note("refused")
         pair.do("a step under a scaler", scaled)
@@ -308,6 +325,7 @@ def run(case: Case) -> dict[str, object]:
         "phases": sorted({phase for both in phases for phase in both}),
         "refused": skipped,
         "failed": failed,
+        "mended": mended,
     }
 
 

@@ -31,8 +31,9 @@ LOOKS = {
     "_engine.verdicts judge_shards": ("TagcAdamW", "sharded: the verdict of all ranks, each of which knows its shard"),
     # in compressed steps of some classes
     "_engine.schedule read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
-    "_local.inner take": ("LocalSteps, rounds", "the rank's own norm: whether to take its own step"),
-    "_local.fragments _differ": ("LocalSteps, rounds", "after an exchange: whether it is finite, and all are due"),
+    "_state.devices synchronize": ("LocalSteps, rounds", "the rank's own norm: whether to take its own step"),
+    "_local.anchors differences": ("LocalSteps, rounds", "a round's end: whether tensors without a gradient moved"),
+    "_local.inner mend": ("LocalSteps, rounds", "parameters that were not finite: which moments are not either"),
     "_lowrank.step _cosines": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),
     "_ops.fused adams_": ("AdamS, its authors'", "bias_correction='adams', or clip='scape': a tensor's own step count"),
     "_ops.commits update_size": ("RadiusAdamW", "a resample: AdamW's bias correction, of a tensor's own step count"),
@@ -108,6 +109,8 @@ def test_steps_saving_and_faults_have_the_bits_of_the_cpu(name, found):
     assert found["differs"] == []
     if not RUNS[name].averaging and RUNS[name].cls.__name__ != "LocalSteps":
         assert found["refused"]["phase"] == "skipped" and found["refused"]["kept"] and found["failed"] is True
+    if found["mended"] is not None:
+        assert found["mended"]["finite"] and found["mended"]["phases"][-1] == ["exchanged", "exchanged"]
     compressed = set(found["phases"]) - {"dense"}
     assert compressed or RUNS[name].cls.__name__ == "AdamS", "no step of this run is compressed"
 

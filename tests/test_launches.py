@@ -30,8 +30,8 @@ MOST = {
     "SCAPE, capturable": (61, 0),
     "Separate, capturable": (173, 0),
     "tracked, capturable": (277, 0),
-    "LocalSteps, between": (33, 1),
-    "LocalSteps, exchange": (277, 3),
+    "LocalSteps, between": (42, 1),
+    "LocalSteps, exchange": (302, 1),
 }
 
 

@@ -103,6 +103,8 @@ class Step:
             engine.known.acquainted = False
         if engine.owner and verdict.applied:
             yield from engine.owner.before_commit()
+        elif engine.owner:
+            engine.owner.skipped(verdict)
         self._apply(verdict)
         if verdict.applied and not engine.told:
             engine.told = True

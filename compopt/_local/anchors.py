@@ -40,3 +40,33 @@ def moved_since(p: Tensor, anchor: Tensor) -> Tensor:
     start = rounded(anchor, p).to(anchor.dtype)
     moved = beside(anchor, p).to(anchor.dtype) - start
     return moved if anchor.grad is None else moved.add_(local(anchor.grad))
+
+
+def differences(
+    params: list[Tensor], anchors: list[nn.Parameter], of: list[int]
+) -> dict[int, Tensor]:
+    """What each of these tensors moved, anchor - w, by its number; without those that cannot have
+    moved: they have no gradient, and are where they began.
+    """
+    idle = [i for i in of if params[i].grad is None]
+    same = [rounded(anchors[i], params[i]).eq(beside(anchors[i], params[i])).all() for i in idle]
+    rests = dict(zip(idle, torch.stack(same).tolist() if same else [], strict=True))
+    return {
+        i: rounded(anchors[i], params[i]).to(anchors[i].dtype) - beside(anchors[i], params[i])
+        for i in of
+        if not rests.get(i)
+    }
+
+
+def bring_(p: Tensor, anchor: Tensor, since: Tensor | None, keeps: float) -> None:
+    """The parameter becomes its anchor, but for the share that it ``keeps`` of what it was when the
+    exchange began; then what was moved ``since``.
+    """
+    w, new = local(p.detach()), local(anchor.detach())
+    if since is None and keeps == 0:
+        w.copy_(new)
+        return
+    wide = beside(anchor, p).to(new.dtype)
+    begun = wide if since is None else wide - since
+    mixed = torch.lerp(new, begun, keeps) if keeps else new
+    w.copy_(mixed if since is None else mixed + since)

@@ -7,24 +7,26 @@ them for its gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._engine.behind import spoil_
 from .._engine.engine import Engine
 from .._engine.handshake import gather
 from .._engine.owner import making_own
 from .._engine.recovery import catch_up
 from .._engine.turns import Turns
 from .._engine.verdicts import Verdict
-from .._state.buckets import local
 from .._state.tensors import laid_out_as
 from .._wire.comm import Comm
 from .._wire.control import Words
 from .._wire.pending import Pending
-from .anchors import anchor_of, beside, moved_since, rounded, wide_copy
+from .anchors import anchor_of, bring_, differences, moved_since, wide_copy
+from .norms import Norm
 from .outer import Outer, begin_momentum, check_outer
 
 # what an exchange waits for when it could be applied, and is not yet to be
@@ -57,12 +59,14 @@ class Fragment:
         # the step at which what is on its way is applied
         self.apply_at: int | None = None
         self.lost = False  # this rank's parameters are not finite, and it takes the others'
-        self.norms = (0.0, 0.0)  # squared: the ranks' mean of their own, and that of their mean
+        self.norms = (0.0, 0.0)  # squared: the mean of the ranks' own, and that of their mean
         self._turns: Generator[Pending, None, None] | None = None
         self._waiting: Pending | None = None
         self._error: Exception | None = None
         self._open = True
         self._squared = 0.0
+        self._norm: Norm | None = None  # of what this rank moved, until it is known to be finite
+        self._again = False  # a rank was lost, and the exchange is repeated without it
         self._moved: list[Tensor] = []
         # which tensors may differ from their anchors, and those of an exchange that is not applied
         # yet; some of them may be frozen by now
@@ -128,6 +132,9 @@ class Fragment:
             if self._waiting is not None and self._waiting is not HELD:
                 yield self._waiting
             yield from self._turns
+            if self._again:
+                self._learn(come=True)
+                yield from self.outer.step_in_turns()
             self.due = False
             if self.mix:  # parameters still differ
                 self._trained |= self._sent
@@ -143,33 +150,38 @@ class Fragment:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._turns = self._waiting = self._error = None
+        self._turns = self._waiting = self._error = self._norm = None
+        self._again = False
         self._moved = []
         for anchor in self.anchors:
             anchor.grad = None
 
     def _differ(self) -> None:
         """The anchors' gradients: anchor - w. A tensor that cannot have moved has none."""
-        found: list[Tensor] = []
-        for i, (p, anchor) in enumerate(zip(self.params, self.anchors, strict=True)):
+        moved = differences(self.params, self.anchors, sorted(self._sent))
+        for i, anchor in enumerate(self.anchors):
             anchor.requires_grad_(i in self._sent)
+            anchor.grad = laid_out_as(anchor.detach(), moved[i]) if i in moved else None
+        self._norm = Norm([*moved.values()])
+        if (norm := self._norm.there) is None:
+            self._learn()
+        else:  # all ranks hear of it, with the verdict
+            spoil_(moved.values(), norm.isfinite())
+
+    def _learn(self, come: bool = False) -> None:
+        """Whether what this rank moved is finite; if it is not, the rank sends nothing."""
+        if self._norm is not None:
+            norm, self._norm = self._norm.read(come), None
+            self.lost = not math.isfinite(norm)
+            self._squared = 0.0 if self.lost else norm * norm
+        for anchor in self.anchors if self.lost else ():
             anchor.grad = None
-            start, w = rounded(anchor, p), beside(anchor, p)
-            if i in self._sent and not (p.grad is None and torch.equal(start, w)):
-                moved = start.to(anchor.dtype) - w
-                anchor.grad = laid_out_as(anchor.detach(), moved)
-                found.append(moved)
-        norm = float(torch.nn.utils.get_total_norm(found)) if found else 0.0
-        self.lost = norm != norm or norm == float("inf")
-        self._squared = 0.0 if self.lost else norm * norm
-        if self.lost:
-            for anchor in self.anchors:
-                anchor.grad = None
 
     # Checkpoints
 
     def saved(self) -> dict[str, Any]:
         """What is needed to go on; what is on its way begins anew, with the same differences."""
+        self._learn()
         grads = [anchor.grad for anchor in self.anchors] if self.on_its_way else None
         return {
             "trained": sorted(self._trained | self._sent),
@@ -241,7 +253,7 @@ class Fragment:
         return self.said
 
     def words(self) -> dict[str, Words]:
-        return {"moved": [self._squared]}
+        return {"moved": [self._squared] if self._norm is None else self._norm.squared()}
 
     def before_commit(self) -> Turns[None]:
         while not self._open:
@@ -253,8 +265,12 @@ class Fragment:
 
     def committed(self, verdict: Verdict) -> None:
         """The anchors are the new ones: bring them to the parameters."""
+        self._learn(come=True)
         self.norms = verdict.agreed["moved"][0], verdict.norm**2
         self.take_anchors(self._moved)
+
+    def skipped(self, verdict: Verdict) -> None:
+        self._again = math.isnan(verdict.agreed["moved"][0])
 
     def take_anchors(self, moved: list[Tensor] | None = None) -> None:
         """w <- mix * w + (1 - mix) * anchor, of w when the exchange began; then what the rank moved
@@ -263,16 +279,8 @@ class Fragment:
         for i, (p, anchor) in enumerate(zip(self.params, self.anchors, strict=True)):
             if not (moved is None or self.lost or i in self._sent):
                 continue  # frozen: whatever has changed it is not ours to undo
-            w, new = local(p.detach()), local(anchor.detach())
             since = moved[i] if moved and not self.lost else None
-            keeps = 0.0 if self.lost or moved is None else self.mix
-            if since is None and keeps == 0:
-                w.copy_(new)
-                continue
-            wide = beside(anchor, p).to(new.dtype)
-            begun = wide if since is None else wide - since
-            mixed = torch.lerp(new, begun, keeps) if keeps else new
-            w.copy_(mixed if since is None else mixed + since)
+            bring_(p, anchor, since, 0.0 if self.lost or moved is None else self.mix)
         self.applied += 1
 
     # Tensors that are frozen or not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import overload
 
+import torch
 from torch import Tensor
 
 
@@ -33,3 +34,18 @@ def scale_(x: Tensor, factor: float | Tensor) -> None:
         x.copy_(x.float().mul_(factor))
     else:
         x.mul_(factor)
+
+
+def scale_all_(xs: list[Tensor], factor: float | Tensor) -> None:
+    """``scale_`` of many; a factor of the device multiplies even where it is 1."""
+    if not isinstance(factor, Tensor):
+        if factor != 1 and xs:
+            torch._foreach_mul_(xs, factor)
+        return
+    for dtype in {x.dtype for x in xs}:
+        same = [x for x in xs if x.dtype == dtype]
+        if dtype.itemsize < 4:
+            for x in same:
+                scale_(x, factor)
+        else:
+            torch._foreach_mul_(same, factor.to(dtype))
