@@ -72,11 +72,9 @@ def averaging_adamw(params: Any, lr: float = 1e-3, weight_decay: float = 1e-2, m
     return compopt.Average(torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, maximize=maximize), **options)
 
 
-def local_adamw(
-    params: Any, lr: float = 1e-3, weight_decay: float = 1e-2, maximize: bool = False, fused: bool | None = None, **options: Any
-):  # fmt: skip
-    adamw = torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, maximize=maximize, fused=fused)
-    return compopt.LocalSteps(adamw, **options)
+def local_adamw(params: Any, fused: bool | None = None, **options: Any):
+    known = {name: options.pop(name) for name in ("lr", "weight_decay", "maximize") if name in options}
+    return compopt.LocalSteps(torch.optim.AdamW(params, fused=fused, **known), **options)
 
 
 def adams(params: Any, **options: Any) -> torch.optim.Optimizer:

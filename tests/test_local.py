@@ -161,5 +161,5 @@ def test_an_outer_optimizer_that_does_not_wait_for_its_verdict_is_refused():
         made.capturable = True
         return made
 
-    with pytest.raises(ValueError, match="outer cannot be capturable: .* capturable=False"):
+    with pytest.raises(ValueError, match=r"outer cannot be capturable: .* capturable=False"):
         train(2, 1, outer=outer)

@@ -23,8 +23,8 @@ def check_outer(outer: object, anchors: list[nn.Parameter]) -> None:
         )
     if outer.capturable:
         raise ValueError(
-            "outer cannot be capturable: where a round ends ranks must know whether it was applied. "
-            "Make it with capturable=False."
+            "outer cannot be capturable: where a round ends ranks must know whether it was "
+            "applied. Make it with capturable=False."
         )
     theirs = [p for group in outer.param_groups for p in group["params"]]
     if len(theirs) != len(anchors) or any(map(lambda p, q: p is not q, theirs, anchors)):
