@@ -60,8 +60,12 @@ class Kind(ABC):
         """
         return 0.0
 
+    def block_rows(self, r: int) -> int | None:
+        """How many rows share one matrix of random numbers, by default (None: all)."""
+        return None
+
     def of_random(self, R: Tensor) -> None:
-        """Make what projects, in place, of random numbers."""
+        """Make what projects, in place, of random numbers: a matrix, or several."""
         return
 
     def of_part(self, part: Tensor, m: int, r: int) -> Tensor:

@@ -43,10 +43,10 @@ class Matrices:
         seed: int,
         step: int,
     ) -> list[Tensor | None]:
-        """For each tensor of the bucket that is projected its (d, r) matrix, valid until the next
-        call.
+        """For each tensor of the bucket that is projected its (d, r) matrix, or with blocks of rows
+        a stack of them, valid until the next call.
         """
-        words = [0 if q is None else (q.d * q.r + 3) // 4 for q in plan]
+        words = [0 if q is None else (q.blocks * q.d * q.r + 3) // 4 for q in plan]
         if not any(words):
             return [None] * len(plan)
         values = self._gaussian(bucket, tuple(zip(numbers, words, strict=True)), seed, step)
@@ -89,7 +89,8 @@ class Matrices:
 
 
 def _matrix(q: Projection, numbers: Tensor) -> Tensor:
-    R = numbers[: q.d * q.r].view(q.d, q.r)
+    R = numbers[: q.blocks * q.d * q.r].view(q.blocks, q.d, q.r)
+    R = R if q.blocks > 1 else R[0]
     q.kind.of_random(R)
     return R
 

@@ -94,6 +94,9 @@ def check_projection(group: Group) -> None:
     require(not adapts, "adaptive", True, "False with projection='tracked'")
     require(kind in KINDS, "projection", kind, " or ".join(map(repr, KINDS)))
     require(interval >= 1, "adapt_interval", interval, "an integer >= 1")
+    height = group["block_rows"]
+    good = height in (None, "auto") or (kind != "tracked" and is_count(height))
+    require(good, "block_rows", height, "None, 'auto' or, of a random projection, an integer >= 1")
 
 
 def check_inside(groups: Iterable[Group]) -> None:

@@ -246,7 +246,7 @@ def projection_of(p: Tensor, h: Group, place: int, whole: bool) -> Projection | 
     """
     ratio, beta = current(h, place)
     shape, sharded = (p.shape, False) if whole else (local(p).shape, is_sharded(p))
-    return projection(shape, sharded, ratio, h["projection"], beta, h["rank"])
+    return projection(shape, sharded, ratio, h["projection"], beta, h["rank"], h["block_rows"])
 
 
 def begun(held: Tensor, random: Tensor | None) -> Tensor | None:

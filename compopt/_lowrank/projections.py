@@ -1,12 +1,13 @@
 """How a tensor is projected: as a matrix H of m rows and d columns.
 
 ``H R`` with R of shape (d, r) crosses the network, and ``scale * (H R) R^T`` is its
-reconstruction.
+reconstruction. Where H is cut into blocks of rows each has an R of its own.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,7 +27,7 @@ class Projection:
 
     ``rows`` and ``columns`` are the tensor as a matrix; ``of_rows``: its rows are projected, not
     its columns. ``r`` is what remains of the projected dimension, ``beta`` the weight of the old
-    error.
+    error, ``height`` how many rows of H share one R (None: all).
     """
 
     rows: int
@@ -35,6 +36,7 @@ class Projection:
     r: int
     kind: Kind
     beta: float
+    height: int | None = None
 
     @property
     def d(self) -> int:
@@ -43,6 +45,11 @@ class Projection:
     @property
     def m(self) -> int:
         return self.columns if self.of_rows else self.rows
+
+    @property
+    def blocks(self) -> int:
+        """How many matrices R it takes."""
+        return 1 if self.height is None else math.ceil(self.m / self.height)
 
     @property
     def scale(self) -> float:
@@ -66,9 +73,34 @@ class Projection:
         return self.kind.of_part(part, self.m, self.r)
 
 
+def by_blocks(
+    R: Tensor, left: Tensor, right: Tensor, height: int | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """R and the rows of two matrices that belong to it: all whole blocks stacked, then the rest.
+
+    R is one matrix, or of each block of ``height`` rows one.
+    """
+    if height is None or R.dim() == 2:
+        yield R, left, right
+        return
+    whole = len(left) // height
+    rows = whole * height
+    if whole:
+        stacked = (x[:rows].unflatten(0, (whole, height)) for x in (left, right))
+        yield R[:whole], *stacked
+    if rows < len(left):
+        yield R[whole], left[rows:], right[rows:]
+
+
 @lru_cache(maxsize=4096)
 def projection(
-    shape: torch.Size, sharded: bool, ratio: float, kind: str, ef_beta: float | str, rank: int = 16
+    shape: torch.Size,
+    sharded: bool,
+    ratio: float,
+    kind: str,
+    ef_beta: float | str,
+    rank: int = 16,
+    block_rows: int | str | None = None,
 ) -> Projection | None:
     """How a tensor of this (local) shape is projected; None when it is sent whole."""
     if len(shape) < 2 or math.prod(shape) == 0:
@@ -80,7 +112,11 @@ def projection(
         return None
     d = rows if cut.of_rows else columns
     beta = how.best_beta(d, cut.r) if isinstance(ef_beta, str) else ef_beta
-    return Projection(rows, columns, cut.of_rows, cut.r, how, beta)
+    m = columns if cut.of_rows else rows
+    height = how.block_rows(cut.r) if isinstance(block_rows, str) else block_rows
+    if height is not None and (how.follows or height >= m):
+        height = None
+    return Projection(rows, columns, cut.of_rows, cut.r, how, beta, height)
 
 
 def as_matrix(shape: torch.Size) -> tuple[int, int]:

@@ -5,6 +5,7 @@ A part of a payload is what is sent of the tensor, or after averaging what came 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from .._ops.gated import writing
 from .._ops.ops import Ops
 from .._state.buckets import Gate
 from .._wire.requests import Payload
-from .projections import Projection
+from .projections import Projection, by_blocks
 
 
 @dataclass
@@ -106,13 +107,19 @@ class Projected:
         A device would write h, and read it again: the product of g is added to that of e.
         """
         e, g = self.e, self.g
-        if not (sums_products(e) and (g is None or g.dtype == e.dtype == out.dtype)):
-            h = self.h()
-            return multiply(h.t() if across else h, right, out=out)
-        parts = [self.q.matrix(x if x is e else x.contiguous()) for x in (e, g) if x is not None]
-        torch.mm(parts[0].t() if across else parts[0], right, out=out)
-        for own in parts[1:]:
-            out.addmm_(own.t() if across else own, right, alpha=self.clipped)
+        if sums_products(e) and (g is None or g.dtype == e.dtype == out.dtype):
+            terms = [(self.q.matrix(e), 1.0)]
+            if g is not None:
+                terms.append((self.q.matrix(g.contiguous()), self.clipped))
+        else:
+            terms = [(self.h(), 1.0)]
+        for number, (term, factor) in enumerate(terms):
+            term = term.t() if across else term
+            for own, rows, into in by_blocks(right, term, out, self.q.height):
+                if number:
+                    add_product_(into, rows, own, factor)
+                else:
+                    multiply(rows, own, into)
 
     def cosine(self, part: Tensor) -> Tensor | float:
         """Between this rank's gradient and the reconstruction of what it sends."""
@@ -120,7 +127,7 @@ class Projected:
         if self.g is None:
             return 0.0
         g = q.matrix(self.g.contiguous()).to(R.dtype)
-        ghat = q.of_part(part).to(R.dtype) @ R.t()
+        ghat = self.expand(q.of_part(part).to(R.dtype), R, torch.empty_like(g))
         lengths = torch.linalg.vector_norm(g) * torch.linalg.vector_norm(ghat)
         cosine: Tensor = (g * ghat).sum() / lengths.clamp_min(torch.finfo(R.dtype).tiny)
         return cosine
@@ -144,18 +151,34 @@ class Projected:
         q, R = self.q, self.R
         p = q.of_part(part).to(R.dtype) * (q.scale * factor)
         if ghat.dtype == R.dtype:
-            torch.mm(p, R.t(), out=q.matrix(ghat))
+            self.expand(p, R, q.matrix(ghat))
             return ghat
         exact = self.ops.scratch(R, ghat.numel()).view(ghat.shape)
-        torch.mm(p, R.t(), out=q.matrix(exact))
+        self.expand(p, R, q.matrix(exact))
         return ghat.copy_(exact)
+
+    def expand(self, p: Tensor, R: Tensor, out: Tensor) -> Tensor:
+        """``p R^T``."""
+        for own, rows, into in by_blocks(R, p, out, self.q.height):
+            torch.matmul(rows, own.mT, out=into)
+        return out
 
     def rows(self, part: Tensor, first: int, last: int) -> Tensor:
         """These rows of line 4's matrix, as the tensor has them."""
         q, R = self.q, self.R
         p = q.of_part(part).to(R.dtype)
-        left, right = (R, p) if q.of_rows else (p, R)
-        return torch.mm(left[first:last], right.t()).mul_(q.scale)
+        if q.of_rows:
+            some = R.new_empty(last - first, q.m)
+            self.expand(p, R[..., first:last, :], some.t())
+            return some.mul_(q.scale)
+        if q.height is not None:  # no more blocks than these rows lie in
+            begin, end = first // q.height, math.ceil(last / q.height)
+            R, p = R[begin:end], p[begin * q.height : end * q.height]
+            first, last = first - begin * q.height, last - begin * q.height
+        else:
+            p, first, last = p[first:last], 0, last - first
+        whole = self.expand(p, R, R.new_empty(len(p), q.d))
+        return whole[first:last].mul_(q.scale)
 
     def feed_back(self, mean: Payload, i: int, factor: float | Tensor, gate: Gate = True) -> None:
         """Line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
@@ -174,10 +197,11 @@ class Projected:
         with writing(self.ops, e, gate) as held:
             if g is not None:
                 add_(held, g, new * self.clipped)
-            if isinstance(new, Tensor):
-                q.matrix(held).addmm_(p * (-new * q.scale), R.t())
-            else:
-                q.matrix(held).addmm_(p, R.t(), alpha=-new * q.scale)
+            factor = -new * q.scale
+            if isinstance(factor, Tensor):
+                p, factor = p * factor, 1.0
+            for own, rows, into in by_blocks(R, p, q.matrix(held), q.height):
+                add_product_(into, rows, own.mT, factor)
 
 
 Sent = Whole | Projected
@@ -231,9 +255,17 @@ def keep(tensors: Sequence[Sent], sent: Payload) -> None:
         tensor.p = copy
 
 
+def add_product_(x: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
+    """``x += factor * a b``, of matrices, or of stacks of them."""
+    if x.dim() == 2:
+        x.addmm_(a, b, alpha=factor)
+    else:
+        x.baddbmm_(a, b, alpha=factor)
+
+
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """The product of two matrices, into one of any dtype."""
+    """The product of two matrices, or of stacks of them, into one of any dtype."""
     if out.dtype == b.dtype:
-        torch.mm(a, b, out=out)
+        torch.matmul(a, b, out=out)
     else:
         out.copy_(a @ b)
