@@ -50,6 +50,7 @@ MORE = [
     also("ScapeAdamS", "sampled", density=0.1, density_warmup_steps=2, selection="sampled"),
     also("SeparateAdam", "tracked", rank=4, warmup_steps=2, max_grad_norm=0.5),
     also("SeparateAdam", "adaptive", projection="gaussian", ratio=8, warmup_steps=0, adaptive=True, adapt_interval=4),
+    also("SeparateAdam", "blocks", projection="gaussian", ratio=8, warmup_steps=2, block_rows=24, max_grad_norm=0.5),
     also("TagcAdamW", "large", sparsity=0.9, warmup_steps=2),
     also("TagcAdamW", "odd", sparsity=0.9, warmup_steps=2, payload_dtype="bfloat16", max_grad_norm=0.5),
     also("TagcAdamW", "sketch", sparsity=0.9, warmup_steps=2, codec="sketch"),

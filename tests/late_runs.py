@@ -44,7 +44,7 @@ CASES: dict[str, Make] = {
     ),
     "SeparateAdam": functools.partial(compopt.SeparateAdam, **GAUSSIAN),
     "SeparateAdam, int8": functools.partial(compopt.SeparateAdam, payload_dtype="int8", **GAUSSIAN),
-    "SeparateAdam, clipped": functools.partial(compopt.SeparateAdam, max_grad_norm=0.2, **GAUSSIAN),
+    "SeparateAdam, clipped": functools.partial(compopt.SeparateAdam, max_grad_norm=0.2, block_rows=20, **GAUSSIAN),
     "SeparateAdam, tracked": functools.partial(compopt.SeparateAdam, lr=1e-2, rank=4, warmup_steps=1),
 }
 # what kernels commit; bfloat16 they cut in the interpreter, where masters round it, and every step would renew those

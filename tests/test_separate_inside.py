@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import compopt
 
 KINDS = {
-    "gaussian": {"projection": "gaussian", "ratio": 4},
+    "gaussian": {"projection": "gaussian", "ratio": 4, "block_rows": 24},  # which divides no number of rows
     "orthonormal": {"projection": "orthonormal", "ratio": 4},
     "tracked": {"projection": "tracked", "rank": 4},
 }

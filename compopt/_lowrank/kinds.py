@@ -61,7 +61,9 @@ class Kind(ABC):
         return 0.0
 
     def block_rows(self, r: int) -> int | None:
-        """How many rows share one matrix of random numbers, by default (None: all)."""
+        """How many rows share one matrix of random numbers where the user leaves it to us (None:
+        all).
+        """
         return None
 
     def of_random(self, R: Tensor) -> None:
@@ -91,6 +93,9 @@ class Random(Kind):
         if r >= d or (too_wide and not of_rows):
             return None
         return Cut(of_rows, r)
+
+    def block_rows(self, r: int) -> int | None:
+        return 4 * r  # a random number for each four elements; 1 r was hardly better
 
 
 def variance(d: int, r: int) -> float:
