@@ -29,7 +29,7 @@ class Two(nn.Module):
         self.down, self.flat = nn.Linear(64, 128), nn.Linear(128, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.flat(self.down(x).tanh()).sum(1, keepdim=True)
+        return self.flat(self.down(x).tanh()).tanh().sum(1, keepdim=True)  # else flat's gradient has rank 1
 
 
 def make(kind=Net, dtype: torch.dtype = torch.float64) -> nn.Module:
