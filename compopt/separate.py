@@ -25,9 +25,9 @@ And one R serves all rows of a matrix, where the paper draws a vector as long as
 for every number it sends. Numbers sent and mean squared error are the same, and m times fewer are
 drawn; but the error stays in the gradient's own column space, and Lemma 4.2 does not hold. Of a
 gradient of rank 1, 16 x 128 at ratio 16, the squared error along one direction of the same column
-space is .126 |g|^2; of one vector it is .008, and the lemma's bound is 3 / 128 = .023. Of a
-gradient of full rank it is .031. Only along directions that have nothing to do with the gradient
-are both alike (.008).
+space is .125 |g|^2; of one vector it is .008, and the lemma's bound is 3 / 128 = .023. Between the
+two are blocks of rows with an R of their own, ``block_rows``: with b blocks the error there is
+.125 / b, so from 6 blocks on the lemma holds, and training loses less (docs/choosing.md).
 """
 
 from __future__ import annotations
@@ -136,6 +136,10 @@ class SeparateAdam(Projecting):
         ratio: how many times smaller a randomly projected tensor is on the wire (None: 16). Its
             smaller side (the last dimension where rows are sharded, or fewer than 64), d long,
             becomes ceil(d / ratio) long; 1 averages dense. Refused where the projection is tracked.
+        block_rows: rows of a randomly projected tensor that share one random matrix (of one whose
+            rows are projected: columns). None: all. "auto": 4 times what is left of the projected
+            side; a random number is drawn for each 4 elements. As many bytes, less error where
+            gradients are of low rank, more to draw. 1 is nearest to the paper.
         ef_beta: weight of the old error in the error feedback. "auto": the most stable, w / (1 + w)
             with w = (d + 1) / r; for orthonormal projections 0, so that nothing is ever dropped. 1:
             no error feedback. A number is taken as given, with a warning where the error would grow
