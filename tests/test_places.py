@@ -303,7 +303,7 @@ def test_starts_of_masks_found_together_are_those_of_each(triton):
     buckets = [make_buckets([{"params": [p], "step": 0}])[0] for p in params]
     draw = torch.Generator().manual_seed(1)
     found = [
-        masks.Mask(b, bits=[torch.randint(0, 256, (560,), dtype=torch.uint8, generator=draw)]) for b in buckets
+        masks.Mask(b, bits=[torch.randint(0, 256, (272,), dtype=torch.uint8, generator=draw)]) for b in buckets
     ]  # fmt: skip
     note_starts(Tables(), buckets, found)
     whole = starts_of_all(buckets, found)
