@@ -274,7 +274,9 @@ class Separate(Wrapping, Projecting):
     Args:
         base: an optimizer over the model's parameters; one of this package (AdamS) is stopped from
             averaging.
-        ratio, ...: all other options are those of :class:`SeparateAdam`.
+        ratio, ...: all other options are those of :class:`SeparateAdam`. ``capturable`` asks for
+            torch's Adam or AdamW with ``fused=True`` as base; a step in which this rank has no
+            gradient of some tensor waits.
 
     State beside the base's: the residual, and the basis of tracked tensors. Not saved: one averaged
     gradient as large as the parameters.
@@ -308,7 +310,9 @@ class Separate(Wrapping, Projecting):
         payload_dtype: PayloadDtype | Literal["auto"] = "auto",
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
+        capturable: bool = False,
     ):
+        self.capturable = capturable
         options = dict(
             **resolved(projection, ratio, rank, payload_dtype, warmup_steps, total_steps),
             ef_beta=ef_beta,

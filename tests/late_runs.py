@@ -34,6 +34,16 @@ SCAPE = dict(density=0.1, density_warmup_steps=0)
 RADIUS = dict(density=0.4, warmup_steps=2, interval=5)
 
 Make = Callable[..., torch.optim.Optimizer]
+
+
+def average(params, **options) -> compopt.Average:
+    return compopt.Average(torch.optim.AdamW(params, lr=1e-2, fused=True), **options)
+
+
+def around(params, **options) -> compopt.Separate:
+    return compopt.Separate(torch.optim.Adam(params, lr=1e-2, fused=True), **options)
+
+
 CASES: dict[str, Make] = {
     "AdamS": functools.partial(compopt.AdamS, lr=1e-2),
     "AdamS, bfloat16": functools.partial(compopt.AdamS, lr=1e-2),
@@ -45,6 +55,11 @@ CASES: dict[str, Make] = {
     "SeparateAdam": functools.partial(compopt.SeparateAdam, **GAUSSIAN),
     "SeparateAdam, int8": functools.partial(compopt.SeparateAdam, payload_dtype="int8", **GAUSSIAN),
     "SeparateAdam, clipped": functools.partial(compopt.SeparateAdam, max_grad_norm=0.2, block_rows=20, **GAUSSIAN),
+    "Average": average,
+    "Average, int8, clipped": functools.partial(average, payload_dtype="int8", max_grad_norm=0.2),
+    "Average, absent": average,
+    "Separate": functools.partial(around, projection="gaussian", ratio=8, warmup_steps=0),
+    "Separate, tracked": functools.partial(around, rank=4, warmup_steps=1),
     "SeparateAdam, tracked": functools.partial(compopt.SeparateAdam, lr=1e-2, rank=4, warmup_steps=1),
 }
 # what kernels commit; bfloat16 they cut in the interpreter, where masters round it, and every step would renew those
@@ -71,6 +86,13 @@ class Used(Model):
         self.idle = nn.Linear(3, 5, dtype=dtype)
 
 
+class Whole(Used):
+    """The same, of which every rank uses all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.alone * x + 0.1 * self.idle(x[:, :3]).mean()
+
+
 def loss(model: Model, rank: int, step: int) -> Tensor:
     x = data(rank, step, model.scale.dtype).to(model.scale.device)
     out = (model(x) - x.flip(1)).square().mean()
@@ -88,7 +110,8 @@ def held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Copies of everything that a step may write, without waiting for what has not been read."""
     tensors = [p.detach() for group in optimizer.param_groups for p in group["params"]]
     for entry in optimizer.state.values():
-        tensors += [value for value in entry.values() if isinstance(value, Tensor)]
+        values = [*entry.values(), *entry.get("base", {}).values()]
+        tensors += [value for value in values if isinstance(value, Tensor)]
     return [getattr(x, "held", x).clone() for x in tensors]
 
 
@@ -123,7 +146,8 @@ def count_one_more(ranks: Ranks) -> None:
 def run(name: str, device: torch.device, waits: Callable[[], int] = lambda: 0) -> dict[str, object]:
     """What is found. ``waits``: how often the host has waited since it was asked."""
     make, dtype = (CASES | TRITONS)[name], torch.bfloat16 if "bfloat16" in name else torch.float32
-    model = Used if "Scape" in name else Model
+    wraps = name in ("Average", "Average, int8, clipped", "Separate", "Separate, tracked")
+    model = Used if "Scape" in name else Whole if wraps else Model
     with mock.patch.multiple(buckets, BUCKET_BYTES=BYTES, DEVICE_BUCKET_BYTES=BYTES):
         both = [
             Ranks(SIZE, lambda: placed(model(dtype), device), functools.partial(make, capturable=late))
@@ -167,7 +191,7 @@ def run(name: str, device: torch.device, waits: Callable[[], int] = lambda: 0) -
         "norms": [one.grad_norm for one in stats],
         "phases": [one.phase for one in stats],
         "bytes": [one.bytes_sent for one in stats],
-        "steps": late.optimizers[0].param_groups[0]["step"],
+        "steps": late.optimizers[0]._option_groups[0]["step"],
     }
 
 
@@ -209,6 +233,8 @@ def main(names: list[str]) -> None:
         found["refused"] = [
             refused(functools.partial(compopt.AdamS, bias_correction="adams"), device),
             refused(functools.partial(compopt.AdamS, lr=rate), device),
+            refused(lambda ps, **options: compopt.Average(torch.optim.AdamW(ps), **options), device),
+            refused(lambda ps, **options: compopt.Separate(torch.optim.SGD(ps, fused=True), **options), device),
         ]
     print(json.dumps(found))
 

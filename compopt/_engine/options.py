@@ -15,7 +15,7 @@ from .when import OPTIONS
 # options of torch.optim.AdamW that nothing here can follow, and why
 NEVER = {
     "amsgrad": "largest second moments are not kept",
-    "capturable": "only whole optimizers can, AdamS, Radius, SCAPE and SeparateAdam",
+    "capturable": "only AdamS, Radius, SCAPE and Separate can, and Average",
     "differentiable": "a step that goes over the network has no gradient",
 }
 
