@@ -257,6 +257,7 @@ def _weighed(name: str) -> Callable[..., Any]:
         if Counts.running is not None:
             tables = [x for x in args if isinstance(x, kernels.Table)]
             Counts.running.moved += by_table[tables[0]] if tables else MOVED[name](*args, **options)
+            Counts.running.moved += size(options.get("squares"))
             if tables and name in ("encode", "decode"):
                 Counts.running.moved += size(args[-1])
         return function(*args, **options)
@@ -280,7 +281,7 @@ read, read_later = verdicts._read, devices.later
 told: list[float] = []
 
 
-def _read(exchanges: list[Exchange]) -> list[float]:
+def _read(exchanges: list[Exchange], follows: bool) -> list[float]:
     """The verdict's numbers, as they would be: every rank has every gradient, all is as it should be."""
     norms = (exchange.agreement.squared_norm for exchange in exchanges)
     told[:] = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
@@ -292,7 +293,7 @@ def _read(exchanges: list[Exchange]) -> list[float]:
             for number in ([0.0] * (len(own) - 1) + [float(name == "alike")] if isinstance(own, Tensor) else own)
         ]
         told.extend([*[1.0] * len(exchange.agreement.payload.header), *control])
-    return read(exchanges)
+    return read(exchanges, follows)
 
 
 def _later(x: Tensor) -> tuple[Tensor, devices.Passed]:

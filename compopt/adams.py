@@ -34,7 +34,8 @@ def adams(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Equation 2, one bucket, one step."""
     sent = ops.pack(bucket, bucket.grads(), negate=bucket.group["maximize"])
     mean = yield AllReduceMean(sent)
-    yield Agree(mean, "dense", late=True)  # from here on state changes
+    follows = ops.finds_norm(bucket, mean)
+    yield Agree(mean, "dense", late=True, follows=follows)  # from here on state changes
     yield from ops.commit("adams.commit", commit, bucket, mean)
 
 

@@ -69,7 +69,8 @@ def radius(bucket: Bucket, ops: Ops) -> Asking[None]:
     sent = ops.pack(bucket, grads, mask, owed, scale)  # lines 8, 13
     mean = yield AllReduceMean(sent)  # lines 4, 9, 14
     # One norm, one verdict, over all buckets and ranks; from here on state changes.
-    norm = yield Agree(mean, phase, late=stays_on_device(bucket, phase))
+    late, follows = stays_on_device(bucket, phase), not owed and ops.finds_norm(bucket, mean)
+    norm = yield Agree(mean, phase, late=late, follows=follows)
     clip(bucket, mean, norm)  # line 20
     masks = yield from ops.commit(
         "radius.commit",  # lines 10, 15, 16 and 21 to 25

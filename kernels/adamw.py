@@ -65,11 +65,13 @@ def _adamw(
     where,
     table,
     starts,
+    squares,
     ST: tl.constexpr,
     VT: tl.constexpr,
     GT: tl.constexpr,
     PT: tl.constexpr,
     ALIGN: tl.constexpr,
+    NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block, row, i, there = own_block(where, table, FIELDS, BLOCK, ALIGN)
@@ -84,6 +86,8 @@ def _adamw(
 
     chosen = selected(row, BITS, i, there)
     g = sign.to(ST) * read(row, VALUES, rank(chosen, starts, block), chosen == 1, VT).to(ST)
+    if NORM:
+        tl.store(squares + block, tl.sum(g.to(tl.float64) * g.to(tl.float64), 0))
     w, m = read(row, W, i, there, ST, ALIGN), read(row, M, i, there, ST, ALIGN)
     v = read(row, V, i, there, ST, ALIGN)
     m = tl.where(updates, m + (1 - beta1).to(ST) * (g - m), m)
@@ -126,10 +130,12 @@ def adamw(
     eps: float,
     weight_decay: float,
     maximize: bool = False,
+    squares: Tensor | None = None,
 ) -> None:
     """One AdamW step of all tensors; each ``step`` is already counted up.
 
-    ``starts``: ``count`` of the rows' bits.
+    ``starts``: ``count`` of the rows' bits. ``squares``: for each block, float64, where its part of
+    the squared norm of ``values`` goes.
     """
     table = rows if isinstance(rows, Table) else adamw_table(blocks, rows)
     head = [
@@ -140,4 +146,6 @@ def adamw(
         -1.0 if maximize else 1.0,
         *(math.log(b) if b else -math.inf for b in betas),
     ]
-    blocks.run(_adamw, table.under(head), starts, **table.constants)
+    norm = squares is not None
+    out = squares if norm else starts
+    blocks.run(_adamw, table.under(head), starts, out, NORM=norm, **table.constants)

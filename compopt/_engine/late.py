@@ -57,12 +57,15 @@ class Late:
         self.alike = 0  # steps in a row whose gradients looked alike on all ranks
         self._places: dict[object, tuple[Tensor, Tensor]] = {}
         self._scratch = Scratch()
+        # what the norm of the last step's average follows from, where its commit found it
+        self.squares: list[Tensor] | None = None
 
     def judge(self, exchanges: list[Exchange]) -> Verdict:
         """The verdict as the device finds it: from the same numbers, by the same rules as
         ``verdicts.decide``.
         """
-        said, numbers = said_by(exchanges), numbers_of(exchanges)
+        follows = all(exchange.agreement.follows for exchange in exchanges)
+        said, numbers = said_by(exchanges), numbers_of(exchanges, follows)
         squares, words = numbers.tensor_split([sum(one.squares for one in said)])
         first, second = self._facts(said, numbers.device)
         wrong = torch.minimum(words.index_select(0, first), words.index_select(0, second)).amax()
@@ -76,7 +79,8 @@ class Late:
         behind = [gates.cut(start, start + one.marks) for start, one in starts]
         unread = Unread(said, numbers, total.sqrt(), behind)
         phases = {one.bucket.index: one.phase for one in said if any(one.bucket.compressed)}
-        return Verdict(exchanges=exchanges, phase_of=phases, unread=unread)
+        of_commit: list[Tensor] | None = [] if follows else None
+        return Verdict(exchanges=exchanges, phase_of=phases, unread=unread, squares=of_commit)
 
     def _facts(self, said: list[Said], device: torch.device) -> tuple[Tensor, Tensor]:
         """Pairs of words: where both of any are above 0 the step is not applied."""
@@ -98,13 +102,20 @@ class Late:
             }
         return self._places[key]
 
-    def keep(self, engine: Engine, unread: Unread, comm: Comm, number: int) -> None:
-        """Read this step's numbers when they have come."""
+    def keep(self, engine: Engine, verdict: Verdict, comm: Comm, number: int) -> None:
+        """Read the numbers of this step, which is enqueued, when they have come."""
+        unread, self.squares = verdict.unread, None
+        assert unread is not None
+        if verdict.squares:  # in the place of the first bucket's, which is 0
+            unread.numbers[:1].add_(torch.stack(verdict.squares).sum())
         sent, engine.counted = comm.bytes_sent - engine.counted, comm.bytes_sent
         self.coming.append(Coming(number, sent, unread.said, *later(unread.numbers)))
 
     def read(self, engine: Engine, wait: bool = False) -> None:
         """Renew ``stats`` by what has come; ``wait``: by all there is."""
+        if wait and self.squares:
+            engine.stats.grad_norm = float(torch.stack(self.squares).sum().sqrt())
+            self.squares = None
         while self.coming and (wait or self.coming[0].arrived.query()):
             one = self.coming.popleft()
             if wait:

@@ -157,6 +157,8 @@ class Runtime:
             for exchange, gates in zip(verdict.exchanges, verdict.unread.gates, strict=True):
                 exchange.bucket.behind = gates
         for exchange in verdict.exchanges:
+            exchange.bucket.squares = verdict.squares
+        for exchange in verdict.exchanges:
             self.committing = exchange.bucket
             self.tails.commit(exchange, verdict.answer)
         self.committing = None
@@ -169,7 +171,7 @@ def _judged(exchanges: list[Exchange], comm: Comm, whole: bool) -> Turns[Verdict
     if whole and sharded and is_accelerator(exchanges[-1].bucket.device):
         verdict = yield from judge_shards(exchanges, comm)
         return verdict
-    return judge(exchanges)
+    return judge(exchanges, whole)
 
 
 def _gather(exchanges: list[Exchange], norm: float) -> Turns[None]:

@@ -19,7 +19,9 @@ class Shown:
 
     @property
     def stats(self) -> Stats:
-        """What the last step did. With ``capturable=True`` this waits for the device."""
+        """What the last step did. This waits for the device with ``capturable=True``, and where the
+        commit has found the norm.
+        """
         self._engine.late.read(self._engine, wait=True)
         return self._engine.stats
 

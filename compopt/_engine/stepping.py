@@ -20,7 +20,7 @@ from .settings import bits_of, structure_of
 from .signals import held_back
 from .telling import tell
 from .turns import Turns
-from .verdicts import Unread, Verdict
+from .verdicts import Verdict
 
 
 def step(engine: Engine) -> Turns[None]:
@@ -89,7 +89,7 @@ class Step:
             return
         verdict = yield from self._agree(late)
         if verdict.unread is not None:
-            self._enqueue(verdict, verdict.unread)
+            self._enqueue(verdict)
             return
         if verdict.agreed["unfrozen"][0] > 0:
             # on some rank other parameters require a gradient now
@@ -111,6 +111,7 @@ class Step:
             tell(engine, comm)
         sent, engine.counted = comm.bytes_sent - engine.counted, comm.bytes_sent
         report(engine, verdict, sent, engine.steps)
+        engine.late.squares = verdict.squares
         self._time(verdict)
         if too_many := watch_skips(engine, verdict.applied):
             raise too_many
@@ -230,7 +231,7 @@ class Step:
 
     # After it
 
-    def _enqueue(self, verdict: Verdict, unread: Unread) -> None:
+    def _enqueue(self, verdict: Verdict) -> None:
         """Commit a step of which only the device knows whether it is applied.
 
         It counts as one either way: the host does not wait to learn which. Where this rank could
@@ -244,7 +245,7 @@ class Step:
             self.over = True
             raise self.problem
         self._apply(verdict)
-        engine.late.keep(engine, unread, self.comm, self.number)
+        engine.late.keep(engine, verdict, self.comm, self.number)
 
     def _apply(self, verdict: Verdict) -> None:
         """Commit a step that is to be applied, and count it: as a whole, whatever signals come

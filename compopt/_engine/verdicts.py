@@ -14,7 +14,7 @@ from .._ops.norms import squared_norms, stacked_squared_norms
 from .._state.buckets import Bucket, Gated
 from .._wire.comm import Comm
 from .._wire.control import Control, differ
-from .._wire.requests import Agree, AllReduceMean
+from .._wire.requests import AllReduceMean
 from .exchanges import Exchange
 from .turns import Turns, ask
 
@@ -55,6 +55,8 @@ class Verdict:
     unread: Unread | None = None
     of_all: bool = False  # shards: ranks that hold the others have been asked
     early: int = 0  # buckets whose exchange began in backward and counted
+    # the norm follows from the commit, which adds the squares of it here
+    squares: list[Tensor] | None = None
     resent: bool = False  # early payloads were stale and went out again
     mismatch: bool = False  # a rank has other settings
     failed: bool = False  # a rank could not read its gradients
@@ -81,9 +83,17 @@ class Verdict:
         return known or (errors[0] if errors else None)
 
 
-def judge(exchanges: list[Exchange]) -> Verdict:
-    """The verdict, from averaged numbers that are the same on every rank."""
-    verdict, marks = decide(said_by(exchanges), _read(exchanges))
+def judge(exchanges: list[Exchange], whole: bool = True) -> Verdict:
+    """The verdict, from averaged numbers that are the same on every rank.
+
+    ``whole``: no other ranks hold parts of the model, and of the norm.
+    """
+    follows = whole and all(exchange.agreement.follows for exchange in exchanges)
+    verdict, marks = decide(said_by(exchanges), _read(exchanges, follows))
+    if follows and verdict.applied:
+        verdict.squares = []
+    elif follows:  # there will be no commit
+        verdict.norm = float(_squares(exchanges).sum().sqrt())
     verdict.exchanges = exchanges
     for exchange, own in zip(exchanges, marks, strict=True):
         exchange.agreement.payload.marks = own
@@ -148,20 +158,23 @@ def said_by(exchanges: list[Exchange]) -> list[Said]:
     return said
 
 
-def numbers_of(exchanges: list[Exchange]) -> Tensor:
-    """What the verdict is made of, on the device: the squared norms of all buckets' averages, then
-    the marks and control words of each.
+def numbers_of(exchanges: list[Exchange], follows: bool = False) -> Tensor:
+    """What the verdict is made of, on the device: the squared norms of all buckets' averages (0
+    where the norm follows), then the marks and control words of each.
     """
-    clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
-    agreed = [exchange.agreement for exchange in exchanges]
     device = exchanges[-1].bucket.device
-    payloads = [a.payload for a in agreed]
+    payloads = [exchange.agreement.payload for exchange in exchanges]
     words = [p.flat[: p.flat.numel() - p.body.numel()].to(device) for p in payloads]
-    return torch.cat([_squares(agreed, clips, device), torch.cat(words).double()])
+    numbers = torch.cat(words).double()
+    if follows:
+        return torch.cat([numbers.new_zeros(len(exchanges)), numbers])
+    return torch.cat([_squares(exchanges), numbers])
 
 
-def _squares(agreed: list[Agree], clips: bool, device: torch.device) -> Tensor:
+def _squares(exchanges: list[Exchange]) -> Tensor:
     """The squared norm of every average; every rank clips by what it finds itself."""
+    clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
+    agreed, device = [exchange.agreement for exchange in exchanges], exchanges[-1].bucket.device
     bodies = [a.payload.body for a in agreed if a.squared_norm is None]
     if len(bodies) == len(agreed) and all(body.device == device for body in bodies):
         return stacked_squared_norms(bodies, clips)
@@ -170,11 +183,11 @@ def _squares(agreed: list[Agree], clips: bool, device: torch.device) -> Tensor:
     return torch.cat([square.to(device).view(-1) for square in squares])
 
 
-def _read(exchanges: list[Exchange]) -> list[float]:
+def _read(exchanges: list[Exchange], follows: bool) -> list[float]:
     """All numbers at once, on the host: here every step waits for the device. docs/backends.md says
     where else some do, and which steps do not wait here either.
     """
-    numbers: list[float] = numbers_of(exchanges).tolist()
+    numbers: list[float] = numbers_of(exchanges, follows).tolist()
     return numbers
 
 

@@ -59,6 +59,13 @@ class Ops:
         """Whether commits on this device can be gated there: without waiting for it."""
         return has_streams(device)
 
+    def finds_norm(self, bucket: Bucket, mean: Payload) -> bool:
+        """Whether the norm of gradients that were sent as they are may be left to the commit: that
+        finds it where it is told to (``Bucket.squares``), no clip needs it, and the marks alone say
+        whether the average is finite.
+        """
+        return False
+
     def job(self, bucket: Bucket) -> type[QuantisedMean] | None:
         """What averages the bucket's int8 and int4 payloads; None: ``QuantisedMean`` itself."""
         return None

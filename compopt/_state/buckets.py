@@ -64,6 +64,8 @@ class Bucket(Kept):
         self.parameter_bytes = 0  # handed over in the last step to gather updated parameters
         # which tensors the step that is being committed writes, where only the device knows
         self.behind: list[Gated] | None = None
+        # where the commit is to find the squared norm of the average: it adds it here
+        self.squares: list[Tensor] | None = None
         self.withheld = False  # this rank takes part in an exchange without its gradients
         # the back end's way to average int8 and int4, where it has one
         self.job: Callable[[Payload, int, int], Any] | None = None

@@ -193,6 +193,9 @@ class Agree:
     lets it. So the verdict may stay on the device, and the norm too: a tensor then (float64, no
     dimension).
 
+    ``follows``: the norm is asked for by nobody before the commit, which finds it
+    (``Bucket.squares``). That the average is finite then follows from the marks.
+
     ``sharded``: the payload, and so the norm, is of this rank's shard only, and state may change
     when ``Commit`` is resumed: until then updated parameters are gathered.
     """
@@ -202,6 +205,7 @@ class Agree:
     squared_norm: Tensor | None = None
     sharded: bool = False
     late: bool = False
+    follows: bool = False
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import compopt_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Gate
+from ..._state.buckets import Bucket, Gate
 from ..._state.masks import Tensors
 from ..._wire.requests import Together
 from ..commits import keep_absent, owe_again, scores
@@ -90,7 +90,9 @@ def _radius_commits(
     count_up(asked)
     hyper = {name: h[name] for name in HYPER}
     starts = starts_of_all(buckets, [one.args[2] for one in asked])
-    kernels.adamw(blocks, starts, rows, lr=float(h["lr"]), **hyper)
+    squares = _squares(buckets, blocks)
+    kernels.adamw(blocks, starts, rows, lr=float(h["lr"]), squares=squares, **hyper)
+    _note_norm(buckets, squares)
     for n, (one, score) in enumerate(zip(asked, chosen, strict=True)):
         bucket = one.bucket
         if key is None:
@@ -173,10 +175,24 @@ def _adams_commits(ops: TritonOps, asked: list[Together]) -> None:
     rows = ops.tables(("adams", asked[0].bucket.index), key, table)
     count_up(asked)
     hyper = {name: h[name] for name in ("betas", "eps", "weight_decay", "bias_correction")}
-    kernels.scape(blocks, blocks.firsts, blocks.firsts, rows, lr=float(h["lr"]), **hyper)
+    squares, firsts = _squares(buckets, blocks), blocks.firsts
+    kernels.scape(blocks, firsts, firsts, rows, lr=float(h["lr"]), squares=squares, **hyper)
+    _note_norm(buckets, squares)
     if key is None:
         for one, (weights, _), own in zip(asked, copies, gates, strict=True):
             bring_back(one.bucket, weights, own)
+
+
+def _squares(buckets: list[Bucket], blocks: kernels.Blocks) -> Tensor | None:
+    """Memory for the parts of the norm that the commit is to find, if it is."""
+    if buckets[0].squares is None:
+        return None
+    return torch.empty(blocks.count, dtype=torch.float64, device=blocks.where.device)
+
+
+def _note_norm(buckets: list[Bucket], squares: Tensor | None) -> None:
+    if squares is not None and buckets[0].squares is not None:
+        buckets[0].squares.append(squares.sum())
 
 
 def _places(one: Together, gates: list[Gate]) -> Key:

@@ -140,6 +140,14 @@ class TritonOps(Ops):
     def gates(self, device: torch.device) -> bool:
         return device.type == self.device or super().gates(device)
 
+    def finds_norm(self, bucket: Bucket, mean: Payload) -> bool:
+        """Marks tell where a message is as wide as gradients, and as float32: numbers whose squares
+        that can add up are below 2e19, so their sum over ranks is finite.
+        """
+        sent, clips = mean.flat.dtype, bucket.group.get("max_grad_norm") is not None
+        wide = sent == torch.promote_types(bucket.grad_dtype, torch.float32)
+        return wide and mean.dropped is None and not clips and takes(self, bucket)
+
     def job(self, bucket: Bucket) -> type[QuantisedMean] | None:
         return TritonMean if takes(self, bucket) else None
 
