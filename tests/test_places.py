@@ -58,7 +58,7 @@ class Job:
     def __init__(self, make: Callable, dtype: torch.dtype = torch.float32):
         self.world = World(RANKS)
         draw = torch.Generator().manual_seed(0)
-        first = [torch.randn(shape, generator=draw).to(dtype) for shape in ((34, 64), (20, 30), (33,))]
+        first = [torch.randn(shape, generator=draw).to(dtype) for shape in ((70, 64), (20, 30), (33,))]
         self.params = [[nn.Parameter(x.clone()) for x in first] for _ in range(RANKS)]
         self.optimizers = [make(params, self.world.comms[rank]) for rank, params in enumerate(self.params)]
         self.keep: list[object] = []  # so that no address is used again
@@ -117,7 +117,7 @@ def gradients_turned_in_place(job: Job) -> None:
     for params in job.params:
         p = params[0]
         g = p.grad.clone()
-        p.grad.data = p.grad.data.view(64, 34).t()
+        p.grad.data = p.grad.data.view(64, 70).t()
         p.grad.copy_(g)
 
 
@@ -131,7 +131,7 @@ def parameters_turned_in_place(job: Job) -> None:
     for params in job.params:
         p = params[0]
         w = p.data.clone()
-        p.data = p.data.view(64, 34).t()
+        p.data = p.data.view(64, 70).t()
         p.data.copy_(w)
 
 
@@ -152,8 +152,8 @@ def options(job: Job) -> None:
 
 def one_more_group(job: Job) -> None:
     for params, optimizer in zip(job.params, job.optimizers, strict=True):
-        params.append(nn.Parameter(torch.full((34, 64), 0.5)))
-        params[-1].grad = torch.linspace(-1, 1, 2176).view(34, 64)
+        params.append(nn.Parameter(torch.full((70, 64), 0.5)))
+        params[-1].grad = torch.linspace(-1, 1, 4480).view(70, 64)
         optimizer.add_param_group({"params": params[-1:], "lr": 2e-3})
 
 
@@ -299,11 +299,11 @@ def test_starts_of_masks_found_together_are_those_of_each(triton):
     from compopt._ops.triton.tables import note_starts, starts_of_all
     from compopt._state.buckets import make_buckets
 
-    params = [nn.Parameter(torch.zeros(34, 64)) for _ in range(3)]
+    params = [nn.Parameter(torch.zeros(70, 64)) for _ in range(3)]
     buckets = [make_buckets([{"params": [p], "step": 0}])[0] for p in params]
     draw = torch.Generator().manual_seed(1)
     found = [
-        masks.Mask(b, bits=[torch.randint(0, 256, (272,), dtype=torch.uint8, generator=draw)]) for b in buckets
+        masks.Mask(b, bits=[torch.randint(0, 256, (560,), dtype=torch.uint8, generator=draw)]) for b in buckets
     ]  # fmt: skip
     note_starts(Tables(), buckets, found)
     whole = starts_of_all(buckets, found)
