@@ -131,7 +131,7 @@ METHODS: dict[str, Make | str] = {
     "SeparateAdam 8": separate(8),
     "SeparateAdam 16": separate(16),
     "SeparateAdam 64": separate(64),
-    **{f"SeparateAdam {ratio}, blocks": separate(ratio, block_rows="auto") for ratio in (8, 16, 64)},
+    **{f"SeparateAdam {ratio}, blocks": separate(ratio, block_rows="auto") for ratio in (8, 16)},
     "SeparateAdam 16, from scratch": separate(16, warmup_steps=0),
     "SeparateAdam 8, no error feedback": separate(8, ef_beta=1.0),
     "SeparateAdam 16, no error feedback": separate(16, ef_beta=1.0),
@@ -237,7 +237,7 @@ TABLES = {
         | {f"PowerSGD rank {rank}": GRID[1:2] for rank in (2, 6, 13)}
         | {name: GRID[1:2] for name in METHODS if name.startswith("Separate") and "," in name and ", int" not in name}
         | {"SeparateAdam 16, adaptive": GRID[1:]}
-        | {f"SeparateAdam {ratio}, blocks": GRID[2:] for ratio in (8, 16, 64)}
+        | {f"SeparateAdam {ratio}, blocks": GRID[2:] for ratio in (8, 16)}
         | {"AdamS": GRID, "Separate 16 around AdamS": GRID, "Separate 16 around SGD": GRID},
     ),
     "time_to_loss": Table(
