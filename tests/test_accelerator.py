@@ -110,7 +110,8 @@ def test_steps_saving_and_faults_have_the_bits_of_the_cpu(name, found):
     if not RUNS[name].averaging and RUNS[name].cls.__name__ != "LocalSteps":
         assert found["refused"]["phase"] == "skipped" and found["refused"]["kept"] and found["failed"] is True
     if found["mended"] is not None:
-        assert found["mended"]["finite"] and found["mended"]["phases"][-1] == ["exchanged", "exchanged"]
+        phases = found["mended"]["phases"]
+        assert found["mended"]["finite"] and "skipped" not in phases[-1] and any("exchanged" in both for both in phases)
     compressed = set(found["phases"]) - {"dense"}
     assert compressed or RUNS[name].cls.__name__ == "AdamS", "no step of this run is compressed"
 
