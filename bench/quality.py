@@ -38,17 +38,18 @@ class Run(NamedTuple):
     ranks: int = 2
     seed: int = 0
     width: int = 128  # of the model; 128: 0.86 M parameters, 512: 13 M
+    bf16: bool = False  # matrix products in bfloat16
 
 
-def work(name: str, lr: float, steps: int, seed: int, width: int, out: str) -> None:
+def work(run: Run, out: str) -> None:
     """One rank: train_gpt.py's main, with the optimizer of this run."""
     sys.path.insert(0, str(ROOT / "examples"))
     import baselines
     import train_gpt
 
-    method, hook, setting = parts(name)
-    words = ["--steps", str(steps), "--lr", str(lr), "--warmup-share", str(DENSE), "--seed", str(seed), "--out", out]
-    words += ["--width", str(width)]
+    method, hook, setting = parts(run.name)
+    given = {"steps": run.steps, "lr": run.lr, "warmup-share": DENSE, "seed": run.seed, "width": run.width, "out": out}
+    words = [f"--{key}={value}" for key, value in given.items()] + ["--bf16"] * run.bf16
     if hook == "powersgd":
         baselines.POWERSGD_RANK = int(setting)
     elif hook == "alone":
@@ -61,7 +62,7 @@ def work(name: str, lr: float, steps: int, seed: int, width: int, out: str) -> N
         from _rivals import forgetful
 
         baselines.HOOKS["forgetful"] = forgetful
-    optimizer = hook or name
+    optimizer = hook or run.name
     train_gpt.OPTIMIZERS[optimizer] = lambda params, args: method(params, args.lr, args.warmup)
     sys.argv = ["train_gpt.py", "--optimizer", optimizer, *words]
     train_gpt.main()
@@ -73,18 +74,13 @@ def train(run: Run) -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "run.json")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)]
-        worker = [
-            str(ROOT / "bench/quality.py"),
-            "--worker",
-            run.name,
-            *map(str, (run.lr, run.steps, run.seed, run.width)),
-            out,
-        ]
+        worker = [str(ROOT / "bench/quality.py"), "--worker", json.dumps(run), out]
         env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         subprocess.run([*launcher, *worker], env=env, check=True, timeout=900 + 4 * run.steps)
         result = json.loads(Path(out).read_text())
     line = {"run": run.name, "lr": run.lr, "steps": run.steps, "ranks": run.ranks, "seed": run.seed}
     line |= {"width": run.width} if run.width != 128 else {}
+    line |= {"bf16": True} if run.bf16 else {}
     line |= {key: result[key] for key in ("parameters", "bytes_per_step", "phases")}
     line["evals"] = [{k: round(e[k], 4) for k in ("step", "bytes", "train_loss", "val_loss")} for e in result["evals"]]
     with KEPT.open("a") as file:
@@ -95,9 +91,8 @@ def kept() -> dict[Run, dict]:
     """All runs there are; of two of the same name, the later."""
     lines = KEPT.read_text().splitlines() if KEPT.exists() else []
     runs = [json.loads(line) for line in lines]
-    return {
-        Run(r["run"], r["lr"], r["steps"], r.get("ranks", 2), r.get("seed", 0), r.get("width", 128)): r for r in runs
-    }
+    others = Run._field_defaults  # said where they differ
+    return {Run(r["run"], r["lr"], r["steps"], *(r.get(key, others[key]) for key in others)): r for r in runs}
 
 
 def best_of(table: str) -> list[dict]:
@@ -175,12 +170,11 @@ def main() -> None:
     cli.add_argument("--only", nargs="+", choices=METHODS, help="train these methods of the table and no others")
     cli.add_argument("--lr", type=float, nargs="+", help="only these learning rates of the table")
     cli.add_argument("--show", action="store_true", help="train nothing")
-    cli.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
+    cli.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = cli.parse_args()
     if args.worker:
-        name, lr, steps, seed, width, out = args.worker
-        work(name, float(lr), int(steps), int(seed), int(width), out)
-        return
+        run, out = args.worker
+        return work(Run(*json.loads(run)), out)
     if args.table is None:
         cli.error(f"name a table: {', '.join(TABLES)}")
     RESULTS.mkdir(exist_ok=True)

@@ -76,6 +76,7 @@ def parse():
     cli.add_argument("--warmup-share", type=float, default=0.15, help="share of the steps sent dense at the start")
     cli.add_argument("--data", help="a file to train on (default: the Python standard library's source)")
     cli.add_argument("--out", help="a JSON file for the results")
+    cli.add_argument("--bf16", action="store_true", help="matrix products in bfloat16; weights stay float32")
     sizes = dict(batch=8, context=64, steps=1500, layers=4, heads=4, width=128, seed=0, eval_every=100)
     for name, default in dict(lr=2e-3, interval=100, every=10, ratio=16.0, **sizes).items():
         cli.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
@@ -101,6 +102,7 @@ def main():
     matrices, scales = ([(n, p) for n, p in model.named_parameters() if (p.dim() >= 2) == m] for m in (True, False))
     params = [{"params": matrices}, {"params": scales, "weight_decay": 0.0}]
     optimizer = OPTIMIZERS.get(args.optimizer, OPTIMIZERS["adamw"])(params, args)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     baseline = baselines.attach(args.optimizer, ddp, args)
     # a rise over 40 steps, and a cosine down to a tenth
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -110,7 +112,8 @@ def main():
     @torch.no_grad()
     def averages(losses):  # over all ranks: these training losses, and those on the same 40 validation batches
         mine = islice(corpus.batches(val, args.batch, args.context, seed=0), rank, 40, world)
-        found = [model(x.to(device), y.to(device)).item() for x, y in mine]
+        with autocast:
+            found = [model(x.to(device), y.to(device)).item() for x, y in mine]
         total = torch.tensor([sum(losses), len(losses), sum(found), len(found)], device=device)
         dist.all_reduce(total)
         return {"train_loss": (total[0] / total[1]).item(), "val_loss": (total[2] / total[3]).item()}
@@ -119,7 +122,8 @@ def main():
     bar = tqdm(range(1, args.steps + 1), desc=args.optimizer, disable=None if rank == 0 else True)
     for step in bar:
         begin = time.perf_counter()
-        loss = ddp(*(part.to(device) for part in next(data)))
+        with autocast:
+            loss = ddp(*(part.to(device) for part in next(data)))
         loss.backward()
         optimizer.step()
         if step == args.steps and hasattr(optimizer, "end_round"):  # ranks have stepped on their own
