@@ -99,11 +99,11 @@ def rows(width: int) -> list[dict]:
 
 
 def show(found: list[dict]) -> None:
-    print(f"\n{'run':<40}{'width':>6}{'lr':>8}{'loss':>8}{'to best':>9}{'to base':>9}{'GB':>8}")
+    print(f"\n{'run':<40}{'width':>6}{'lr':>10}{'loss':>8}{'to best':>9}{'to base':>9}{'GB':>8}")
     for r in found:
         same = f"{r['to_base']:>9.3f}" if r["to_base"] else f"{'-':>9}"
         print(
-            f"{r['run']:<40}{r['width']:>6}{r['lr']:>8g}{r['loss']:>8.3f}{r['to_best']:>9.3f}{same}{r['gigabytes']:>8.2f}"
+            f"{r['run']:<40}{r['width']:>6}{r['lr']:>10g}{r['loss']:>8.3f}{r['to_best']:>9.3f}{same}{r['gigabytes']:>8.2f}"
         )
 
 
