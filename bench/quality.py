@@ -49,7 +49,7 @@ def work(run: Run, out: str) -> None:
 
     method, hook, setting = parts(run.name)
     given = {"steps": run.steps, "lr": run.lr, "warmup-share": DENSE, "seed": run.seed, "width": run.width, "out": out}
-    words = [f"--{key}={value}" for key, value in given.items()] + ["--bf16"] * run.bf16
+    words = [f"--{key}={value}" for key, value in given.items()] + [f"--bf16={int(run.bf16)}"]
     if hook == "powersgd":
         baselines.POWERSGD_RANK = int(setting)
     elif hook == "alone":

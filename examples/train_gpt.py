@@ -76,8 +76,7 @@ def parse():
     cli.add_argument("--warmup-share", type=float, default=0.15, help="share of the steps sent dense at the start")
     cli.add_argument("--data", help="a file to train on (default: the Python standard library's source)")
     cli.add_argument("--out", help="a JSON file for the results")
-    cli.add_argument("--bf16", action="store_true", help="matrix products in bfloat16; weights stay float32")
-    sizes = dict(batch=8, context=64, steps=1500, layers=4, heads=4, width=128, seed=0, eval_every=100)
+    sizes = dict(batch=8, context=64, steps=1500, layers=4, heads=4, width=128, bf16=0, seed=0, eval_every=100)
     for name, default in dict(lr=2e-3, interval=100, every=10, ratio=16.0, **sizes).items():
         cli.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     args = cli.parse_args()
@@ -98,22 +97,20 @@ def main():
     data = corpus.batches(train, args.batch, args.context, seed=1000 * args.seed + 1 + rank)  # its own on each rank
     torch.manual_seed(args.seed)
     model = GPT(args.layers, args.width, args.heads, args.context).to(device)
+    model.forward = torch.autocast(device.type, torch.bfloat16, enabled=bool(args.bf16))(model.forward)
     ddp = DistributedDataParallel(model)
     matrices, scales = ([(n, p) for n, p in model.named_parameters() if (p.dim() >= 2) == m] for m in (True, False))
     params = [{"params": matrices}, {"params": scales, "weight_decay": 0.0}]
     optimizer = OPTIMIZERS.get(args.optimizer, OPTIMIZERS["adamw"])(params, args)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     baseline = baselines.attach(args.optimizer, ddp, args)
-    # a rise over 40 steps, and a cosine down to a tenth
-    schedule = torch.optim.lr_scheduler.LambdaLR(
+    schedule = torch.optim.lr_scheduler.LambdaLR(  # a rise over 40 steps, and a cosine down to a tenth
         optimizer, lambda step: min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / args.steps))
     )
 
     @torch.no_grad()
     def averages(losses):  # over all ranks: these training losses, and those on the same 40 validation batches
         mine = islice(corpus.batches(val, args.batch, args.context, seed=0), rank, 40, world)
-        with autocast:
-            found = [model(x.to(device), y.to(device)).item() for x, y in mine]
+        found = [model(x.to(device), y.to(device)).item() for x, y in mine]
         total = torch.tensor([sum(losses), len(losses), sum(found), len(found)], device=device)
         dist.all_reduce(total)
         return {"train_loss": (total[0] / total[1]).item(), "val_loss": (total[2] / total[3]).item()}
@@ -122,8 +119,7 @@ def main():
     bar = tqdm(range(1, args.steps + 1), desc=args.optimizer, disable=None if rank == 0 else True)
     for step in bar:
         begin = time.perf_counter()
-        with autocast:
-            loss = ddp(*(part.to(device) for part in next(data)))
+        loss = ddp(*(part.to(device) for part in next(data)))
         loss.backward()
         optimizer.step()
         if step == args.steps and hasattr(optimizer, "end_round"):  # ranks have stepped on their own
