@@ -19,13 +19,16 @@ import compopt
 import compopt._engine.verdicts as verdicts
 
 # a dense step, a resample (which sends residuals too), sparse ones; steps that must look at the average: the resample
-WITH_CLIP = lambda params, comm: compopt.RadiusAdamW(  # noqa: E731
-    params, density=0.3, warmup_steps=1, interval=100, max_grad_norm=0.5, process_group=comm
-)
+
+
+def with_clip(params, comm):
+    return compopt.RadiusAdamW(params, density=0.3, warmup_steps=1, interval=100, max_grad_norm=0.5, process_group=comm)
+
+
 RUNS = {
     "AdamS": (CLASSES["AdamS"], 0),
     "Radius": (CLASSES["Radius"], 1),
-    "Radius, clipped": (WITH_CLIP, 6),
+    "Radius, clipped": (with_clip, 6),
     "Radius, bfloat16": (CLASSES["Radius, bfloat16"], 6),
     "SCAPE": (CLASSES["SCAPE"], 6),
 }
