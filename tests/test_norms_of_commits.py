@@ -18,13 +18,12 @@ from test_places import CLASSES, RANKS, Job, absent, not_finite
 import compopt
 import compopt._engine.verdicts as verdicts
 
-# a dense step, a resample (which sends residuals too), sparse ones; steps that must look at the average: the resample
-
 
 def with_clip(params, comm):
     return compopt.RadiusAdamW(params, density=0.3, warmup_steps=1, interval=100, max_grad_norm=0.5, process_group=comm)
 
 
+# a dense step, a resample (which sends residuals too), sparse ones; steps that must look at the average: the resample
 RUNS = {
     "AdamS": (CLASSES["AdamS"], 0),
     "Radius": (CLASSES["Radius"], 1),
