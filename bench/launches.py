@@ -165,7 +165,7 @@ def tagc(width: int, layers: int, words: int) -> dict[str, Any]:
     device = fake_device.register()
     buckets.DEVICE_BUCKET_BYTES //= 256
     os.environ["COMPOPT_BACKEND"] = "torch"
-    with fake_device.Device() as counts, fleet(RANKS, left_by_others=0.08) as comm:
+    with fake_device.Device(counts=True) as counts, fleet(RANKS, left_by_others=0.08) as comm:
         params = [torch.nn.Parameter(torch.randn(p.shape).to(device)) for p in gpt2(width, layers, words, 64)]
         optimizer = compopt.TagcAdamW(params, process_group=comm, warmup_steps=0)
         comm.follow(optimizer)

@@ -5,7 +5,8 @@ It computes what the CPU computes, to the bit, and writes down what a real one w
 - ``accesses``: the host wants to know a number of the device (``.item()``, ``.tolist()``, ``bool(x)``), or how many
   there are (``nonzero``), or waits for a copy into memory of its own;
 - ``mixed``: an operator is given tensors of both, which are not one number of the host's, nor a copy;
-- ``launches``, ``uploads`` and ``moved``: operators that are work for the device, copies to it, bytes of its memory.
+- ``launches``, ``uploads`` and ``moved``, where that is asked for: operators that are work for the device, copies to
+  it, bytes of its memory.
 
 Each is said by the place in compopt that led to it; of ``moved`` there is one number.
 A process that has registered the device keeps it: use a child.
@@ -14,16 +15,34 @@ A process that has registered the device keeps it: use a child.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from device_calls import COPIES, aten, launches, moves, place, waits
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 NAME = "pretend"
+
+
+def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Those that an operator is given, alone or in lists. This and ``mapped`` are torch's pytrees, but quick."""
+    found = []
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif isinstance(x, list | tuple):
+            found += tensors_of(x)
+    return found
+
+
+def mapped(change: Callable[[Any], Any], x: Any) -> Any:
+    """With ``change`` made to whatever is in these lists."""
+    if type(x) in (list, tuple):
+        return type(x)([mapped(change, y) for y in x])
+    return change(x)
 
 
 class OnDevice(torch.Tensor):
@@ -60,13 +79,18 @@ class OnDevice(torch.Tensor):
         return Device.running().compute(function, args, kwargs or {})
 
 
+def _held(x: Any) -> Any:
+    return x.held if isinstance(x, OnDevice) else torch.device("cpu") if isinstance(x, torch.device) else x
+
+
 class Device(TorchDispatchMode):
     """While it is entered, tensors can be made there, and what is done with them is written down."""
 
     stack: list[Device] = []
 
-    def __init__(self) -> None:
+    def __init__(self, counts: bool = False) -> None:
         super().__init__()
+        self.counts = counts  # launches, uploads and moved, which take as long as all the rest
         self.accesses: Counter[str] = Counter()
         self.mixed: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
@@ -96,8 +120,7 @@ class Device(TorchDispatchMode):
         return self.compute(function, args, kwargs or {})
 
     def compute(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        flat, spec = tree_flatten((args, kwargs))
-        given = [x for x in flat if isinstance(x, torch.Tensor)]
+        given = tensors_of((*args, *kwargs.values()))
         ours = [x for x in given if isinstance(x, OnDevice)]
         packet = function.overloadpacket
         if packet in (aten._pin_memory, aten.is_pinned):
@@ -110,19 +133,13 @@ class Device(TorchDispatchMode):
             self._look(function, packet, args, kwargs, given, ours)
         if not ours and not on_device:
             return function(*args, **kwargs)
-        inner, outer, kept = [], {}, (args, kwargs)
-        for x in flat:
-            if isinstance(x, OnDevice):
-                inner.append(x.held)
-                outer[id(x.held)] = x
-            else:
-                inner.append(torch.device("cpu") if isinstance(x, torch.device) else x)
-        args, kwargs = tree_unflatten(inner, spec)
-        result = function(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+        inner = {name: mapped(_held, x) for name, x in kwargs.items() if name != "pin_memory"}
+        result = function(*mapped(_held, args), **inner)
         for x in ours:
             assert x.shape == x.held.shape, f"{function} changed a shape in place"
-        result = self._wrapped(result, outer) if on_device else result
-        self._count(function, kept, result, given, on_device)
+        result = self._wrapped(result, {id(x.held): x for x in ours}) if on_device else result
+        if self.counts:
+            self._count(function, (args, kwargs), result, given, on_device)
         return result
 
     def _count(self, function, kept, result, given, on_device) -> None:
@@ -137,10 +154,12 @@ class Device(TorchDispatchMode):
     def _wrapped(self, result: Any, outer: dict[int, OnDevice]) -> Any:
         """What an operator returns: tensors that it was given, or new ones of the device."""
 
-        def on_device(held: torch.Tensor) -> OnDevice:
+        def on_device(held: Any) -> Any:
+            if not isinstance(held, torch.Tensor):
+                return held
             return outer[id(held)] if id(held) in outer else OnDevice(held)
 
-        return tree_map_only(torch.Tensor, on_device, result)
+        return mapped(on_device, result)
 
     def _look(self, function, packet, args, kwargs, given, ours) -> None:
         """What this operator would make the host wait for, and whether a real device would take it."""

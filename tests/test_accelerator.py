@@ -22,7 +22,7 @@ if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
 from accelerator_run import RUNS, SIZE, STEADY
 
 HERE = Path(__file__).parent
-TOGETHER = 4  # cases a process: to start one costs as much as to run one
+TOGETHER = 7  # cases a process: to start one costs as much as three cases
 
 # Where the host may wait for the device: module and function of compopt, a case that shows it, and why it does.
 LOOKS = {
