@@ -167,6 +167,12 @@ METHODS: dict[str, Make | str] = {
     **{f"ScapeAdamS {density}, int8": scape(density, payload_dtype=int8) for density in (0.01, 0.05, 0.1, 0.2)},
     **{f"SeparateAdam {ratio}, int8": separate(ratio, payload_dtype=int8) for ratio in (4, 8, 16)},
     "TagcAdamW 0.9875, bf16": of("TagcAdamW", sparsity=0.9875, payload_dtype=torch.bfloat16),
+    **{
+        f"TagcAdamW 0.9875, bf16, updates in {word}": of(
+            "TagcAdamW", sparsity=0.9875, payload_dtype=torch.bfloat16, update_dtype=word
+        )
+        for word in ("int8", "int4", "int2")
+    },
     **{f"TagcAdamW {sparsity}": of("TagcAdamW", sparsity=sparsity) for sparsity in (0.8, 0.9, 0.9875)},
     **{
         f"LocalSteps {every}, {word}, growing {growth}": local(every, word, every_warmup_steps=growth)

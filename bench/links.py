@@ -140,6 +140,10 @@ METHODS: dict[str, Factory] = {
         f"tagc{level}bf16": ours("TagcAdamW", sparsity=level, payload_dtype=torch.bfloat16)
         for level in (0.8, 0.9, 0.9875)
     },
+    **{
+        f"tagc0.9875{word}": ours("TagcAdamW", sparsity=0.9875, payload_dtype=torch.bfloat16, update_dtype=word)
+        for word in ("int8", "int4")
+    },
     "sharded": ours("TagcAdamW", warmup_steps=10**9),  # dense: what TAGC is without its compression
     "scape-sharded": ours("ScapeAdamS", density=0.01, density_warmup_steps=0, sharded=True),
     **{

@@ -49,6 +49,7 @@ from ._sharded.adamw import commit, gather, updated
 from ._sharded.choice import ATTENTION, is_pattern
 from ._sharded.inside import averaged, parcel_of
 from ._sharded.stats import tagc_stats
+from ._sharded.updates import UpdateDtype, check_gathers, check_updates
 from ._sparse.codes import CODES
 from ._sparse.dealing import compressed_lengths, values_kept
 from ._sparse.rows import CodedRows, Rows
@@ -57,7 +58,7 @@ from ._sparse.union import union_of
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Sharded, Unsharded
 from ._wire.comm import ProcessGroup
-from ._wire.dtypes import PayloadDtype, bits_of
+from ._wire.dtypes import PayloadDtype, bits_of, bytes_of_value
 from ._wire.requests import Agree, Asking, BitOr, Commit, ReduceScatterMean
 
 
@@ -86,7 +87,7 @@ def tagc(
     gathered = yield from gather(bucket, new)
     yield Commit()
     # from here on state changes
-    commit(bucket, ops, average, present, gathered)
+    commit(bucket, ops, average, present, new, gathered)
     sent.hold_back(present)  # line 2
 
 
@@ -134,6 +135,10 @@ class TagcAdamW(CompressedOptimizer):
             or as the torch.dtype of that name; groups keep the name. What rounding to a narrower
             one takes off compressed tensors is kept in ``residual``. With "bfloat16" float32
             parameters are gathered as their updates in bfloat16: half as many bytes.
+        update_dtype: "int8", "int4" or "int2": what a step adds to parameters is gathered in codes
+            of so many bits, with a scale for 128 of them, in place of the parameters. What rounding
+            takes off is kept by the owner, in ``update_residual``, and added to the next update.
+            For float32 parameters. None: as they are, or as ``payload_dtype`` says.
         when: "always", or "auto": time dense and compressed steps at the start, and stay dense
             where compression does not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or one process where
@@ -142,7 +147,8 @@ class TagcAdamW(CompressedOptimizer):
             a step is plain AdamW: nothing is selected, rounded or held back.
 
     State: ``exp_avg`` and ``exp_avg_sq`` of this rank's part of each tensor, as vectors that may be
-    empty, and ``residual``, as large as the parameter, of compressed tensors. After
+    empty, ``residual``, as large as the parameter, of compressed tensors, and with ``update_dtype``
+    ``update_residual``, of this rank's part as the moments are. After
     :meth:`consolidate_state` a state dict holds the moments of all parts, in the parameters'
     shapes. A CPU keeps memory for the exchange between steps: 4 bytes an element, and 4 for each
     that this rank owns.
@@ -172,6 +178,7 @@ class TagcAdamW(CompressedOptimizer):
         total_steps: int | None = None,
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
+        update_dtype: UpdateDtype = None,
         when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
@@ -195,6 +202,7 @@ class TagcAdamW(CompressedOptimizer):
             total_steps=total_steps,
             max_grad_norm=max_grad_norm,
             payload_dtype=payload_dtype,
+            update_dtype=update_dtype,
             when=when,
             maximize=maximize,
         )
@@ -208,6 +216,7 @@ class TagcAdamW(CompressedOptimizer):
                 f"payload_dtype={group['payload_dtype']!r} is not for TagcAdamW: its payload must "
                 "be exact; use 'bfloat16'."
             )
+        check_updates(group)
         require(0 <= group["sparsity"] < 1, "sparsity", group["sparsity"], "in [0, 1)")
         require(group["sketch_ratio"] >= 1, "sketch_ratio", group["sketch_ratio"], ">= 1")
         require(
@@ -238,6 +247,7 @@ class TagcAdamW(CompressedOptimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         inside = is_inside(params, self._engine.group)
         check_inside("TagcAdamW", self.reduces_inside, inside, self.param_groups)
+        check_gathers(inside, self.param_groups)
         self.reduces_inside, self.sharded = inside, not inside
 
     def after_layout(self) -> None:
@@ -247,11 +257,14 @@ class TagcAdamW(CompressedOptimizer):
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         moments, owed = (Sharded, Dense) if self.sharded else (Dense, Unsharded)
-        return {
+        specs: dict[str, Layout] = {
             "exp_avg": moments(dtype),
             "exp_avg_sq": moments(dtype),
             "residual": owed(dtype, compressed_only=True),
         }
+        if any(group["update_dtype"] for group in self.param_groups):
+            specs["update_residual"] = Sharded(dtype, optional=True)
+        return specs
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         if self.inside is not None:
@@ -262,7 +275,10 @@ class TagcAdamW(CompressedOptimizer):
         """The union, were the ranks' choices independent; the index, and the parameters back."""
         union = 1 - bucket.group["sparsity"] ** ranks
         compressed = sum(compressed_lengths(bucket))
-        back = bucket.numel / ranks if self.sharded else 0  # else FSDP gathers them
+        back = bucket.numel / ranks if self.sharded else 0.0  # else FSDP gathers them
+        if rounded := bucket.group["update_dtype"]:
+            payload = bytes_of_value(bucket.group["payload_dtype"], bucket.grad_dtype)
+            back *= bytes_of_value(rounded, bucket.grad_dtype) / payload
         return sum(values_kept(bucket, union)) + compressed / 32 + back
 
     def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:

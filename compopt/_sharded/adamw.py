@@ -14,6 +14,7 @@ from .._state.buckets import Bucket, local
 from .._state.shards import unshard
 from .._wire.requests import AllGather, Asking
 from .at_once import ahead_at_once, commit_at_once, sends_updates
+from .updates import Codes, add_owed, keep_owed, update_bits
 
 
 def moments(bucket: Bucket, i: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,8 +23,8 @@ def moments(bucket: Bucket, i: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def updated(bucket: Bucket, ops: Ops, average: Average, present: list[bool]) -> Tensor:
-    """What this rank's shard of the parameters will be, in their dtype, or the updates; nothing
-    else is written.
+    """What this rank's shard of the parameters will be, in their dtype, or the updates, with what
+    is owed of them; nothing else is written.
     """
     shards = bucket.shards
     sizes = shards.sizes(shards.rank)
@@ -41,7 +42,11 @@ def updated(bucket: Bucket, ops: Ops, average: Average, present: list[bool]) -> 
                 out.copy_(w)
             if sends_updates(bucket):
                 out.sub_(w)
-    return new.bfloat16() if sends_updates(bucket) else new
+    if update_bits(bucket):
+        add_owed(bucket, outs, present)
+    elif sends_updates(bucket):
+        return new.bfloat16()
+    return new
 
 
 def step_ahead(bucket: Bucket, ops: Ops, i: int, average: Averaged, out: Tensor) -> None:
@@ -56,24 +61,33 @@ def step_ahead(bucket: Bucket, ops: Ops, i: int, average: Averaged, out: Tensor)
 
 
 def gather(bucket: Bucket, new: Tensor) -> Asking[Tensor]:
-    """All ranks' ``new``, a row each."""
-    ranks = bucket.shards.ranks
-    if ranks == 1:
-        return new.unsqueeze(0)
-    bucket.parameter_bytes = new.nbytes
-    memory = bucket.memory("gathered", ranks * new.numel(), new.dtype)
-    rows: Tensor = yield AllGather(new, memory.view(ranks, -1))
-    return rows
+    """All ranks' ``new``, a row each.
+
+    Where updates are rounded ``new`` is left with what that takes off.
+    """
+    bits, ranks, shards = update_bits(bucket), bucket.shards.ranks, bucket.shards
+    codes = None if bits is None else Codes(bucket, bits)
+    own = new if codes is None else codes.message(new[: sum(shards.sizes(shards.rank))])
+    rows = own.unsqueeze(0)
+    if ranks > 1:
+        bucket.parameter_bytes = own.nbytes
+        memory = bucket.memory("gathered", ranks * own.numel(), own.dtype)
+        rows = yield AllGather(own, memory.view(ranks, -1))
+    return rows if codes is None else codes.read(rows)
 
 
-def commit(bucket: Bucket, ops: Ops, average: Average, present: list[bool], rows: Tensor) -> None:
-    """Moments and masters of this rank's shard, step counts, and all parameters, from the gathered
-    ``rows``.
+def commit(
+    bucket: Bucket, ops: Ops, average: Average, present: list[bool], new: Tensor, rows: Tensor
+) -> None:
+    """Moments and masters of this rank's shard, step counts, what rounding ``new`` has left, and
+    all parameters, from the gathered ``rows``.
     """
     if bucket.device.type != "cpu":
         commit_at_once(bucket, average, present)
     else:
         commit_each(bucket, ops, average, present)
+    if update_bits(bucket):
+        keep_owed(bucket, new, present)
     publish(bucket, rows)
 
 

@@ -11,18 +11,19 @@ from .._ops.fused import adamw_at_once_
 from .._sparse.averaged import Average
 from .._state.buckets import Bucket
 from .._wire.dtypes import dtype_of
+from .updates import update_bits
 
 
 def sends_updates(bucket: Bucket) -> bool:
-    """Whether not parameters are gathered but what is added to them, in bfloat16: half as many
-    bytes.
+    """Whether not parameters are gathered but what is added to them: rounded to codes, or in
+    bfloat16, half as many bytes.
 
     All ranks add the same, its owner too, so replicas stay equal; an update is rounded to 8 bits, a
     parameter is not.
     """
     sent = dtype_of(bucket.group["payload_dtype"])
     low = sent == torch.bfloat16 and not bucket.alone
-    return low and bucket.dtype == torch.float32
+    return update_bits(bucket) is not None or (low and bucket.dtype == torch.float32)
 
 
 def ahead_at_once(

@@ -22,20 +22,8 @@ import functools
 import torch
 from torch import Tensor
 
-from . import two_bits
-from .quantise import (
-    ROW,
-    Chunk,
-    Piece,
-    code_bytes,
-    dequantise,
-    join,
-    layout,
-    pack,
-    quantise,
-    spread,
-    unpack,
-)
+from .coded import codes_of, read, write
+from .quantise import ROW, Chunk, Piece, code_bytes, dequantise, join, layout, spread
 from .requests import Payload
 
 
@@ -142,37 +130,14 @@ class QuantisedMean:
         rest: Tensor,
         stage: int,
     ) -> None:
-        if self.bits == 2:
-            values = two_bits.filled(len(x), pieces, x)
-            two_bits.quantise(x, values, codes, scales, rest, self.scratch)
-        else:
-            seed = (*self.seed, self.rank, stage)
-            quantise(x, codes, scales, rest, seed, self.scratch, self.bits)
+        seed = (*self.seed, self.rank, stage)
+        codes_of(x, pieces, codes, scales, rest, seed, self.scratch, self.bits)
 
     def _write(self, rows: Tensor, chunk: Chunk, out: Tensor) -> None:
-        """A chunk's codes into its place in a message."""
-        if self.bits == 8:
-            join(rows, chunk.pieces, out)
-            return
-        n = chunk.stop - chunk.start
-        codes = rows.view(-1)[:n]
-        if len(chunk.pieces) > 1:  # with gaps between them
-            codes = self.scratch("codes of a chunk", n, torch.int8, rows.device)
-            join(rows, chunk.pieces, codes)
-        packed = out[: code_bytes(n, self.bits)]
-        if self.bits == 4:
-            pack(codes, packed)
-        else:
-            two_bits.pack(codes, packed)
+        write(rows, chunk, out, self.scratch, self.bits)
 
     def _read(self, message: Tensor, chunk: Chunk) -> Tensor:
-        """The other way round: rows of codes, until the next are read."""
-        n = chunk.stop - chunk.start
-        codes = message[: code_bytes(n, self.bits)]
-        if self.bits < 8:
-            out = self.scratch("codes of a chunk", n, torch.int8, message.device)
-            codes = unpack(codes, out) if self.bits == 4 else two_bits.unpack(codes, out)
-        return spread(codes, chunk.pieces, chunk.rows, "codes", self.scratch)
+        return read(message, chunk, self.scratch, self.bits)
 
     def _size(self, words: int) -> int:
         """Whole words, and at least one: a message without bytes could not be viewed as words and

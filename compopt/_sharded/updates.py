@@ -1,0 +1,125 @@
+"""Updates of sharded parameters as codes: what is added to parameters travels, rounded, in place of
+updated parameters.
+
+Error feedback, on the way back to all ranks: of a shard with update u, which its owner finds,
+and what it owes, e::
+
+    sent <- codes(u + e)          # 8, 4 or 2 bits each, a scale for 128 of them
+    e <- u + e - sent             # ``update_residual``, on the owner alone
+    w <- w + sent                 # on all ranks, the owner too: replicas stay equal
+
+So parameters are the unrounded ones less e: never further from them than one rounding of one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .._engine.options import require
+from .._state.buckets import Bucket
+from .._wire.coded import codes_of, read, write
+from .._wire.dtypes import BITS, bits_of, name_of
+from .._wire.quantise import ROW, Chunk, code_bytes, dequantise, join, layout, spread
+
+UpdateDtype: TypeAlias = torch.dtype | Literal["int8", "int4", "int2"] | None
+
+USE = 1_000_001  # in seeds: apart from those of payloads
+
+
+def check_updates(group: dict[str, Any]) -> None:
+    """Raise ValueError where ``update_dtype`` is none, or parameters cannot keep what it sends."""
+    given = group["update_dtype"] = name_of(group["update_dtype"])
+    known = given is None or given in BITS
+    require(known, "update_dtype", given, f"None or {', '.join(map(repr, BITS))}")
+    low = [p.dtype for p in group["params"] if p.dtype.itemsize < 4]
+    if given is not None and low:
+        raise ValueError(
+            f"update_dtype={given!r} is for float32 parameters, to which updates can be added as "
+            f"they were sent: these are {low[0]}. Leave it out, or keep parameters in float32 and "
+            "use autocast."
+        )
+
+
+def check_gathers(inside: bool, groups: Iterable[dict[str, Any]]) -> None:
+    """Raise ValueError where FSDP gathers parameters, and updates never travel."""
+    given = [group["update_dtype"] for group in groups if group["update_dtype"] is not None]
+    if inside and given:
+        raise ValueError(
+            f"update_dtype={given[0]!r} cannot be followed inside FSDP, which gathers parameters "
+            "itself: leave it out, and see MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
+        )
+
+
+def update_bits(bucket: Bucket) -> int | None:
+    """How many bits updates are rounded to; None where they are not."""
+    return None if bucket.alone else bits_of(bucket.group["update_dtype"])
+
+
+def add_owed(bucket: Bucket, updates: list[Tensor], present: list[bool]) -> None:
+    """What earlier steps have left of the tensors that this one updates."""
+    owed, here = bucket.state["update_residual"], which(present)
+    if here:
+        torch._foreach_add_([updates[i] for i in here], [owed[i] for i in here])
+
+
+def keep_owed(bucket: Bucket, rest: Tensor, present: list[bool]) -> None:
+    """What rounding took off: ``rest``, which begins with this rank's shard."""
+    sizes = bucket.shards.sizes(bucket.shards.rank)
+    owed, here = bucket.state["update_residual"], which(present)
+    parts = rest[: sum(sizes)].split(sizes)
+    if here:
+        torch._foreach_copy_([owed[i] for i in here], [parts[i] for i in here])
+
+
+def which(present: list[bool]) -> list[int]:
+    return [i for i, here in enumerate(present) if here]
+
+
+class Codes:
+    """How the shards of a bucket travel: each rank's scales, then its codes, in as many bytes for
+    all.
+    """
+
+    def __init__(self, bucket: Bucket, bits: int):
+        self.bucket, self.bits, self.shards = bucket, bits, bucket.shards
+        self.scratch = bucket.scratch
+        sizes = [tuple(self.shards.sizes(rank)) for rank in range(self.shards.ranks)]
+        self.chunks = [layout(parts, 1).chunks[0] for parts in sizes]
+        self.codes_at = 4 * max(chunk.rows for chunk in self.chunks)
+        codes = code_bytes(max(chunk.stop for chunk in self.chunks), bits)
+        self.size = max(4, self.codes_at + codes + -codes % 4)
+
+    def message(self, updates: Tensor) -> Tensor:
+        """This rank's shard of updates; ``updates`` is left with what rounding took off."""
+        bucket, chunk = self.bucket, self.chunks[self.shards.rank]
+        out = bucket.memory("codes of updates", self.size, torch.uint8)
+        scales, packed = self._fields(out, chunk)
+        x = spread(updates, chunk.pieces, chunk.rows, "value", self.scratch)
+        codes = self.scratch("codes", chunk.rows * ROW, torch.int8, out.device).view(-1, ROW)
+        seed = (bucket.group["step"], bucket.index, USE, self.shards.rank)
+        codes_of(x, chunk.pieces, codes, scales, x, seed, self.scratch, self.bits)
+        join(x, chunk.pieces, updates)
+        write(codes, chunk, packed, self.scratch, self.bits)
+        return out
+
+    def read(self, messages: Tensor) -> Tensor:
+        """All ranks' updates, a row each, as long as the largest shard."""
+        bucket, most = self.bucket, self.shards.most
+        rows = bucket.memory("updates", len(messages) * most, bucket.dtype).view(-1, most)
+        for message, chunk, out in zip(messages, self.chunks, rows, strict=True):
+            scales, packed = self._fields(message, chunk)
+            codes = read(packed, chunk, self.scratch, self.bits)
+            out = out[: chunk.stop]
+            whole = len(out) == chunk.rows * ROW
+            value = out if whole else self.scratch("value", chunk.rows * ROW, out.dtype, out.device)
+            join(dequantise(codes, scales, value.view(-1, ROW)), chunk.pieces, out)
+        return rows
+
+    def _fields(self, message: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """A rank's scales, and its codes as bytes."""
+        scales = message[: 4 * chunk.rows].view(torch.float32)
+        return scales, message[self.codes_at :].view(torch.int8)
