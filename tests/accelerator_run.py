@@ -53,6 +53,7 @@ MORE = [
     also("SeparateAdam", "blocks", projection="gaussian", ratio=8, warmup_steps=2, block_rows=24, max_grad_norm=0.5),
     also("TagcAdamW", "large", sparsity=0.9, warmup_steps=2),
     also("TagcAdamW", "odd", sparsity=0.9, warmup_steps=2, payload_dtype="bfloat16", max_grad_norm=0.5),
+    also("TagcAdamW", "int2", sparsity=0.9, warmup_steps=2, payload_dtype="bfloat16", update_dtype="int2"),
     also("TagcAdamW", "sketch", sparsity=0.9, warmup_steps=2, codec="sketch"),
     also("LocalSteps", "int4, fragments", every=4, fragments=2, delay=1, warmup_steps=2, payload_dtype="int4"),
     also("LocalSteps", "fused", every=2, warmup_steps=2, every_warmup_steps=0, max_grad_norm=0.5, fused=True),

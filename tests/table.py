@@ -47,6 +47,11 @@ class Case:
         return self.cls.sharded or self.compressed.get("sharded", False)
 
     @property
+    def sends_updates(self) -> bool:
+        """Whether what is added to parameters is gathered, rounded, and not parameters."""
+        return self.compressed.get("update_dtype") is not None
+
+    @property
     def new(self) -> Callable[..., torch.optim.Optimizer]:
         return self.build or self.cls
 
@@ -188,6 +193,15 @@ FORMS = [
         lr=1e-3,
         method="scape",
         form="sharded",
+    ),
+    Case(
+        compopt.TagcAdamW,
+        compressed=dict(sparsity=0.9, warmup_steps=2, update_dtype="int4"),
+        lossless=dict(sparsity=0.0, update_dtype=None),
+        reference=torch.optim.AdamW,
+        bad={"update_dtype": ["int16", torch.bfloat16]},
+        draws=True,
+        form="updates",
     ),
     Case(
         compopt.LocalSteps,

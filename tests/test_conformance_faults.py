@@ -125,7 +125,7 @@ def test_replicas_that_part_are_found(case):
     with torch.no_grad():
         ranks.models[2].up.bias[3] += 1e-6
     ranks.train(loss, 2)
-    if case.sharded:  # the owner's have taken the place of those that parted
+    if case.sharded and not case.sends_updates:  # the owner's have taken the place of those that parted
         ranks.assert_replicas_equal()
         return
     with pytest.raises(ValueError, match=r"rank 2 has .*checksum"):

@@ -32,9 +32,10 @@ USE = 1_000_001  # in seeds: apart from those of payloads
 
 def check_updates(group: dict[str, Any]) -> None:
     """Raise ValueError where ``update_dtype`` is none, or parameters cannot keep what it sends."""
-    given = group["update_dtype"] = name_of(group["update_dtype"])
+    given = name_of(group["update_dtype"])
     known = given is None or given in BITS
-    require(known, "update_dtype", given, f"None or {', '.join(map(repr, BITS))}")
+    require(known, "update_dtype", group["update_dtype"], f"None or {', '.join(map(repr, BITS))}")
+    group["update_dtype"] = given
     low = [p.dtype for p in group["params"] if p.dtype.itemsize < 4]
     if given is not None and low:
         raise ValueError(
@@ -109,7 +110,8 @@ class Codes:
     def read(self, messages: Tensor) -> Tensor:
         """All ranks' updates, a row each, as long as the largest shard."""
         bucket, most = self.bucket, self.shards.most
-        rows = bucket.memory("updates", len(messages) * most, bucket.dtype).view(-1, most)
+        rows = bucket.memory("updates", len(messages) * most, bucket.dtype)
+        rows = rows.view(len(messages), most)
         for message, chunk, out in zip(messages, self.chunks, rows, strict=True):
             scales, packed = self._fields(message, chunk)
             codes = read(packed, chunk, self.scratch, self.bits)
