@@ -172,6 +172,7 @@ def test_bytes_a_parameter_are_those_of_the_algorithms():
     assert sent["ScapeAdamS"] == pytest.approx(0.4 + 0.1 * math.log2(math.e / 0.1) / 8)
     assert sent["SeparateAdam"] == 4 / 16
     assert sent["TagcAdamW"] == pytest.approx(4 * (1 - 0.9875**4) + 1 / 4 + 4)
+    assert sent["TagcAdamW, int4"] == pytest.approx(2 * (1 - 0.9875**4) + 1 / 4 + 1 / 2 + 4 / 128)
     state = {name: cost(work, 4).state / work.parameters for name, cost in METHODS.items()}
     assert state["AdamW+DDP"] == 8 and state["RadiusAdamW"] == 12.125 and state["ScapeAdamS"] == pytest.approx(4.65)
 

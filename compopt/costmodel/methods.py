@@ -88,17 +88,29 @@ def _tracked(work: Workload, ranks: int, rank: int = 16, bits: int = 8) -> Cost:
     )
 
 
-def _tagc(work: Workload, ranks: int, sparsity: float = 0.9875, width: int = FLOAT) -> Cost:
+def _tagc(
+    work: Workload,
+    ranks: int,
+    sparsity: float = 0.9875,
+    width: int = FLOAT,
+    updates: int | None = None,
+) -> Cost:
     n, rest = work.parameters * work.large, work.parameters * (1 - work.large)
     # Independent choices: the worst case.
     union = 1 - sparsity**ranks
+    back, more, rounding = float(width), 0.0, 0.0
+    if updates is not None:
+        # Codes and scales; what the owner owes: read and written. Codes of all are read, and added.
+        back, more = updates / 8 + FLOAT / ROW, FLOAT / ranks
+        rounding = 16 / ranks + 2 * back + 12
     # Payload and the rest are reduced to their owners, bitmaps go there and back, parameters are
     # gathered.
     return Cost(
         reduced=0.0,
-        gathered=width * (union * n + rest) + 2 * n / 8 + width * work.parameters,
-        state=8 * work.parameters / ranks + 4 * n,
-        traffic=(16 + THRESHOLD + 12 * union) * n - 28 * work.parameters * (1 - 1 / ranks),
+        gathered=width * (union * n + rest) + 2 * n / 8 + back * work.parameters,
+        state=(8 / ranks + more) * work.parameters + 4 * n,
+        traffic=(16 + THRESHOLD + 12 * union) * n
+        + (rounding - 28 * (1 - 1 / ranks)) * work.parameters,
     )
 
 
@@ -240,6 +252,13 @@ METHODS: dict[str, Method] = {
         "compopt.TagcAdamW(named_params, lr=..., payload_dtype=torch.bfloat16, warmup_steps=...)",
         1.029,
         options={"width": 2},
+    ),
+    "TagcAdamW, int4": Method(
+        _tagc,
+        "compopt.TagcAdamW(named_params, lr=..., payload_dtype=torch.bfloat16, "
+        'update_dtype="int4", warmup_steps=...)',
+        1.028,
+        options={"width": 2, "updates": 4},
     ),
     "DDP, bf16 hook": Method(
         _dense, "ddp.register_comm_hook(None, bf16_compress_hook)", None, 0.0, False, {"width": 2}
