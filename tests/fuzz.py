@@ -30,6 +30,7 @@ OPTIONS: dict[str, list[Any]] = {  # of the classes that know them
     "sparsity": [0.9, 0.5, 0.0],
     "codec": ["compact", "sketch"],
     "sketch_ratio": [2, 10],
+    "update_dtype": [None, None, "int8", "int4", "int2"],
     "selection": ["sampled", "exact"],
     "mask_delay": [1, 0],
     "warmup_steps": [1, 0, 2],
@@ -57,6 +58,7 @@ ROUNDS: dict[str, list[Any]] = {  # of local steps
 COMMON: dict[str, list[Any]] = {"weight_decay": [0.01, 0.1], "maximize": [False, False, True]}  # of the reference too
 REFUSED = (  # what a class may say to what is drawn
     "is not for TagcAdamW: its payload must be exact",
+    "is for float32 parameters, to which updates can be added",
     "payload_dtype must be None or a floating-point dtype where state is sharded",
     "adaptive must be False with projection='tracked'",
     "block_rows must be None, 'auto' or, of a random projection",
