@@ -160,6 +160,7 @@ class TagcAdamW(CompressedOptimizer):
 
     sharded = True
     averaged_state = ("residual",)
+    sent_once = ("update_residual",)
 
     def __init__(
         self,

@@ -198,6 +198,24 @@ def test_after_a_rank_is_lost_its_shard_owes_nothing_and_the_others_what_they_di
     assert all(torch.equal(p, q) for p, q in zip(*params, strict=True))
 
 
+def test_a_rank_that_missed_the_codes_does_not_send_again_what_they_held():
+    """The others have added what it owed: once it took their parameters over it owes nothing; they owe what they did."""
+    world, params, optimizers = make(2, "int4", torch.float32, sparsity=0.9)
+    for t in range(3):
+        step(world, params, optimizers, gradients(2, t, SHAPES, torch.float32))
+    world.failing.add((1, world.comms[0].started + 3))  # index, gradients, norm, codes
+    with pytest.raises(compopt.CommunicationError, match="step 4 was not applied on rank 1"):
+        step(world, params, optimizers, gradients(2, 3, SHAPES, torch.float32))
+    kept = [optimizers[0].state[p]["update_residual"].clone() for p in params[0]]
+    world = World(2)
+    with pytest.warns(UserWarning, match="rank 1 had not applied step 4"):
+        world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)])
+    assert all(map(torch.equal, kept, [optimizers[0].state[p]["update_residual"] for p in params[0]]))
+    assert any(e.any() for e in kept) and not any(optimizers[1].state[p]["update_residual"].any() for p in params[1])
+    step(world, params, optimizers, gradients(2, 4, SHAPES, torch.float32))
+    assert all(torch.equal(p, q) for p, q in zip(*params, strict=True))
+
+
 def test_one_process_rounds_nothing_unless_it_simulates():
     for simulate in (False, True):
         params = [w.requires_grad_() for w in weights(SHAPES, torch.float32)]

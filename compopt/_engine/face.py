@@ -36,6 +36,8 @@ class Face:
 
     # per-rank state of which only the mean over ranks ever matters
     averaged_state: tuple[str, ...] = ()
+    # sharded state that its owner alone sends, once
+    sent_once: tuple[str, ...] = ()
     # masks that the next step chooses anew where they are lost (all zero)
     chosen_state: tuple[str, ...] = ()
     # each rank keeps state of its own shard only, and parameters are gathered in the step

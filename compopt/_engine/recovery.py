@@ -92,6 +92,9 @@ def catch_up(engine: Engine, comm: Comm, new: bool = False) -> Turns[None]:
             for name in set(face.averaged_state) & entry.keys():
                 entry[name] = torch.zeros_like(entry[name])
         face.load_state_dict(saved)
+        for bucket in engine.before or engine.buckets:
+            for name in set(face.sent_once) & bucket.flat.keys():
+                bucket.flat[name].zero_()
     behind = ", ".join(f"rank {rank}" for rank, count in enumerate(steps) if count < ahead)
     warn(
         f"{behind} had not applied step {ahead}, and took it over from rank {source}: what was "
