@@ -199,7 +199,7 @@ def test_after_a_rank_is_lost_its_shard_owes_nothing_and_the_others_what_they_di
 
 
 def test_a_rank_that_missed_the_codes_does_not_send_again_what_they_held():
-    """The others have added what it owed: once it took their parameters over it owes nothing; they owe what they did."""
+    """The others have added what it owed: once it took theirs over it owes nothing; they owe what they did."""
     world, params, optimizers = make(2, "int4", torch.float32, sparsity=0.9)
     for t in range(3):
         step(world, params, optimizers, gradients(2, t, SHAPES, torch.float32))
