@@ -13,7 +13,7 @@ from sim import Ranks
 from torch import nn
 
 import compopt
-from compopt._state.offload import DoubleBuffer, Offload
+from compopt._state.offload import DoubleBuffer, NoStreams, Offload
 
 ORDERS = list(itertools.permutations(("in", "work", "out")))
 WAITS = [("work", "in"), ("out", "work"), ("in", "out"), ("in", "work")]  # who waits for whom
@@ -181,6 +181,29 @@ def test_offloaded_or_not_steps_are_the_same_to_the_bit(monkeypatch, name):
     assert again.offload == offload and again._buckets[0].offload.names == there.optimizers[0]._buckets[0].offload.names
     with pytest.raises(ValueError, match=r"offload must be .*, got 'some'"):
         cls([nn.Parameter(torch.zeros(64, 64))], offload="some")
+
+
+PASSES = {  # of a steady step: how often the residual goes to the device, and back
+    "RadiusAdamW": (*RADIUS, 1, 1),
+    "ScapeAdamS": (*SCAPE, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_how_often_a_residual_passes_through_the_device(monkeypatch, name):
+    cls, options, inward, outward = PASSES[name]
+    monkeypatch.setenv("COMPOPT_BACKEND", "torch")
+    copied, copy_ = {"in": 0, "out": 0}, NoStreams.copy
+
+    def counted(self, stream, to, source, after):
+        copied[stream] += source.numel()
+        return copy_(self, stream, to, source, after)
+
+    ranks = run(cls, options, "residual", torch.float32, steps=6)
+    monkeypatch.setattr(NoStreams, "copy", counted)
+    ranks.train(loss, 1)
+    n = sum(e["residual"].numel() for o in ranks.optimizers for e in o.state.values() if "residual" in e)
+    assert copied == {"in": inward * n, "out": outward * n} and ranks.optimizers[0].stats.phase == "sparse"
 
 
 def storages() -> dict[int, int]:
