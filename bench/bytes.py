@@ -65,7 +65,14 @@ def measure(size: str, method: str, ranks: int) -> tuple[int, int]:
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    cli.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    cli.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        choices=METHODS,
+        default=list(METHODS),
+        help="methods; a wrong name lists them",
+    )
     cli.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
     args = cli.parse_args()
     rows = []

@@ -146,7 +146,13 @@ def plot(found: list[dict], name: str) -> None:
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--only", nargs="+", choices=METHODS, help="train these methods and no others")
+    cli.add_argument(
+        "--only",
+        nargs="+",
+        metavar="METHOD",
+        choices=METHODS,
+        help="train these methods and no others; a wrong name lists them",
+    )
     cli.add_argument("--lr", type=float, nargs="+", default=GRID)
     cli.add_argument("--steps", type=int, default=2000)
     cli.add_argument("--ranks", type=int, default=4)

@@ -164,7 +164,9 @@ def kept() -> list[dict]:
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--only", nargs="+", choices=ROWS, default=ROWS)
+    cli.add_argument(
+        "--only", nargs="+", metavar="ROW", choices=ROWS, default=ROWS, help="rows; a wrong name lists them"
+    )
     cli.add_argument("--ranks", type=int, default=2)
     cli.add_argument("--steps", type=int, default=800)
     cli.add_argument("--show", action="store_true", help="train nothing")

@@ -181,7 +181,9 @@ def tagc(width: int, layers: int, words: int) -> dict[str, Any]:
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="rows")
+    cli.add_argument(
+        "--only", nargs="+", metavar="ROW", choices=ROWS, default=list(ROWS), help="rows; a wrong name lists them"
+    )
     cli.add_argument("--places", action="store_true", help="show which places in compopt ask for most")
     cli.add_argument("--tagc", nargs=3, type=int, help=argparse.SUPPRESS)
     args = cli.parse_args()

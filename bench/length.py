@@ -129,7 +129,14 @@ def plot(found: list[dict]) -> None:
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--only", nargs="+", choices=RATES, default=list(RATES), help="train these methods and no others")
+    cli.add_argument(
+        "--only",
+        nargs="+",
+        metavar="METHOD",
+        choices=RATES,
+        default=list(RATES),
+        help="train these methods and no others; a wrong name lists them",
+    )
     cli.add_argument("--steps", type=int, nargs="+", choices=STEPS, default=[800, 8000])
     cli.add_argument("--ranks", type=int, default=2)
     cli.add_argument("--width", type=int, default=128, help="of the model: 128 is 0.86 M parameters, 512 is 13 M")

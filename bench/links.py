@@ -282,7 +282,14 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rates", nargs="+", default=DEFAULT_RATES, help="'unshaped', or as tc writes it: 100mbit")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--methods", nargs="+", default=DEFAULT_METHODS, choices=METHODS)
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        default=DEFAULT_METHODS,
+        choices=METHODS,
+        help="methods; a wrong name lists them",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="blocks per method")
     parser.add_argument("--steps", type=int, default=2, help="timed steps per block")
     parser.add_argument("--save", default="links", metavar="NAME", help="name of the CSV and PNG in results/")

@@ -210,7 +210,14 @@ def plot(rows: list[dict]) -> None:
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="these rows; the rest is kept")
+    cli.add_argument(
+        "--only",
+        nargs="+",
+        metavar="ROW",
+        choices=ROWS,
+        default=list(ROWS),
+        help="these rows; the rest is kept; a wrong name lists them",
+    )
     cli.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="more than the first: of sharded state only")
     cli.add_argument("--show", action="store_true", help="measure nothing")
     args = cli.parse_args()

@@ -167,7 +167,13 @@ def draw(rows: list[dict], keys: Sequence[str], path: Path, rate: str = RATE) ->
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("table", choices=TABLES, nargs="?")
-    cli.add_argument("--only", nargs="+", choices=METHODS, help="train these methods of the table and no others")
+    cli.add_argument(
+        "--only",
+        nargs="+",
+        metavar="METHOD",
+        choices=METHODS,
+        help="train these methods of the table and no others; a wrong name lists them",
+    )
     cli.add_argument("--lr", type=float, nargs="+", help="only these learning rates of the table")
     cli.add_argument("--show", action="store_true", help="train nothing")
     cli.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)

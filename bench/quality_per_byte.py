@@ -126,7 +126,13 @@ def plot(found: list[dict]) -> None:
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--only", nargs="+", choices=METHODS, help="train these methods and no others")
+    cli.add_argument(
+        "--only",
+        nargs="+",
+        metavar="METHOD",
+        choices=METHODS,
+        help="train these methods and no others; a wrong name lists them",
+    )
     cli.add_argument("--lr", type=float, nargs="+", help="these learning rates instead of the grid")
     cli.add_argument("--steps", type=int, default=800)
     cli.add_argument("--ranks", type=int, default=2)

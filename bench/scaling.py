@@ -273,7 +273,14 @@ def row_of(method: str, size: str, ranks: int) -> dict | None:
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    cli.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    cli.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        choices=METHODS,
+        default=list(METHODS),
+        help="methods; a wrong name lists them",
+    )
     cli.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=list(RANKS))
     cli.add_argument("--again", action="store_true", help="measure rows that are there already too")
     cli.add_argument("--show", action="store_true", help="measure nothing")

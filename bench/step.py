@@ -84,7 +84,14 @@ def measure(size: str, row: str, pool: list[list[torch.Tensor]], profile: bool) 
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="rows, beside AdamW")
+    cli.add_argument(
+        "--only",
+        nargs="+",
+        metavar="ROW",
+        choices=ROWS,
+        default=list(ROWS),
+        help="rows, beside AdamW; a wrong name lists them",
+    )
     cli.add_argument("--sizes", nargs="+", choices=SIZES, default=["10M"], help="parameters")
     cli.add_argument("--profile", action="store_true", help="show where one step of each row goes")
     cli.add_argument("--isa", choices=["avx512", "avx2", "neon", "portable"], help="the C passes run with no more")

@@ -213,13 +213,24 @@ def show(rows: list[dict], rate: str) -> None:
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--rate", default=RATE, help="as tc writes it, or 'unshaped' ('loopback' to show)")
-    cli.add_argument("--methods", nargs="+", choices=TABLES[TABLE].rows, default=list(TABLES[TABLE].rows))
+    cli.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        choices=TABLES[TABLE].rows,
+        default=list(TABLES[TABLE].rows),
+        help="methods; a wrong name lists them",
+    )
     cli.add_argument("--rounds", type=int, default=6, help="blocks of timed steps a method and phase")
     cli.add_argument("--steps", type=int, default=7, help="timed steps a block")
     what = cli.add_mutually_exclusive_group()
     what.add_argument("--show", action="store_true", help="time nothing")
     what.add_argument(
-        "--validate", nargs="+", choices=TABLES[TABLE].rows, help="train these for real, time nothing else"
+        "--validate",
+        nargs="+",
+        metavar="METHOD",
+        choices=TABLES[TABLE].rows,
+        help="train these for real, time nothing else",
     )
     cli.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = cli.parse_args()

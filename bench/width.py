@@ -147,7 +147,14 @@ def plot(found: list[dict]) -> None:
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--only", nargs="+", choices=METHODS, default=METHODS, help="train these methods and no others")
+    cli.add_argument(
+        "--only",
+        nargs="+",
+        metavar="METHOD",
+        choices=METHODS,
+        default=METHODS,
+        help="train these methods and no others; a wrong name lists them",
+    )
     cli.add_argument("--widths", type=int, nargs="+", choices=TRIED, default=[*TRIED])
     cli.add_argument("--show", action="store_true", help="train nothing")
     args = cli.parse_args()
