@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import corpus  # noqa: E402
 import train_gpt  # noqa: E402
-from quality import kept as runs_kept  # noqa: E402
+from quality import in_float32  # noqa: E402
 
 import compopt  # noqa: E402
 from compopt._diagnose.diagnosis import Diagnosis  # noqa: E402
@@ -143,8 +143,8 @@ def rho(x: Sequence[float], y: Sequence[float]) -> float:
 def measure() -> list[dict]:
     losses = {
         (run.steps, run.lr, run.name): result["evals"][-1]["val_loss"]
-        for run, result in runs_kept().items()
-        if run.ranks == RANKS and run.width == 128 and run.seed == 0 and run.name in JUDGED
+        for run, result in in_float32().items()
+        if run.ranks == RANKS and run.seed == 0 and run.name in JUDGED
     }
     rows = []
     for steps, lr in GROUPS:

@@ -68,13 +68,9 @@ NAMES = [
 
 def rows(ranks: int, steps: int, width: int) -> list[dict]:
     """A row for each method that has run so: the best of its learning rates on seed 0, the mean over seeds."""
-    there, found = quality.kept(), []
+    there, found = quality.in_float32(width), []
     for name in (DENSE, *NAMES):
-        runs = {
-            (r.lr, r.seed): line
-            for r, line in there.items()
-            if (r.name, r.ranks, r.steps, r.width) == (name, ranks, steps, width)
-        }
+        runs = {(r.lr, r.seed): line for r, line in there.items() if (r.name, r.ranks, r.steps) == (name, ranks, steps)}
         first = {lr: line["evals"][-1]["val_loss"] for (lr, seed), line in runs.items() if seed == 0}
         if not first:
             continue

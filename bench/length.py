@@ -32,6 +32,8 @@ RATES = {  # the best of quality.py's on 800 steps (of what ran at one rate its 
     "RadiusAdamW 0.4, residual scale 0.1": (4e-3, 2e-3),
     "SeparateAdam tracked 16, int8": (4e-3, 2e-3),
     "SeparateAdam 16": (4e-3, 2e-3),
+    "SeparateAdam 16, blocks": (4e-3, 2e-3),
+    "SeparateAdam 16, orthonormal": (2e-3, 2e-3),
     "PowerSGD rank 4": (4e-3, 2e-3),
     "TagcAdamW 0.9875": (4e-3, 2e-3),
     "AdamS": (1e-3, 1e-3),
@@ -51,9 +53,9 @@ def losses(line: dict) -> dict[int, float]:
 
 def rows(ranks: int, width: int) -> list[dict]:
     """A row for each run of a method that is compared, beside AdamW's of that length and seed."""
-    there, found = quality.kept(), []
+    there, found = quality.in_float32(width), []
     order = list(RATES)
-    runs = [run for run in there if run.name in RATES and run.steps in STEPS and run[3:] == (ranks, run.seed, width)]
+    runs = [run for run in there if run.name in RATES and run.steps in STEPS and run.ranks == ranks]
     for run in sorted(runs, key=lambda run: (run.seed, order.index(run.name), run.steps, -run.lr)):
         dense = {lr: losses(line) for lr, line in of_rates(there, run._replace(name=DENSE)).items()}
         if not dense:

@@ -95,6 +95,11 @@ def kept() -> dict[Run, dict]:
     return {Run(r["run"], r["lr"], r["steps"], *(r.get(key, others[key]) for key in others)): r for r in runs}
 
 
+def in_float32(width: int = 128) -> dict[Run, dict]:
+    """Those of models of this width whose matrix products are in float32: others are not compared with them."""
+    return {run: line for run, line in kept().items() if run.width == width and not run.bf16}
+
+
 def best_of(table: str) -> list[dict]:
     """A row for each method of the table that has run: its best learning rate, beside the first row."""
     steps, there, rows = TABLES[table].steps, kept(), []

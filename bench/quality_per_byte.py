@@ -55,7 +55,7 @@ def rates(name: str) -> tuple[float, ...]:
 
 def rows(ranks: int, steps: int) -> list[dict]:
     """A row for each method that has run on so many ranks and steps: its best learning rate, the mean over seeds."""
-    there, found = quality.kept(), []
+    there, found = quality.in_float32(), []
     for name in (*DENSE, *NAMES):
         losses: dict[float, list[float]] = {}
         for run, line in there.items():
