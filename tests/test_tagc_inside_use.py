@@ -159,6 +159,7 @@ def refused(rank: int) -> dict[str, str]:
 
     model = fully_shard(make())
     found["auto"] = said(ValueError, lambda: tagc(model, when="auto"))
+    found["updates"] = said(ValueError, lambda: tagc(fully_shard(make()), update_dtype="int4"))
     part = make()
     fully_shard(part.down)
     found["part"] = said(ValueError, lambda: tagc(part))
@@ -244,6 +245,7 @@ def test_refusals_say_what_to_do(runs):
         assert found["fine"] == found["zeros"] == "sparse"
         assert "sparsity is 0.9875 and 0.5" in found["options"] and "sharded apart" in found["options"]
         assert "when='auto'" in found["auto"] and "compare two runs" in found["auto"]
+        assert "update_dtype='int4' cannot be followed inside FSDP" in found["updates"]
         assert "not among those that FSDP cuts" in found["part"] and "fully_shard on the whole model" in found["part"]
         assert "set_reduce_scatter_unused_params(True)" in found["unused"]
         assert "without a scaler" in found["scaler"] and "scale the loss" in found["factor"]
