@@ -108,10 +108,11 @@ def plot(found: list[dict]) -> None:
                 best = of_length.setdefault(r["steps"], r)
                 of_length[r["steps"]] = min(best, r, key=lambda r: r["loss"])
         mine = [of_length[steps] for steps in sorted(of_length)]
-        if len(mine) < 2:
+        longest = bool(mine) and mine[-1]["steps"] == max(r["steps"] for r in found)
+        if len(mine) < 2 and not longest:
             continue
         style = dict(color=plt.get_cmap("tab20")(2 * number % 20 + 2 * number // 20), linewidth=1.4)
-        if max(r["steps"] for r in mine) == max(r["steps"] for r in found):
+        if longest:
             left.plot(*zip(*mine[-1]["curve"].items(), strict=True), **style)
         right.plot([r["steps"] for r in mine], [r["to_best"] for r in mine], "o-", label=name, **style)
     for axis in (left, right):

@@ -226,6 +226,26 @@ def test_one_process_rounds_nothing_unless_it_simulates():
         assert any(optimizer.state[p]["update_residual"].any() for p in params) == simulate
 
 
+def test_a_group_may_have_its_own_and_change_it_where_any_has_one():
+    start = weights(SHAPES, torch.float32)
+    world, params, optimizers = replicas(2, start, functools.partial(compopt.TagcAdamW, **HYPER, update_dtype="int4"))
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["update_dtype"] = None
+    step(world, params, optimizers, gradients(2, 0, SHAPES, torch.float32))
+    assert not any(e.any() for e in owed(params, optimizers))
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["update_dtype"] = "int2"
+    step(world, params, optimizers, gradients(2, 1, SHAPES, torch.float32))
+    assert any(e.any() for e in owed(params, optimizers))
+    world, params, optimizers = make(2, None, torch.float32)
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["update_dtype"] = "int8"
+    before = [p.detach().clone() for own in params for p in own]
+    with pytest.raises(ValueError, match="made without it, and keeps no update_residual: give it to the constructor"):
+        step(world, params, optimizers, gradients(2, 0, SHAPES, torch.float32))
+    assert all(map(torch.equal, before, (p for own in params for p in own)))
+
+
 def test_refusals():
     params = [torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]
     with pytest.raises(ValueError, match=r"update_dtype='int8' is for float32 parameters.* these are torch.bfloat16"):

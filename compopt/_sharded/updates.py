@@ -56,8 +56,19 @@ def check_gathers(inside: bool, groups: Iterable[dict[str, Any]]) -> None:
 
 
 def update_bits(bucket: Bucket) -> int | None:
-    """How many bits updates are rounded to; None where they are not."""
-    return None if bucket.alone else bits_of(bucket.group["update_dtype"])
+    """How many bits updates are rounded to; None where they are not.
+
+    Raises ValueError where nothing is kept of what that takes off.
+    """
+    given = bucket.group["update_dtype"]
+    if bucket.alone or given is None:
+        return None
+    if "update_residual" not in bucket.state:
+        raise ValueError(
+            f"update_dtype={given!r} was set in a group of an optimizer that was made without it, "
+            "and keeps no update_residual: give it to the constructor, or to one group of it."
+        )
+    return bits_of(given)
 
 
 def add_owed(bucket: Bucket, updates: list[Tensor], present: list[bool]) -> None:
