@@ -5,9 +5,10 @@
     python bench/width.py --show                                  # train nothing
 
 Runs are bench/quality.py's, of 1,500 steps on two ranks, matrix products in bfloat16, and kept with its own. 15 % of
-each is dense. AdamW and AdamS are tried at several rates on 400 steps, then run at the best of them and at half of it,
-since longer runs want less; what is built on them runs at the better of the two. ``to_best`` is over AdamW's better
-run, ``to_base`` over that of its own base, AdamW or AdamS. Prints a table and saves results/width.csv and width.png.
+each is dense. AdamW and AdamS are tried at several rates on 400 steps, then run at the best of them, at half and at a
+quarter of it, since longer runs want less; what is built on them runs at the best of the three. ``to_best`` is over
+AdamW's best run, ``to_base`` over that of its own base, AdamW or AdamS. Prints a table and saves results/width.csv and
+width.png.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ def best(runs: Iterable[Run]) -> Run | None:
 
 
 def rates(width: int, name: str) -> tuple[float, ...]:
-    """Of whole runs: of a base two, by its short runs; of what is built on it the better one."""
+    """Of whole runs: of a base three, by its short runs; of what is built on it the best one."""
     root = base(name)
     short = best(at(width, root, lr, SHORT) for lr in TRIED[width][root])
     if short is None:
         return ()
-    both = short.lr, short.lr / 2
-    better = None if name == root else best(at(width, root, lr) for lr in both)
-    return both if better is None else (better.lr,)
+    three = short.lr, short.lr / 2, short.lr / 4
+    found = None if name == root else best(at(width, root, lr) for lr in three)
+    return three if found is None else (found.lr,)
 
 
 def wanted(width: int, names: Sequence[str]) -> Iterator[Run]:
