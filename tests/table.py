@@ -52,6 +52,11 @@ class Case:
         return self.compressed.get("update_dtype") is not None
 
     @property
+    def keeps_masters(self) -> bool:
+        """Of parameters below float32: else the inner optimizer steps them, or they are refused."""
+        return self.build is None and not self.sends_updates
+
+    @property
     def new(self) -> Callable[..., torch.optim.Optimizer]:
         return self.build or self.cls
 
