@@ -71,7 +71,7 @@ def separate(
     squared = projections.squared_norm(mean)
     norm = yield Agree(mean, projections.phase, squared, late=projections.stays_on_device)
 
-    # from here on state changes; matrices are not kept while a payload travels
+    # from here on state changes; large matrices are not kept while a payload travels
     projections.draw()
     factor = projections.factor(norm)
     gates = bucket.gates(mean)

@@ -24,7 +24,12 @@ GOLDEN, FIRST, SECOND = (
     c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
+# Matrices are kept while a payload travels that have a number for so many elements, or fewer;
+# others are drawn again: with blocks of a row each they are larger than what they project.
+KEPT = 8
+
 Key = tuple[tuple[int, int], ...]  # of each tensor of a bucket its number, and how many words
+Drawn = list[Tensor | None]
 
 
 class Matrices:
@@ -34,6 +39,26 @@ class Matrices:
         self._buffer = Scratch()
         self._tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._counters: dict[int, tuple[tuple[Key, torch.device], Tensor]] = {}
+        self._kept: dict[int, tuple[tuple[object, ...], Drawn]] = {}
+
+    def draw_once(
+        self,
+        bucket: Bucket,
+        numbers: Sequence[int],
+        plan: Sequence[Projection | None],
+        seed: int,
+        step: int,
+    ) -> Drawn:
+        """The same, kept for the bucket's next calls at this step where they are small."""
+        there = [q for q in plan if q is not None]
+        if KEPT * sum(q.drawn for q in there) > sum(q.m * q.d for q in there):
+            return self.draw(bucket, numbers, plan, seed, step)
+        wanted = [*numbers], [*plan], seed, step, bucket.dtype, bucket.device
+        held = self._kept.get(bucket.index)
+        if held is None or held[0] != wanted:
+            drawn = self.draw(bucket, numbers, plan, seed, step, f"of bucket {bucket.index}")
+            held = self._kept[bucket.index] = wanted, drawn
+        return held[1]
 
     def draw(
         self,
@@ -42,20 +67,22 @@ class Matrices:
         plan: Sequence[Projection | None],
         seed: int,
         step: int,
-    ) -> list[Tensor | None]:
+        use: str = "values",
+    ) -> Drawn:
         """For each tensor of the bucket that is projected its (d, r) matrix, or with blocks of rows
-        a stack of them, valid until the next call.
+        a stack of them, valid until the next call for the same ``use``.
         """
-        words = [0 if q is None else (q.blocks * q.d * q.r + 3) // 4 for q in plan]
+        words = [0 if q is None else (q.drawn + 3) // 4 for q in plan]
         if not any(words):
             return [None] * len(plan)
-        values = self._gaussian(bucket, tuple(zip(numbers, words, strict=True)), seed, step)
+        key = tuple(zip(numbers, words, strict=True))
+        values = self._gaussian(bucket, key, seed, step, use)
         parts = torch.split(values, [4 * n for n in words])
         return [
             None if q is None else _matrix(q, part) for q, part in zip(plan, parts, strict=True)
         ]
 
-    def _gaussian(self, bucket: Bucket, key: Key, seed: int, step: int) -> Tensor:
+    def _gaussian(self, bucket: Bucket, key: Key, seed: int, step: int, use: str) -> Tensor:
         """Four normal numbers for every word of the bucket."""
         device, start = bucket.device, self._start(bucket, key)
         x = self._buffer("words", len(start), torch.int64, device)
@@ -64,7 +91,7 @@ class Matrices:
         index = self._buffer("index", 4 * len(x), torch.int32, device)
         index.copy_(x.view(torch.int16)).add_(2**15)
         dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-        values = self._buffer("values", len(index), dtype, device)
+        values = self._buffer(use, len(index), dtype, device)
         return torch.index_select(self._table(dtype, device), 0, index, out=values)
 
     def _start(self, bucket: Bucket, key: Key) -> Tensor:
@@ -89,8 +116,8 @@ class Matrices:
 
 
 def _matrix(q: Projection, numbers: Tensor) -> Tensor:
-    R = numbers[: q.blocks * q.d * q.r].view(q.blocks, q.d, q.r)
-    R = R if q.blocks > 1 else R[0]
+    R = numbers[: q.drawn]
+    R = R.view(q.d, q.r) if q.blocks == 1 else R.view(q.blocks, q.d, q.r)
     q.kind.of_random(R)
     return R
 

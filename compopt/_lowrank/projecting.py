@@ -24,7 +24,7 @@ from . import options
 from .adaptation import Adaptation, current
 from .inside import Parcel, averaged, uncut
 from .kinds import KINDS
-from .matrices import Matrices, fingerprint
+from .matrices import Drawn, Matrices, fingerprint
 from .projections import Plan, Projection, is_sharded, projection
 from .sent import Projected, Sent, Whole
 from .step import Projections
@@ -157,11 +157,12 @@ class Projecting(CompressedOptimizer):
                 tensors.append(Projected(g, e, clipped, q, self.ops))
         return tensors
 
-    def _drawing(self, bucket: Bucket, plan: Plan) -> Callable[[], list[Tensor | None]]:
+    def _drawing(self, bucket: Bucket, plan: Plan, keep: bool = True) -> Callable[[], Drawn]:
         """What draws the matrices of the coming step; it does not keep the optimizer."""
         numbers = [self._numbers[p][0] for p in bucket.params]
-        seed, t, matrices = bucket.group["seed"], bucket.group["step"] + 1, self._matrices
-        return lambda: matrices.draw(bucket, numbers, plan, seed, t)
+        seed, t = bucket.group["seed"], bucket.group["step"] + 1
+        draw = self._matrices.draw_once if keep else self._matrices.draw
+        return lambda: draw(bucket, numbers, plan, seed, t)
 
     def bases(self, bucket: Bucket, plan: Plan) -> dict[int, Tensor]:
         """What each tracked tensor's last step left; at first random numbers.
@@ -175,7 +176,7 @@ class Projecting(CompressedOptimizer):
         first: Plan = [None] * len(plan)
         for i, q in tracked.items():
             first[i] = None if warm[i] else replace(q, rows=q.m, columns=q.d)
-        random = self._drawing(bucket, first)()
+        random = self._drawing(bucket, first, keep=False)()
         held = bucket.state["basis"]
         found = {i: held[i] if warm[i] else begun(held[i], random[i]) for i in tracked}
         return {i: Q.view(tracked[i].m, -1) for i, Q in found.items() if Q is not None}

@@ -52,6 +52,11 @@ class Projection:
         return 1 if self.height is None else math.ceil(self.m / self.height)
 
     @property
+    def drawn(self) -> int:
+        """How many numbers these have."""
+        return self.blocks * self.d * self.r
+
+    @property
     def scale(self) -> float:
         return self.kind.scale(self.r)
 

@@ -80,7 +80,7 @@ class Projected:
     clipped: float
     q: Projection
     ops: Ops
-    R: Tensor = field(init=False)  # of line 2; drawn anew wherever it is used
+    R: Tensor = field(init=False)  # of line 2; asked for wherever it is used
     p: Tensor = field(init=False)  # this rank's, to be subtracted from its error; see ``keep``
 
     @property

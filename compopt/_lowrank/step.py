@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Projections:
     # what tracked tensors begin with the next time
     bases: list[Tensor] = field(default_factory=list)
 
-    @property
+    @cached_property
     def projects(self) -> bool:
         """Whether anything is projected."""
         return any(isinstance(tensor, Projected) for tensor in self.tensors)
@@ -55,7 +56,7 @@ class Projections:
     def phase(self) -> str:
         return "projected" if self.projects else "dense"
 
-    @property
+    @cached_property
     def tracked(self) -> dict[int, Tracked]:
         pairs = enumerate(self.tensors)
         return {i: tensor for i, tensor in pairs if isinstance(tensor, Tracked)}
