@@ -30,21 +30,21 @@ import compopt_kernels as kernels
 from compopt._ops.triton.places import Tables, addresses, known
 from compopt._state import masks
 
-RANKS, AT, STEPS = 2, 3, 5  # what happens, happens before step AT
+RANKS, AT, STEPS = 2, 2, 4  # what happens, happens before step AT
 CLASSES = {
     "AdamS": lambda params, comm: compopt.AdamS(params, process_group=comm),
     "Radius": lambda params, comm: compopt.RadiusAdamW(
-        params, density=0.3, warmup_steps=1, interval=100, process_group=comm
+        params, density=0.3, warmup_steps=0, interval=100, process_group=comm
     ),
     "Radius, bfloat16": lambda params, comm: compopt.RadiusAdamW(
-        params, density=0.3, warmup_steps=1, interval=100, payload_dtype="bfloat16", process_group=comm
+        params, density=0.3, warmup_steps=0, interval=100, payload_dtype="bfloat16", process_group=comm
     ),
     "SCAPE": lambda params, comm: compopt.ScapeAdamS(
         params, density=0.1, warmup_steps=0, density_warmup_steps=0, process_group=comm
     ),
     "AdamS, capturable": lambda params, comm: compopt.AdamS(params, process_group=comm, capturable=True),
     "Radius, capturable": lambda params, comm: compopt.RadiusAdamW(
-        params, density=0.3, warmup_steps=1, interval=100, process_group=comm, capturable=True
+        params, density=0.3, warmup_steps=0, interval=100, process_group=comm, capturable=True
     ),
     "SCAPE, capturable": lambda params, comm: compopt.ScapeAdamS(
         params, density=0.1, warmup_steps=0, density_warmup_steps=0, process_group=comm, capturable=True
