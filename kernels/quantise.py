@@ -44,7 +44,8 @@ def _rounded(x, noise, place, row, there, BITS: tl.constexpr, ROWS: tl.constexpr
     """Codes, as whole float32, and the scale of each row; NaN where one is not finite."""
     most = 127.0 if BITS == 8 else 7.0
     largest = tl.max(tl.abs(x), 1)
-    scale = tl.where(largest < SMALLEST, 0.0, tl.div_rn(largest, tl.full([ROWS], most, tl.float32)))
+    scale = tl.div_rn(largest, tl.full([ROWS], most, tl.float32))
+    scale = tl.where(scale < SMALLEST, 0.0, scale)  # 1 / scale is finite
     scale = tl.where(tl.sum((x - x != 0).to(tl.int32), 1) > 0, float("nan"), scale)
     safe = tl.where(scale > 0, scale, 1.0)
     per = tl.where(scale > 0, tl.div_rn(tl.full([ROWS], 1.0, tl.float32), safe), 0.0)
