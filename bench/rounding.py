@@ -5,13 +5,15 @@
 The gradients are a small GPT's (0.9 M parameters) after 1 and after 100 steps of AdamW, and the factors that a tracked
 projection of rank 16 sends of them. An error is the root mean square of what rounding takes off, expected over its
 random numbers, relative to the values' own; ``price``: that error times 2 ** (bits a value), so that what is smaller
-loses less for the same bytes. Times are the least of 15 in turns, of 10 M values: rounding and packing, and a mean over
-two ranks as one of them takes part in it. Saves results/rounding.csv.
+loses less for the same bytes. Times are the least of 15 in turns, of 10 M values: rounding and packing by PyTorch's
+operators, and a mean over two ranks as one of them takes part in it, by these and by the C passes. Saves
+results/rounding.csv.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,8 @@ import torch
 from _model import GPT, Batches
 from torch import Tensor
 
+from compopt._ops.native import build
+from compopt._ops.native.means import NativeMean
 from compopt._wire.quantise import LARGEST, ROW, code_bytes, pack, quantise
 from compopt._wire.quantised_mean import QuantisedMean
 from compopt._wire.requests import Payload
@@ -75,8 +79,8 @@ def least(works: list[Callable[[], object]]) -> list[float]:
     return [1e3 * min(times) for times in taken]
 
 
-def works(bits: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Rounding and packing 10 M values; one rank's part in the mean of two."""
+def works(bits: int) -> list[Callable[[], None]]:
+    """Rounding and packing 10 M values; one rank's part in the mean of two, by operators and by C passes."""
     scratch = Scratch()
     x = torch.randn(N // ROW, ROW)
     codes, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
@@ -92,13 +96,14 @@ def works(bits: int) -> tuple[Callable[[], None], Callable[[], None]]:
     flat = torch.cat([torch.ones(5), x.view(-1)])
     payload = Payload(flat, 3, 2, [N], (1,), dropped.view(-1), scratch, bits)
 
-    def mean() -> None:
-        job = QuantisedMean(payload, 0, 2)
+    def mean(make: Callable[[Payload, int, int], QuantisedMean]) -> None:
+        job = make(payload, 0, 2)
         received = job.first()
         mine = job.second(received)
         job.finish(torch.stack([mine, mine]))
 
-    return rounding, mean
+    passes = functools.partial(NativeMean, build.load())
+    return [rounding, functools.partial(mean, QuantisedMean), functools.partial(mean, passes)]
 
 
 def main() -> None:
@@ -112,11 +117,12 @@ def main() -> None:
                 price = f"off by {off:.4f}, price {off * 2**wide:.2f}"
                 print(f"{what:18} int{bits}, {row:4} a scale: {wide:5.2f} bits, {price}")
     isa = torch.backends.cpu.get_cpu_capability()
-    roundings, means = (least(list(kind)) for kind in zip(*map(works, LARGEST), strict=True))
-    for bits, alone, mean in zip(LARGEST, roundings, means, strict=True):
-        times = {"rounding ms": f"{alone:.1f}", "mean ms": f"{mean:.1f}"}
+    kinds = [least(list(kind)) for kind in zip(*map(works, LARGEST), strict=True)]
+    for bits, alone, mean, passes in zip(LARGEST, *kinds, strict=True):
+        times = {"rounding ms": f"{alone:.1f}", "mean ms": f"{mean:.1f}", "by C passes": f"{passes:.1f}"}
         table.append({"what": f"10 M values, {isa}", "bits": bits, "row": ROW, **times})
-        print(f"int{bits}, 10 M values, {isa}: rounded and packed in {alone:.1f} ms, a mean of two ranks {mean:.1f} ms")
+        print(f"int{bits}, 10 M values, {isa}: rounded and packed in {alone:.1f} ms,")
+        print(f"    a mean of two ranks {mean:.1f} ms, by C passes ({build.isa_of(build.load())}) {passes:.1f} ms")
     with FILE.open("w", newline="") as file:
         writer = csv.DictWriter(file, list({key: None for line in table for key in line}))
         writer.writeheader()

@@ -1,22 +1,42 @@
-"""int8 and int4 means by Triton kernels, against PyTorch's operators: the same messages, the same mean, to the bit."""
+"""int8 and int4 means by Triton kernels and by C passes, against PyTorch's operators: the same messages, the same mean,
+to the bit.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
 
-pytest.importorskip("compopt_kernels", reason="needs triton")
-
-from compopt._ops.triton.means import TritonMean
+from compopt._ops.native import build
+from compopt._ops.native.means import NativeMean
 from compopt._wire.quantise import BLOCK, ROW
 from compopt._wire.quantised_mean import QuantisedMean
 from compopt._wire.requests import Payload
 
 LENGTHS = [(), (0,), (1,), (5, 0, 3), (ROW,), (ROW - 1, ROW + 1), (300, 0, 128, 4000, 1), (BLOCK * ROW + 129, 70)]
 WORDS = 3, 2  # of header and control
+NATIVE = ("avx512", "avx2", "neon", "portable")
 
 
-def exchanged(cls: type, device: torch.device, lengths: tuple, ranks: int, bits: int, odd: bool = False) -> list:
+@pytest.fixture(params=["triton", *NATIVE])
+def mean(request, device) -> Callable:
+    """What is held against ``QuantisedMean``: on a GPU Triton's kernels alone."""
+    if request.param == "triton":
+        pytest.importorskip("compopt_kernels", reason="needs triton")
+        from compopt._ops.triton.means import TritonMean
+
+        return TritonMean
+    if device.type != "cpu":
+        pytest.skip("C passes are for CPUs")
+    if build.compiler() is None or request.param not in build.isas(build.compiler()):
+        pytest.skip(f"this machine has no {request.param}, or no compiler")
+    return functools.partial(NativeMean, build._load(build.compiler(), request.param))
+
+
+def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, bits: int, odd: bool = False) -> list:
     """All messages and what ranks end with: the averaged payloads, and what was dropped."""
     random, payloads = torch.Generator().manual_seed(ranks), []
     for rank in range(ranks):
@@ -25,9 +45,10 @@ def exchanged(cls: type, device: torch.device, lengths: tuple, ranks: int, bits:
             body = flat[sum(WORDS) :]
             body[:ROW], body[3 * ROW], body[5 * ROW + 1] = 0, torch.inf, torch.nan
             body[7 * ROW : 8 * ROW] *= 1e-41
+            body[8 * ROW :] *= 1e-37  # the scale, and not the values, has no inverse
         dropped = torch.empty(sum(lengths), device=device)
         payloads.append(Payload(flat.to(device), *WORDS, list(lengths), (5, 1), dropped, None, bits))
-    jobs = [cls(payload, rank, ranks) for rank, payload in enumerate(payloads)]
+    jobs = [make(payload, rank, ranks) for rank, payload in enumerate(payloads)]
     sent = torch.stack([job.first() for job in jobs])
     gathered = torch.stack([job.second(sent[:, rank]) for rank, job in enumerate(jobs)])
     for job in jobs:
@@ -38,22 +59,37 @@ def exchanged(cls: type, device: torch.device, lengths: tuple, ranks: int, bits:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_the_mean_has_the_references_bits(device, lengths, ranks, bits):
-    (ours, rest), (theirs, dropped) = (exchanged(c, device, lengths, ranks, bits) for c in (TritonMean, QuantisedMean))
+def test_the_mean_has_the_references_bits(mean, device, lengths, ranks, bits):
+    (ours, rest), (theirs, dropped) = (exchanged(c, device, lengths, ranks, bits) for c in (mean, QuantisedMean))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     for a, b in zip(rest, dropped, strict=True):  # the reference adds 3 x in one rounding
         assert torch.equal(a, b) if ranks != 3 else torch.allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_rows_out_of_the_ordinary(device, bits):
-    (ours, _), (theirs, _) = (exchanged(c, device, (9 * ROW,), 2, bits, True) for c in (TritonMean, QuantisedMean))
+def test_rows_out_of_the_ordinary(mean, device, bits):
+    (ours, rest), (theirs, dropped) = (exchanged(c, device, (9 * ROW,), 2, bits, True) for c in (mean, QuantisedMean))
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.nan_to_num(7), b.nan_to_num(7)) and a.isnan().any() and (a[sum(WORDS) :][:ROW] == 0).all()
+    for a, b in zip(rest, dropped, strict=True):
+        assert torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+        assert not a[:ROW].any() and a[3 * ROW : 4 * ROW].isnan().all() and (a[8 * ROW :] != 0).any()
 
 
-def test_what_kernels_cannot_take_is_left_to_the_reference(device):
+@pytest.mark.parametrize("bits", [8, 4])
+def test_threads_change_nothing(mean, device, bits):
+    lengths = (3 * ROW + 5, 70, 40 * ROW)
+    alone = exchanged(mean, device, lengths, 2, bits)
+    torch.set_num_threads(3)
+    try:
+        many = exchanged(mean, device, lengths, 2, bits)
+    finally:
+        torch.set_num_threads(1)
+    assert all(map(torch.equal, (*alone[0], *alone[1]), (*many[0], *many[1])))
+
+
+def test_what_they_cannot_take_is_left_to_the_reference(mean, device):
     flat = torch.zeros(8, dtype=torch.float64, device=device)
-    assert not TritonMean(Payload(flat, 1, 0, [7], (1,), torch.zeros(7, device=device)), 0, 2).fits
-    assert not TritonMean(Payload(flat.float(), 1, 0, [7], (1,), torch.zeros(7, device=device), bits=2), 0, 2).fits
-    assert TritonMean(Payload(flat.float(), 1, 0, [7], (1,), torch.zeros(7, device=device)), 0, 2).fits
+    assert not mean(Payload(flat, 1, 0, [7], (1,), torch.zeros(7, device=device)), 0, 2).fits
+    assert not mean(Payload(flat.float(), 1, 0, [7], (1,), torch.zeros(7, device=device), bits=2), 0, 2).fits
+    assert mean(Payload(flat.float(), 1, 0, [7], (1,), torch.zeros(7, device=device)), 0, 2).fits

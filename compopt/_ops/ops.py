@@ -66,7 +66,7 @@ class Ops:
         """
         return False
 
-    def job(self, bucket: Bucket) -> type[QuantisedMean] | None:
+    def job(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
         """What averages the bucket's int8 and int4 payloads; None: ``QuantisedMean`` itself."""
         return None
 

@@ -185,8 +185,8 @@ def quantise(
     for number, a in enumerate(range(0, len(x), block)):
         x_, scale, drop = x[a : a + block], scales[a : a + block], dropped[a : a + block]
         t = scratch("block", x_.numel(), x.dtype, x.device).view(x_.shape)
-        largest = torch.abs(x_, out=t).amax(1)
-        scale.copy_(largest.div_(most).masked_fill_(largest < SMALLEST, 0))
+        nearest = torch.abs(x_, out=t).amax(1).div_(most)
+        scale.copy_(nearest.masked_fill_(nearest < SMALLEST, 0))
         # inf becomes NaN.
         scale.add_(scale - scale)
         unit = scale.to(x.dtype).unsqueeze(1)

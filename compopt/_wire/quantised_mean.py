@@ -75,9 +75,7 @@ class QuantisedMean:
     def second(self, received: Tensor) -> Tensor:
         payload, chunk = self.payload, self.layout.chunks[self.rank]
         words, scales, codes = self._fields(received, self.words)
-        # One after the other: the order in which sum() adds is the processor's.
-        added = functools.reduce(torch.add, words.to(payload.flat.dtype))
-        payload.flat[: self.words] = added / self.ranks
+        self._average_words(words)
         total, value = (
             self.scratch(use, chunk.rows * ROW, payload.flat.dtype, received.device).view(-1, ROW)
             for use in ("total", "value")
@@ -110,6 +108,12 @@ class QuantisedMean:
                 else self.scratch("value", chunk.rows * ROW, body.dtype, body.device).view(-1, ROW)
             )
             join(dequantise(rows, scales[number, : chunk.rows], value), chunk.pieces, out)
+
+    def _average_words(self, words: Tensor) -> None:
+        """Header and control words, of all ranks' messages."""
+        # One after the other: the order in which sum() adds is the processor's.
+        added = functools.reduce(torch.add, words.to(self.payload.flat.dtype))
+        self.payload.flat[: self.words] = added / self.ranks
 
     def _quantise_body(self) -> tuple[Tensor, Tensor]:
         body, rows = self.payload.body, self.layout.rows

@@ -7,7 +7,8 @@ dealt to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask, Tensors
+from ..._wire.quantised_mean import QuantisedMean
 from ..._wire.requests import Payload
 from ..ops import Faster, Ops, empty_message
 from .adams import AdamSPasses, adams_commit, scape_commit
 from .adamw import AdamWPasses, masks_of, radius_commit, refuse
 from .build import isa_of, load
+from .means import NativeMean
 from .selection import NativeSelection
 from .tables import Table, addresses, along, at, fits, floats, over_rows, plain
 
@@ -35,6 +38,9 @@ class NativeOps(AdamWPasses, AdamSPasses):
         super().__init__(devices)
         self.library = load()
         self.isa = isa_of(self.library)
+
+    def job(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
+        return functools.partial(NativeMean, self.library) if bucket.device.type == "cpu" else None
 
     def pack(
         self,

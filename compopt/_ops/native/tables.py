@@ -111,7 +111,7 @@ def over_rows(lengths: Sequence[int], call: Callable[[int, int, int], int]) -> i
     Returns the number of the first row that a pass found to be wrong, -1 where all is well.
     """
     threads = min(torch.get_num_threads(), len(lengths))
-    if threads == 1:
+    if threads <= 1:
         return call(0, len(lengths), 0)
     total, cuts, done = sum(lengths), [0], 0
     for i, n in enumerate(lengths):

@@ -8,7 +8,7 @@ operators.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import compopt_kernels as kernels
@@ -148,7 +148,7 @@ class TritonOps(Ops):
         wide = sent == torch.promote_types(bucket.grad_dtype, torch.float32)
         return wide and mean.dropped is None and not clips and takes(self, bucket)
 
-    def job(self, bucket: Bucket) -> type[QuantisedMean] | None:
+    def job(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
         return TritonMean if takes(self, bucket) else None
 
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:

@@ -1,0 +1,120 @@
+// Codes of 8 and 4 bits: rounding into messages, the mean of what ranks sent, and back. compopt/_wire/quantise.py is the
+// specification, compopt/_wire/quantised_mean.py moves rows between its functions. The same bits, but where that adds
+// ranks * x in one rounding.
+
+#include "common.h"
+#include <float.h>
+
+enum { ROW = 128, BLOCK_ROWS = 512, TABLE = 65536, STRIDE = 40503 };  // as there: of u from one block of rows to the next
+
+typedef struct {
+    float *values;    // what is rounded, or where what was read goes
+    float *scales;    // one for each row of it
+    int8_t *codes;    // of all its chunk
+    float *dropped;   // what rounding took off
+    int64_t at;       // its first value in the chunk
+    int64_t row;      // the number of its first row: from that u follows
+    int64_t n, size;  // how many values it has, and how many its chunk
+} Piece;
+
+typedef struct {
+    const char *messages;                 // one of each rank, so many bytes apart
+    int64_t stride, scales_at, codes_at;  // where in each the chunk's scales and codes begin
+    int64_t ranks;
+} Received;
+
+typedef struct {
+    const float *numbers;  // u
+    int64_t place, bits;
+} Rounding;
+
+// Rounds the values of a row to codes.
+static void round_row(const float *restrict x, int n, const float *restrict u, float most, float *restrict scale,
+                      int8_t *restrict code, float *restrict rest) {
+    uint32_t largest = 0;
+    for (int i = 0; i < n; i++) {
+        const uint32_t size = magnitude(x[i]);
+        largest = size > largest ? size : largest;
+    }
+    float all;
+    memcpy(&all, &largest, 4);
+    if (!(all <= FLT_MAX)) {
+        *scale = NAN;
+        for (int i = 0; i < n; i++) code[i] = 0, rest[i] = NAN;
+        return;
+    }
+    const float nearest = all / most, unit = nearest < FLT_MIN ? 0 : nearest;  // 1 / unit is finite
+    const float per = unit > 0 ? 1 / unit : 0;
+    *scale = unit;
+    const int32_t end = (int32_t)most;
+    for (int i = 0; i < n; i++) {
+        const float t = x[i] * per + u[i];
+        int32_t whole = (int32_t)t;
+        whole -= (float)whole > t;  // the next one below
+        whole = whole < -end ? -end : whole;
+        whole = whole > end ? end : whole;
+        code[i] = (int8_t)whole;
+        rest[i] = x[i] - (float)whole * unit;
+    }
+}
+
+static const float *numbers_of(const Rounding *how, int64_t row) {
+    return how->numbers + (how->place + STRIDE * (row / BLOCK_ROWS)) % TABLE + ROW * (row % BLOCK_ROWS);
+}
+
+// Codes of a chunk from `at` on, each in a byte. Of 4 bits a byte holds one of the first half and 16 times one of the
+// second.
+static const int8_t *read_codes(const int8_t *codes, int64_t at, int n, int64_t size, int64_t bits, int8_t *restrict out) {
+    if (bits == 8) return codes + at;
+    const int64_t half = (size + 1) / 2;
+    const int first = at < half ? (int)smaller(half - at, n) : 0;
+    for (int i = 0; i < first; i++) out[i] = (int8_t)(codes[at + i] - 16 * ((codes[at + i] + 8) >> 4));
+    for (int i = first; i < n; i++) out[i] = (int8_t)((codes[at - half + i] + 8) >> 4);
+    return out;
+}
+
+static float most_of(const Rounding *how) { return how->bits == 8 ? 127 : 7; }
+
+// Each value of a message as codes, one a byte.
+int64_t quantise(const Piece *pieces, int64_t first, int64_t last, const Rounding *how) {
+    const float most = most_of(how);
+    for (const Piece *p = pieces + first; p < pieces + last; p++)
+        for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++)
+            round_row(p->values + a, (int)smaller(ROW, p->n - a), numbers_of(how, p->row + r), most, p->scales + r,
+                      p->codes + p->at + a, p->dropped + a);
+    return -1;
+}
+
+// The mean of what ranks sent of a chunk, rounded; so much of it as that takes off is added to `dropped` once a rank.
+int64_t mean_of_codes(const Piece *pieces, int64_t first, int64_t last, const Rounding *how, const Received *from) {
+    const float most = most_of(how), ranks = (float)from->ranks;
+    for (const Piece *p = pieces + first; p < pieces + last; p++)
+        for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++) {
+            const int n = (int)smaller(ROW, p->n - a);
+            float total[ROW] = {0}, rest[ROW];
+            int8_t held[ROW];
+            for (int64_t rank = 0; rank < from->ranks; rank++) {
+                const char *const theirs = from->messages + rank * from->stride;
+                const int8_t *const code =
+                    read_codes((const int8_t *)theirs + from->codes_at, p->at + a, n, p->size, how->bits, held);
+                float scale;
+                memcpy(&scale, theirs + from->scales_at + 4 * (p->row + r), 4);
+                for (int i = 0; i < n; i++) total[i] += code[i] * scale;
+            }
+            for (int i = 0; i < n; i++) total[i] /= ranks;
+            round_row(total, n, numbers_of(how, p->row + r), most, p->scales + r, p->codes + p->at + a, rest);
+            for (int i = 0; i < n; i++) p->dropped[a + i] += ranks * rest[i];
+        }
+    return -1;
+}
+
+int64_t dequantise(const Piece *pieces, int64_t first, int64_t last, int64_t bits) {
+    for (const Piece *p = pieces + first; p < pieces + last; p++)
+        for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++) {
+            const int n = (int)smaller(ROW, p->n - a);
+            int8_t held[ROW];
+            const int8_t *const code = read_codes(p->codes, p->at + a, n, p->size, bits, held);
+            for (int i = 0; i < n; i++) p->values[a + i] = code[i] * p->scales[r];
+        }
+    return -1;
+}
