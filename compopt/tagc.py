@@ -84,7 +84,7 @@ def tagc(
     average.clip(clip_factor(norm, max_norm))
     present = bucket.present(mean)
     new = updated(bucket, ops, average, present)
-    gathered = yield from gather(bucket, new)
+    gathered = yield from gather(bucket, ops, new)
     yield Commit()
     # from here on state changes
     commit(bucket, ops, average, present, new, gathered)

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from compopt._ops.native import build
-from compopt._ops.native.means import NativeMean
-from compopt._wire.quantise import BLOCK, ROW
+from compopt._ops.native import means as native
+from compopt._wire import coded
+from compopt._wire.quantise import BLOCK, ROW, code_bytes, layout
 from compopt._wire.quantised_mean import QuantisedMean
 from compopt._wire.requests import Payload
+from compopt._wire.scratch import Scratch
 
 LENGTHS = [(), (0,), (1,), (5, 0, 3), (ROW,), (ROW - 1, ROW + 1), (300, 0, 128, 4000, 1), (BLOCK * ROW + 129, 70)]
 WORDS = 3, 2  # of header and control
@@ -31,9 +33,13 @@ def mean(request, device) -> Callable:
         return TritonMean
     if device.type != "cpu":
         pytest.skip("C passes are for CPUs")
-    if build.compiler() is None or request.param not in build.isas(build.compiler()):
-        pytest.skip(f"this machine has no {request.param}, or no compiler")
-    return functools.partial(NativeMean, build._load(build.compiler(), request.param))
+    return functools.partial(native.NativeMean, library_of(request.param))
+
+
+def library_of(isa: str):
+    if build.compiler() is None or isa not in build.isas(build.compiler()):
+        pytest.skip(f"this machine has no {isa}, or no compiler")
+    return build._load(build.compiler(), isa)
 
 
 def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, bits: int, odd: bool = False) -> list:
@@ -93,3 +99,25 @@ def test_what_they_cannot_take_is_left_to_the_reference(mean, device):
     assert not mean(Payload(flat, 1, 0, [7], (1,), torch.zeros(7, device=device)), 0, 2).fits
     assert not mean(Payload(flat.float(), 1, 0, [7], (1,), torch.zeros(7, device=device), bits=2), 0, 2).fits
     assert mean(Payload(flat.float(), 1, 0, [7], (1,), torch.zeros(7, device=device)), 0, 2).fits
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("isa", NATIVE)
+def test_a_chunk_alone_has_the_references_codes(isa, lengths, dtype, bits):
+    """What is left is written over the values."""
+    library = library_of(isa)
+    (chunk,) = layout(lengths, 1).chunks
+    values = torch.randn(chunk.stop, generator=torch.Generator().manual_seed(2)).to(dtype)
+    found = []
+    for encode, decode in (
+        (coded.encode, coded.decode),
+        (functools.partial(native.encode, library), functools.partial(native.decode, library)),
+    ):
+        x, out, scratch = values.clone(), torch.empty_like(values), Scratch()
+        scales, codes = torch.zeros(chunk.rows), torch.zeros(code_bytes(chunk.stop, bits), dtype=torch.int8)
+        encode(x, chunk, scales, codes, (3, 1), scratch, bits)
+        decode(scales, codes, chunk, out, scratch, bits)
+        found.append((x, scales, codes, out))
+    assert all(map(torch.equal, *found))

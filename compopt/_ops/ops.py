@@ -16,6 +16,7 @@ from torch import Tensor
 from .._state.buckets import Bucket, Gate
 from .._state.devices import has_streams
 from .._state.masks import Mask, Tensors, positions_of
+from .._wire import coded
 from .._wire.quantised_mean import QuantisedMean
 from .._wire.requests import Asking, Payload, Together
 from .._wire.scratch import Scratch
@@ -38,6 +39,7 @@ class Ops:
     """PyTorch's own operators, ``torch._fused_adamw_`` among them.
 
     A bucket's messages: ``pack``, ``mark`` and ``marks``, ``sample``, ``add_up``.
+    What travels as codes: ``job``, ``encode``, ``decode``.
     A bucket's commit: ``run``.
     One tensor: ``expand``, ``put``, ``clear_``, ``adamw`` and what goes with it, ``adams``.
     What is selected: ``top_k``, ``largest_of``, ``positions``, ``set_bits_of``.
@@ -69,6 +71,8 @@ class Ops:
     def job(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
         """What averages the bucket's int8 and int4 payloads; None: ``QuantisedMean`` itself."""
         return None
+
+    encode, decode = staticmethod(coded.encode), staticmethod(coded.decode)
 
     def run(
         self,

@@ -60,13 +60,13 @@ def step_ahead(bucket: Bucket, ops: Ops, i: int, average: Averaged, out: Tensor)
         out.copy_(ahead)
 
 
-def gather(bucket: Bucket, new: Tensor) -> Asking[Tensor]:
+def gather(bucket: Bucket, ops: Ops, new: Tensor) -> Asking[Tensor]:
     """All ranks' ``new``, a row each.
 
     Where updates are rounded ``new`` is left with what that takes off.
     """
     bits, ranks, shards = update_bits(bucket), bucket.shards.ranks, bucket.shards
-    codes = None if bits is None else Codes(bucket, bits)
+    codes = None if bits is None else Codes(bucket, ops, bits)
     own = new if codes is None else codes.message(new[: sum(shards.sizes(shards.rank))])
     rows = own.unsqueeze(0)
     if ranks > 1:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from .._engine.options import require
+from .._ops.ops import Ops
 from .._state.buckets import Bucket
-from .._wire.coded import codes_of, read, write
 from .._wire.dtypes import BITS, bits_of, name_of
-from .._wire.quantise import ROW, Chunk, code_bytes, dequantise, join, layout, spread
+from .._wire.quantise import Chunk, code_bytes, layout
 
 UpdateDtype: TypeAlias = torch.dtype | Literal["int8", "int4", "int2"] | None
 
@@ -96,9 +96,8 @@ class Codes:
     all.
     """
 
-    def __init__(self, bucket: Bucket, bits: int):
-        self.bucket, self.bits, self.shards = bucket, bits, bucket.shards
-        self.scratch = bucket.scratch
+    def __init__(self, bucket: Bucket, ops: Ops, bits: int):
+        self.bucket, self.ops, self.bits, self.shards = bucket, ops, bits, bucket.shards
         sizes = [tuple(self.shards.sizes(rank)) for rank in range(self.shards.ranks)]
         self.chunks = [layout(parts, 1).chunks[0] for parts in sizes]
         self.codes_at = 4 * max(chunk.rows for chunk in self.chunks)
@@ -109,13 +108,9 @@ class Codes:
         """This rank's shard of updates; ``updates`` is left with what rounding took off."""
         bucket, chunk = self.bucket, self.chunks[self.shards.rank]
         out = bucket.memory("codes of updates", self.size, torch.uint8)
-        scales, packed = self._fields(out, chunk)
-        x = spread(updates, chunk.pieces, chunk.rows, "value", self.scratch)
-        codes = self.scratch("codes", chunk.rows * ROW, torch.int8, out.device).view(-1, ROW)
         seed = (bucket.group["step"], bucket.index, USE, self.shards.rank)
-        codes_of(x, chunk.pieces, codes, scales, x, seed, self.scratch, self.bits)
-        join(x, chunk.pieces, updates)
-        write(codes, chunk, packed, self.scratch, self.bits)
+        scales, codes = self._fields(out, chunk)
+        self.ops.encode(updates, chunk, scales, codes, seed, bucket.scratch, self.bits)
         return out
 
     def read(self, messages: Tensor) -> Tensor:
@@ -124,12 +119,8 @@ class Codes:
         rows = bucket.memory("updates", len(messages) * most, bucket.dtype)
         rows = rows.view(len(messages), most)
         for message, chunk, out in zip(messages, self.chunks, rows, strict=True):
-            scales, packed = self._fields(message, chunk)
-            codes = read(packed, chunk, self.scratch, self.bits)
-            out = out[: chunk.stop]
-            whole = len(out) == chunk.rows * ROW
-            value = out if whole else self.scratch("value", chunk.rows * ROW, out.dtype, out.device)
-            join(dequantise(codes, scales, value.view(-1, ROW)), chunk.pieces, out)
+            scales, codes = self._fields(message, chunk)
+            self.ops.decode(scales, codes, chunk, out[: chunk.stop], bucket.scratch, self.bits)
         return rows
 
     def _fields(self, message: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:

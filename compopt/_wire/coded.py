@@ -6,7 +6,18 @@ import torch
 from torch import Tensor
 
 from . import two_bits
-from .quantise import Chunk, Piece, code_bytes, join, pack, quantise, spread, unpack
+from .quantise import (
+    ROW,
+    Chunk,
+    Piece,
+    code_bytes,
+    dequantise,
+    join,
+    pack,
+    quantise,
+    spread,
+    unpack,
+)
 from .scratch import Scratch
 
 
@@ -57,3 +68,32 @@ def read(message: Tensor, chunk: Chunk, scratch: Scratch, bits: int) -> Tensor:
         out = scratch("codes of a chunk", n, torch.int8, message.device)
         codes = unpack(codes, out) if bits == 4 else two_bits.unpack(codes, out)
     return spread(codes, chunk.pieces, chunk.rows, "codes", scratch)
+
+
+def encode(
+    x: Tensor,
+    chunk: Chunk,
+    scales: Tensor,
+    out: Tensor,
+    seed: tuple[int, ...],
+    scratch: Scratch,
+    bits: int,
+) -> None:
+    """A chunk of flat values into its scales and codes in a message; x is left with what rounding
+    took off.
+    """
+    rows = spread(x, chunk.pieces, chunk.rows, "value", scratch)
+    codes = scratch("codes", chunk.rows * ROW, torch.int8, x.device).view(-1, ROW)
+    codes_of(rows, chunk.pieces, codes, scales, rows, seed, scratch, bits)
+    join(rows, chunk.pieces, x)
+    write(codes, chunk, out, scratch, bits)
+
+
+def decode(
+    scales: Tensor, message: Tensor, chunk: Chunk, out: Tensor, scratch: Scratch, bits: int
+) -> None:
+    """The other way round, into the chunk's flat values."""
+    codes = read(message, chunk, scratch, bits)
+    whole = len(out) == chunk.rows * ROW
+    value = out if whole else scratch("value", chunk.rows * ROW, out.dtype, out.device)
+    join(dequantise(codes, scales, value.view(-1, ROW)), chunk.pieces, out)

@@ -22,7 +22,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .coded import codes_of, read, write
+from .coded import codes_of, decode, read, write
 from .quantise import ROW, Chunk, Piece, code_bytes, dequantise, join, layout, spread
 from .requests import Payload
 
@@ -100,14 +100,8 @@ class QuantisedMean:
         body = self.payload.body
         _, scales, codes = self._fields(gathered, 0)
         for number, chunk in enumerate(self.layout.chunks):
-            out = body[chunk.start : chunk.stop]
-            rows = self._read(codes[number], chunk)
-            value = (
-                out.view(-1, ROW)
-                if len(out) == chunk.rows * ROW
-                else self.scratch("value", chunk.rows * ROW, body.dtype, body.device).view(-1, ROW)
-            )
-            join(dequantise(rows, scales[number, : chunk.rows], value), chunk.pieces, out)
+            own, out = scales[number, : chunk.rows], body[chunk.start : chunk.stop]
+            decode(own, codes[number], chunk, out, self.scratch, self.bits)
 
     def _average_words(self, words: Tensor) -> None:
         """Header and control words, of all ranks' messages."""

@@ -79,9 +79,12 @@ static float most_of(const Rounding *how) { return how->bits == 8 ? 127 : 7; }
 int64_t quantise(const Piece *pieces, int64_t first, int64_t last, const Rounding *how) {
     const float most = most_of(how);
     for (const Piece *p = pieces + first; p < pieces + last; p++)
-        for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++)
-            round_row(p->values + a, (int)smaller(ROW, p->n - a), numbers_of(how, p->row + r), most, p->scales + r,
-                      p->codes + p->at + a, p->dropped + a);
+        for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++) {
+            const int n = (int)smaller(ROW, p->n - a);
+            float x[ROW];  // what is dropped may lie where the values are
+            memcpy(x, p->values + a, n * sizeof(float));
+            round_row(x, n, numbers_of(how, p->row + r), most, p->scales + r, p->codes + p->at + a, p->dropped + a);
+        }
     return -1;
 }
 

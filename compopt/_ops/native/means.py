@@ -1,20 +1,22 @@
-"""The mean of an int8 or int4 payload by C passes (kernels/native/quantise.c): each of its stages
-reads and writes its memory once.
+"""Codes of 8 and 4 bits by C passes (kernels/native/quantise.c), which read and write memory once:
+the mean of a payload, and a chunk alone.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..._wire import coded
 from ..._wire.quantise import ROW, Chunk, code_bytes, numbers, pack, place_of
 from ..._wire.quantised_mean import QuantisedMean
 from ..._wire.requests import Payload
-from .tables import Table, at, over_rows
+from ..._wire.scratch import Scratch
+from .tables import Table, at, over_rows, plain
 
 
 class Places(NamedTuple):
@@ -38,7 +40,7 @@ class NativeMean(QuantisedMean):
     def __init__(self, library: ctypes.CDLL, payload: Payload, rank: int, ranks: int):
         super().__init__(payload, rank, ranks)
         self.library = library
-        self.fits = self.bits in (8, 4) and payload.flat.dtype == torch.float32
+        self.fits = takes(self.bits, payload.flat)
 
     def first(self) -> Tensor:
         if not self.fits:
@@ -47,24 +49,16 @@ class NativeMean(QuantisedMean):
         words, scales, codes = self._fields(out, self.words)
         words.copy_(self.payload.flat[: self.words])
         body, dropped, chunks = self._body(), self._dropped(), self.layout.chunks
-        one_a_byte = self._one_a_byte(codes, [chunk.stop - chunk.start for chunk in chunks])
-        parts = [
-            (
-                chunk,
-                Places(
-                    body + 4 * chunk.start,
-                    scale.data_ptr(),
-                    code.data_ptr(),
-                    dropped + 4 * chunk.start,
-                    chunk.first_row,
-                ),
-            )
-            for chunk, scale, code in zip(chunks, scales, one_a_byte, strict=True)
-        ]
+        own = one_a_byte(list(codes), chunks, self.bits, self.scratch)
+        parts = []
+        for chunk, scale, code in zip(chunks, scales, own, strict=True):
+            values, rest = body + 4 * chunk.start, dropped + 4 * chunk.start
+            places = Places(values, scale.data_ptr(), code.data_ptr(), rest, chunk.first_row)
+            parts.append((chunk, places))
         table, lengths = table_of(parts)
-        rounding = self._rounding(stage=1)
-        over_rows(lengths, lambda a, b, _: self.library.quantise(table, a, b, rounding))
-        self._pack(one_a_byte, codes)
+        how = rounding((*self.seed, self.rank, 1), self.bits)
+        over_rows(lengths, lambda a, b, _: self.library.quantise(table, a, b, how))
+        together(own, list(codes), self.bits)
         return out
 
     def second(self, received: Tensor) -> Tensor:
@@ -74,22 +68,20 @@ class NativeMean(QuantisedMean):
         self._average_words(self._fields(received, self.words)[0])
         out = torch.empty(1, self._size(0), dtype=torch.uint8)
         _, scales, codes = self._fields(out, 0)
-        one_a_byte = self._one_a_byte(codes, [chunk.stop - chunk.start])
-        dropped = self._dropped() + 4 * chunk.start
-        places = Places(0, scales.data_ptr(), one_a_byte[0].data_ptr(), dropped)
-        table, lengths = table_of([(chunk, places)])
-        scales_at = 4 * self.words
+        own = one_a_byte(list(codes), [chunk], self.bits, self.scratch)
+        rest = self._dropped() + 4 * chunk.start
+        table, lengths = table_of([(chunk, Places(0, scales.data_ptr(), own[0].data_ptr(), rest))])
         came = Table(
             1,
             messages=at("messages", received, received.numel(), torch.uint8),
             stride=received.shape[1],
-            scales_at=scales_at,
-            codes_at=scales_at + 4 * self.layout.scales,
+            scales_at=4 * self.words,
+            codes_at=4 * (self.words + self.layout.scales),
             ranks=self.ranks,
         )
-        rounding = self._rounding(stage=2)
-        over_rows(lengths, lambda a, b, _: self.library.mean_of_codes(table, a, b, rounding, came))
-        self._pack(one_a_byte, codes)
+        how = rounding((*self.seed, self.rank, 2), self.bits)
+        over_rows(lengths, lambda a, b, _: self.library.mean_of_codes(table, a, b, how, came))
+        together(own, list(codes), self.bits)
         return out[0]
 
     def finish(self, gathered: Tensor) -> None:
@@ -110,24 +102,79 @@ class NativeMean(QuantisedMean):
     def _dropped(self) -> int:
         return at("what rounding drops", self.dropped, self.payload.body.numel())
 
-    def _rounding(self, stage: int) -> Table:
-        u = numbers(torch.float32, self.payload.flat.device)
-        place = place_of((*self.seed, self.rank, stage))
-        return Table(1, numbers=at("random numbers", u, len(u)), place=place, bits=self.bits)
 
-    def _one_a_byte(self, codes: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Where so many codes are written for each of these messages: there, but of 4 bits apart,
-        to be packed.
-        """
-        if self.bits == 8:
-            return list(codes)
-        held = self.scratch("codes", sum(sizes), torch.int8, codes.device)
-        return list(held.split(sizes))
+def takes(bits: int, values: Tensor) -> bool:
+    """Whether the passes know these codes and values."""
+    return bits in (8, 4) and plain(values)
 
-    def _pack(self, one_a_byte: list[Tensor], codes: Tensor) -> None:
-        if self.bits == 4:
-            for own, out in zip(one_a_byte, codes, strict=True):
-                pack(own, out[: code_bytes(len(own), 4)])
+
+def encode(
+    library: ctypes.CDLL,
+    x: Tensor,
+    chunk: Chunk,
+    scales: Tensor,
+    out: Tensor,
+    seed: tuple[int, ...],
+    scratch: Scratch,
+    bits: int,
+) -> None:
+    """As ``coded.encode``."""
+    if not takes(bits, x):
+        return coded.encode(x, chunk, scales, out, seed, scratch, bits)
+    (own,) = one_a_byte([out], [chunk], bits, scratch)
+    values, scale = at("values", x, chunk.stop - chunk.start), at("scales", scales, chunk.rows)
+    places = Places(values, scale, own.data_ptr(), values)
+    table, lengths = table_of([(chunk, places)])
+    how = rounding(seed, bits)
+    over_rows(lengths, lambda a, b, _: library.quantise(table, a, b, how))
+    together([own], [out], bits)
+
+
+def decode(
+    library: ctypes.CDLL,
+    scales: Tensor,
+    message: Tensor,
+    chunk: Chunk,
+    out: Tensor,
+    scratch: Scratch,
+    bits: int,
+) -> None:
+    """As ``coded.decode``."""
+    if not takes(bits, out):
+        return coded.decode(scales, message, chunk, out, scratch, bits)
+    size = chunk.stop - chunk.start
+    places = Places(
+        at("values", out, size),
+        at("scales", scales, chunk.rows),
+        at("codes", message, code_bytes(size, bits), torch.int8),
+    )
+    table, lengths = table_of([(chunk, places)])
+    over_rows(lengths, lambda a, b, _: library.dequantise(table, a, b, bits))
+
+
+def rounding(seed: tuple[int, ...], bits: int) -> Table:
+    """How the values of a message are rounded."""
+    u = numbers(torch.float32, torch.device("cpu"))
+    return Table(1, numbers=at("random numbers", u, len(u)), place=place_of(seed), bits=bits)
+
+
+def one_a_byte(
+    messages: list[Tensor], chunks: Sequence[Chunk], bits: int, scratch: Scratch
+) -> list[Tensor]:
+    """Where the codes of chunks are written: in their messages, but of 4 bits apart, to be packed
+    by ``together``.
+    """
+    if bits == 8:
+        return messages
+    sizes = [chunk.stop - chunk.start for chunk in chunks]
+    return list(scratch("codes", sum(sizes), torch.int8, torch.device("cpu")).split(sizes))
+
+
+def together(own: list[Tensor], messages: list[Tensor], bits: int) -> None:
+    """Codes of 4 bits into their messages."""
+    if bits == 4:
+        for codes, out in zip(own, messages, strict=True):
+            pack(codes, out[: code_bytes(len(codes), 4)])
 
 
 def table_of(chunks: Iterable[tuple[Chunk, Places]]) -> tuple[Table, list[int]]:

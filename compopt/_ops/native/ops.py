@@ -22,7 +22,7 @@ from ..ops import Faster, Ops, empty_message
 from .adams import AdamSPasses, adams_commit, scape_commit
 from .adamw import AdamWPasses, masks_of, radius_commit, refuse
 from .build import isa_of, load
-from .means import NativeMean
+from .means import NativeMean, decode, encode
 from .selection import NativeSelection
 from .tables import Table, addresses, along, at, fits, floats, over_rows, plain
 
@@ -38,6 +38,8 @@ class NativeOps(AdamWPasses, AdamSPasses):
         super().__init__(devices)
         self.library = load()
         self.isa = isa_of(self.library)
+        self.encode = functools.partial(encode, self.library)
+        self.decode = functools.partial(decode, self.library)
 
     def job(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
         return functools.partial(NativeMean, self.library) if bucket.device.type == "cpu" else None
