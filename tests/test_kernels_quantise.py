@@ -20,10 +20,10 @@ from compopt._wire.scratch import Scratch
 
 LENGTHS = [(), (0,), (1,), (5, 0, 3), (ROW,), (ROW - 1, ROW + 1), (300, 0, 128, 4000, 1), (BLOCK * ROW + 129, 70)]
 WORDS = 3, 2  # of header and control
-NATIVE = ("avx512", "avx2", "neon", "portable")
+NATIVE = ("", "portable")  # all that this processor has, and none; what is between, test_native_isa.py has
 
 
-@pytest.fixture(params=["triton", *NATIVE])
+@pytest.fixture(params=["triton", *NATIVE], ids=["triton", "native", "portable"])
 def mean(request, device) -> Callable:
     """What is held against ``QuantisedMean``: on a GPU Triton's kernels alone."""
     if request.param == "triton":
@@ -37,8 +37,8 @@ def mean(request, device) -> Callable:
 
 
 def library_of(isa: str):
-    if build.compiler() is None or isa not in build.isas(build.compiler()):
-        pytest.skip(f"this machine has no {isa}, or no compiler")
+    if build.compiler() is None:
+        pytest.skip("needs a C compiler")
     return build._load(build.compiler(), isa)
 
 
@@ -104,7 +104,7 @@ def test_what_they_cannot_take_is_left_to_the_reference(mean, device):
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("isa", NATIVE)
+@pytest.mark.parametrize("isa", NATIVE, ids=["native", "portable"])
 def test_a_chunk_alone_has_the_references_codes(isa, lengths, dtype, bits):
     """What is left is written over the values."""
     library = library_of(isa)

@@ -63,6 +63,8 @@ CASES = [
     ("ScapeAdamS", {"warmup_steps": 1, "density_warmup_steps": 0, "density": 0.01, "mask_delay": 0}),
     ("TagcAdamW", {"warmup_steps": 1, "sparsity": 0.9}),
     ("AdamS", {}),
+    ("Average", {"payload_dtype": "int8"}),
+    ("Average", {"payload_dtype": "int4"}),
 ]
 
 
