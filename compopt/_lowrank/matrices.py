@@ -54,10 +54,11 @@ class Matrices:
         if KEPT * sum(q.drawn for q in there) > sum(q.m * q.d for q in there):
             return self.draw(bucket, numbers, plan, seed, step)
         wanted = [*numbers], [*plan], seed, step, bucket.dtype, bucket.device
-        held = self._kept.get(bucket.index)
+        held = self._kept.pop(bucket.index, None)  # not there while others are drawn in its place
         if held is None or held[0] != wanted:
-            drawn = self.draw(bucket, numbers, plan, seed, step, f"of bucket {bucket.index}")
-            held = self._kept[bucket.index] = wanted, drawn
+            use = f"of bucket {bucket.index}"
+            held = wanted, self.draw(bucket, numbers, plan, seed, step, use)
+        self._kept[bucket.index] = held
         return held[1]
 
     def draw(
