@@ -49,7 +49,7 @@ class Matrices:
         seed: int,
         step: int,
     ) -> Drawn:
-        """The same, kept for the bucket's next calls at this step where they are small."""
+        """As ``draw``, kept for the bucket's next calls at this step where they are small."""
         there = [q for q in plan if q is not None]
         if KEPT * sum(q.drawn for q in there) > sum(q.m * q.d for q in there):
             return self.draw(bucket, numbers, plan, seed, step)
