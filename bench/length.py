@@ -125,6 +125,7 @@ def plot(found: list[dict]) -> None:
     right.set_xticks(lengths, lengths)
     right.minorticks_off()
     left.set_title("at the same step, each at its best rate")
+    left.set_ylim(top=1.4)  # orthonormal projections begin at 1.7
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(RESULTS / "length.png", dpi=130)
     plt.close(figure)
