@@ -7,6 +7,7 @@ import gc
 import io
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -174,7 +175,16 @@ def chain(depth: int) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), chain(depth - 1)) if depth else nn.Sequential(nn.Linear(4, 4))
 
 
-def test_every_module_is_looked_into_once(monkeypatch):
+@pytest.fixture
+def no_other_watches():
+    """Optimizers of earlier tests in this process may not be collected yet, and watch as well."""
+    others = dict(forward_hooks)
+    forward_hooks.clear()
+    yield
+    forward_hooks.update(others)
+
+
+def test_every_module_is_looked_into_once(monkeypatch, no_other_watches):
     """Without a DDP, and where the optimizer never steps: no walk through all modules at every submodule's forward."""
     model, looked = chain(30), []
     children = nn.Module.children
@@ -192,7 +202,7 @@ def test_every_module_is_looked_into_once(monkeypatch):
     assert not forward_hooks
 
 
-def test_a_parameter_that_waits_for_its_gradient_keeps_the_watch():
+def test_a_parameter_that_waits_for_its_gradient_keeps_the_watch(no_other_watches):
     used, waiting = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizer = radius([*used.parameters(), *waiting.parameters()])
     used(torch.ones(1, 4)).sum().backward()
