@@ -13,6 +13,19 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def shares(item: pytest.Item) -> bool:
+    """Whether it takes what was made once for all tests of its file: mostly a run of real ranks."""
+    known = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+    return any(definitions[-1].scope == "module" for definitions in known)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that share come first: workers are given halves of the list and take from each other's end, and what
+    two of them have tests of is made twice."""
+    sharing = {item.path for item in items if shares(item)}
+    items.sort(key=lambda item: item.path not in sharing)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request) -> torch.device:
     """Where Triton's kernels run: in the interpreter, or on a GPU; never both in one process."""
