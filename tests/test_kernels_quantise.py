@@ -42,8 +42,8 @@ def library_of(isa: str):
     return build._load(build.compiler(), isa)
 
 
-def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, bits: int, odd: bool = False) -> list:
-    """All messages and what ranks end with: the averaged payloads, and what was dropped."""
+def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, bits: int, odd: bool = False) -> tuple:
+    """What ranks end with: the averaged payloads, and what was dropped. And the messages of both stages."""
     random, payloads = torch.Generator().manual_seed(ranks), []
     for rank in range(ranks):
         flat = torch.randn(sum(WORDS) + sum(lengths), generator=random) * 10.0 ** (rank - 1)
@@ -59,22 +59,41 @@ def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, 
     gathered = torch.stack([job.second(sent[:, rank]) for rank, job in enumerate(jobs)])
     for job in jobs:
         job.finish(gathered)
-    return [payload.flat for payload in payloads], [payload.dropped for payload in payloads]
+    return [payload.flat for payload in payloads], [payload.dropped for payload in payloads], (sent, gathered)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_the_mean_has_the_references_bits(mean, device, lengths, ranks, bits):
-    (ours, rest), (theirs, dropped) = (exchanged(c, device, lengths, ranks, bits) for c in (mean, QuantisedMean))
+    (ours, rest, _), (theirs, dropped, _) = (exchanged(c, device, lengths, ranks, bits) for c in (mean, QuantisedMean))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     for a, b in zip(rest, dropped, strict=True):  # the reference adds 3 x in one rounding
         assert torch.equal(a, b) if ranks != 3 else torch.allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.fixture
+def memory_is_full():
+    """What is not written of new memory reads as all ones, not as the zeros that it often is."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("isa", NATIVE, ids=["native", "portable"])
+def test_messages_have_the_references_bytes(isa, memory_is_full, lengths, bits):
+    """Also where a rank has less to send than another: what is left over of its message is zero."""
+    makes = functools.partial(native.NativeMean, library_of(isa)), QuantisedMean
+    ours, theirs = (exchanged(make, torch.device("cpu"), lengths, 3, bits)[2] for make in makes)
+    assert all(map(torch.equal, ours, theirs))
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rows_out_of_the_ordinary(mean, device, bits):
-    (ours, rest), (theirs, dropped) = (exchanged(c, device, (9 * ROW,), 2, bits, True) for c in (mean, QuantisedMean))
+    makes = mean, QuantisedMean
+    (ours, rest, _), (theirs, dropped, _) = (exchanged(make, device, (9 * ROW,), 2, bits, True) for make in makes)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.nan_to_num(7), b.nan_to_num(7)) and a.isnan().any() and (a[sum(WORDS) :][:ROW] == 0).all()
     for a, b in zip(rest, dropped, strict=True):

@@ -195,7 +195,7 @@ Found = dict[str, list[Tensor]]
 
 
 def run(make: Callable, events: list[Callable[[Job], None]], dtype: torch.dtype = torch.float32) -> Found:
-    """Parameters and state after every step: two as ever, then for each event one that it happens before, and one more."""
+    """Parameters and state after every step: two as ever, then one that each event happens before, and one more."""
     job, found = Job(make, dtype), {}
     turns = [None, None, *(turn for event in events for turn in (event, None))]
     for t, event in enumerate(turns):

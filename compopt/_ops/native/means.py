@@ -45,10 +45,10 @@ class NativeMean(QuantisedMean):
     def first(self) -> Tensor:
         if not self.fits:
             return super().first()
-        out = torch.empty(self.ranks, self._size(self.words), dtype=torch.uint8)
+        body, dropped, chunks = self._body(), self._dropped(), self.layout.chunks
+        out = self._messages(chunks, self.words)
         words, scales, codes = self._fields(out, self.words)
         words.copy_(self.payload.flat[: self.words])
-        body, dropped, chunks = self._body(), self._dropped(), self.layout.chunks
         own = one_a_byte(list(codes), chunks, self.bits, self.scratch)
         parts = []
         for chunk, scale, code in zip(chunks, scales, own, strict=True):
@@ -66,7 +66,7 @@ class NativeMean(QuantisedMean):
             return super().second(received)
         received, chunk = received.contiguous(), self.layout.chunks[self.rank]
         self._average_words(self._fields(received, self.words)[0])
-        out = torch.empty(1, self._size(0), dtype=torch.uint8)
+        out = self._messages([chunk], 0)
         _, scales, codes = self._fields(out, 0)
         own = one_a_byte(list(codes), [chunk], self.bits, self.scratch)
         rest = self._dropped() + 4 * chunk.start
@@ -95,6 +95,19 @@ class NativeMean(QuantisedMean):
             for chunk, scale, code in rows
         )
         over_rows(lengths, lambda a, b, _: self.library.dequantise(table, a, b, self.bits))
+
+    def _messages(self, chunks: Sequence[Chunk], words: int) -> Tensor:
+        """One for each chunk, to be filled. What a short one leaves over is zero: none of what this
+        process held in that memory before is sent.
+        """
+        out = torch.empty(len(chunks), self._size(words), dtype=torch.uint8)
+        _, scales, codes = self._fields(out, words)
+        for chunk, scale, code in zip(chunks, scales, codes, strict=True):
+            ends = chunk.rows, code_bytes(chunk.stop - chunk.start, self.bits)
+            for part, end in zip((scale, code), ends, strict=True):
+                if end < len(part):
+                    part[end:] = 0
+        return out
 
     def _body(self) -> int:
         return at("a message", self.payload.body, self.payload.body.numel())
