@@ -3,6 +3,7 @@
 Without a GPU Triton's kernels run in its interpreter, which has to be asked for before they are imported.
 """
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -42,6 +43,15 @@ def shares(item: pytest.Item) -> bool:
     """Whether it takes what was made once for all tests of its file: mostly a run of real ranks."""
     known = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
     return any(definitions[-1].scope == "module" for definitions in known)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """A third of its time the collector would look through modules and tests, all of which stay."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
