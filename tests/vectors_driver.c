@@ -1,5 +1,5 @@
-// Runs what vectors.h has, and the passes that use it, on numbers from a fixed seed, and prints a checksum of all results:
-// the same on every instruction set. See check_neon.py.
+// Runs what vectors.h has, and the passes over tensors and codes, on numbers from a fixed seed, and prints a checksum of
+// all results: the same on every instruction set. See check_neon.py.
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,6 +12,9 @@ int64_t pack(const void *rows, int64_t first, int64_t last, double sign, double 
 int64_t adamw(const void *rows, int64_t first, int64_t last, const void *hyper);
 int64_t scape(const void *rows, int64_t first, int64_t last, const void *hyper, int32_t *scratch, float *gathered,
               int64_t most);
+int64_t quantise(const void *pieces, int64_t first, int64_t last, const void *how);
+int64_t mean_of_codes(const void *pieces, int64_t first, int64_t last, const void *how, const void *from);
+int64_t dequantise(const void *pieces, int64_t first, int64_t last, int64_t bits);
 
 static uint64_t state = 1, sum = 14695981039346656037u;
 
@@ -81,11 +84,49 @@ static void passes(int64_t n, int64_t k) {
     add(&wrong, 8), add(w, 4 * n), add(e, 4 * n), add(next, 4 * k), add(chosen, 4 * k), add(&guess, 8);
 }
 
+// Codes, one a byte, to where messages have them.
+static void put(const int8_t *codes, int64_t n, int64_t bits, int8_t *out) {
+    const int64_t half = (n + 1) / 2;
+    if (bits == 8) memcpy(out, codes, n);
+    for (int64_t i = 0; bits == 4 && i < half; i++) out[i] = codes[i] + (half + i < n ? 16 * codes[half + i] : 0);
+}
+
+// What three ranks send of n values, the mean of it, and back. A row has only zeros, another's scale has no inverse.
+static void codes(int64_t n, int64_t bits) {
+    enum { RANKS = 3, ROW = 128, TABLE = 65536 };
+    static float u[2 * TABLE];
+    for (int i = 0; i < 2 * TABLE; i++) u[i] = (i % TABLE * 40503 % TABLE + 0.5f) / TABLE;
+    const int64_t rows = (n + ROW - 1) / ROW, codes_at = 4 * rows, stride = codes_at + (n + 3) / 4 * 4;
+    char *messages = calloc(RANKS, stride);
+    int8_t *own = malloc(n);
+    float *x = floats(n), *rest = floats(n);
+    for (int64_t rank = 0; rank < RANKS; rank++) {
+        char *const message = messages + rank * stride;
+        for (int64_t i = 0; i < n; i++) x[i] = i / ROW == 1 ? 0 : i / ROW == 2 ? 1e-38f * number() : number();
+        const int64_t how[3] = {(int64_t)u, 60000 + rank, bits};
+        const int64_t sent[8] = {(int64_t)x, (int64_t)message, (int64_t)own, (int64_t)rest, 0, 0, n, n};
+        quantise(sent, 0, 1, how);
+        add(own, n), add(rest, 4 * n), add(message, 4 * rows);
+        put(own, n, bits, (int8_t *)message + codes_at);
+    }
+    const int64_t how[3] = {(int64_t)u, 123, bits}, from[5] = {(int64_t)messages, stride, 0, codes_at, RANKS};
+    float *scales = floats(rows);
+    int64_t mean[8] = {(int64_t)x, (int64_t)scales, (int64_t)own, (int64_t)rest, 0, 0, n, n};
+    mean_of_codes(mean, 0, 1, how, from);
+    add(own, n), add(rest, 4 * n), add(scales, 4 * rows);
+    put(own, n, bits, (int8_t *)messages + codes_at);
+    mean[2] = (int64_t)(messages + codes_at);
+    dequantise(mean, 0, 1, bits);
+    add(x, 4 * n);
+}
+
 int main(void) {
     static const int64_t sizes[] = {1, 15, 16, 17, 511, 512, 513, 4095, 4096, 4097, 16383, 16384, 16385, 40007};
     primitives();
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         for (int64_t part = 1; part < 1000; part = 7 * part + 1) passes(sizes[i], (sizes[i] + part - 1) / part);
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) codes(sizes[i], 8), codes(sizes[i], 4);
+    codes(300000, 8), codes(300000, 4);  // more rows than a block of them has
     printf("%s %016llx\n", ISA, (unsigned long long)sum);
     return 0;
 }
