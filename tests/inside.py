@@ -56,10 +56,11 @@ def whole(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in full])
 
 
-def train(model: nn.Module, optimizer, steps, rank: int, clip: float | None = None) -> None:
+def train(model: nn.Module, optimizer, steps, rank: int, clip: float | None = None, backwards: int = 1) -> None:
     for step in steps:
         optimizer.zero_grad()
-        loss(model, step, rank).backward()
+        for turn in range(backwards):
+            loss(model, backwards * step + turn, rank).backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

@@ -39,13 +39,13 @@ def owed(optimizer, model: nn.Module) -> dict[str, Tensor]:
     return {n: s["residual"] for n, p in params.items() if "residual" in (s := optimizer.state[p])}
 
 
-def beside_ddp(who: int, kind=separate, clip: float | None = None, **options) -> dict[str, float]:
+def beside_ddp(who: int, kind=separate, backwards: int = 1, **options) -> dict[str, float]:
     """Beside the same optimizer under DistributedDataParallel: 5 steps, of which 2 are dense."""
     fsdp, ddp = cut(make()), DistributedDataParallel(make())
     inside = kind(list(fsdp.named_parameters()), **options)
     outside = kind(list(ddp.named_parameters()), **options)
-    train(fsdp, inside, range(5), who)
-    train(ddp, outside, range(5), who)
+    train(fsdp, inside, range(5), who, backwards=backwards)
+    train(ddp, outside, range(5), who, backwards=backwards)
     assert inside.stats.phase == outside.stats.phase == "projected"
     ours, theirs = owed(inside, fsdp), owed(outside, ddp)
     return {
@@ -176,6 +176,7 @@ def equal(rank: int) -> dict[str, object]:
         return found
     found["base"] = beside_ddp(rank, around, **KINDS["tracked"])
     found["clipped"] = beside_ddp(rank, max_grad_norm=0.1, **KINDS["tracked"])
+    found["two backwards"] = beside_ddp(rank, backwards=2, **KINDS["gaussian"])  # both by the step's matrix
     return found
 
 
@@ -199,14 +200,14 @@ def uses():
     return run_ranks(used, 2, timeout=180)
 
 
-@pytest.mark.parametrize("name", [*KINDS, "base", "clipped"])
+@pytest.mark.parametrize("name", [*KINDS, "base", "clipped", "two backwards"])
 def test_it_is_what_it_is_under_ddp(runs, name):
     if name not in runs[0]:
         pytest.skip("on two ranks only")
     for rank in runs:
         assert max(rank[name]["apart"], rank[name]["owed"]) < 1e-12, rank
         # of a Gaussian projection each estimates it in its own way
-        assert rank[name]["norm"] < (0.2 if name == "gaussian" else 1e-12)
+        assert rank[name]["norm"] < (0.2 if name in ("gaussian", "two backwards") else 1e-12)
 
 
 def test_nothing_is_lost(uses):
