@@ -1,6 +1,6 @@
 """Deliberate faults: each is put into a copy of the package, and the tests that should see it must fail.
 
-    python tests/mutants.py                          # all of them, a quarter of an hour on two cores
+    python tests/mutants.py                          # all of them, 25 minutes on two cores
     python tests/mutants.py --area radius --only 12  # one of tests/mutants/radius.txt, counted from 1
 
 How an area's list is written, patches.py says. Of one process, which has imported torch, a child is
