@@ -21,7 +21,8 @@ from .._state.buckets import Bucket, make_buckets
 from .._state.layouts import Layout
 from .._state.offload import Offload
 from .._state.shards import Shards
-from .._wire.comm import Comm, ProcessGroup, connect, copies_of, has_met_others, shard_comms
+from .._wire.comm import Comm, ProcessGroup, connect, has_met_others
+from .._wire.meshes import copies_of, shard_comms
 from . import checkpoint, frozen
 from .face import Face, Group
 from .handshake import Acquaintance

@@ -22,7 +22,8 @@ from .._ops.clipping import clip_factor
 from .._ops.norms import squared_norm
 from .._ops.ops import Ops
 from .._state.buckets import Bucket
-from .._wire.comm import Comm, ProcessGroup, connect, is_cut_over
+from .._wire.comm import Comm, ProcessGroup, connect
+from .._wire.meshes import is_cut_over
 from .._wire.pending import Pending
 from .._wire.requests import Agree, AllReduceMean, Asking, Commit, Read
 from .bases import Base

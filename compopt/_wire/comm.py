@@ -8,9 +8,8 @@ ranks and from one thread at a time: two threads on one gloo group silently mix 
 from __future__ import annotations
 
 import functools
-import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -79,8 +78,13 @@ class Comm:
         """
         if self.size == 1:
             return self
-        ranks, limit = dist.get_process_group_ranks(self.group), timeout_of(self.group)
-        return Comm(dist.new_group(ranks, timeout=limit, use_local_synchronization=True))
+        limit = timeout_of(self.group)
+        return Comm(dist.new_group(self.ranks, timeout=limit, use_local_synchronization=True))
+
+    @property
+    def ranks(self) -> list[int]:
+        """Its processes, by their numbers among all."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
     def _start(self, request: Request, what: str) -> Pending:
         match request:
@@ -271,38 +275,6 @@ def mesh_groups(p: Tensor) -> list[tuple[ProcessGroup, Placement]]:
     if mesh is None:
         return []
     return list(zip(mesh.get_all_groups(), getattr(p, "placements", ()), strict=True))
-
-
-def is_cut_over(p: Tensor, comm: Comm) -> bool:
-    """Whether ``p`` is a DTensor of which each of these ranks has a part of its own, and no other
-    rank has any.
-    """
-    groups = mesh_groups(p)
-    if len(groups) != 1 or comm.group is None or comm.size == 1 or not groups[0][1].is_shard():
-        return False
-    ours = dist.get_process_group_ranks(comm.group)
-    return bool(dist.get_process_group_ranks(groups[0][0]) == ours)
-
-
-def shard_comms(params: Iterable[Tensor]) -> list[Comm]:
-    """Communicators over the meshes of DTensors, one a mesh dimension: together, the ranks that
-    hold one model.
-    """
-    groups: dict[str, ProcessGroup] = {}
-    for mesh in {
-        mesh: None for p in params if (mesh := getattr(p, "device_mesh", None)) is not None
-    }:
-        for group in mesh.get_all_groups():
-            groups.setdefault(group.group_name, group)
-    return [comm for comm in map(Comm, groups.values()) if comm.size > 1]
-
-
-def copies_of(p: Tensor, shards: list[Comm]) -> int:
-    """Among the ranks that hold one model, how many hold the same part of ``p``."""
-    cut = {group.group_name for group, where in mesh_groups(p) if not where.is_replicate()}
-    return math.prod(
-        comm.size for comm in shards if comm.group is None or comm.group.group_name not in cut
-    )
 
 
 def has_met_others(comm: Comm) -> bool:

@@ -23,11 +23,12 @@ from ..._wire.requests import Payload
 from ..makers import triton_device
 from ..ops import Faster, Group, Ops, empty_message
 from ..samples import BITS, SAMPLE, fixed_of, looked_at, stride
-from .commits import adams_commits, radius_commits, scape_commits
+from .commits import adams_commits, radius_commits
 from .factored import separate_commits
 from .masks import cleared, counted, found_next, stored
 from .means import TritonMean
 from .places import Tables, addresses, bits_places, known, message, read_places
+from .scape import scape_commits
 from .selection import TritonSelection
 from .tables import blocks_of, flattened, starts_of, updated
 

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket, Gate
 from ..._state.gates import flags_of
-from ..._state.masks import Mask
-from ..._wire.requests import Payload
+from ..._state.masks import Mask, Tensors
+from ..._wire.requests import Payload, Together
 
+# Of one bucket weights and gradients that are contiguous: copies, where they were not. They have to
+# live until a kernel has been launched.
+Copies = tuple[list[Tensor], Tensors]
 # What addresses follow from; None: from more than is known, so that nothing is kept.
 Key = tuple[object, ...] | None
 Made = TypeVar("Made")
@@ -82,6 +85,11 @@ def places(bucket: Bucket) -> Key:
 def read_places(grads: Sequence[Tensor | None]) -> Key:
     """What tells where gradients lie, and of which dtype they are."""
     return known(addresses(grads), next((str(g.dtype) for g in grads if g is not None), "none"))
+
+
+def commit_places(one: Together, gates: Sequence[Gate]) -> Key:
+    """What tells where the tensors lie that a commit writes, and the average that it reads."""
+    return known(places(one.bucket), message(one.args[0]), gates_known(gates))
 
 
 def message(payload: Payload) -> Key:
