@@ -41,6 +41,7 @@ METHODS = (
     "RadiusAdamW 0.4, interval 100",
     "ScapeAdamS 0.1, no mask delay",
     "SeparateAdam 16, orthonormal",
+    "SeparateAdam 16, blocks",
     "RadiusAdamW 0.4, residual scale 0.3",
     "RadiusAdamW 0.4, residual scale 0.1",
 )
