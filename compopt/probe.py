@@ -29,8 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import activations
 from ._state.devices import here, module_of
-from .activations import MeshRanks
 from .costmodel.fitting import fit
 from .costmodel.measure import measure_local, median_seconds
 from .costmodel.measure_layers import measure_layers
@@ -49,7 +49,7 @@ def measured() -> dict[str, Any]:
     Raises ValueError where this process was not started by torchrun, or alone.
     """
     size, device = _size(), _device()
-    ranks = MeshRanks.world(device.type, size)
+    ranks = activations.MeshRanks.world(device.type, size)
     messages = [torch.ones(nbytes // 4, dtype=torch.float32, device=device) for nbytes in SIZES]
     seconds = [median_seconds(functools.partial(ranks.sum, x), device) for x in messages]
     agreed = _mean(seconds, ranks, device)
@@ -95,7 +95,9 @@ def _device() -> torch.device:
     return device
 
 
-def _mean(values: Sequence[float], ranks: MeshRanks, device: torch.device) -> list[float]:
+def _mean(
+    values: Sequence[float], ranks: activations.MeshRanks, device: torch.device
+) -> list[float]:
     """Over ranks: all must print the same."""
     own = torch.tensor(values, dtype=torch.float64, device=device)
     found: list[float] = (ranks.sum(own) / ranks.size).tolist()
@@ -103,7 +105,7 @@ def _mean(values: Sequence[float], ranks: MeshRanks, device: torch.device) -> li
 
 
 def _interference(
-    flops: float, message: torch.Tensor, message_s: float, ranks: MeshRanks
+    flops: float, message: torch.Tensor, message_s: float, ranks: activations.MeshRanks
 ) -> list[float]:
     """The share of a step that a rank waits for the slowest, and seconds that computation loses for
     each byte sent beside it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -110,6 +111,15 @@ def test_torch_is_the_only_hard_dependency():
         known = set(sys.stdlib_module_names) | {"torch", "compopt", "compopt_kernels"}
         foreign = {name.split(".")[0] for name in names} - known
         assert not foreign, f"{path.name} imports {foreign} at the top"
+
+
+def test_importing_it_loads_nothing_slow():
+    """Of torch, the parts that take half a second: they are loaded where they are asked for."""
+    slow = ["torch._dynamo", "torch.distributed.tensor", "triton", "transformers", "matplotlib"]
+    asks = f"import sys, compopt, compopt.advise; print([name for name in {slow} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+    assert compopt.activations.MeshRanks.__module__ == "compopt.activations.tensor_parallel"
 
 
 def test_every_folder_is_in_the_wheel_and_in_the_picture():

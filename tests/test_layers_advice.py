@@ -154,15 +154,16 @@ def test_the_link_that_is_named_is_where_it_starts_to_pay():
 
 def test_lines_can_be_pasted():
     grid = advise_layers(BIG, tensor=2, pipeline=2, link_bits_per_s=1e9, inside_bits_per_s=1e9).grid
+    pasted_into = {name: getattr(activations, name) for name in activations.__all__}
     for name in COMPRESSORS:
         kind = COMPRESSORS[name]
-        codec = eval(kind.text(64, 32), vars(activations))
+        codec = eval(kind.text(64, 32), pasted_into)
         assert codec.extra_repr() == kind.make(64, 32).extra_repr()  # what is counted is what is pasted
         for where in ("boundaries", "layers", "both"):
             line = lines_of(grid, name, where)
             compile(line, name, "exec")
             plan = {}
-            scope = vars(activations) | {"plan": plan, "first": torch.nn.Identity(), "second": torch.nn.Identity()}
+            scope = pasted_into | {"plan": plan, "first": torch.nn.Identity(), "second": torch.nn.Identity()}
             if "pair=pair" in line:
                 with pytest.raises(ValueError, match="pass pair="):  # it does need one
                     exec(line.replace(", pair=pair", ""), scope)

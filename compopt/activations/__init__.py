@@ -28,6 +28,8 @@ for fine-tuning. docs/activations.md says when any of this pays, where it differ
 code and what that is worth.
 """
 
+from typing import TYPE_CHECKING
+
 from .codecs import ALONE, AutoEncoder, Compressor, Identity, replicated
 from .dropping import drop_compressors, set_compression
 from .feedback import ErrorFeedback
@@ -35,7 +37,21 @@ from .low_rank import PowerSGD
 from .pipeline import ReceiveCompressed, SendCompressed
 from .quantize import Quantize
 from .sparse import RandomK, TopK
-from .tensor_parallel import CompressedRowwiseParallel, MeshRanks
+
+if TYPE_CHECKING:
+    from .tensor_parallel import CompressedRowwiseParallel, MeshRanks
+else:
+
+    def __getattr__(name: str) -> object:
+        """What needs torch's tensor parallelism, which takes half a second to load: `import
+        compopt` does not wait for it.
+        """
+        if name in ("CompressedRowwiseParallel", "MeshRanks"):
+            from . import tensor_parallel
+
+            return getattr(tensor_parallel, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "ALONE",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..activations import AutoEncoder, MeshRanks
+from .. import activations
 from .fitting import fit, fit_communication
 from .measure import measure_local, measure_products, median_seconds
 from .model_parallel import LayerCosts
@@ -46,14 +46,14 @@ def measure_layers(
     mesh = init_device_mesh(
         device.type, (size // tensor, tensor), mesh_dim_names=("stages", "inside")
     )
-    everyone = MeshRanks.world(device.type, size)
+    everyone = activations.MeshRanks.world(device.type, size)
 
     def agreed(values: Sequence[float]) -> list[float]:
         own = torch.tensor(values, dtype=torch.float64, device=device)
         found: list[float] = (everyone.sum(own) / size).tolist()
         return found
 
-    inside = agreed(_inside_seconds(MeshRanks(mesh["inside"]), dtype, device))
+    inside = agreed(_inside_seconds(activations.MeshRanks(mesh["inside"]), dtype, device))
     between = agreed(_between_seconds(mesh, device)) if size > tensor else []
     layer_s, encode_s, *local = agreed(
         [
@@ -96,7 +96,9 @@ def _link(sent: Sequence[float], messages: float, seconds: Sequence[float]) -> t
     return 8 / max(found["bytes"], 1e-15), found["messages"]
 
 
-def _inside_seconds(ranks: MeshRanks, dtype: torch.dtype, device: torch.device) -> list[float]:
+def _inside_seconds(
+    ranks: activations.MeshRanks, dtype: torch.dtype, device: torch.device
+) -> list[float]:
     """Of an all-reduce of every size; all groups of ranks at once, as in training."""
     messages = [torch.ones(n // dtype.itemsize, dtype=dtype, device=device) for n in SIZES]
     return [median_seconds(functools.partial(ranks.sum, x), device) for x in messages]
@@ -147,7 +149,7 @@ def _layer_seconds(
 
 def _encode_seconds(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
     """Of an auto-encoder to a tenth, forward and backward."""
-    codec = AutoEncoder(hidden, max(1, hidden // 10)).to(device=device, dtype=dtype)
+    codec = activations.AutoEncoder(hidden, max(1, hidden // 10)).to(device=device, dtype=dtype)
     return _trained_seconds(codec, hidden, tokens, dtype, device)
 
 
