@@ -37,7 +37,7 @@ demo:  ## the same small GPT with DDP + AdamW and with each of compopt's optimiz
 	@$(BIN)/python examples/demo.py
 
 # Three: there is one to work while another waits for ranks.
-test: .venv/ready  ## everything, in a few minutes on two cores
+test: .venv/ready  ## everything, in eight to ten minutes on two cores
 	$(BIN)/pytest -q -n 3 --dist worksteal
 
 properties: .venv/ready  ## hypothesis draws 2000 new examples of models, options and faults, 500 of advice

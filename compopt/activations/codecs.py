@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._state.tensors import local
+
 
 def replicated(weight: Tensor) -> Tensor:
     """This rank's copy of a weight that is the same on all of them, in a DTensor or not, and so is
     its gradient.
     """
-    if not hasattr(weight, "to_local"):
-        return weight
-    whole: Any = weight  # importing DTensor for its type would cost everybody half a second
-    own: Tensor = whole.to_local(grad_placements=whole.placements)
-    return own
+    return local(weight)  # whose gradient is a DTensor with the weight's placements
 
 
 def applied(function: type[torch.autograd.Function], *args: object) -> Tensor:

@@ -46,8 +46,7 @@ class NativeMean(QuantisedMean):
         if not self.fits:
             return super().first()
         body, dropped, chunks = self._body(), self._dropped(), self.layout.chunks
-        out = self._messages(chunks, self.words)
-        words, scales, codes = self._fields(out, self.words)
+        out, words, scales, codes = self._messages(chunks, self.words)
         words.copy_(self.payload.flat[: self.words])
         own = one_a_byte(list(codes), chunks, self.bits, self.scratch)
         parts = []
@@ -66,8 +65,7 @@ class NativeMean(QuantisedMean):
             return super().second(received)
         received, chunk = received.contiguous(), self.layout.chunks[self.rank]
         self._average_words(self._fields(received, self.words)[0])
-        out = self._messages([chunk], 0)
-        _, scales, codes = self._fields(out, 0)
+        out, _, scales, codes = self._messages([chunk], 0)
         own = one_a_byte(list(codes), [chunk], self.bits, self.scratch)
         rest = self._dropped() + 4 * chunk.start
         table, lengths = table_of([(chunk, Places(0, scales.data_ptr(), own[0].data_ptr(), rest))])
@@ -96,18 +94,20 @@ class NativeMean(QuantisedMean):
         )
         over_rows(lengths, lambda a, b, _: self.library.dequantise(table, a, b, self.bits))
 
-    def _messages(self, chunks: Sequence[Chunk], words: int) -> Tensor:
-        """One for each chunk, to be filled. What a short one leaves over is zero: none of what this
-        process held in that memory before is sent.
+    def _messages(
+        self, chunks: Sequence[Chunk], words: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One for each chunk, to be filled, and its fields. What a short chunk leaves over is zero:
+        none of what this process held in that memory before is sent.
         """
         out = torch.empty(len(chunks), self._size(words), dtype=torch.uint8)
-        _, scales, codes = self._fields(out, words)
+        first, scales, codes = self._fields(out, words)
         for chunk, scale, code in zip(chunks, scales, codes, strict=True):
             ends = chunk.rows, code_bytes(chunk.stop - chunk.start, self.bits)
             for part, end in zip((scale, code), ends, strict=True):
                 if end < len(part):
                     part[end:] = 0
-        return out
+        return out, first, scales, codes
 
     def _body(self) -> int:
         return at("a message", self.payload.body, self.payload.body.numel())
