@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,12 @@ from compopt._ops.native import build
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
 
 
-# A compiler in place of the real one, once that has built the library: it hands out the same file in no time.
+# A compiler in place of the real one, once that has built the library: it hands out the same file in no time, as
+# writable as a compiler's output is with umask 0.
 COPIES = """#!/bin/sh
 [ "$1" = --version ] && exec {real} --version
 while [ "$1" != -o ]; do shift; done
-exec cp {library} "$2"
+exec install -m 777 {library} "$2"
 """
 
 
@@ -52,6 +54,7 @@ def cache(monkeypatch, tmp_path, quick) -> Path:
 
 
 def built(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
     return build.built(build.compiler(), "", folder)
 
 
@@ -120,6 +123,113 @@ def test_the_name_says_what_it_was_made_of(monkeypatch, cache, part):
     else:
         monkeypatch.setattr(build, "_processor", lambda: b"flags: fpu")
     assert build.built(cc, "", cache).name != first
+
+
+OTHER = 4242  # a user id that is not ours
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+
+
+def plant(folder: Path) -> Path:
+    """A library that somebody else has put into the cache: its name is right, its contents are theirs."""
+    ours = built(folder)
+    ours.rename(planted := folder / "planted")
+    planted.write_bytes(b"\x7fELF and what follows")
+    named = folder / build._name_of(ours.name.rsplit("-", 1)[0], planted)
+    return planted.rename(named)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["group may write", "others may write", pytest.param("another owner", marks=needs_root), "symlink", "folder"],
+)
+def test_a_file_that_another_user_could_have_written_is_built_anew(cache, fault):
+    planted = plant(cache)
+    contents = planted.read_bytes()
+    if fault == "another owner":
+        os.chown(planted, OTHER, -1)
+    elif fault == "symlink":
+        planted.rename(elsewhere := cache.parent / "elsewhere")
+        planted.symlink_to(elsewhere)
+    elif fault == "folder":
+        planted.unlink()
+        planted.mkdir()
+    else:
+        planted.chmod(0o720 if fault == "group may write" else 0o702)
+    ours = built(cache)
+    assert ours != planted and ours.read_bytes() != contents
+    assert built(cache) == ours, "and it is kept"
+
+
+def test_a_file_of_the_same_name_is_replaced_if_another_user_could_have_written_it(cache):
+    ours = built(cache)
+    ours.chmod(0o777)
+    assert built(cache) == ours
+    assert ours.stat().st_mode & 0o022 == 0
+
+
+def test_nobody_else_may_write_what_is_kept_whatever_the_umask(monkeypatch, cache):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent / "new" / "home"))
+    before = os.umask(0)
+    try:
+        assert backends.choose({"cpu"}).name == "native"
+    finally:
+        os.umask(before)
+    new = cache.parent / "new"
+    (kept,) = (new / "home" / "compopt").iterdir()
+    for path in (new, new / "home", kept.parent, kept):
+        assert path.stat().st_mode & 0o022 == 0, path
+
+
+@pytest.fixture
+def loaded(monkeypatch) -> list[Path]:
+    """The paths of the libraries that were loaded."""
+    paths, load = [], ctypes.CDLL
+    monkeypatch.setattr(build.ctypes, "CDLL", lambda path: paths.append(Path(path)) or load(path))
+    return paths
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "group may write",
+        "others may write",
+        "others may write, sticky",
+        pytest.param("another owner", marks=needs_root),
+        "parent: others may write",
+        pytest.param("parent: another owner", marks=needs_root),
+        pytest.param("parent: another owner, sticky", marks=needs_root),
+        "symlink to a folder that others may write",
+    ],
+)
+def test_a_folder_where_another_user_may_write_is_not_used(monkeypatch, cache, loaded, fault):
+    kept = built(cache)
+    changed = cache.parent if fault.startswith("parent") else cache
+    if "another owner" in fault:
+        os.chown(changed, OTHER, -1)
+        changed.chmod(0o1755 if "sticky" in fault else 0o755)
+    elif fault.startswith("symlink"):
+        cache.rename(changed := cache.parent / "shared")
+        changed.chmod(0o777)
+        cache.symlink_to(changed)
+    else:
+        changed.chmod(0o775 if "group" in fault else 0o1777 if "sticky" in fault else 0o777)
+    with pytest.warns(UserWarning, match=f"compiled anew.*{changed} .*XDG_CACHE_HOME"):
+        assert backends.choose({"cpu"}).name == "native"
+    (path,) = loaded
+    assert changed not in path.parents and not path.exists()
+    assert kept.name == path.name
+
+
+@pytest.mark.parametrize("case", ["sticky parent", "symlink to a folder of our own"])
+def test_a_folder_where_nobody_else_may_write_is_used(cache, loaded, case):
+    kept = built(cache)
+    if case == "sticky parent":
+        cache.parent.chmod(0o1777)
+    else:
+        cache.rename(elsewhere := cache.parent / "elsewhere")
+        cache.symlink_to(elsewhere)
+    assert backends.choose({"cpu"}).name == "native"
+    assert loaded == [kept.resolve()]
 
 
 def test_it_is_loaded_with_another_default_dtype(cache):

@@ -1,10 +1,11 @@
-"""The C passes of kernels/native as a library: built once for this machine, kept, and checked
-before it is loaded.
+"""Builds the C passes of kernels/native as a shared library, caches it and loads it.
 
-It takes about two seconds, with the system's C compiler, and is kept in ``$XDG_CACHE_HOME/compopt``
-(``~/.cache/compopt``). The name says what it was made of (the sources, the compiler and its
-version, the C library, the processor) and ends in a checksum of the file: one that is damaged,
-which would end the process, is never loaded.
+A build takes about two seconds with the system's C compiler. The library is cached in
+``$XDG_CACHE_HOME/compopt`` (``~/.cache/compopt``). Its name contains a hash of everything it is
+built from (sources, compiler and version, C library, processor) and ends in a checksum of the file:
+a damaged library, which would end the process, is never loaded. Neither is one that another user
+could have written: the cache is used only if the folder and the file belong to this user and
+nobody else may write them. Otherwise the process builds the library in a private folder.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import importlib.util
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+
+from ..._wire.comm import connect
+from ..._wire.warning import warn
 
 # No contraction: whether a processor has fused multiply-add must not show in the bits, which all
 # ranks share.
@@ -55,6 +60,10 @@ SIGNATURES = {  # what a function returns and takes: p memory, n a size, d a num
 
 class UnknownISA(ValueError):
     """COMPOPT_NATIVE_ISA names what there is not, or not here."""
+
+
+class UntrustedCache(Exception):
+    """Another user may write the cache folder, or replace it."""
 
 
 def compiler() -> str | None:
@@ -122,18 +131,56 @@ def isa_of(library: ctypes.CDLL) -> str:
 
 
 def _open(cc: str, isa: str) -> ctypes.CDLL:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compopt"
     try:
-        return ctypes.CDLL(str(built(cc, isa, folder)))
-    # nothing can be kept there, or what is there cannot be loaded here: built for this process
-    # alone
-    except OSError:
-        with tempfile.TemporaryDirectory() as own:
-            return ctypes.CDLL(str(built(cc, isa, Path(own))))
+        return ctypes.CDLL(str(built(cc, isa, _cache_folder())))
+    except UntrustedCache as error:
+        warn(
+            f"the C passes are compiled anew in each process (about two seconds), because {error}, "
+            "so another user could replace the cached library. Take away that access, or let "
+            "XDG_CACHE_HOME name a folder of your own.",
+            connect(None).rank,
+        )
+    except OSError:  # the cache is not writable, or its library does not load on this machine
+        pass
+    with tempfile.TemporaryDirectory() as private:
+        return ctypes.CDLL(str(built(cc, isa, Path(private))))
+
+
+def _cache_folder() -> Path:
+    """Return the cache folder, created if missing, without symbolic links in its path.
+
+    Raises:
+        UntrustedCache: another user may write it, or rename it by writing one of its parents.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = (home / "compopt").resolve()
+    for path in (*reversed(folder.parents), folder):
+        if not path.exists():
+            path.mkdir(mode=0o700, exist_ok=True)
+    user, system = os.geteuid(), {0, os.stat("/").st_uid}
+    for path in (folder, *folder.parents):
+        status = path.stat()
+        trusted = {user} if path == folder else {user, *system}
+        if status.st_uid not in trusted:
+            raise UntrustedCache(f"{path} belongs to the user {status.st_uid}")
+        # Only its owner renames an entry of a sticky folder.
+        if status.st_mode & 0o022 and (path == folder or not status.st_mode & stat.S_ISVTX):
+            raise UntrustedCache(f"{path} is writable for others ({stat.filemode(status.st_mode)})")
+    return folder
+
+
+def _is_trusted(path: Path) -> bool:
+    """True if this is a file of this user's, not a symbolic link, that nobody else may write."""
+    status = path.lstat()
+    return (
+        stat.S_ISREG(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and not status.st_mode & 0o022
+    )
 
 
 def built(cc: str, isa: str, folder: Path) -> Path:
-    """The library in this folder, checked; built there where none is whole."""
+    """Return the library in this folder; compile it if there is none, or none to be trusted."""
     # Not imported: that would need triton.
     package = importlib.util.find_spec("compopt_kernels")
     if package is None or package.origin is None:
@@ -146,16 +193,15 @@ def built(cc: str, isa: str, folder: Path) -> Path:
     ]
     name = f"native-{isa or 'own'}-{hashlib.sha256(b'|'.join(made_of)).hexdigest()[:16]}"
     for path in sorted(folder.glob(f"{name}-*.so")):
-        if path.name == _name_of(name, path):
+        if _is_trusted(path) and path.name == _name_of(name, path):
             return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=folder
-    ) as own:  # ranks build at once: each moves a whole file there
-        made = Path(own) / "library.so"
-        _compile(cc, TARGETS[isa], [str(path) for path in sources if path.suffix == ".c"], made)
-        path = folder / _name_of(name, made)
-        os.replace(made, path)
+    # Ranks build at the same time: each compiles in a folder of its own and moves the result.
+    with tempfile.TemporaryDirectory(dir=folder) as private:
+        library = Path(private) / "library.so"
+        _compile(cc, TARGETS[isa], [str(path) for path in sources if path.suffix == ".c"], library)
+        library.chmod(0o700)
+        path = folder / _name_of(name, library)
+        os.replace(library, path)
     return path
 
 
