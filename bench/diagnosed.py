@@ -31,56 +31,50 @@ import train_gpt  # noqa: E402
 from quality import in_float32  # noqa: E402
 
 import compopt  # noqa: E402
-from compopt._diagnose.diagnosis import Diagnosis  # noqa: E402
-from compopt._diagnose.methods import ADAMS_BETAS, Judged  # noqa: E402
-from compopt._engine.owner import making_own  # noqa: E402
-from compopt._wire.comm import Comm  # noqa: E402
+from compopt.planning.candidates import ADAMS_BETAS, Candidate, construct_silently  # noqa: E402
+from compopt.planning.diagnosis import Diagnosis  # noqa: E402
 
 STEPS, START, RANKS = 60, 10, 2
 GROUPS = ((800, 2e-3), (400, 2e-3), (800, 4e-3), (1500, 1e-3), (800, 1e-3))
 FIELDS = ("steps", "lr", "run", "loss", "first", "after", "residual")
 
 
-class Everywhere(Judged):
+class Everywhere(Candidate):
     """Attention too: naive top-k, which TAGC is otherwise."""
 
-    def make(self, groups, start):
-        return super().make([{**group, "compress": True} for group in groups], start)
+    def make_optimizer(self, groups, start):
+        return super().make_optimizer([{**group, "compress": True} for group in groups], start)
 
 
-class AroundAdamS(Judged):
+class AroundAdamS(Candidate):
     """Separate, around AdamS."""
 
-    def make(self, groups, start):
+    def make_optimizer(self, groups, start):
         groups = [{**group, "betas": ADAMS_BETAS} for group in groups]
-        alone = Comm(alone=True)
-        with making_own():
-            base = compopt.AdamS(groups, lr=1.0, process_group=alone)
-            made = compopt.Separate(base, process_group=alone, simulate=True, warmup_steps=start, **self.options)
-        made._engine.told = True
-        return made
+        base = construct_silently(compopt.AdamS, groups, lr=1.0)
+        return construct_silently(compopt.Separate, base, simulate=True, warmup_steps=start, **self.options)
 
 
-def separate(cls=Judged, **options) -> Judged:
+def separate(cls=Candidate, **options) -> Candidate:
     return cls("SeparateAdam", options)
 
 
-def radius(density: float, interval: int = 20, **options) -> Judged:
-    return Judged("RadiusAdamW", {"density": density, "interval": interval, **options})
+def radius(density: float, interval: int = 20, **options) -> Candidate:
+    return Candidate("RadiusAdamW", {"density": density, "interval": interval, **options})
 
 
 def gaussian(ratio: int, **options) -> dict:
     return {"projection": "gaussian", "ratio": ratio, **options}
 
 
-JUDGED: dict[str, Judged] = {
-    "AdamS": Judged("AdamS", {}),
+CANDIDATES: dict[str, Candidate] = {
+    "AdamS": Candidate("AdamS", {}),
     **{f"RadiusAdamW {d}": radius(d) for d in (0.1, 0.2, 0.4, 0.5, 0.6, 0.8, 0.9)},
     **{f"RadiusAdamW {d}, interval {i}": radius(d, i) for d in (0.2, 0.4, 0.6, 0.8) for i in (100, 400)},
     "RadiusAdamW 0.4, int8": radius(0.4, payload_dtype="int8"),
-    **{f"ScapeAdamS {d}": Judged("ScapeAdamS", {"density": d}) for d in (0.2, 0.1, 0.05, 0.01)},
-    **{f"ScapeAdamS {d}, no mask delay": Judged("ScapeAdamS", {"density": d, "mask_delay": 0}) for d in (0.1, 0.01)},
-    "ScapeAdamS 0.1, int8": Judged("ScapeAdamS", {"density": 0.1, "payload_dtype": "int8"}),
+    **{f"ScapeAdamS {d}": Candidate("ScapeAdamS", {"density": d}) for d in (0.2, 0.1, 0.05, 0.01)},
+    **{f"ScapeAdamS {d}, no mask delay": Candidate("ScapeAdamS", {"density": d, "mask_delay": 0}) for d in (0.1, 0.01)},
+    "ScapeAdamS 0.1, int8": Candidate("ScapeAdamS", {"density": 0.1, "payload_dtype": "int8"}),
     **{f"SeparateAdam {r}": separate(**gaussian(r)) for r in (8, 16, 64)},
     **{f"SeparateAdam {r}, no error feedback": separate(**gaussian(r, ef_beta=1.0)) for r in (16, 64)},
     "SeparateAdam 16, orthonormal": separate(projection="orthonormal", ratio=16, reset_interval=None),
@@ -89,7 +83,7 @@ JUDGED: dict[str, Judged] = {
     **{f"SeparateAdam tracked {r}, int4": separate(rank=r, payload_dtype="int4") for r in (4, 8, 16, 32)},
     "Separate tracked 16 around AdamS, int8": separate(AroundAdamS, rank=16),
     "Separate 16 around AdamS": separate(AroundAdamS, **gaussian(16)),
-    **{f"TagcAdamW {s}": Judged("TagcAdamW", {"sparsity": s}) for s in (0.8, 0.9, 0.9875)},
+    **{f"TagcAdamW {s}": Candidate("TagcAdamW", {"sparsity": s}) for s in (0.8, 0.9, 0.9875)},
     **{f"naive top-k {d}": Everywhere("TagcAdamW", {"sparsity": 1 - d}) for d in (0.4, 0.025)},
 }
 
@@ -116,7 +110,7 @@ def watched(steps: int, lr: float, skip: int) -> dict[str, tuple[float, float]]:
             optimizer.zero_grad()
 
     train(skip)
-    with Diagnosis(model, optimizer, STEPS, START, 1 << 21, None, JUDGED) as seen:
+    with Diagnosis(model, optimizer, STEPS, START, 1 << 21, None, CANDIDATES) as seen:
         train(STEPS)
     print(f"lr {lr:g}, steps {skip + 1} to {skip + STEPS}: {seen.seconds:.0f} s of diagnosis", flush=True)
     return {row.method: (row.kept, row.residual) for row in seen.rows}
@@ -144,7 +138,7 @@ def measure() -> list[dict]:
     losses = {
         (run.steps, run.lr, run.name): result["evals"][-1]["val_loss"]
         for run, result in in_float32().items()
-        if run.ranks == RANKS and run.seed == 0 and run.name in JUDGED
+        if run.ranks == RANKS and run.seed == 0 and run.name in CANDIDATES
     }
     rows = []
     for steps, lr in GROUPS:

@@ -4,10 +4,10 @@ from ._engine.stats import Stats
 from ._wire.requests import CommunicationError
 from .adams import AdamS
 from .average import Average
-from .diagnosing import diagnose
 from .integrations import fsdp as _fsdp  # noqa: F401  (looks at every new optimizer)
 from .integrations.ddp import attach
 from .local import LocalSteps
+from .planning.diagnose import diagnose
 from .radius import RadiusAdamW
 from .scape import ScapeAdamS
 from .separate import Separate, SeparateAdam

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import __version__, advise, diagnosing
+from . import __version__, advise
+from .planning import diagnose
 
-COMMANDS = {"advise": advise.main, "diagnose": diagnosing.main}
+COMMANDS = {"advise": advise.main, "diagnose": diagnose.main}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from watched import FEW, noise, watch
 
 import compopt
-from compopt._diagnose import methods
-from compopt._diagnose.meaning import settling_of
+from compopt.planning.candidates import CANDIDATES
+from compopt.planning.diagnosis_report import assess_start
 
 ROOT = Path(compopt.__file__).parents[1]
 
@@ -276,9 +276,9 @@ def test_ranks_that_have_seen_different_steps_say_so():
 
 
 def test_what_is_told_has_every_method_and_what_it_means():
-    seen = watch(noise(14), dict(methods.JUDGED))
+    seen = watch(noise(14), dict(CANDIDATES))
     text = str(seen)
-    assert all(name in text for name in methods.JUDGED) and max(map(len, text.split("\n\n")[1].splitlines())) <= 100
+    assert all(name in text for name in CANDIDATES) and max(map(len, text.split("\n\n")[1].splitlines())) <= 100
     for word in ("Start with", "Rank:", "Radius's interval:", "Start: of", "Spread:", "not a loss"):
         assert word in text, word
     kept = [row.kept for row in seen.rows]
@@ -290,16 +290,16 @@ def test_what_is_told_has_every_method_and_what_it_means():
 def test_a_start_is_advised_where_the_largest_elements_settle():
     told = {(0.5, 0.6): "had not settled", (0.6, 0.5): "change faster", (0.5, 0.54): "would change little"}
     for (first, last), words in told.items():
-        assert words in settling_of({("settling", "first"): first, ("settling", "last"): last})
+        assert words in assess_start({("settling", "first"): first, ("settling", "last"): last})
     found = watch(noise(30), {"one": FEW["TAGC 0.9"]}).findings  # moments of the first steps change most
     assert found["settling", "first"] < found["settling", "last"] < 1
 
 
 def test_a_line_that_is_told_can_be_run():
     params = [nn.Parameter(torch.zeros(64, 64))]
-    for judged in methods.JUDGED.values():
-        made = eval(judged.line.replace("lr=...", "lr=1e-3"), {"compopt": compopt, "params": params})
-        assert type(made).__name__ == judged.cls
+    for candidate in CANDIDATES.values():
+        made = eval(candidate.line.replace("lr=...", "lr=1e-3"), {"compopt": compopt, "params": params})
+        assert type(made).__name__ == candidate.class_name
 
 
 def test_a_plot_is_saved(tmp_path, monkeypatch):

@@ -10,15 +10,17 @@ import torch
 from torch import nn
 from watched import FEW, noise, watch
 
-from compopt._diagnose import methods
-from compopt._diagnose.findings import weighted
-from compopt._diagnose.methods import Judged
-from compopt._diagnose.sampling import candidates, cut_to, sample
-from compopt._diagnose.shadows import Shadows
-from compopt._diagnose.shares import Shares
-from compopt._diagnose.spreading import Spread
-from compopt._diagnose.stability import Stability
 from compopt._wire.comm import Comm
+from compopt.planning.candidates import CANDIDATES, Candidate, CandidateRuns, adam_options
+from compopt.planning.diagnosis import weighted_mean
+from compopt.planning.gradient_statistics import (
+    GradientSpread,
+    SubspaceNorms,
+    TopKStability,
+    crop_shape,
+    find_eligible_tensors,
+    sample_tensors,
+)
 
 CPU = torch.device("cpu")
 
@@ -41,25 +43,25 @@ def test_stability_is_what_sets_say():
     for _ in range(121):
         x = 0.9 * x + 0.4 * torch.randn(200, generator=random)
         rows.append(x.clone())
-    meter = Stability([200])
+    meter = TopKStability([200])
     for x in rows:
-        meter.see([x])
+        meter.record_step([x])
     for density in (0.4, 0.1, 0.01):
         for lag in (1, 10, 100):
             found = [sum(v) / len(v) for v in (meter.overlaps[density, lag, 0], meter.norms[density, lag, 0])]
             assert found == pytest.approx(brute_force(rows, density, lag, 10), abs=1e-6)
-    assert len(meter.sets) <= 12  # of the last 100 steps, each tenth, and the last
+    assert len(meter.masks) <= 11  # every tenth of the last 100 steps, and the last
 
 
 def test_known_sets_have_known_overlaps():
     """Three of the ten largest are others from step to step; between them nobody has a gradient."""
-    meter = Stability([100], densities=(0.1,))
+    meter = TopKStability([100], densities=(0.1,))
     for step in range(3):
         x = torch.zeros(100)
         x[3 * step : 3 * step + 10] = 1
-        meter.see([x])
-    meter.see([None])
-    meter.see([x])
+        meter.record_step([x])
+    meter.record_step([None])
+    meter.record_step([x])
     assert meter.overlaps[0.1, 1, 0] == pytest.approx([0.7, 0.7])
     assert meter.norms[0.1, 1, 0] == pytest.approx([math.sqrt(0.7)] * 2)
 
@@ -68,9 +70,9 @@ def test_the_share_that_columns_keep_is_that_of_singular_values():
     random = torch.Generator().manual_seed(0)
     u, v = (torch.linalg.qr(torch.randn(n, 40, generator=random)).Q for n in (96, 48))
     values = 2.0 ** -torch.arange(40.0)
-    meter = Shares([(96, 48)], [CPU])
+    meter = SubspaceNorms([(96, 48)], [CPU])
     for _ in range(12):
-        meter.see([(u * values) @ v.t()])
+        meter.record_step([(u * values) @ v.t()])
     for rank in (4, 8, 16, 32, 64):
         wanted = values[:rank].norm() / values.norm()
         assert meter.kept[rank, 0][-1] == pytest.approx(float(wanted), abs=1e-5), rank
@@ -80,29 +82,29 @@ def test_the_share_that_columns_keep_is_that_of_singular_values():
 def test_a_rank_alone_keeps_what_it_keeps_among_others():
     """One iteration of 64 columns gives what one of 8 does."""
     random = torch.Generator().manual_seed(0)
-    meter, Q = Shares([(128, 96)], [CPU]), None
+    meter, Q = SubspaceNorms([(128, 96)], [CPU]), None
     for step in range(6):
         x = torch.randn(128, 96, generator=random) + 3 * torch.randn(128, 6, generator=random) @ torch.randn(6, 96)
         Q = meter.bases[0][:, :8].clone() if Q is None else Q
         R = torch.linalg.qr(x @ Q).Q
         p = x.t() @ R
-        meter.see([x])
+        meter.record_step([x])
         assert meter.kept[8, 0][step] == pytest.approx(float(p.norm() / x.norm()), rel=1e-4)
         Q = torch.linalg.qr(p).Q
 
 
 def parts_of(model: nn.Module, elements: int = 1 << 20) -> list:
     named = {id(p): name for name, p in model.named_parameters()}
-    return sample(candidates([{"params": list(model.parameters())}], named), elements)
+    return sample_tensors(find_eligible_tensors([{"params": list(model.parameters())}], named), elements)
 
 
 def test_two_batches_stand_for_two_ranks():
-    meter = Spread(parts_of(nn.Linear(64, 64, bias=False)))
+    meter = GradientSpread(parts_of(nn.Linear(64, 64, bias=False)))
     a, b = torch.zeros(64, 64), torch.zeros(64, 64)
     a[0, 0], b[0, 0], b[0, 1] = 1.0, 0.6, 0.8  # of length 1, at a cosine of 0.6
     for step in range(6):
-        meter.see([(a, b)[step % 2]])
-    ((cosine, ratio),) = meter.found(Comm(alone=True), CPU)
+        meter.record_step([meter.subsample(0, (a, b)[step % 2])])
+    ((cosine, ratio),) = meter.compute(Comm(alone=True), CPU)
     assert cosine == pytest.approx(0.6) and ratio == pytest.approx(1 / math.sqrt(0.8))
 
 
@@ -132,15 +134,15 @@ def top_k(rows: list[torch.Tensor], density: float, start: int) -> tuple[list[to
 
 def test_what_a_method_keeps_and_holds_back_is_what_an_oracle_finds():
     rows, start = noise(20), 3
-    judged = Judged("TagcAdamW", {"sparsity": 0.75})
-    seen = watch(rows, {"top-k": judged}, start, betas=(0.8, 0.99))
+    candidate = Candidate("TagcAdamW", {"sparsity": 0.75})
+    seen = watch(rows, {"top-k": candidate}, start, betas=(0.8, 0.99))
     sent, norms = top_k(rows, 0.25, start)
     pairs = zip(updates_of(sent, (0.8, 0.99))[start:], updates_of(rows, (0.8, 0.99))[start:], strict=True)
     cosines = [float((a * b).sum() / a.norm() / b.norm()) for a, b in pairs]
     assert seen.rows[0].kept == pytest.approx(sum(cosines) / len(cosines), abs=1e-4)
     assert seen.findings["kept", "top-k", "weight"] == pytest.approx(seen.rows[0].kept, abs=1e-6)
     assert (seen.rows[0].least, seen.rows[0].most) == (seen.findings["kept", "top-k", "weight"],) * 2
-    assert seen._watch.shadows.residuals["top-k"] == pytest.approx(norms, rel=1e-4)
+    assert seen._recorder.runs.residuals["top-k"] == pytest.approx(norms, rel=1e-4)
     gradient = sum(float(g.norm()) for g in rows[start:]) / len(rows[start:])
     half = len(norms) // 2
     assert seen.rows[0].residual == pytest.approx(max(norms[half:]) / gradient, rel=1e-4)
@@ -152,22 +154,22 @@ def test_a_part_counts_for_what_it_stands_for():
     """The whole's cosine is that of the layers put together, each as often as its weight says."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(80, 64, bias=False))
     parts = [dataclasses.replace(part, weight=w) for part, w in zip(parts_of(model), (1.0, 9.0), strict=True)]
-    shadows = Shadows({"one": FEW["Radius 0.4"]}, parts, methods.of_groups([{"betas": (0.9, 0.99)}]), 1)
+    runs = CandidateRuns({"one": FEW["Radius 0.4"]}, parts, adam_options([{"betas": (0.9, 0.99)}]), 1)
     for a, b in zip(noise(5, 64, 64), noise(5, 64, 80), strict=True):
         weights, grads = [torch.zeros(64, 64), torch.zeros(64, 80)], [a, b * (torch.rand(64, 80) < 0.5)]
-        dense = [u.clone() for u in shadows.see(weights, grads)]
-    theirs = [p.detach() for p in shadows.shadows["one"].params]
+        dense = [u.clone() for u in runs.record_step(weights, grads)]
+    theirs = [p.detach() for p in runs.runs["one"].params]
     dots, squares, own = (
         [float((x * y).sum()) for x, y in zip(*pair, strict=True)]
         for pair in ((theirs, dense), (theirs, theirs), (dense, dense))
     )
     wanted = (dots[0] + 9 * dots[1]) / math.sqrt((squares[0] + 9 * squares[1]) * (own[0] + 9 * own[1]))
-    assert shadows.cosines["one"][-1][-1] == pytest.approx(wanted, rel=1e-5)
-    assert weighted(parts, {0: 1.0, 1: 0.0}) == pytest.approx(4096 / (4096 + 9 * 5120))
+    assert runs.cosines["one"][-1][-1] == pytest.approx(wanted, rel=1e-5)
+    assert weighted_mean(parts, {0: 1.0, 1: 0.0}) == pytest.approx(4096 / (4096 + 9 * 5120))
 
 
 def test_what_sends_everything_keeps_everything():
-    whole = {"whole": Judged("RadiusAdamW", {"density": 1.0}), "other": Judged("TagcAdamW", {"sparsity": 0.0})}
+    whole = {"whole": Candidate("RadiusAdamW", {"density": 1.0}), "other": Candidate("TagcAdamW", {"sparsity": 0.0})}
     for row in watch(noise(12), whole).rows:
         assert row.kept == pytest.approx(1, abs=1e-6) and row.residual == pytest.approx(0, abs=1e-6)
         assert not row.grows
@@ -177,10 +179,10 @@ def test_the_order_follows_the_gradients():
     """Of rank 4, tracked columns lose nothing; of few elements other than 0, nor do those that select."""
     random = torch.Generator().manual_seed(0)
     left, right = torch.randn(128, 4, generator=random), torch.randn(4, 128, generator=random)
-    low = watch([left @ torch.randn(4, 4, generator=random) @ right for _ in range(20)], dict(methods.JUDGED))
+    low = watch([left @ torch.randn(4, 4, generator=random) @ right for _ in range(20)], dict(CANDIDATES))
     assert low.order[0].startswith("tracked") and low.findings["share", "gradient", "4", ""] == pytest.approx(1)
     few = torch.rand(128, 128, generator=random) < 0.05
-    sparse = watch([few * torch.randn(128, 128, generator=random) for _ in range(20)], dict(methods.JUDGED))
+    sparse = watch([few * torch.randn(128, 128, generator=random) for _ in range(20)], dict(CANDIDATES))
     assert sparse.findings["kept", "Radius 0.2", ""] > 0.99 > sparse.findings["kept", "tracked 4, int8", ""]
     assert sparse.findings["overlap", "update", "0.01", "10", ""] < 1
     assert "Start with compopt.SeparateAdam" in str(low)
@@ -189,7 +191,7 @@ def test_the_order_follows_the_gradients():
 def test_maximize_and_weight_decay_are_the_optimizers_own():
     """Radius selects by the update, decay and all; a training upwards is judged as it goes."""
     rows = noise(12)
-    one = {"radius": Judged("RadiusAdamW", {"density": 0.2, "interval": 50})}
+    one = {"radius": Candidate("RadiusAdamW", {"density": 0.2, "interval": 50})}
     kept = {
         name: watch(rows, one, **options).rows[0].kept
         for name, options in {"down": {}, "up": {"maximize": True}, "decayed": {"weight_decay": 10.0}}.items()
@@ -205,17 +207,17 @@ def test_every_shape_is_looked_at_and_large_ones_in_part():
     assert [part.name for part in parts] == ["0.weight", "1.weight", "2.weight", "3.weight", "4.weight", "5.weight"] + [
         "6.weight"
     ]
-    assert (parts[-1].rows, parts[-1].columns) == (553, 64) and not parts[-1].whole
+    assert (parts[-1].rows, parts[-1].columns) == (553, 64) and not parts[-1].is_complete
     assert sum(part.numel for part in parts) <= 60_000
     assert sum(part.weight * part.numel for part in parts) == pytest.approx(6 * 64 * 64 + 5000 * 64)
     few = parts_of(model, 16_000)
     assert [part.name for part in few] == ["3.weight", "6.weight"] or len(few) == 2 or few[0].weight > 1
     counted = torch.arange(5000.0).view(-1, 1).expand(5000, 64)
-    cut = parts[-1].of(counted)
+    cut = parts[-1].extract(counted)
     assert torch.equal(cut[:, 0], torch.arange(553.0) * (5000 // 553))
 
 
 def test_the_longer_side_is_cut_first():
-    assert cut_to(100, 50, 5000) == (100, 50)
-    assert cut_to(1000, 50, 5000) == (100, 50) and cut_to(50, 1000, 5000) == (50, 100)
-    assert cut_to(1000, 2000, 5000) == (70, 70)
+    assert crop_shape(100, 50, 5000) == (100, 50)
+    assert crop_shape(1000, 50, 5000) == (100, 50) and crop_shape(50, 1000, 5000) == (50, 100)
+    assert crop_shape(1000, 2000, 5000) == (70, 70)

@@ -14,7 +14,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 from compopt.__main__ import main as commands
-from compopt.diagnosing import main
+from compopt.planning.diagnose import main
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist

@@ -18,7 +18,6 @@ ELSEWHERE = {
     "_projections",
     "advise",
     "probe",
-    "diagnosing",
 }  # not what a user of an optimizer meets
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from compopt._diagnose import methods
-from compopt._diagnose.diagnosis import Diagnosis
-from compopt._diagnose.methods import Judged
+from compopt.planning.candidates import CANDIDATES, Candidate
+from compopt.planning.diagnosis import Diagnosis
 
-FEW = {name: methods.JUDGED[name] for name in ("tracked 16, int8", "Radius 0.4", "SCAPE 0.1", "TAGC 0.9")}
+FEW = {name: CANDIDATES[name] for name in ("tracked 16, int8", "Radius 0.4", "SCAPE 0.1", "TAGC 0.9")}
 
 
-def watch(rows: list[torch.Tensor], judged: dict[str, Judged], start: int = 3, **options: object) -> Diagnosis:
+def watch(rows: list[torch.Tensor], candidates: dict[str, Candidate], start: int = 3, **options: object) -> Diagnosis:
     """What is found of a model of one matrix that has these gradients."""
     model = nn.Linear(rows[0].shape[1], rows[0].shape[0], bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "weight_decay": 0.0, **options})
-    with Diagnosis(model, optimizer, len(rows), start, 1 << 20, None, judged) as seen:
+    with Diagnosis(model, optimizer, len(rows), start, 1 << 20, None, candidates) as seen:
         for g in rows:
             model.weight.grad = g.clone()
             optimizer.step()

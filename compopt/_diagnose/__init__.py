@@ -1,1 +1,0 @@
-"""What `compopt.diagnose` looks at, a meter a file. See README.md."""

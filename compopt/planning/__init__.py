@@ -1,0 +1,1 @@
+"""Tools for the time before a training: what compression would save, and what a model tolerates."""

@@ -1,0 +1,217 @@
+"""`compopt.diagnose`: which compression a model tolerates, from some steps of its own training.
+
+    with compopt.diagnose(model, optimizer) as seen:
+        train()  # your own loop, as it is, some dozens of steps
+    print(seen)
+
+or, for a script that stays as it is, `compopt-diagnose train.py`, under torchrun where it runs
+under torchrun (`torchrun --nproc-per-node 2 -m compopt diagnose train.py`).
+
+The loop stays the user's: nobody else knows how it draws batches, scales, clips, accumulates. A
+hook after `optimizer.step()` reads the weights and gradients of some tensors and runs the methods
+beside the training, on copies. Parameters, optimizer state and random numbers of the training are
+the same to the bit. Ranks exchange some numbers once, at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from .._wire.comm import ProcessGroup
+from .diagnosis import Diagnosis
+from .diagnosis_report import Row
+
+__all__ = ["Diagnosis", "Row", "diagnose", "main"]
+
+
+def diagnose(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    steps: int = 60,
+    start: int = 10,
+    elements: int = 1 << 21,
+    process_group: ProcessGroup | None = None,
+) -> Diagnosis:
+    """Look at a training, and say which method, rank or density it tolerates.
+
+    Use it around some dozens of steps of your own loop, with the optimizer that you have::
+
+        with compopt.diagnose(model, optimizer) as seen:
+            train()
+        print(seen)
+        seen.plot("diagnosis.png")  # where matplotlib is installed
+
+    Args:
+        model: the model, wrapped or not; it gives the names of the tensors.
+        optimizer: any of torch.optim or of this package, as the loop steps it. With one of this
+            package each rank looks at its own gradient, with others at the ranks' average.
+        steps: how many to look at; the loop may take more, which cost nothing. From 110 on the
+            largest elements are also compared over 100 steps.
+        start: of these, how many every method averages dense before it compresses.
+        elements: elements of the model to sample; of every shape of matrix one tensor is sampled,
+            in part where it is larger than its share. Every element takes about 450 bytes of
+            memory.
+        process_group: the ranks whose gradients are compared (None: the default group). All of them
+            must come to the end of the block after equally many steps.
+
+    Raises:
+        ValueError: an option out of its range, or no tensor that would be compressed.
+        RuntimeError: at the end of the block, where too few steps were seen, or ranks have seen
+            different ones.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            "compopt.diagnose takes a model and its optimizer, in this order; got "
+            f"{type(model).__name__} and {type(optimizer).__name__}."
+        )
+    for name, value, least in (
+        ("steps", steps, 4),
+        ("start", start, 1),
+        ("elements", elements, 4096),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}.")
+    if steps < start + 2:
+        raise ValueError(
+            f"steps must be larger than start by 2 at least; got {steps} and {start}: methods are "
+            "judged by the steps after the start."
+        )
+    return Diagnosis(model, optimizer, steps, start, elements, process_group)
+
+
+# The command
+
+
+class _StopScriptError(BaseException):
+    """Ends a script; not an Exception, so that the script does not catch it."""
+
+
+class CannotDiagnoseError(BaseException):
+    """The reason why a script cannot be diagnosed; not raised for the script's own errors."""
+
+
+class _ScriptWatcher:
+    """Global hooks that see a running script's modules and the first optimizer that it steps."""
+
+    def __init__(self, begin: Callable[[nn.Module, Optimizer], Diagnosis]):
+        self.begin, self.modules = begin, dict[int, nn.Module]()
+        self.diagnosis: Diagnosis | None = None
+
+    def before_forward(self, module: nn.Module, args: object) -> None:
+        """Outer modules are called before the modules that they hold."""
+        if self.diagnosis is None:
+            self.modules.setdefault(id(module), module)
+
+    def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self.diagnosis is None:
+            try:
+                self.diagnosis = self.begin(self.find_model(optimizer), optimizer).__enter__()
+            except ValueError as error:
+                raise CannotDiagnoseError(str(error)) from error
+            self.modules.clear()
+
+    def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self.diagnosis is not None and self.diagnosis.steps == self.diagnosis.limit:
+            # The script's process group still exists here.
+            try:
+                self.diagnosis.finish()
+            except RuntimeError as error:
+                raise CannotDiagnoseError(str(error)) from error
+            raise _StopScriptError
+
+    def find_model(self, optimizer: Optimizer) -> nn.Module:
+        """The outermost of the modules that hold most of an optimizer's parameters."""
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        most, model = -1, nn.Module()
+        for module in self.modules.values():
+            held = sum(id(p) in mine for p in module.parameters())
+            if held > most:
+                most, model = held, module
+        return model
+
+
+def diagnose_script(
+    script: str, arguments: Sequence[str], begin: Callable[[nn.Module, Optimizer], Diagnosis]
+) -> Diagnosis:
+    """Run a script until enough steps of its first optimizer were recorded.
+
+    Raises CannotDiagnoseError where there is no such file, the script ended before, or no tensor
+    would be compressed.
+    """
+    if not os.path.isfile(script):
+        raise CannotDiagnoseError(f"{script}: there is no such file.")
+    watcher, argv, path = _ScriptWatcher(begin), sys.argv, list(sys.path)
+    hooks = [
+        register_module_forward_pre_hook(watcher.before_forward),
+        register_optimizer_step_pre_hook(watcher.before_step),
+        register_optimizer_step_post_hook(watcher.after_step),
+    ]
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except (_StopScriptError, SystemExit):
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if watcher.diagnosis is not None:
+            watcher.diagnosis.remove_hooks()
+        sys.argv, sys.path[:] = argv, path
+    if watcher.diagnosis is None or not watcher.diagnosis.rows:
+        steps = watcher.diagnosis.steps if watcher.diagnosis else 0
+        raise CannotDiagnoseError(
+            f"{script} ended after {steps} optimizer steps that could be looked at: give it more, "
+            "or lower --steps."
+        )
+    return watcher.diagnosis
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "compopt-diagnose") -> None:
+    """Run the command `compopt-diagnose`; ``argv`` are its arguments, by default the process's."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Say which compression a training script tolerates, from its first steps. "
+        "Where the script runs under torchrun, so does this: torchrun ... -m compopt diagnose.",
+    )
+    parser.add_argument("--steps", type=int, default=60, help="of its optimizer to look at (60)")
+    parser.add_argument(
+        "--dense", dest="start", type=int, default=10, help="of these, dense at first (10)"
+    )
+    parser.add_argument(
+        "--elements", type=int, default=1 << 21, help="of the model to look at (2 million)"
+    )
+    parser.add_argument("--plot", metavar="FILE.png", help="save a picture")
+    parser.add_argument("script", help="that trains")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    options = parser.parse_args(argv)
+
+    def begin(model: nn.Module, optimizer: Optimizer) -> Diagnosis:
+        asked = {name: getattr(options, name) for name in ("steps", "start", "elements")}
+        return diagnose(model, optimizer, **asked)
+
+    try:
+        diagnosis = diagnose_script(options.script, options.arguments, begin)
+    except CannotDiagnoseError as error:
+        parser.error(str(error))
+    if os.environ.get("RANK", "0") != "0":
+        return
+    print(diagnosis)
+    if options.plot:
+        try:
+            diagnosis.plot(options.plot)
+        except ValueError as error:
+            parser.error(str(error))

@@ -1,0 +1,446 @@
+"""`Diagnosis`: hooks on a training, what they record at each step, and the findings at the end."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .._engine.base import CompressedOptimizer
+from .._ops.math import one_thread
+from .._state.tensors import local
+from .._wire.comm import Comm, ProcessGroup
+from .._wire.requests import AllGather, AllReduceMean
+from ..costmodel import Workload
+from . import diagnosis_report
+from .candidates import (
+    CANDIDATES,
+    TINY,
+    Candidate,
+    CandidateRuns,
+    adam_options,
+    has_betas,
+)
+from .diagnosis_report import QUANTITIES, Findings, Row
+from .gradient_statistics import (
+    DENSITIES,
+    GradientSpread,
+    SampledTensor,
+    SubspaceNorms,
+    TopKStability,
+    find_eligible_tensors,
+    sample_tensors,
+)
+
+# Of AdamS's first moment.
+MOMENTUM = 0.9
+
+
+class Diagnosis:
+    """The result of :func:`diagnose`; ``print`` shows it when its block has ended.
+
+    Attributes:
+        rows: the methods, those with the lowest expected loss first, each with ``method``, ``line``
+            (the constructor call), ``kept``, ``residual`` and ``share`` (of the bytes).
+        findings: every number, by its name.
+        steps: steps that were recorded.
+        skipped: steps that were left out, because a gradient or a weight was not finite.
+        seconds: time that the diagnosis took in this process.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        steps: int,
+        start: int,
+        elements: int,
+        process_group: ProcessGroup | None = None,
+        candidates: Mapping[str, Candidate] = CANDIDATES,
+    ):
+        self.optimizer, self.candidates = unwrap_optimizer(optimizer), candidates
+        self.limit, self.start = steps, start
+        groups = self.optimizer.param_groups
+        names = {id(p): name for name, p in model.named_parameters()}
+        self.sampled = sample_tensors(find_eligible_tensors(groups, names), elements)
+        if not self.sampled:
+            raise ValueError(
+                "compopt.diagnose has nothing to look at: no tensor of this optimizer requires a "
+                "gradient and has 2 dimensions and 4096 elements, so none would be compressed."
+            )
+        self._work = Workload.of(
+            (names.get(id(p), ""), local(p)) for group in groups for p in group["params"]
+        )
+        self._comm = Comm(process_group)
+        self._is_ours = isinstance(self.optimizer, CompressedOptimizer)
+        self._recorder: Recorder | None = None
+        self._local_rows: list[Tensor | None] = [None] * len(self.sampled)
+        self._hooks: list[Any] = []
+        self.skipped, self.seconds = 0, 0.0
+        self.rows: list[Row] = []
+        self.findings: Findings = {}
+
+    @property
+    def steps(self) -> int:
+        return self._recorder.steps if self._recorder else 0
+
+    @property
+    def order(self) -> list[str]:
+        """The methods' names, the one with the lowest expected loss first."""
+        return [row.method for row in self.rows]
+
+    def __enter__(self) -> Diagnosis:
+        if self._recorder is not None:
+            raise RuntimeError("this diagnosis was used before: call compopt.diagnose again.")
+        groups = adam_options(self.optimizer.param_groups)
+        self._recorder = Recorder(self.sampled, groups, self.candidates, self.start)
+        self._hooks = [self.optimizer.register_step_post_hook(self._after_step)]
+        if self._gradients_are_averaged:
+            # These see a rank's own gradient, before DistributedDataParallel averages it.
+            self._hooks += [
+                tensor.param.register_hook(partial(self._after_backward, i))
+                for i, tensor in enumerate(self.sampled)
+            ]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.remove_hooks()
+        if kind is None and not self.rows:
+            self.finish()
+
+    def remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @property
+    def _gradients_are_averaged(self) -> bool:
+        """Whether p.grad is the average over ranks already."""
+        return self._comm.size > 1 and not self._is_ours
+
+    @property
+    def _compared_ranks(self) -> Comm:
+        """The ranks whose gradients are compared; none under FSDP, which shows no rank's own."""
+        is_sharded = any(tensor.param is not local(tensor.param) for tensor in self.sampled)
+        return Comm(alone=True) if is_sharded and not self._is_ours else self._comm
+
+    # Hooks
+
+    def _after_backward(self, i: int, grad: Tensor) -> None:
+        if self._recorder and grad.layout == torch.strided:
+            row = self._recorder.spread.subsample(i, self.sampled[i].extract(grad))
+            before = self._local_rows[i]
+            self._local_rows[i] = row if before is None else before + row
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        recorder, began = self._recorder, time.perf_counter()
+        if recorder is None:
+            return
+        grads = [extract_dense_gradient(tensor) for tensor in self.sampled]
+        rows, self._local_rows = self._local_rows, [None] * len(self.sampled)
+        if not self._gradients_are_averaged or self._compared_ranks is not self._comm:
+            rows = [
+                None if g is None else recorder.spread.subsample(i, g) for i, g in enumerate(grads)
+            ]
+        weights = [tensor.extract(tensor.param) for tensor in self.sampled]
+        if was_skipped(optimizer, [*grads, *weights]):
+            self.skipped += 1
+        elif any(g is not None for g in grads):
+            recorder.record_step(weights, grads, rows)
+        if recorder.steps == self.limit:
+            self.remove_hooks()
+        self.seconds += time.perf_counter() - began
+
+    # Results
+
+    def finish(self) -> None:
+        """Compute the findings, on all ranks together. Leaving the block does it.
+
+        Raises RuntimeError where too few steps were recorded, or ranks have recorded different
+        ones.
+        """
+        if self._recorder is None or self.steps < self.start + 2:
+            raise RuntimeError(
+                f"compopt.diagnose has seen {self.steps} steps of this optimizer "
+                f"({self.skipped} more were skipped): it needs {self.start + 2} at least, and some "
+                "dozens to tell anything. Step the optimizer inside its block, or lower start=."
+            )
+        began = time.perf_counter()
+        self.findings = self._recorder.collect_findings(self._comm, self._compared_ranks)
+        ranks = max(2, self._comm.size)
+        self.rows = diagnosis_report.make_rows(
+            self.findings, self.candidates, self._work, ranks, self.sampled
+        )
+        self.seconds += time.perf_counter() - began
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return f"compopt.diagnose: {self.steps} steps seen; it tells when its block has ended."
+        found, sampled = self.findings, self.sampled
+        width = diagnosis_report.typical_width(sampled)
+        sentences = diagnosis_report.conclude(found, self.rows, width, self._compared_ranks.size)
+        blocks = [
+            self._summarize_sample(),
+            diagnosis_report.format_methods(self.rows),
+            diagnosis_report.format_stability(found),
+            diagnosis_report.format_subspaces(found, width),
+            diagnosis_report.format_layers(found, sampled),
+            ["What it means", *(f"- {sentence}" for sentence in sentences)],
+        ]
+        return "\n\n".join("\n".join(block) for block in blocks)
+
+    def _summarize_sample(self) -> list[str]:
+        """What was recorded, of how many ranks and elements."""
+        elements = sum(tensor.numel for tensor in self.sampled)
+        base, size, tensors = type(self.optimizer).__name__, self._comm.size, len(self.sampled)
+        lines = [
+            f"{self.steps} steps of {base} on {size} {'rank' if size == 1 else 'ranks'}, the first "
+            f"{self.start} dense; {tensors} {'tensor' if tensors == 1 else 'tensors'} looked at, "
+            f"{elements / 1e6:.3g} M of {self._work.parameters / 1e6:.3g} M elements."
+        ]
+        if self.skipped:
+            lines.append(
+                f"{self.skipped} more steps were left out: gradients or weights were not finite."
+            )
+        if not has_betas(self.optimizer.param_groups):
+            lines.append(f"{base} has no betas: methods are judged as if AdamW took its place.")
+        if any(not tensor.is_complete for tensor in self.sampled):
+            lines.append("Of a part of a tensor ranks keep more than they would of the whole.")
+        return lines
+
+    def plot(self, path: str) -> None:
+        """Save the findings as a picture, for example "diagnosis.png".
+
+        Raises ValueError where the folder is missing or matplotlib is not installed, RuntimeError
+        before the block has ended.
+        """
+        if self._recorder is None or not self.rows:
+            raise RuntimeError(
+                "there is nothing to plot before compopt.diagnose's block has ended."
+            )
+        norm = max(self._recorder.gradient_norm, TINY)
+        residuals = {
+            name: [value / norm for value in values]
+            for name, values in self._recorder.runs.residuals.items()
+        }
+        diagnosis_report.draw(path, self.findings, self.rows, residuals)
+
+
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside Accelerate's and Lightning's wrappers, which are optimizers too."""
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrap_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def extract_dense_gradient(tensor: SampledTensor) -> Tensor | None:
+    grad = tensor.param.grad
+    return None if grad is None or grad.layout != torch.strided else tensor.extract(grad)
+
+
+def was_skipped(optimizer: Optimizer, tensors: list[Tensor | None]) -> bool:
+    """Whether the step was not applied, or some gradient or weight is not finite."""
+    if isinstance(optimizer, CompressedOptimizer) and optimizer.stats.phase == "skipped":
+        return True
+    found = getattr(optimizer, "found_inf", None)  # GradScaler sets it for the step.
+    if found is not None and float(found):
+        return True
+    return not all(bool(x.isfinite().all()) for x in tensors if x is not None)
+
+
+class Recorder:
+    """All statistics of one diagnosis, step by step.
+
+    ``steps`` counts the recorded steps.
+    """
+
+    def __init__(
+        self,
+        sampled: Sequence[SampledTensor],
+        groups: list[dict[str, Any]],
+        candidates: Mapping[str, Candidate],
+        start: int,
+    ):
+        self.sampled, self.start, self.steps = sampled, start, 0
+        self.device = sampled[0].param.device
+        self.runs = CandidateRuns(candidates, sampled, groups, start)
+        sizes = [tensor.numel for tensor in sampled]
+        self.stability = {quantity: TopKStability(sizes) for quantity in QUANTITIES}
+        shapes = [(tensor.rows, tensor.columns) for tensor in sampled]
+        devices = [tensor.param.device for tensor in sampled]
+        self.subspaces = {
+            quantity: SubspaceNorms(shapes, devices) for quantity in ("gradient", "update")
+        }
+        self.spread = GradientSpread(sampled)
+        self.moments: list[Tensor | None] = [None] * len(sampled)
+        self.gradient_norms: list[float] = []
+
+    def record_step(
+        self,
+        weights: list[Tensor],
+        grads: list[Tensor | None],
+        local_rows: Sequence[Tensor | None],
+    ) -> None:
+        """Record the sampled weights and gradients of a step, and rows of this rank's gradients.
+
+        It runs on one thread: its result must not depend on their number, and on tensors of this
+        size more threads are slower where others want the cores too.
+        """
+        self.steps += 1
+        with one_thread():
+            updates = self.runs.record_step(weights, grads)
+            self._update_moments(grads)
+            values: dict[str, list[Tensor | None]] = {
+                "gradient": grads,
+                "update": [None if g is None else u for g, u in zip(grads, updates, strict=True)],
+                "moment": self.moments,
+            }
+            for quantity, stability in self.stability.items():
+                stability.record_step(values[quantity])
+            for quantity, subspace in self.subspaces.items():
+                subspace.record_step(values[quantity])
+            self.spread.record_step(local_rows)
+            squares = [float(g.square().sum()) for g in grads if g is not None]
+            self.gradient_norms.append(sum(squares) ** 0.5)
+
+    def _update_moments(self, grads: Sequence[Tensor | None]) -> None:
+        for i, g in enumerate(grads):
+            m = self.moments[i]
+            if g is not None:
+                self.moments[i] = g.clone() if m is None else m.lerp_(g, 1 - MOMENTUM)
+
+    @property
+    def gradient_norm(self) -> float:
+        """The mean norm of the gradient after the start."""
+        norms = self.gradient_norms[self.start :]
+        return sum(norms) / len(norms)
+
+    def collect_findings(self, comm: Comm, compared: Comm) -> Findings:
+        """All findings, the same on all ranks of ``comm``; collective.
+
+        Gradients are compared over the ranks of ``compared``.
+        """
+        sampled = self.sampled
+        found = summarize_runs(self.runs, self.gradient_norm)
+        for quantity, stability in self.stability.items():
+            found |= summarize_stability(quantity, stability, sampled)
+        found |= summarize_settling(self.stability["update"], DENSITIES[1])
+        for quantity, subspace in self.subspaces.items():
+            found |= summarize_subspaces(quantity, subspace, sampled)
+        if comm.size > 1:
+            words = [*map(str, sorted(found)), str(len(self.spread.rows))]
+            check_same_on_all_ranks(words, self.steps, comm, self.device)
+        found |= summarize_spread(self.spread.compute(compared, self.device), sampled)
+        return average_findings(found, comm, self.device) if comm.size > 1 else found
+
+
+# Findings: numbers by names of words, ("kept", method, layer), ("overlap", quantity, density, lag,
+# layer) and so on. The layer "" stands for all sampled tensors.
+
+
+def weighted_mean(sampled: Sequence[SampledTensor], values: Mapping[int, float]) -> float:
+    """The mean over sampled tensors, each weighted by the elements that it stands for."""
+    sizes = {i: sampled[i].weight * sampled[i].numel for i in values}
+    return sum(sizes[i] * value for i, value in values.items()) / sum(sizes.values())
+
+
+def name_by_layer(
+    head: tuple[str, ...], sampled: Sequence[SampledTensor], values: Mapping[int, float]
+) -> Findings:
+    found: Findings = {(*head, sampled[i].name): value for i, value in values.items()}
+    return found | {(*head, ""): weighted_mean(sampled, values)} if values else found
+
+
+def summarize_runs(runs: CandidateRuns, gradient_norm: float) -> Findings:
+    """What each candidate kept of AdamW's update, and its residual in norms of the gradient."""
+    found: Findings = {}
+    layers = [*(tensor.name for tensor in runs.sampled), ""]
+    for name, rows in runs.cosines.items():
+        for layer, cosines in zip(layers, zip(*rows, strict=True), strict=True):
+            found["kept", name, layer] = mean(cosines)
+        found["length", name] = mean(runs.lengths[name])
+        residuals = runs.residuals[name]
+        half = len(residuals) // 2
+        early, late = max(residuals[:half]), max(residuals[half:])
+        found["residual", name] = late / max(gradient_norm, TINY)
+        # Without a residual in the first half there is nothing to compare with.
+        found["growth", name] = late / early if early else 1.0
+    return found
+
+
+def summarize_stability(
+    quantity: str, stability: TopKStability, sampled: Sequence[SampledTensor]
+) -> Findings:
+    found: Findings = {}
+    for kind, table in (("overlap", stability.overlaps), ("norm", stability.norms)):
+        for density, lag in sorted({(density, lag) for density, lag, _ in table}):
+            means = {i: mean(v) for (d, g, i), v in table.items() if (d, g) == (density, lag)}
+            found |= name_by_layer((kind, quantity, str(density), str(lag)), sampled, means)
+    return found
+
+
+def summarize_settling(stability: TopKStability, density: float) -> Findings:
+    """The overlap from step to step, in the first and in the last third of the steps."""
+    rows = [v for (d, lag, _), v in stability.overlaps.items() if (d, lag) == (density, 1)]
+    if not rows or min(map(len, rows)) < 6:
+        return {}
+    thirds = [len(row) // 3 for row in rows]
+    return {
+        ("settling", "first"): mean(mean(row[:n]) for row, n in zip(rows, thirds, strict=True)),
+        ("settling", "last"): mean(mean(row[-n:]) for row, n in zip(rows, thirds, strict=True)),
+    }
+
+
+def summarize_subspaces(
+    quantity: str, subspace: SubspaceNorms, sampled: Sequence[SampledTensor]
+) -> Findings:
+    found: Findings = {}
+    for rank in sorted({rank for rank, _ in subspace.kept}):
+        means = {i: mean(v) for (r, i), v in subspace.kept.items() if r == rank}
+        found |= name_by_layer(("share", quantity, str(rank)), sampled, means)
+    return found
+
+
+def summarize_spread(
+    pairs: Sequence[tuple[float, float]], sampled: Sequence[SampledTensor]
+) -> Findings:
+    cosines = {i: cosine for i, (cosine, _) in enumerate(pairs)}
+    ratios = {i: ratio for i, (_, ratio) in enumerate(pairs)}
+    return name_by_layer(("cosine",), sampled, cosines) | name_by_layer(("ratio",), sampled, ratios)
+
+
+def check_same_on_all_ranks(
+    names: Iterable[str], steps: int, comm: Comm, device: torch.device
+) -> None:
+    """Raise RuntimeError on all ranks where they have recorded different things."""
+    code = zlib.crc32("\n".join(names).encode()) % 2**23  # float32 holds it exactly.
+    own = torch.tensor([float(steps), float(code)], dtype=torch.float32, device=device)
+    rows: Tensor = comm.start(AllGather(own)).wait()  # type: ignore[assignment]
+    counts, codes = rows.t().tolist()
+    if any(a != b for a, b in itertools.pairwise(counts)):
+        listed = ", ".join(str(int(n)) for n in counts)
+        raise RuntimeError(
+            f"ranks have seen different numbers of steps ({listed}): take the same steps inside "
+            "compopt.diagnose on all ranks."
+        )
+    if any(a != b for a, b in itertools.pairwise(codes)):
+        raise RuntimeError(
+            "ranks have looked at different tensors: give compopt.diagnose the same model and the "
+            "same optimizer on all ranks."
+        )
+
+
+def average_findings(found: Findings, comm: Comm, device: torch.device) -> Findings:
+    """The mean of each finding over ranks."""
+    names = sorted(found)
+    numbers = torch.tensor([found[name] for name in names], dtype=torch.float32, device=device)
+    comm.start(AllReduceMean(numbers)).wait()
+    return dict(zip(names, numbers.tolist(), strict=True))
