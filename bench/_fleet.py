@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compopt._engine.alike import Alike
+from compopt._engine import handshake
 from compopt._sparse.dealing import compressed_lengths, deal
 from compopt._state.buckets import Bucket
 from compopt._state.deal import encode
@@ -34,24 +34,21 @@ COLLECTIVES = ("all_reduce", "all_gather", SINGLE, "all_to_all_single", "broadca
 
 @contextlib.contextmanager
 def fleet(ranks: int, left_by_others: float = 0.0) -> Iterator[Fleet]:
-    """torch.distributed, of which this process is rank 0 of ``ranks``; nothing is sent."""
+    """torch.distributed, of which this process is rank 0 of ``ranks``; nothing is sent.
+
+    All ranks hold this one's gradients, on purpose.
+    """
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         comm = Fleet(left_by_others)
-        with mock.patch.multiple(dist, **{name: comm.counted(getattr(dist, name)) for name in COLLECTIVES}):
+        counted = {name: comm.counted(getattr(dist, name)) for name in COLLECTIVES}
+        with (
+            mock.patch.multiple(dist, **counted),
+            mock.patch.object(handshake, "_report_equal_gradients"),
+        ):
             yield comm
     finally:
         dist.destroy_process_group()
-
-
-class SameEverywhere(Alike):
-    """All ranks of a fake group hold this one's gradients, on purpose."""
-
-    def note(self, mean: list[float]) -> bool:
-        return False
-
-    def refuses(self, same: bool, handed_over: bool) -> bool:
-        return False
 
 
 class Fleet(Comm):
@@ -89,7 +86,6 @@ class Fleet(Comm):
                     answer = yield request
 
         optimizer._runtime.algorithm = noted
-        optimizer._engine.known.alike = SameEverywhere()
 
     def start(self, request: Request) -> Pending:
         bucket, self.bucket = self.bucket, None

@@ -19,7 +19,6 @@ from .factored import FactoredRow, factored
 from .pack_bits import pack_bits, unpack_bits
 from .positions import count, count_table, positions
 from .quantise import dequantise, mean, mean_of_words, quantise
-from .sample import SampleRow, sample, sample_table
 from .scape import ScapeRow, moment, moment_table, scape, scape_table
 from .top_k import TopKRow, top_k, top_k_table
 
@@ -31,7 +30,6 @@ __all__ = [
     "EncodeRow",
     "FactoredRow",
     "Programs",
-    "SampleRow",
     "ScapeRow",
     "Table",
     "TopKRow",
@@ -57,8 +55,6 @@ __all__ = [
     "positions",
     "programs",
     "quantise",
-    "sample",
-    "sample_table",
     "scape",
     "scape_table",
     "top_k",

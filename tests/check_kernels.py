@@ -56,11 +56,6 @@ CASES = {
     "top_k._count_equal": [dict(TYPE=F32)],
     "top_k._select": [dict(TYPE=F32)],
     "code._encode": [{}],
-    "sample._sample": [
-        dict(TYPE=F32, WORD=tl.int32, BITS=16, BLOCK=512),
-        dict(TYPE=BF16, WORD=tl.int16, BITS=16, BLOCK=512),
-        dict(TYPE=tl.float64, WORD=tl.int64, BITS=16, BLOCK=512),
-    ],
     "code._decode": [{}],
     "factored._factored": [
         dict(ST=F32, VT=F32, GT=F32, PT=F32, ROUNDS=True, ALIGN=16, ROWS=16, COLUMNS=128),
@@ -124,7 +119,6 @@ kernels = {
         "scape",
         "top_k",
         "code",
-        "sample",
         "quantise",
         "factored",
     )

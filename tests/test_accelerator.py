@@ -59,7 +59,6 @@ LOOKS = {
     "_engine.checkpoint fill": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
     "_local.anchors wide_copy": ("LocalSteps, offloaded", "when they are made: anchors are the parameters"),
     "_local.anchors beside": ("LocalSteps, offloaded", "a round's end: parameters, on their way to their anchors"),
-    "_state.buckets _write_control": ("LocalSteps, offloaded", "a round's end: whether ranks' gradients are alike"),
     # at the first step, and after state was loaded, lost or moved
     "_engine.handshake handshake": ("AdamS", "the greeting: what other ranks have, compared on the host"),
     "_engine.handshake _checksum": ("AdamS", "the greeting: parameters are alike on all ranks"),

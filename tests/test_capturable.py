@@ -212,17 +212,6 @@ def test_ranks_that_differ_in_it_are_refused(triton):
         take(ranks)
 
 
-def test_gradients_that_are_alike_on_all_ranks_are_told_once(triton):
-    ranks = made()
-    take(ranks)
-    with pytest.warns(UserWarning, match="gradients look the same on all ranks") as told:
-        for _ in range(5):
-            ranks.backward(lambda model, rank, step: late_runs.loss(model, 1, step))
-            ranks.world.step(ranks.optimizers)
-            ranks.steps += 1
-    assert len(told) == 1
-
-
 def test_nothing_is_sent_in_backward(triton):
     ranks = made()
     take(ranks)

@@ -59,6 +59,7 @@ class Engine:
         self.handed_over = False  # DDP has left the gradients of this step as they are
         self.scaled = False  # a GradScaler drives the steps
         self.warned = False  # of gradients that had to be sent again
+        self.warned_of_same_data = False  # all ranks hold the same gradients
         self.warned_of_saving = False  # of a state dict that lacks what other ranks have
         self.half_step = ""  # why parameters and state no longer belong together
         self.noticed = ""  # in this step: that another rank waits elsewhere

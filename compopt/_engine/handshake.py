@@ -1,5 +1,5 @@
 """The ranks' first words: same class, same settings, same parameters in the same order, gradients
-not averaged yet.
+neither averaged yet nor of the same data.
 
 Runs in the first step, and in the step after a checkpoint was loaded, a group added, an option
 changed that decides what is sent, or a collective failed. Other differences in settings show in
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from .._state.buckets import local
 from .._wire.comm import Comm
 from .._wire.requests import AllGather, CommunicationError
-from .alike import Alike
+from .._wire.warning import warn
 from .turns import Turns, ask
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class Acquaintance:
 
     acquainted: bool = False  # a handshake has shown that they agree, and it still holds
     structure: str = ""  # the options that decide what is sent, which all had in the last step
-    alike: Alike = field(default_factory=Alike)
 
 
 def describe(engine: Engine) -> list[str]:
@@ -61,9 +60,11 @@ def describe(engine: Engine) -> list[str]:
     return lines + [of[p] for group in groups_back for p in reversed(group["params"])]
 
 
-def handshake(engine: Engine, comm: Comm) -> Turns[None]:
+def handshake(engine: Engine, comm: Comm) -> Turns[bool]:
     """Raise ValueError when ranks differ, RuntimeError when something else averaged the gradients
     already.
+
+    Returns whether there were gradients to compare on any rank.
     """
     code = zlib.crc32("\n".join(describe(engine)).encode())
     backend = [zlib.crc32(engine.ops.name.encode()), engine.ops.automatic]
@@ -74,17 +75,24 @@ def handshake(engine: Engine, comm: Comm) -> Turns[None]:
     rows = (yield from gather(words.to(engine.device), comm)).tolist()
     if any(row[3] != rows[0][3] for row in rows) and all(row[4] for row in rows):
         engine.give_way()
-        yield from handshake(engine, comm)
-        return
+        return (yield from handshake(engine, comm))
     if any(row[0] != code for row in rows):
         yield from explain_mismatch(engine, comm)
     if any(row[2] != rows[0][2] for row in rows):  # masks were lost on some ranks
         engine.forget_chosen()
     if engine.trial is not None and all(map(all, (row[5:] for row in rows))):
         engine.trial.compare([row[5:] for row in rows])
-    prints = {row[1] for row in rows}
-    same = comm.size > 1 and len(prints) == 1 and prints != {0}
-    if engine.known.alike.refuses(same, engine.handed_over):
+    checksums = {row[1] for row in rows}
+    if comm.size > 1 and len(checksums) == 1 and checksums != {0}:
+        _report_equal_gradients(engine, comm)
+    return comm.size == 1 or checksums != {0}
+
+
+def _report_equal_gradients(engine: Engine, comm: Comm) -> None:
+    """Warn once that ranks train on the same data, where DDP handed their own gradients over; else
+    raise RuntimeError.
+    """
+    if not engine.handed_over:
         raise RuntimeError(
             "all ranks hold bit-identical gradients: something averaged them before step(), or "
             "all ranks train on the same data. If DistributedDataParallel wraps the model, call "
@@ -92,6 +100,15 @@ def handshake(engine: Engine, comm: Comm) -> Turns[None]:
             "this group, pass process_group= the group it does not reduce over; if the data is "
             "the same, give each rank its own. On CPUs Accelerate and the Trainer give all ranks "
             "the same data unless told Accelerator(cpu=True) or use_cpu=True."
+        )
+    if not engine.compared.warned_of_same_data:
+        engine.compared.warned_of_same_data = True
+        warn(
+            f"all {comm.size} ranks hold bit-identical gradients: they train on the same data, and "
+            "learn no more than one rank would. Likely causes: no DistributedSampler, or the same "
+            "random seed on all ranks. Give each rank its own data, by DataLoader(dataset, "
+            "sampler=DistributedSampler(dataset)) or by a seed that the rank is part of.",
+            comm.rank,
         )
 
 

@@ -24,7 +24,6 @@ from .._state.devices import Passed, later
 from .._state.gates import Gates
 from .._wire.comm import Comm
 from .._wire.scratch import Scratch
-from .._wire.warning import warn
 from .exchanges import Exchange
 from .refusals import read_late, watch_skips
 from .reporting import report
@@ -54,7 +53,6 @@ class Late:
     def __init__(self) -> None:
         self.coming: deque[Coming] = deque()
         self.errors: list[Exception] = []  # what was read, and has not been raised
-        self.alike = 0  # steps in a row whose gradients looked alike on all ranks
         self._places: dict[object, tuple[Tensor, Tensor]] = {}
         self._scratch = Scratch()
         # what the norm of the last step's average follows from, where its commit found it
@@ -122,7 +120,6 @@ class Late:
                 one.arrived.synchronize()
             verdict, _ = decide(one.said, one.numbers.tolist())
             report(engine, verdict, one.sent, one.number)
-            self._watch(engine, verdict)
             wrong = read_late(engine, verdict, one.number)
             wrong = watch_skips(engine, verdict.applied) or wrong
             self.errors += [] if wrong is None else [wrong]
@@ -132,19 +129,6 @@ class Late:
         self.read(engine)
         if self.errors:
             raise self.errors.pop(0)
-
-    def _watch(self, engine: Engine, verdict: Verdict) -> None:
-        """Say, once, that gradients look alike on all ranks: nobody compares them all here."""
-        if "alike" in verdict.agreed:
-            same = engine.known.alike.note(verdict.agreed["alike"])
-            self.alike = self.alike + 1 if same else 0
-            if self.alike == 2:
-                warn(
-                    "gradients look the same on all ranks, step after step: if something else "
-                    "averages them too (DistributedDataParallel?), they cross the network twice. "
-                    "With capturable=True only the first step compares all of them, and refuses.",
-                    engine.comm.rank,
-                )
 
 
 def check_capturable(engine: Engine) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from .._state.buckets import Bucket
 from .._wire.comm import Comm
 from .._wire.control import Words
 from .._wire.requests import CommunicationError
 from .._wire.warning import warn
 from . import frozen, gradients, lost_masks
-from .alike import sample
 from .engine import Engine
 from .handshake import describe, explain_mismatch, handshake, tell_failure
 from .meeting import noticed
@@ -99,8 +96,6 @@ class Step:
             verdict = yield from self._agree()
         self._tell_of_changes(verdict)
         yield from self._refuse(verdict)
-        if comm.size > 1 and engine.known.alike.note(verdict.agreed["alike"]):
-            engine.known.acquainted = False
         if engine.owner and verdict.applied:
             yield from engine.owner.before_commit()
         elif engine.owner:
@@ -163,11 +158,12 @@ class Step:
     def _get_acquainted(self) -> Turns[None]:
         engine = self.engine
         engine.runtime.early.drop()
-        yield from handshake(engine, self.comm)
+        compared = yield from handshake(engine, self.comm)
         if frozen.changed(engine):  # and on all ranks alike
             yield from frozen.follow(engine, self.comm)
             engine.face.before_exchange()
-        engine.known.acquainted = True
+        # without any gradient, the next step begins with a handshake too
+        engine.known.acquainted = compared or engine.face.reduces_inside
 
     # The exchange
 
@@ -178,8 +174,6 @@ class Step:
         if every and self.number % every == 0:
             settings += describe(engine)
         words: dict[str, Words] = {"settings": bits_of(settings)}
-        if comm.size > 1:
-            words["alike"] = self._sample()
         if engine.owner:
             words |= engine.owner.words()
         unfrozen = frozen.changed(engine)
@@ -191,16 +185,6 @@ class Step:
         judge = engine.late.judge if late else None
         buckets, shards = engine.buckets, engine.shards
         return (yield from runtime.agree(buckets, comm, words, shards, problem, judge))
-
-    def _sample(self) -> Tensor:
-        """A code of some gradients, which tells whether somebody else averages them."""
-        device, buckets = self.engine.device, self.engine.compared.buckets
-        try:
-            whole = self.problem is None and buckets
-            return sample(buckets[-1].grads() if whole else [None], device, self.engine.ops.sample)
-        except Exception as error:
-            self.problem = error
-            return sample([None], device)
 
     def _tell_of_changes(self, verdict: Verdict) -> None:
         if verdict.resent and not self.engine.warned:

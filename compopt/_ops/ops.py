@@ -20,7 +20,7 @@ from .._wire import coded
 from .._wire.quantised_mean import QuantisedMean
 from .._wire.requests import Asking, Payload, Together
 from .._wire.scratch import Scratch
-from . import fused, math, norms, samples
+from . import fused, math, norms
 from .gated import behind
 
 Group = dict[str, Any]
@@ -38,7 +38,7 @@ class Faster(NamedTuple):
 class Ops:
     """PyTorch's own operators, ``torch._fused_adamw_`` among them.
 
-    A bucket's messages: ``pack``, ``mark`` and ``marks``, ``sample``, ``add_up``.
+    A bucket's messages: ``pack``, ``mark`` and ``marks``, ``add_up``.
     What travels as codes: ``job``, ``encode``, ``decode``.
     A bucket's commit: ``run``.
     One tensor: ``expand``, ``put``, ``clear_``, ``adamw`` and what goes with it, ``adams``.
@@ -155,10 +155,6 @@ class Ops:
     def marks(grads: Tensors, like: Tensor) -> Tensor:
         """For every gradient 1 if it is finite, NaN if it is not, 0 if there is none."""
         return norms.marks(grads, like)
-
-    def sample(self, gs: Sequence[Tensor]) -> Tensor:
-        """``samples.code`` of these gradients."""
-        return samples.code(gs)
 
     def add_up(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
         """``out = grad + add``, flat, where there is an ``out``; returns the marks of all gradients

@@ -8,8 +8,7 @@ operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable
 
 import compopt_kernels as kernels
 import torch
@@ -22,7 +21,6 @@ from ..._wire.quantised_mean import QuantisedMean
 from ..._wire.requests import Payload
 from ..makers import triton_device
 from ..ops import Faster, Group, Ops, empty_message
-from ..samples import BITS, SAMPLE, fixed_of, looked_at, stride
 from .commits import adams_commits, radius_commits
 from .factored import separate_commits
 from .masks import cleared, counted, found_next, stored
@@ -92,23 +90,6 @@ class TritonOps(Ops):
         blocks = kernels.cut(tuple(0 if g is None else g.numel() for g in own), device)
         none = [None] * len(own)
         kernels.compact(blocks, none, blocks.firsts, own, none, payload.header, none, 0.0, 1.0)
-
-    def sample(self, gs: Sequence[Tensor]) -> Tensor:
-        x, key = gs[0], addresses(gs)
-        alike = all((g.dtype, g.device) == (x.dtype, x.device) for g in gs)
-        if x.device.type != self.device or key is None or not alike or x.element_size() < 2:
-            return super().sample(gs)
-        counts = [looked_at(g) for g in gs]
-        *firsts, total = accumulate(counts, initial=0)
-
-        def table() -> kernels.Table:
-            rows = zip(counts, gs, map(stride, gs), firsts, strict=True)
-            return kernels.sample_table([kernels.SampleRow(*row) for row in rows])
-
-        kept = self.tables("sample", known(key, [g.numel() for g in gs], x.dtype, x.device), table)
-        factors = fixed_of(total, x.device).factors
-        said: Tensor = kernels.sample(kept, len(gs), factors, BITS, SAMPLE)
-        return said
 
     def adams(
         self,
