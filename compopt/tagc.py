@@ -47,7 +47,7 @@ from ._ops.clipping import clip_factor
 from ._ops.ops import Ops
 from ._sharded.adamw import commit, gather, updated
 from ._sharded.choice import ATTENTION, is_pattern
-from ._sharded.inside import averaged, parcel_of
+from ._sharded.inside import averaged, keep_unsent, parcel_of
 from ._sharded.stats import tagc_stats
 from ._sharded.updates import UpdateDtype, check_gathers, check_updates
 from ._sparse.codes import CODES
@@ -252,9 +252,12 @@ class TagcAdamW(CompressedOptimizer):
         self.reduces_inside, self.sharded = inside, not inside
 
     def after_layout(self) -> None:
-        engine = self._engine
-        make = partial(parcel_of, engine)
-        self.inside = Inside(engine, make, averaged) if self.reduces_inside else None
+        if not self.reduces_inside:
+            return
+        if self.inside is None:
+            engine = self._engine
+            self.inside = Inside(engine, partial(parcel_of, engine), averaged, keep_unsent)
+        self.inside.forget_layouts()
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         moments, owed = (Sharded, Dense) if self.sharded else (Dense, Unsharded)
@@ -286,7 +289,7 @@ class TagcAdamW(CompressedOptimizer):
         if self.inside is not None:
             return tagc_stats(
                 super().add_to_stats(stats, verdict),
-                (one.count for one in self.inside.reduced.values()),
+                (one.count for one in self.inside.of_step.values()),
             )
         counts = [bucket.cache.get("counts", (None, 0)) for bucket in self._buckets]
         lengths = [sum(compressed_lengths(bucket)) for bucket in self._buckets]

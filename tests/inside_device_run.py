@@ -20,6 +20,7 @@ from fake_device import Device, OnDevice
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from compopt._engine.inside import Held
 from compopt._ops.ops import Ops
 from compopt._sharded.inside import averaged
 from compopt._sharded.parcels import Parcel
@@ -77,10 +78,12 @@ def run(device: torch.device, few: bool = False, **options: Any) -> list[Tensor]
         rows = [rows_of(parcel, rank, few).to(device) for rank, parcel in enumerate(parcels)]
         outs = [torch.zeros(parcel.length).to(device) for parcel in parcels]
         work = zip(parcels, rows, outs, strict=True)
-        exchange([averaged(parcel, Ops(), mine, out, False) for parcel, mine, out in work])
-        for parcel, out in zip(parcels, outs, strict=True):
-            parcel.commit(0.0)
-            parcel.drop()
+        held: list[Held] = [{} for _ in parcels]
+        averages = zip(work, held, strict=True)
+        exchange([averaged(parcel, Ops(), mine, out, unsent) for (parcel, mine, out), unsent in averages])
+        for parcel, out, unsent in zip(parcels, outs, held, strict=True):
+            for one in unsent.values():
+                one.replace_residual(one.residual, 1.0)
             found += [out, *(piece.residual for piece in parcel.pieces if piece.residual is not None)]
     return found
 

@@ -108,8 +108,6 @@ class Face:
 
     def committed(self) -> None:
         """Called when all buckets have committed a step, before it is counted."""
-        if self.inside is not None:
-            self.inside.commit()
 
     def not_capturable(self) -> str:
         """Why ``capturable=True`` cannot be, of this class with its options; nothing where it can.

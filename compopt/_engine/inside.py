@@ -6,13 +6,14 @@
 Where FSDP cuts the parameters over the optimizer's own ranks, each of its reduce-scatters comes
 here as soon as backward has the gradients, and what comes of it are FSDP's gradients: whoever clips
 or looks at them when backward has ended does so as ever. In ``step()`` all ranks agree, and this
-rank's shards are updated. What a method owes changes then; of a step that is not applied nothing
-does. FSDP gathers parameters itself.
+rank's shards are updated. Residuals change then: of a step that is not applied, or a gradient that
+is discarded, they stay as they were. FSDP gathers parameters itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from .._ops.clipping import clip_factor
 from .._ops.norms import squared_norm
 from .._ops.ops import Ops
-from .._state.buckets import Bucket
+from .._state.buckets import Bucket, local
 from .._wire.comm import Comm, ProcessGroup, connect
 from .._wire.meshes import is_cut_over
 from .._wire.pending import Pending
@@ -38,41 +39,69 @@ class Reduced(Protocol):
 
     @property
     def phase(self) -> str:
-        """What the step that comes is."""
+        """The phase of the coming step."""
 
-    def commit(self, norm: float) -> None:
-        """The step is applied; ``norm``: of the averaged gradient, before a clip."""
 
-    def drop(self) -> None:
-        """The step has ended: what was not applied is not owed."""
+@dataclass
+class Unsent:
+    """What the backwards of one step have not sent of a parameter's gradient.
+
+    ``rest``: what becomes of ``residual`` where the step is applied. ``basis``: what a tracked
+    projection then begins with.
+    """
+
+    rest: Tensor
+    residual: Tensor
+    basis: Tensor | None = None
+
+    def replace_residual(self, current: Tensor, factor: float) -> None:
+        """Commit ``rest``; ``factor`` of the difference where the average was clipped by that.
+
+        A checkpoint, or another layout, may have replaced ``residual`` since: what this step has
+        not sent is then added to the ``current`` one.
+        """
+        if current is not self.residual:
+            current.add_(self.rest.sub_(self.residual), alpha=factor)
+        elif factor == 1:
+            current.copy_(self.rest)
+        else:
+            current.lerp_(self.rest, factor)
 
 
 R = TypeVar("R", bound=Reduced)
+Held = dict[Tensor, Unsent]  # of each parameter whose gradient a backward has reduced
 
 
 class Inside(Generic[R]):
     """What an optimizer does in the backward of FSDP, between two steps.
 
-    ``make`` lays out one reduce-scatter's parameters, of gradients in a dtype. ``averaged(those,
-    ops, rows, out, again)`` is the mean over ranks of this rank's row of ``rows``, into ``out``;
-    ``again``: an earlier backward belongs to the same step.
+    ``lay_out`` lays out one reduce-scatter's parameters, of gradients in a dtype.
+    ``averaged(those, ops, rows, out, held)`` averages this rank's row of ``rows`` over ranks into
+    ``out``. It sends the residual too, but of parameters that are ``held`` by an earlier backward
+    of this step, and notes there what it has not sent. ``on_commit(bucket, i, unsent, factor)``
+    keeps that, where the step is applied.
     """
 
     def __init__(
         self,
         engine: Engine,
-        make: Callable[[Params, torch.dtype], R],
-        averaged: Callable[[R, Ops, Tensor, Tensor, bool], Asking[None]],
+        lay_out: Callable[[Params, torch.dtype], R],
+        averaged: Callable[[R, Ops, Tensor, Tensor, Held], Asking[None]],
+        on_commit: Callable[[Bucket, int, Unsent, float], None],
     ):
-        self.engine, self.make, self.averaged = engine, make, averaged
-        self.reduced: dict[tuple[Tensor, ...], R] = {}
+        self.engine, self.lay_out = engine, lay_out
+        self.averaged, self.on_commit = averaged, on_commit
+        # whatever is laid out anew between a backward and its step, this is committed
+        self.held: Held = {}
+        self.of_step: dict[tuple[Tensor, ...], R] = {}  # reduced since the last step
         self.flows: list[Flow] = []
-        self.norm = 0.0  # of the step that is being committed
+        self._layouts: dict[tuple[Tensor, ...], R] = {}
+        self._backward = -1  # the running one
 
     @property
     def phase(self) -> str:
-        """What the step that comes is."""
-        phases = [one.phase for one in self.reduced.values()]
+        """The phase of the coming step."""
+        phases = [one.phase for one in self.of_step.values()]
         return next((phase for phase in phases if phase != "dense"), "dense")
 
     @property
@@ -81,25 +110,51 @@ class Inside(Generic[R]):
         buckets = self.engine.buckets
         return sum(p.numel() * b.grad_dtype.itemsize for b in buckets for p in b.params)
 
-    def reduce(self, params: Params, rows: Tensor, out: Tensor, at_once: bool) -> None:
+    def forget_layouts(self) -> None:
+        """Lay out anew: parameters came, were frozen, or have their state elsewhere."""
+        self._layouts = {}
+
+    def reduce(
+        self, params: Params, rows: Tensor, out: Tensor, at_once: bool, backward: int
+    ) -> None:
         """Begin FSDP's reduce-scatter of ``rows``, a row a rank, into ``out``; end it ``at_once``,
         or in ``finish``.
 
-        Collectives start in the order of calls, which is the same on all ranks: with each call
-        those before it come one further.
+        ``backward``: the number of the running one. Collectives start in the order of calls, which
+        is the same on all ranks: with each call those before it come one further.
         """
         engine = self.engine
         key = tuple(p for p, _ in params)
-        if key not in self.reduced:
-            self.reduced[key] = self.make(params, rows.dtype)
-        again = any(p.grad is not None for p in key)
+        if backward != self._backward:
+            self._backward = backward
+            self.finish()  # what a backward has left that raised
+            self._forget_discarded()
+        if key not in self._layouts:
+            self._layouts[key] = self.lay_out(params, rows.dtype)
+        self.of_step[key] = self._layouts[key]
         for flow in self.flows:
             flow.proceed()
-        asking = self.averaged(self.reduced[key], engine.ops, rows, out, again)
+        asking = self.averaged(self._layouts[key], engine.ops, rows, out, self.held)
         self.flows.append(Flow(asking, engine.comm))
         self.flows = [flow for flow in self.flows if flow.pending is not None]
-        if at_once or again:
+        if at_once or any(p.grad is not None for p in key):
             self.finish()
+
+    def _forget_discarded(self) -> None:
+        """A backward begins: gradients that are gone since the one before will not be applied, and
+        what was not sent of them is not held back.
+
+        Where they were set to zero all ranks ask each other: a shard may be 0 by itself.
+        """
+        self.held = {p: unsent for p, unsent in self.held.items() if p.grad is not None}
+        if self.held:
+            engine = self.engine
+            some = any(bool(local(p.grad).any()) for p in self.held if p.grad is not None)
+            word = torch.tensor([float(some)], dtype=torch.float32, device=engine.device)
+            pending = engine.comm.start(AllReduceMean(word))
+            pending.wait()
+            if not word.item():
+                self.held = {}
 
     def finish(self) -> None:
         """Wait for everything that has begun."""
@@ -117,15 +172,16 @@ class Inside(Generic[R]):
                 "GradScaler's scale: train in bfloat16, without a scaler."
             )
 
-    def commit(self) -> None:
-        """The step is applied."""
-        for one in self.reduced.values():
-            one.commit(self.norm)
+    def commit(self, bucket: Bucket, i: int, norm: float) -> None:
+        """The step is applied to tensor i; ``norm``: of all averaged gradients, before a clip."""
+        unsent = self.held.get(bucket.params[i])
+        if unsent is not None and norm > 0:  # else they were set to zero before the step
+            factor = clip_factor(norm, bucket.group["max_grad_norm"])
+            self.on_commit(bucket, i, unsent, factor)
 
     def drop(self) -> None:
-        """The step has ended."""
-        for one in self.reduced.values():
-            one.drop()
+        """The step has ended: what was not applied is not held back."""
+        self.held, self.of_step = {}, {}
 
 
 class Flow:
@@ -175,8 +231,8 @@ def applied(
     present = bucket.present(mean)
     yield Commit()
     # from here on state changes
-    inside.norm = norm
     for i in (i for i, here in enumerate(present) if here):
+        inside.commit(bucket, i, norm)
         g = grads[i]
         bucket.state["step"][i].add_(1)
         ghat = base.room(bucket, i, g if factor == 1 else None)

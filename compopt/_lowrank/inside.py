@@ -9,8 +9,9 @@ In backward, as soon as FSDP has the gradients of some parameters, of every matr
 
 All ranks have p, as under DistributedDataParallel: it is small, and where rows are projected, or
 tracked, every shard needs all of it. What is not projected is reduced to its owner as it is. The
-base takes ghat in ``step()``, and with it line 5 is done (see ``_engine.inside``): until then each
-rank keeps its gradient of what is projected, whole.
+base takes ghat in ``step()``, and the errors that line 5 finds become the residuals then (see
+``_engine.inside``). Of a further backward in the same step e_n is left out of line 1: it has been
+sent.
 """
 
 from __future__ import annotations
@@ -22,23 +23,15 @@ import torch
 from torch import Tensor
 
 from .._engine.engine import Engine
-from .._engine.inside import place_of
+from .._engine.inside import Held, Unsent, place_of
 from .._engine.when import dense_steps
-from .._ops.clipping import clip_factor
 from .._ops.ops import Ops
 from .._state.buckets import Bucket
 from .._state.fsdp_rows import FsdpRows, Piece, columns_of
-from .._wire.requests import AllReduceMean, Asking, Payload, ReduceScatterMean, Together
+from .._wire.requests import AllReduceMean, Asking, Payload, ReduceScatterMean
 from .sent import Projected
 from .step import Projections
-from .tracking import follow, follow_all
-
-
-class Sent(NamedTuple):
-    """What a backward has sent of some parcel."""
-
-    projections: Projections
-    mean: Payload
+from .tracking import next_bases
 
 
 class Whole(NamedTuple):
@@ -49,6 +42,7 @@ class Whole(NamedTuple):
 
     bucket: Bucket
     pieces: list[Piece]
+    places: list[tuple[Bucket, int]]  # of the optimizer's own buckets, which hold their state
 
     @property
     def dense(self) -> bool:
@@ -73,32 +67,27 @@ class Parcel(FsdpRows):
         super().__init__(given, rank, ranks)
         self.projections = projections
         self.whole: list[Whole] = []  # what is projected, by groups
-        self.sent: list[Sent] = []  # in this step
 
     @property
     def phase(self) -> str:
         return "dense" if all(one.dense for one in self.whole) else "projected"
 
-    def read(self, one: Whole, rows: Tensor, again: bool) -> Projections:
-        """Line 1.
-
-        ``again``: what is owed has been added to an earlier backward's gradients.
-        """
-        for p, piece in zip(one.bucket.params, one.pieces, strict=True):
+    def read(self, one: Whole, rows: Tensor, held: Held) -> Projections:
+        """Line 1. What an earlier backward of this step holds back is not sent twice."""
+        bucket, residual = one.bucket, one.bucket.state["residual"]
+        for p, piece in zip(bucket.params, one.pieces, strict=True):
             p.grad = piece.gather(rows)
-        sending = self.projections(one.bucket)
-        if again:
-            one.bucket.let_go()
-            for tensor in sending.tensors:
-                assert tensor.e is not None
-                tensor.e = torch.zeros_like(tensor.e)
+        bucket.cache["warm"] = [own.cache["warm"][i] for own, i in one.places]
+        sending = self.projections(bucket)
+        for tensor, e, piece in zip(sending.tensors, residual, one.pieces, strict=True):
+            tensor.e = torch.zeros_like(e) if piece.p in held else e.clone()
         return sending
 
-    def write(self, one: Whole, sent: Sent, out: Tensor) -> None:
+    def write(self, one: Whole, sending: Projections, mean: Payload, out: Tensor) -> None:
         """Line 4, of this rank's rows."""
-        for i, (piece, tensor) in enumerate(zip(one.pieces, sent.projections.tensors, strict=True)):
+        for i, (piece, tensor) in enumerate(zip(one.pieces, sending.tensors, strict=True)):
             assert isinstance(tensor, Projected)
-            own, part = out[piece.begin : piece.end], sent.mean.parts[i]
+            own, part = out[piece.begin : piece.end], mean.parts[i]
             first, last = piece.span(self.rank, self.ranks)
             rows = tensor.q.rows // max(1, piece.p.shape[0])  # of the matrix, in one of the tensor
             if piece.dim:
@@ -108,51 +97,32 @@ class Parcel(FsdpRows):
                 mine = tensor.rows(part, first * rows, last * rows).reshape(-1)
                 own[: len(mine)] = mine  # FSDP does not read what follows
 
-    def commit(self, norm: float) -> None:
+    def note_unsent(self, one: Whole, sending: Projections, mean: Payload, held: Held) -> None:
         """Line 5, and what tracked tensors begin with the next time."""
-        for sending, mean in self.sent:
-            bucket = sending.bucket
-            factor = clip_factor(norm, bucket.group["max_grad_norm"])
-            sending.draw()
-            for i, tensor in enumerate(sending.tensors):
-                tensor.e = bucket.state["residual"][i]
-                tensor.feed_back(mean, i, factor)
-                if sending.forgets:
-                    tensor.e.zero_()
-            gates, tracked = [True] * len(bucket.params), sending.tracked
-            if bucket.device.type == "cpu":
-                follow(bucket, tracked, sending.bases, [*gates])
-            else:
-                follow_all([Together("", follow_all, bucket, (tracked, mean, gates))])
-
-    def drop(self) -> None:
-        """The step has ended: gradients are not kept."""
-        self.sent = []
-        for p in (p for one in self.whole for p in one.bucket.params):
-            p.grad = None
+        bases = dict(zip(sending.tracked, next_bases(sending.tracked, mean), strict=True))
+        for i, (tensor, piece) in enumerate(zip(sending.tensors, one.pieces, strict=True)):
+            tensor.feed_back(mean, i, 1.0)
+            rest, residual = tensor.e, one.bucket.state["residual"][i]
+            assert rest is not None
+            if piece.p in held:
+                rest, residual = held[piece.p].rest.add_(rest), held[piece.p].residual
+            held[piece.p] = Unsent(rest, residual, bases.get(i))
+            one.bucket.params[i].grad = None
 
 
-def averaged(parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, again: bool) -> Asking[None]:
-    """One reduce-scatter: the mean over ranks of this rank's row of ``rows`` into ``out``.
-
-    ``again``: an earlier backward belongs to the same step.
-    """
-    again = again and bool(parcel.sent)  # not where gradients were set to zero
-    if not again:
-        parcel.drop()
+def averaged(parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, held: Held) -> Asking[None]:
+    """One reduce-scatter: average this rank's row of ``rows`` over ranks into ``out``."""
     projected = [one for one in parcel.whole if not one.dense]
     for one in projected:
-        sending = parcel.read(one, rows, again)  # line 1
+        sending = parcel.read(one, rows, held)  # line 1
         yield from sending.track()
         sending.draw()
         payload = sending.pack()  # line 2
         sending.keep(payload)
         mean = yield AllReduceMean(payload)  # line 3
-        sending.find_bases(mean)
         sending.draw()
-        sent = Sent(sending, mean)
-        parcel.write(one, sent, out)  # line 4
-        parcel.sent.append(sent)
+        parcel.write(one, sending, mean, out)  # line 4
+        parcel.note_unsent(one, sending, mean, held)  # line 5
 
     compressed = {piece.p for one in projected for piece in one.pieces}
     plain = [piece for piece in parcel.pieces if piece.p not in compressed]
@@ -183,5 +153,5 @@ def uncut(pieces: list[Piece], engine: Engine, dtype: torch.dtype, before: int) 
         for name in first.state.keys() & {"residual", "basis"}:
             bucket.state[name] = [other.state[name][i] for other, i in held]
         bucket.job = engine.ops.job(bucket)
-        found.append(Whole(bucket, own))
+        found.append(Whole(bucket, own, held))
     return found

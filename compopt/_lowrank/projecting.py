@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._engine.base import CompressedOptimizer
-from .._engine.inside import Inside, Params, check_inside, is_inside, place_of
+from .._engine.inside import Inside, Params, Unsent, check_inside, is_inside, place_of
 from .._engine.weakly import weakly
 from .._engine.when import dense_steps
 from .._ops.clipping import clip_factor
@@ -79,8 +79,12 @@ class Projecting(CompressedOptimizer):
     _warned_of_beta = False
 
     def after_layout(self) -> None:
-        engine, lay_out = self._engine, weakly(self._parcel_of)
-        self.inside = Inside(engine, lay_out, averaged) if self.reduces_inside else None
+        if self.reduces_inside and self.inside is None:
+            lay_out = weakly(self._parcel_of)
+            self.inside = Inside(self._engine, lay_out, averaged, keep_unsent)
+        if self.inside is not None:
+            self.inside.forget_layouts()
+            self._laid_out = 0
         self._warn_of_beta()
 
     def _warn_of_beta(self) -> None:
@@ -215,12 +219,11 @@ class Projecting(CompressedOptimizer):
                     residual = bucket.state["residual"][i]
             given.append((p, dim, residual))
         parcel = Parcel(given, engine.comm.rank, engine.comm.size, weakly(self.projections))
-        before = sum(len(one.whole) for one in self.inside.reduced.values()) if self.inside else 0
-        parcel.whole = uncut(parcel.to_compress, engine, dtype, before)
+        parcel.whole = uncut(parcel.to_compress, engine, dtype, self._laid_out)
+        self._laid_out += len(parcel.whole)
         for one in parcel.whole:
             for p, piece in zip(one.bucket.params, one.pieces, strict=True):
                 self._numbers[p] = self._numbers[piece.p]
-            self.restore(one.bucket)
         return parcel
 
     # Clipping the local gradient: one norm over all buckets, so none of them can be sent before
@@ -238,6 +241,19 @@ class Projecting(CompressedOptimizer):
         if self._clips_locally():
             grads = [g for bucket in self._buckets for g in bucket.grads() if g is not None]
             self._norm = float(torch.nn.utils.get_total_norm(grads))
+
+
+def keep_unsent(bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
+    """Line 5 of tensor i, inside FSDP; ``factor``: that clipped the average, and so what has
+    arrived of the error.
+    """
+    residual, h = bucket.state["residual"][i], bucket.group
+    unsent.replace_residual(residual, factor if options.clips_average(h) else 1.0)
+    if options.forgets(h, h["step"] + 1):
+        residual.zero_()
+    if unsent.basis is not None:
+        bucket.state["basis"][i].view(unsent.basis.shape).copy_(unsent.basis)
+        bucket.cache["warm"][i] = bucket.cache["begun"] = True
 
 
 def projection_of(p: Tensor, h: Group, place: int, whole: bool) -> Projection | None:

@@ -12,7 +12,8 @@ In backward, as soon as FSDP has the gradients of some parameters, for each rank
      9      code <- mean over ranks of code_n
     10      G <- decompress(index, code)
 
-AdamW takes G in ``step()``, and acc_n is kept then (see ``_engine.inside``).
+AdamW takes G in ``step()``, and acc_n is kept then (see ``_engine.inside``). Of a further backward
+in the same step acc_n is left out of line 1: it has been sent.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor
 
 from .._engine.engine import Engine
-from .._engine.inside import Params, place_of
+from .._engine.inside import Held, Params, Unsent, place_of
 from .._ops.ops import Ops
 from .._sparse.sparsify import largest_of_shards
 from .._sparse.union import union_of
+from .._state.buckets import Bucket
 from .._state.fsdp_rows import columns_of
 from .._wire.requests import Asking, BitOr, ReduceScatterMean
 from .parcels import Parcel, same_options
@@ -34,12 +36,9 @@ from .sending import AtUnion, Everything
 ALIKE = ("sparsity", "codec", "sketch_ratio", "payload_dtype", "warmup_steps", "total_steps")
 
 
-def averaged(parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, again: bool) -> Asking[None]:
-    """One reduce-scatter: the mean over ranks of this rank's row of ``rows`` into ``out``.
-
-    ``again``: an earlier backward belongs to the same step.
-    """
-    x = parcel.add_up(rows, again)  # line 1
+def averaged(parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, held: Held) -> Asking[None]:
+    """One reduce-scatter: average this rank's row of ``rows`` over ranks into ``out``."""
+    x = parcel.add_up(rows, held)  # line 1
     plain = columns_of(rows, parcel.as_they_are)
     sent = Everything(parcel, x)
     if parcel.sparsifies:
@@ -54,7 +53,13 @@ def averaged(parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, again: bool) -
     mean = yield ReduceScatterMean(message, sent.sizes)  # lines 6 and 9
     parcel.deliver(out, mean[: parcel.plain], sent.decode(mean[parcel.plain :]))  # line 10
     sent.hold_back()  # line 2
-    parcel.ahead, parcel.sent = x, sent.counts
+    parcel.note_unsent(x, held)
+    parcel.sent = sent.counts
+
+
+def keep_unsent(bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
+    """Line 2, where the step is applied. A clip takes nothing from what was sent."""
+    unsent.replace_residual(bucket.state["residual"][i], 1.0)
 
 
 def parcel_of(engine: Engine, params: Params, _: torch.dtype) -> Parcel:
@@ -69,4 +74,6 @@ def parcel_of(engine: Engine, params: Params, _: torch.dtype) -> Parcel:
                 groups.append(bucket.group)
         given.append((p, dim, residual))
     group = same_options(groups or engine.option_groups[:1], ALIKE)
-    return Parcel(given, group, engine.comm.rank, engine.comm.size)
+    parcel = Parcel(given, group, engine.comm.rank, engine.comm.size)
+    parcel.exact = any(p not in engine.bucket_of for p, _ in params)
+    return parcel

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._engine.inside import Held, Unsent
 from .._engine.when import start_of
 from .._state.fsdp_rows import FsdpRows
 from .._state.masks import WORD
@@ -34,12 +35,12 @@ class Parcel(FsdpRows):
     ):
         super().__init__(given, rank, ranks)
         self.group = group
+        # some were unfrozen since the last step: nothing would hold back what rounding takes off
+        self.exact = False
         self.width = self.compressed + -self.compressed % (8 * WORD)  # of a row of accumulators
         self.shards = Shards([self.width] * ranks, [True] * ranks, rank, ranks)
         # compressed elements in each rank's row
         self.counts = [sum(one.filled(r, ranks) for one in self.to_compress) for r in range(ranks)]
-        # accumulators as they will be where the step is applied: line 2's
-        self.ahead: Tensor | None = None
         self.sent: tuple[int | None, int] = None, 0  # at the union of the last step, and leftovers
         self.cache: dict[str, Any] = {}  # what follows from ``shards``
         self._memory: Tensor | None = None
@@ -58,22 +59,18 @@ class Parcel(FsdpRows):
         """Whether the dense start is over, and there is anything to compress."""
         return self.width > 0 and self.group["step"] >= start_of(self.group)
 
-    def add_up(self, rows: Tensor, again: bool) -> Tensor:
-        """Line 1, of all ranks' rows.
-
-        ``again``: an earlier backward belongs to the same step, and what it left is added to.
+    def add_up(self, rows: Tensor, held: Held) -> Tensor:
+        """Line 1, of all ranks' rows; what an earlier backward of this step holds back is not sent
+        twice.
         """
-        if again and self.ahead is not None:
-            x = self.ahead
-        else:
-            x = self._accumulators(rows)
+        x = self._accumulators(rows)
         for piece in self.to_compress:
-            if x is self.ahead:
-                x[:, piece.place : piece.place + piece.size].add_(rows[:, piece.begin : piece.end])
-                continue
             gradients = (g for g, _ in piece.views(rows, piece.begin))
             for (mine, owed), g in zip(piece.views(x, piece.place), gradients, strict=True):
-                torch.add(g, owed, out=mine)
+                if piece.p in held:
+                    mine.copy_(g)
+                else:
+                    torch.add(g, owed, out=mine)
         return x
 
     def deliver(self, out: Tensor, plain: Tensor, averaged: Tensor) -> None:
@@ -82,16 +79,18 @@ class Parcel(FsdpRows):
             row = plain if piece.residual is None else averaged
             out[piece.begin : piece.end] = row[piece.place : piece.place + piece.size]
 
-    def commit(self, norm: float) -> None:
-        """The step is applied: this is owed now."""
-        if self.ahead is not None:
-            for piece in self.pieces:
-                for mine, owed in piece.views(self.ahead, piece.place):
-                    owed.copy_(mine)
-
-    def drop(self) -> None:
-        """The step has ended: what was not applied is not owed."""
-        self.ahead = None
+    def note_unsent(self, x: Tensor, held: Held) -> None:
+        """Note what remains of accumulators ``x``."""
+        for piece in self.to_compress:
+            assert piece.residual is not None
+            rest = torch.empty_like(piece.residual)
+            parts = piece._replace(residual=rest).views(x, piece.place)
+            for mine, own in parts:
+                own.copy_(mine)
+            if piece.p in held:
+                held[piece.p].rest.add_(rest)
+            else:
+                held[piece.p] = Unsent(rest, piece.residual)
 
     def _accumulators(self, like: Tensor) -> Tensor:
         """Memory for them. A CPU keeps it for the next step: new pages cost more than copies."""

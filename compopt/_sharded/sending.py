@@ -49,7 +49,7 @@ class Everything:
             row[:begin] = own
         self.write([row[begin:] for row in rows])
         dtype = dtype_of(self.parcel.group["payload_dtype"]) or given
-        if self.exact:
+        if self.exact or self.parcel.exact:
             dtype = torch.promote_types(given, torch.float32)
         sent = exact.to(dtype)
         if torch.promote_types(dtype, exact.dtype) != dtype:

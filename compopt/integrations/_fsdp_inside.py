@@ -106,7 +106,8 @@ class Reducing:
         looked_at = after > 1 or self._looked_at(trained, output_tensor)
         idle = not inside.flows
         with torch.no_grad():
-            inside.reduce(params, rows, output_tensor, at_once=looked_at)
+            backward = torch._C._current_graph_task_id()
+            inside.reduce(params, rows, output_tensor, looked_at, backward)
             output_tensor.mul_(after) if after > 1 else None
         if idle and inside.flows:
             after_backward(inside.finish)

@@ -1,0 +1,220 @@
+"""Inside FSDP2, what a step applies and what ranks still owe is what they computed: whatever users do between
+a backward and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from inside import cut, loss, make
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+import compopt
+
+METHODS = ("tagc", "tagc, bfloat16", "tracked, int8", "orthonormal")
+
+
+def build(method: str, model: nn.Module) -> torch.optim.Optimizer:
+    params, (kind, _, payload) = list(model.named_parameters()), method.partition(", ")
+    options = {"lr": 1e-2, "warmup_steps": 0, "payload_dtype": payload or None}
+    if kind == "tagc":
+        return compopt.TagcAdamW(params, sparsity=0.9, **options)
+    size = {"rank": 4} if kind == "tracked" else {"ratio": 16}
+    return compopt.SeparateAdam(params, projection=kind, **size, **options)
+
+
+class Run:
+    """A model that FSDP2 cuts, its optimizer, and what the gradients of all ranks are."""
+
+    def __init__(self, method: str, rank: int, make_model: Callable[[], nn.Module] = make):
+        self.rank, self.ranks, self.number = rank, dist.get_world_size(), 0
+        self.uncut, self.model = make_model(), cut(make_model())
+        self.optimizer = build(method, self.model)
+
+    def mean_gradient(self, number: int) -> dict[str, Tensor]:
+        for p, q in zip(self.uncut.parameters(), self.model.parameters(), strict=True):
+            p.data.copy_(q.full_tensor().detach())
+        total = sum(loss(self.uncut, number, who) for who in range(self.ranks)) / self.ranks
+        names = [name for name, _ in self.uncut.named_parameters()]
+        return dict(zip(names, torch.autograd.grad(total, list(self.uncut.parameters())), strict=True))
+
+    def owed(self) -> dict[str, Tensor]:
+        """The mean over ranks of what they hold back."""
+        found = {}
+        for name, p in self.model.named_parameters():
+            found[name] = self.optimizer.state[p].get("residual", torch.zeros(p.shape, dtype=p.dtype)).clone()
+            dist.all_reduce(found[name])
+            found[name] /= self.ranks
+        return found
+
+    def backward(self) -> dict[str, Tensor]:
+        """Backward once more; returns the mean gradient that it computed."""
+        wanted, value = self.mean_gradient(self.number), loss(self.model, self.number, self.rank)
+        value.backward()
+        self.number += 1
+        return wanted
+
+    def applied(self) -> dict[str, Tensor]:
+        """What the step takes for the averaged gradient."""
+        pairs = self.model.named_parameters()
+        return {name: torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor() for name, p in pairs}
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.backward()
+            self.optimizer.step()
+
+    def lost(self, between: Callable[[], None] = lambda: None, without: str = "none") -> float:
+        """A step, and how much of what its backward computed is neither applied nor owed.
+
+        ``between`` is called before the step. What is ``without`` a gradient in this step stays as it was.
+        """
+        self.optimizer.zero_grad()
+        return self.lost_of(self.backward(), between, without)
+
+    def lost_of(self, wanted: dict[str, Tensor], between: Callable[[], None], without: str = "none") -> float:
+        between()
+        before = self.owed()
+        self.optimizer.step()
+        assert self.optimizer.stats.phase in ("sparse", "projected"), self.optimizer.stats.phase
+        worst, applied, after = 0.0, self.applied(), self.owed()
+        for name in wanted:
+            if without in name:
+                assert torch.equal(before[name], after[name])
+                continue
+            if not self.holds_back(name):  # what rounding takes off it is lost
+                continue
+            far = applied[name] + after[name] - before[name] - wanted[name]
+            worst = max(worst, float(far.norm() / wanted[name].norm()))
+        assert max(float(x.norm()) for x in after.values()) > 1e-3
+        return worst
+
+    def holds_back(self, name: str) -> bool:
+        return "residual" in self.optimizer.state[self.model.get_parameter(name)]
+
+    def freeze(self, on: bool = True) -> None:
+        for p in self.model.down.parameters():
+            p.requires_grad_(not on)
+
+
+def frozen(method: str, rank: int) -> dict[str, float]:
+    """A layer that is frozen and unfrozen: between steps, and between a backward and its step."""
+    run, found = Run(method, rank), {}
+    run.train(3)
+    run.freeze()
+    found["frozen between steps"] = run.lost(without="down")
+    found["frozen"] = run.lost(without="down")
+    run.freeze(False)
+    found["unfrozen between steps"] = run.lost()
+    found["frozen before step"] = run.lost(run.freeze, without="down")
+    found["still frozen"] = run.lost(without="down")
+    found["unfrozen before step"] = run.lost(lambda: run.freeze(False), without="down")
+    found["at last"] = run.lost()
+    return found
+
+
+def loaded(method: str, rank: int) -> dict[str, float]:
+    """A checkpoint that is loaded, a group that is made anew: between a backward and its step."""
+    run, found = Run(method, rank), {}
+    run.train(3)
+    saved = tree_map_only(Tensor, torch.clone, run.optimizer.state_dict())
+    run.train(2)
+    found["load_state_dict"] = run.lost(lambda: run.optimizer.load_state_dict(saved))
+    found["after it"] = run.lost()
+    found["rebind"] = run.lost(lambda: run.optimizer.rebind(dist.new_group()))
+    found["after that"] = run.lost()
+    found["consolidate_state"] = run.lost(run.optimizer.consolidate_state)
+    found["state_dict"] = run.lost(run.optimizer.state_dict)
+    return found
+
+
+def discarded(method: str, rank: int) -> dict[str, float]:
+    """A backward whose gradients are thrown away, and one whose gradients are added to."""
+    run, found = Run(method, rank), {}
+    run.train(3)
+    for name, clear in {
+        "None": run.optimizer.zero_grad,
+        "zeros": lambda: run.optimizer.zero_grad(set_to_none=False),
+        "zeros of the model": lambda: run.model.zero_grad(set_to_none=False),
+    }.items():
+        run.optimizer.zero_grad()
+        run.backward()
+        clear()
+        found[f"discarded, {name}"] = run.lost_of(run.backward(), lambda: None)
+        found[f"after it, {name}"] = run.lost()
+    run.optimizer.zero_grad()
+    first = run.backward()
+    found["added up"] = run.lost_of({n: g + first[n] for n, g in run.backward().items()}, lambda: None)
+    run.optimizer.zero_grad()
+    run.backward(), run.optimizer.zero_grad(set_to_none=False), run.backward(), run.optimizer.zero_grad()
+    found["twice discarded"] = run.lost_of(run.backward(), lambda: None)
+    left = run.applied()  # by the step before, and not set to zero after it
+    found["left over"] = run.lost_of({n: g + left[n] for n, g in run.backward().items()}, lambda: None)
+    return found
+
+
+def zeroed(method: str, rank: int) -> bool:
+    """Gradients that are set to zero between a backward and its step: nothing was sent, nothing is held back."""
+    run = Run(method, rank)
+    run.train(3)
+    before = run.owed()
+    run.backward()
+    run.optimizer.zero_grad(set_to_none=False)
+    run.optimizer.step()
+    after = run.owed()
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+class Halves(nn.Module):
+    """A matrix whose second half has no gradient: the shard of some ranks is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Linear(64, 128, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(x)[:, :64].tanh().sum(1, keepdim=True)
+
+
+def in_half(method: str, rank: int) -> float:
+    """Added up: a rank whose own shard is 0 does not take it for gradients that were set to zero."""
+    run = Run(method, rank, lambda: make(Halves))
+    run.train(3)
+    run.optimizer.zero_grad()
+    first = run.backward()
+    return run.lost_of({n: g + first[n] for n, g in run.backward().items()}, lambda: None)
+
+
+def one_by_one(method: str, rank: int) -> dict[str, float]:
+    """Of a module's parameters one without its gradient: before another backward, and before the step."""
+    run, found = Run(method, rank), {}
+    run.train(3)
+    run.optimizer.zero_grad()
+    first = run.backward()
+    run.model.down.weight.grad = None
+    second = run.backward()
+    both = {n: g if n == "down.weight" else g + first[n] for n, g in second.items()}
+    found["cleared before a backward"] = run.lost_of(both, lambda: None)
+
+    def clear() -> None:
+        run.model.down.weight.grad = None
+
+    found["cleared before the step"] = run.lost(clear, without="down.weight")
+    return found
+
+
+def all_of(rank: int, method: str) -> dict[str, float]:
+    found = {**frozen(method, rank), **loaded(method, rank), **discarded(method, rank), **one_by_one(method, rank)}
+    return {**found, "added up in one half": in_half(method, rank), "zeroed": float(not zeroed(method, rank))}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_lost_and_nothing_is_sent_twice(method):
+    bound = 1e-6 if "int8" in method or "bfloat16" in method else 1e-12
+    for found in run_ranks(all_of, 2, method, timeout=120):
+        assert max(found.values()) < bound, {name: far for name, far in found.items() if far >= bound}
