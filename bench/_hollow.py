@@ -28,12 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from device_calls import COPIES, aten, bytes_of, launches, moves, place, waits
 
 import compopt._engine.base as base
-import compopt._engine.late as late
 import compopt._engine.stepping as stepping
 import compopt._engine.verdicts as verdicts
-import compopt._local.norms as norms
 import compopt._ops.backends as backends
-import compopt._state.devices as devices
 from compopt._engine.engine import Engine
 from compopt._engine.exchanges import Exchange
 from compopt._engine.turns import Turns
@@ -276,11 +273,11 @@ def _weighed_table(name: str) -> Callable[..., kernels.Table]:
     return weighed
 
 
-read, read_later = verdicts._read, devices.later
+read = verdicts._read
 told: list[float] = []
 
 
-def _read(exchanges: list[Exchange], follows: bool) -> list[float]:
+def _read(exchanges: list[Exchange]) -> list[float]:
     """The verdict's numbers, as they would be: every rank has every gradient, all is as it should be."""
     norms = (exchange.agreement.squared_norm for exchange in exchanges)
     told[:] = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
@@ -290,14 +287,7 @@ def _read(exchanges: list[Exchange], follows: bool) -> list[float]:
             number for own in words.values() for number in ([0.0] * len(own) if isinstance(own, Tensor) else own)
         ]
         told.extend([*[1.0] * len(exchange.agreement.payload.header), *control])
-    return read(exchanges, follows)
-
-
-def _later(x: Tensor) -> tuple[Tensor, devices.Passed]:
-    """A copy that nobody waits for, which is counted; of what is not there without ``Counts``."""
-    if Counts.running is not None:
-        return read_later(x)
-    return torch.zeros_like(x, device="cpu"), devices.Passed(x.device)
+    return read(exchanges)
 
 
 def _greet(engine: Engine, comm: object) -> Turns[bool]:
@@ -358,8 +348,6 @@ def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
             (base, "check_tensors", lambda group: None),  # which refuses tensors without memory
             (stepping, "handshake", _greet),
             (verdicts, "_read", _read),
-            (late, "later", _later),
-            (norms, "later", _later),
             (triton.JITFunction, "run", run_kernel),
             (backends, "has_triton_driver", lambda: True),
             (triton_ops, "triton_device", lambda: DEVICE.type),

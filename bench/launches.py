@@ -77,23 +77,6 @@ ROWS: dict[str, tuple[str, Make, int]] = {
     ),
     "tracked 16, int8": ("triton", lambda p: compopt.SeparateAdam(p, warmup_steps=0), 3),
     "Average, int8": ("triton", lambda p: compopt.Average(adamw(p), payload_dtype="int8"), 2),
-    "AdamS, capturable": ("triton", lambda p: compopt.AdamS(p, capturable=True), 2),
-    "Radius, capturable": (
-        "triton",
-        lambda p: compopt.RadiusAdamW(p, density=0.4, warmup_steps=1, interval=1000, capturable=True),
-        4,
-    ),
-    "SCAPE, capturable": (
-        "triton",
-        lambda p: compopt.ScapeAdamS(p, density=0.01, warmup_steps=0, density_warmup_steps=0, capturable=True),
-        4,
-    ),
-    "Separate, capturable": (
-        "triton",
-        lambda p: compopt.SeparateAdam(p, projection="gaussian", ratio=16, warmup_steps=0, capturable=True),
-        2,
-    ),
-    "tracked, capturable": ("triton", lambda p: compopt.SeparateAdam(p, warmup_steps=0, capturable=True), 3),
     "LocalSteps, between": ("triton", lambda p: compopt.LocalSteps(adamw(p), every=100, **LOCAL), 2),
     "LocalSteps, exchange": ("triton", lambda p: compopt.LocalSteps(adamw(p), every=1, **LOCAL), 2),
 }

@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 from ._engine.base import CompressedOptimizer
 from ._engine.face import Group
 from ._engine.options import check_adams, check_compress, take_torchs
-from ._ops.gated import count_up
+from ._ops.commits import count_steps
 from ._ops.ops import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
@@ -34,20 +34,19 @@ def adams(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Equation 2, one bucket, one step."""
     sent = ops.pack(bucket, bucket.grads(), negate=bucket.group["maximize"])
     mean = yield AllReduceMean(sent)
-    follows = ops.finds_norm(bucket, mean)
-    yield Agree(mean, "dense", late=True, follows=follows)  # from here on state changes
+    yield Agree(mean, "dense")  # from here on state changes
     yield from ops.commit("adams.commit", commit, bucket, mean)
 
 
 def commit(bucket: Bucket, ops: Ops, mean: Payload) -> None:
     """v, m and w of every tensor that has a gradient on any rank."""
     h, m, step = bucket.group, bucket.state["exp_avg"], bucket.state["step"]
-    gates = bucket.gates(mean)
-    count_up(step, gates)
-    for i, (w, gate) in enumerate(zip(bucket.weights, gates, strict=True)):
-        if gate:
+    present = bucket.present(mean)
+    count_steps(step, present)
+    for i, (w, is_present) in enumerate(zip(bucket.weights, present, strict=True)):
+        if is_present:
             average = ops.expand(mean.parts[i], None, w)
-            ops.adams(h, w, average, m[i], step[i], gate=gate)
+            ops.adams(h, w, average, m[i], step[i])
             bucket.publish(i)
 
 
@@ -65,10 +64,7 @@ class AdamS(CompressedOptimizer):
             weight_decay 0.1, GPT 345M with 1.5e-4 and 0.01.
         betas: decay of the momentum, and weight of the previous momentum's square in the
             normaliser. SCAPE takes (0.9, 0.95) for Llama, AdamW's default for GPT.
-        foreach, fused: taken and ignored: the back end chooses how to compute.
-        capturable: a steady step does not wait for the device: verdict, norm and clip stay there,
-            ``stats`` wait when they are read, errors are raised by a later step, skipped steps
-            count. On accelerators only; docs/backends.md says which steps wait all the same.
+        foreach, fused, capturable: accepted and ignored: the back end chooses how to compute.
         amsgrad, differentiable: False; True is refused.
         bias_correction: "scape" corrects m for b1 and v for b2; "adams" as AdamS's authors, see the
             top of this file.
@@ -99,8 +95,7 @@ class AdamS(CompressedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ):
-        take_torchs(amsgrad, foreach, False, differentiable, fused)
-        self.capturable = capturable
+        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -117,12 +112,6 @@ class AdamS(CompressedOptimizer):
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {"exp_avg": Dense(dtype)}
-
-    def not_capturable(self) -> str:
-        authors = any(group["bias_correction"] == "adams" for group in self._option_groups)
-        if authors and self.backend != "triton":
-            return "bias_correction='adams' takes step counts on the host, without Triton"
-        return ""
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         return adams(bucket, self.ops)

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from ._engine.averages import Averages
 from ._engine.face import Group
-from ._engine.options import check_compress, check_payload
+from ._engine.options import check_compress, check_payload, ignore_capturable
 from ._engine.wrapping import Wrapping
 from ._ops.clipping import clip_factor, scale_all_
-from ._ops.gated import behind, count_up
 from ._ops.ops import Ops
-from ._state.buckets import Bucket, Gate
+from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._wire.comm import ProcessGroup
 from ._wire.dtypes import PayloadDtype
@@ -39,35 +38,26 @@ def average(bucket: Bucket, ops: Ops, averages: Averages) -> Asking[None]:
     owed = residual if rounds or bucket.owes else None
     sent = ops.pack(bucket, bucket.grads(), add=owed)  # lines 1 and 2
     mean = yield AllReduceMean(sent)  # line 3
-    norm = yield Agree(mean, "rounded" if rounds else "dense", late=True)
+    norm = yield Agree(mean, "rounded" if rounds else "dense")
 
     # from here on state changes
     factor, steps = clip_factor(norm, bucket.group["max_grad_norm"]), bucket.state["step"]
-    gates = bucket.gates(mean)
-    present = [i for i, gate in enumerate(gates) if gate]
+    present = [i for i, is_present in enumerate(bucket.present(mean)) if is_present]
     if present:
-        count_up(steps, gates)
+        torch._foreach_add_([steps[i] for i in present], 1)
         to = [averages.room(bucket, i, mean.parts[i]) for i in present]
         means = [mean.parts[i].view(g.shape) for i, g in zip(present, to, strict=True)]
         torch._foreach_copy_(to, means)
         scale_all_(to, factor)  # line 4
         for i, g in zip(present, to, strict=True):
-            averages.take(bucket, i, g, gates[i])
+            averages.take(bucket, i, g)
     for i in present:
-        keep(residual[i], mean.dropped_parts[i] if rounds else None, gates[i])  # line 5
-    unknown = bucket.behind is not None or len(present) < len(steps)
-    bucket.cache["owes"] = rounds or (owed is not None and unknown)
-
-
-def keep(e: Tensor | None, dropped: Tensor | None, gate: Gate) -> None:
-    """Line 5, of one tensor."""
-    if e is None:
-        return
-    if dropped is None and isinstance(gate, bool):
-        e.zero_()
-        return
-    e, new = e.view(-1), dropped if dropped is not None else torch.zeros_like(e).view(-1)
-    e.copy_(behind(gate, e, None, new))
+        e = residual[i]
+        if e is not None and rounds:
+            e.view(-1).copy_(mean.dropped_parts[i])  # line 5
+        elif e is not None:
+            e.zero_()
+    bucket.cache["owes"] = rounds or (owed is not None and len(present) < len(steps))
 
 
 class Average(Wrapping):
@@ -88,9 +78,7 @@ class Average(Wrapping):
             torch.dtype of that name; groups keep the name. "int4" sends half a byte a value and
             "int2" a quarter. What rounding takes off is owed, and sent with the next gradient.
         max_grad_norm: clips the averaged gradient to this L2 norm.
-        capturable: a steady step does not wait for the device, around torch's Adam or AdamW with
-            ``fused=True``; as in :class:`AdamS`. A step in which this rank has no gradient of some
-            tensor waits.
+        capturable: accepted and ignored.
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
         simulate: round on one process too, to see what many would do. Else, without other ranks,
@@ -117,7 +105,7 @@ class Average(Wrapping):
         simulate: bool = False,
         capturable: bool = False,
     ):
-        self.capturable = capturable
+        ignore_capturable(capturable)
         options: dict[str, Any] = dict(payload_dtype=payload_dtype, max_grad_norm=max_grad_norm)
         super().__init__(base, options, process_group, simulate)
 

@@ -38,8 +38,7 @@ from ._engine.face import Group
 from ._engine.options import check_adam, check_compression, require, take_torchs
 from ._engine.when import chosen, dense_steps
 from ._ops.clipping import clip_factor, scale_
-from ._ops.commits import update_size
-from ._ops.gated import count_up, writing
+from ._ops.commits import count_steps, update_size
 from ._ops.math import kept
 from ._ops.ops import Ops
 from ._sparse.dealing import values_kept
@@ -68,9 +67,8 @@ def radius(bucket: Bucket, ops: Ops) -> Asking[None]:
     owed, scale = held_back(bucket, ops, phase)
     sent = ops.pack(bucket, grads, mask, owed, scale)  # lines 8, 13
     mean = yield AllReduceMean(sent)  # lines 4, 9, 14
-    # One norm, one verdict, over all buckets and ranks; from here on state changes.
-    late, follows = stays_on_device(bucket, phase), not owed and ops.finds_norm(bucket, mean)
-    norm = yield Agree(mean, phase, late=late, follows=follows)
+    # One norm, one decision, over all buckets and ranks; from here on state changes.
+    norm = yield Agree(mean, phase)
     clip(bucket, mean, norm)  # line 20
     masks = yield from ops.commit(
         "radius.commit",  # lines 10, 15, 16 and 21 to 25
@@ -98,14 +96,7 @@ def phase_of(bucket: Bucket) -> str:
     return "resample" if "mask" not in bucket.cache or t % h["interval"] == 0 else "sparse"
 
 
-def stays_on_device(bucket: Bucket, phase: str) -> bool:
-    """Whether the commit asks the device for nothing: a resample chooses masks, and a dense step
-    that sends what is owed notes what remains.
-    """
-    return phase == "sparse" or (phase == "dense" and not bucket.owes)
-
-
-def clip(bucket: Bucket, mean: Payload, norm: float | Tensor) -> None:
+def clip(bucket: Bucket, mean: Payload, norm: float) -> None:
     """Line 20."""
     if bucket.group["max_grad_norm"] is not None:
         scale_(mean.body, clip_factor(norm, bucket.group["max_grad_norm"]))
@@ -122,21 +113,20 @@ def commit(
     residuals = iter(state["residual"])
     if rounds or phase != "dense":
         residuals = bucket.each("residual", write=True)
-    gates = bucket.gates(mean)
-    count_up(state["step"], gates)
-    for i, (gate, residual) in enumerate(zip(gates, residuals, strict=True)):
+    present = bucket.present(mean)
+    count_steps(state["step"], present)
+    for i, (is_present, residual) in enumerate(zip(present, residuals, strict=True)):
         index, resample = mask.positions[i], phase == "resample" and bucket.compressed[i]
         g, w, step = grads[i], weights[i], state["step"][i]
         m, v = state["exp_avg"][i], state["exp_avg_sq"][i]
         before = w.clone() if resample else w
-        if gate:
+        if is_present:
             average = ops.expand(mean.parts[i], index, w)  # line 15
-            ops.adamw(h, w, average, m, v, step, gate)  # lines 21, 25
+            ops.adamw(h, w, average, m, v, step)  # lines 21, 25
             if index is not None and g is not None:
-                with writing(ops, residual, gate) as held:
-                    held.add_(g)  # line 16
+                residual.add_(g)  # line 16
             if bucket.compressed[i] and rounds:
-                ops.put(residual, index, mean.dropped_parts[i], gate)
+                ops.put(residual, index, mean.dropped_parts[i])
             elif resample:
                 residual.zero_()  # line 10
             elif index is not None and g is not None:
@@ -161,10 +151,7 @@ class RadiusAdamW(CompressedOptimizer):
             least 2 dimensions and 4096 elements are compressed, the rest is averaged dense in the
             same message.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
-        foreach, fused: taken and ignored: the back end chooses how to compute.
-        capturable: a steady step does not wait for the device: verdict, norm and clip stay there,
-            ``stats`` wait when they are read, errors are raised by a later step, skipped steps
-            count. On accelerators only; docs/backends.md says which steps wait all the same.
+        foreach, fused, capturable: accepted and ignored: the back end chooses how to compute.
         amsgrad, differentiable: False; True is refused.
         density: share of each compressed tensor's elements that cross the network in a sparse step,
             in (0, 1].
@@ -232,8 +219,7 @@ class RadiusAdamW(CompressedOptimizer):
         fused: bool | None = None,
         offload: Literal["residual"] | None = None,
     ):
-        take_torchs(amsgrad, foreach, False, differentiable, fused)
-        self.capturable = capturable
+        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
         require(offload in (None, "residual"), "offload", offload, "None or 'residual'")
         self.offload = offload
         defaults = dict(

@@ -45,7 +45,6 @@ from ._ops.moment import own_x
 from ._ops.ops import Ops
 from ._sharded.scape import fold_common, sharded_scape
 from ._sparse.dealing import deal_now, make_room, mask_now, mask_values, restore, values_kept
-from ._sparse.late import keep_late, not_capturable, stays_on_device
 from ._sparse.momentum import clip, make_x, update
 from ._sparse.options import OFFLOADS, check_scape
 from ._sparse.selection import Selection, keep_masks
@@ -78,15 +77,13 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
         negate=h["maximize"],
     )
     mean = yield AllReduceMean(sent)  # line 14
-    norm = yield Agree(mean, mask.phase, late=stays_on_device(bucket, mask, selection))
-    # from here on state changes
+    norm = yield Agree(mean, mask.phase)  # from here on state changes
     factor = clip(bucket, mean, norm)  # line 18
     old = make_room(bucket, mean, mask)
-    behind = selection if delayed else None
+    next_selection = selection if delayed else None
     # lines 10, 11 and 15 to 21
-    yield from ops.commit("scape.commit", commit, bucket, mean, mask, old, factor, behind)
-    kept = keep_masks if bucket.behind is None else keep_late
-    yield from kept(bucket, ops, mask, mean, selection)  # line 15: gathered meanwhile
+    yield from ops.commit("scape.commit", commit, bucket, mean, mask, old, factor, next_selection)
+    yield from keep_masks(bucket, ops, mask, mean, selection)  # line 15: gathered meanwhile
 
 
 def commit(
@@ -212,9 +209,9 @@ class ScapeAdamS(CompressedOptimizer):
         sharded: bool = False,
         offload: Literal["residual", "all"] | None = None,
     ):
-        take_torchs(amsgrad, foreach, False, differentiable, fused)
+        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
         require(offload in OFFLOADS, "offload", offload, "None, 'residual' or 'all'")
-        self.sharded, self.offload, self.capturable = sharded, offload, capturable
+        self.sharded, self.offload = sharded, offload
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -252,9 +249,6 @@ class ScapeAdamS(CompressedOptimizer):
             "next_mask": Bits(compressed_only=True),
             "threshold": Scalar(torch.float64, compressed_only=True),
         }
-
-    def not_capturable(self) -> str:
-        return not_capturable(self._option_groups, self.backend, self.sharded)
 
     def add_to_stats(self, stats: Stats, verdict: Verdict) -> ScapeStats:
         overlap, ranks = weakly(self._mask_overlap), self.comm.size

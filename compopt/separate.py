@@ -40,15 +40,15 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.bases import AdamW, Base
 from ._engine.inside import applied
-from ._engine.options import check_adam, take_torchs
+from ._engine.options import check_adam, ignore_capturable, take_torchs
 from ._engine.when import OPTIONS
 from ._engine.wrapping import Wrapping
 from ._lowrank.options import check_said, resolved
 from ._lowrank.projecting import Group, Projecting
 from ._lowrank.step import Projections
-from ._ops.gated import count_up
+from ._ops.commits import count_steps
 from ._ops.ops import Ops
-from ._state.buckets import Bucket, Gate
+from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._wire.comm import ProcessGroup
 from ._wire.dtypes import PayloadDtype
@@ -69,21 +69,21 @@ def separate(
     mean = yield AllReduceMean(sent)  # line 3
     projections.find_bases(mean)
     squared = projections.squared_norm(mean)
-    norm = yield Agree(mean, projections.phase, squared, late=projections.stays_on_device)
+    norm = yield Agree(mean, projections.phase, squared)
 
     # from here on state changes; large matrices are not kept while a payload travels
     projections.draw()
     factor = projections.factor(norm)
-    gates = bucket.gates(mean)
-    if isinstance(base, AdamW) and projections.are_factors(gates, factor):
+    present = bucket.present(mean)
+    if isinstance(base, AdamW) and projections.are_factors:
         yield from projections.ops.commit(  # lines 4 and 5
-            "separate.commit", commit, bucket, mean, projections, base, gates, factor
+            "separate.commit", commit, bucket, mean, projections, base, present, factor
         )
     else:
-        commit(bucket, projections.ops, mean, projections, base, gates, factor)
+        commit(bucket, projections.ops, mean, projections, base, present, factor)
     if projections.forgets:
         bucket.flat["residual"].zero_()
-    yield from projections.commit(mean, gates, factor)
+    yield from projections.commit(mean, present, factor)
 
 
 def commit(
@@ -92,19 +92,19 @@ def commit(
     mean: Payload,
     projections: Projections,
     base: Base,
-    gates: list[Gate],
-    factor: float | Tensor,
+    present: list[bool],
+    factor: float,
 ) -> None:
     """Lines 4 and 5 of the tensors that any rank has a gradient of, and the base's step."""
-    count_up(bucket.state["step"], gates)
-    for i, (tensor, gate) in enumerate(zip(projections.tensors, gates, strict=True)):
-        if not gate:
+    count_steps(bucket.state["step"], present)
+    for i, (tensor, is_present) in enumerate(zip(projections.tensors, present, strict=True)):
+        if not is_present:
             continue
         part = mean.parts[i]
         room = base.room(bucket, i, tensor.average_in(part))
         ghat = tensor.reconstruct(part, factor, room)  # line 4
-        base.take(bucket, i, ghat, gate)
-        tensor.feed_back(mean, i, factor, gate)  # line 5
+        base.take(bucket, i, ghat)
+        tensor.feed_back(mean, i, factor)  # line 5
 
 
 class SeparateAdam(Projecting):
@@ -121,10 +121,7 @@ class SeparateAdam(Projecting):
             same message.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
             The paper trains GPT-2 345M with lr 6e-4, betas (0.9, 0.95), weight_decay 0.1.
-        foreach, fused: taken and ignored: the back end chooses how to compute.
-        capturable: a steady step does not wait for the device: verdict, norm and clip stay there,
-            ``stats`` wait when they are read, errors are raised by a later step, skipped steps
-            count. On accelerators only; docs/backends.md says which steps wait all the same.
+        foreach, fused, capturable: accepted and ignored: the back end chooses how to compute.
         amsgrad, differentiable: False; True is refused.
         projection: "tracked", on a space that follows the gradient's largest singular vectors
             (PowerSGD's power iteration): two smaller exchanges, one after the other. It keeps most
@@ -215,8 +212,7 @@ class SeparateAdam(Projecting):
         differentiable: bool = False,
         fused: bool | None = None,
     ):
-        take_torchs(amsgrad, foreach, False, differentiable, fused)
-        self.capturable = capturable
+        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -274,9 +270,7 @@ class Separate(Wrapping, Projecting):
     Args:
         base: an optimizer over the model's parameters; one of this package (AdamS) is stopped from
             averaging.
-        ratio, ...: all other options are those of :class:`SeparateAdam`. ``capturable`` asks for
-            torch's Adam or AdamW with ``fused=True`` as base; a step in which this rank has no
-            gradient of some tensor waits.
+        ratio, ...: all other options are those of :class:`SeparateAdam`.
 
     State beside the base's: the residual, and the basis of tracked tensors. Not saved: one averaged
     gradient as large as the parameters.
@@ -312,7 +306,7 @@ class Separate(Wrapping, Projecting):
         simulate: bool = False,
         capturable: bool = False,
     ):
-        self.capturable = capturable
+        ignore_capturable(capturable)
         options = dict(
             **resolved(projection, ratio, rank, payload_dtype, warmup_steps, total_steps),
             ef_beta=ef_beta,

@@ -111,8 +111,8 @@ class TagcAdamW(CompressedOptimizer):
         params: parameters, named parameters or groups, as torch takes them. A group may override
             every option below and say ``compress=False`` or ``True``.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
-        foreach, fused: taken and ignored: the back end chooses how to compute.
-        amsgrad, capturable, differentiable: False; True is refused.
+        foreach, fused, capturable: accepted and ignored: the back end chooses how to compute.
+        amsgrad, differentiable: False; True is refused.
         sparsity: share of each shard's compressed elements that is held back, at least, in [0, 1).
             The union over ranks of what is left is sent, so bytes grow with the number of ranks.
         codec: "compact" sends the values at the union as they are. "sketch", the paper's, sends a

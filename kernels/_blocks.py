@@ -208,16 +208,6 @@ def given(cell, i):
 
 
 @inlined
-def allowed(row, FIELD: tl.constexpr, i):
-    """Whether this tensor is updated, for all elements i: the cell says so by 0 or 1, or says where
-    a float32 of the device does.
-    """
-    cell = tl.load(row + FIELD)
-    number = tl.load(cell.to(tl.pointer_type(tl.float32)), mask=cell > 1, other=0.0)
-    return given(((cell == 1) | (number != 0)).to(tl.int64), i)
-
-
-@inlined
 def read(row, FIELD: tl.constexpr, i, there, TYPE: tl.constexpr, ALIGN: tl.constexpr = 1):
     """Elements i of the tensor at the address in this field; 0 where it has none."""
     address = tl.load(row + FIELD)

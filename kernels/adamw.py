@@ -20,7 +20,7 @@ from ._blocks import (
     Blocks,
     Table,
     alignment,
-    allowed,
+    given,
     own_block,
     rank,
     read,
@@ -45,7 +45,7 @@ class AdamWRow(NamedTuple):
     m: Tensor
     v: Tensor
     step: Tensor
-    update: int | Tensor
+    update: int
     residual: Tensor | None = None
     grad: Tensor | None = None
     score: Tensor | None = None
@@ -65,13 +65,11 @@ def _adamw(
     where,
     table,
     starts,
-    squares,
     ST: tl.constexpr,
     VT: tl.constexpr,
     GT: tl.constexpr,
     PT: tl.constexpr,
     ALIGN: tl.constexpr,
-    NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block, row, i, there = own_block(where, table, FIELDS, BLOCK, ALIGN)
@@ -82,12 +80,10 @@ def _adamw(
     )
     first = (1 - tl.exp(step * log1)).to(ST)
     second = tl.sqrt(1 - tl.exp(step * log2)).to(ST)
-    updates = there & allowed(row, UPDATE, i)
+    updates = there & given(tl.load(row + UPDATE), i)
 
     chosen = selected(row, BITS, i, there)
     g = sign.to(ST) * read(row, VALUES, rank(chosen, starts, block), chosen == 1, VT).to(ST)
-    if NORM:
-        tl.store(squares + block, tl.sum(g.to(tl.float64) * g.to(tl.float64), 0))
     w, m = read(row, W, i, there, ST, ALIGN), read(row, M, i, there, ST, ALIGN)
     v = read(row, V, i, there, ST, ALIGN)
     m = tl.where(updates, m + (1 - beta1).to(ST) * (g - m), m)
@@ -130,12 +126,10 @@ def adamw(
     eps: float,
     weight_decay: float,
     maximize: bool = False,
-    squares: Tensor | None = None,
 ) -> None:
     """One AdamW step of all tensors; each ``step`` is already counted up.
 
-    ``starts``: ``count`` of the rows' bits. ``squares``: for each block, float64, where its part of
-    the squared norm of ``values`` goes.
+    ``starts``: ``count`` of the rows' bits.
     """
     table = rows if isinstance(rows, Table) else adamw_table(blocks, rows)
     head = [
@@ -146,6 +140,4 @@ def adamw(
         -1.0 if maximize else 1.0,
         *(math.log(b) if b else -math.inf for b in betas),
     ]
-    norm = squares is not None
-    out = squares if norm else starts
-    blocks.run(_adamw, table.under(head), starts, out, NORM=norm, **table.constants)
+    blocks.run(_adamw, table.under(head), starts, **table.constants)

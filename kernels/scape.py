@@ -19,7 +19,7 @@ from ._blocks import (
     Blocks,
     Table,
     alignment,
-    allowed,
+    given,
     inlined,
     own_block,
     rank,
@@ -49,7 +49,7 @@ class ScapeRow(NamedTuple):
     w: Tensor | None = None
     m: Tensor | None = None
     step: Tensor | None = None
-    update: int | Tensor = 0
+    update: int = 0
     residual: Tensor | None = None
     grad: Tensor | None = None
     public: Tensor | None = None
@@ -108,7 +108,6 @@ def _scape(
     table,
     starts,
     held_starts,
-    squares,
     ST: tl.constexpr,
     VT: tl.constexpr,
     GT: tl.constexpr,
@@ -116,7 +115,6 @@ def _scape(
     ADAMS: tl.constexpr,
     ROUNDS: tl.constexpr,
     ALIGN: tl.constexpr,
-    NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block, row, i, there = own_block(where, table, FIELDS, BLOCK, ALIGN)
@@ -131,15 +129,13 @@ def _scape(
     else:
         second = 1 - tl.exp(step * log2)
         of_old, of_new = beta2 / second, (1 - beta2) / second
-    updates = there & allowed(row, UPDATE, i)
+    updates = there & given(tl.load(row + UPDATE), i)
 
     chosen, held = selected(row, BITS, i, there), selected(row, HELD, i, there)
     sent, at = updates & (chosen == 1), rank(chosen, starts, block)
     old = read(row, OLD, rank(held, held_starts, block), updates & (held == 1), ST)
     g = read(row, VALUES, at, there & (chosen == 1), VT).to(ST)
     w = read(row, W, i, updates, ST, ALIGN)
-    if NORM:
-        tl.store(squares + block, tl.sum(g.to(tl.float64) * g.to(tl.float64), 0))
     denominator = tl.sqrt(
         of_old.to(ST) * old * old + (of_new * clip * clip).to(ST) * g * g
     ) + eps.to(ST)
@@ -207,24 +203,19 @@ def scape(
     bias_correction: str = "scape",
     clip: float = 1.0,
     maximize: bool = False,
-    squares: Tensor | None = None,
 ) -> None:
     """Lines 10, 11 and 16 to 21 for all tensors; each ``step`` is already counted up, ``values``
     already negated.
 
     ``clip`` multiplies the averaged gradient in v alone (line 18 as printed). ``maximize`` negates
-    the own gradient. ``squares``: for each block, float64, where its part of the squared norm of
-    ``values`` goes.
+    the own gradient.
     """
     table = rows if isinstance(rows, Table) else scape_table(blocks, rows)
-    norm = squares is not None
     blocks.run(
         _scape,
         table.under(_head(lr, betas, eps, weight_decay, clip, maximize)),
         starts,
         held_starts,
-        squares if norm else starts,
-        NORM=norm,
         ADAMS=bias_correction == "adams",
         **table.constants,
     )

@@ -32,6 +32,8 @@ LOOKS = {
     # in compressed steps of some classes
     "_engine.schedule read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
     "_state.devices synchronize": ("LocalSteps, rounds", "the rank's own norm: whether to take its own step"),
+    "_local.inner take": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),
+    "_local.fragments _differ": ("LocalSteps, rounds", "a round's end: the norm of what the rank moved"),
     "_local.anchors differences": ("LocalSteps, rounds", "a round's end: whether tensors without a gradient moved"),
     "_local.inner mend": ("LocalSteps, rounds", "parameters that were not finite: which moments are not either"),
     "_lowrank.step _cosines": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),

@@ -153,13 +153,3 @@ def test_low_precision_has_float32_anchors():
         for p, anchor in zip(fragment.params, fragment.anchors, strict=True):
             assert anchor.dtype == torch.float32 and torch.equal(anchor.bfloat16(), p)
     assert any(not torch.equal(a, a.bfloat16().float()) for a in fragment.anchors)
-
-
-def test_an_outer_optimizer_that_does_not_wait_for_its_verdict_is_refused():
-    def outer(anchors):
-        made = compopt.Average(torch.optim.SGD(anchors, lr=1.0))
-        made.capturable = True
-        return made
-
-    with pytest.raises(ValueError, match=r"outer cannot be capturable: .* capturable=False"):
-        train(2, 1, outer=outer)

@@ -42,13 +42,6 @@ CLASSES = {
     "SCAPE": lambda params, comm: compopt.ScapeAdamS(
         params, density=0.1, warmup_steps=0, density_warmup_steps=0, process_group=comm
     ),
-    "AdamS, capturable": lambda params, comm: compopt.AdamS(params, process_group=comm, capturable=True),
-    "Radius, capturable": lambda params, comm: compopt.RadiusAdamW(
-        params, density=0.3, warmup_steps=0, interval=100, process_group=comm, capturable=True
-    ),
-    "SCAPE, capturable": lambda params, comm: compopt.ScapeAdamS(
-        params, density=0.1, warmup_steps=0, density_warmup_steps=0, process_group=comm, capturable=True
-    ),
 }
 
 
@@ -222,8 +215,6 @@ def triton(monkeypatch) -> None:
 
 CASES = [(name, EVENTS[about]) for name in ("AdamS", "Radius", "SCAPE") for about in EVENTS]
 CASES += [("Radius, bfloat16", [elsewhere, gradients_turned, masks_forgotten])]
-BEHIND_GATES = [elsewhere, parameters_turned, absent, absent_on_one, not_finite, one_more_group]
-CASES += [(f"{name}, capturable", BEHIND_GATES) for name in ("AdamS", "Radius", "SCAPE")]
 
 
 def compare(monkeypatch, make: Callable, events: list[Callable[[Job], None]], dtype: torch.dtype) -> None:

@@ -15,8 +15,8 @@ import compopt
 
 LIKE_ADAMW = [case.cls for case in CASES if "lr" in inspect.signature(case.cls).parameters]
 classes = pytest.mark.parametrize("cls", LIKE_ADAMW)
-HOW = ("foreach", "fused")
-NEVER = ("amsgrad", "capturable", "differentiable")
+HOW = ("foreach", "fused", "capturable")
+NEVER = ("amsgrad", "differentiable")
 
 
 def matrix() -> nn.Parameter:
@@ -57,10 +57,20 @@ def test_how_to_compute_is_taken_and_true_is_answered_once(cls, name):
     optimizer.step()
 
 
-def test_both_at_once_are_one_warning():
-    with pytest.warns(UserWarning, match="foreach=True and fused=True change nothing") as told:
-        compopt.RadiusAdamW([matrix()], foreach=True, fused=True)
+def test_several_at_once_are_one_warning():
+    with pytest.warns(UserWarning, match="foreach=True, fused=True, capturable=True change nothing") as told:
+        compopt.RadiusAdamW([matrix()], foreach=True, fused=True, capturable=True)
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("wrapper", [compopt.Average, compopt.Separate])
+def test_capturable_is_ignored_around_a_base_too(wrapper):
+    with pytest.warns(UserWarning, match="capturable=True changes nothing") as told:
+        optimizer = wrapper(torch.optim.SGD([p := matrix()], lr=1.0), capturable=True)
+    assert len(told) == 1 and told[0].filename == __file__
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert torch.equal(p, -torch.ones_like(p)) and optimizer.stats.step == 1
 
 
 def test_other_ranks_say_nothing(monkeypatch):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket, Gate, Gated, grad_dtype, local
+from .._state.buckets import Bucket, grad_dtype, local
 
 
 class Averages:
@@ -20,7 +20,6 @@ class Averages:
     def __init__(self) -> None:
         self._kept: dict[Tensor, Tensor] = {}
         self._taken: dict[Tensor, Tensor] = {}
-        self._gates: dict[Tensor, Gated] = {}  # where only the device knows
 
     def room(self, bucket: Bucket, i: int, average: Tensor | None) -> Tensor:
         p = bucket.params[i]
@@ -30,38 +29,20 @@ class Averages:
             )
         return local(self._kept[p])
 
-    def take(self, bucket: Bucket, i: int, ghat: Tensor, gate: Gate = True) -> None:
-        """The average of tensor i, to be applied behind the gate."""
+    def take(self, bucket: Bucket, i: int, ghat: Tensor) -> None:
+        """Note that the average of tensor i is in its memory."""
         p = bucket.params[i]
-        if isinstance(gate, Gated):
-            self._gates[p] = gate
         self._taken[p] = self._kept[p]
 
     @contextmanager
-    def as_gradients(self, params: Iterable[Tensor]) -> Iterator[Tensor | None]:
-        """``p.grad`` is the average, None where no rank had one; afterwards this rank's own.
-
-        Yields whether the step is applied, where only the device knows.
-        """
+    def as_gradients(self, params: Iterable[Tensor]) -> Iterator[None]:
+        """``p.grad`` is the average, None where no rank had one; afterwards this rank's own."""
         own = {p: p.grad for p in params}
         taken, self._taken = self._taken, {}
-        gates, self._gates = self._gates, {}
-        for p in _absent({p: gate for p, gate in gates.items() if own[p] is None}):
-            del taken[p]
         try:
             for p in own:
                 p.grad = taken.get(p)
-            yield next(iter(gates.values())).applied if gates else None
+            yield
         finally:
             for p, grad in own.items():
                 p.grad = grad
-
-
-def _absent(gates: dict[Tensor, Gated]) -> list[Tensor]:
-    """Of tensors without a gradient on this rank, those without one on any: the host waits to know,
-    for a fused optimizer has one gate for all its tensors.
-    """
-    if not gates:
-        return []
-    there = torch.stack([gate.writes for gate in gates.values()]).tolist()
-    return [p for p, any_has in zip(gates, there, strict=True) if not any_has]

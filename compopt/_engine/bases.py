@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from .._ops.ops import Ops
-from .._state.buckets import Bucket, Gate
+from .._state.buckets import Bucket
 
 
 class Base(Protocol):
@@ -19,8 +19,8 @@ class Base(Protocol):
     def room(self, bucket: Bucket, i: int, average: Tensor | None) -> Tensor:
         """Where to write that of tensor i; ``average`` is where it is already, if anywhere."""
 
-    def take(self, bucket: Bucket, i: int, ghat: Tensor, gate: Gate) -> None:
-        """It is there, and is to be applied behind the gate."""
+    def take(self, bucket: Bucket, i: int, ghat: Tensor) -> None:
+        """Apply the average of tensor i, which is in ``ghat``."""
 
 
 class AdamW:
@@ -35,8 +35,8 @@ class AdamW:
             average = self.ops.scratch(w, w.numel())
         return average.view(w.shape)
 
-    def take(self, bucket: Bucket, i: int, ghat: Tensor, gate: Gate) -> None:
+    def take(self, bucket: Bucket, i: int, ghat: Tensor) -> None:
         state, w = bucket.state, bucket.weight(i)
         m, v, step = state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
-        self.ops.adamw(bucket.group, w, ghat, m, v, step, gate)
+        self.ops.adamw(bucket.group, w, ghat, m, v, step)
         bucket.publish(i)

@@ -26,7 +26,6 @@ from .._wire.meshes import copies_of, shard_comms
 from . import checkpoint, frozen
 from .face import Face, Group
 from .handshake import Acquaintance
-from .late import Late, check_capturable
 from .owner import Owner
 from .runtime import Runtime
 from .settings import structure_of
@@ -64,7 +63,6 @@ class Engine:
         self.half_step = ""  # why parameters and state no longer belong together
         self.noticed = ""  # in this step: that another rank waits elsewhere
         self.skipped_in_a_row = 0
-        self.late = Late()  # verdicts that the host has not read
         self.found = ""  # by a trial of when="auto"
         # the step at which residuals became their mean over ranks
         self.consolidated: int | None = None
@@ -148,8 +146,6 @@ class Engine:
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         parted = () if face.reduces_inside else self.buckets  # else its ranks hold the other parts
         self.shards = shard_comms(p for bucket in parted for p in bucket.params)
-        if face.capturable:
-            check_capturable(self)
         for bucket in self.buckets:
             self._fill(bucket)
         face.after_layout()
@@ -247,7 +243,6 @@ class Engine:
     def settle(self) -> None:
         """Wait for what was sent behind the last commit, and make the state readable."""
         self.runtime.tails.settle()
-        self.late.read(self, wait=True)
         tidy = self.face.tidy
         for bucket in self.buckets:
             tidy(bucket)
@@ -285,7 +280,6 @@ class Engine:
         alike on all ranks.
         """
         waits = not self.known.acquainted or self.scaled or bool(self.half_step)
-        waits |= self.face.capturable  # nobody hears in time of what has gone stale
         if waits or self.comm.size == 1:
             return
         early = self.runtime.early

@@ -52,8 +52,6 @@ class Face:
     offload: str | None = None
     # compress also where there is no other rank: one process then shows what many do
     simulate = False
-    # a steady step waits for nothing of the device: its verdict gates its commit there
-    capturable = False
     # steps skipped in a row after which step() raises; set it on the optimizer to change it
     max_skipped = 100
     # every so many steps a checksum of the parameters rides in the payload; 0: never
@@ -108,13 +106,6 @@ class Face:
 
     def committed(self) -> None:
         """Called when all buckets have committed a step, before it is counted."""
-
-    def not_capturable(self) -> str:
-        """Why ``capturable=True`` cannot be, of this class with its options; nothing where it can.
-
-        Asked when buckets are laid out.
-        """
-        return ""
 
     def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
         """``stats`` of the step that has just ended, with more where a class knows more."""

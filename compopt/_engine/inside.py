@@ -240,7 +240,7 @@ def applied(
             ghat.zero_()
         elif ghat.data_ptr() != g.data_ptr():
             ghat.copy_(g).mul_(factor)
-        base.take(bucket, i, ghat, True)
+        base.take(bucket, i, ghat)
 
 
 def place_of(p: Tensor, engine: Engine) -> tuple[Bucket, int]:

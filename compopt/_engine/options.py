@@ -15,7 +15,6 @@ from .when import OPTIONS
 # options of torch.optim.AdamW that nothing here can follow, and why
 NEVER = {
     "amsgrad": "largest second moments are not kept",
-    "capturable": "only AdamS, Radius, SCAPE and Separate can, and Average",
     "differentiable": "a step that goes over the network has no gradient",
 }
 
@@ -58,13 +57,24 @@ def take_torchs(
 
     Raises ValueError where one cannot be; warns, on rank 0, where one changes nothing.
     """
-    refuse(dict(amsgrad=amsgrad, capturable=capturable, differentiable=differentiable))
-    said = [f"{name}=True" for name, on in (("foreach", foreach), ("fused", fused)) if on]
-    if said:
-        change = "changes" if len(said) == 1 else "change"
+    refuse(dict(amsgrad=amsgrad, differentiable=differentiable))
+    ignored = dict(foreach=foreach, fused=fused, capturable=capturable)
+    names = [f"{name}=True" for name, value in ignored.items() if value]
+    if names:
+        verb = "changes" if len(names) == 1 else "change"
         warn(
-            f"{' and '.join(said)} {change} nothing here: a step runs on compopt's own kernels, "
+            f"{', '.join(names)} {verb} nothing here: a step runs on compopt's own kernels, "
             "optimizer.backend says which. Leave it out.",
+            rank_here(),
+        )
+
+
+def ignore_capturable(capturable: bool) -> None:
+    """Warn, on rank 0, that ``capturable=True`` changes nothing in a class around an optimizer."""
+    if capturable:
+        warn(
+            "capturable=True changes nothing here: the host waits for the device once a step. "
+            "Leave it out.",
             rank_here(),
         )
 

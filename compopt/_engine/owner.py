@@ -36,9 +36,6 @@ class Owner(Protocol):
     def committed(self, verdict: Verdict) -> None:
         """The step is applied; this still belongs to it."""
 
-    def skipped(self, verdict: Verdict) -> None:
-        """The step is applied on no rank: a gradient was not finite."""
-
 
 _being_made: ContextVar[bool] = ContextVar(
     "compopt: an owned optimizer is being made", default=False

@@ -24,31 +24,6 @@ def misplaced(engine: Engine, verdict: Verdict) -> CommunicationError:
     )
 
 
-def read_late(engine: Engine, verdict: Verdict, number: int) -> Exception | None:
-    """What a step has found that the host hears of in a later one; None where ranks can go on."""
-    if verdict.misplaced:
-        return misplaced(engine, verdict)
-    if verdict.agreed["unfrozen"][0] > 0:
-        return RuntimeError(
-            f"step {number} was not applied, and a later one tells (capturable=True): "
-            f"on some rank other parameters required a gradient than before. Change "
-            "requires_grad before the same step on all ranks."
-        )
-    if verdict.failed:
-        return CommunicationError(
-            f"step {number} was not applied, and a later one tells (capturable=True): "
-            f"the gradients of a rank could not be sent, and what it raised says why. Mend "
-            "that, and call step() again on all ranks."
-        )
-    if verdict.mismatch:
-        return ValueError(
-            f"step {number} was not applied, and a later one tells (capturable=True): "
-            f"ranks differed in an option of their parameter groups. Make them equal; with "
-            "capturable=False the error names the first difference."
-        )
-    return None
-
-
 def watch_skips(engine: Engine, applied: bool) -> FloatingPointError | None:
     """Count steps that were skipped in a row; what is to be raised where they are too many."""
     engine.skipped_in_a_row = 0 if applied else engine.skipped_in_a_row + 1

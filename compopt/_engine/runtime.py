@@ -11,8 +11,6 @@ ranks send all others again. No extra collective, no rank alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from .._state.buckets import Bucket
@@ -54,7 +52,6 @@ class Runtime:
         words: dict[str, Words],
         shards: list[Comm],
         problem: Exception | None = None,
-        late: Callable[[list[Exchange]], Verdict] | None = None,
     ) -> Turns[Verdict]:
         """All of a step up to the verdict. Raises CommunicationError with nothing applied when a
         collective failed.
@@ -62,16 +59,12 @@ class Runtime:
         ``words``: what else is to be agreed, by name (see ``control``); "settings" are bits that
         must not differ. ``shards``: the ranks that hold the other parts of this rank's model, if
         any: they step together or not at all. ``problem``: why this rank cannot send its gradients.
-        ``late``: what makes a verdict without waiting for the device, where every commit can be
-        gated by it.
         """
         schedule = self.early.take(buckets, self.algorithm, comm)
         again = Schedule(buckets[:-1], self.algorithm, comm) if len(buckets) > 1 else None
         schedule.terms.problem = problem
         try:
-            verdict = yield from self._agree(schedule, again, words, late, not shards)
-            if verdict.unread is not None:
-                return verdict
+            verdict = yield from self._agree(schedule, again, words, not shards)
             sharded = any(exchange.agreement.sharded for exchange in verdict.exchanges)
             if not verdict.of_all:
                 self._note_untold(verdict, sharded)
@@ -119,7 +112,6 @@ class Runtime:
         schedule: Schedule,
         again: Schedule | None,
         words: dict[str, Words],
-        late: Callable[[list[Exchange]], Verdict] | None,
         whole: bool,
     ) -> Turns[Verdict]:
         """``whole``: no other ranks hold parts of this rank's model."""
@@ -131,8 +123,6 @@ class Runtime:
         schedule.terms.words = {"stale": word, **words}
         yield from schedule.run()
         exchanges = schedule.exchanges
-        if late and all(exchange.agreement.late for exchange in exchanges):
-            return late(exchanges)
         verdict = yield from _judged(exchanges, schedule.terms.comm, whole)
         if verdict.agreed["stale"][0] == 0 or again is None:
             verdict.early = len(stale)
@@ -150,17 +140,9 @@ class Runtime:
 
         Where it raises, ``committing`` is the bucket that could not.
         """
-        if verdict.unread is None:
-            for exchange in verdict.exchanges:
-                exchange.bucket.behind = None
-        else:
-            for exchange, gates in zip(verdict.exchanges, verdict.unread.gates, strict=True):
-                exchange.bucket.behind = gates
-        for exchange in verdict.exchanges:
-            exchange.bucket.squares = verdict.squares
         for exchange in verdict.exchanges:
             self.committing = exchange.bucket
-            self.tails.commit(exchange, verdict.answer)
+            self.tails.commit(exchange, verdict.norm)
         self.committing = None
         in_turn(verdict.exchanges, self.tails.commit)
 
@@ -171,7 +153,7 @@ def _judged(exchanges: list[Exchange], comm: Comm, whole: bool) -> Turns[Verdict
     if whole and sharded and is_accelerator(exchanges[-1].bucket.device):
         verdict = yield from judge_shards(exchanges, comm)
         return verdict
-    return judge(exchanges, whole)
+    return judge(exchanges)
 
 
 def _gather(exchanges: list[Exchange], norm: float) -> Turns[None]:

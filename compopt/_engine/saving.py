@@ -111,7 +111,6 @@ def contents(engine: Engine) -> dict[str, Any]:
     """What a copy of an optimizer needs beside what torch copies; the rest is built again."""
     face = engine.face
     own = {"sharded": face.sharded, "offload": face.offload, "simulate": face.simulate}
-    own["capturable"] = face.capturable
     return {**own, "_met": engine.met, "_trained": engine.trained}
 
 

@@ -34,9 +34,7 @@ def settings_of(engine: Engine) -> list[Any]:
     face = engine.face
     known = face._known_options
     return [
-        engine.name
-        + (" (sharded)" if face.sharded else "")
-        + (" (capturable)" if face.capturable else ""),
+        engine.name + (" (sharded)" if face.sharded else ""),
         *(known_of(group, known) for group in engine.option_groups),
         # two round differently, and select differently among equals
         {"backend": engine.ops.name},

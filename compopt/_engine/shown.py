@@ -19,10 +19,7 @@ class Shown:
 
     @property
     def stats(self) -> Stats:
-        """What the last step did. This waits for the device with ``capturable=True``, and where the
-        commit has found the norm.
-        """
-        self._engine.late.read(self._engine, wait=True)
+        """What the last step did."""
         return self._engine.stats
 
     @property

@@ -25,7 +25,6 @@ def step(engine: Engine) -> Turns[None]:
     simulator's turns).
     """
     refuse(engine)
-    engine.late.tell(engine)
     comm = engine.look_around()  # first: state may have to be cut anew
     running = Step(engine, comm, engine.steps + 1)
     try:
@@ -77,17 +76,13 @@ class Step:
             engine.rebuild()
         self.problem = self._prepare()
         yield from self._hear_of_tails()
-        late = engine.face.capturable and engine.known.acquainted
         if not engine.known.acquainted:
             if self.problem is not None:
                 raise self.problem
             yield from self._get_acquainted()
         if not engine.buckets:
             return
-        verdict = yield from self._agree(late)
-        if verdict.unread is not None:
-            self._enqueue(verdict)
-            return
+        verdict = yield from self._agree()
         if verdict.agreed["unfrozen"][0] > 0:
             # on some rank other parameters require a gradient now
             yield from self._get_acquainted()
@@ -98,15 +93,12 @@ class Step:
         yield from self._refuse(verdict)
         if engine.owner and verdict.applied:
             yield from engine.owner.before_commit()
-        elif engine.owner:
-            engine.owner.skipped(verdict)
         self._apply(verdict)
         if verdict.applied and not engine.told:
             engine.told = True
             tell(engine, comm)
         sent, engine.counted = comm.bytes_sent - engine.counted, comm.bytes_sent
         report(engine, verdict, sent, engine.steps)
-        engine.late.squares = verdict.squares
         self._time(verdict)
         if too_many := watch_skips(engine, verdict.applied):
             raise too_many
@@ -148,9 +140,8 @@ class Step:
         yield from tails.confirm(self.comm, engine.device)
         for bucket in engine.buckets:
             bucket.gathered = {}
-        # nothing is sent that could say so, or nobody reads it in time
-        unread = engine.face.capturable or not engine.buckets
-        alone = unread and frozen.changed(engine)
+        # nothing is sent that could say so
+        alone = not engine.buckets and frozen.changed(engine)
         known = engine.known
         if tails.lost or alone or known.structure != structure_of(engine):
             known.acquainted = tails.lost = False
@@ -167,7 +158,7 @@ class Step:
 
     # The exchange
 
-    def _agree(self, late: bool = False) -> Turns[Verdict]:
+    def _agree(self) -> Turns[Verdict]:
         engine, comm = self.engine, self.comm
         every = engine.face.check_replicas_every
         settings = engine.face._settings()
@@ -182,9 +173,8 @@ class Step:
         if unfrozen:  # all ranks hear of a problem, and nothing is applied
             problem = RuntimeError("other parameters require a gradient than before")
         runtime = engine.runtime
-        judge = engine.late.judge if late else None
         buckets, shards = engine.buckets, engine.shards
-        return (yield from runtime.agree(buckets, comm, words, shards, problem, judge))
+        return (yield from runtime.agree(buckets, comm, words, shards, problem))
 
     def _tell_of_changes(self, verdict: Verdict) -> None:
         if verdict.resent and not self.engine.warned:
@@ -214,22 +204,6 @@ class Step:
             yield from explain_mismatch(engine, self.comm)
 
     # After it
-
-    def _enqueue(self, verdict: Verdict) -> None:
-        """Commit a step of which only the device knows whether it is applied.
-
-        It counts as one either way: the host does not wait to learn which. Where this rank could
-        not send its gradients it is applied on none.
-        """
-        engine = self.engine
-        self.problem = verdict.take_error(self.problem)
-        if self.problem is not None:
-            engine.runtime.close(verdict)
-            engine.count()
-            self.over = True
-            raise self.problem
-        self._apply(verdict)
-        engine.late.keep(engine, verdict, self.comm, self.number)
 
     def _apply(self, verdict: Verdict) -> None:
         """Commit a step that is to be applied, and count it: as a whole, whatever signals come

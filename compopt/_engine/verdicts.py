@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._ops.norms import squared_norms, stacked_squared_norms
-from .._state.buckets import Bucket, Gated
+from .._state.buckets import Bucket
 from .._wire.comm import Comm
 from .._wire.control import Control, differ
 from .._wire.requests import AllReduceMean
@@ -30,18 +30,6 @@ class Said:
     control: Control
 
 
-@dataclass(frozen=True, slots=True)
-class Unread:
-    """A verdict that is on the device (see ``late``): what it is made of, its norm, and for each
-    bucket which tensors the step writes.
-    """
-
-    said: list[Said]
-    numbers: Tensor
-    norm: Tensor  # float64
-    gates: list[list[Gated]]
-
-
 @dataclass
 class Verdict:
     """What all ranks decided about one step."""
@@ -51,12 +39,8 @@ class Verdict:
     # of each bucket that has compressed tensors
     phase_of: dict[int, str] = field(default_factory=dict)
     norm: float = 0.0
-    # where only the device knows yet whether the step is applied: ``applied`` is then True
-    unread: Unread | None = None
     of_all: bool = False  # shards: ranks that hold the others have been asked
     early: int = 0  # buckets whose exchange began in backward and counted
-    # the norm follows from the commit, which adds the squares of it here
-    squares: list[Tensor] | None = None
     resent: bool = False  # early payloads were stale and went out again
     mismatch: bool = False  # a rank has other settings
     failed: bool = False  # a rank could not read its gradients
@@ -66,11 +50,6 @@ class Verdict:
     agreed: dict[str, list[float]] = field(default_factory=dict)
     # tensors with a non-finite gradient on some rank
     bad: list[str] = field(default_factory=list)
-
-    @property
-    def answer(self) -> float | Tensor:
-        """What generators are resumed with after ``Agree``: the norm."""
-        return self.norm if self.unread is None else self.unread.norm
 
     def take_error(self, known: Exception | None = None) -> Exception | None:
         """Why this rank could not read its gradients, unless that is ``known``.
@@ -83,17 +62,9 @@ class Verdict:
         return known or (errors[0] if errors else None)
 
 
-def judge(exchanges: list[Exchange], whole: bool = True) -> Verdict:
-    """The verdict, from averaged numbers that are the same on every rank.
-
-    ``whole``: no other ranks hold parts of the model, and of the norm.
-    """
-    follows = whole and all(exchange.agreement.follows for exchange in exchanges)
-    verdict, marks = decide(said_by(exchanges), _read(exchanges, follows))
-    if follows and verdict.applied:
-        verdict.squares = []
-    elif follows:  # there will be no commit
-        verdict.norm = float(_squares(exchanges).sum().sqrt())
+def judge(exchanges: list[Exchange]) -> Verdict:
+    """The verdict, from averaged numbers that are the same on every rank."""
+    verdict, marks = decide(said_by(exchanges), _read(exchanges))
     verdict.exchanges = exchanges
     for exchange, own in zip(exchanges, marks, strict=True):
         exchange.agreement.payload.marks = own
@@ -158,16 +129,14 @@ def said_by(exchanges: list[Exchange]) -> list[Said]:
     return said
 
 
-def numbers_of(exchanges: list[Exchange], follows: bool = False) -> Tensor:
-    """What the verdict is made of, on the device: the squared norms of all buckets' averages (0
-    where the norm follows), then the marks and control words of each.
+def numbers_of(exchanges: list[Exchange]) -> Tensor:
+    """What the verdict is made of, on the device: the squared norms of all buckets' averages, then
+    the marks and control words of each.
     """
     device = exchanges[-1].bucket.device
     payloads = [exchange.agreement.payload for exchange in exchanges]
     words = [p.flat[: p.flat.numel() - p.body.numel()].to(device) for p in payloads]
     numbers = torch.cat(words).double()
-    if follows:
-        return torch.cat([numbers.new_zeros(len(exchanges)), numbers])
     return torch.cat([_squares(exchanges), numbers])
 
 
@@ -183,11 +152,9 @@ def _squares(exchanges: list[Exchange]) -> Tensor:
     return torch.cat([square.to(device).view(-1) for square in squares])
 
 
-def _read(exchanges: list[Exchange], follows: bool) -> list[float]:
-    """All numbers at once, on the host: here every step waits for the device. docs/backends.md says
-    where else some do, and which steps do not wait here either.
-    """
-    numbers: list[float] = numbers_of(exchanges, follows).tolist()
+def _read(exchanges: list[Exchange]) -> list[float]:
+    """All numbers at once, on the host: the one wait for the device of every step."""
+    numbers: list[float] = numbers_of(exchanges).tolist()
     return numbers
 
 

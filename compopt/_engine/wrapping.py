@@ -17,7 +17,6 @@ from .._state.layouts import Layout
 from .._wire.comm import ProcessGroup
 from .averages import Averages
 from .base import CompressedOptimizer
-from .behind import behind, has_gate
 from .face import Group
 from .joined import join, part
 from .settings import known_of
@@ -124,21 +123,9 @@ class Wrapping(CompressedOptimizer):
         """Step the base, once, on the averaged gradients."""
         super().committed()
         params = [p for group in self.param_groups for p in group["params"]]
-        with self._averages.as_gradients(params) as applied:
-            if applied is None:
-                self.base.step()
-            else:
-                with behind(self.base, applied):
-                    self.base.step()
+        with self._averages.as_gradients(params):
+            self.base.step()
         self._show_base()
-
-    def not_capturable(self) -> str:
-        if not has_gate(self.base):
-            return (
-                f"base {type(self.base).__name__} cannot leave a step undone on the device: make "
-                "it torch.optim.AdamW or Adam with fused=True, or take SeparateAdam"
-            )
-        return super().not_capturable()
 
     # Checkpoints
 

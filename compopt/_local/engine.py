@@ -82,7 +82,7 @@ class LocalEngine:
         ``said``: what ranks must have alike; ``limit``: of steps skipped in a row.
         """
         engine, h = self.engine, self.options
-        own = inner_step.take(engine, self.inner, h["max_grad_norm"])
+        norm = inner_step.take(engine, self.inner, h["max_grad_norm"])
         applied: list[Fragment] = []
         try:
             if self.exchanges is not None:
@@ -95,8 +95,6 @@ class LocalEngine:
             ) from error
         finally:
             engine.handed_over = False
-        # the verdict of what was exchanged at once has been waited for
-        norm = own.read(come=any(fragment.apply_at is None for fragment in applied))
         taken = math.isfinite(norm)
         report(engine, h, self.exchanges, norm, applied, taken)
         self._warned = inner_step.mend(self.inner, applied, engine, self._warned)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._engine.behind import spoil_
 from .._engine.engine import Engine
 from .._engine.handshake import gather
 from .._engine.owner import making_own
@@ -26,7 +25,6 @@ from .._wire.comm import Comm
 from .._wire.control import Words
 from .._wire.pending import Pending
 from .anchors import anchor_of, bring_, differences, moved_since, wide_copy
-from .norms import Norm
 from .outer import Outer, begin_momentum, check_outer
 
 # what an exchange waits for when it could be applied, and is not yet to be
@@ -65,8 +63,6 @@ class Fragment:
         self._error: Exception | None = None
         self._open = True
         self._squared = 0.0
-        self._norm: Norm | None = None  # of what this rank moved, until it is known to be finite
-        self._again = False  # a rank was lost, and the exchange is repeated without it
         self._moved: list[Tensor] = []
         # which tensors may differ from their anchors, and those of an exchange that is not applied
         # yet; some of them may be frozen by now
@@ -132,9 +128,6 @@ class Fragment:
             if self._waiting is not None and self._waiting is not HELD:
                 yield self._waiting
             yield from self._turns
-            if self._again:
-                self._learn(come=True)
-                yield from self.outer.step_in_turns()
             self.due = False
             if self.mix:  # parameters still differ
                 self._trained |= self._sent
@@ -150,8 +143,7 @@ class Fragment:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._turns = self._waiting = self._error = self._norm = None
-        self._again = False
+        self._turns = self._waiting = self._error = None
         self._moved = []
         for anchor in self.anchors:
             anchor.grad = None
@@ -162,18 +154,9 @@ class Fragment:
         for i, anchor in enumerate(self.anchors):
             anchor.requires_grad_(i in self._sent)
             anchor.grad = laid_out_as(anchor.detach(), moved[i]) if i in moved else None
-        self._norm = Norm([*moved.values()])
-        if (norm := self._norm.there) is None:
-            self._learn()
-        else:  # all ranks hear of it, with the verdict
-            spoil_(moved.values(), norm.isfinite())
-
-    def _learn(self, come: bool = False) -> None:
-        """Whether what this rank moved is finite; if it is not, the rank sends nothing."""
-        if self._norm is not None:
-            norm, self._norm = self._norm.read(come), None
-            self.lost = not math.isfinite(norm)
-            self._squared = 0.0 if self.lost else norm * norm
+        norm = float(torch.nn.utils.get_total_norm([*moved.values()])) if moved else 0.0
+        self.lost = not math.isfinite(norm)  # the rank then sends nothing
+        self._squared = 0.0 if self.lost else norm * norm
         for anchor in self.anchors if self.lost else ():
             anchor.grad = None
 
@@ -181,7 +164,6 @@ class Fragment:
 
     def saved(self) -> dict[str, Any]:
         """What is needed to go on; what is on its way begins anew, with the same differences."""
-        self._learn()
         grads = [anchor.grad for anchor in self.anchors] if self.on_its_way else None
         return {
             "trained": sorted(self._trained | self._sent),
@@ -253,7 +235,7 @@ class Fragment:
         return self.said
 
     def words(self) -> dict[str, Words]:
-        return {"moved": [self._squared] if self._norm is None else self._norm.squared()}
+        return {"moved": [self._squared]}
 
     def before_commit(self) -> Turns[None]:
         while not self._open:
@@ -265,12 +247,8 @@ class Fragment:
 
     def committed(self, verdict: Verdict) -> None:
         """The anchors are the new ones: bring them to the parameters."""
-        self._learn(come=True)
         self.norms = verdict.agreed["moved"][0], verdict.norm**2
         self.take_anchors(self._moved)
-
-    def skipped(self, verdict: Verdict) -> None:
-        self._again = math.isnan(verdict.agreed["moved"][0])
 
     def take_anchors(self, moved: list[Tensor] | None = None) -> None:
         """w <- mix * w + (1 - mix) * anchor, of w when the exchange began; then what the rank moved

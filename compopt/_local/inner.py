@@ -9,33 +9,27 @@ import torch
 from torch import Tensor
 
 from .._engine import gradients
-from .._engine.behind import behind, has_gate
 from .._engine.engine import Engine
 from .._engine.signals import held_back
 from .._ops.clipping import clip_factor, scale_all_
 from .._state.buckets import local
 from .._wire.warning import warn
 from .fragments import Fragment
-from .norms import Norm
 
 
-def take(engine: Engine, inner: torch.optim.Optimizer, clip: float | None) -> Norm:
+def take(engine: Engine, inner: torch.optim.Optimizer, clip: float | None) -> float:
     """Step ``inner``, unless a gradient is not finite, and count the step; gradients are clipped to
     norm ``clip``. Signals that come meanwhile are handled after it.
 
-    Returns the gradients' norm. It is finite where the step was taken, and not read yet where an
-    ``inner`` with a gate finds that out on the device.
+    Returns the gradients' norm, which is finite where the step was taken.
     """
     gradients.check(engine)
     gradients.unscale(engine)
     params = [p for group in inner.param_groups for p in group["params"]]
     own = [local(p.grad) for p in params if p.grad is not None]
-    norm = Norm(own)
-    if norm.there is not None and has_gate(inner):
-        _take_behind(engine, inner, own, norm.there, clip)
-        return norm
-    taken = math.isfinite(norm.read())
-    scale_all_(own, clip_factor(norm.read(), clip) if taken else 1.0)
+    norm = float(torch.nn.utils.get_total_norm(own)) if own else 0.0
+    taken = math.isfinite(norm)
+    scale_all_(own, clip_factor(norm, clip) if taken else 1.0)
     with held_back():
         if taken:
             inner.step()
@@ -43,25 +37,7 @@ def take(engine: Engine, inner: torch.optim.Optimizer, clip: float | None) -> No
     return norm
 
 
-def _take_behind(
-    engine: Engine,
-    inner: torch.optim.Optimizer,
-    own: list[Tensor],
-    norm: Tensor,
-    clip: float | None,
-) -> None:
-    """The same, without waiting for the norm."""
-    taken = norm.isfinite()
-    factor = clip_factor(norm.double(), clip)
-    if isinstance(factor, Tensor):
-        scale_all_(own, factor.where(taken, 1.0))
-    with held_back():
-        with behind(inner, taken):
-            inner.step()
-        _count(engine, taken)
-
-
-def _count(engine: Engine, taken: bool | Tensor) -> None:
+def _count(engine: Engine, taken: bool) -> None:
     """One step more, of the optimizer, and where it was ``taken`` of the tensors that moved."""
     for group in engine.option_groups:
         group["step"] += 1
@@ -69,11 +45,9 @@ def _count(engine: Engine, taken: bool | Tensor) -> None:
         number
         for bucket in engine.buckets
         for p, number in zip(bucket.params, bucket.state["step"], strict=True)
-        if taken is not False and p.grad is not None
+        if taken and p.grad is not None
     ]
-    if steps and isinstance(taken, Tensor):
-        torch._foreach_add_(steps, [taken.float()] * len(steps))
-    elif steps:
+    if steps:
         torch._foreach_add_(steps, 1)
 
 

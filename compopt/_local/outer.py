@@ -21,11 +21,6 @@ def check_outer(outer: object, anchors: list[nn.Parameter]) -> None:
             f"outer must make an optimizer of compopt, got {type(outer).__name__}: e.g. lambda "
             "params: compopt.Average(torch.optim.SGD(params, lr=0.7))."
         )
-    if outer.capturable:
-        raise ValueError(
-            "outer cannot be capturable: where a round ends ranks must know whether it was "
-            "applied. Make it with capturable=False."
-        )
     theirs = [p for group in outer.param_groups for p in group["params"]]
     if len(theirs) != len(anchors) or any(map(lambda p, q: p is not q, theirs, anchors)):
         raise ValueError("outer must step all parameters that it is given, in their order.")

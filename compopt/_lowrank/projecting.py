@@ -182,23 +182,17 @@ class Projecting(CompressedOptimizer):
             first[i] = None if warm[i] else replace(q, rows=q.m, columns=q.d)
         random = self._drawing(bucket, first, keep=False)()
         held = bucket.state["basis"]
-        found = {i: held[i] if warm[i] else begun(held[i], random[i]) for i in tracked}
+        found = {i: held[i] if warm[i] else random[i] for i in tracked}
         return {i: Q.view(tracked[i].m, -1) for i, Q in found.items() if Q is not None}
 
     def restore(self, bucket: Bucket) -> None:
         """A basis that is not zero has been found by a step."""
         bases = bucket.state.get("basis", [None] * len(bucket.params))
-        bucket.cache["begun"] = False  # whether the host has seen a step that finds bases
         bucket.cache["warm"] = [basis is not None and bool(basis.any()) for basis in bases]
 
     def committed(self) -> None:
         super().committed()
         self._adaptation.adapt(self._option_groups)
-
-    def not_capturable(self) -> str:
-        if self._clips_locally():
-            return "clip='local' takes the gradient's norm to the host"
-        return ""
 
     # Inside FSDP2
 
@@ -264,13 +258,6 @@ def projection_of(p: Tensor, h: Group, place: int, whole: bool) -> Projection | 
     ratio, beta = current(h, place)
     shape, sharded = (p.shape, False) if whole else (local(p).shape, is_sharded(p))
     return projection(shape, sharded, ratio, h["projection"], beta, h["rank"], h["block_rows"])
-
-
-def begun(held: Tensor, random: Tensor | None) -> Tensor | None:
-    """What a tensor begins with of which the host knows no basis: a step may have found one of
-    which it has not heard. At first random numbers.
-    """
-    return random if random is None else torch.where(held.any(), held, random.view(held.shape))
 
 
 def values_of(q: Projection) -> int:

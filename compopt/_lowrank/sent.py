@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from .._ops.clipping import scale_
-from .._ops.gated import writing
 from .._ops.ops import Ops
-from .._state.buckets import Gate
 from .._wire.requests import Payload
 from .projections import Projection, by_blocks
 
@@ -48,14 +46,14 @@ class Whole:
         """Where the averaged gradient is already."""
         return part
 
-    def reconstruct(self, part: Tensor, factor: float | Tensor, ghat: Tensor) -> Tensor:
+    def reconstruct(self, part: Tensor, factor: float, ghat: Tensor) -> Tensor:
         """``factor`` times the averaged gradient, into ``ghat``, where it may be already."""
         if ghat.data_ptr() != part.data_ptr():
             ghat.view(-1).copy_(part)
         scale_(ghat, factor)
         return ghat
 
-    def feed_back(self, mean: Payload, i: int, factor: float | Tensor, gate: Gate = True) -> None:
+    def feed_back(self, mean: Payload, i: int, factor: float) -> None:
         """All has been sent, or was the noise of an unbiased projection, which owes nothing: there
         remains what rounding took off.
 
@@ -65,10 +63,9 @@ class Whole:
             return
         if not self.owed and mean.dropped is None:
             return
-        with writing(self.ops, self.e, gate) as e:
-            e.mul_(1 - factor if self.sends else 0.0)
-            if mean.dropped is not None:
-                add_(e.view(-1), mean.dropped_parts[i], factor)
+        self.e.mul_(1 - factor if self.sends else 0.0)
+        if mean.dropped is not None:
+            self.e.view(-1).add_(mean.dropped_parts[i], alpha=factor)
 
 
 @dataclass
@@ -146,7 +143,7 @@ class Projected:
         """Nowhere yet."""
         return None
 
-    def reconstruct(self, part: Tensor, factor: float | Tensor, ghat: Tensor) -> Tensor:
+    def reconstruct(self, part: Tensor, factor: float, ghat: Tensor) -> Tensor:
         """Line 4, times ``factor``, into ``ghat``."""
         q, R = self.q, self.R
         p = q.of_part(part).to(R.dtype) * (q.scale * factor)
@@ -180,7 +177,7 @@ class Projected:
         whole = self.expand(p, R, R.new_empty(len(p), q.d))
         return whole[first:last].mul_(q.scale)
 
-    def feed_back(self, mean: Payload, i: int, factor: float | Tensor, gate: Gate = True) -> None:
+    def feed_back(self, mean: Payload, i: int, factor: float) -> None:
         """Line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
 
         p is what the others got of this rank: where it was rounded on its way, as int8, without
@@ -194,25 +191,13 @@ class Projected:
         if mean.seed is not None:
             self.p.sub_(mean.dropped_parts[i])
         p = q.of_part(self.p).to(R.dtype)
-        with writing(self.ops, e, gate) as held:
-            if g is not None:
-                add_(held, g, new * self.clipped)
-            factor = -new * q.scale
-            if isinstance(factor, Tensor):
-                p, factor = p * factor, 1.0
-            for own, rows, into in by_blocks(R, p, q.matrix(held), q.height):
-                add_product_(into, rows, own.mT, factor)
+        if g is not None:
+            e.add_(g, alpha=new * self.clipped)
+        for own, rows, into in by_blocks(R, p, q.matrix(e), q.height):
+            add_product_(into, rows, own.mT, -new * q.scale)
 
 
 Sent = Whole | Projected
-
-
-def add_(x: Tensor, y: Tensor, factor: float | Tensor) -> None:
-    """``x += factor * y``. A factor of the device rounds twice."""
-    if isinstance(factor, Tensor):
-        x.add_(y.to(x.dtype) * factor)
-    else:
-        x.add_(y, alpha=factor)
 
 
 def sums_products(e: Tensor) -> bool:

@@ -13,7 +13,7 @@ from .._ops.clipping import clip_factor
 from .._ops.factored import Factored
 from .._ops.norms import stacked_squared_norms
 from .._ops.ops import Ops
-from .._state.buckets import Bucket, Gate, upload
+from .._state.buckets import Bucket, upload
 from .._wire.requests import Asking, Payload, Together
 from .options import clips_average, forgets
 from .sent import Projected, Sent, Whole, keep, write
@@ -120,30 +120,17 @@ class Projections:
 
     # After all ranks have agreed
 
-    @property
-    def stays_on_device(self) -> bool:
-        """Whether the commit asks the device for nothing.
-
-        Cosines are read; the first step that finds bases notes of which tensors; and a step that
-        forgets errors, or sends what is owed, notes what remains.
-        """
-        begun = not self.tracked or self.bucket.cache["begun"]
-        known = self.projects or not self.bucket.owes
-        return known and begun and not (self.found or self.forgets)
-
-    def factor(self, norm: float | Tensor) -> float | Tensor:
+    def factor(self, norm: float) -> float:
         """That clips the averaged gradient, where it is clipped."""
         h = self.bucket.group
         return clip_factor(norm, h["max_grad_norm"]) if clips_average(h) else 1.0
 
     # What a back end is told that does lines 4 and 5 at once (see ``_ops.factored``)
 
-    def are_factors(self, gates: Sequence[Gate], factor: float | Tensor) -> bool:
-        """Whether every averaged gradient is whole, or a product that needs no other matrices, and
-        the host knows the verdict.
-        """
-        known = not isinstance(factor, Tensor) and all(isinstance(gate, bool) for gate in gates)
-        return known and all(isinstance(tensor, Tracked | Whole) for tensor in self.tensors)
+    @property
+    def are_factors(self) -> bool:
+        """Whether every averaged gradient is whole, or a product that needs no other matrices."""
+        return all(isinstance(tensor, Tracked | Whole) for tensor in self.tensors)
 
     def factored(self, mean: Payload, present: Sequence[int]) -> list[Factored]:
         tracked = self.tracked
@@ -153,7 +140,7 @@ class Projections:
         return [i for i in present if isinstance(self.tensors[i], Whole)]
 
     def feed_back(self, i: int, mean: Payload, factor: float) -> None:
-        self.tensors[i].feed_back(mean, i, factor, True)
+        self.tensors[i].feed_back(mean, i, factor)
 
     def share(self, factor: float) -> float:
         kept = [1 - tensor.q.beta for tensor in self.tracked.values()]
@@ -164,21 +151,21 @@ class Projections:
         """Whether the errors are forgotten after this step."""
         return forgets(self.bucket.group, self.bucket.group["step"] + 1)
 
-    def commit(self, mean: Payload, gates: list[Gate], factor: float | Tensor) -> Asking[None]:
+    def commit(self, mean: Payload, present: list[bool], factor: float) -> Asking[None]:
         """What the next step begins with."""
         bucket, tracked = self.bucket, self.tracked
         if bucket.device.type == "cpu":
-            follow(bucket, tracked, self.bases, gates)
+            follow(bucket, tracked, self.bases, present)
         elif tracked:
-            yield Together("separate.follow", follow_all, bucket, (tracked, mean, gates))
-        clips = isinstance(factor, Tensor) or factor != 1
-        waits = not all(gates) or (self.sends and clips)
+            yield Together("separate.follow", follow_all, bucket, (tracked, mean, present))
+        waits = not all(present) or (self.sends and factor != 1)
         bucket.cache["owes"] = self.projects or (bucket.owes and waits)
         if self.found:
-            self.found(self._cosines(mean, gates))
+            self.found(self._cosines(mean, present))
 
-    def _cosines(self, mean: Payload, gates: list[Gate]) -> dict[Tensor, float]:
+    def _cosines(self, mean: Payload, present: list[bool]) -> dict[Tensor, float]:
         """The mean over ranks, of each projected tensor of which any has a gradient."""
         params, cosines = self.bucket.params, mean.parts[-1].tolist()
-        projected = [i for i, t in enumerate(self.tensors) if gates[i] and isinstance(t, Projected)]
+        pairs = zip(self.tensors, present, strict=True)
+        projected = [i for i, (t, here) in enumerate(pairs) if here and isinstance(t, Projected)]
         return {params[i]: cosines[i] for i in projected}

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 from .._ops.factored import Factored
-from .._ops.gated import behind
 from .._ops.ops import Ops
-from .._state.buckets import Bucket, Gate
+from .._state.buckets import Bucket
 from .._wire.requests import AllReduceMean, Asking, Payload, Together
 from .orthonormal import orthonormal
 from .sent import Projected
@@ -87,37 +86,24 @@ def next_bases(tracked: dict[int, Tracked], mean: Payload) -> list[Tensor]:
 
 
 def follow(
-    bucket: Bucket, tracked: dict[int, Tracked], bases: list[Tensor], gates: list[Gate]
+    bucket: Bucket, tracked: dict[int, Tracked], bases: list[Tensor], present: list[bool]
 ) -> None:
-    """Keep the next Q of those that have had a gradient, and note which have one, where the host
-    knows.
-    """
+    """Keep the next Q of those that any rank has a gradient of, and note which have one."""
     for i, Q in zip(tracked, bases, strict=True):
-        if gate := gates[i]:
-            basis = bucket.state["basis"][i].view(Q.shape)
-            basis.copy_(behind(gate, basis, None, Q))
-    _note(bucket, tracked, gates)
+        if present[i]:
+            bucket.state["basis"][i].view(Q.shape).copy_(Q)
+            bucket.cache["warm"][i] = True
 
 
 def follow_all(asked: list[Together]) -> list[None]:
     """Find the next Q of all buckets, and keep those of tensors that have had a gradient."""
-    parts, bases, passed = [], [], []
+    parts, bases = [], []
     for one in asked:
-        tracked, mean, gates = one.args
-        for i in (i for i in tracked if gates[i]):
+        tracked, mean, present = one.args
+        for i in (i for i in tracked if present[i]):
             parts.append(tracked[i].q.of_part(mean.parts[i]))
             bases.append(one.bucket.state["basis"][i].view(parts[-1].shape))
-            passed.append(gates[i])
-        _note(one.bucket, tracked, gates)
+            one.bucket.cache["warm"][i] = True
     if parts:
-        rows = zip(passed, bases, orthonormal(parts), strict=True)
-        torch._foreach_copy_(bases, [behind(gate, basis, None, Q) for gate, basis, Q in rows])
+        torch._foreach_copy_(bases, orthonormal(parts))
     return [None] * len(asked)
-
-
-def _note(bucket: Bucket, tracked: dict[int, Tracked], gates: list[Gate]) -> None:
-    """Which have a basis now, where the host knows."""
-    for i in tracked:
-        bucket.cache["warm"][i] |= gates[i] is True
-    if tracked and all(isinstance(gate, bool) for gate in gates):
-        bucket.cache["begun"] = True

@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._state.buckets import Gate
 from .makers import APEX
 from .ops import Group, Ops
 
@@ -34,17 +33,15 @@ class ApexOps(Ops):
         m: Tensor,
         v: Tensor,
         step: Tensor,
-        gate: Gate = True,
     ) -> None:
         fits = (
-            gate is True  # apex takes step counts on the host
-            and w.device.type == APEX
+            w.device.type == APEX
             and w.dtype == g.dtype == torch.float32
             and w.is_contiguous()
             and g.is_contiguous()
         )
         if not fits:
-            return super().adamw(group, w, g, m, v, step, gate)
+            return super().adamw(group, w, g, m, v, step)
         overflow = self.scratch(w, 1, torch.int32, "overflow").zero_()
         beta1, beta2 = group["betas"]
         self._apply(

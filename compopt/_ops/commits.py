@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket
@@ -9,6 +10,13 @@ from .._state.masks import Mask
 from .._wire.requests import Payload
 from . import math
 from .ops import Group, Ops
+
+
+def count_steps(steps: list[Tensor], present: list[bool]) -> None:
+    """Count one step more of each tensor that any rank has a gradient of."""
+    counted = [step for step, is_present in zip(steps, present, strict=True) if is_present]
+    if counted:
+        torch._foreach_add_(counted, 1)
 
 
 def update_size(h: Group, w: Tensor, m: Tensor, v: Tensor, step: Tensor) -> Tensor:
@@ -34,11 +42,11 @@ def owe_again(bucket: Bucket, ops: Ops, mean: Payload, mask: Mask, factor: float
     """
     if mean.dropped is None:
         return
-    for i, gate in enumerate(bucket.gates(mean)):
-        if gate and bucket.compressed[i]:
+    for i, is_present in enumerate(bucket.present(mean)):
+        if is_present and bucket.compressed[i]:
             residual, dropped = bucket.state["residual"][i], mean.dropped_parts[i]
             dropped = dropped if factor == 1 else dropped.mul_(factor)
-            ops.put(residual, mask.positions[i], dropped, gate)
+            ops.put(residual, mask.positions[i], dropped)
 
 
 def momenta_apart(bucket: Bucket, old: list[Tensor]) -> list[Tensor]:

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._state.gates import Gate
 from .._wire.scratch import Scratch, at_a_time
 from . import math
-from .gated import shut
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
 # elements: a few vectors of them stay in a core's own cache between one pass and the next
@@ -18,20 +16,14 @@ BLOCK = 131072
 Group = dict[str, Any]
 
 
-def adamw_(
-    group: Group, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, gate: Gate
-) -> None:
+def adamw_(group: Group, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
     """``step`` is already counted up."""
     hyper = {name: group[name] for name in HYPER}
-    contiguous = w.is_contiguous() and g.is_contiguous()
-    if not contiguous and isinstance(gate, bool):
+    if not (w.is_contiguous() and g.is_contiguous()):
         return math.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
     beta1, beta2 = hyper.pop("betas")
     hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
-    own, g = w.contiguous(), g.contiguous()
-    torch._fused_adamw_([own], [g], [m], [v], [], [step], **hyper, found_inf=shut(gate))
-    if own is not w:
-        w.copy_(own)
+    torch._fused_adamw_([w], [g], [m], [v], [], [step], **hyper)
 
 
 def adamw_at_once_(
@@ -57,7 +49,6 @@ def adams_(
     step: Tensor,
     clip: float,
     decay: bool,
-    gate: Gate,
     scratch: Scratch,
 ) -> None:
     """An AdamW step whose second moment, before it, is the square of the first; on a CPU in blocks
@@ -70,12 +61,6 @@ def adams_(
         "weight_decay": group["weight_decay"] if decay else 0.0,
     }
     contiguous = w.is_contiguous() and g.is_contiguous() and m.is_contiguous()
-    if not contiguous and not isinstance(gate, bool):
-        own, new = w.contiguous(), m.contiguous()
-        adams_(group, own, g.contiguous(), new, step, clip, decay, gate, scratch)
-        w.copy_(own)
-        m.copy_(new)
-        return
     if not (clip == 1 and correction == "scape" and contiguous):
         hyper |= {"betas": group["betas"], "bias_correction": correction}
         return math.adams_(w, g, m, float(step), clip=clip, **hyper)
@@ -85,4 +70,4 @@ def adams_(
     square = scratch("square", min(block, m.numel()), m.dtype, m.device)
     for w_, g_, m_ in zip(*(x.view(-1).split(block) for x in (w, g, m)), strict=True):
         v = torch.mul(m_, m_, out=square[: m_.numel()])
-        torch._fused_adamw_([w_], [g_], [m_], [v], [], [step], **hyper, found_inf=shut(gate))
+        torch._fused_adamw_([w_], [g_], [m_], [v], [], [step], **hyper)

@@ -13,15 +13,13 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket, Gate
-from .._state.devices import has_streams
+from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors, positions_of
 from .._wire import coded
 from .._wire.quantised_mean import QuantisedMean
 from .._wire.requests import Asking, Payload, Together
 from .._wire.scratch import Scratch
 from . import fused, math, norms
-from .gated import behind
 
 Group = dict[str, Any]
 Rest = ParamSpec("Rest")
@@ -56,17 +54,6 @@ class Ops:
 
     def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
         self._scratch = Scratch()
-
-    def gates(self, device: torch.device) -> bool:
-        """Whether commits on this device can be gated there: without waiting for it."""
-        return has_streams(device)
-
-    def finds_norm(self, bucket: Bucket, mean: Payload) -> bool:
-        """Whether the norm of gradients that were sent as they are may be left to the commit: that
-        finds it where it is told to (``Bucket.squares``), no clip needs it, and the marks alone say
-        whether the average is finite.
-        """
-        return False
 
     def job(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
         """What averages the bucket's int8 and int4 payloads; None: ``QuantisedMean`` itself."""
@@ -188,9 +175,8 @@ class Ops:
             dense.zero_().scatter_(0, self.wide(index), values.to(dense.dtype))
         return dense.view(like.shape)
 
-    def put(self, x: Tensor, index: Tensor | None, values: Tensor, gate: Gate = True) -> None:
-        """``x = values`` at ``index``, or everywhere; behind the gate."""
-        values = behind(gate, x, index, values)
+    def put(self, x: Tensor, index: Tensor | None, values: Tensor) -> None:
+        """``x = values`` at ``index``, or everywhere."""
         if index is None:
             x.view(-1).copy_(values)
         else:
@@ -214,10 +200,9 @@ class Ops:
         m: Tensor,
         v: Tensor,
         step: Tensor,
-        gate: Gate = True,
     ) -> None:
-        """One AdamW step in place, behind the gate; ``step`` is already counted up."""
-        fused.adamw_(group, w, g, m, v, step, gate)
+        """One AdamW step in place; ``step`` is already counted up."""
+        fused.adamw_(group, w, g, m, v, step)
 
     def adamw_ahead(
         self,
@@ -264,10 +249,9 @@ class Ops:
         step: Tensor,
         clip: float = 1.0,
         decay: bool = True,
-        gate: Gate = True,
     ) -> None:
-        """One AdamS step in place, behind the gate; ``step`` is already counted up."""
-        fused.adams_(group, w, g, m, step, clip, decay, gate, self._scratch)
+        """One AdamS step in place; ``step`` is already counted up."""
+        fused.adams_(group, w, g, m, step, clip, decay, self._scratch)
 
     def top_k(self, score: Tensor, k: int) -> Tensor:
         """The packed mask of the k elements of largest magnitude."""

@@ -151,8 +151,6 @@ def mask_now(bucket: Bucket) -> Mask:
 def make_room(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
     """Momenta as large as what is on the mask, contents undefined; returns those of before."""
     old = bucket.state["exp_avg"]
-    if bucket.behind is not None:  # a step that the host does not wait for: nothing changes size
-        return old
     present = zip(bucket.present(mean), mask.sizes, bucket.sizes["exp_avg"], strict=True)
     bucket.resize("exp_avg", [size if here else held for here, size, held in present])
     return old

@@ -13,11 +13,11 @@ from .._state.buckets import Bucket
 from .._wire.requests import Payload
 
 
-def clip(bucket: Bucket, mean: Payload, norm: float | Tensor) -> float:
+def clip(bucket: Bucket, mean: Payload, norm: float) -> float:
     """Line 18: clip the average; returns the factor on G in v alone, where that is asked for."""
     h = bucket.group
     factor = clip_factor(norm, h["max_grad_norm"])
-    if h["clip"] == "scape" and not isinstance(factor, Tensor):
+    if h["clip"] == "scape":
         return factor
     scale_(mean.body, factor)
     return 1.0

@@ -18,7 +18,6 @@ from .._wire.dtypes import PayloadDtype, bits_of, dtype_of
 from .._wire.requests import Payload
 from .._wire.scratch import Scratch
 from .devices import pinned
-from .gates import Gate, Gated
 from .kept import Kept
 from .tensors import Chosen, grad_dtype, is_compressed, local, upload
 
@@ -26,8 +25,6 @@ from .tensors import Chosen, grad_dtype, is_compressed, local, upload
 __all__ = [
     "BUCKET_BYTES",
     "Bucket",
-    "Gate",
-    "Gated",
     "bucket_bytes",
     "grad_dtype",
     "is_compressed",
@@ -62,10 +59,6 @@ class Bucket(Kept):
         self.scratch = scratch or Scratch()  # all buckets of an optimizer share it
         self.control = Control()  # what its payloads carry beside the header; set by the runtime
         self.parameter_bytes = 0  # handed over in the last step to gather updated parameters
-        # which tensors the step that is being committed writes, where only the device knows
-        self.behind: list[Gated] | None = None
-        # where the commit is to find the squared norm of the average: it adds it here
-        self.squares: list[Tensor] | None = None
         self.withheld = False  # this rank takes part in an exchange without its gradients
         # the back end's way to average int8 and int4, where it has one
         self.job: Callable[[Payload, int, int], Any] | None = None
@@ -171,12 +164,6 @@ class Bucket(Kept):
         """For each tensor, whether any rank had a gradient for it (after averaging)."""
         marks = payload.header.tolist() if payload.marks is None else payload.marks
         return [mark > 0 for mark in marks]
-
-    def gates(self, payload: Payload) -> list[Gate]:
-        """For each tensor, whether a commit writes it: where the step is applied and any rank had a
-        gradient for it.
-        """
-        return [*self.present(payload)] if self.behind is None else [*self.behind]
 
     # Memory of a step
 

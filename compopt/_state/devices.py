@@ -45,28 +45,6 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory() if is_accelerator(device) else tensor
 
 
-class Passed:
-    """Whether a device has come to a point of its work. Where there is no device it always has."""
-
-    def __init__(self, device: torch.device):
-        module = module_of(device)
-        self._event = None if module is None else module.current_stream(device).record_event()
-
-    def query(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-    def synchronize(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-
-def later(tensor: Tensor) -> tuple[Tensor, Passed]:
-    """A copy in host memory that nobody waits for, and what says whether it has arrived."""
-    copy = torch.empty_like(tensor, device="cpu")
-    copy = pinned(copy, tensor.device).copy_(tensor, non_blocking=True)
-    return copy, Passed(tensor.device)
-
-
 def synchronize(device: torch.device) -> None:
     """Wait, on the host, until the device has done what it was given."""
     if device.type != "cpu" and device.type == here().type:

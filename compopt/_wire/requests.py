@@ -189,13 +189,6 @@ class Agree:
 
     A vector is summed up on the host.
 
-    ``late``: the commit needs nothing of it on the host, and writes only where ``Bucket.gates``
-    lets it. So the verdict may stay on the device, and the norm too: a tensor then (float64, no
-    dimension).
-
-    ``follows``: the norm is asked for by nobody before the commit, which finds it
-    (``Bucket.squares``). That the average is finite then follows from the marks.
-
     ``sharded``: the payload, and so the norm, is of this rank's shard only, and state may change
     when ``Commit`` is resumed: until then updated parameters are gathered.
     """
@@ -204,8 +197,6 @@ class Agree:
     phase: str
     squared_norm: Tensor | None = None
     sharded: bool = False
-    late: bool = False
-    follows: bool = False
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket, Gate, local
+from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask
 from ..._wire.requests import Payload
 from ..commits import keep_absent, momenta_apart, owe_again
@@ -54,10 +54,9 @@ class AdamSPasses(Ops):
         step: Tensor,
         clip: float = 1.0,
         decay: bool = True,
-        gate: Gate = True,
     ) -> None:
-        if gate is not True or not plain(w, g, m):
-            return super().adams(group, w, g, m, step, clip, decay, gate)
+        if not plain(w, g, m):
+            return super().adams(group, w, g, m, step, clip, decay)
         before, n = array("f", [float(step) - 1]), w.numel()  # the pass counts it up
         columns = dict.fromkeys(SCAPE, 0) | {
             "n": n,

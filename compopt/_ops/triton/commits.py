@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import compopt_kernels as kernels
-import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket, Gate
 from ..._wire.requests import Together
 from ..commits import owe_again, scores
 from ..fused import HYPER
@@ -20,11 +18,10 @@ from .tables import (
     blocks_of_all,
     bring_back,
     contiguous_weights,
-    count_up,
+    count_all_steps,
     flattened,
     published,
     starts_of_all,
-    updated,
 )
 
 if TYPE_CHECKING:
@@ -50,14 +47,14 @@ def _radius_commits(
     """For buckets that one launch takes."""
     buckets = [one.bucket for one in asked]
     blocks, h = blocks_of_all(buckets), buckets[0].group
-    gates = [one.bucket.gates(one.args[0]) for one in asked]
+    present = [one.bucket.present(one.args[0]) for one in asked]
     chosen = [scores(one.bucket, ops, one.args[1]) for one in asked]
     copies: list[Copies] = []
 
     def table() -> kernels.Table:
         rows: list[kernels.AdamWRow] = []
-        for one, own_gates, score in zip(asked, gates, chosen, strict=True):
-            rows += _radius_rows(one, own_gates, score, copies)
+        for one, own, score in zip(asked, present, chosen, strict=True):
+            rows += _radius_rows(one, own, score, copies)
         return kernels.adamw_table(blocks, rows)
 
     known_to_lie = [
@@ -67,28 +64,26 @@ def _radius_commits(
             bits_places(one.bucket, one.args[2]),
             read_places(one.args[3]),
         )
-        for one, own, score in zip(asked, gates, chosen, strict=True)
+        for one, own, score in zip(asked, present, chosen, strict=True)
         if not score
     ]
     key = known(*known_to_lie) if len(known_to_lie) == len(asked) else None
     rows = ops.tables(("radius", asked[0].bucket.index), key, table)
-    count_up(asked)
+    count_all_steps(asked)
     hyper = {name: h[name] for name in HYPER}
     starts = starts_of_all(buckets, [one.args[2] for one in asked])
-    squares = _squares(buckets, blocks)
-    kernels.adamw(blocks, starts, rows, lr=float(h["lr"]), squares=squares, **hyper)
-    _note_norm(buckets, squares)
+    kernels.adamw(blocks, starts, rows, lr=float(h["lr"]), **hyper)
     for n, (one, score) in enumerate(zip(asked, chosen, strict=True)):
         bucket = one.bucket
         if key is None:
-            bring_back(bucket, copies[n][0], gates[n])
+            bring_back(bucket, copies[n][0], present[n])
         owe_again(bucket, ops, one.args[0], one.args[2])
         ks = [kept(h["density"], len(x)) for x in score.values()]
         yield one, ops.largest(score.values(), ks)
 
 
 def _radius_rows(
-    one: Together, gates: list[Gate], score: dict[int, Tensor], copies: list[Copies]
+    one: Together, present: list[bool], score: dict[int, Tensor], copies: list[Copies]
 ) -> list[kernels.AdamWRow]:
     """Those of one bucket; ``copies`` keeps what they read alive."""
     bucket, (mean, phase, mask, grads) = one.bucket, one.args
@@ -105,7 +100,7 @@ def _radius_rows(
             state["exp_avg"][i],
             state["exp_avg_sq"][i],
             state["step"][i],
-            updated(gates[i]),
+            int(present[i]),
             state["residual"][i] if compressed[i] else None,
             own[i],
             score.get(i),
@@ -126,12 +121,12 @@ def _adams_commits(ops: TritonOps, asked: list[Together]) -> None:
     """For buckets that one launch takes."""
     buckets = [one.bucket for one in asked]
     blocks, h = blocks_of_all(buckets), buckets[0].group
-    gates = [one.bucket.gates(one.args[0]) for one in asked]
+    present = [one.bucket.present(one.args[0]) for one in asked]
     copies: list[Copies] = []
 
     def table() -> kernels.Table:
         rows: list[kernels.ScapeRow] = []
-        for one, own in zip(asked, gates, strict=True):
+        for one, own in zip(asked, present, strict=True):
             bucket, (mean,) = one.bucket, one.args
             m, step, weights = (
                 bucket.state["exp_avg"],
@@ -149,32 +144,18 @@ def _adams_commits(ops: TritonOps, asked: list[Together]) -> None:
                     weights[i],
                     m[i],
                     step[i],
-                    updated(own[i]),
+                    int(own[i]),
                     public=published(bucket, i),
                 )
                 for i, n in enumerate(bucket.lengths)
             ]
         return kernels.scape_table(blocks, rows)
 
-    key = known(*(commit_places(*pair) for pair in zip(asked, gates, strict=True)))
+    key = known(*(commit_places(*pair) for pair in zip(asked, present, strict=True)))
     rows = ops.tables(("adams", asked[0].bucket.index), key, table)
-    count_up(asked)
+    count_all_steps(asked)
     hyper = {name: h[name] for name in ("betas", "eps", "weight_decay", "bias_correction")}
-    squares, firsts = _squares(buckets, blocks), blocks.firsts
-    kernels.scape(blocks, firsts, firsts, rows, lr=float(h["lr"]), squares=squares, **hyper)
-    _note_norm(buckets, squares)
+    kernels.scape(blocks, blocks.firsts, blocks.firsts, rows, lr=float(h["lr"]), **hyper)
     if key is None:
-        for one, (weights, _), own in zip(asked, copies, gates, strict=True):
+        for one, (weights, _), own in zip(asked, copies, present, strict=True):
             bring_back(one.bucket, weights, own)
-
-
-def _squares(buckets: list[Bucket], blocks: kernels.Blocks) -> Tensor | None:
-    """Memory for the parts of the norm that the commit is to find, if it is."""
-    if buckets[0].squares is None:
-        return None
-    return torch.empty(blocks.count, dtype=torch.float64, device=blocks.where.device)
-
-
-def _note_norm(buckets: list[Bucket], squares: Tensor | None) -> None:
-    if squares is not None and buckets[0].squares is not None:
-        buckets[0].squares.append(squares.sum())

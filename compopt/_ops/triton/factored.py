@@ -10,7 +10,7 @@ import torch
 from ..._wire.requests import Payload, Together
 from ..factored import Factors
 from ..fused import HYPER
-from .tables import alike, bring_back, contiguous_weights, count_up, flattened, published
+from .tables import alike, bring_back, contiguous_weights, count_all_steps, flattened, published
 
 if TYPE_CHECKING:
     from .ops import TritonOps
@@ -21,7 +21,7 @@ def separate_commits(ops: TritonOps, asked: list[Together]) -> list[None]:
     another.
     """
     for own in alike(asked):
-        count_up(own)
+        count_all_steps(own)
         _factored(own)
         _whole(own)
     return [None] * len(asked)
@@ -31,8 +31,8 @@ def _factored(asked: list[Together]) -> None:
     rows: list[kernels.FactoredRow] = []
     back = []
     for one in asked:
-        bucket, (mean, factors, _, gates, _) = one.bucket, one.args
-        present = [i for i, gate in enumerate(gates) if gate]
+        bucket, (mean, factors, _, present, _) = one.bucket, one.args
+        present = [i for i, is_present in enumerate(present) if is_present]
         state, weights, grads = bucket.state, contiguous_weights(bucket), flattened(bucket.grads())
         products = factors.factored(mean, present)
         rows += [
@@ -78,8 +78,8 @@ def _whole(asked: list[Together]) -> None:
     rows: list[kernels.AdamWRow] = []
     back = []
     for one in asked:
-        bucket, (mean, factors, _, gates, factor) = one.bucket, one.args
-        there = factors.whole([i for i, gate in enumerate(gates) if gate])
+        bucket, (mean, factors, _, present, factor) = one.bucket, one.args
+        there = factors.whole([i for i, is_present in enumerate(present) if is_present])
         state, weights = bucket.state, contiguous_weights(bucket)
         if factor != 1 and there:
             torch._foreach_mul_([mean.parts[i] for i in there], factor)

@@ -14,7 +14,7 @@ import compopt_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket, Gate
+from ..._state.buckets import Bucket
 from ..._state.devices import pinned
 from ..._state.masks import Mask, Tensors
 from ..._wire.quantised_mean import QuantisedMean
@@ -28,7 +28,7 @@ from .means import TritonMean
 from .places import Tables, addresses, bits_places, known, message, read_places
 from .scape import scape_commits
 from .selection import TritonSelection
-from .tables import blocks_of, flattened, starts_of, updated
+from .tables import blocks_of, flattened, starts_of
 
 
 class TritonOps(Ops):
@@ -100,12 +100,11 @@ class TritonOps(Ops):
         step: Tensor,
         clip: float = 1.0,
         decay: bool = True,
-        gate: Gate = True,
     ) -> None:
         if w.device.type != self.device or not all(x.is_contiguous() for x in (w, g, m)):
-            return super().adams(group, w, g, m, step, clip, decay, gate)
+            return super().adams(group, w, g, m, step, clip, decay)
         blocks = kernels.cut((w.numel(),), w.device)
-        row = kernels.ScapeRow(w.numel(), None, None, m, g, w, m, step, updated(gate))
+        row = kernels.ScapeRow(w.numel(), None, None, m, g, w, m, step, 1)
         kernels.scape(
             blocks,
             blocks.firsts,
@@ -118,17 +117,6 @@ class TritonOps(Ops):
             bias_correction=group["bias_correction"],
             clip=clip,
         )
-
-    def gates(self, device: torch.device) -> bool:
-        return device.type == self.device or super().gates(device)
-
-    def finds_norm(self, bucket: Bucket, mean: Payload) -> bool:
-        """Marks tell where a message is as wide as gradients, and as float32: numbers whose squares
-        that can add up are below 2e19, so their sum over ranks is finite.
-        """
-        sent, clips = mean.flat.dtype, bucket.group.get("max_grad_norm") is not None
-        wide = sent == torch.promote_types(bucket.grad_dtype, torch.float32)
-        return wide and mean.dropped is None and not clips and takes(self, bucket)
 
     def job(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
         return TritonMean if takes(self, bucket) else None

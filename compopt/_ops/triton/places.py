@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ..._state.buckets import Bucket, Gate
-from ..._state.gates import flags_of
+from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
 from ..._wire.requests import Payload, Together
 
@@ -87,9 +86,9 @@ def read_places(grads: Sequence[Tensor | None]) -> Key:
     return known(addresses(grads), next((str(g.dtype) for g in grads if g is not None), "none"))
 
 
-def commit_places(one: Together, gates: Sequence[Gate]) -> Key:
+def commit_places(one: Together, present: Sequence[bool]) -> Key:
     """What tells where the tensors lie that a commit writes, and the average that it reads."""
-    return known(places(one.bucket), message(one.args[0]), gates_known(gates))
+    return known(places(one.bucket), message(one.args[0]), tuple(present))
 
 
 def message(payload: Payload) -> Key:
@@ -97,14 +96,6 @@ def message(payload: Payload) -> Key:
     flat, dropped = payload.flat, payload.dropped
     rest = -1 if dropped is None else dropped.data_ptr()
     return flat.data_ptr(), flat.dtype, rest, tuple(payload.lengths)
-
-
-def gates_known(gates: Sequence[Gate]) -> Key:
-    """Which tensors are written; where only the device knows, where it says so."""
-    behind = [gate for gate in gates if not isinstance(gate, bool)]
-    if not behind:
-        return tuple(gates)
-    return (flags_of(behind).data_ptr(), len(gates)) if len(behind) == len(gates) else None
 
 
 class Before:

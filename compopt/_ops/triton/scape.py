@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import compopt_kernels as kernels
 import torch
 
-from ..._state.buckets import Gate
 from ..._state.masks import Tensors
 from ..._wire.requests import Together
 from ..commits import keep_absent
@@ -18,11 +17,10 @@ from .tables import (
     blocks_of_all,
     bring_back,
     contiguous_weights,
-    count_up,
+    count_all_steps,
     flattened,
     published,
     starts_of_all,
-    updated,
 )
 
 if TYPE_CHECKING:
@@ -47,8 +45,6 @@ def scape_commits(ops: TritonOps, asked: list[Together]) -> list[None]:
         _scape_commits(ops, own, olds)
         for one, old in zip(own, olds, strict=True):
             bucket = one.bucket
-            if bucket.behind is not None:  # the new momenta are where the old ones were
-                continue
             present = bucket.present(one.args[0])
             if not all(present):
                 keep_absent(old.tensors, bucket.state["exp_avg"], present)
@@ -77,13 +73,13 @@ def _scape_commits(ops: TritonOps, asked: list[Together], olds: list[Before]) ->
     """All but the selection, for buckets that one launch takes."""
     buckets = [one.bucket for one in asked]
     blocks, h, factor = blocks_of_all(buckets), buckets[0].group, asked[0].args[3]
-    gates = [one.bucket.gates(one.args[0]) for one in asked]
+    present = [one.bucket.present(one.args[0]) for one in asked]
     grads = [one.bucket.grads() for one in asked]
     copies: list[Copies] = []
 
     def table() -> kernels.Table:
         rows: list[kernels.ScapeRow] = []
-        for row in zip(asked, olds, gates, grads, strict=True):
+        for row in zip(asked, olds, present, grads, strict=True):
             rows += _scape_rows(*row, copies)
         return kernels.scape_table(blocks, rows)
 
@@ -96,11 +92,11 @@ def _scape_commits(ops: TritonOps, asked: list[Together], olds: list[Before]) ->
                 bits_places(one.bucket, one.args[1]),
                 bits_places(one.bucket, one.bucket.cache["mask"]),
             )
-            for one, old, own, g in zip(asked, olds, gates, grads, strict=True)
+            for one, old, own, g in zip(asked, olds, present, grads, strict=True)
         )
     )
     rows = ops.tables(("scape", asked[0].bucket.index), key, table)
-    count_up(asked)
+    count_all_steps(asked)
     names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")
     kernels.scape(
         blocks,
@@ -112,14 +108,14 @@ def _scape_commits(ops: TritonOps, asked: list[Together], olds: list[Before]) ->
         **{name: h[name] for name in names},
     )
     if key is None:
-        for one, (weights, _), own in zip(asked, copies, gates, strict=True):
+        for one, (weights, _), own in zip(asked, copies, present, strict=True):
             bring_back(one.bucket, weights, own)
 
 
 def _scape_rows(
     one: Together,
     before: Before,
-    gates: list[Gate],
+    present: list[bool],
     grads: Tensors,
     copies: list[Copies],
 ) -> list[kernels.ScapeRow]:
@@ -139,7 +135,7 @@ def _scape_rows(
             weights[i],
             state["exp_avg"][i],
             state["step"][i],
-            updated(gates[i]),
+            int(present[i]),
             state["residual"][i],
             own[i],
             published(bucket, i),

@@ -8,11 +8,10 @@ import compopt_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket, Gate, local
-from ..._state.gates import flags_of
+from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask, Tensors
 from ..._wire.requests import Together
-from .. import gated
+from ..commits import count_steps
 from .places import Tables, bits_places, known, state_of
 
 
@@ -77,12 +76,7 @@ def published(bucket: Bucket, i: int) -> Tensor | None:
     return p if "master" in bucket.state and p.is_contiguous() else None
 
 
-def updated(gate: Gate) -> Tensor | int:
-    """Whether a kernel updates a tensor: 0 or 1, or where that stands on the device."""
-    return int(gate) if isinstance(gate, bool) else gate.one
-
-
-def bring_back(bucket: Bucket, weights: list[Tensor], present: Sequence[Gate]) -> None:
+def bring_back(bucket: Bucket, weights: list[Tensor], present: Sequence[bool]) -> None:
     """Copies of weights to where they came from, and masters to parameters, where the kernel could
     not. What the kernel has left as it was is written as it was.
     """
@@ -109,20 +103,12 @@ def blocks_of_all(buckets: Sequence[Bucket]) -> kernels.Blocks:
     return kernels.cut(lengths, buckets[0].device)
 
 
-def count_up(asked: list[Together]) -> None:
-    """One step more, of the tensors that are written."""
-    gates = [one.bucket.gates(one.args[0]) for one in asked]
+def count_all_steps(asked: list[Together]) -> None:
+    """Count one step more of each tensor that any rank has a gradient of."""
+    present = [is_present for one in asked for is_present in one.bucket.present(one.args[0])]
     counts = [one.bucket.counts for one in asked]
     flat = [count for count in counts if count is not None]
-    if len(flat) == len(asked):
-        if all(gate is True for own in gates for gate in own):
-            torch._foreach_add_(flat, 1)
-            return
-        behind = [[gate for gate in own if not isinstance(gate, bool)] for own in gates]
-        if all(len(some) == len(own) > 0 for some, own in zip(behind, gates, strict=True)):
-            torch._foreach_add_(flat, [flags_of(own) for own in behind])
-            return
-    gated.count_up(
-        [step for one in asked for step in one.bucket.state["step"]],
-        [gate for own in gates for gate in own],
-    )
+    if len(flat) == len(asked) and all(present):
+        torch._foreach_add_(flat, 1)
+        return
+    count_steps([step for one in asked for step in one.bucket.state["step"]], present)
