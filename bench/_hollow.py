@@ -1,7 +1,7 @@
 """An accelerator without memory: tensors of torch's "meta" device, and kernels that are counted and not run.
 
 A step of 355 M parameters takes milliseconds there. Every operator that is dispatched is seen (``Counts``), and every
-launch of a Triton kernel, with the bytes that it would move. Numbers that a step waits for are made up: the verdict is
+launch of a Triton kernel, with the bytes that it would move. Numbers that a step waits for are made up: the decision is
 that all ranks apply it. Without ``Counts`` what is left is the host's time.
 """
 
@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from device_calls import COPIES, aten, bytes_of, launches, moves, place, waits
 
 import compopt._engine.base as base
+import compopt._engine.decision as decision
 import compopt._engine.stepping as stepping
-import compopt._engine.verdicts as verdicts
 import compopt._ops.backends as backends
 from compopt._engine.engine import Engine
 from compopt._engine.exchanges import Exchange
@@ -273,12 +273,12 @@ def _weighed_table(name: str) -> Callable[..., kernels.Table]:
     return weighed
 
 
-read = verdicts._read
+read_numbers = decision.read_numbers
 told: list[float] = []
 
 
-def _read(exchanges: list[Exchange]) -> list[float]:
-    """The verdict's numbers, as they would be: every rank has every gradient, all is as it should be."""
+def _read_numbers(exchanges: list[Exchange]) -> list[float]:
+    """The numbers that decide, as they would be: every rank has every gradient, all is as it should be."""
     norms = (exchange.agreement.squared_norm for exchange in exchanges)
     told[:] = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
     for exchange in exchanges:
@@ -287,7 +287,7 @@ def _read(exchanges: list[Exchange]) -> list[float]:
             number for own in words.values() for number in ([0.0] * len(own) if isinstance(own, Tensor) else own)
         ]
         told.extend([*[1.0] * len(exchange.agreement.payload.header), *control])
-    return read(exchanges)
+    return read_numbers(exchanges)
 
 
 def _greet(engine: Engine, comm: object) -> Turns[bool]:
@@ -347,7 +347,7 @@ def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
             (torchs, "_get_fused_kernels_supported_devices", lambda: [DEVICE.type]),
             (base, "check_tensors", lambda group: None),  # which refuses tensors without memory
             (stepping, "handshake", _greet),
-            (verdicts, "_read", _read),
+            (decision, "read_numbers", _read_numbers),
             (triton.JITFunction, "run", run_kernel),
             (backends, "has_triton_driver", lambda: True),
             (triton_ops, "triton_device", lambda: DEVICE.type),

@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from ._engine.averages import Averages
+from ._engine.decision import StepDecision
 from ._engine.face import Group
 from ._engine.saving import warn_of_what_is_missing
 from ._engine.stats import Stats
 from ._engine.stepping import refuse
-from ._engine.verdicts import Verdict
 from ._engine.wrapping import Wrapping
 from ._local import options
 from ._local.engine import LocalEngine
@@ -236,7 +236,7 @@ class LocalSteps(Wrapping):
         if self._engine.built:
             self._rounds.add(self.param_groups[-1]["params"])
 
-    def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
+    def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         return with_rounds(stats, self._engine.stats)
 
     # Other ranks

@@ -33,11 +33,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
+from ._engine.decision import StepDecision
 from ._engine.face import Group
 from ._engine.options import check_adams, check_compression, require, take_torchs
 from ._engine.stats import Stats
 from ._engine.turns import Turns
-from ._engine.verdicts import Verdict
 from ._engine.weakly import weakly
 from ._engine.when import chosen
 from ._ops.commits import keep_absent
@@ -250,9 +250,9 @@ class ScapeAdamS(CompressedOptimizer):
             "threshold": Scalar(torch.float64, compressed_only=True),
         }
 
-    def add_to_stats(self, stats: Stats, verdict: Verdict) -> ScapeStats:
+    def add_to_stats(self, stats: Stats, decision: StepDecision) -> ScapeStats:
         overlap, ranks = weakly(self._mask_overlap), self.comm.size
-        return scape_stats(stats, self._buckets, verdict.applied, ranks, overlap)
+        return scape_stats(stats, self._buckets, decision.applied, ranks, overlap)
 
     def _mask_overlap(self) -> float:
         return shared_of(self.mask_overlaps())

@@ -38,10 +38,10 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
 from ._engine.bases import AdamW
+from ._engine.decision import StepDecision
 from ._engine.inside import Inside, applied, check_inside, is_inside
 from ._engine.options import check_adam, check_compression, require, take_torchs
 from ._engine.stats import Stats
-from ._engine.verdicts import Verdict
 from ._engine.when import chosen, dense_steps
 from ._ops.clipping import clip_factor
 from ._ops.ops import Ops
@@ -285,10 +285,10 @@ class TagcAdamW(CompressedOptimizer):
             back *= bytes_of_value(rounded, bucket.grad_dtype) / payload
         return sum(values_kept(bucket, union)) + compressed / 32 + back
 
-    def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
+    def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         if self.inside is not None:
             return tagc_stats(
-                super().add_to_stats(stats, verdict),
+                super().add_to_stats(stats, decision),
                 (one.count for one in self.inside.of_step.values()),
             )
         counts = [bucket.cache.get("counts", (None, 0)) for bucket in self._buckets]

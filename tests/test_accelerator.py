@@ -27,11 +27,10 @@ TOGETHER = 7  # cases a process: to start one costs as much as three cases
 # Where the host may wait for the device: module and function of compopt, a case that shows it, and why it does.
 LOOKS = {
     # in every step
-    "_engine.verdicts _read": ("AdamS", "the verdict: whether to apply the step, its norm, what ranks agree on"),
-    "_engine.verdicts judge_shards": ("TagcAdamW", "sharded: the verdict of all ranks, each of which knows its shard"),
+    "_engine.decision read_numbers": ("AdamS", "the decision: whether the step is applied, its norm"),
+    "_engine.decision combine_decisions": ("TagcAdamW", "sharded: the norm and the facts of all shards"),
     # in compressed steps of some classes
     "_engine.schedule read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
-    "_state.devices synchronize": ("LocalSteps, rounds", "the rank's own norm: whether to take its own step"),
     "_local.inner take": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),
     "_local.fragments _differ": ("LocalSteps, rounds", "a round's end: the norm of what the rank moved"),
     "_local.anchors differences": ("LocalSteps, rounds", "a round's end: whether tensors without a gradient moved"),

@@ -15,9 +15,9 @@ from torch import Tensor
 from .._state.buckets import Bucket, is_compressed
 from .._state.layouts import Dense, Layout, Sharded
 from .._wire.requests import Asking
+from .decision import StepDecision
 from .settings import settings_of
 from .stats import Stats
-from .verdicts import Verdict
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -107,7 +107,7 @@ class Face:
     def committed(self) -> None:
         """Called when all buckets have committed a step, before it is counted."""
 
-    def add_to_stats(self, stats: Stats, verdict: Verdict) -> Stats:
+    def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         """``stats`` of the step that has just ended, with more where a class knows more."""
         if self.inside is not None:
             stats.bytes_dense = self.inside.dense_bytes

@@ -11,8 +11,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .._wire.control import Words
+from .decision import StepDecision
 from .turns import Turns
-from .verdicts import Verdict
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -28,12 +28,12 @@ class Owner(Protocol):
         """What else must be the same on all ranks, step for step."""
 
     def words(self) -> dict[str, Words]:
-        """What else is averaged over ranks beside the gradients; in ``Verdict.agreed``."""
+        """What else is averaged over ranks beside the gradients; in ``StepDecision.agreed``."""
 
     def before_commit(self) -> Turns[None]:
         """Wait until the step may be applied, all ranks having agreed to."""
 
-    def committed(self, verdict: Verdict) -> None:
+    def committed(self, decision: StepDecision) -> None:
         """The step is applied; this still belongs to it."""
 
 

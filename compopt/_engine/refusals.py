@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .._wire.requests import CommunicationError
-from .verdicts import Verdict
+from .decision import StepDecision
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 
-def misplaced(engine: Engine, verdict: Verdict) -> CommunicationError:
+def misplaced(engine: Engine, decision: StepDecision) -> CommunicationError:
     """Payloads of different buckets or steps met."""
     where = ", ".join(
         f"bucket {i}, of {engine.buckets[i].names[0]}" if i >= 0 else "another shard"
-        for i in verdict.misplaced
+        for i in decision.misplaced
     )
     return CommunicationError(
         f"payloads of different buckets or steps met ({where}): ranks start their "

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .decision import StepDecision
 from .stats import Stats
-from .verdicts import Verdict
 from .weakly import weakly
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 
-def report(engine: Engine, verdict: Verdict, sent: int, number: int) -> None:
+def report(engine: Engine, decision: StepDecision, sent: int, number: int) -> None:
     """Renew ``stats``, after a step that was applied or skipped; ``sent``: bytes, in this step."""
-    applied = verdict.applied
-    phase = "+".join(sorted(set(verdict.phase_of.values()))) or "dense"
+    applied = decision.applied
+    phase = "+".join(sorted(set(decision.phase_of.values()))) or "dense"
     gathered = sum(bucket.parameter_bytes for bucket in engine.buckets)
     stats = Stats(
         step=number,
@@ -23,13 +23,13 @@ def report(engine: Engine, verdict: Verdict, sent: int, number: int) -> None:
         bytes_sent=sent,
         bytes_dense=sum(bucket.dense_bytes for bucket in engine.buckets),
         parameter_bytes=gathered if applied else 0,
-        grad_norm=verdict.norm,
-        early_buckets=verdict.early,
+        grad_norm=decision.norm,
+        early_buckets=decision.early,
         buckets=len(engine.buckets),
-        resent=verdict.resent,
+        resent=decision.resent,
         skipped=engine.stats.skipped + (not applied),
-        reason="" if applied else "non-finite gradient: " + ", ".join(verdict.bad[:3]),
+        reason="" if applied else "non-finite gradient: " + ", ".join(decision.non_finite[:3]),
         residual_norm=weakly(engine.residual_norm),
         when=engine.found,
     )
-    engine.stats = engine.face.add_to_stats(stats, verdict)
+    engine.stats = engine.face.add_to_stats(stats, decision)

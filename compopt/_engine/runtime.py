@@ -14,15 +14,14 @@ from __future__ import annotations
 import torch
 
 from .._state.buckets import Bucket
-from .._state.devices import is_accelerator
 from .._wire.comm import Comm
 from .._wire.control import Words
+from .decision import StepDecision, combine_decisions, read_decision
 from .early import Early
 from .exchanges import Algorithm, Exchange
 from .schedule import Schedule
 from .tails import Tails, in_turn
 from .turns import Turns
-from .verdicts import Verdict, agree_with, judge, judge_shards
 
 
 class Runtime:
@@ -52,8 +51,8 @@ class Runtime:
         words: dict[str, Words],
         shards: list[Comm],
         problem: Exception | None = None,
-    ) -> Turns[Verdict]:
-        """All of a step up to the verdict. Raises CommunicationError with nothing applied when a
+    ) -> Turns[StepDecision]:
+        """All of a step up to the decision. Raises CommunicationError with nothing applied when a
         collective failed.
 
         ``words``: what else is to be agreed, by name (see ``control``); "settings" are bits that
@@ -64,15 +63,14 @@ class Runtime:
         again = Schedule(buckets[:-1], self.algorithm, comm) if len(buckets) > 1 else None
         schedule.terms.problem = problem
         try:
-            verdict = yield from self._agree(schedule, again, words, not shards)
-            sharded = any(exchange.agreement.sharded for exchange in verdict.exchanges)
-            if not verdict.of_all:
-                self._note_untold(verdict, sharded)
-                others = [comm, *shards] if sharded else shards
-                yield from agree_with(others, verdict, buckets[-1].device)
-            self.early.stopped |= verdict.resent
-            if verdict.applied and sharded:
-                yield from _gather(verdict.exchanges, verdict.norm)
+            decision = yield from self._agree(schedule, again, words)
+            sharded = any(exchange.agreement.sharded for exchange in decision.exchanges)
+            self._note_late_error(decision, sharded)
+            others = [comm, *shards] if sharded else shards
+            yield from combine_decisions(decision, others, buckets[-1].device)
+            self.early.stopped |= decision.resent
+            if decision.applied and sharded:
+                yield from _gather(decision.exchanges, decision.norm)
         except GeneratorExit:
             raise
         except Exception:
@@ -83,38 +81,36 @@ class Runtime:
             for one in filter(None, (schedule, again)):
                 one.leave()
             raise
-        if not verdict.applied:
-            self.close(verdict)
-        return verdict
+        if not decision.applied:
+            self.close(decision)
+        return decision
 
     @staticmethod
-    def close(verdict: Verdict) -> None:
+    def close(decision: StepDecision) -> None:
         """Give up every bucket's generator: the step is not applied."""
-        for exchange in verdict.exchanges:
+        for exchange in decision.exchanges:
             exchange.close()
 
     @staticmethod
-    def _note_untold(verdict: Verdict, sharded: bool) -> None:
-        """Where this rank failed after it had sent everything, and so could not say so.
+    def _note_late_error(decision: StepDecision, sharded: bool) -> None:
+        """Note that this rank failed after it had sent everything, and so could not say so.
 
-        With sharded state there is one more message before anything is written. Without, the others
-        apply the step: it is not applied here, as where the wire fails on one rank only.
+        With sharded state one more message follows before anything is written. Without it the other
+        ranks apply the step, and it is not applied here, as where a collective fails on one rank
+        only.
         """
-        if verdict.failed or all(exchange.error is None for exchange in verdict.exchanges):
+        if decision.unsent or all(exchange.error is None for exchange in decision.exchanges):
             return
-        error = None if sharded else verdict.take_error()
+        error = None if sharded else decision.take_error()
         if error is not None:
             raise error
-        verdict.failed, verdict.applied = True, False
+        decision.unsent = True
 
     @staticmethod
     def _agree(
-        schedule: Schedule,
-        again: Schedule | None,
-        words: dict[str, Words],
-        whole: bool,
-    ) -> Turns[Verdict]:
-        """``whole``: no other ranks hold parts of this rank's model."""
+        schedule: Schedule, again: Schedule | None, words: dict[str, Words]
+    ) -> Turns[StepDecision]:
+        """Exchange everything, once more where on any rank it is stale, and decide."""
         stale = schedule.stale()
         word: Words = [0.0]
         if stale:
@@ -123,37 +119,27 @@ class Runtime:
         schedule.terms.words = {"stale": word, **words}
         yield from schedule.run()
         exchanges = schedule.exchanges
-        verdict = yield from _judged(exchanges, schedule.terms.comm, whole)
-        if verdict.agreed["stale"][0] == 0 or again is None:
-            verdict.early = len(stale)
-            return verdict
+        decision = read_decision(exchanges)
+        if decision.agreed["stale"][0] == 0 or again is None:
+            decision.early = len(stale)
+            return decision
         for exchange in exchanges[:-1]:
             exchange.abandon()
         yield from again.run()
-        exchanges = [*again.exchanges, exchanges[-1]]
-        verdict = yield from _judged(exchanges, schedule.terms.comm, whole)
-        verdict.resent = True
-        return verdict
+        decision = read_decision([*again.exchanges, exchanges[-1]])
+        decision.resent = True
+        return decision
 
-    def commit(self, verdict: Verdict) -> None:
+    def commit(self, decision: StepDecision) -> None:
         """Let every bucket apply the step.
 
         Where it raises, ``committing`` is the bucket that could not.
         """
-        for exchange in verdict.exchanges:
+        for exchange in decision.exchanges:
             self.committing = exchange.bucket
-            self.tails.commit(exchange, verdict.norm)
+            self.tails.commit(exchange, decision.norm)
         self.committing = None
-        in_turn(verdict.exchanges, self.tails.commit)
-
-
-def _judged(exchanges: list[Exchange], comm: Comm, whole: bool) -> Turns[Verdict]:
-    """The verdict; of sharded state on a device that of all ranks at once."""
-    sharded = any(exchange.agreement.sharded for exchange in exchanges)
-    if whole and sharded and is_accelerator(exchanges[-1].bucket.device):
-        verdict = yield from judge_shards(exchanges, comm)
-        return verdict
-    return judge(exchanges)
+        in_turn(decision.exchanges, self.tails.commit)
 
 
 def _gather(exchanges: list[Exchange], norm: float) -> Turns[None]:

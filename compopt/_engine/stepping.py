@@ -8,6 +8,7 @@ from .._wire.control import Words
 from .._wire.requests import CommunicationError
 from .._wire.warning import warn
 from . import frozen, gradients, lost_masks
+from .decision import StepDecision
 from .engine import Engine
 from .handshake import describe, explain_mismatch, handshake, tell_failure
 from .meeting import noticed
@@ -17,7 +18,6 @@ from .settings import bits_of, structure_of
 from .signals import held_back
 from .telling import tell
 from .turns import Turns
-from .verdicts import Verdict
 
 
 def step(engine: Engine) -> Turns[None]:
@@ -82,25 +82,25 @@ class Step:
             yield from self._get_acquainted()
         if not engine.buckets:
             return
-        verdict = yield from self._agree()
-        if verdict.agreed["unfrozen"][0] > 0:
+        decision = yield from self._agree()
+        if decision.agreed["unfrozen"][0] > 0:
             # on some rank other parameters require a gradient now
             yield from self._get_acquainted()
             if not engine.buckets:
                 return
-            verdict = yield from self._agree()
-        self._tell_of_changes(verdict)
-        yield from self._refuse(verdict)
-        if engine.owner and verdict.applied:
+            decision = yield from self._agree()
+        self._tell_of_changes(decision)
+        yield from self._refuse(decision)
+        if engine.owner and decision.applied:
             yield from engine.owner.before_commit()
-        self._apply(verdict)
-        if verdict.applied and not engine.told:
+        self._apply(decision)
+        if decision.applied and not engine.told:
             engine.told = True
             tell(engine, comm)
         sent, engine.counted = comm.bytes_sent - engine.counted, comm.bytes_sent
-        report(engine, verdict, sent, engine.steps)
-        self._time(verdict)
-        if too_many := watch_skips(engine, verdict.applied):
+        report(engine, decision, sent, engine.steps)
+        self._time(decision)
+        if too_many := watch_skips(engine, decision.applied):
             raise too_many
 
     def undo(self, error: BaseException) -> None:
@@ -158,7 +158,7 @@ class Step:
 
     # The exchange
 
-    def _agree(self) -> Turns[Verdict]:
+    def _agree(self) -> Turns[StepDecision]:
         engine, comm = self.engine, self.comm
         every = engine.face.check_replicas_every
         settings = engine.face._settings()
@@ -176,8 +176,8 @@ class Step:
         buckets, shards = engine.buckets, engine.shards
         return (yield from runtime.agree(buckets, comm, words, shards, problem))
 
-    def _tell_of_changes(self, verdict: Verdict) -> None:
-        if verdict.resent and not self.engine.warned:
+    def _tell_of_changes(self, decision: StepDecision) -> None:
+        if decision.resent and not self.engine.warned:
             self.engine.warned = True
             warn(
                 "gradients were changed between backward and step() (a clip, an unscale, another "
@@ -187,35 +187,35 @@ class Step:
                 self.comm.rank,
             )
 
-    def _refuse(self, verdict: Verdict) -> Turns[None]:
+    def _refuse(self, decision: StepDecision) -> Turns[None]:
         """Raise where ranks found that they cannot go on as they are; all of them do."""
         engine = self.engine
-        if verdict.misplaced:
-            raise misplaced(engine, verdict)
-        if verdict.failed:
-            self.problem = verdict.take_error(self.problem)
+        if decision.misplaced:
+            raise misplaced(engine, decision)
+        if decision.unsent:
+            self.problem = decision.take_error(self.problem)
             try:
                 yield from tell_failure(engine, self.comm, self.problem)
             except Exception:
                 if self.problem is None:
                     raise
                 raise self.problem from None
-        if verdict.mismatch:
+        if decision.mismatched:
             yield from explain_mismatch(engine, self.comm)
 
     # After it
 
-    def _apply(self, verdict: Verdict) -> None:
+    def _apply(self, decision: StepDecision) -> None:
         """Commit a step that is to be applied, and count it: as a whole, whatever signals come
         meanwhile.
         """
         engine = self.engine
         with held_back():
-            if verdict.applied:
+            if decision.applied:
                 engine.handed_over = False
                 try:
                     engine.half_step = f"step {self.number} was interrupted"
-                    self._commit(verdict)
+                    self._commit(decision)
                 except BaseException as error:
                     engine.half_step = _half(self.number, engine.runtime.committing, error)
                     for bucket in engine.buckets:
@@ -225,24 +225,24 @@ class Step:
             engine.known.structure = structure_of(engine)
             self.over = True
 
-    def _commit(self, verdict: Verdict) -> None:
+    def _commit(self, decision: StepDecision) -> None:
         engine = self.engine
-        engine.runtime.commit(verdict)
+        engine.runtime.commit(decision)
         engine.face.committed()
         if engine.owner:
-            engine.owner.committed(verdict)
+            engine.owner.committed(decision)
         engine.count()
         if engine.trial is not None and engine.trial.found:
             engine.trial.keep()
             engine.found, engine.trial = engine.trial.found, None
 
-    def _time(self, verdict: Verdict) -> None:
+    def _time(self, decision: StepDecision) -> None:
         """Take the step's time, where a trial goes on."""
         engine = self.engine
         trial = engine.trial
         if engine.dense:
             return  # without other ranks there is nothing to compare
-        if trial and trial.watch(verdict.phase_of, verdict.applied, engine.device):
+        if trial and trial.watch(decision.phase_of, decision.applied, engine.device):
             # with the next step's handshake all ranks compare their times
             engine.known.acquainted = False
 

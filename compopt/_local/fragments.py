@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._engine.decision import StepDecision
 from .._engine.engine import Engine
 from .._engine.handshake import gather
 from .._engine.owner import making_own
 from .._engine.recovery import catch_up
 from .._engine.turns import Turns
-from .._engine.verdicts import Verdict
 from .._state.tensors import laid_out_as
 from .._wire.comm import Comm
 from .._wire.control import Words
@@ -245,9 +245,9 @@ class Fragment:
                 moved_since(p, a) for p, a in zip(self.params, self.anchors, strict=True)
             ]
 
-    def committed(self, verdict: Verdict) -> None:
+    def committed(self, decision: StepDecision) -> None:
         """The anchors are the new ones: bring them to the parameters."""
-        self.norms = verdict.agreed["moved"][0], verdict.norm**2
+        self.norms = decision.agreed["moved"][0], decision.norm**2
         self.take_anchors(self._moved)
 
     def take_anchors(self, moved: list[Tensor] | None = None) -> None:

@@ -26,7 +26,7 @@ class Payload:
     """One flat message: a header, then a part for every tensor of the bucket.
 
     The header carries, for each tensor, 1 if this rank has a gradient for it, 0 if not, NaN if the
-    gradient is not finite; averaging makes it a verdict that all ranks share. ``control`` carries
+    gradient is not finite; averaging makes it a decision that all ranks share. ``control`` carries
     what the runtime wants agreed (see ``control``): the bucket and step it belongs to; in the last
     bucket of a step stale payloads, and settings.
 
@@ -181,7 +181,7 @@ class Read:
 
 @dataclass(slots=True)
 class Agree:
-    """The end of reading and exchanging: wait for every bucket and for one verdict of all ranks.
+    """The end of reading and exchanging: wait for every bucket and for one decision of all ranks.
 
     Resumed with the L2 norm, over all buckets, of the averaged gradient; from then on state may
     change. Closed instead of resumed when the step is not to be applied. ``squared_norm`` defaults

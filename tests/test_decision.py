@@ -11,8 +11,8 @@ from sim import Ranks, World
 from torch import nn
 
 import compopt
+from compopt._engine.decision import StepDecision, combine_decisions
 from compopt._engine.fingerprint import Fingerprint
-from compopt._engine.verdicts import Verdict, agree_with
 from compopt._state import buckets as _buckets
 from compopt._state.buckets import Bucket
 from compopt._wire.control import bits, differ, place_bits
@@ -155,18 +155,21 @@ def test_a_rank_that_cannot_read_its_gradients_is_heard_by_all(make):
         assert torch.equal(parameters(ranks, rank), before)
 
 
-def verdicts(*said: Verdict) -> list[Verdict]:
-    """What becomes of the verdicts of shards of one model."""
-    world = World(len(said))
-    world.run([agree_with([comm], one, torch.device("cpu")) for comm, one in zip(world.comms, said, strict=True)])
-    return list(said)
+def combined(*decisions: StepDecision) -> list[StepDecision]:
+    """The decisions of shards of one model, combined."""
+    world, device = World(len(decisions)), torch.device("cpu")
+    pairs = zip(world.comms, decisions, strict=True)
+    world.run([combine_decisions(decision, [comm], device) for comm, decision in pairs])
+    return list(decisions)
 
 
 def test_shards_of_a_model_have_one_norm_and_step_together_or_not_at_all():
-    assert [v.norm for v in verdicts(Verdict(norm=3.0), Verdict(norm=4.0))] == [pytest.approx(5.0)] * 2
-    for wrong in (dict(bad=["w"]), dict(mismatch=True), dict(failed=True), dict(misplaced=[1])):
-        said = verdicts(Verdict(applied=True, norm=3.0), Verdict(applied=False, norm=4.0, **wrong))
-        assert [v.applied for v in said] == [False, False]
+    norms = [decision.norm for decision in combined(StepDecision(norm=3.0), StepDecision(norm=4.0))]
+    assert norms == [pytest.approx(5.0)] * 2
+    for wrong in (dict(non_finite=["w"]), dict(mismatched=True), dict(unsent=True), dict(misplaced=[1])):
+        decisions = combined(StepDecision(norm=3.0), StepDecision(norm=4.0, **wrong))
+        assert [decision.applied for decision in decisions] == [False, False]
+        assert [decision.failed for decision in decisions] == ["non_finite" not in wrong] * 2
 
 
 def fingerprint_of(*grads: torch.Tensor) -> tuple[Fingerprint, list[nn.Parameter]]:

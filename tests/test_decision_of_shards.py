@@ -1,4 +1,4 @@
-"""Sharded state on a device: one norm and one verdict over the shards of all ranks, which the host reads at once."""
+"""Sharded state: one norm and one step decision over the shards of all ranks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,14 @@ import torch
 from problems import gradients, replicas, step, weights
 
 import compopt
-from compopt._engine import runtime
 from compopt._sparse.rows import CodedRows
 
 SHAPES = [(64, 65), (80,), (64, 66), (10, 10)]
 
 
-@pytest.fixture(params=[False, True], ids=["host", "device"])
-def make(request, monkeypatch):
-    """Three ranks; "device": as it is done there."""
-    monkeypatch.setattr(runtime, "is_accelerator", lambda device: request.param)
-
-    def build(**options):
-        own = {"lr": 1e-2, "sparsity": 0.9, **options}
-        return replicas(3, weights(SHAPES, torch.float32), functools.partial(compopt.TagcAdamW, **own))
-
-    return build
+def make(**options):
+    options = {"lr": 1e-2, "sparsity": 0.9, **options}
+    return replicas(3, weights(SHAPES, torch.float32), functools.partial(compopt.TagcAdamW, **options))
 
 
 def snapshot(params, optimizers) -> list[torch.Tensor]:
@@ -36,7 +28,7 @@ def same(before, after) -> bool:
     return all(map(torch.equal, before, after))
 
 
-def test_the_norm_is_of_all_shards(make):
+def test_the_norm_is_of_all_shards():
     world, params, optimizers = make(sparsity=0.0)
     grads = gradients(3, 0, SHAPES, torch.float32)
     step(world, params, optimizers, grads)
@@ -46,7 +38,7 @@ def test_the_norm_is_of_all_shards(make):
         assert optimizer.stats.phase == "sparse"
 
 
-def test_what_only_one_rank_finds_too_late_to_say_keeps_all_from_stepping(make, monkeypatch):
+def test_what_only_one_rank_finds_too_late_to_say_keeps_all_from_stepping(monkeypatch):
     """Its own part of the average cannot be decoded at first: everything has been sent by then."""
     world, params, optimizers = make()
     step(world, params, optimizers, gradients(3, 0, SHAPES, torch.float32))
@@ -67,7 +59,7 @@ def test_what_only_one_rank_finds_too_late_to_say_keeps_all_from_stepping(make, 
     assert same(before, snapshot(params, optimizers))
 
 
-def test_an_average_that_overflows_in_one_shard_is_not_applied_in_any(make):
+def test_an_average_that_overflows_in_one_shard_is_not_applied_in_any():
     """Each rank's gradient is finite, and so are its marks; what is sent to one owner is not."""
     world, params, optimizers = make(payload_dtype="float16")
     step(world, params, optimizers, gradients(3, 0, SHAPES, torch.float32))

@@ -1,0 +1,146 @@
+"""The step decision: whether all ranks apply a step, skip it, or cannot take it.
+
+Every rank decides by numbers that all ranks hold alike: the averaged headers and control fields of
+the payloads, and the norm of the average. Where ranks hold different parts of the model, or of the
+averaged gradient, one more message combines their decisions. The rules are in ``read_decision``,
+for all settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from .._ops.norms import squared_norms, stacked_squared_norms
+from .._wire.comm import Comm
+from .._wire.control import differ
+from .._wire.requests import AllReduceMean
+from .exchanges import Exchange
+from .turns import Turns, ask
+
+ELSEWHERE = -1  # the index of a bucket that another rank of the model holds
+
+
+@dataclass
+class StepDecision:
+    """What all ranks decide about one step, and by what.
+
+    A step with ``non_finite`` gradients is skipped. It fails where ranks cannot go on as they are:
+    ``mismatched``, ``unsent`` or ``misplaced``.
+    """
+
+    exchanges: list[Exchange] = field(default_factory=list)
+    # the global L2 norm of the averaged gradient
+    norm: float = 0.0
+    # the phase of each bucket that has compressed tensors, by its index
+    phase_of: dict[int, str] = field(default_factory=dict)
+    # the mean over ranks of the last bucket's control fields
+    agreed: dict[str, list[float]] = field(default_factory=dict)
+    # tensors with a non-finite gradient on some rank
+    non_finite: list[str] = field(default_factory=list)
+    # ranks have different settings
+    mismatched: bool = False
+    # a rank could not send its gradients
+    unsent: bool = False
+    # indices of buckets whose payload met one of another bucket or step
+    misplaced: list[int] = field(default_factory=list)
+    early: int = 0  # buckets whose exchange began in backward, and counted
+    resent: bool = False  # what was sent in backward was stale, and went out again
+
+    @property
+    def failed(self) -> bool:
+        """Whether ranks cannot go on as they are."""
+        return bool(self.mismatched or self.unsent or self.misplaced)
+
+    @property
+    def applied(self) -> bool:
+        """Whether the step is applied; else it is skipped, or has failed."""
+        return not (self.non_finite or self.failed)
+
+    def take_error(self, known: Exception | None = None) -> Exception | None:
+        """Return why this rank could not send its gradients: ``known``, or what an exchange raised.
+
+        The error is not kept, because its frames hold this object.
+        """
+        errors = [exchange.error for exchange in self.exchanges if exchange.error is not None]
+        for exchange in self.exchanges:
+            exchange.error = None
+        return known or (errors[0] if errors else None)
+
+
+def read_decision(exchanges: list[Exchange]) -> StepDecision:
+    """Decide by what these exchanges have averaged. The host waits for the device here."""
+    numbers: Iterator[float] = iter(read_numbers(exchanges))
+    norms = [exchange.agreement.squared_norm for exchange in exchanges]
+    squares = [sum(islice(numbers, 1 if x is None else x.numel())) for x in norms]
+    decision, total = StepDecision(exchanges), 0.0
+    for exchange, squared in zip(exchanges, squares, strict=True):
+        bucket, payload = exchange.bucket, exchange.agreement.payload
+        payload.marks = marks = list(islice(numbers, len(payload.header)))
+        control = exchange.control.read(list(islice(numbers, len(exchange.control))))
+        decision.agreed = control
+        pairs = zip(bucket.names, marks, strict=True)
+        decision.non_finite += [name for name, mark in pairs if mark != mark]
+        decision.unsent |= control["failed"][0] > 0
+        decision.misplaced += [bucket.index] if differ(control["place"]) else []
+        total += squared / bucket.copies
+        if any(bucket.compressed):
+            decision.phase_of[bucket.index] = exchange.agreement.phase
+    decision.mismatched = differ(decision.agreed["settings"])
+    decision.norm = total**0.5
+    if total != total or total == float("inf"):
+        decision.non_finite = decision.non_finite or ["the average over ranks"]
+    return decision
+
+
+def combine_decisions(
+    decision: StepDecision, groups: Sequence[Comm], device: torch.device
+) -> Turns[None]:
+    """Make ``decision`` that of all ranks of these groups, each of which has averaged another part
+    of the gradient; the norm is that of all parts.
+
+    Groups are dimensions of a mesh, one after another.
+    """
+    if not groups:
+        return
+    facts = [decision.non_finite, decision.mismatched, decision.unsent, decision.misplaced]
+    fields = [0.0 if decision.non_finite else decision.norm**2, *(float(bool(x)) for x in facts)]
+    message = torch.tensor(fields, dtype=torch.float64, device=device)
+    for comm in groups:
+        mean = yield from ask(comm, AllReduceMean(message))
+        message = mean * comm.size
+    squared, non_finite, mismatched, unsent, misplaced = message.tolist()
+    decision.norm = squared**0.5
+    decision.mismatched, decision.unsent = mismatched > 0, unsent > 0
+    if non_finite:
+        decision.non_finite = decision.non_finite or ["a tensor of another shard"]
+    if misplaced:
+        decision.misplaced = decision.misplaced or [ELSEWHERE]
+
+
+def read_numbers(exchanges: list[Exchange]) -> list[float]:
+    """Read all numbers that decide: the squared norms of all averages, then the header and the
+    control fields of each payload.
+    """
+    device = exchanges[-1].bucket.device
+    payloads = [exchange.agreement.payload for exchange in exchanges]
+    fields = [p.flat[: p.flat.numel() - p.body.numel()].to(device) for p in payloads]
+    squares = _squared_norms(exchanges, device)
+    numbers: list[float] = torch.cat([squares, torch.cat(fields).double()]).tolist()
+    return numbers
+
+
+def _squared_norms(exchanges: list[Exchange], device: torch.device) -> Tensor:
+    """The squared norm of every average, which every rank computes and clips by."""
+    clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
+    agreed = [exchange.agreement for exchange in exchanges]
+    bodies = [a.payload.body for a in agreed if a.squared_norm is None]
+    if len(bodies) == len(agreed) and all(body.device == device for body in bodies):
+        return stacked_squared_norms(bodies, clips)
+    computed = iter(squared_norms(bodies, clips))
+    squares = [next(computed) if a.squared_norm is None else a.squared_norm for a in agreed]
+    return torch.cat([square.to(device).view(-1) for square in squares])
