@@ -1,16 +1,26 @@
-"""Real ranks: one process each, gloo, a file as rendezvous. Bounded in time; the first error of any rank is raised."""
+"""Real ranks: one process each, gloo, a file as rendezvous. The first error of any rank is raised.
+
+No limit depends on the machine's speed: collectives wait for as long as the ranks run, and ranks are ended when none of
+them has used its processor for ``IDLE`` seconds, which only ranks do that wait for each other.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+
+HANG_GUARD = 3600.0  # seconds that anything which a test starts may take
+IDLE = 120.0  # seconds without work after which ranks are taken to wait for each other
+FOREVER = timedelta(seconds=2 * HANG_GUARD)  # a process group's timeout, where no test is about it
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -18,15 +28,22 @@ _context.set_forkserver_preload(
 )
 
 
-def _work(rank: int, size: int, file: str, results: Any, function: Callable[..., Any], args: tuple) -> None:
+def be_patient() -> None:
+    """In this process one thread computes, and waits that users would not want to be long have no limit either."""
     import torch
-    import torch.distributed as dist
+
+    from compopt._engine import meeting
 
     torch.set_num_threads(1)
+    meeting.PATIENCE = HANG_GUARD
+
+
+def _work(rank: int, size: int, file: str, results: Any, function: Callable[..., Any], args: tuple) -> None:
+    import torch.distributed as dist
+
+    be_patient()
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=20)
-        )
+        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=FOREVER)
         results.put((rank, function(rank, *args), None))
         dist.barrier()
         dist.destroy_process_group()
@@ -35,19 +52,50 @@ def _work(rank: int, size: int, file: str, results: Any, function: Callable[...,
         raise SystemExit(1) from None
 
 
-def _next_answer(results: Any, workers: list, answers: dict[int, Any], until: float) -> tuple:
-    while True:
+def cpu_seconds(workers: Iterable[multiprocessing.Process]) -> float:
+    """The processor time of these processes, their threads and their children."""
+    ticks, pids = 0, {worker.pid for worker in workers}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended since
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(stat.parent.name) in pids or int(fields[1]) in pids:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class HangGuard:
+    """Raises when processes have waited for each other for ``IDLE`` seconds, or after ``HANG_GUARD``."""
+
+    def __init__(self):
+        self.used = 0.0
+        self.start = self.last_work = time.monotonic()
+
+    def check(self, silent: dict[int, multiprocessing.Process]) -> None:
+        """``silent``: the ranks that have not answered."""
+        now, used = time.monotonic(), cpu_seconds(silent.values())
+        if not used or abs(used - self.used) > 0.1:  # not told on this system, or more, or of fewer ranks
+            self.used, self.last_work = used, now
+        assert now < self.last_work + IDLE, f"ranks {[*silent]} wait, and none has worked for {IDLE:g} s"
+        assert now < self.start + HANG_GUARD, f"ranks {[*silent]} have not ended in {HANG_GUARD:g} s"
+
+
+def answers_of(workers: dict[int, multiprocessing.Process], results: Any) -> Iterator[tuple]:
+    """What each of these ranks has put into ``results``, which begins with the rank, as they come."""
+    silent, guard = dict(workers), HangGuard()
+    while silent:
         # Before it is asked for: what a rank has said arrives although it has ended since.
-        gone = {rank: w.exitcode for rank, w in enumerate(workers) if w.exitcode is not None and rank not in answers}
+        gone = {rank: worker.exitcode for rank, worker in silent.items() if worker.exitcode is not None}
         try:
-            return results.get(timeout=1)
+            answer = results.get(timeout=1)
         except queue.Empty:
-            silent = [rank for rank in range(len(workers)) if rank not in answers]
             assert not gone, f"ranks ended and said nothing (rank: exit code): {gone}"
-            assert time.monotonic() < until, f"ranks {silent} have not ended in time"
+            guard.check(silent)
+            continue
+        del silent[answer[0]]
+        yield answer
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 90) -> list[Any]:
+def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """``function(rank, *args)`` on ``size`` processes; what each returned (plain numbers, strings, lists)."""
     results = _context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -59,12 +107,11 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
             worker.start()
         try:
             answers = {}
-            for _ in workers:
-                rank, value, error = _next_answer(results, workers, answers, time.monotonic() + timeout)
+            for rank, value, error in answers_of(dict(enumerate(workers)), results):
                 assert error is None, f"rank {rank}:\n{error}"
                 answers[rank] = value
             for worker in workers:
-                worker.join(timeout)
+                worker.join(HANG_GUARD)
         finally:
             for worker in workers:
                 if worker.is_alive():

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import HANG_GUARD
 from torch.utils import backend_registration
 
 if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
@@ -85,7 +86,7 @@ LOOKS = {
 def ran(names: tuple[str, ...]) -> dict[str, dict]:
     """What is found, in a process of its own: a device cannot be taken back."""
     command = [sys.executable, str(HERE / "accelerator_run.py"), *names]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=HERE.parent)
+    child = subprocess.run(command, capture_output=True, text=True, timeout=HANG_GUARD, cwd=HERE.parent)
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout)
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import compopt
@@ -37,7 +37,7 @@ situations = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(situations, between(1.1, 100))
 def test_no_prediction_is_impossible(situation, factor):
     model = situation.pop("model")

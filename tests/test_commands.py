@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import HANG_GUARD
 
 import compopt
 from compopt.__main__ import main
@@ -37,7 +38,7 @@ def bash(line: str, folder: Path) -> subprocess.CompletedProcess:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONSAFEPATH": "1"}
     return subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_GUARD
     )
 
 

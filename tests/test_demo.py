@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import HANG_GUARD
 from test_examples import load
 
 import compopt
@@ -33,7 +34,7 @@ def made(folder: Path, target: str, answers: bool = True, *words: str) -> list[s
     (folder / "python").chmod(0o755)
     command = ["make", "--no-print-directory", target, f"PYTHON={folder}/python", *words]
     environment = os.environ | {"REACHED": "0" if answers else "1", "MAKEFLAGS": ""}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_GUARD)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
@@ -114,8 +115,8 @@ def test_demo_says_which_run_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "LAUNCHER", [sys.executable])
     monkeypatch.setattr(demo, "SCRIPT", tmp_path / "absent.py")
     with pytest.raises(RuntimeError, match=r"'DDP \+ AdamW' ended with exit code 2.*repeat it alone.*absent.py"):
-        demo.train("DDP + AdamW", [], limit=60)
-    (tmp_path / "absent.py").write_text("import time; time.sleep(60)")
+        demo.train("DDP + AdamW", [], limit=HANG_GUARD)
+    (tmp_path / "absent.py").write_text("import time; time.sleep(1e6)")
     with pytest.raises(RuntimeError, match="was stopped after 1 s"):
         demo.train("DDP + AdamW", [], limit=1)
 

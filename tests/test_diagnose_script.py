@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import HANG_GUARD
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
@@ -70,7 +71,7 @@ def test_under_torchrun_ranks_are_compared(script):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = ["-m", "compopt", "diagnose", "--steps", "6", "--dense", "2", script, "100", "ranks"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launcher, *words], env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run([*launcher, *words], env=environment, capture_output=True, text=True, timeout=HANG_GUARD)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("6 steps of AdamW on 2 ranks") == 1 and "gradients of 2 ranks" in done.stdout
 

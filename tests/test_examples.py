@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from in_place import EXAMPLES, as_torchrun_would, example
-from ranks import run_ranks
+from ranks import HANG_GUARD, run_ranks
 
 TINY = """--layers 1 --width 32 --heads 2 --context 16 --batch 4 --lr 1e-2 --steps 6 --eval-every 3
           --density 0.1 --warmup-share 0.34 --interval 4 --every 2"""
@@ -57,7 +57,7 @@ def start(launcher: list[str], folder: Path, optimizer: str) -> subprocess.Popen
 def finish(process: subprocess.Popen) -> None:
     """Wait for a process that `start` began, and leave none behind."""
     try:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=HANG_GUARD)
         assert process.returncode == 0, f"{process.args}: {output}"
     finally:
         process.terminate()

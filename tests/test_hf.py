@@ -152,7 +152,7 @@ def everything(rank: int, folder: str) -> tuple[dict, dict]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run_ranks(everything, 2, str(tmp_path_factory.mktemp("trainer")), timeout=30 * len(CASE))
+    return run_ranks(everything, 2, str(tmp_path_factory.mktemp("trainer")))
 
 
 @pytest.fixture(scope="module")

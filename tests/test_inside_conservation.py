@@ -216,5 +216,5 @@ def all_of(rank: int, method: str) -> dict[str, float]:
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_is_lost_and_nothing_is_sent_twice(method):
     bound = 1e-6 if "int8" in method or "bfloat16" in method else 1e-12
-    for found in run_ranks(all_of, 2, method, timeout=120):
+    for found in run_ranks(all_of, 2, method):
         assert max(found.values()) < bound, {name: far for name, far in found.items() if far >= bound}

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import HANG_GUARD
 from torch.utils import backend_registration
 
 if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
@@ -22,7 +23,7 @@ HERE = Path(__file__).parent
 @functools.cache
 def ran() -> dict[str, dict]:
     command = [sys.executable, str(HERE / "inside_device_run.py")]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=HERE.parent)
+    child = subprocess.run(command, capture_output=True, text=True, timeout=HANG_GUARD, cwd=HERE.parent)
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import FOREVER, run_ranks
 from torch import nn
 
 import compopt
@@ -55,9 +54,7 @@ def late(rank: int, folder: str) -> dict[str, list]:
         if name != "AdamW":
             assert optimizer.stats.residual_norm() == 0 and optimizer.comm.size == 1
         train(optimizer, range(2), 0, averaged=False)  # alone: two steps, of the same data on all ranks
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2, timeout=timedelta(seconds=20)
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2, timeout=FOREVER)
     wanted = train(made["AdamW"], range(2, 5), rank, averaged=True)
     found = {}
     for name in list(MAKE)[:-1]:

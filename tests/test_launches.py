@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import HANG_GUARD
 
 from compopt._state.buckets import bucket_bytes
 
@@ -35,7 +36,9 @@ def found() -> dict[str, dict]:
     """By a process in which Triton is not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(HERE / "launches_run.py")]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=HERE.parent, env=environment)
+    child = subprocess.run(
+        command, capture_output=True, text=True, timeout=HANG_GUARD, cwd=HERE.parent, env=environment
+    )
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout.splitlines()[-1])
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import HANG_GUARD
 
 import compopt
 
@@ -116,7 +117,7 @@ def test_importing_it_loads_nothing_slow():
     """Of torch, the parts that take half a second: they are loaded where they are asked for."""
     slow = ["torch._dynamo", "torch.distributed.tensor", "triton", "transformers", "matplotlib"]
     asks = f"import sys, compopt, compopt.advise; print([name for name in {slow} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, timeout=HANG_GUARD)
     assert done.stdout == "[]\n", done.stdout + done.stderr
     assert compopt.activations.MeshRanks.__module__ == "compopt.activations.tensor_parallel"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compopt import activations
@@ -64,7 +64,7 @@ situations = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(grids, situations, between(1.1, 100), st.sampled_from(["link_bits_per_s", "inside_bits_per_s"]))
 def test_no_prediction_is_impossible(sizes, situation, factor, link):
     work = Layers(**sizes)

@@ -6,12 +6,14 @@ import contextlib
 import os
 import socket
 import struct
-import time
 
 import torch
-from ranks import run_ranks
+from ranks import FOREVER, run_ranks
 
 import compopt
+
+# Bytes. Messages of 48 bytes, in which gloo's ranks say that they are ready, may arrive in another step than theirs.
+HEADERS = 500
 
 
 def received() -> int:
@@ -35,7 +37,6 @@ def received() -> int:
 
 def stepped(ddp, optimizer, rank: int, t: int) -> int:
     """Train a step; what was received meanwhile."""
-    time.sleep(0.1)  # of an exchange gloo has a last word
     before = received()
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * t + rank))
     optimizer.zero_grad()
@@ -67,7 +68,7 @@ def test_real_ranks_under_ddp_are_equal_when_a_round_ends_and_silent_until_then(
             assert 0.9 * sent < got < 1.5 * sent + 3000 and checksum == second[1] and phase == "exchanged"
         else:
             assert (phase, sent) == ("local", 0) and checksum != second[1]
-            assert got == 0 or at == 1  # the other rank may not have ended the exchange before
+            assert got < HEADERS or at == 1  # the other rank may not have ended the exchange before
 
 
 def test_real_ranks_apply_a_delayed_exchange_at_the_same_step():
@@ -114,7 +115,7 @@ def test_ddp_collects_gradients_only_where_somebody_averages_them():
     """Nor does it exchange buffers while ranks step on their own; afterwards all is as it was."""
     for found in run_ranks(goes_on_with_another, 2):
         assert found["start"][0] and found["start"][1] > 0
-        assert not found["within a round"][0] and found["within a round"][1] < 200, "buffers alone are 1 KB"
+        assert not found["within a round"][0] and found["within a round"][1] < HEADERS, "buffers alone are 1 KB"
         assert not found["collects"]
         assert found["end of a round"][0] and found["end of a round"][1] > 0
         assert found["averaging by another"][0] and found["averaging by DDP"][0]
@@ -128,4 +129,4 @@ def waits_apart(rank: int) -> float:
 
 
 def test_what_runs_beside_others_waits_as_long_as_they_do():
-    assert run_ranks(waits_apart, 2) == [20.0, 20.0]  # as tests/ranks.py says of the default group
+    assert run_ranks(waits_apart, 2) == [FOREVER.total_seconds()] * 2  # as tests/ranks.py says of the default group

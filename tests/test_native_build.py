@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import HANG_GUARD
 
 from compopt._ops import backends
 from compopt._ops.native import build
@@ -85,7 +86,7 @@ def test_a_damaged_library_is_never_loaded(cache):
         whole.write_bytes(damaged)
         assert built(cache).read_bytes() == contents
     whole.write_bytes(contents[: middle // 4096 * 4096])
-    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, timeout=HANG_GUARD)
     assert (done.returncode, done.stdout.strip()) == (0, "native"), done.stderr
     assert built(cache).read_bytes() == contents
 

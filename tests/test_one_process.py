@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from conformance import Small, loss, make_ranks
-from ranks import run_ranks
+from ranks import FOREVER, run_ranks
 from sim import Ranks, World
 from table import CASES, FORMS, Case
 from torch import nn
@@ -165,9 +164,7 @@ def met(rank: int, folder: str) -> dict[str, tuple[list[str], bool]]:
         for step in range(9):
             if step == 4:
                 place = f"file://{folder}/{n}"
-                dist.init_process_group(
-                    "gloo", init_method=place, rank=rank, world_size=2, timeout=timedelta(seconds=20)
-                )
+                dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2, timeout=FOREVER)
             optimizer.zero_grad()
             loss(model, rank if step >= 4 else 0, step).backward()
             optimizer.step()

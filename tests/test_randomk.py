@@ -11,6 +11,7 @@ import torch
 from conservation import Ledger
 from problems import SHAPES, gradients, replicas, step, weights
 from randomk import RandomK, draw
+from ranks import HANG_GUARD
 from table import FORMS
 
 CASE = next(case for case in FORMS if case.cls is RandomK)
@@ -126,6 +127,6 @@ def test_a_dense_step_sends_what_compressed_ones_held_back():
 
 def test_the_file_runs():
     file = Path(__file__).parents[1] / "examples" / "randomk.py"
-    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=HANG_GUARD)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split(",")[0].removeprefix("loss ")) < 0.5 and "of 16384 bytes" in done.stdout

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import HANG_GUARD, run_ranks
 from torch import nn
 
 import compopt
@@ -43,7 +43,7 @@ def start(line: str, folder: Path) -> subprocess.Popen:
 
 def finish(process: subprocess.Popen) -> str:
     try:
-        output, _ = process.communicate(timeout=180)
+        output, _ = process.communicate(timeout=HANG_GUARD)
         assert process.returncode == 0, output
         return output
     finally:

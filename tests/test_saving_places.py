@@ -197,7 +197,7 @@ def everywhere(rank: int, folder: str) -> dict:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run_ranks(everywhere, 2, str(tmp_path_factory.mktemp("places")), timeout=240)
+    return run_ranks(everywhere, 2, str(tmp_path_factory.mktemp("places")))
 
 
 @pytest.mark.parametrize("name", PLACES)

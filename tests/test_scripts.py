@@ -96,7 +96,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_two(folder):
-    return run_ranks(on_two_ranks, 2, str(folder), timeout=120)
+    return run_ranks(on_two_ranks, 2, str(folder))
 
 
 @pytest.fixture

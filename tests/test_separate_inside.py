@@ -192,12 +192,12 @@ def used(rank: int) -> dict[str, object]:
 
 @pytest.fixture(scope="module", params=(2, 4))
 def runs(request):
-    return run_ranks(equal, request.param, timeout=180)
+    return run_ranks(equal, request.param)
 
 
 @pytest.fixture(scope="module")
 def uses():
-    return run_ranks(used, 2, timeout=180)
+    return run_ranks(used, 2)
 
 
 @pytest.mark.parametrize("name", [*KINDS, "base", "clipped", "two backwards"])

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import HANG_GUARD
 
 import compopt
 
@@ -160,7 +161,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     for script, text in zip(scripts, (RIGHT, WRONG), strict=True):
         script.write_text(text)
     words = [sys.executable, "-m", "mypy", "--show-absolute-path", *map(str, scripts)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=HANG_GUARD)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]
     # by name: of a text that it knows mypy repeats the path of the first time

@@ -1,6 +1,7 @@
 """Real ranks of which some die, stop or differ: gloo processes that hold one DDP model and optimizer for every class.
 
 Each class has a process group of its own, so that a rank's death is met by all of them at once, and alone by each.
+Collectives wait for as long as a test runs, but for those that a test has expire: these it limits first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from conformance import data, snapshot
-from ranks import _context
+from ranks import FOREVER, HANG_GUARD, _context, answers_of, be_patient
 from table import CASES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -28,11 +29,18 @@ import compopt
 from compopt._state import buckets
 
 
-def connect(file: str, rank: int, size: int, timeout: float) -> list[dist.ProcessGroup]:
-    """The default group, and one for each class, which waits for ``timeout`` seconds."""
-    patient, limit = timedelta(seconds=60), timedelta(seconds=timeout)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=patient)
-    return [dist.new_group(timeout=limit) for _ in CASES]
+def connect(file: str, rank: int, size: int) -> list[dist.ProcessGroup]:
+    """The default group, and one for each class."""
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=FOREVER)
+    return [dist.new_group(timeout=FOREVER) for _ in CASES]
+
+
+def limit_waits(seconds: float, but: list[Training] = ()) -> None:
+    """Collectives that start from now on expire, but for those over the groups that these were given."""
+    spared = [training.group for training in but]
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group not in spared:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 class Training:
@@ -40,7 +48,7 @@ class Training:
 
     def __init__(self, case, group: dist.ProcessGroup):
         torch.manual_seed(0)
-        self.case, self.told = case, {}
+        self.case, self.told, self.group = case, {}, group
         self.model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)).double()
         self.ddp = DDP(self.model, process_group=group)
         self.optimizer = case.make(self.model.named_parameters(), process_group=group)
@@ -58,6 +66,7 @@ class Training:
 
     def wrap(self, group: dist.ProcessGroup) -> None:
         """Under a new DDP, over a new group."""
+        self.group = group
         self.optimizer.rebind(group)
         self.ddp = DDP(self.model, process_group=group)
         compopt.attach(self.ddp, self.optimizer)
@@ -90,43 +99,44 @@ def train(trainings: list[Training], rank: int, steps: int) -> None:
             training.optimizer.step()
 
 
-def _work(rank: int, file: str, size: int, timeout: float, results: Any, function: Callable, args: tuple) -> None:
-    torch.set_num_threads(1)
+def _work(rank: int, file: str, size: int, results: Any, function: Callable, args: tuple) -> None:
+    be_patient()
     buckets.BUCKET_BYTES = 60_000
     try:
-        trainings = [Training(*pair) for pair in zip(CASES, connect(file, rank, size, timeout), strict=True)]
+        trainings = [Training(*pair) for pair in zip(CASES, connect(file, rank, size), strict=True)]
         results.put((rank, function(rank, trainings, file, *args)))
-        time.sleep(0.2)  # while the queue's thread writes
+        results.close()
+        results.join_thread()  # which writes
         os._exit(0)  # groups of which a rank is gone are not worth a farewell
     except BaseException:
         results.put((rank, traceback.format_exc()))
 
 
 def run_lossy(
-    function: Callable[..., Any], size: int, *args: Any, dying: int | None = None, timeout: float = 5,
-    resume_after: tuple[float, ...] = (),
-) -> dict[int, Any]:  # fmt: skip
+    function: Callable[..., Any], size: int, *args: Any, dying: int | None = None, resume_at: tuple[str, ...] = ()
+) -> dict[int, Any]:
     """What ``function(rank, trainings, file, *args)`` returned on each rank but the ``dying``.
 
-    A rank that stops itself is resumed, the n-th time after ``resume_after[n]`` seconds.
+    A rank that stops itself is resumed, the n-th time when a rank has called ``announce(file, resume_at[n])``.
     """
     results = _context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder, "rendezvous"))
         workers = [
-            _context.Process(target=_work, args=(rank, file, size, timeout, results, function, args))
-            for rank in range(size)
+            _context.Process(target=_work, args=(rank, file, size, results, function, args)) for rank in range(size)
         ]
         for worker in workers:
             worker.start()
         try:
-            for seconds in resume_after:
-                _resume(workers, seconds)
-            answers = dict(results.get(timeout=90) for _ in range(size - (dying is not None)))
-            for rank, answer in answers.items():
+            for name in resume_at:
+                _resume(workers, Path(f"{file}-{name}"))
+            answers = {}
+            surviving = {rank: worker for rank, worker in enumerate(workers) if rank != dying}
+            for rank, answer in answers_of(surviving, results):
                 assert not isinstance(answer, str), f"rank {rank}:\n{answer}"
+                answers[rank] = answer
             if dying is not None:
-                workers[dying].join(5)
+                workers[dying].join(HANG_GUARD)
                 assert workers[dying].exitcode == -signal.SIGKILL
         finally:
             for worker in workers:
@@ -134,15 +144,20 @@ def run_lossy(
     return answers
 
 
-def _resume(workers: list[multiprocessing.Process], seconds: float) -> None:
-    """Wait until a worker has stopped itself, then ``seconds``, and let it go on."""
-    limit = time.monotonic() + 60
-    while time.monotonic() < limit:
-        for worker in workers:
-            if worker.pid and _state(worker.pid) == "T":
-                time.sleep(seconds)
-                os.kill(worker.pid, signal.SIGCONT)
-                return
+def announce(file: str, name: str) -> None:
+    """Tell whoever resumes stopped ranks."""
+    Path(f"{file}-{name}").touch()
+
+
+def _resume(workers: list[multiprocessing.Process], announced: Path) -> None:
+    """Wait until a worker has stopped itself and another has said what it waits for, and let it go on."""
+    until = time.monotonic() + HANG_GUARD
+    while time.monotonic() < until:
+        stopped = [worker.pid for worker in workers if worker.pid and _state(worker.pid) == "T"]
+        if stopped and announced.exists():
+            os.kill(stopped[0], signal.SIGCONT)
+            return
+        assert not any(worker.exitcode for worker in workers), "a rank has ended"
         time.sleep(0.01)
     raise AssertionError("no rank stopped itself")
 

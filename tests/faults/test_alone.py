@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from lossy import run_lossy
-from ranks import run_ranks
+from ranks import HANG_GUARD, run_ranks
 from table import by_name
 from torch import nn
 
@@ -66,8 +67,7 @@ def mixed(rank: int) -> dict:
         if rank != 0 and name == "RadiusAdamW":  # the others come first, and wait for rank 0
             told.append(consolidate(run))
         elif name == "RadiusAdamW":
-            meeting.time.sleep(0.5)
-            told.append(consolidate(run, patience=5))
+            told.append(consolidate(run, patience=HANG_GUARD))
         whole = consolidate(run)
         run.train(2)
         found[name] = {"told": told, "whole": whole, "sum": run.sum(), "steps": run.optimizer.stats.step}
@@ -126,7 +126,7 @@ def gone(rank: int, trainings: list, file: str) -> list[str]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_have_ended_are_not_waited_for(size):
     for told in run_lossy(gone, size, dying=1).values():
-        assert "rank 1 did not come within 1 s: call it on all ranks" in told[0]
+        assert re.search("rank 1(, rank 2)? did not come within 1 s: call it on all ranks", told[0])
 
 
 def uncaught(rank: int, trainings: list, file: str) -> list[str]:
@@ -148,6 +148,6 @@ def uncaught(rank: int, trainings: list, file: str) -> list[str]:
 
 
 def test_the_others_say_why_rank_0_has_ended():
-    for rank, told in run_lossy(uncaught, 3, dying=0, timeout=30).items():
+    for rank, told in run_lossy(uncaught, 3, dying=0).items():
         assert told[0].startswith(f"step 4 was not applied on rank {rank}: "), told
         assert told[0].endswith(" (another rank was in consolidate_state(): call it on all ranks)")

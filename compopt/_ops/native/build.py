@@ -208,7 +208,7 @@ def built(cc: str, isa: str, folder: Path) -> Path:
 def _compile(cc: str, targets: list[list[str]], files: list[str], out: Path) -> None:
     for target in targets:
         words = [cc, *target, *FLAGS, *files, "-o", str(out), "-lm"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=600)
         if not done.returncode:
             return
     raise RuntimeError(f"{cc} could not build the native back end: {done.stderr.strip()[:500]}")
@@ -223,7 +223,7 @@ def _machine(cc: str) -> list[bytes]:
     """What tells machines apart that need libraries of their own: a home folder may be shared by
     many.
     """
-    version = subprocess.run([cc, "--version"], capture_output=True, timeout=60).stdout
+    version = subprocess.run([cc, "--version"], capture_output=True, timeout=600).stdout
     return [
         cc.encode(),
         version,
