@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compopt._engine import handshake
+from compopt._engine import peers
 from compopt._sparse.dealing import compressed_lengths, deal
 from compopt._state.buckets import Bucket
 from compopt._state.deal import encode
@@ -44,7 +44,7 @@ def fleet(ranks: int, left_by_others: float = 0.0) -> Iterator[Fleet]:
         counted = {name: comm.counted(getattr(dist, name)) for name in COLLECTIVES}
         with (
             mock.patch.multiple(dist, **counted),
-            mock.patch.object(handshake, "_report_equal_gradients"),
+            mock.patch.object(peers, "_report_equal_gradients"),
         ):
             yield comm
     finally:

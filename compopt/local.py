@@ -224,8 +224,7 @@ class LocalSteps(Wrapping):
 
     def _said(self) -> list[Any]:
         """What ranks must have alike when they exchange."""
-        name, *groups = self._settings()
-        return [{"around it": name}, *groups]
+        return self._settings()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group to the inner optimizer; it is a fragment of its own.

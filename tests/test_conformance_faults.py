@@ -68,7 +68,7 @@ def test_ranks_that_differ_are_told_which_and_how(case):
     ranks = make_ranks(case, 3)
     ranks.optimizers[2].param_groups[0]["lr"] = 0.25
     ranks.backward(loss)
-    with pytest.raises(ValueError, match=r"Rank 0 has .*lr.* rank 2 has .*0\.25"):
+    with pytest.raises(ValueError, match=r"group 0, lr: rank 0 has .* rank 2 has 0\.25"):
         ranks.world.step(ranks.optimizers)
 
     ranks = make_ranks(case, 3, **case.averaging)
@@ -76,7 +76,7 @@ def test_ranks_that_differ_are_told_which_and_how(case):
     ranks.optimizers[1].param_groups[0]["weight_decay"] = 0.75  # later: seen in the payload's control words
     ranks.backward(loss)
     before = [snapshot(optimizer) for optimizer in ranks.optimizers]
-    with pytest.raises(ValueError, match=r"weight_decay.* rank 1 has .*0\.75"):
+    with pytest.raises(ValueError, match=r"group 0, weight_decay: rank 0 has .* rank 1 has 0\.75"):
         ranks.world.step(ranks.optimizers)
     for old, optimizer in zip(before, ranks.optimizers, strict=True):
         assert_same(old, snapshot(optimizer))
@@ -128,5 +128,5 @@ def test_replicas_that_part_are_found(case):
     if case.sharded and not case.sends_updates:  # the owner's have taken the place of those that parted
         ranks.assert_replicas_equal()
         return
-    with pytest.raises(ValueError, match=r"rank 2 has .*checksum"):
+    with pytest.raises(ValueError, match=r"checksum of its values: .* rank 2 has "):
         ranks.train(loss, 1)

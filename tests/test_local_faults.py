@@ -94,7 +94,17 @@ def test_ranks_that_differ_are_told_at_the_end_of_a_round():
     params, optimizers = train(2, 3)
     world = optimizers[0].comm.world
     optimizers[1].param_groups[0]["lr"] = 0.25
-    with pytest.raises(ValueError, match=r"Rank 0 has .*lr.* rank 1 has .*0\.25"):
+    with pytest.raises(ValueError, match=r"base's group 0, lr: rank 0 has 0\.01, rank 1 has 0\.25"):
+        step(world, params, optimizers, gradients(2, 3))
+
+
+def test_ranks_that_took_unequal_numbers_of_steps_are_told_so():
+    params, optimizers = train(2, 3)
+    world = optimizers[0].comm.world
+    for group in optimizers[1]._option_groups:
+        group.update(step=group["step"] + 4, begun=group["begun"] + 4)
+    message = r"Rank 0 has taken 4 steps, rank 1 has taken 8 \(group 0\): call step\(\) equally often"
+    with pytest.raises(ValueError, match=message):
         step(world, params, optimizers, gradients(2, 3))
 
 
@@ -181,7 +191,7 @@ def test_what_is_done_to_a_frozen_layer_stays():
 def test_ranks_that_freeze_other_layers_are_told_when_they_exchange():
     params, optimizers = train(2, 4)
     params[0][2].requires_grad_(False)
-    with pytest.raises(ValueError, match="requires_grad="):
+    with pytest.raises(ValueError, match="requires_grad: rank 0 has False, rank 1 has True"):
         for t in range(4, 8):
             step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
     assert optimizers[0]._option_groups[0]["step"] == 8, "the rank's own step was taken"

@@ -25,8 +25,8 @@ from .._wire.comm import Comm, ProcessGroup, connect, has_met_others
 from .._wire.meshes import copies_of, shard_comms
 from . import checkpoint, frozen
 from .face import Face, Group
-from .handshake import Acquaintance
 from .owner import Owner
+from .peers import Peers
 from .runtime import Runtime
 from .settings import structure_of
 from .stats import Stats
@@ -134,7 +134,7 @@ class Engine:
         self.stats = Stats(residual_norm=weakly(self.residual_norm))
         self.connection: Comm | None = None
         self.counted = 0  # bytes that were sent before the running step
-        self.known = Acquaintance()
+        self.peers = Peers()
         self.runtime = Runtime(weakly(face.algorithm))
         self.built = True
         frozen.meet(self)
@@ -279,7 +279,7 @@ class Engine:
         In the order of their index, whatever the order in which they get ready: collectives start
         alike on all ranks.
         """
-        waits = not self.known.acquainted or self.scaled or bool(self.half_step)
+        waits = not self.peers.verified or self.scaled or bool(self.half_step)
         if waits or self.comm.size == 1:
             return
         early = self.runtime.early
@@ -292,4 +292,4 @@ class Engine:
 
     def _as_agreed(self) -> bool:
         """Whether nothing has changed that decides what is sent."""
-        return self.known.structure == structure_of(self) and not frozen.changed(self)
+        return self.peers.structure == structure_of(self) and not frozen.changed(self)

@@ -16,7 +16,7 @@ from .._state.buckets import Bucket, is_compressed
 from .._state.layouts import Dense, Layout, Sharded
 from .._wire.requests import Asking
 from .decision import StepDecision
-from .settings import settings_of
+from .settings import Setting, settings_of_class
 from .stats import Stats
 
 if TYPE_CHECKING:
@@ -131,9 +131,9 @@ class Face:
         """
         return set(self.defaults)
 
-    def _settings(self) -> list[Any]:
+    def _settings(self) -> list[Setting]:
         """What must be the same on all ranks, step for step; more of it where a class has more."""
-        return settings_of(self._engine)
+        return settings_of_class(self._engine)
 
     def _specs(self, bucket: Bucket) -> dict[str, Layout]:
         """The state of a bucket's tensors: the class's, and masters of low precision."""

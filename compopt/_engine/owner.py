@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .._wire.control import Words
 from .decision import StepDecision
+from .settings import Setting
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class Owner(Protocol):
     def compared(self) -> Engine:
         """Whose gradients tell whether somebody else averages them too."""
 
-    def settings(self) -> list[Any]:
+    def settings(self) -> list[Setting]:
         """What else must be the same on all ranks, step for step."""
 
     def words(self) -> dict[str, Words]:

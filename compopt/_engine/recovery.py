@@ -18,7 +18,7 @@ from .._wire.comm import Comm, ProcessGroup, connect
 from .._wire.requests import Broadcast
 from .._wire.warning import warn
 from . import moving
-from .handshake import gather
+from .peers import gather_rows
 from .turns import Turns, ask
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def catch_up(engine: Engine, comm: Comm, new: bool = False) -> Turns[None]:
         dtype=torch.int64,
         device=engine.device,
     )
-    rows = (yield from gather(words, comm)).tolist()
+    rows = (yield from gather_rows(words, comm)).tolist()
     steps = [step for step, _ in rows]
     ahead, mine = max(steps), steps[comm.rank]
     if min(steps) == ahead:

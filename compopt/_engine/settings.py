@@ -29,17 +29,35 @@ FREE = {"step", "lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm
 PLAIN = {type(None), bool, int, float, str}
 
 
-def settings_of(engine: Engine) -> list[Any]:
-    """Its class, the options of its groups, its back end."""
+# What a group, a class or a base is called in a message, and its options or its name.
+Setting = tuple[str, Any]
+
+
+def list_settings(engine: Engine) -> list[Setting]:
+    """List what must be the same on all ranks in every step, that of an outer optimizer behind that
+    of its owner.
+    """
+    settings = engine.face._settings()
+    if engine.owner is None:
+        return settings
+    outer = [(f"outer optimizer, {subject}", value) for subject, value in settings]
+    return [*engine.owner.settings(), *outer]
+
+
+def settings_of_class(engine: Engine) -> list[Setting]:
+    """List the class, the options of its groups, and its backend."""
     face = engine.face
-    known = face._known_options
     return [
-        engine.name + (" (sharded)" if face.sharded else ""),
-        *(known_of(group, known) for group in engine.option_groups),
-        # two round differently, and select differently among equals
-        {"backend": engine.ops.name},
-        *(engine.owner.settings() if engine.owner else []),
+        ("class", engine.name + (" (sharded)" if face.sharded else "")),
+        *name_groups("group", engine.option_groups, face._known_options),
+        # two backends round differently, and select differently among equals
+        ("backend", engine.ops.name),
     ]
+
+
+def name_groups(name: str, groups: list[dict[str, Any]], known: Iterable[str]) -> list[Setting]:
+    """List the ``known`` options of each group, as ``name`` and its number."""
+    return [(f"{name} {number}", known_of(group, known)) for number, group in enumerate(groups)]
 
 
 def structure_of(engine: Engine) -> str:
@@ -80,7 +98,7 @@ def plain(value: object) -> object:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def bits_of(settings: list[Any]) -> list[float]:
+def bits_of(settings: object) -> list[float]:
     """16 bits of a checksum and their complements, as numbers whose mean over ranks shows any
     difference.
     """

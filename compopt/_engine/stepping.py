@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .._state.buckets import Bucket
 from .._wire.comm import Comm
 from .._wire.control import Words
@@ -10,11 +12,11 @@ from .._wire.warning import warn
 from . import frozen, gradients, lost_masks
 from .decision import StepDecision
 from .engine import Engine
-from .handshake import describe, explain_mismatch, handshake, tell_failure
 from .meeting import noticed
+from .peers import describe_optimizer, raise_failure, raise_mismatch, verify_peers
 from .refusals import misplaced, watch_skips
 from .reporting import report
-from .settings import bits_of, structure_of
+from .settings import bits_of, list_settings, structure_of
 from .signals import held_back
 from .telling import tell
 from .turns import Turns
@@ -76,16 +78,14 @@ class Step:
             engine.rebuild()
         self.problem = self._prepare()
         yield from self._hear_of_tails()
-        if not engine.known.acquainted:
-            if self.problem is not None:
-                raise self.problem
-            yield from self._get_acquainted()
+        if not engine.peers.verified:
+            yield from self._verify_peers()
         if not engine.buckets:
             return
         decision = yield from self._agree()
         if decision.agreed["unfrozen"][0] > 0:
             # on some rank other parameters require a gradient now
-            yield from self._get_acquainted()
+            yield from self._verify_peers()
             if not engine.buckets:
                 return
             decision = yield from self._agree()
@@ -110,7 +110,7 @@ class Step:
             gradients.scale_back(engine, self.scale)
         if not self.over or isinstance(error, CommunicationError):
             # ranks may be a step apart now: the next one begins with a handshake
-            engine.known.acquainted = False
+            engine.peers.verified = False
 
     # Before the exchange
 
@@ -142,28 +142,29 @@ class Step:
             bucket.gathered = {}
         # nothing is sent that could say so
         alone = not engine.buckets and frozen.changed(engine)
-        known = engine.known
-        if tails.lost or alone or known.structure != structure_of(engine):
-            known.acquainted = tails.lost = False
+        peers = engine.peers
+        if tails.lost or alone or peers.structure != structure_of(engine):
+            peers.verified = tails.lost = False
 
-    def _get_acquainted(self) -> Turns[None]:
+    def _verify_peers(self) -> Turns[None]:
         engine = self.engine
         engine.runtime.early.drop()
-        compared = yield from handshake(engine, self.comm)
+        has_problem = self.problem is not None
+        had_gradients = yield from verify_peers(engine, self.comm, has_problem)
         if frozen.changed(engine):  # and on all ranks alike
             yield from frozen.follow(engine, self.comm)
             engine.face.before_exchange()
         # without any gradient, the next step begins with a handshake too
-        engine.known.acquainted = compared or engine.face.reduces_inside
+        engine.peers.verified = had_gradients or engine.face.reduces_inside
 
     # The exchange
 
     def _agree(self) -> Turns[StepDecision]:
         engine, comm = self.engine, self.comm
         every = engine.face.check_replicas_every
-        settings = engine.face._settings()
+        settings: list[Any] = [*list_settings(engine)]
         if every and self.number % every == 0:
-            settings += describe(engine)
+            settings += describe_optimizer(engine)
         words: dict[str, Words] = {"settings": bits_of(settings)}
         if engine.owner:
             words |= engine.owner.words()
@@ -194,14 +195,17 @@ class Step:
             raise misplaced(engine, decision)
         if decision.unsent:
             self.problem = decision.take_error(self.problem)
+            problem = self.problem
+            failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
+            del problem  # its frames hold this one
             try:
-                yield from tell_failure(engine, self.comm, self.problem)
-            except Exception:
+                yield from raise_failure(engine, self.comm, failure)
+            except CommunicationError:
                 if self.problem is None:
                     raise
                 raise self.problem from None
         if decision.mismatched:
-            yield from explain_mismatch(engine, self.comm)
+            yield from raise_mismatch(engine, self.comm)
 
     # After it
 
@@ -222,7 +226,7 @@ class Step:
                         bucket.cache.clear()  # it follows from state, and may be wrong
                     raise
                 engine.half_step = ""
-            engine.known.structure = structure_of(engine)
+            engine.peers.structure = structure_of(engine)
             self.over = True
 
     def _commit(self, decision: StepDecision) -> None:
@@ -244,7 +248,7 @@ class Step:
             return  # without other ranks there is nothing to compare
         if trial and trial.watch(decision.phase_of, decision.applied, engine.device):
             # with the next step's handshake all ranks compare their times
-            engine.known.acquainted = False
+            engine.peers.verified = False
 
 
 def _half(number: int, bucket: Bucket | None, error: BaseException) -> str:

@@ -19,7 +19,7 @@ from .averages import Averages
 from .base import CompressedOptimizer
 from .face import Group
 from .joined import join, part
-from .settings import known_of
+from .settings import Setting, name_groups
 
 
 class Wrapping(CompressedOptimizer):
@@ -96,9 +96,9 @@ class Wrapping(CompressedOptimizer):
             self.add_param_group(group)  # somebody gave it to the base
         super().before_exchange()
 
-    def _settings(self) -> list[Any]:
-        base = [known_of(group, self.base.defaults) for group in self.base.param_groups]
-        return [*super()._settings(), {"base": type(self.base).__name__}, *base]
+    def _settings(self) -> list[Setting]:
+        groups = name_groups("base's group", self.base.param_groups, self.base.defaults)
+        return [*super()._settings(), ("base", type(self.base).__name__), *groups]
 
     # State
 

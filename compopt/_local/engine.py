@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._engine import gradients
 from .._engine.engine import Engine
-from .._engine.handshake import gather
+from .._engine.peers import gather_rows
 from .._engine.recovery import catch_up, tell_what_is_lost
 from .._engine.turns import Turns
 from .._engine.weakly import weakly
@@ -143,7 +143,7 @@ class LocalEngine:
         engine, h = self.engine, self.options
         words = [h["step"], h["round"], h["begun"], self.exchanges is not None]
         message = torch.tensor(words, dtype=torch.int64, device=engine.device)
-        rows: list[list[int]] = (yield from gather(message, comm)).tolist()
+        rows: list[list[int]] = (yield from gather_rows(message, comm)).tolist()
         counts = [row[:-1] for row in rows if row[-1]]
         if counts:
             step, rounds, begun = max(counts)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .._engine.decision import StepDecision
 from .._engine.engine import Engine
-from .._engine.handshake import gather
 from .._engine.owner import making_own
+from .._engine.peers import gather_rows
 from .._engine.recovery import catch_up
 from .._engine.turns import Turns
 from .._state.tensors import laid_out_as
@@ -224,7 +224,7 @@ class Fragment:
         # what was given up begins anew in the next step, on all ranks
         due = [int(self.due and not behind)]
         flag = torch.tensor(due, dtype=torch.int64, device=engine.device)
-        self.due = bool((yield from gather(flag, comm)).any())
+        self.due = bool((yield from gather_rows(flag, comm)).any())
 
     # What the outer optimizer asks of its owner
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._engine.base import CompressedOptimizer
 from .._engine.inside import Inside, Params, Unsent, check_inside, is_inside, place_of
+from .._engine.settings import Setting
 from .._engine.weakly import weakly
 from .._engine.when import dense_steps
 from .._ops.clipping import clip_factor
@@ -100,8 +101,8 @@ class Projecting(CompressedOptimizer):
                         connect(self._engine.group).rank,
                     )
 
-    def _settings(self) -> list[Any]:
-        return [*super()._settings(), self._fingerprints()]
+    def _settings(self) -> list[Setting]:
+        return [*super()._settings(), ("random matrices", self._fingerprints())]
 
     def _fingerprints(self) -> dict[str, str]:
         """What the devices here compute, of each kind of projection that is used on them."""

@@ -35,7 +35,7 @@ def refused(a, b, *words: str) -> None:
     messages: list[str] = []
     world.run([listening(optimizer) for optimizer, _ in heard])
     assert len(messages) == 2 and messages[0] == messages[1]
-    for word in ("Rank 0 has", "rank 1 has", *words):
+    for word in ("ank 0 has", "rank 1 has", *words):
         assert word in messages[0], messages[0]
     for optimizer, before in heard:
         assert_same(before, snapshot(optimizer))
@@ -55,12 +55,26 @@ def test_other_parameters(case):
 
         return make
 
-    refused(small(case), other(lambda named: named[::-1]), "scale")  # order
-    refused(small(case), other(width=97), "up.", "(96,", "(97,")
-    refused(small(case), small(case, torch.float64), "torch.float32", "torch.float64")
-    refused(small(case), other(lambda named: named[:-1]), "idle.bias")
+    first, last = (list(dict(Small().named_parameters()))[i] for i in (0, -1))
+    refused(small(case), other(lambda named: named[::-1]), f"parameter 0: rank 0 has {first}, rank 1 has {last}. ")
+    refused(small(case), other(width=97), "up.weight, shape: rank 0 has (96, 64), rank 1 has (97, 64). Build the same")
+    refused(small(case), small(case, torch.float64), "dtype: rank 0 has torch.float32, rank 1 has torch.float64. ")
+    refused(small(case), other(lambda named: named[:-1]), f"rank 0 has {last}, rank 1 has nothing")
     nothing = lambda group: case.make([{"params": []}], process_group=group)  # noqa: E731
     refused(small(case), nothing, "nothing")
+
+
+def test_another_shape_is_told_before_the_values_that_differ_with_it():
+    def wider(group):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 65))
+        return compopt.SeparateAdam(model.named_parameters(), process_group=group)
+
+    def narrower(group):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        return compopt.SeparateAdam(model.named_parameters(), process_group=group)
+
+    refused(narrower, wider, "1.weight, shape: rank 0 has (64, 64), rank 1 has (65, 64). Build the same model")
 
 
 @every
@@ -71,7 +85,9 @@ def test_other_values(case):
             model.down.bias[5] += 1e-3
         return case.make(model.named_parameters(), process_group=group)
 
-    refused(small(case), moved, "down.bias", "checksum")
+    refused(
+        small(case), moved, "down.bias, checksum of its values: rank 0 has", "Start all ranks from the same weights"
+    )
 
 
 @every
@@ -80,7 +96,12 @@ def test_other_options(case):
     refused(small(case), small(case, weight_decay=0.375), "weight_decay", "0.375")
     for name, value in {"seed": 7, "density": 0.25, "ratio": 4}.items():
         if name in inspect.signature(case.cls).parameters:
-            refused(small(case), small(case, **{name: value}), name, str(value))
+            refused(
+                small(case),
+                small(case, **{name: value}),
+                f"{name}: rank 0 has",
+                f"rank 1 has {value}. Make them equal.",
+            )
 
 
 @every
@@ -90,7 +111,7 @@ def test_replicas_checked_on_some_ranks_only(case):
         optimizer.check_replicas_every = 1
         return optimizer
 
-    refused(small(case), checking, "check_replicas_every: 0", "check_replicas_every: 1")
+    refused(small(case), checking, "check_replicas_every: rank 0 has 0, rank 1 has 1")
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -116,7 +137,8 @@ def test_another_count_of_steps(case):
 
         return make
 
-    refused(resumed(3), resumed(5), "step: 3", "step: 5")
+    words = "Rank 0 has taken 3 steps, rank 1 has taken 5 (group 0): call step() equally often on all ranks"
+    refused(resumed(3), resumed(5), words)
 
 
 @every_average
@@ -144,3 +166,24 @@ def test_payloads_of_different_lengths_never_meet(option):
     assert first and ranks.world.asked
     with pytest.raises(AssertionError, match=r"different collectives.*AllGather.*AllReduceMean"):
         next(ranks.optimizers[1].step_in_turns())
+
+
+@every_average
+def test_a_rank_that_cannot_send_in_the_first_step_is_told_by_all(case):
+    """It raises its own error; the others do not wait for it."""
+    ranks = make_ranks(case, 3)
+    ranks.backward(loss)
+    p = next(p for p in ranks.models[1].parameters() if p.grad is not None)
+    p.grad = p.grad.to_sparse()
+    messages = []
+
+    def listening(optimizer):
+        with pytest.raises((compopt.CommunicationError, TypeError, RuntimeError), match="sparse") as caught:
+            yield from optimizer.step_in_turns()
+        messages.append((type(caught.value) is compopt.CommunicationError, str(caught.value)))
+
+    ranks.world.run([listening(optimizer) for optimizer in ranks.optimizers])
+    assert sorted(is_told for is_told, _ in messages) == [False, True, True]
+    assert all("the gradients of rank 1 (" in message for is_told, message in messages if is_told)
+    ranks.train(loss, 2)
+    ranks.assert_replicas_equal()

@@ -1,0 +1,292 @@
+"""The handshake: ranks compare their optimizers before they rely on each other.
+
+It runs in the first step, and in the step after a checkpoint was loaded, a group was added, an
+option changed that decides what is sent, or a collective failed. Ranks gather a few checksums.
+Where these differ, they gather descriptions as JSON, never pickles, and all raise the same error.
+Between handshakes some bits of the settings' checksum ride in the control fields of every payload;
+ranks that differ there gather their descriptions, too.
+
+The handshake is another kind of collective than a payload's, so gloo never pairs the two where
+only some ranks start one: they wait until the timeout of the group, and raise.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from .._state.buckets import local
+from .._wire.comm import Comm
+from .._wire.requests import AllGather, CommunicationError
+from .._wire.warning import warn
+from .settings import list_settings
+from .turns import Turns, ask
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+@dataclass
+class Peers:
+    """What this rank knows of the others."""
+
+    verified: bool = False  # a handshake has shown that they agree, and it still holds
+    structure: str = ""  # the options that decide what is sent, which all had in the last step
+
+
+class Checksums(NamedTuple):
+    """The numbers of one rank that the handshake compares."""
+
+    description: int
+    gradients: int  # 0 without any
+    masks: int
+    backend: int
+    is_backend_automatic: int  # chosen by itself, not by the user
+    dense_time: int  # of a trial (when="auto"), in nanoseconds; 0 while it goes on
+    compressed_time: int
+
+
+class Fact(NamedTuple):
+    """A line of an optimizer's description."""
+
+    subject: str
+    name: str
+    value: str
+
+
+# Between steps
+
+
+def verify_peers(engine: Engine, comm: Comm, has_problem: bool = False) -> Turns[bool]:
+    """Compare this rank's optimizer with those of all ranks.
+
+    Returns whether any rank had gradients to compare. ``has_problem``: this rank cannot send its
+    own; all ranks learn so in the exchange that follows.
+
+    Raises ValueError where ranks differ, RuntimeError where something else has averaged the
+    gradients.
+    """
+    mine = _compute_checksums(engine, has_problem)
+    numbers = torch.tensor(mine, dtype=torch.int64).to(engine.device)
+    rows = [Checksums(*row) for row in (yield from gather_rows(numbers, comm)).tolist()]
+    if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
+        engine.give_way()
+        return (yield from verify_peers(engine, comm, has_problem))
+    if _differ(row.description for row in rows):
+        yield from raise_mismatch(engine, comm)
+    if _differ(row.masks for row in rows):  # some ranks lost theirs
+        engine.forget_chosen()
+    times = [[row.dense_time, row.compressed_time] for row in rows]
+    if engine.trial is not None and all(map(all, times)):
+        engine.trial.compare(times)
+    if comm.size > 1 and mine.gradients and not _differ(row.gradients for row in rows):
+        _report_equal_gradients(engine, comm)
+    return comm.size == 1 or any(row.gradients for row in rows)
+
+
+def _compute_checksums(engine: Engine, has_problem: bool) -> Checksums:
+    times = (engine.trial.words() if engine.trial else []) or [0, 0]
+    return Checksums(
+        description=_checksum_text(describe_optimizer(engine)),
+        gradients=0 if has_problem else _checksum_gradients(engine.compared),
+        masks=_checksum_masks(engine),
+        backend=_checksum_text(engine.ops.name),
+        is_backend_automatic=engine.ops.automatic,
+        dense_time=times[0],
+        compressed_time=times[1],
+    )
+
+
+def _differ(numbers: Iterator[int]) -> bool:
+    return len(set(numbers)) > 1
+
+
+def _report_equal_gradients(engine: Engine, comm: Comm) -> None:
+    """Warn once that ranks train on the same data, where DDP handed their own gradients over; else
+    raise RuntimeError.
+    """
+    if not engine.handed_over:
+        raise RuntimeError(
+            "all ranks hold bit-identical gradients: something averaged them before step(), or "
+            "all ranks train on the same data. If DistributedDataParallel wraps the model, call "
+            "compopt.attach(ddp_model, optimizer) before the first backward; if FSDP reduces over "
+            "this group, pass process_group= the group it does not reduce over; if the data is "
+            "the same, give each rank its own. On CPUs Accelerate and the Trainer give all ranks "
+            "the same data unless told Accelerator(cpu=True) or use_cpu=True."
+        )
+    if not engine.compared.warned_of_same_data:
+        engine.compared.warned_of_same_data = True
+        warn(
+            f"all {comm.size} ranks hold bit-identical gradients: they train on the same data, and "
+            "learn no more than one rank would. Likely causes: no DistributedSampler, or the same "
+            "random seed on all ranks. Give each rank its own data, by DataLoader(dataset, "
+            "sampler=DistributedSampler(dataset)) or by a seed that the rank is part of.",
+            comm.rank,
+        )
+
+
+# What ranks compare
+
+
+def describe_optimizer(engine: Engine) -> list[Fact]:
+    """List everything that must be equal on all ranks, what explains most first.
+
+    So another class is named before its other options, and another shape before the values that
+    differ with it.
+    """
+    facts = []
+    for subject, values in list_settings(engine):
+        plain = values if isinstance(values, dict) else {"": values}
+        facts += [Fact(subject, name, repr(value)) for name, value in sorted(plain.items())]
+    facts.append(Fact("", "check_replicas_every", repr(engine.face.check_replicas_every)))
+    names, layouts, checksums = [], [], []
+    for i, (p, name, is_compressed) in enumerate(_list_parameters(engine)):
+        names.append(Fact(f"parameter {i}", "", name))
+        layout = dict(
+            shape=tuple(p.shape),
+            dtype=p.dtype,
+            requires_grad=p.requires_grad,
+            compress=is_compressed,
+        )
+        layouts += [Fact(name, what, str(value)) for what, value in layout.items()]
+        if not engine.face.reduces_inside:  # else each rank has a part of its own
+            checksums.append(Fact(name, VALUES, str(_checksum(local(p.detach())))))
+    return facts + names + layouts + checksums
+
+
+VALUES = "checksum of its values"
+
+
+def _list_parameters(engine: Engine) -> Iterator[tuple[Tensor, str, bool]]:
+    """Yield all parameters in the order of their groups, each with its name and whether it is
+    compressed.
+    """
+    found = {
+        p: (p, name, is_compressed)
+        for bucket in [*engine.buckets, *engine.shelf]
+        for p, name, is_compressed in zip(
+            bucket.params, bucket.names, bucket.compressed, strict=True
+        )
+    }
+    return (found[p] for group in engine.option_groups for p in group["params"])
+
+
+def _checksum_text(text: object) -> int:
+    return zlib.crc32(str(text).encode())
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Compute a number that is the same for tensors with the same bits."""
+    # Strides of one element or none may be anything.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    raw = flat.view(torch.uint8)
+    return int((raw.view(torch.int16) if raw.numel() % 2 == 0 else raw).sum(dtype=torch.int64))
+
+
+def _checksum_gradients(engine: Engine) -> int:
+    """Compute a number that ranks share when their gradients have the same bits; 0 where there is
+    nothing to compare.
+
+    Gradients that are zero or not finite do not count: they may well be equal on ranks of
+    different data.
+    """
+    sums = []
+    for p in chain.from_iterable(bucket.params for bucket in engine.buckets):
+        g = None if p.grad is None else local(p.grad)
+        counts = g is not None and bool(g.any()) and bool(g.isfinite().all())
+        sums.append(_checksum(g) or 1 if counts and g is not None else 0)
+    return _checksum_text(sums) + 1 if any(sums) else 0
+
+
+def _checksum_masks(engine: Engine) -> int:
+    """Compute a number that ranks share when they hold the same masks."""
+    names = engine.face.chosen_state
+    flats = (bucket.flat[name] for bucket in engine.buckets for name in names)
+    return _checksum_text([_checksum(flat) for flat in flats])
+
+
+# What all ranks raise
+
+
+def raise_mismatch(engine: Engine, comm: Comm) -> Turns[NoReturn]:
+    """Gather the descriptions, and raise a ValueError that names the first difference."""
+    gathered = yield from _gather_json(describe_optimizer(engine), engine.device, comm)
+    descriptions = [[Fact(*fact) for fact in facts] for facts in gathered]
+    for rank, facts in enumerate(descriptions):
+        if message := _explain_difference(descriptions[0], facts, rank):
+            raise ValueError(f"ranks differ, and nothing was applied. {message}")
+    raise ValueError(
+        "ranks differed in an option of their parameter groups at this step, and nothing was "
+        "applied. They are equal by now: change options on all ranks before the same step."
+    )
+
+
+def _explain_difference(ours: list[Fact], theirs: list[Fact], rank: int) -> str:
+    """Name the first difference between rank 0 and ``rank``; nothing where they agree."""
+    ours_of, theirs_of = ({fact[:2]: fact.value for fact in facts} for facts in (ours, theirs))
+    different = [key for key in ours_of | theirs_of if ours_of.get(key) != theirs_of.get(key)]
+    if not different:
+        return ""
+    steps = [key for key in different if key[1] == "step"]
+    subject, name = (steps or different)[0]
+    a, b = (values.get((subject, name), "nothing") for values in (ours_of, theirs_of))
+    if steps:
+        return (
+            f"Rank 0 has taken {a} steps, rank {rank} has taken {b} ({subject}): call step() "
+            "equally often on all ranks, and load the same checkpoint on all of them."
+        )
+    what = ", ".join(filter(None, [subject, name]))
+    return f"{what}: rank 0 has {a}, rank {rank} has {b}. {_advise(name)}"
+
+
+def _advise(name: str) -> str:
+    if name == VALUES:
+        return (
+            "Start all ranks from the same weights: load the same checkpoint, or pass the "
+            "parameters of DistributedDataParallel, which broadcasts rank 0's."
+        )
+    if name in ("", "shape", "dtype"):
+        return "Build the same model and the same optimizer on all ranks."
+    return "Make them equal."
+
+
+def raise_failure(engine: Engine, comm: Comm, failure: str) -> Turns[NoReturn]:
+    """Gather why ranks could not send their gradients, and raise a CommunicationError that quotes
+    all of them.
+
+    ``failure``: why this rank could not; empty where it could. (As text: the frames of an exception
+    would hold this one, and this one the exception.)
+    """
+    failures = yield from _gather_json(failure, engine.device, comm)
+    failed = [f"rank {rank} ({text})" for rank, text in enumerate(failures) if text]
+    raise CommunicationError(
+        f"the gradients of {', '.join(failed) or 'another shard'} could not be sent, and nothing "
+        "was applied: mend what is said of that rank there, and call step() again on all ranks."
+    )
+
+
+# Collectives
+
+
+def gather_rows(tensor: Tensor, comm: Comm) -> Turns[Tensor]:
+    """Gather ``tensor`` of every rank, a row for each."""
+    return (yield from ask(comm, AllGather(tensor)))
+
+
+def _gather_json(value: object, device: torch.device, comm: Comm) -> Turns[list[Any]]:
+    """Gather what every rank passes."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    size = torch.tensor([text.numel()], dtype=torch.int64, device=device)
+    sizes = (yield from gather_rows(size, comm)).view(-1).tolist()
+    padded = torch.cat([text, text.new_zeros(max(sizes) - text.numel())])
+    rows = yield from gather_rows(padded, comm)
+    return [
+        json.loads(bytes(row[:size].tolist())) for row, size in zip(rows.cpu(), sizes, strict=True)
+    ]
