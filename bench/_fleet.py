@@ -20,9 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compopt._engine import peers
 from compopt._sparse.dealing import compressed_lengths, deal
+from compopt._state.bits import bits_of, set_bits_
 from compopt._state.buckets import Bucket
 from compopt._state.deal import encode
-from compopt._state.masks import bits_of, set_bits_
 from compopt._wire.comm import Comm
 from compopt._wire.pending import Pending
 from compopt._wire.requests import Agree, AllGather, AllReduceMean, BitOr, Broadcast, Commit, ReduceScatterMean, Request

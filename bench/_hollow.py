@@ -34,7 +34,7 @@ import compopt._ops.backends as backends
 from compopt._engine.engine import Engine
 from compopt._engine.exchanges import Exchange
 from compopt._engine.turns import Turns
-from compopt._ops.triton import ops as triton_ops
+from compopt._ops.triton import tables as triton_tables
 from compopt._wire.comm import Comm
 
 DEVICE = torch.device("meta")
@@ -350,7 +350,7 @@ def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
             (decision, "read_numbers", _read_numbers),
             (triton.JITFunction, "run", run_kernel),
             (backends, "has_triton_driver", lambda: True),
-            (triton_ops, "triton_device", lambda: DEVICE.type),
+            (triton_tables, "triton_device", lambda: DEVICE.type),
             *[(kernels, name, _weighed(name)) for name in (*MOVED, "compact_known")],
             *[(kernels, name, _weighed_table(name)) for name in TABLES],
         ]:

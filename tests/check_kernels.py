@@ -29,7 +29,7 @@ POINTERS = {
     "rows_of": "*i32", "chunks": "*i32", "body": "*fp32", "dropped": "*fp32", "noise": "*fp32",
     "message": "*u8", "received": "*u8", "gathered": "*u8", "codes": "*i8", "out": "*fp32", "place": "i32",
     "stride": "i32", "scales_at": "i32", "codes_at": "i32", "own_codes_at": "i32", "ranks": "i32", "count": "i32",
-    "header": "*fp32", "factors": "*i64", "said": "*fp32", "squares": "*fp64",
+    "header": "*fp32", "factors": "*i64", "said": "*fp32",
 }  # fmt: skip
 F32, BF16 = tl.float32, tl.bfloat16
 WIDE = dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16)
@@ -44,12 +44,12 @@ CASES = {
         dict(GT=BF16, ST=F32, OT=BF16, HT=BF16, ALIGN=1),
         dict(GT=F32, ST=F32, OT=F32, HT=F32, ALIGN=16),
     ],
-    "adamw._adamw": [WIDE | {"NORM": True}, WIDE | {"NORM": False}, LOW | {"NORM": False}],
+    "adamw._adamw": [WIDE, LOW],
     "scape._moment": [dict(ST=F32, GT=BF16)],
     "scape._scape": [
-        WIDE | {"ADAMS": False, "ROUNDS": False, "NORM": True},
-        WIDE | {"ADAMS": False, "ROUNDS": True, "NORM": False},
-        LOW | {"ADAMS": True, "ROUNDS": True, "NORM": False},
+        WIDE | {"ADAMS": False, "ROUNDS": False},
+        WIDE | {"ADAMS": False, "ROUNDS": True},
+        LOW | {"ADAMS": True, "ROUNDS": True},
     ],
     "top_k._histogram": [dict(SHIFT=20, WIDTH=11, TYPE=F32, PART=1024), dict(SHIFT=0, WIDTH=9, TYPE=F32, PART=1024)],
     "top_k._descend": [dict(WIDTH=11), dict(WIDTH=9)],

@@ -130,9 +130,7 @@ def test_adamw(device, size, grad):
         for i, n in enumerate(LENGTHS)
     ]  # fmt: skip
     blocks = kernels.Blocks(LENGTHS, device, size)
-    squares = torch.empty(blocks.count, dtype=torch.float64, device=device)
-    kernels.adamw(blocks, kernels.count(blocks, bits), rows, **HYPER, squares=squares)
-    torch.testing.assert_close(squares.sum(), torch.cat(values).double().square().sum(), rtol=1e-12, atol=0)
+    kernels.adamw(blocks, kernels.count(blocks, bits), rows, **HYPER)
     for mine, reference in zip(ours, (w, m, v, residual), strict=False):
         close(mine, reference)
     close([x.float() for x in ours[4]], ours[0], COARSE)

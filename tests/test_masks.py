@@ -10,8 +10,8 @@ import torch
 from compopt._ops import math as _math
 from compopt._ops import ops
 from compopt._sparse import dealing, selection
+from compopt._state import bits as _bits
 from compopt._state import deal as _deal
-from compopt._state import masks
 
 OPS = ops.Ops()
 above = selection.above
@@ -44,7 +44,7 @@ def test_every_element_is_dealt_once_and_evenly_and_k_adds_up(ranks, density):
     assert all(part.first % 8 == 0 for part in parts), "ranges begin at whole words of 64 elements"
     sizes = [part.last - part.first for part in parts]
     assert sum(sizes) == sum(math.ceil(n / 8) for n in LENGTHS)
-    assert max(sizes) - min(sizes) <= 2 * masks.WORD
+    assert max(sizes) - min(sizes) <= 2 * _bits.WORD
 
 
 @pytest.mark.parametrize("n", [8, 64, 1000 * 8])
@@ -52,11 +52,11 @@ def test_every_element_is_dealt_once_and_evenly_and_k_adds_up(ranks, density):
 def test_bits_flags_and_positions(n, density):
     flags = torch.rand(n, generator=generator(n)) < density
     bits = _math.pack_bits(flags)
-    assert torch.equal(masks.bits_of(flags.clone()), bits)
-    assert torch.equal(masks.flags_of(bits), flags)
-    assert torch.equal(masks.positions_of(bits), flags.nonzero().view(-1))
+    assert torch.equal(_bits.bits_of(flags.clone()), bits)
+    assert torch.equal(_bits.flags_of(bits), flags)
+    assert torch.equal(_bits.positions_of(bits), flags.nonzero().view(-1))
     again = torch.full_like(bits, 255)
-    masks.set_bits_(again, flags.nonzero().view(-1))
+    _bits.set_bits_(again, flags.nonzero().view(-1))
     assert torch.equal(again, bits)
 
 
@@ -64,7 +64,7 @@ def test_every_bit_of_a_word_is_found():
     for place in range(64):
         flags = torch.zeros(128, dtype=torch.bool)
         flags[[place, 127]] = True
-        assert masks.positions_of(_math.pack_bits(flags)).tolist() == sorted({place, 127})
+        assert _bits.positions_of(_math.pack_bits(flags)).tolist() == sorted({place, 127})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
@@ -73,12 +73,12 @@ def test_what_the_ranks_send_is_what_all_assemble(ranks, density):
     deal = dealing.deal(LENGTHS, ranks, density)
     flags = [owned(part, rank) for rank, part in enumerate(deal.parts)]
     owns = [f.nonzero().view(-1) for f in flags]
-    messages = [_deal.encode(owns[r], masks.bits_of(f.clone()), deal, r) for r, f in enumerate(flags)]
+    messages = [_deal.encode(owns[r], _bits.bits_of(f.clone()), deal, r) for r, f in enumerate(flags)]
     assert {len(message) for message in messages} == {deal.length}
     bits, positions = _deal.assemble(torch.stack(messages), deal, ranks - 1, owns[-1])
     whole = torch.cat(flags)
     assert torch.equal(bits, _math.pack_bits(whole)) and torch.equal(positions, whole.nonzero().view(-1))
-    local = masks.per_tensor(positions, LENGTHS)
+    local = _bits.per_tensor(positions, LENGTHS)
     start = 0
     for n, index in zip(LENGTHS, local, strict=True):
         if n:
@@ -104,7 +104,7 @@ def test_as_many_as_may_ever_be_selected_fit():
     most = sum(int(1.05 * piece.wanted) for piece in part.pieces)
     assert part.most == most
     flags[-most:] = True  # the highest positions have the longest code
-    message = _deal.encode(flags.nonzero().view(-1), masks.bits_of(flags.clone()), deal, 1)
+    message = _deal.encode(flags.nonzero().view(-1), _bits.bits_of(flags.clone()), deal, 1)
     assert torch.equal(_deal.decode(message, part), flags.nonzero().view(-1))
 
 
@@ -179,7 +179,7 @@ def test_shared_elements_are_counted_one_by_one():
     others = torch.rand(1000, generator=generator(7)) < 0.3
     bits, positions = _math.pack_bits(flags), others.nonzero().view(-1)
     for dtype in (torch.int32, torch.int64):
-        assert int(masks.count_shared(bits, positions.to(dtype))) == int((flags & others).sum())
+        assert int(_bits.count_shared(bits, positions.to(dtype))) == int((flags & others).sum())
 
 
 def test_gradients_that_are_not_finite_select_something_all_the_same():

@@ -16,8 +16,8 @@ from compopt._ops.native.ops import NativeOps
 from compopt._ops.native.selection import NativeSelection, range_of
 from compopt._ops.native.tables import Table
 from compopt._sparse import dealing
+from compopt._state import bits as _bits
 from compopt._state import deal as _deal
-from compopt._state import masks
 from compopt._state.masks import Mask
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
@@ -157,7 +157,7 @@ def test_masks_cross_the_network_as_the_reference_has_them(ops, ranks, density):
         selection.positions.copy_(torch.cat(chosen))
         own = torch.cat([c + piece.at for c, piece in zip(chosen, part.pieces, strict=True)])
         bits = torch.zeros(part.last - part.first, dtype=torch.uint8)
-        masks.set_bits_(bits, own)
+        _bits.set_bits_(bits, own)
         expected = _deal.encode(own, bits, deal, rank)
         if not deal.coded:
             assert len(expected) == deal.length

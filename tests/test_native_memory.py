@@ -13,7 +13,7 @@ import compopt
 from compopt._ops.native import build, tables
 from compopt._ops.native.ops import NativeOps
 from compopt._ops.ops import Ops
-from compopt._state import masks
+from compopt._state import bits as _bits
 from compopt._state.masks import Mask
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
@@ -67,7 +67,7 @@ def test_positions_of_another_dtype_are_converted(ops, bucket):
 def test_a_message_is_what_plain_operators_make_of_it(ops, bucket, every, negate, owed):
     grads, index = bucket.grads(), [torch.arange(1, N, every, dtype=torch.int32)] * 2
     bits = torch.zeros((N + 7) // 8, dtype=torch.uint8)
-    masks.set_bits_(bits, index[0].long())
+    _bits.set_bits_(bits, index[0].long())
     add = [p.detach() for p in bucket.params] if owed else None
     options = {"add": add, "scale": 0.5, "negate": negate}
     expected = Ops().pack(bucket, grads, Mask(bucket, positions=index), **options).flat.clone()

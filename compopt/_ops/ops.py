@@ -13,8 +13,9 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from .._state.bits import positions_of
 from .._state.buckets import Bucket
-from .._state.masks import Mask, Tensors, positions_of
+from .._state.masks import Mask, Tensors
 from .._wire import coded
 from .._wire.quantised_mean import QuantisedMean
 from .._wire.requests import Asking, Payload, Together

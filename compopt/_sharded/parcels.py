@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .._engine.inside import Held, Unsent
 from .._engine.when import start_of
+from .._state.bits import WORD
 from .._state.fsdp_rows import FsdpRows
-from .._state.masks import WORD
 from .._state.shards import Shards
 
 

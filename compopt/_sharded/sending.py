@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._sparse.codes import CODES, Code
 from .._sparse.union import Union
-from .._state.masks import ones_at
+from .._state.bits import ones_at
 from .._wire.dtypes import dtype_of
 from .parcels import Parcel
 

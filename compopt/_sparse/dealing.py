@@ -14,9 +14,10 @@ from torch import Tensor
 from .._engine.when import dense_steps, ramp_of
 from .._ops.math import kept
 from .._ops.ops import Ops
+from .._state.bits import count_shared, cut_bytes, offsets_of
 from .._state.buckets import Bucket
 from .._state.deal import Deal, Piece, make_deal
-from .._state.masks import Mask, Tensors, cleared, count_shared, cut_bytes, offsets_of, stored
+from .._state.masks import Mask, Tensors, cleared, stored
 from .._wire.requests import Asking, Payload
 
 SLACK = 0.05  # a sampled threshold may miss the wanted count by this share of it

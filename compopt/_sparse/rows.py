@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .._ops.ops import Ops
+from .._state.bits import per_tensor
 from .._state.buckets import Bucket
-from .._state.masks import per_tensor
 from .._wire.dtypes import PayloadDtype
 from .._wire.requests import Payload
 from .at_once import hold_back_at_once

@@ -13,9 +13,10 @@ from torch import Tensor
 from .._ops.fused import BLOCK
 from .._ops.moment import own_x
 from .._ops.ops import Ops
+from .._state.bits import bits_at, per_tensor
 from .._state.buckets import Bucket
 from .._state.deal import Deal, Part, assemble, encode
-from .._state.masks import Mask, Tensors, bits_at, bits_by_tensor, per_tensor, stored
+from .._state.masks import Mask, Tensors, bits_by_tensor, stored
 from .._wire.requests import AllGather, Asking, Payload
 from .._wire.scratch import at_a_time
 from .dealing import SLACK, compressed_lengths, forget_next, keep

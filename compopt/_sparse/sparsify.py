@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .._ops.ops import Ops
+from .._state.bits import bits_at
 from .._state.buckets import Bucket
-from .._state.masks import bits_at
 from .._state.shards import Shards
 from .dealing import compressed_lengths
 from .selection import largest_of_each

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .._engine.stats import Stats
+from .._state.bits import count_shared
 from .._state.buckets import Bucket
-from .._state.masks import count_shared
 from .dealing import compressed_lengths, deal_at
 
 

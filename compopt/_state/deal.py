@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .masks import bits_of, flags_of, positions_of, set_bits_
+from .bits import bits_of, flags_of, positions_of, set_bits_
 
 
 class Piece(NamedTuple):

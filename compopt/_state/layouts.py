@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .masks import bits_of, flags_of
+from .bits import bits_of, flags_of
 from .tensors import laid_out_as, local
 
 VECTOR = (-1,)  # a shape, for Tensor.view

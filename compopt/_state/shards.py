@@ -17,7 +17,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from .masks import cut_bytes, offsets_of
+from .bits import cut_bytes, offsets_of
 
 Range = tuple[int, int]
 

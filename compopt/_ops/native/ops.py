@@ -23,13 +23,13 @@ from .adams import AdamSPasses, adams_commit, scape_commit
 from .adamw import AdamWPasses, masks_of, radius_commit, refuse
 from .build import isa_of, load
 from .means import NativeMean, decode, encode
-from .selection import NativeSelection
+from .selection import NativeSelection, SelectionPasses
 from .tables import Table, addresses, along, at, fits, floats, over_rows, plain
 
 SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
 
 
-class NativeOps(AdamWPasses, AdamSPasses):
+class NativeOps(AdamWPasses, AdamSPasses, SelectionPasses):
     """A call for all tensors of a bucket."""
 
     name = "native"
@@ -116,37 +116,6 @@ class NativeOps(AdamWPasses, AdamSPasses):
         )
         refuse(bucket, over_rows(lengths, lambda a, b, _: self.library.pack(table, a, b, 1.0, 1.0)))
         return marks
-
-    def largest_of(self, x: Tensor, k: int) -> Tensor | None:
-        if not plain(x) or x.numel() >= 2**31:
-            return None
-        out = torch.empty(k, dtype=torch.int32)
-        self.largest(x, k, 0.0, out)
-        return out.long()
-
-    def largest(self, x: Tensor, k: int, guess: float, out: Tensor) -> float:
-        """The positions of the k largest |x|, ascending, into int32 ``out``; returns a guess for
-        next time.
-        """
-        room = 2 * self.library.room_for(k)
-        memory = self.scratch(x, room, torch.int32, "candidates")
-        scratch = at("candidates", memory, room, torch.int32)
-        found, values = at("positions", out, k, torch.int32), at("what is selected", x, k)
-        again: float = self.library.largest(values, x.numel(), k, guess, scratch, found)
-        return again
-
-    def top_k(self, score: Tensor, k: int) -> Tensor:
-        """The packed mask of the k elements of largest magnitude."""
-        if not plain(score) or score.numel() >= 2**31:
-            return super().top_k(score, k)
-        found, bits = (
-            torch.empty(k, dtype=torch.int32),
-            torch.zeros((score.numel() + 7) // 8, dtype=torch.uint8),
-        )
-        self.largest(score, k, 0.0, found)
-        chosen = Table(1, chosen=at("positions", found, k, torch.int32), k=k, at=0)
-        self.library.encode(chosen, 1, None, at("a mask", bits, len(bits), torch.uint8), len(bits))
-        return bits
 
     def set_bits_of(self, bits: Tensor) -> Tensor:
         return self.positions(bits, 8 * bits.numel()).long()

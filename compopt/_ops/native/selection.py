@@ -4,7 +4,7 @@ all its tensors.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ctypes
 
 import torch
 from torch import Tensor
@@ -14,13 +14,48 @@ from ..._state.deal import Deal, Part, code_of
 from ..._state.masks import Mask, Tensors, bits_by_tensor
 from ..._wire.requests import CommunicationError
 from ..moment import own_x
-from .tables import Table, addresses, along, at
-
-if TYPE_CHECKING:
-    from .ops import NativeOps
+from ..ops import Ops
+from .tables import Table, addresses, along, at, plain
 
 # The end of scape.c's struct: where to look for the largest, among what, how many, into where.
 CHOICE = ("guess", "start", "stop", "wanted", "chosen")
+
+
+class SelectionPasses(Ops):
+    """What of ``Ops`` is selecting the largest."""
+
+    library: ctypes.CDLL
+
+    def largest_of(self, x: Tensor, k: int) -> Tensor | None:
+        if not plain(x) or x.numel() >= 2**31:
+            return None
+        out = torch.empty(k, dtype=torch.int32)
+        self.largest(x, k, 0.0, out)
+        return out.long()
+
+    def largest(self, x: Tensor, k: int, guess: float, out: Tensor) -> float:
+        """The positions of the k largest |x|, ascending, into int32 ``out``; returns a guess for
+        next time.
+        """
+        room = 2 * self.library.room_for(k)
+        memory = self.scratch(x, room, torch.int32, "candidates")
+        scratch = at("candidates", memory, room, torch.int32)
+        found, values = at("positions", out, k, torch.int32), at("what is selected", x, k)
+        again: float = self.library.largest(values, x.numel(), k, guess, scratch, found)
+        return again
+
+    def top_k(self, score: Tensor, k: int) -> Tensor:
+        """The packed mask of the k elements of largest magnitude."""
+        if not plain(score) or score.numel() >= 2**31:
+            return super().top_k(score, k)
+        found, bits = (
+            torch.empty(k, dtype=torch.int32),
+            torch.zeros((score.numel() + 7) // 8, dtype=torch.uint8),
+        )
+        self.largest(score, k, 0.0, found)
+        chosen = Table(1, chosen=at("positions", found, k, torch.int32), k=k, at=0)
+        self.library.encode(chosen, 1, None, at("a mask", bits, len(bits), torch.uint8), len(bits))
+        return bits
 
 
 class NativeSelection:
@@ -28,7 +63,7 @@ class NativeSelection:
     known beforehand.
     """
 
-    def __init__(self, bucket: Bucket, ops: NativeOps, deal: Deal, rank: int):
+    def __init__(self, bucket: Bucket, ops: SelectionPasses, deal: Deal, rank: int):
         self.bucket, self.ops, self.deal = bucket, ops, deal
         self.part: Part = deal.parts[rank]
         self.pieces = {piece.tensor: piece for piece in self.part.pieces}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import compopt_kernels as kernels
 from torch import Tensor
@@ -14,6 +13,7 @@ from ..fused import HYPER
 from ..math import kept
 from .places import Copies, bits_places, commit_places, known, read_places
 from .tables import (
+    KernelOps,
     alike,
     blocks_of_all,
     bring_back,
@@ -24,11 +24,8 @@ from .tables import (
     starts_of_all,
 )
 
-if TYPE_CHECKING:
-    from .ops import TritonOps
 
-
-def radius_commits(ops: TritonOps, asked: list[Together]) -> list[list[Tensor]]:
+def radius_commits(ops: KernelOps, asked: list[Together]) -> list[list[Tensor]]:
     """Radius, lines 10, 15, 16 and 21 to 25, for all tensors; returns line 22's masks.
 
     A resample step goes bucket by bucket: memory for scores is used again.
@@ -42,7 +39,7 @@ def radius_commits(ops: TritonOps, asked: list[Together]) -> list[list[Tensor]]:
 
 
 def _radius_commits(
-    ops: TritonOps, asked: list[Together]
+    ops: KernelOps, asked: list[Together]
 ) -> Iterator[tuple[Together, list[Tensor]]]:
     """For buckets that one launch takes."""
     buckets = [one.bucket for one in asked]
@@ -110,14 +107,14 @@ def _radius_rows(
     ]
 
 
-def adams_commits(ops: TritonOps, asked: list[Together]) -> list[None]:
+def adams_commits(ops: KernelOps, asked: list[Together]) -> list[None]:
     """AdamS, equation 2, for all tensors."""
     for own in alike(asked):
         _adams_commits(ops, own)
     return [None] * len(asked)
 
 
-def _adams_commits(ops: TritonOps, asked: list[Together]) -> None:
+def _adams_commits(ops: KernelOps, asked: list[Together]) -> None:
     """For buckets that one launch takes."""
     buckets = [one.bucket for one in asked]
     blocks, h = blocks_of_all(buckets), buckets[0].group

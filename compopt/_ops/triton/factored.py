@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import compopt_kernels as kernels
 import torch
 
 from ..._wire.requests import Payload, Together
 from ..factored import Factors
 from ..fused import HYPER
-from .tables import alike, bring_back, contiguous_weights, count_all_steps, flattened, published
+from .tables import (
+    KernelOps,
+    alike,
+    bring_back,
+    contiguous_weights,
+    count_all_steps,
+    flattened,
+    published,
+)
 
-if TYPE_CHECKING:
-    from .ops import TritonOps
 
-
-def separate_commits(ops: TritonOps, asked: list[Together]) -> list[None]:
+def separate_commits(ops: KernelOps, asked: list[Together]) -> list[None]:
     """Lines 4 and 5 and AdamW's step: what is a product in one launch, what was sent whole in
     another.
     """

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ..._state.masks import Mask
 from ..._wire.requests import Together
 from .selection import TritonSelection, decoded
-from .tables import note_starts
-
-if TYPE_CHECKING:
-    from .ops import TritonOps
+from .tables import KernelOps, note_starts
 
 
-def stored(ops: TritonOps, asked: list[Together]) -> list[Mask]:
+def stored(ops: KernelOps, asked: list[Together]) -> list[Mask]:
     """As ``masks.stored``."""
     return _stored([(one, *one.args) for one in asked])
 
@@ -40,13 +35,13 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([to for to, _ in pairs], [bits for _, bits in pairs])
 
 
-def cleared(ops: TritonOps, asked: list[Together]) -> list[None]:
+def cleared(ops: KernelOps, asked: list[Together]) -> list[None]:
     """As ``masks.cleared``."""
     torch._foreach_zero_([one.bucket.flat[one.args[0]] for one in asked])
     return [None] * len(asked)
 
 
-def counted(ops: TritonOps, asked: list[Together]) -> list[None]:
+def counted(ops: KernelOps, asked: list[Together]) -> list[None]:
     """How many elements are selected before each block, of all these masks."""
     by_device: dict[torch.device, list[Together]] = {}
     for one in asked:
@@ -56,7 +51,7 @@ def counted(ops: TritonOps, asked: list[Together]) -> list[None]:
     return [None] * len(asked)
 
 
-def found_next(ops: TritonOps, asked: list[Together]) -> list[Mask]:
+def found_next(ops: KernelOps, asked: list[Together]) -> list[Mask]:
     """What all ranks have selected, as next masks."""
     masks: dict[int, Mask] = {}
     by_device: dict[torch.device, list[Together]] = {}

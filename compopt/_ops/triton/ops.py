@@ -19,29 +19,21 @@ from ..._state.devices import pinned
 from ..._state.masks import Mask, Tensors
 from ..._wire.quantised_mean import QuantisedMean
 from ..._wire.requests import Payload
-from ..makers import triton_device
-from ..ops import Faster, Group, Ops, empty_message
+from ..ops import Faster, Group, empty_message
 from .commits import adams_commits, radius_commits
 from .factored import separate_commits
 from .masks import cleared, counted, found_next, stored
 from .means import TritonMean
-from .places import Tables, addresses, bits_places, known, message, read_places
+from .places import addresses, bits_places, known, message, read_places
 from .scape import scape_commits
 from .selection import TritonSelection
-from .tables import blocks_of, flattened, starts_of
+from .tables import KernelOps, blocks_of, flattened, starts_of
 
 
-class TritonOps(Ops):
+class TritonOps(KernelOps):
     """The kernels of ``compopt_kernels``, a launch for all tensors of a bucket."""
 
     name = "triton"
-
-    def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
-        super().__init__(devices)
-        self.device = "cpu" if kernels.INTERPRETED else triton_device()
-        self.tables = Tables()
-        # Where none can be built, raise now.
-        kernels.pack_bits(torch.ones(8, dtype=torch.bool, device=self.device))
 
     def pack(
         self,
@@ -121,34 +113,8 @@ class TritonOps(Ops):
     def job(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
         return TritonMean if takes(self, bucket) else None
 
-    def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
-        """As the reference; where ``size`` is not known this waits for the device."""
-        if bits.device.type != self.device:
-            return super().positions(bits, n, size)
-        blocks = kernels.cut((n,), bits.device)
-        size = int(kernels.unpack_bits(bits, n).sum()) if size is None else size
-        found: list[Tensor] = kernels.positions(
-            blocks, [bits], kernels.count(blocks, [bits]), [size]
-        )
-        return found[0]
 
-    def largest(self, xs: Iterable[Tensor], ks: Iterable[int]) -> list[Tensor]:
-        """For each tensor the packed mask of its k elements of largest magnitude."""
-        rows = [
-            kernels.TopKRow(
-                x.numel(),
-                k,
-                x,
-                torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device),
-            )
-            for x, k in zip(xs, ks, strict=True)
-        ]
-        if rows:
-            kernels.top_k(kernels.cut(tuple(row.n for row in rows), rows[0].x.device), rows)
-        return [row.bits for row in rows]
-
-
-def takes(ops: TritonOps, bucket: Bucket) -> bool:
+def takes(ops: KernelOps, bucket: Bucket) -> bool:
     """Whether kernels can read and write this bucket."""
     return bucket.device.type == ops.device and bucket.offload is None
 

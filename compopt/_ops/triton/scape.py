@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import compopt_kernels as kernels
 import torch
 
@@ -13,6 +11,7 @@ from ..commits import keep_absent
 from .places import Before, Copies, bits_places, commit_places, known, read_places
 from .selection import Taken, take
 from .tables import (
+    KernelOps,
     alike,
     blocks_of_all,
     bring_back,
@@ -23,11 +22,8 @@ from .tables import (
     starts_of_all,
 )
 
-if TYPE_CHECKING:
-    from .ops import TritonOps
 
-
-def scape_commits(ops: TritonOps, asked: list[Together]) -> list[None]:
+def scape_commits(ops: KernelOps, asked: list[Together]) -> list[None]:
     """SCAPE, lines 10, 11 and 16 to 21, for all tensors, and line 15 where selections are given.
 
     Of each bucket: what was exchanged, its mask; the momenta of before, where they were held; a
@@ -69,7 +65,7 @@ def _momenta_apart(asked: list[Together]) -> list[Before]:
     return olds
 
 
-def _scape_commits(ops: TritonOps, asked: list[Together], olds: list[Before]) -> None:
+def _scape_commits(ops: KernelOps, asked: list[Together], olds: list[Before]) -> None:
     """All but the selection, for buckets that one launch takes."""
     buckets = [one.bucket for one in asked]
     blocks, h, factor = blocks_of_all(buckets), buckets[0].group, asked[0].args[3]

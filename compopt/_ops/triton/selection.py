@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import compopt_kernels as kernels
 import torch
@@ -14,10 +14,7 @@ from ..._state.buckets import Bucket
 from ..._state.deal import Deal, Part, code_of
 from ..._state.masks import Mask, Tensors, bits_by_tensor
 from .places import Before, Key, bits_places, known, read_places
-from .tables import blocks_of, flattened, note_starts, starts_of_all
-
-if TYPE_CHECKING:
-    from .ops import TritonOps
+from .tables import KernelOps, blocks_of, flattened, note_starts, starts_of_all
 
 # Bytes of x, which is selected by, that there may be at a time.
 ROOM = 256 * 2**20
@@ -32,7 +29,7 @@ class TritonSelection:
     The counterpart of ``selection.Selection``, for all tensors at once.
     """
 
-    def __init__(self, bucket: Bucket, ops: TritonOps, deal: Deal, rank: int):
+    def __init__(self, bucket: Bucket, ops: KernelOps, deal: Deal, rank: int):
         self.bucket, self.ops, self.deal = bucket, ops, deal
         self.part: Part = deal.parts[rank]
         self.bits = torch.empty(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import compopt_kernels as kernels
 import torch
@@ -12,7 +12,46 @@ from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask, Tensors
 from ..._wire.requests import Together
 from ..commits import count_steps
+from ..makers import triton_device
+from ..ops import Ops
 from .places import Tables, bits_places, known, state_of
+
+
+class KernelOps(Ops):
+    """What functions that launch kernels need: a device, and the tables that kernels are given."""
+
+    def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
+        super().__init__(devices)
+        self.device = "cpu" if kernels.INTERPRETED else triton_device()
+        self.tables = Tables()
+        # Where none can be built, raise now.
+        kernels.pack_bits(torch.ones(8, dtype=torch.bool, device=self.device))
+
+    def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
+        """As the reference; where ``size`` is not known this waits for the device."""
+        if bits.device.type != self.device:
+            return super().positions(bits, n, size)
+        blocks = kernels.cut((n,), bits.device)
+        size = int(kernels.unpack_bits(bits, n).sum()) if size is None else size
+        found: list[Tensor] = kernels.positions(
+            blocks, [bits], kernels.count(blocks, [bits]), [size]
+        )
+        return found[0]
+
+    def largest(self, xs: Iterable[Tensor], ks: Iterable[int]) -> list[Tensor]:
+        """For each tensor the packed mask of its k elements of largest magnitude."""
+        rows = [
+            kernels.TopKRow(
+                x.numel(),
+                k,
+                x,
+                torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device),
+            )
+            for x, k in zip(xs, ks, strict=True)
+        ]
+        if rows:
+            kernels.top_k(kernels.cut(tuple(row.n for row in rows), rows[0].x.device), rows)
+        return [row.bits for row in rows]
 
 
 def blocks_of(bucket: Bucket) -> kernels.Blocks:
