@@ -22,7 +22,7 @@ from _turns import over_links, warn_if_busy
 from links import RESULTS, summarise
 
 from compopt.costmodel import METHODS, Cost, Workload, advise, step_seconds
-from compopt.probe import read
+from compopt.planning.probe import read_probe
 
 RANKS = 2
 STEADY = 10**9  # links.py times sparse steps only: a mask that is never drawn again
@@ -34,8 +34,8 @@ def costs(work: Workload) -> dict[str, Cost]:
         "ddp": METHODS["AdamW+DDP"](work, RANKS),
         "radius": METHODS["RadiusAdamW"](work, RANKS, density=0.4, interval=STEADY),
         "scape": METHODS["ScapeAdamS"](work, RANKS, density=0.01),
-        "separate": METHODS["SeparateAdam"](work, RANKS, ratio=16),
-        "tracked16": METHODS["tracked 16, int8"](work, RANKS),
+        "separate": METHODS["SeparateAdam, Gaussian 16"](work, RANKS, ratio=16),
+        "tracked16": METHODS["SeparateAdam"](work, RANKS),
     }
 
 
@@ -44,7 +44,7 @@ def probed(rate: str) -> dict:
     with tempfile.TemporaryDirectory() as folder, Links(RANKS, rate) as links:
         file = str(Path(folder, "probe.json"))
         links.run([sys.executable, "-m", "compopt.probe", "--out", file])
-        return read(file)
+        return read_probe(file)
 
 
 def compare(rate: str, work: Workload, rounds: int, steps: int) -> list[dict]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import __version__, advise
-from .planning import diagnose
+from . import __version__
+from .planning import advise_command, diagnose
 
-COMMANDS = {"advise": advise.main, "diagnose": diagnose.main}
+COMMANDS = {"advise": advise_command.main, "diagnose": diagnose.main}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -20,7 +20,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
-    ROOT / "compopt/advise.py",
+    ROOT / "compopt/planning/advise_command.py",
 ]
 OURS = r"(?:compopt-advise|python -m compopt)\b"
 QUOTED, INDENTED = re.compile(rf"`({OURS}[^`]*)`"), re.compile(rf"^    ({OURS}.*)$", re.M)

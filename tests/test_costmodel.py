@@ -24,7 +24,7 @@ from compopt.costmodel import (
     step_seconds,
     training_speedup,
 )
-from compopt.costmodel.data_parallel import sent_bytes
+from compopt.planning.prediction import sent_bytes
 
 # MCBench, Table 8: hidden size, layers, nodes, batch size, speed-up.
 TABLE_8 = [
@@ -170,7 +170,7 @@ def test_bytes_a_parameter_are_those_of_the_algorithms():
     assert sent["AdamW+DDP"] == 4.0
     assert sent["RadiusAdamW"] == pytest.approx(4 * (0.4 * 199 / 200 + 1 / 200) + 1 / 1600)
     assert sent["ScapeAdamS"] == pytest.approx(0.4 + 0.1 * math.log2(math.e / 0.1) / 8)
-    assert sent["SeparateAdam"] == 4 / 16
+    assert sent["SeparateAdam, Gaussian 16"] == 4 / 16
     assert sent["TagcAdamW"] == pytest.approx(4 * (1 - 0.9875**4) + 1 / 4 + 4)
     assert sent["TagcAdamW, int4"] == pytest.approx(2 * (1 - 0.9875**4) + 1 / 4 + 1 / 2 + 4 / 128)
     state = {name: cost(work, 4).state / work.parameters for name, cost in METHODS.items()}
@@ -182,7 +182,8 @@ def test_what_is_not_compressed_is_sent_whole():
     kept = 0.4 * 199 / 200 + 1 / 200
     assert METHODS["RadiusAdamW"](work, 4).reduced / work.parameters == pytest.approx(4 * (0.5 * kept + 0.5))
     assert METHODS["ScapeAdamS"](work, 4).reduced / work.parameters == pytest.approx(4 * (0.5 * 0.1 + 0.5))
-    assert METHODS["SeparateAdam"](work, 4).reduced / work.parameters == pytest.approx(4 * (0.5 / 16 + 0.5))
+    gaussian = METHODS["SeparateAdam, Gaussian 16"](work, 4)
+    assert gaussian.reduced / work.parameters == pytest.approx(4 * (0.5 / 16 + 0.5))
 
 
 def test_workload_reads_a_model():
@@ -214,12 +215,12 @@ def test_what_a_round_exchanges_is_waited_for_but_for_the_steps_of_its_delay():
 
 def test_longer_rounds_wait_and_send_less_and_keep_as_much():
     work, machine = Workload.of_size(100_000_000), Machine(4, 1e7)
-    thirty, long = METHODS["LocalSteps 30"](work, 4), METHODS["LocalSteps 140, int2"](work, 4, bits=4)
-    every_step = METHODS["LocalSteps 30"](work, 4, every=1)
+    thirty, long = METHODS["LocalSteps"](work, 4), METHODS["LocalSteps, every=140, int2"](work, 4, bits=4)
+    every_step = METHODS["LocalSteps"](work, 4, every=1)
     waits = [step_seconds(machine, cost, 1.0).exchange for cost in (every_step, thirty, long)]
     assert waits[0] == pytest.approx(30 * waits[1]) == pytest.approx(140 * waits[2])
-    assert thirty.reduced == (1 / 2 + 4 / 128) * 1e8 / 30 and thirty.state == long.state == 24e8
-    assert METHODS["LocalSteps 30"](work, 4, every=3, delay=9).delay == 3  # one exchange on its way at a time
+    assert thirty.sent == (1 / 2 + 4 / 128) * 1e8 / 30 and thirty.state == long.state == 24e8
+    assert METHODS["LocalSteps"](work, 4, every=3, delay=9).delay == 3  # one exchange on its way at a time
 
 
 def test_one_stage_has_no_boundary_and_two_have_one():

@@ -25,11 +25,11 @@ from compopt.activations import (
     tensor_parallel,
 )
 from compopt.costmodel import DEVICES, PAPER, LayerCosts, layer_seconds, speedup
-from compopt.costmodel.compressors import COMPRESSORS as KINDS
-from compopt.costmodel.counting import Work, crossing_of, exchange_of
-from compopt.costmodel.devices import Speed
-from compopt.costmodel.model_parallel import Encoded, encoded
-from compopt.costmodel.schedule import order_of, pipeline_seconds
+from compopt.planning.activation_costs import COMPRESSORS as KINDS
+from compopt.planning.activation_costs import Work, crossing_of, exchange_of
+from compopt.planning.hardware import Speed
+from compopt.planning.model_parallel import Encoded, encoded
+from compopt.planning.pipeline import order_1f1b, pipeline_seconds
 
 # Error feedback looks at values, which tensors without memory do not have.
 COUNTED = [name for name in COMPRESSORS if not name.startswith("Feedback")]
@@ -285,8 +285,8 @@ def test_equation_3_does_not_predict_it():
 
 
 def test_a_pipeline_runs_one_forward_one_backward():
-    assert order_of(2, 3, 2) == [(True, 0), (False, 0), (True, 1), (False, 1)]
-    assert order_of(0, 3, 4) == [
+    assert order_1f1b(2, 3, 2) == [(True, 0), (False, 0), (True, 1), (False, 1)]
+    assert order_1f1b(0, 3, 4) == [
         *((True, 0), (True, 1), (True, 2), (False, 0)),
         *((True, 3), (False, 1), (False, 2), (False, 3)),
     ]

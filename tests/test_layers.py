@@ -20,10 +20,8 @@ ROOT = Path(compopt.__file__).parent
 FLOORS = [
     ["__main__"],
     ["__init__"],
-    ["advise"],
-    ["probe"],
+    ["advise", "probe", "costmodel"],
     ["planning"],
-    ["costmodel"],
     ["integrations", "activations"],
     ["local"],
     ["radius", "scape", "separate", "tagc", "adams", "average"],  # papers
@@ -35,7 +33,7 @@ FLOORS = [
     ["_wire"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-TALKS = {"_wire/comm.py", "integrations", "activations", "costmodel", "probe.py"}  # with torch.distributed
+TALKS = {"_wire/comm.py", "integrations", "activations", "planning"}  # with torch.distributed
 
 
 def imported(path: Path, root: Path) -> list[tuple[str, ...]]:

@@ -17,11 +17,16 @@ from hypothesis import strategies as st
 
 from compopt import activations
 from compopt.costmodel import COMPRESSORS, DEVICES, Layers, advise_layers
-from compopt.costmodel.advice import AS_FAST, WORTH_IT
-from compopt.costmodel.compressors import UNCOMPRESSED
-from compopt.costmodel.layers import NONE, counted, places, rows_of_layers, step_of
-from compopt.costmodel.layers_advice import pays_below
-from compopt.costmodel.layers_telling import lines_of
+from compopt.planning.activation_advice import AS_FAST, layers_pay_below, make_lines
+from compopt.planning.activation_costs import UNCOMPRESSED
+from compopt.planning.decision import WORTH_IT
+from compopt.planning.pipeline import (
+    NONE,
+    compressible_places,
+    count_codecs,
+    predict_layer_rows,
+    predict_step,
+)
 
 EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "25"))
 
@@ -87,7 +92,7 @@ def test_no_prediction_is_impossible(sizes, situation, factor, link):
     name = "between" if link == "link_bits_per_s" else "inside"
     machine = getattr(advice.grid, name)
     faster = dataclasses.replace(machine, link_bytes_per_s=factor * machine.link_bytes_per_s)
-    quicker = rows_of_layers(dataclasses.replace(advice.grid, **{name: faster}))
+    quicker = predict_layer_rows(dataclasses.replace(advice.grid, **{name: faster}))
     for row, other in zip(advice.rows, quicker, strict=True):
         assert other.step.total <= row.step.total * (1 + 1e-9)
     lines = str(advice).splitlines()
@@ -144,7 +149,7 @@ def best_of(advice):
 def test_the_link_that_is_named_is_where_it_starts_to_pay():
     work, near = BIG, {"tensor": 1, "pipeline": 4}
     fast = advise_layers(work, **near, link_bits_per_s=1e12)
-    rate = pays_below(fast.grid, counted(work, 1))
+    rate = layers_pay_below(fast.grid, count_codecs(work, 1))
     assert fast.compressor == NONE and "a rank between stages one would" in fast.why
     assert advise_layers(work, **near, link_bits_per_s=0.95 * rate).compressor != NONE
     assert advise_layers(work, **near, link_bits_per_s=1.35 * rate).compressor == NONE
@@ -160,7 +165,7 @@ def test_lines_can_be_pasted():
         codec = eval(kind.text(64, 32), pasted_into)
         assert codec.extra_repr() == kind.make(64, 32).extra_repr()  # what is counted is what is pasted
         for where in ("boundaries", "layers", "both"):
-            line = lines_of(grid, name, where)
+            line = make_lines(grid, name, where)
             compile(line, name, "exec")
             plan = {}
             scope = pasted_into | {"plan": plan, "first": torch.nn.Identity(), "second": torch.nn.Identity()}
@@ -171,7 +176,7 @@ def test_lines_can_be_pasted():
             exec(line, scope)
             assert (set(plan) == {"out", "down"}) == (where != "boundaries")
             assert (type(scope["second"]).__name__ == "ReceiveCompressed") == (where != "layers")
-    compile(lines_of(grid, NONE, ""), "none", "exec")
+    compile(make_lines(grid, NONE, ""), "none", "exec")
 
 
 def test_accuracies_are_those_that_were_measured():
@@ -225,7 +230,7 @@ def test_bytes_across_boundaries_are_those_of_our_own_runs():
     with (RESULTS / "mcbench-boundaries.csv").open() as file:
         rows = list(csv.DictReader(file))
     names = {kind.label: name for name, kind in COMPRESSORS.items()} | {"w/o": NONE}
-    found = counted(Layers(256, 4, 128, 8, 4, 4), 1)
+    found = count_codecs(Layers(256, 4, 128, 8, 4, 4), 1)
     assert len(rows) >= 15
     for row in rows:
         name = NONE if row["boundary"] == "0-1" else names[row["compressor"]]  # only the last half is compressed
@@ -238,9 +243,9 @@ def test_a_step_is_computation_then_work_then_waiting():
     grid = advise_layers(
         Layers(64, 4, 32, 2, 2), tensor=2, pipeline=2, link_bits_per_s=1e9, inside_bits_per_s=1e9, step_s=0.6
     ).grid
-    found = counted(grid.work, 2)
-    assert places(grid) == ("boundaries", "layers", "both")
-    dense = step_of(grid, found, NONE, "")
+    found = count_codecs(grid.work, 2)
+    assert compressible_places(grid) == ("boundaries", "layers", "both")
+    dense = predict_step(grid, found, NONE, "")
     # Two stages, two micro-batches: three of a micro-batch's 0.3 s, a third of it forward.
     assert dense.compute == pytest.approx(3 * 0.3) and dense.local == 0
     size = 2 * 32 * 64 * 2
@@ -248,9 +253,9 @@ def test_a_step_is_computation_then_work_then_waiting():
     message = grid.between.latency_s + size / grid.between.link_bytes_per_s
     # A stage has two layers, each two exchanges there and two back; three micro-batches, and one crosses and returns.
     assert dense.exchange == pytest.approx(3 * 2 * (2 + 2) * one + 2 * message, rel=1e-6)
-    both = step_of(grid, found, "TopK, 1/40", "both")
+    both = predict_step(grid, found, "TopK, 1/40", "both")
     assert both.compute == dense.compute and both.local > 0
-    layers = step_of(grid, found, "TopK, 1/40", "layers")
+    layers = predict_step(grid, found, "TopK, 1/40", "layers")
     assert layers.local < both.local
     work = found["TopK, 1/40"].exchange
     own = work.forward.seconds(grid.speed) + work.backward.seconds(grid.speed)
@@ -266,7 +271,7 @@ def test_a_step_is_computation_then_work_then_waiting():
 def test_halves_of_the_layers():
     """The first stage of two is never compressed; with one stage it is half of it."""
     work = Layers(64, 4, 32, 2, 2)
-    found = counted(work, 2)
+    found = count_codecs(work, 2)
     slow = {"inside_bits_per_s": 1e7, "inside_latency_s": 0.0, "step_s": 1e-3}
     whole = advise_layers(work, tensor=2, pipeline=1, **slow)
     size = 2 * 32 * 64 * 2

@@ -20,12 +20,12 @@ from .._engine.base import CompressedOptimizer
 from .._engine.owner import making_own
 from .._wire.comm import Comm
 from ..adams import AdamS
-from ..costmodel import METHODS, Workload
 from ..radius import RadiusAdamW
 from ..scape import ScapeAdamS
 from ..separate import SeparateAdam
 from ..tagc import TagcAdamW
 from .gradient_statistics import SampledTensor
+from .methods import METHODS, Workload
 
 CLASSES: Mapping[str, Callable[..., CompressedOptimizer]] = MappingProxyType(
     {cls.__name__: cls for cls in (AdamS, RadiusAdamW, ScapeAdamS, SeparateAdam, TagcAdamW)}
@@ -95,12 +95,12 @@ def tracked_projection(rank: int, payload: str = "int8") -> Candidate:
     bits = {"int8": 8, "int4": 4}[payload]
     options = {"rank": rank} | ({"payload_dtype": payload} if bits == 4 else {})
     costs = {"rank": rank, "bits": bits}
-    return Candidate("SeparateAdam", options, "tracked 16, int8", costs)
+    return Candidate("SeparateAdam", options, "SeparateAdam", costs)
 
 
 def gaussian_projection(ratio: int) -> Candidate:
     options = {"projection": "gaussian", "ratio": ratio}
-    return Candidate("SeparateAdam", options, "SeparateAdam", {"ratio": ratio})
+    return Candidate("SeparateAdam", options, "SeparateAdam, Gaussian 16", {"ratio": ratio})
 
 
 def radius_mask(density: float, interval: int) -> Candidate:

@@ -19,7 +19,6 @@ from .._ops.math import one_thread
 from .._state.tensors import local
 from .._wire.comm import Comm, ProcessGroup
 from .._wire.requests import AllGather, AllReduceMean
-from ..costmodel import Workload
 from . import diagnosis_report
 from .candidates import (
     CANDIDATES,
@@ -39,6 +38,7 @@ from .gradient_statistics import (
     find_eligible_tensors,
     sample_tensors,
 )
+from .methods import Workload
 
 # Of AdamS's first moment.
 MOMENTUM = 0.9

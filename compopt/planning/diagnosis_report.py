@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..costmodel import Workload
 from .candidates import Candidate
 from .gradient_statistics import DENSITIES, LAGS, RANKS, SampledTensor
+from .methods import Workload
 
 Findings = dict[tuple[str, ...], float]
 

@@ -1,4 +1,4 @@
-"""Whether to compress activations, and how: every compressor's step predicted, and a decision.
+"""`advise_layers`: whether to compress activations, and how.
 
 A compressor is advised when its measured accuracy is within the budget and a step at least 5 %
 faster; of those the fastest, of as fast ones the most accurate. Everything else is "send
@@ -12,15 +12,25 @@ import math
 import textwrap
 from dataclasses import dataclass, replace
 
-from .advice import AS_FAST, WORTH_IT
-from .compressors import MEASURED_ON, UNCOMPRESSED
-from .data_parallel import Machine
-from .devices import DEVICES, LAYER_SHARE, Speed
-from .grid import Grid, Layers
-from .layers import NONE, Counted, LayerRow, counted, places, rows_of_layers
-from .layers_telling import lines_of, table, told
+from .activation_costs import COMPRESSORS, MEASURED_ON, UNCOMPRESSED
+from .decision import WORTH_IT
+from .formatting import align_columns, format_rate, format_seconds
+from .hardware import DEVICES, LAYER_SHARE, Machine, Speed
 from .model_parallel import LayerCosts
-from .telling import rate_in_words, seconds_in_words
+from .pipeline import (
+    NONE,
+    CodecCosts,
+    Grid,
+    LayerRow,
+    Layers,
+    Where,
+    compressible_places,
+    count_codecs,
+    predict_layer_rows,
+)
+
+# Steps within this of the fastest are as fast.
+AS_FAST = 1.0005
 
 
 @dataclass(frozen=True)
@@ -46,9 +56,14 @@ class LayersAdvice:
         return f"Use {self.compressor}, of {of}: {self.why}"
 
     def __str__(self) -> str:
-        said = textwrap.fill(self.recommendation, 110)
-        line = textwrap.indent(self.line, "    ")
-        return "\n\n".join([told(self.grid), table(self.rows), said, line])
+        return "\n\n".join(
+            [
+                textwrap.fill(self.recommendation, 100, break_on_hyphens=False),
+                textwrap.indent(self.line, "    "),
+                format_layer_table(self.rows, self.compressor),
+                format_grid(self.grid),
+            ]
+        )
 
 
 def advise_layers(
@@ -129,20 +144,20 @@ def advise_layers(
         loss_budget,
         {**known, **(sources or {})},
     )
-    found = counted(work, tensor)
-    return _decided(grid, rows_of_layers(grid, found), found)
+    codecs = count_codecs(work, tensor)
+    return decide_layers(grid, predict_layer_rows(grid, codecs), codecs)
 
 
-def _check_link(said: str, ranks: int, name: str, rate: float | None) -> None:
-    """Raise ValueError where ``ranks`` are none, or meet over a link of which nothing is known."""
+def _check_link(dimension: str, ranks: int, name: str, rate: float | None) -> None:
+    """Raise ValueError without ranks, or where their link has no rate."""
     if ranks < 1:
-        raise ValueError(f"{said} must be at least 1; got {ranks}.")
+        raise ValueError(f"{dimension} must be at least 1; got {ranks}.")
     if ranks > 1 and rate is None:
         raise ValueError(f"{name} is missing: activations cross that link.")
 
 
-def _allowed(grid: Grid, rows: list[LayerRow]) -> list[LayerRow]:
-    """What may be advised, the fastest first, and of as fast ones the most accurate."""
+def allowed_layer_rows(grid: Grid, rows: list[LayerRow]) -> list[LayerRow]:
+    """The rows that may be advised: the fastest first, of equally fast ones the most accurate."""
     least = (1 - grid.loss_budget) * UNCOMPRESSED - 1e-9
     near = [row for row in rows if row.accuracy is not None and row.accuracy >= least]
     fastest = max((row.speedup for row in near), default=0.0)
@@ -151,33 +166,35 @@ def _allowed(grid: Grid, rows: list[LayerRow]) -> list[LayerRow]:
     )
 
 
-def _decided(grid: Grid, rows: list[LayerRow], found: dict[str, Counted]) -> LayersAdvice:
-    allowed = _allowed(grid, rows)
+def decide_layers(grid: Grid, rows: list[LayerRow], codecs: dict[str, CodecCosts]) -> LayersAdvice:
+    allowed = allowed_layer_rows(grid, rows)
     if allowed and allowed[0].speedup >= WORTH_IT:
         best = allowed[0]
-        line = lines_of(grid, best.compressor, best.where)
-        return LayersAdvice(grid, rows, best.compressor, line, _why(rows[0], best))
-    return LayersAdvice(grid, rows, NONE, lines_of(grid, NONE, ""), _why_none(grid, rows, found))
+        line = make_lines(grid, best.compressor, best.where)
+        return LayersAdvice(grid, rows, best.compressor, line, explain_compressor(rows[0], best))
+    return LayersAdvice(
+        grid, rows, NONE, make_lines(grid, NONE, ""), explain_none(grid, rows, codecs)
+    )
 
 
-def _why(none: LayerRow, best: LayerRow) -> str:
-    took, takes = seconds_in_words(none.step.total), seconds_in_words(best.step.total)
-    sure = (
-        "That holds even if these numbers are off by a factor of two."
+def explain_compressor(none: LayerRow, best: LayerRow) -> str:
+    before, after = format_seconds(none.step.total), format_seconds(best.step.total)
+    certainty = (
+        "Half of that gain would still be worth it."
         if best.speedup >= 2 * WORTH_IT
         else "That is a close call: time both."
         if best.speedup < 1.2 * WORTH_IT
         else "No close call, but time both."
     )
     return (
-        f"a step takes {takes} instead of {took}, {best.speedup:.2f} times as fast. Accuracy was "
+        f"a step takes {after} instead of {before}, {best.speedup:.2f} times as fast. Accuracy was "
         f"{best.accuracy:.1f} % instead of {UNCOMPRESSED} % on {MEASURED_ON}; harder tasks lose "
-        f"more. {sure}"
+        f"more. {certainty}"
     )
 
 
-def _why_none(grid: Grid, rows: list[LayerRow], found: dict[str, Counted]) -> str:
-    if not places(grid):
+def explain_none(grid: Grid, rows: list[LayerRow], codecs: dict[str, CodecCosts]) -> str:
+    if not compressible_places(grid):
         return "one rank computes all layers, so that no activation crosses a link."
     waiting = 100 * rows[0].step.exchange / rows[0].step.total
     because = (
@@ -188,21 +205,19 @@ def _why_none(grid: Grid, rows: list[LayerRow], found: dict[str, Counted]) -> st
     if faster:
         other = max(faster, key=lambda row: row.speedup)
         run = f"{other.compressor} would make it {other.speedup:.2f} times as fast"
-        return f"{because} {run}, {_against(other)}."
-    rate = pays_below(grid, found)
+        return f"{because} {run}, {state_objection(other)}."
+    rate = layers_pay_below(grid, codecs)
     where = "between stages" if grid.pipeline > 1 else "inside"
-    return because + (
-        f" Below about {rate_in_words(rate)} a rank {where} one would." if rate else ""
-    )
+    return because + (f" Below about {format_rate(rate)} a rank {where} one would." if rate else "")
 
 
-def _against(row: LayerRow) -> str:
+def state_objection(row: LayerRow) -> str:
     if row.accuracy is None:
         return "but its accuracy was not measured"
     return f"but had {row.accuracy:.1f} % instead of {UNCOMPRESSED} % on {MEASURED_ON}"
 
 
-def pays_below(grid: Grid, found: dict[str, Counted]) -> float | None:
+def layers_pay_below(grid: Grid, codecs: dict[str, CodecCosts]) -> float | None:
     """About the fastest link between stages, or inside where there is one stage, on which some
     compressor is advised, in bit/s; None where none is at 1 Mbit/s.
     """
@@ -212,7 +227,7 @@ def pays_below(grid: Grid, found: dict[str, Counted]) -> float | None:
         name = "between" if grid.pipeline > 1 else "inside"
         link = replace(getattr(grid, name), link_bytes_per_s=rate)
         slower = Grid(**{**grid.__dict__, name: link})
-        allowed = _allowed(slower, rows_of_layers(slower, found))
+        allowed = allowed_layer_rows(slower, predict_layer_rows(slower, codecs))
         return bool(allowed) and allowed[0].speedup >= WORTH_IT
 
     low, high = 60, 131
@@ -222,3 +237,89 @@ def pays_below(grid: Grid, found: dict[str, Counted]) -> float | None:
         middle = (low + high) // 2
         low, high = (middle, high) if pays(middle) else (low, middle)
     return 10 ** (low / 10)
+
+
+HEAD = (
+    "  compressor",
+    "where",
+    "MB inside",
+    "MB between",
+    "compute ms",
+    "own ms",
+    "exposed ms",
+    "step ms",
+    "speed-up",
+    "accuracy",
+)
+
+
+def format_grid(grid: Grid) -> str:
+    """What the predictions were computed from, given, measured or assumed."""
+    work, s = grid.work, grid.sources
+    links = [
+        f"{what} {count}, over {format_rate(8 * link.link_bytes_per_s)} a rank ({s[name]}) and "
+        f"{format_seconds(link.latency_s)} a message ({s[f'{name} latency']})"
+        for what, count, link, name in (
+            ("tensor parallelism of", grid.tensor, grid.inside, "inside"),
+            ("stages:", grid.pipeline, grid.between, "link"),
+        )
+        if count > 1
+    ]
+    speed = grid.speed
+    return "\n".join(
+        [
+            f"{work.layers} layers of width {work.hidden}, {work.micro_batches} micro-batches a "
+            f"step ({s['micro-batches']}) of {work.micro_batch} x {work.sequence} tokens, "
+            f"{work.activation_bytes} bytes a number;",
+            *(f"{link};" for link in links),
+            f"a rank computes {format_seconds(grid.compute_s)} a step ({s['computation']});",
+            f"compressors at {speed.memory_bytes_per_s / 1e12:.4g} TB/s, "
+            f"{speed.flops_per_s / 1e12:.4g} and {speed.half_flops_per_s / 1e12:.4g} TFLOP/s in "
+            f"float32 and 16 bits ({s['own work']});",
+            "compressed: the last half of the layers, and the boundaries that lead into them.",
+        ]
+    )
+
+
+def format_layer_table(rows: list[LayerRow], chosen: str) -> str:
+    """A line a compressor, the fastest step first."""
+    rows = sorted(rows, key=lambda row: row.step.total)
+    lines = align_columns([HEAD, *(format_layer_row(row, chosen) for row in rows)], left=2)
+    return "\n".join(
+        [*lines, textwrap.fill(f"> advised. Accuracy: percent, on {MEASURED_ON}.", 100)]
+    )
+
+
+def format_layer_row(row: LayerRow, chosen: str) -> tuple[str, ...]:
+    step = row.step
+    accuracy = UNCOMPRESSED if row.compressor == NONE else row.accuracy
+    return (
+        f"{'>' if row.compressor == chosen else ' '} {row.compressor}",
+        row.where,
+        *(f"{size / 1e6:.1f}" for size in (row.inside, row.between)),
+        *(
+            f"{1e3 * seconds:.1f}"
+            for seconds in (step.compute, step.local, step.exchange, step.total)
+        ),
+        f"{row.speedup:.2f}x",
+        "?" if accuracy is None else f"{accuracy:.1f}",
+    )
+
+
+def make_lines(grid: Grid, name: str, where: Where) -> str:
+    """The lines of Python to paste."""
+    if name == NONE:
+        return "# Nothing to change: layers and stages as they are."
+    kind, work = COMPRESSORS[name], grid.work
+    codec = kind.text(work.micro_batch * work.sequence, work.hidden)
+    made = kind.make(1, work.hidden)
+    # The two ranks' own process group.
+    pair = ", pair=pair" if made.straight_through and not made.fits_payload() else ""
+    style = f"CompressedRowwiseParallel(lambda: {codec})"
+    lines = []
+    if where in ("layers", "both"):
+        lines.append(f'plan |= {{"out": {style}, "down": {style}}}')
+    if where in ("boundaries", "both"):
+        lines.append(f"first = SendCompressed(first, {codec}{pair})")
+        lines.append(f"second = ReceiveCompressed(second, {codec}, shape={work.shape}{pair})")
+    return "\n".join(lines)

@@ -1,12 +1,106 @@
-"""Constants from measurements, by non-negative least squares on relative errors."""
+"""Measurements of a machine and a script, and constants fitted to them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import os
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .._state.devices import here, synchronize
+from .methods import Workload
+
+# Speeds
+
+
+def measure_local(device: torch.device) -> tuple[float, float]:
+    """Bytes a second that one process moves in this device's memory, and FLOPs a second in matrix
+    products.
+    """
+    vector = torch.ones(1 << 23, dtype=torch.float32, device=device)
+    copy = torch.empty_like(vector)
+    memory = 2 * vector.nbytes / median_seconds(lambda: copy.copy_(vector), device)
+    return memory, measure_products(device, torch.float32)
+
+
+def measure_products(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs a second in matrix products of that precision."""
+    matrix = torch.ones(512, 512, dtype=dtype, device=device)
+    product = torch.empty_like(matrix)
+    return 2 * 512**3 / median_seconds(lambda: torch.mm(matrix, matrix, out=product), device)
+
+
+def median_seconds(call: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
+    """Median seconds of a call, after two that are not counted."""
+    seconds = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:])
+
+
+# A script
+
+
+class _StopScriptError(BaseException):
+    """Ends a profiled script; not an Exception, so that the script does not catch it."""
+
+
+def profile_script(
+    script: str, arguments: Sequence[str] = (), steps: int = 12
+) -> tuple[float, Workload]:
+    """Run a training script until its optimizer has stepped `steps` times: median seconds a step,
+    and its parameters.
+
+    The first third of the steps is left out. Start it as one process: waiting for others would
+    count as computation.
+
+    Raises:
+        ValueError: the script ended before enough steps, or there is no such file.
+    """
+    if not os.path.isfile(script):
+        raise ValueError(f"--profile {script}: there is no such file.")
+    moments: list[float] = []
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+
+    def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        synchronize(here())
+        moments.append(time.perf_counter())
+        for group in optimizer.param_groups:
+            names = group.get("param_names") or [""] * len(group["params"])
+            named.update({id(p): (name, p) for name, p in zip(names, group["params"], strict=True)})
+        if len(moments) > steps:
+            raise _StopScriptError
+
+    hook, argv = register_optimizer_step_post_hook(after_step), sys.argv
+    sys.argv = [script, *arguments]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except (_StopScriptError, SystemExit):
+        pass
+    finally:
+        hook.remove()
+        sys.argv = argv
+    if len(moments) <= steps:
+        raise ValueError(
+            f"--profile {script}: it ended after {len(moments)} optimizer steps, {steps + 1} are "
+            "needed."
+        )
+    gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    return statistics.median(gaps[steps // 3 :]), Workload.of(named.values())
+
+
+# Constants
 
 
 @dataclass(frozen=True)
@@ -41,7 +135,7 @@ def fit(
     Args:
         points: one mapping a measurement, feature to amount (FLOPs, bytes on the wire, messages, 1
             for a constant).
-        seconds: what was measured, positive.
+        seconds: the measurements, positive.
         weights: "relative" minimises relative errors, "absolute" seconds.
 
     Raises:
@@ -62,14 +156,14 @@ def fit(
         [[point.get(name, 0.0) for name in names] for point in points], dtype=torch.float64
     )
     weight = 1 / target if weights == "relative" else torch.ones_like(target)
-    solution = _non_negative(table * weight[:, None], target * weight)
+    solution = solve_non_negative(table * weight[:, None], target * weight)
     residuals = (table @ solution / target - 1).tolist()
     return Fit(dict(zip(names, solution.tolist(), strict=True)), residuals)
 
 
-def _non_negative(table: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Least squares with coefficients >= 0: the most negative one leaves until none is (few
-    features: good enough).
+def solve_non_negative(table: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Least squares with coefficients >= 0: the most negative one is dropped until none is, which
+    is good enough for few features.
     """
     # Features differ by 15 orders of magnitude.
     scale = table.abs().amax(0).clamp_min(1e-300)
@@ -98,11 +192,11 @@ def fit_communication(
             f"At least two (elements, seconds) pairs are needed; got {len(elements)} and "
             f"{len(seconds)}."
         )
-    found = [_cut_at(threshold, elements, seconds) for threshold in sorted(set(elements))]
-    return min(found, key=lambda pieces: sum(r * r for r in pieces[3]))
+    candidates = [_fit_with_threshold(d, elements, seconds) for d in sorted(set(elements))]
+    return min(candidates, key=lambda pieces: sum(r * r for r in pieces[3]))
 
 
-def _cut_at(
+def _fit_with_threshold(
     threshold: float, elements: Sequence[float], seconds: Sequence[float]
 ) -> tuple[float, float, int, list[float]]:
     """(beta, C, d, residuals) where d is ``threshold``."""

@@ -9,8 +9,8 @@ The paper leaves four things open. Its Table 8 comes out (to 0.013) with: times 
 bytes an activation on the link between stages, B the micro-batch, and the vocabulary term of the
 FLOP count left out of a layer.
 
-Equation 2 holds for any compressor: M_c is what its codec sends, T_overhead what its operations
-cost (`encoded`). The paper's own constants know the auto-encoder alone.
+Equation 2 holds for any compressor: M_c is the size of its codec's payload, T_overhead the time of
+its operations (`encoded`). The paper's constants are those of the auto-encoder alone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from ..activations import Compressor
-from .counting import crossing_of, exchange_of
-from .devices import Speed
+from .activation_costs import crossing_of, exchange_of
+from .hardware import Speed
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ def encoded(
 
     Args:
         codec: made under ``torch.device("meta")``; of (batch, sequence, hidden) activations.
-        tensor: tensor-parallel ranks. What cannot be added up is gathered, and decoded as often.
+        tensor: tensor-parallel ranks. Payloads that cannot be added up are gathered and decoded.
         speed: of one rank.
         activation_bytes: 2 or 4.
     """
     shape, dtype = (batch, sequence, hidden), dtype_of(activation_bytes)
     one, crossing = exchange_of(codec, shape, dtype, tensor), crossing_of(codec, shape, dtype)
-    # A gather of all ranks' payloads takes half an all-reduce of as many bytes.
+    # Gathering all ranks' payloads takes half the time of an all-reduce of as many bytes.
     nbytes = sum(one.reduced) + tensor * sum(one.gathered) / 2
     overhead = one.forward.seconds(speed) + one.backward.seconds(speed)
     return Encoded(nbytes / activation_bytes, overhead, crossing.forth)

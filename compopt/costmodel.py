@@ -1,0 +1,78 @@
+"""What a training step costs, and what compression would make of it. Plain numbers in, plain
+numbers out.
+
+- `advise` says which optimizer to use: it predicts a step and a run with every method of `METHODS`,
+  and goes by the losses that were measured. `rows_of` gives the predictions alone.
+- `advise_layers` says whether to compress activations of tensor- and pipeline-parallel layers.
+- `layer_seconds` and `speedup` are equations 1 to 3 of MCBench.
+- `fit` and `fit_communication` find the constants of both from measured points.
+"""
+
+from .planning.activation_advice import LayersAdvice, advise_layers
+from .planning.activation_costs import COMPRESSORS, Kind
+from .planning.advice import Advice, advise
+from .planning.hardware import (
+    DEVICES,
+    Device,
+    Machine,
+    Speed,
+    all_gather_seconds,
+    all_reduce_seconds,
+)
+from .planning.losses import LOSSES, Measurement
+from .planning.measurement import Fit, fit, fit_communication
+from .planning.methods import METHODS, Cost, Method, Workload
+from .planning.model_parallel import (
+    PAPER,
+    Encoded,
+    LayerCosts,
+    encoded,
+    layer_flops,
+    layer_seconds,
+    speedup,
+)
+from .planning.pipeline import Grid, LayerRow, Layers
+from .planning.pipeline import predict_layer_rows as rows_of_layers
+from .planning.prediction import Row, Situation, Step, step_seconds, training_speedup
+from .planning.prediction import predict_rows as rows_of
+
+__all__ = [
+    "COMPRESSORS",
+    "DEVICES",
+    "LOSSES",
+    "METHODS",
+    "PAPER",
+    "Advice",
+    "Cost",
+    "Device",
+    "Encoded",
+    "Fit",
+    "Grid",
+    "Kind",
+    "LayerCosts",
+    "LayerRow",
+    "Layers",
+    "LayersAdvice",
+    "Machine",
+    "Measurement",
+    "Method",
+    "Row",
+    "Situation",
+    "Speed",
+    "Step",
+    "Workload",
+    "advise",
+    "advise_layers",
+    "all_gather_seconds",
+    "all_reduce_seconds",
+    "encoded",
+    "fit",
+    "fit_communication",
+    "layer_flops",
+    "layer_seconds",
+    "rows_of",
+    "rows_of_layers",
+    "speedup",
+    "step_seconds",
+    "training_speedup",
+]

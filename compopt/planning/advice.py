@@ -1,0 +1,197 @@
+"""`advise`: predicts the run of every method, decides (see `decision`) and explains."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import dataclass
+
+import torch
+
+from . import advice_report as report
+from .decision import choose_row
+from .hardware import DEVICES, Machine
+from .losses import TOKENS_PER_PARAMETER
+from .methods import Workload
+from .prediction import (
+    BACKWARD,
+    BASELINE,
+    CPU_BUCKET,
+    DEVICE_BUCKET,
+    LAST_BUCKET,
+    STEPS,
+    Row,
+    Situation,
+    predict_rows,
+)
+
+# Seconds of a message between machines of one room, and with --wan.
+LATENCY, WAN_LATENCY = 50e-6, 30e-3
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Result of `advise`: a row a method, what to do, the line of Python for it, and why.
+
+    `str()` shows all of it but the rows that another one beats.
+    """
+
+    situation: Situation
+    rows: list[Row]
+    method: str
+    line: str
+    why: str
+
+    @property
+    def recommendation(self) -> str:
+        """What to do and why, in one paragraph."""
+        baseline = self.rows[0]
+        if self.method != BASELINE:
+            verdict = f"Use {self.method}"
+        elif baseline.fits and not baseline.is_bound_by_shards:
+            verdict = "Stay dense"
+        else:
+            verdict = "Change the setup"
+        return f"{verdict}: {self.why}"
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def format(self, all_rows: bool = False) -> str:
+        """The verdict and its line, the table, and what they were computed from."""
+        return "\n\n".join(
+            [
+                textwrap.fill(self.recommendation, 100, break_on_hyphens=False),
+                textwrap.indent(self.line, "    "),
+                report.format_table(self.situation, self.rows, self.method, all_rows),
+                report.format_situation(self.situation),
+            ]
+        )
+
+
+def advise(
+    model: torch.nn.Module | Workload | int,
+    *,
+    ranks: int,
+    link_bits_per_s: float,
+    step_s: float,
+    overlap_s: float | None = None,
+    latency_s: float | None = None,
+    device: str | None = None,
+    local: tuple[float, float] | None = None,
+    interference: tuple[float, float] = (0.0, 0.0),
+    memory_bytes: float | None = None,
+    shard: int | None = None,
+    loss_budget: float = 0.02,
+    sources: dict[str, str] | None = None,
+    ranks_per_node: int | None = None,
+    inside_bits_per_s: float | None = None,
+    steps: int | None = None,
+    tokens_per_parameter: float | None = None,
+) -> Advice:
+    """Predict a training step and run with every method of `METHODS`, and say what to use.
+
+    Args:
+        model: a model, a `Workload`, or a number of parameters (a transformer's shapes are then
+            assumed).
+        ranks: processes in all.
+        link_bits_per_s: what one rank can send to other machines, each second, while it receives as
+            much.
+        step_s: seconds of a dense step of one process, without communication.
+        overlap_s: seconds of it during which gradients may already travel; None: nine tenths of
+            backward.
+        latency_s: seconds of one message; None: 50 us.
+        device: a name in `DEVICES`, for the speed of the optimizer's own work and for memory; None:
+            "a100".
+        local: bytes and float32 operations a second of a rank, where they were measured.
+        interference: share of a step that a rank waits for the slowest, and seconds that
+            computation loses for each byte sent beside it, where they were measured.
+        memory_bytes: of one rank's device; None: the device's.
+        shard: ranks that share one copy of the model (FSDP2); None: one, or where AdamW or a method
+            does not fit there, all of a machine, or several machines.
+        loss_budget: share by which a method's measured loss may exceed AdamW's.
+        sources: for a number by its name, "given", "measured" or "assumed", where that is not plain
+            from the call.
+        ranks_per_node: of the ranks, how many share a machine; None: as many as ``shard``, or one.
+        inside_bits_per_s: what one rank can send to those, each second; None: the device's.
+        steps: of the run; None: 10,000.
+        tokens_per_parameter: that the run trains on, in all; None: 20.
+
+    Raises:
+        ValueError: a number is out of range; the sentence names it.
+    """
+    if isinstance(model, torch.nn.Module):
+        model = Workload.of(model.named_parameters())
+    work = model if isinstance(model, Workload) else Workload.of_size(model)
+    if device is not None and device not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}; got {device!r}.")
+    if not 0 <= loss_budget < math.inf:
+        raise ValueError(f"loss_budget must be a share such as 0.01; got {loss_budget}.")
+    chosen = DEVICES[device or "a100"]
+    memory = chosen.memory_bytes if memory_bytes is None else memory_bytes
+    counts = {"steps": steps, "tokens_per_parameter": tokens_per_parameter, "memory_bytes": memory}
+    for name, value in counts.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite; got {value}.")
+    node = check_layout(ranks, shard, ranks_per_node)
+    inside = inside_bits_per_s
+    if inside is None:
+        # Where all ranks share one machine there is one kind of link.
+        inside = link_bits_per_s if node == ranks else chosen.inside_bits_per_s
+    machine = Machine(
+        ranks,
+        link_bits_per_s / 8,
+        LATENCY if latency_s is None else latency_s,
+        *(local or chosen.local),
+        *interference,
+        ranks_per_node=node,
+    )
+    named = device or "a100, name another with --device"
+    known = {
+        "computation": "given",
+        "overlap": "assumed" if overlap_s is None else "given",
+        "link": "given",
+        "latency": "assumed" if latency_s is None else "given",
+        "nodes": "assumed" if ranks_per_node is None else "given",
+        "inside": f"assumed: {named}" if inside_bits_per_s is None else "given",
+        "steps": "assumed" if steps is None else "given",
+        "tokens": "assumed" if tokens_per_parameter is None else "given",
+        "memory": f"assumed: {named}" if memory_bytes is None else "given",
+        "own work": f"assumed: {named}" if local is None else "measured",
+    }
+    situation = Situation(
+        work,
+        machine,
+        step_s,
+        (1 - LAST_BUCKET) * BACKWARD * step_s if overlap_s is None else overlap_s,
+        shard,
+        memory,
+        loss_budget,
+        {**known, **(sources or {})},
+        STEPS if steps is None else steps,
+        TOKENS_PER_PARAMETER if tokens_per_parameter is None else tokens_per_parameter,
+        inside / 8,
+        CPU_BUCKET if device == "cpu" else DEVICE_BUCKET,
+    )
+    return decide(situation, predict_rows(situation))
+
+
+def check_layout(ranks: int, shard: int | None, ranks_per_node: int | None) -> int:
+    """Ranks of a machine; raise ValueError where copies or machines do not divide the ranks."""
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1; got {ranks}.")
+    node = ranks_per_node or shard or 1
+    for name, value in (("shard", shard), ("ranks_per_node", ranks_per_node)):
+        if value is not None and (value < 1 or ranks % value):
+            raise ValueError(f"{name} must divide the {ranks} ranks; got {value}.")
+    if shard is not None and shard % node and node % shard:
+        raise ValueError(
+            f"shard must divide the {node} ranks of a machine, or be a multiple; got {shard}."
+        )
+    return node
+
+
+def decide(situation: Situation, rows: list[Row]) -> Advice:
+    best = choose_row(situation, rows)
+    row, why = best or rows[0], report.explain(situation, rows, best)
+    return Advice(situation, rows, row.method, report.make_line(situation, row), why)

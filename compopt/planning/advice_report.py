@@ -1,0 +1,292 @@
+"""The advice in words: sentences for the verdict, the line to paste, the table, the situation."""
+
+from __future__ import annotations
+
+import math
+
+from .decision import WORTH_IT, at_link_rate, choose_alternative, choose_row, pays_below
+from .formatting import (
+    align_columns,
+    format_count,
+    format_percent,
+    format_quantity,
+    format_rate,
+    format_seconds,
+)
+from .losses import ALLOWANCE
+from .methods import METHODS, local_steps_cost, tracked_cost
+from .prediction import BASELINE, ROOM, Row, Situation, held_bytes, predict_rows
+
+# The widest model on which tracked projections were measured.
+MEASURED_WIDTH = 512
+
+# Sentences
+
+
+def explain(situation: Situation, rows: list[Row], best: Row | None) -> str:
+    """The reasons for a row, or for staying with AdamW where there is none."""
+    if best is None:
+        parts = [explain_dense(situation, rows), explain_memory(situation, rows)]
+    else:
+        parts = [
+            compare_runs(situation, rows[0], best),
+            describe_loss(best),
+            describe_certainty(best) if rows[0].fits else "",
+            explain_memory(situation, rows),
+            describe_limits(situation, best),
+            describe_alternative(situation, rows, best),
+        ]
+    return " ".join(part for part in parts if part)
+
+
+def compare_runs(situation: Situation, baseline: Row, best: Row) -> str:
+    text = f"a run of {situation.steps:,} steps takes {format_seconds(best.run_s)}"
+    if not baseline.fits:
+        return f"{text}."
+    return (
+        f"{text} instead of {format_seconds(baseline.run_s)}, {format_factor(best.run)} times as "
+        f"fast, with {format_percent(best.run_bytes)} of the bytes."
+    )
+
+
+def format_factor(factor: float) -> str:
+    return f"{factor:.2f}" if factor < 2 else f"{factor:.3g}"
+
+
+def describe_loss(row: Row) -> str:
+    where = row.measurement.conditions if row.measurement else ""
+    return f"Its loss was {compare_loss(row)} AdamW's in the nearest measurement ({where})."
+
+
+def compare_loss(row: Row) -> str:
+    loss = row.loss or 1.0
+    if abs(loss - 1) < 5e-4:
+        return "level with"
+    return f"{abs(100 * (loss - 1)):.1f} % {'above' if loss > 1 else 'below'}"
+
+
+def describe_certainty(row: Row) -> str:
+    if row.run >= 1.2 * WORTH_IT:
+        return ""
+    if is_local(row):
+        return "That is a close call: time both."
+    return 'That is a close call: when="auto" times dense and compressed steps, and decides.'
+
+
+def is_local(row: Row) -> bool:
+    return METHODS[row.method].cost is local_steps_cost
+
+
+def explain_memory(situation: Situation, rows: list[Row]) -> str:
+    """Why AdamW needs its layout; "" where it fits on every rank, or the layout was given."""
+    baseline = rows[0]
+    held, _ = held_bytes(situation, METHODS[BASELINE], 1)
+    if held <= situation.room_bytes or situation.shard is not None:
+        return ""
+    text = (
+        f"AdamW does not fit on one device: {format_quantity(held)}B of parameters, gradients and "
+        f"moments, where {format_quantity(situation.room_bytes)}B are free for them."
+    )
+    if not baseline.fits:
+        needed = math.ceil(held / situation.room_bytes)
+        return f"{text} A copy needs {needed} such devices."
+    node = situation.machine.ranks_per_node
+    if baseline.shard <= node:
+        return f"{text} Cut each copy over the {baseline.shard} ranks of a machine (FSDP2)."
+    return (
+        f"{text} Cut over {baseline.shard} ranks on {baseline.shard // node} machines (FSDP2), a "
+        "copy sends parameters and gradients over this link for "
+        f"{format_seconds(baseline.shard_s)} of every step, which no optimizer makes less: put "
+        "more ranks into a machine (--ranks-per-node) if you can."
+    )
+
+
+def describe_limits(situation: Situation, best: Row) -> str:
+    """What the nearest measurement does not cover, and what to do about it."""
+    replicas = situation.machine.ranks // best.shard
+    if is_local(best) and best.measurement and replicas > best.measurement.ranks:
+        ranks = best.measurement.ranks
+        return f"More than {ranks} ranks were not measured: compare with AdamW first."
+    width, method = situation.work.side, METHODS[best.method]
+    if method.cost is not tracked_cost or width <= 1.1 * MEASURED_WIDTH:
+        return ""
+    rank = method.options.get("rank", 16)
+    return (
+        f"Rank {rank} was measured up to width {MEASURED_WIDTH}, yours is about {width:.0f}: if "
+        f"the loss falls behind AdamW's, take rank={4 * rank}."
+    )
+
+
+def describe_alternative(situation: Situation, rows: list[Row], best: Row) -> str:
+    other = choose_alternative(situation, rows, best)
+    if other is None:
+        return ""
+    text = f"{other.method} would take {format_seconds(other.run_s)}"
+    if not other.fits:
+        return f"{text}, but does not fit into memory."
+    loss = f"its loss was {compare_loss(other)} AdamW's"
+    if (other.expected_loss or 1.0) > 1 + situation.loss_budget:
+        return f"{text}, but {loss}{name_distant_measurement(other)}."
+    if is_local(other):
+        loss += ", and it waits for the network once in a round, which suits a link that varies"
+    return f"{text}; {loss}."
+
+
+def name_distant_measurement(row: Row) -> str:
+    """The size of a measurement whose distance decides against a row."""
+    if row.measurement is None or (row.expected_loss or 1.0) - (row.loss or 1.0) < 0.01:
+        return ""
+    return f" where it was measured, with {format_count(row.measurement.parameters)} parameters"
+
+
+def explain_dense(situation: Situation, rows: list[Row]) -> str:
+    baseline, machine = rows[0], situation.machine
+    budget = f"the loss budget of {100 * situation.loss_budget:g} %"
+    beyond = describe_alternative(situation, rows, baseline)
+    if machine.ranks == 1:
+        return "there is nothing to average over a link: one process averages with nobody."
+    if not baseline.fits:
+        return f"no method within {budget} fits. {beyond}".strip()
+    if baseline.is_bound_by_shards:
+        return f"no layout within {budget} keeps the parameters off this link. {beyond}".strip()
+    if baseline.shard == machine.ranks:
+        return (
+            "there is nothing to average over a link: all ranks together hold one copy of the "
+            "model. Inside FSDP2 SeparateAdam and TagcAdamW compress its reduce-scatter "
+            f"(docs/fsdp.md). {beyond}"
+        ).strip()
+    waiting = format_percent(baseline.step.exchange / baseline.step.total)
+    because = (
+        f"a dense step waits {waiting} of its time for the network, and no method within {budget} "
+        "makes the run 5 % faster."
+    )
+    slower = at_link_rate(situation, 8 * machine.link_bytes_per_s / 2)
+    other = choose_row(slower, predict_rows(slower))
+    if other is not None:
+        return (
+            f"{because} That is a close call: over half of the link's rate {other.method} would be "
+            f"{format_factor(other.run)} times as fast."
+        )
+    if beyond:
+        return f"{because} {beyond}"
+    rate = pays_below(situation)
+    return because + (f" Below about {format_rate(rate)} a rank one would." if rate else "")
+
+
+def make_line(situation: Situation, row: Row) -> str:
+    """The constructor call, with the mesh of a copy that is cut."""
+    line = METHODS[row.method].line.format(steps=situation.steps)
+    if not row.fits or row.is_bound_by_shards:
+        return "# There is no line to paste for this setup."
+    if row.shard == 1:
+        return line
+    copy = f"# FSDP2, a copy on {row.shard} ranks"
+    if row.shard == situation.machine.ranks:
+        return f"fully_shard(model)  {copy}\n{line}"
+    if row.method == BASELINE:
+        return f"fully_shard(model, mesh=mesh)  {copy}\n{line}"
+    cut = f'fully_shard(model, mesh=mesh["shard"])  {copy}: docs/hsdp.md'
+    return f'{cut}\n{line[:-1]}, process_group=mesh.get_group("replicate"))'
+
+
+# The table
+
+HEAD = (
+    "  method",
+    "run",
+    "times",
+    "loss",
+    "step ms",
+    "own",
+    "exposed",
+    "MB sent",
+    "bytes",
+    "GB held",
+    "shards",
+)
+
+
+def is_beaten(row: Row, rows: list[Row]) -> bool:
+    """Whether another row that fits is no slower, and loses no more, and less of one of them."""
+    loss = 1.0 if row.expected_loss is None else row.expected_loss
+    return any(
+        other.fits
+        and other.expected_loss is not None
+        and other.run_s <= row.run_s
+        and other.expected_loss <= loss
+        and (other.run_s < row.run_s or other.expected_loss < loss)
+        for other in rows
+    )
+
+
+def format_table(situation: Situation, rows: list[Row], chosen: str, all_rows: bool = False) -> str:
+    """A line a method, the fastest run first, and where the losses were measured."""
+    best = next(row for row in rows if row.method == chosen)
+    mentioned = best, rows[0], choose_alternative(situation, rows, best)
+    shown = [
+        row
+        for row in rows
+        if all_rows or row in mentioned or (row.fits and not is_beaten(row, rows))
+    ]
+    shown.sort(key=lambda row: row.run_s)
+    measured = dict.fromkeys(row.measurement.conditions for row in shown if row.measurement)
+    letters = {text: chr(ord("a") + i) for i, text in enumerate(measured)}
+    lines = align_columns([HEAD, *(format_row(row, chosen, letters) for row in shown)])
+    notes = [
+        "> advised, * not ours. Run: all steps, as bytes. Step: after the start. Losses: over "
+        "AdamW's, where",
+        "  measured nearest; to decide, "
+        f"{100 * ALLOWANCE:g} % is added for each factor of ten in size from there:",
+        *(f"  {letter} {text}" for text, letter in letters.items()),
+    ]
+    hidden = len(rows) - len(shown)
+    if hidden:
+        notes.append(f"{hidden} methods that do not fit, or are slower and lose more: --all.")
+    return "\n".join([*lines, *notes])
+
+
+def format_row(row: Row, chosen: str, letters: dict[str, str]) -> tuple[str, ...]:
+    mark = ">" if row.method == chosen else " "
+    loss = "?" if row.loss is None else f"{row.loss:.3f}"
+    step = row.step
+    return (
+        f"{mark} {row.method}" + ("" if row.ours else " *"),
+        format_seconds(row.run_s),
+        f"{format_factor(row.run)}x",
+        f"{loss} {letters[row.measurement.conditions] if row.measurement else ' '}",
+        *(format_milliseconds(s) for s in (step.total, step.local, step.exchange)),
+        f"{row.sent / 1e6:,.{0 if row.sent >= 1e8 else 2}f}",
+        format_percent(row.run_bytes),
+        f"{row.held / 1e9:.3g}" + ("" if row.fits else " (does not fit)"),
+        str(row.shard),
+    )
+
+
+def format_milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.1f}"
+
+
+def format_situation(situation: Situation) -> str:
+    """What the predictions were computed from, given, measured or assumed."""
+    s, m, work = situation.sources, situation.machine, situation.work
+    node = f"{m.ranks_per_node} in a machine" if m.ranks_per_node > 1 else "each in its own machine"
+    lines = [
+        f"{format_count(work.parameters)} parameters; {m.ranks} ranks, {node} ({s['nodes']})",
+        f"{format_rate(8 * m.link_bytes_per_s)} a rank between machines ({s['link']}), "
+        f"{format_seconds(m.latency_s)} a message ({s['latency']})",
+        f"{format_seconds(situation.compute_s)} of computation a step ({s['computation']}), "
+        f"{format_seconds(situation.overlap_s)} of it hiding communication ({s['overlap']})",
+        f"a run of {situation.steps:,} steps ({s['steps']}), {situation.tokens:g} tokens per "
+        f"parameter ({s['tokens']})",
+        f"own work at {format_quantity(m.memory_bytes_per_s)}B/s and "
+        f"{format_quantity(m.flops_per_s)}FLOP/s ({s['own work']})",
+    ]
+    if m.ranks_per_node > 1:
+        inside = format_rate(8 * situation.inside_bytes_per_s)
+        lines.insert(2, f"{inside} a rank inside one ({s['inside']})")
+    if situation.memory_bytes is not None:
+        lines.append(
+            f"{format_quantity(situation.room_bytes)}B of memory for parameters, gradients and "
+            f"state, {100 * ROOM:g} % of a device's ({s['memory']})"
+        )
+    return "\n".join(["Computed from", *(f"  {line}" for line in lines)])

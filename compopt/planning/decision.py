@@ -1,0 +1,93 @@
+"""Which row of the table is advised.
+
+A method may be advised when it is ours, its expected loss is within the budget, its state fits, and
+the whole run, with its dense start, is at least 5 % faster than AdamW's. Runs within 5 % of the
+fastest count as equally fast: of these the one with the lowest loss is taken, and where seeds could
+change that, the first of the table. Otherwise the advice is to stay dense. The same input always
+gives the same answer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from .methods import METHODS
+from .prediction import Row, Situation, predict_rows
+
+# A predicted gain below this says nothing.
+WORTH_IT = 1.05
+# Runs within this of the fastest are as fast: predictions err by more.
+AS_FAST = 1.05
+# A loss of one seed is known no better.
+SAME_LOSS = 0.015
+# A row that is so much faster is mentioned although it loses more than the budget.
+MUCH_FASTER = 1.25
+
+
+def could_help(situation: Situation, row: Row) -> bool:
+    """Whether a row is ours, averages over a link, and its loss is known."""
+    return row.ours and row.expected_loss is not None and row.shard < situation.machine.ranks
+
+
+def allowed_rows(situation: Situation, rows: list[Row]) -> list[Row]:
+    """The rows that may be advised, the fastest run first."""
+    limit = 1 + situation.loss_budget + 1e-9
+    allowed = [
+        row
+        for row in rows
+        if could_help(situation, row)
+        and row.fits
+        and (row.expected_loss or 0.0) <= limit
+        and not row.is_bound_by_shards
+        and (row.run >= WORTH_IT or not rows[0].fits)
+    ]
+    return sorted(allowed, key=lambda row: row.run_s)
+
+
+def choose_row(situation: Situation, rows: list[Row]) -> Row | None:
+    """The row to advise; None where AdamW is as good."""
+    allowed = allowed_rows(situation, rows)
+    if not allowed:
+        return None
+    as_fast = {
+        row.method: row.expected_loss or 0.0
+        for row in allowed
+        if row.run_s <= AS_FAST * allowed[0].run_s
+    }
+    least = min(as_fast.values())
+    return next(row for row in rows if as_fast.get(row.method, math.inf) <= least + SAME_LOSS)
+
+
+def choose_alternative(situation: Situation, rows: list[Row], best: Row) -> Row | None:
+    """The fastest row of another class within the budget; else the one that loses least of those
+    that are much faster beyond it.
+    """
+    cost = METHODS[best.method].cost
+    others = [row for row in allowed_rows(situation, rows) if METHODS[row.method].cost is not cost]
+    if others:
+        return others[0]
+    faster = [
+        row
+        for row in rows
+        if could_help(situation, row)
+        and not row.is_bound_by_shards
+        and row.run_s * MUCH_FASTER <= best.run_s
+    ]
+    return min(faster, key=lambda row: (not row.fits, row.expected_loss), default=None)
+
+
+def pays_below(situation: Situation) -> float | None:
+    """The fastest link, in bit/s, on which some method is advised; None where none is, down to 1
+    Mbit/s.
+    """
+    for exponent in range(130, 59, -1):
+        rate = 10 ** (exponent / 10)
+        slower = at_link_rate(situation, rate)
+        if choose_row(slower, predict_rows(slower)) is not None:
+            return rate
+    return None
+
+
+def at_link_rate(situation: Situation, bits: float) -> Situation:
+    return replace(situation, machine=replace(situation.machine, link_bytes_per_s=bits / 8))

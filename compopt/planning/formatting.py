@@ -1,0 +1,72 @@
+"""Numbers and tables as people write them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+
+
+def parse_quantity(text: str, suffix: str = "") -> float:
+    """'350M', '1.8b' or '12000' as a number; with suffix 'bit', a rate as tc writes it ('100mbit',
+    '2.5gbit').
+    """
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?(?:e\d{{1,2}})?)([kmgbt]?){suffix}", text.strip().lower())
+    if match is None or float(match[1]) == 0:
+        example = "100mbit or 2.5gbit" if suffix else "350M, 1.8B or 12000"
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be read: write it like {example}.")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def parse_rate(text: str) -> float:
+    """Bits a second, as tc writes them."""
+    return parse_quantity(text, "bit")
+
+
+def format_seconds(seconds: float) -> str:
+    """Milliseconds to days."""
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= (2 if unit != "s" else 1) * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
+
+
+def format_quantity(number: float) -> str:
+    """With an SI prefix, for a unit to follow."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number:.4g} "
+
+
+def format_count(number: float) -> str:
+    """Thousands, millions or billions, as sizes of models are given."""
+    for unit, size in ((" B", 1e9), (" M", 1e6), (" k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def format_rate(bits: float) -> str:
+    """Bits a second in tc's units."""
+    if bits >= 1e12:
+        return f"{bits / 1e12:.3g} Tbit/s"
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def format_percent(share: float) -> str:
+    """Two digits, or whole percents from 10 on."""
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
+
+
+def align_columns(lines: list[tuple[str, ...]], left: int = 1) -> list[str]:
+    """Columns as wide as their cells, the first ``left`` of them flush left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(w) if i < left else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]

@@ -1,0 +1,471 @@
+"""What each method sends, keeps and computes in a step: one formula and one row a method.
+
+tests/test_costmodel_bytes.py compares bytes and state with the classes themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from .._local import rounds
+from .._wire.quantise import ROW as VALUES_PER_SCALE
+
+# Bytes of a number: gradients, payloads and optimizer state are float32.
+FLOAT = 4
+# Bytes of a parameter and its gradient.
+WEIGHTS = 8
+# Bytes an element that torch.topk moves on a CPU: 18 to 32 passes.
+TOP_K = 25 * FLOAT
+# Bytes an element that a sampled threshold moves in PyTorch's operators: flags, words, positions.
+THRESHOLD = 60
+# Parts of a name by which TAGC recognizes attention.
+ATTENTION = ("attn", "attention", "qkv", "q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The parameters of one model.
+
+    Args:
+        parameters: their number.
+        compressed: share of them in tensors that are compressed (at least 2-D and 4096 elements).
+        side: the smaller side of those tensors, averaged by size. What a projection costs.
+        perimeter: sum of (rows + columns) over those tensors. What low-rank factors cost.
+        large: share of parameters in matrices that are not attention's. What TAGC compresses by
+            default.
+        columns: of the perimeter, the sum of the columns, which FSDP2 leaves whole; None: half.
+    """
+
+    parameters: int
+    compressed: float
+    side: float
+    perimeter: float
+    large: float
+    columns: float | None = None
+
+    @classmethod
+    def of_size(cls, parameters: int) -> Workload:
+        """A transformer of so many parameters: 64 times as wide as deep, 12 width^2 a layer, two
+        thirds in the MLP.
+        """
+        if parameters < 1:
+            raise ValueError(f"parameters must be positive; got {parameters}.")
+        width = max(8.0, (64 * parameters / 12) ** (1 / 3))
+        layers = parameters / (12 * width**2)
+        # Rows and columns of a layer, in widths: qkv 3 + 1, out 1 + 1, up 4 + 1, down 1 + 4.
+        return cls(parameters, 0.997, width, 16 * width * layers, 2 / 3, columns=7 * width * layers)
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> Workload:
+        """Read named parameters, `model.named_parameters()`; those that require no gradient are
+        left out.
+        """
+        named = [(name, p) for name, p in named if p.requires_grad]
+        if not named:
+            raise ValueError("No parameter requires a gradient: there is nothing to average.")
+        total = sum(p.numel() for _, p in named)
+        chosen = [(name, p) for name, p in named if p.ndim >= 2 and p.numel() >= 4096]
+        size = sum(p.numel() for _, p in chosen)
+        rows = [p.numel() // p.shape[-1] for _, p in chosen]
+        columns = [p.shape[-1] for _, p in chosen]
+        sides = [min(pair) for pair in zip(rows, columns, strict=True)]
+        side = sum(p.numel() * d for (_, p), d in zip(chosen, sides, strict=True)) / max(1, size)
+        large = sum(
+            p.numel() for name, p in chosen if not any(word in name.lower() for word in ATTENTION)
+        )
+        perimeter = float(sum(rows) + sum(columns))
+        return cls(total, size / total, side, perimeter, large / total, float(sum(columns)))
+
+    def shard(self, shard: int) -> Workload:
+        """The part of one rank where FSDP2 cuts the rows of each tensor over ``shard`` ranks."""
+        if shard == 1:
+            return self
+        columns = self.perimeter / 2 if self.columns is None else self.columns
+        perimeter = (self.perimeter - columns) / shard + columns
+        return replace(
+            self,
+            parameters=max(1, self.parameters // shard),
+            perimeter=perimeter,
+            columns=columns,
+        )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One method on one workload: amounts a step and a rank, for the whole model.
+
+    Args:
+        reduced: bytes handed to all-reduce.
+        gathered: bytes that every rank holds after gathers, or held before reduce-scatters.
+        hidden: such bytes that travel during the next forward and backward.
+        state: bytes of optimizer state.
+        traffic: bytes moved in memory beyond a dense AdamW step; negative when there are fewer.
+        flops: floating-point operations beyond it.
+        every: steps of a round, after whose last everything goes out at once; None: it goes out in
+            every step, from backward on.
+        delay: steps of computation that hide a round's exchange.
+        quantized: bytes of quantized means. They count like ``reduced``, but ranks of a machine
+            cannot add them up before they leave it.
+        after_commit: bytes gathered when the step is applied, which no computation hides.
+        exchanges: of one bucket in a step, collectives that follow one another.
+        host: bytes moved to, from and in host memory.
+    """
+
+    reduced: float
+    gathered: float = 0.0
+    hidden: float = 0.0
+    state: float = 0.0
+    traffic: float = 0.0
+    flops: float = 0.0
+    every: int | None = None
+    delay: int = 0
+    quantized: float = 0.0
+    after_commit: float = 0.0
+    exchanges: int = 1
+    host: float = 0.0
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank hands to collectives in a step, as a mean."""
+        return self.reduced + self.quantized + self.gathered + self.after_commit + self.hidden
+
+
+def code_bytes(bits: int) -> float:
+    """Bytes of a quantized value with its share of a scale."""
+    return bits / 8 + FLOAT / VALUES_PER_SCALE
+
+
+# Formulas: a workload, a number of ranks and the method's options to a Cost.
+
+
+def dense_cost(work: Workload, ranks: int, width: int = FLOAT) -> Cost:
+    # A narrower message is written and read once more than the gradient.
+    return Cost(
+        width * work.parameters,
+        state=8.0 * work.parameters,
+        traffic=(FLOAT - width) * 3.0 * work.parameters,
+    )
+
+
+def quantized_start_cost(work: Workload, ranks: int, bits: int = 8) -> Cost:
+    """A dense step of SeparateAdam with a quantized payload."""
+    n = work.parameters
+    # h = g + e, codes both ways, mean and residual.
+    return Cost(0.0, quantized=code_bytes(bits) * n, state=12.0 * n, traffic=48.0 * n)
+
+
+def radius_cost(work: Workload, ranks: int, density: float = 0.4, interval: int = 200) -> Cost:
+    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    resample = 1 / interval
+    kept = density * (1 - resample) + resample
+    # A sparse step reads gradient and residual, writes the residual, and gathers and scatters the
+    # kept elements.
+    sparse = 12 + 12 * density
+    return Cost(
+        reduced=FLOAT * (kept * n + rest),
+        hidden=n / 8 * resample,
+        state=8 * work.parameters + (4 + 1 / 8) * n,
+        traffic=n * (sparse * (1 - resample) + TOP_K * resample),
+    )
+
+
+def scape_cost(work: Workload, ranks: int, density: float = 0.1) -> Cost:
+    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    mask = min(1 / 8, density * math.log2(math.e / density) / 8)
+    # Against fused AdamW's 28 bytes: residual and decay 20, 40 a kept element, selection of a
+    # rank's own part.
+    traffic = 20 + 40 * density + THRESHOLD / ranks - 28
+    return Cost(
+        reduced=FLOAT * (density * n + rest),
+        hidden=mask * n,
+        state=(4 * density + 4 + 1 / 4) * n + 4 * rest,
+        traffic=traffic * n,
+    )
+
+
+def gaussian_cost(work: Workload, ranks: int, ratio: int = 16) -> Cost:
+    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    # Projection, reconstruction of the mean and of the rank's own part: three products of 2 n
+    # c/ratio each.
+    return Cost(
+        reduced=FLOAT * (n / ratio + rest),
+        state=8 * work.parameters + 4 * n,
+        # h = g + e, three reads or writes of h and hhat, e, ghat.
+        traffic=40 * n,
+        flops=6 * n * work.side / ratio,
+    )
+
+
+def tracked_cost(work: Workload, ranks: int, rank: int = 16, bits: int = 8) -> Cost:
+    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    return Cost(
+        reduced=0.0,
+        # Both factors of a matrix, and what is not compressed.
+        quantized=code_bytes(bits) * (rank * work.perimeter + rest),
+        exchanges=2,
+        state=8 * work.parameters + 4 * n + FLOAT * rank * work.perimeter / 2,
+        # h = g + e twice, ghat, e and what rounding dropped.
+        traffic=48 * n,
+        # Four products, and two orthonormal bases, which come at a twentieth of a product's speed.
+        flops=8 * n * rank + 20 * 2 * rank**2 * work.perimeter,
+    )
+
+
+def tagc_cost(
+    work: Workload,
+    ranks: int,
+    sparsity: float = 0.9875,
+    width: int = FLOAT,
+    updates: int | None = None,
+) -> Cost:
+    n, rest = work.parameters * work.large, work.parameters * (1 - work.large)
+    # Independent choices: the worst case.
+    union = 1 - sparsity**ranks
+    back, more, rounding = float(width), 0.0, 0.0
+    if updates is not None:
+        # Codes and scales, and the owner's residual, are read and written; all codes are added.
+        back, more = code_bytes(updates), FLOAT / ranks
+        rounding = 16 / ranks + 2 * back + 12
+    # Bitmaps go there and back, the payload is reduced to its owners, parameters are gathered.
+    bitmaps = 2 * n / 8 if sparsity else 0.0
+    return Cost(
+        reduced=0.0,
+        gathered=width * (union * n + rest) + bitmaps,
+        after_commit=back * work.parameters,
+        exchanges=2,
+        state=(8 / ranks + more) * work.parameters + 4 * n,
+        traffic=(16 + THRESHOLD + 12 * union) * n
+        + (rounding - 28 * (1 - 1 / ranks)) * work.parameters,
+    )
+
+
+def tagc_start_cost(
+    work: Workload, ranks: int, width: int = FLOAT, updates: int | None = None
+) -> Cost:
+    """A dense step of TagcAdamW: every element is sent."""
+    return replace(tagc_cost(work, ranks, 0.0, width, updates), exchanges=1)
+
+
+def local_steps_cost(
+    work: Workload, ranks: int, every: int = 30, delay: int = 0, bits: int = 4
+) -> Cost:
+    n = work.parameters
+    return Cost(
+        reduced=0.0,
+        # Once a round, of all parameters.
+        quantized=code_bytes(bits) * n / every,
+        # AdamW's moments; anchors, outer momentum, residual, and what moved while it is exchanged.
+        state=(8 + 16) * n,
+        # anchor - w and its norm 16, + residual 12, codes both ways 31, mean and residual 16,
+        # Nesterov's momentum 44, new parameters 8.
+        traffic=OUTER_TRAFFIC * n / every,
+        every=every,
+        delay=min(delay, every),
+    )
+
+
+OUTER_TRAFFIC = 127
+
+
+def powersgd_cost(work: Workload, ranks: int, rank: int = 4) -> Cost:
+    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    return Cost(
+        reduced=FLOAT * (rank * work.perimeter + rest),
+        exchanges=2,
+        state=8 * work.parameters + 4 * n + FLOAT * rank * work.perimeter,
+        traffic=40 * n,
+        flops=6 * n * rank,
+    )
+
+
+def offload_residual(cost: Cost, work: Workload, passes: int) -> Cost:
+    """``offload="residual"``: it crosses to the device or back so many times a step."""
+    nbytes = FLOAT * work.parameters * work.compressed
+    return replace(cost, state=cost.state - nbytes, host=passes * nbytes)
+
+
+def offload_outer(cost: Cost, work: Workload) -> Cost:
+    """``offload="outer"``: a round's exchange and outer step are the host's."""
+    moved = (OUTER_TRAFFIC + 2 * FLOAT) * work.parameters / (cost.every or 1)
+    return replace(cost, state=8.0 * work.parameters, traffic=0.0, host=moved)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table; calling it with a workload, a number of ranks and options gives its
+    `Cost`.
+
+    Args:
+        cost: the formula.
+        line: the constructor call; ``{steps}`` stands for the steps of the run.
+        start: the dense start: a number of steps, or as a float a share of the run.
+        start_cost: the formula of a step of the dense start.
+        ours: whether it is a class of this package.
+        options: of the formula, in this row.
+        growth: steps over which rounds grow from one step to their length; None: the whole run.
+        losses: key of `losses.LOSSES`; "": the row's name.
+        ddp_buckets: whether DDP's buckets travel, not the package's.
+        offload: what ``offload=`` makes of the cost; such a row stands in for ``instead_of``.
+        instead_of: the row that is shown where its state fits.
+    """
+
+    cost: Callable[..., Cost]
+    line: str
+    start: int | float = 0
+    start_cost: Callable[..., Cost] = dense_cost
+    ours: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+    growth: int | None = 0
+    losses: str = ""
+    ddp_buckets: bool = False
+    offload: Callable[[Cost, Workload], Cost] | None = None
+    instead_of: str = ""
+
+    def __call__(self, work: Workload, ranks: int, **options: Any) -> Cost:
+        cost = self.cost(work, ranks, **{**self.options, **options})
+        return self.offload(cost, work) if self.offload else cost
+
+    def start_steps(self, steps: int) -> int:
+        """Steps of the dense start, in a run of so many."""
+        if isinstance(self.start, float):
+            return round(self.start * steps)
+        return min(self.start, steps)
+
+    def phases(self, work: Workload, ranks: int, steps: int) -> list[tuple[int, Cost]]:
+        """The costs of a run: numbers of steps, and the cost of each of these.
+
+        Where rounds grow there is a phase for every length of a round.
+        """
+        cost, dense = self(work, ranks), self.start_steps(steps)
+        start = [(dense, self.start_cost(work, ranks))] if dense else []
+        if cost.every is None:
+            return [*start, (steps - dense, cost)] if steps > dense else start
+        growth = steps - dense if self.growth is None else self.growth
+        lengths = count_round_lengths(cost.every, growth, steps - dense)
+        rows = [(n * k, self(work, ranks, every=k)) for k, n in lengths]
+        return [*start, *rows]
+
+
+@lru_cache
+def count_round_lengths(every: int, growth: int, steps: int) -> tuple[tuple[int, int], ...]:
+    """Of every length of a round in a run, how many rounds have it."""
+    return tuple(sorted(Counter(round_lengths(every, growth, steps)).items()))
+
+
+def round_lengths(every: int, growth: int, steps: int) -> list[int]:
+    """Lengths of the rounds of a run of so many steps; ``end_round()`` ends the last one."""
+    options, lengths, since = {"every": every, "every_warmup_steps": growth}, [], 0
+    while since < steps:
+        lengths.append(min(rounds.length(options, since), steps - since))
+        since += lengths[-1]
+    return lengths
+
+
+# A dense start of 15 % is what the runs had in which losses were measured.
+SHARE = 0.15
+WARMUP = "warmup_steps=0.15, total_steps={steps}"
+
+
+def tracked_row(arguments: str, **options: int) -> Method:
+    """A row of SeparateAdam's tracked projection; its dense start is 10 steps."""
+    line = f"compopt.SeparateAdam(params, lr=...{arguments})"
+    start_cost = partial(quantized_start_cost, bits=options.get("bits", 8))
+    return Method(tracked_cost, line, 10, start_cost, options=options)
+
+
+def local_steps_row(arguments: str, growth: int | None, **options: Any) -> Method:
+    line = f"compopt.LocalSteps(torch.optim.AdamW(params, lr=...){arguments})"
+    return Method(local_steps_cost, line, options=options, growth=growth)
+
+
+def tagc_row(arguments: str, **options: Any) -> Method:
+    line = f"compopt.TagcAdamW(named_params, lr=..., {arguments}{WARMUP})"
+    start_cost = partial(tagc_start_cost, **options)
+    return Method(tagc_cost, line, SHARE, start_cost, options=options, losses="TagcAdamW")
+
+
+def radius_row(arguments: str = "") -> Method:
+    line = f"compopt.RadiusAdamW(params, lr=..., density=0.4, {arguments}{WARMUP})"
+    return Method(radius_cost, line, SHARE)
+
+
+def scape_row(arguments: str = "") -> Method:
+    line = (
+        "compopt.ScapeAdamS(params, lr=..., density=0.1, density_warmup_steps=0, "
+        f"{arguments}{WARMUP})"
+    )
+    return Method(scape_cost, line, SHARE)
+
+
+# The class's steps over which rounds grow.
+LOCAL_GROWTH = 800
+
+METHODS: dict[str, Method] = {
+    "AdamW+DDP": Method(
+        dense_cost, "torch.optim.AdamW(params, lr=...)", ours=False, ddp_buckets=True
+    ),
+    "SeparateAdam": tracked_row(""),
+    "SeparateAdam, rank 32, int4": tracked_row(', rank=32, payload_dtype="int4"', rank=32, bits=4),
+    "SeparateAdam, rank 16, int4": tracked_row(', payload_dtype="int4"', bits=4),
+    "SeparateAdam, rank 8, int4": tracked_row(', rank=8, payload_dtype="int4"', rank=8, bits=4),
+    "SeparateAdam, rank 4, int8": tracked_row(", rank=4", rank=4),
+    "SeparateAdam, Gaussian 16": Method(
+        gaussian_cost,
+        f'compopt.SeparateAdam(params, lr=..., projection="gaussian", ratio=16, {WARMUP})',
+        SHARE,
+    ),
+    "LocalSteps": local_steps_row("", LOCAL_GROWTH),
+    "LocalSteps, every=140, int2": local_steps_row(
+        ', every=140, every_warmup_steps={steps}, outer_lr=1, payload_dtype="int2"',
+        None,
+        every=140,
+        bits=2,
+    ),
+    "RadiusAdamW": radius_row(),
+    "ScapeAdamS": scape_row(),
+    "TagcAdamW": tagc_row("sparsity=0.9875, "),
+    "TagcAdamW, bf16": tagc_row("payload_dtype=torch.bfloat16, ", width=2),
+    "TagcAdamW, int4": tagc_row(
+        'payload_dtype=torch.bfloat16, update_dtype="int4", ', width=2, updates=4
+    ),
+    "RadiusAdamW, offloaded": replace(
+        radius_row('offload="residual", '),
+        losses="RadiusAdamW",
+        offload=lambda cost, work: offload_residual(cost, work, 2),
+        instead_of="RadiusAdamW",
+    ),
+    "ScapeAdamS, offloaded": replace(
+        scape_row('offload="residual", '),
+        losses="ScapeAdamS",
+        offload=lambda cost, work: offload_residual(cost, work, 3),
+        instead_of="ScapeAdamS",
+    ),
+    "LocalSteps, offloaded": replace(
+        local_steps_row(', offload="outer"', LOCAL_GROWTH),
+        losses="LocalSteps",
+        offload=offload_outer,
+        instead_of="LocalSteps",
+    ),
+    "DDP, bf16 hook": Method(
+        dense_cost,
+        "ddp.register_comm_hook(None, bf16_compress_hook)",
+        ours=False,
+        options={"width": 2},
+        ddp_buckets=True,
+    ),
+    "PowerSGD rank 4": Method(
+        powersgd_cost,
+        "ddp.register_comm_hook(state, powerSGD_hook)",
+        SHARE,
+        ours=False,
+        ddp_buckets=True,
+    ),
+}
+"""The methods that can be advised, by name. A new method is one formula and one row here."""

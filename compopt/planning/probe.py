@@ -1,0 +1,373 @@
+"""`python -m compopt.probe`: measures the network and the machines that will train.
+
+    torchrun --nproc-per-node 4 -m compopt.probe --out probe.json
+    compopt-advise --probed probe.json --parameters 350M --step-time 400
+
+Start it with torchrun on all machines, as the training will be. It takes seconds, half a minute
+over a slow link: all-reduces from 1 KiB to 8 MiB give the latency and the rate of a rank's link,
+copies and products the speed of local work with all ranks busy, and both at once what they take
+from each other.
+
+    torchrun --nproc-per-node 4 -m compopt.probe --layers --tensor 2 --hidden 4096 --out layers.json
+    compopt-advise --probed layers.json --tensor 2 --layers 32 ...
+
+Consecutive ranks, `--tensor` of them, share a layer; the rest are stages. It gives what advice on
+activations needs: the links inside and between stages, and the constants of MCBench's equations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .. import activations
+from .._state.devices import here, module_of
+from .measurement import (
+    fit,
+    fit_communication,
+    measure_local,
+    measure_products,
+    median_seconds,
+)
+from .model_parallel import LayerCosts
+
+# Bytes of the messages that are timed, on the slow link and between layers.
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 23)
+LAYER_SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 23)
+# Seconds of a step of the interference test: long enough to see ranks wait for each other.
+LEAST_STEP = 0.2
+
+
+def measure_network() -> dict[str, Any]:
+    """The content of a probe's file: what `read_probe` returns, and the seconds of every message;
+    the same on all ranks.
+
+    Raises ValueError where this process was not started by torchrun, or alone.
+    """
+    size, device = world_size(), collective_device()
+    ranks = activations.MeshRanks.world(device.type, size)
+    messages = [torch.ones(nbytes // 4, dtype=torch.float32, device=device) for nbytes in SIZES]
+    own = [median_seconds(functools.partial(ranks.sum, x), device) for x in messages]
+    seconds = mean_over_ranks(own, ranks, device)
+    memory, flops = mean_over_ranks(measure_local(device), ranks, device)
+    # The largest message that is quick on this link.
+    message_s, message = max(
+        (pair for pair in zip(seconds, messages, strict=True) if pair[0] <= LEAST_STEP / 2),
+        key=lambda pair: pair[1].nbytes,
+        default=(seconds[0], messages[0]),
+    )
+    interference = measure_interference(flops, message, message_s, ranks)
+    sent = [2 * (size - 1) / size * x.nbytes for x in messages]
+    rate, latency = fit_link(sent, 2.0 * (size - 1), seconds)
+    return {
+        "ranks": size,
+        "link_bits_per_s": rate,
+        "latency_s": latency,
+        "local": [memory, flops],
+        "interference": interference,
+        "all_reduce_seconds": dict(zip(map(str, SIZES), seconds, strict=True)),
+    }
+
+
+def world_size() -> int:
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size < 2:
+        raise ValueError(
+            "compopt.probe measures the link between ranks: start it with torchrun and two at "
+            "least."
+        )
+    return size
+
+
+def collective_device() -> torch.device:
+    """The device of this rank's tensors. Apple's devices have no collectives: there it is the
+    CPU.
+    """
+    device = here()
+    module = module_of(device)
+    if module is None or not hasattr(module, "set_device"):
+        return torch.device("cpu")
+    module.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return device
+
+
+def mean_over_ranks(
+    values: Sequence[float], ranks: activations.MeshRanks, device: torch.device
+) -> list[float]:
+    """The mean of each value: all ranks must print the same."""
+    own = torch.tensor(values, dtype=torch.float64, device=device)
+    means: list[float] = (ranks.sum(own) / ranks.size).tolist()
+    return means
+
+
+def fit_link(
+    sent: Sequence[float], messages: float, seconds: Sequence[float]
+) -> tuple[float, float]:
+    """Bits a second and seconds a message, from the bytes that leave a rank."""
+    points = [{"bytes": nbytes, "messages": messages} for nbytes in sent]
+    found = fit(points, seconds).coefficients
+    return 8 / max(found["bytes"], 1e-15), found["messages"]
+
+
+def measure_interference(
+    flops: float, message: Tensor, message_s: float, ranks: activations.MeshRanks
+) -> list[float]:
+    """The share of a step that a rank waits for the slowest, and seconds that computation loses for
+    each byte sent beside it.
+
+    A step is made of matrix products, and takes twice as long as the messages sent beside it.
+    """
+    device = message.device
+    step_s = max(LEAST_STEP, 2 * message_s)
+    matrix = torch.ones(512, 512, dtype=torch.float32, device=device)
+    product = torch.empty_like(matrix)
+    products, in_flight = (
+        max(1, round(x)) for x in (step_s * flops / (2 * 512**3), step_s / (2 * message_s))
+    )
+    end = torch.zeros(1, dtype=torch.float32, device=device)
+
+    def step(messages: int, meet: bool) -> None:
+        handles = [dist.all_reduce(message, async_op=True) for _ in range(messages)]
+        for _ in range(products):
+            torch.mm(matrix, matrix, out=product)
+        for handle in handles:
+            handle.wait()
+        if meet:
+            dist.all_reduce(end)
+
+    cases = (0, False), (0, True), (in_flight, True)
+    own = [median_seconds(functools.partial(step, *case), device) for case in cases]
+    computing, met, sending = mean_over_ranks(own, ranks, device)
+    nbytes = in_flight * message.nbytes * 2 * (ranks.size - 1) / ranks.size
+    return [max(0.0, met / computing - 1), max(0.0, sending - met) / nbytes]
+
+
+# Layers
+
+
+def measure_layers(
+    device: torch.device, size: int, tensor: int, hidden: int, tokens: int
+) -> dict[str, Any]:
+    """Arguments for `advise_layers`; the same on all ranks.
+
+    Args:
+        device: of this rank.
+        size: ranks in all, consecutive ones share a layer.
+        tensor: how many of them do.
+        hidden, tokens: the width of the layers, and tokens of a micro-batch.
+
+    Raises:
+        ValueError: `tensor` does not divide the ranks and the width.
+    """
+    if tensor < 1 or size % tensor or hidden % tensor or tokens < 1:
+        raise ValueError(
+            f"tensor must divide the {size} ranks and the width, and a micro-batch have tokens; "
+            f"got tensor={tensor}, hidden={hidden} and {tokens} tokens."
+        )
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    mesh = init_device_mesh(
+        device.type, (size // tensor, tensor), mesh_dim_names=("stages", "inside")
+    )
+    everyone = activations.MeshRanks.world(device.type, size)
+    inside = mean_over_ranks(
+        time_all_reduces(activations.MeshRanks(mesh["inside"]), dtype, device), everyone, device
+    )
+    between = (
+        mean_over_ranks(time_stage_messages(mesh, device), everyone, device)
+        if size > tensor
+        else []
+    )
+    layer_s, encode_s, *local = mean_over_ranks(
+        [
+            time_layer(tensor, hidden, tokens, dtype, device),
+            time_encoder(hidden, tokens, dtype, device),
+            *measure_local(device),
+            measure_products(device, torch.bfloat16),
+        ],
+        everyone,
+        device,
+    )
+    elements = [nbytes / dtype.itemsize for nbytes in LAYER_SIZES]
+    beta, constant, threshold, _ = (
+        fit_communication(elements, inside) if tensor > 1 else (0.0, 0.0, 0, [])
+    )
+    # A multilayer perceptron of four times the width, forward and backward, on all its ranks.
+    flops = 48 * tokens * hidden**2
+    costs = LayerCosts(
+        layer_s / flops, beta, encode_s / (tokens * hidden), constant, max(1, threshold)
+    )
+    found = {
+        "tensor": tensor,
+        "pipeline": size // tensor,
+        "activation_bytes": dtype.itemsize,
+        "local": local,
+        "costs": asdict(costs),
+    }
+    if tensor > 1:
+        sent = [2 * (tensor - 1) / tensor * nbytes for nbytes in LAYER_SIZES]
+        rate, latency = fit_link(sent, 2.0 * (tensor - 1), inside)
+        found |= {"inside_bits_per_s": rate, "inside_latency_s": latency}
+    if between:
+        rate, latency = fit_link([float(nbytes) for nbytes in LAYER_SIZES], 1.0, between)
+        found |= {"link_bits_per_s": rate, "latency_s": latency}
+    return found
+
+
+def time_all_reduces(
+    ranks: activations.MeshRanks, dtype: torch.dtype, device: torch.device
+) -> list[float]:
+    """Seconds of an all-reduce of every size; all groups of ranks at once, as in training."""
+    messages = [torch.ones(n // dtype.itemsize, dtype=dtype, device=device) for n in LAYER_SIZES]
+    return [median_seconds(functools.partial(ranks.sum, x), device) for x in messages]
+
+
+def time_stage_messages(mesh: DeviceMesh, device: torch.device) -> list[float]:
+    """Seconds of a message of every size to the next stage: half a round trip of two stages, the
+    third and fourth at the same time. The last of an odd number of stages answers with the first's.
+    """
+    stages = mesh["stages"]
+    group, stage, size = stages.get_group(), stages.get_local_rank(), stages.size()
+    is_even = stage % 2 == 0
+    if is_even and stage == size - 1:
+        own = [0.0] * len(LAYER_SIZES)
+    else:
+        peer = stage + 1 if is_even else stage - 1
+        messages = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in LAYER_SIZES]
+        calls = [functools.partial(send_and_return, x, group, peer, is_even) for x in messages]
+        own = [median_seconds(call, device) / 2 for call in calls]
+    shared = torch.tensor(own, dtype=torch.float64, device=device)
+    dist.broadcast(shared, group=group, group_src=0)
+    seconds: list[float] = shared.tolist()
+    return seconds
+
+
+def send_and_return(
+    message: Tensor, group: dist.ProcessGroup | None, peer: int, sends_first: bool
+) -> None:
+    if sends_first:
+        dist.send(message, group=group, group_dst=peer)
+    dist.recv(message, group=group, group_src=peer)
+    if not sends_first:
+        dist.send(message, group=group, group_dst=peer)
+
+
+def time_layer(
+    tensor: int, hidden: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Seconds of this rank's part of a layer's perceptron, forward and backward."""
+    options: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device}
+    part = nn.Sequential(
+        nn.Linear(hidden, 4 * hidden // tensor, **options),
+        nn.GELU(),
+        nn.Linear(4 * hidden // tensor, hidden, **options),
+    )
+    return time_forward_backward(part, hidden, tokens, dtype, device)
+
+
+def time_encoder(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Seconds of an auto-encoder to a tenth, forward and backward."""
+    codec = activations.AutoEncoder(hidden, max(1, hidden // 10)).to(device=device, dtype=dtype)
+    return time_forward_backward(codec, hidden, tokens, dtype, device)
+
+
+def time_forward_backward(
+    part: nn.Module, hidden: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    x = torch.ones(tokens, hidden, dtype=dtype, device=device, requires_grad=True)
+    gradient = torch.ones_like(x)
+
+    def call() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(part(x), [x, *part.parameters()], gradient)
+
+    return median_seconds(call, device)
+
+
+# Files
+
+
+def read_probe(path: str) -> dict[str, Any]:
+    """Arguments for `advise` from a file that the probe wrote.
+
+    ValueError says what is wrong with it.
+    """
+    names = ("ranks", "link_bits_per_s", "latency_s", "local", "interference")
+    with explain_bad_file(path, "compopt.probe"):
+        found = {"interference": [0.0, 0.0], **json.loads(Path(path).read_text())}
+        return {n: tuple(found[n]) if isinstance(found[n], list) else found[n] for n in names}
+
+
+def read_layer_probe(path: str) -> dict[str, Any]:
+    """Arguments for `advise_layers`, and the bytes of a number, from a file that the probe wrote
+    with ``--layers``.
+
+    ValueError says what is wrong with it.
+    """
+    needed = ("tensor", "pipeline", "activation_bytes", "local")
+    links = ("link_bits_per_s", "latency_s", "inside_bits_per_s", "inside_latency_s")
+    with explain_bad_file(path, "compopt.probe --layers"):
+        found = json.loads(Path(path).read_text())
+        arguments = {name: found[name] for name in needed}
+        arguments |= {name: found[name] for name in links if name in found}
+        arguments["local"] = tuple(map(float, found["local"]))
+        return arguments | {"costs": LayerCosts(**found["costs"])}
+
+
+@contextmanager
+def explain_bad_file(path: str, writer: str) -> Iterator[None]:
+    """Turn the errors of reading a file into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"--probed {path} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--probed {path} is not what {writer} writes ({error}): run it again."
+        ) from error
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command; ``argv`` are its arguments, by default the process's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m compopt.probe", description="Measure the network that will train."
+    )
+    parser.add_argument(
+        "--out", default="probe.json", metavar="FILE", help="where rank 0 writes it"
+    )
+    parser.add_argument("--layers", action="store_true", help="for advice on activations")
+    parser.add_argument("--tensor", type=int, default=1, help="ranks that share a layer (1)")
+    parser.add_argument("--hidden", type=int, default=1024, help="width of the layers (1024)")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a micro-batch (2048)")
+    options = parser.parse_args(argv)
+    try:
+        found = (
+            measure_layers(
+                collective_device(), world_size(), options.tensor, options.hidden, options.tokens
+            )
+            if options.layers
+            else measure_network()
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if os.environ.get("RANK", "0") != "0":
+        return
+    Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
+    if options.layers:
+        print(f"{found['tensor']} ranks a layer, stages: {found['pipeline']}: {options.out}")
+    else:
+        print(
+            f"{found['ranks']} ranks, {found['link_bits_per_s'] / 1e6:.4g} Mbit/s a rank, "
+            f"{1e6 * found['latency_s']:.3g} us a message, {found['local'][0] / 1e9:.3g} GB/s in "
+            f"memory, {found['local'][1] / 1e9:.3g} GFLOP/s: {options.out}"
+        )
