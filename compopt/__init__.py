@@ -1,5 +1,8 @@
 """compopt: torch.optim optimizers that average gradients over slow links, compressed."""
 
+import importlib
+from types import ModuleType
+
 from ._engine.stats import Stats
 from ._wire.requests import CommunicationError
 from .adams import AdamS
@@ -28,3 +31,10 @@ __all__ = [
     "attach",
     "diagnose",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import the modules that no optimizer needs when they are first used."""
+    if name in ("activations", "costmodel"):
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
