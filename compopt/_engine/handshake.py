@@ -49,8 +49,8 @@ def describe(engine: Engine) -> list[str]:
     of = {}
     for bucket in [*engine.buckets, *engine.shelf]:
         for p, name, compressed in zip(bucket.params, bucket.names, bucket.compressed, strict=True):
-            same = not face.reduces_inside  # each rank has a part of its own
-            values = f"values of checksum {_checksum(local(p.detach())) if same else 0:x}"
+            checksum = _checksum(local(p.detach())) if face.has_equal_replicas else 0
+            values = f"values of checksum {checksum:x}"
             trained = f"requires_grad={p.requires_grad}"
             of[p] = (
                 f"{name}: shape {tuple(p.shape)}, {p.dtype}, {trained}, compress={compressed}, "
@@ -69,7 +69,7 @@ def handshake(engine: Engine, comm: Comm) -> Turns[bool]:
     code = zlib.crc32("\n".join(describe(engine)).encode())
     backend = [zlib.crc32(engine.ops.name.encode()), engine.ops.automatic]
     words = torch.tensor(
-        [code, _fingerprint(engine.compared), _chosen(engine), *backend, *_times(engine)],
+        [code, _fingerprint(engine), _chosen(engine), *backend, *_times(engine)],
         dtype=torch.int64,
     )
     rows = (yield from gather(words.to(engine.device), comm)).tolist()
@@ -101,8 +101,8 @@ def _report_equal_gradients(engine: Engine, comm: Comm) -> None:
             "the same, give each rank its own. On CPUs Accelerate and the Trainer give all ranks "
             "the same data unless told Accelerator(cpu=True) or use_cpu=True."
         )
-    if not engine.compared.warned_of_same_data:
-        engine.compared.warned_of_same_data = True
+    if not engine.warned_of_same_data:
+        engine.warned_of_same_data = True
         warn(
             f"all {comm.size} ranks hold bit-identical gradients: they train on the same data, and "
             "learn no more than one rank would. Likely causes: no DistributedSampler, or the same "
@@ -186,9 +186,11 @@ def _fingerprint(engine: Engine) -> int:
     """A number that two ranks share when their gradients are the same to the bit; 0 when there is
     nothing to compare.
 
-    Zeros and gradients that are not finite are nothing: those may well be alike on ranks of
-    different data.
+    Zeros, gradients that are not finite and pseudo-gradients are nothing: those may well be alike
+    on ranks of different data.
     """
+    if engine.has_pseudo_gradients:
+        return 0
     sums = []
     for bucket in engine.buckets:
         for p in bucket.params:

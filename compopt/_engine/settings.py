@@ -38,7 +38,6 @@ def settings_of(engine: Engine) -> list[Any]:
         *(known_of(group, known) for group in engine.option_groups),
         # two round differently, and select differently among equals
         {"backend": engine.ops.name},
-        *(engine.owner.settings() if engine.owner else []),
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .._state.buckets import Bucket
 from .._wire.comm import Comm
 from .._wire.control import Words
@@ -9,6 +11,7 @@ from .._wire.requests import CommunicationError
 from .._wire.warning import warn
 from . import frozen, gradients, lost_masks
 from .engine import Engine
+from .face import Group
 from .handshake import describe, explain_mismatch, handshake, tell_failure
 from .meeting import noticed
 from .refusals import misplaced, watch_skips
@@ -28,7 +31,9 @@ def step(engine: Engine) -> Turns[None]:
     comm = engine.look_around()  # first: state may have to be cut anew
     running = Step(engine, comm, engine.steps + 1)
     try:
-        yield from running.run()
+        verdict = yield from running.exchange()
+        if verdict is not None:
+            running.commit(verdict)
     except GeneratorExit:
         raise
     except BaseException as error:
@@ -59,10 +64,12 @@ def refuse(engine: Engine) -> None:
 
 
 class Step:
-    """The step that is running."""
+    """The step that is running, of all parameter groups or of some ``groups``."""
 
-    def __init__(self, engine: Engine, comm: Comm, number: int):
-        self.engine, self.comm, self.number = engine, comm, number
+    def __init__(
+        self, engine: Engine, comm: Comm, number: int, groups: Sequence[Group] | None = None
+    ):
+        self.engine, self.comm, self.number, self._groups = engine, comm, number, groups
         # why this rank cannot send its gradients
         self.problem: Exception | None = None
         # what had to be agreed on is done: what is raised now leaves the ranks level
@@ -70,8 +77,20 @@ class Step:
         # the scale that was taken off the gradients
         self.scale: float | None = None
 
-    def run(self) -> Turns[None]:
-        engine, comm = self.engine, self.comm
+    @property
+    def groups(self) -> Sequence[Group]:
+        return self.engine.option_groups if self._groups is None else self._groups
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        stepped = {id(group) for group in self.groups}
+        return [bucket for bucket in self.engine.buckets if id(bucket.group) in stepped]
+
+    def exchange(self) -> Turns[Verdict | None]:
+        """Run until all ranks have decided whether to commit; None where there is nothing to
+        exchange.
+        """
+        engine = self.engine
         if frozen.reset_from_outside(engine):
             engine.rebuild()
         self.problem = self._prepare()
@@ -80,19 +99,22 @@ class Step:
             if self.problem is not None:
                 raise self.problem
             yield from self._get_acquainted()
-        if not engine.buckets:
-            return
+        if not self.buckets:
+            return None
         verdict = yield from self._agree()
         if verdict.agreed["unfrozen"][0] > 0:
             # on some rank other parameters require a gradient now
             yield from self._get_acquainted()
-            if not engine.buckets:
-                return
+            if not self.buckets:
+                return None
             verdict = yield from self._agree()
         self._tell_of_changes(verdict)
         yield from self._refuse(verdict)
-        if engine.owner and verdict.applied:
-            yield from engine.owner.before_commit()
+        return verdict
+
+    def commit(self, verdict: Verdict) -> None:
+        """Apply the step, or skip it, and report it."""
+        engine, comm = self.engine, self.comm
         self._apply(verdict)
         if verdict.applied and not engine.told:
             engine.told = True
@@ -141,7 +163,7 @@ class Step:
         for bucket in engine.buckets:
             bucket.gathered = {}
         # nothing is sent that could say so
-        alone = not engine.buckets and frozen.changed(engine)
+        alone = not self.buckets and frozen.changed(engine)
         known = engine.known
         if tails.lost or alone or known.structure != structure_of(engine):
             known.acquainted = tails.lost = False
@@ -154,7 +176,8 @@ class Step:
             yield from frozen.follow(engine, self.comm)
             engine.face.before_exchange()
         # without any gradient, the next step begins with a handshake too
-        engine.known.acquainted = compared or engine.face.reduces_inside
+        exempt = engine.face.reduces_inside or engine.has_pseudo_gradients
+        engine.known.acquainted = compared or exempt
 
     # The exchange
 
@@ -165,16 +188,13 @@ class Step:
         if every and self.number % every == 0:
             settings += describe(engine)
         words: dict[str, Words] = {"settings": bits_of(settings)}
-        if engine.owner:
-            words |= engine.owner.words()
         unfrozen = frozen.changed(engine)
         words["unfrozen"] = [float(unfrozen)]
         problem = self.problem
         if unfrozen:  # all ranks hear of a problem, and nothing is applied
             problem = RuntimeError("other parameters require a gradient than before")
         runtime = engine.runtime
-        buckets, shards = engine.buckets, engine.shards
-        return (yield from runtime.agree(buckets, comm, words, shards, problem))
+        return (yield from runtime.agree(self.buckets, comm, words, engine.shards, problem))
 
     def _tell_of_changes(self, verdict: Verdict) -> None:
         if verdict.resent and not self.engine.warned:
@@ -229,9 +249,8 @@ class Step:
         engine = self.engine
         engine.runtime.commit(verdict)
         engine.face.committed()
-        if engine.owner:
-            engine.owner.committed(verdict)
-        engine.count()
+        for group in self.groups:
+            group["step"] += 1
         if engine.trial is not None and engine.trial.found:
             engine.trial.keep()
             engine.found, engine.trial = engine.trial.found, None
