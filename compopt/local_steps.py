@@ -25,32 +25,41 @@ rounding would pull anchors to what is shown of them.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Generator, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ._engine import gradients, moving
+from ._engine import gradients
 from ._engine.averages import Averages
 from ._engine.face import Group
 from ._engine.handshake import gather
+from ._engine.moving import average_base
 from ._engine.recovery import catch_up, tell_what_is_lost
+from ._engine.refusals import watch_skips
 from ._engine.saving import warn_of_what_is_missing
 from ._engine.signals import held_back
 from ._engine.stats import Stats
 from ._engine.stepping import Step, refuse
-from ._engine.turns import Turns, ask
+from ._engine.turns import Background, Turns, sum_over
 from ._engine.verdicts import Verdict
 from ._engine.weakly import weakly
 from ._engine.wrapping import Wrapping
-from ._local import rounds
-from ._local.anchors import Anchors, MakeOuter, deal
-from ._local.exchange import Exchange, Outcome, communicate, distances
-from ._local.rounds import add_rounds, check_counts, check_options, open_rounds
+from ._local.anchors import Anchors, MakeOuter, deal, mend_moments
+from ._local.exchange import Exchange, check_saved, communicate, distances
+from ._local.rounds import (
+    LocalStats,
+    check_counts,
+    check_options,
+    delay_within,
+    is_due,
+    note_open_round,
+    outer_share,
+    round_length,
+    with_rounds,
+)
 from ._ops.clipping import clip_factor, scale_all_
 from ._state.buckets import Bucket, local
 from ._state.devices import HOST
@@ -59,7 +68,7 @@ from ._wire.comm import Comm, ProcessGroup
 from ._wire.dtypes import PayloadDtype
 from ._wire.meshes import copies_of
 from ._wire.pending import Pending
-from ._wire.requests import AllReduceMean, Asking, CommunicationError
+from ._wire.requests import Asking, CommunicationError
 from ._wire.warning import warn
 from .average import average, outer_sgd
 
@@ -117,8 +126,7 @@ class LocalSteps(Wrapping):
     # from the first local step on, where there are other ranks
     _anchors: Anchors | None = None
     _exchange: Exchange | None = None  # on its way
-    _side: tuple[Comm, Comm] | None = None  # the ranks, and their group for delayed exchanges
-    _due: frozenset[int] = frozenset()  # fragments that wait for an exchange, one having failed
+    _due: frozenset[int] = frozenset()  # fragments that wait for an exchange
     _distances = (0.0, 0.0)  # cosine and spread, of the last exchange
     _bytes_sent = 0  # before the running step
     _warned_of_loss = False
@@ -174,7 +182,7 @@ class LocalSteps(Wrapping):
 
     def after_layout(self) -> None:
         super().after_layout()
-        self._engine.stats = add_rounds(self._engine.stats, self._options, *self._distances)
+        self._engine.stats = self.add_to_stats(self._engine.stats)
 
     # The averaged start
 
@@ -198,18 +206,12 @@ class LocalSteps(Wrapping):
     def has_equal_replicas(self) -> bool:
         return self._anchors is None
 
-    def _end_start(self) -> None:
-        """Keep nothing of the averaged start."""
-        if any(bucket.flat["residual"].numel() for bucket in self._buckets):
-            self._engine.rebuild()
-            self._averages = Averages()
-
     @torch.no_grad()
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
         if self.averages_gradients:
             super().gradients_ready(params)
         elif self._exchange is not None:
-            self._exchange.poll()
+            self._exchange.turns.poll()
 
     # A step
 
@@ -241,14 +243,17 @@ class LocalSteps(Wrapping):
             raise too_many
 
     def _look_around(self) -> None:
-        """See which ranks and groups there are, and leave the averaged start."""
-        self._engine.look_around()
+        """See which ranks and groups there are, and keep nothing of the averaged start."""
+        engine = self._engine
+        engine.look_around()
         for group in self.param_groups[len(self._own_groups) :]:
             self.add_param_group(group)  # somebody gave it to the inner optimizer
-        self._end_start()
+        if any(bucket.flat["residual"].numel() for bucket in engine.buckets):
+            engine.rebuild()
+            self._averages = Averages()
 
     def _connect(self) -> None:
-        """Make anchors, once there are other ranks, and exchange over these ranks."""
+        """Make anchors once there are other ranks, and exchange them over these."""
         engine, h = self._engine, self._options
         if engine.dense:
             self._cancel_exchange()
@@ -263,39 +268,35 @@ class LocalSteps(Wrapping):
         if self._anchors is None:
             h["begun"] = max(h["begun"], h["warmup_steps"])
             self._anchors = self._make_anchors(h, *deal(self.param_groups, h["fragments"]))
-        outer, comm = self._anchors.outer, self._comm_of_exchanges()
+        outer = self._anchors.outer
         outer.simulate = self.simulate
+        # what runs beside training has a process group of its own
+        comm = engine.comm.apart() if h["delay"] else engine.comm
         if outer._engine.group is not comm:
             outer._engine.connect_to(comm)
+            self._bytes_sent = comm.bytes_sent
 
     def _make_anchors(self, h: Group, params: list[Tensor], fragments: list[int]) -> Anchors:
         make_outer = self._make_outer or partial(outer_sgd, h)
         return Anchors(params, fragments, h["fragments"], make_outer, self.offload == "outer")
 
-    def _comm_of_exchanges(self) -> Comm:
-        """Exchanges that run beside training have a process group of their own."""
-        comm = self._engine.comm
-        if not self._options["delay"]:
-            return comm
-        if self._side is None or self._side[0] is not comm:
-            if self._side is not None:
-                self._side[1].destroy()
-            self._side = comm, comm.apart()
-            weakref.finalize(self, self._side[1].destroy).atexit = False
-        return self._side[1]
-
     def _step_inner(self) -> Turns[float]:
         """Step the inner optimizer, unless a gradient of this rank, or of another shard of its
-        replica, is not finite; count the step. Signals that come meanwhile are handled after it.
+        replica, is not finite, and count the step. Signals are handled afterwards.
 
         Returns the norm of the gradients; it is finite where the step was taken.
         """
-        engine, inner = self._engine, self.base
+        engine = self._engine
         gradients.check(engine)
         scale = gradients.unscale(engine)
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = {
+            p: local(p.grad)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
         try:
-            norm = yield from self._gradient_norm(params)
+            norm = yield from self._gradient_norm(grads)
         except BaseException:
             if scale is not None:
                 gradients.scale_back(engine, scale)
@@ -303,188 +304,158 @@ class LocalSteps(Wrapping):
         is_taken = math.isfinite(norm)
         if is_taken:
             factor = clip_factor(norm, self._options["max_grad_norm"])
-            scale_all_([local(p.grad) for p in params], factor)
+            scale_all_([*grads.values()], factor)
         with held_back():
             if is_taken:
-                inner.step()
+                self.base.step()
+                entries = [self.state.get(p, {}) for p in grads]
+                if counts := [entry["step"] for entry in entries if "step" in entry]:
+                    torch._foreach_add_(counts, 1)
             for group in self._own_groups:
                 group["step"] += 1
-            counts = [
-                count
-                for bucket in engine.buckets
-                for p, count in zip(bucket.params, bucket.state["step"], strict=True)
-                if is_taken and p.grad is not None
-            ]
-            if counts:
-                torch._foreach_add_(counts, 1)
         return norm
 
-    def _gradient_norm(self, params: list[Tensor]) -> Turns[float]:
+    def _gradient_norm(self, grads: dict[Tensor, Tensor]) -> Turns[float]:
         """The norm over all shards of the replica; NaN where a GradScaler has found an inf."""
-        engine = self._engine
+        shards = self._engine.shards
         by_copies: dict[int, list[Tensor]] = {}
-        for p in params:
-            by_copies.setdefault(copies_of(p, engine.shards), []).append(local(p.grad))
-        squared = 0.0
-        for copies, grads in by_copies.items():
-            squared += float(torch.nn.utils.get_total_norm(grads)) ** 2 / copies
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and bool(found_inf):
+        for p, g in grads.items():
+            by_copies.setdefault(copies_of(p, shards), []).append(g)
+        norms = {n: float(torch.nn.utils.get_total_norm(gs)) for n, gs in by_copies.items()}
+        squared = sum(norm**2 / copies for copies, norm in norms.items())
+        if getattr(self, "found_inf", None):
             squared = math.nan
-        (total,) = yield from self._sum_over_shards(squared)
-        return math.sqrt(total) if total >= 0 else math.nan
-
-    def _sum_over_shards(self, *numbers: float) -> Turns[tuple[float, ...]]:
-        """The sums over the ranks that hold the other parts of this replica, if any."""
-        engine = self._engine
-        if not engine.shards:
-            return numbers
-        message = torch.tensor(numbers, dtype=torch.float64, device=engine.device)
-        for comm in engine.shards:
-            message = (yield from ask(comm, AllReduceMean(message))) * comm.size
-        return tuple(message.tolist())
+        (total,) = yield from sum_over(shards, [squared], self._engine.device)
+        return math.sqrt(total)
 
     # Exchanges
 
     def _synchronize(self) -> Turns[bool]:
-        """The exchanges of the step that every rank has just taken; whether one was applied."""
-        h, anchors, exchange = self._options, self._anchors, self._exchange
+        """Perform and prepare what is due after a step. Returns whether an exchange was applied."""
+        h, anchors, is_applied = self._options, self._anchors, False
         if anchors is None:
             return False
         t = h["step"]
-        steps = rounds.round_length(h, h["begun"] - h["warmup_steps"])
-        at, delay = t - h["begun"], rounds.delay_within(h, steps)
-        self._due |= {n for n in anchors.fragments if rounds.is_due(n, at, steps, h["fragments"])}
+        steps = round_length(h, h["begun"] - h["warmup_steps"])
+        at, delay = t - h["begun"], delay_within(h, steps)
+        self._due |= {n for n in anchors.fragments if is_due(n, at, steps, h["fragments"])}
         if at >= steps:
             h.update(round=h["round"] + 1, begun=t)
-        is_applied = False
-        if exchange is not None and (self._due or t >= (exchange.apply_at or 0)):
-            is_applied = yield from self.perform_sync()
+        if self._exchange is not None and (self._due or t >= (self._exchange.apply_at or 0)):
+            is_applied = yield from self._perform_sync(self._exchange)
         if self._due:
-            share = rounds.outer_share(h, steps)
-            yield from self.prepare_sync(share, t + delay if delay else None, h["mix"])
-            if not delay:
-                is_applied = yield from self.perform_sync()
+            share, apply_at = outer_share(h, steps), t + delay if delay else None
+            exchange = yield from self._prepare_sync(anchors, share, apply_at, h["mix"])
+            if delay:
+                exchange.turns.poll()
+            else:
+                is_applied = yield from self._perform_sync(exchange)
         return is_applied
 
     @torch.no_grad()
-    def prepare_sync(self, share: float, apply_at: int | None, mix: float) -> Turns[None]:
-        """Begin to exchange the fragments that are due, with the outer optimizer's own rate and
-        momentum to this ``share``.
+    def _prepare_sync(
+        self, anchors: Anchors, share: float, apply_at: int | None, mix: float
+    ) -> Turns[Exchange]:
+        """Make the exchange of the fragments that are due; rate and momentum of the outer optimizer
+        have this ``share`` of their own.
         """
-        anchors, fragments = self._anchors, self._due
-        assert anchors is not None
+        fragments, engine = self._due, self._engine
         try:
-            moved = anchors.set_pseudo_gradients(set(fragments))  # line 2
-            norms = [torch.linalg.vector_norm(d, dtype=torch.float64) for d in moved]
-            squared = float(torch.stack(norms).square().sum()) if norms else 0.0
-            (total,) = yield from self._sum_over_shards(squared)
+            squared = anchors.set_pseudo_gradients(fragments)  # line 2
+            (squared,) = yield from sum_over(engine.shards, [squared], engine.device)
         except BaseException:
-            anchors.cancel()
+            anchors.cancel(fragments)
             raise
-        if not math.isfinite(total):
-            anchors.clear_gradients()  # the average is that of the others
+        if not math.isfinite(squared):
+            anchors.clear_gradients()  # this rank takes the average of the others
         anchors.set_outer_share(share)
         self._due = frozenset()
-        self._begin_exchange(fragments, apply_at, mix, total)
-        if apply_at is not None and self._exchange is not None:
-            self._exchange.poll()
+        return self._begin_exchange(anchors, fragments, apply_at, mix, squared)
 
     def _begin_exchange(
-        self, fragments: frozenset[int], apply_at: int | None, mix: float, squared: float
-    ) -> None:
-        anchors = self._anchors
-        assert anchors is not None
+        self,
+        anchors: Anchors,
+        fragments: frozenset[int],
+        apply_at: int | None,
+        mix: float,
+        squared: float,
+    ) -> Exchange:
         engine = anchors.outer._engine
-        groups = anchors.groups_of(set(fragments))
+        groups = anchors.groups_of(fragments)
         step = Step(engine, engine.look_around(), anchors.exchanges + 1, groups)
         turns = communicate(self._engine, anchors, step, squared, apply_at is not None)  # line 3
-        self._exchange = Exchange(fragments, apply_at, mix, squared, step, turns)
+        exchange = Exchange(anchors, fragments, apply_at, mix, squared, step, Background(turns))
+        self._exchange = exchange
+        return exchange
 
     @torch.no_grad()
-    def perform_sync(self) -> Turns[bool]:
-        """Wait for the exchange that is on its way, and apply it. Returns whether it was: not where
-        the average is not finite.
+    def _perform_sync(self, exchange: Exchange) -> Turns[bool]:
+        """Wait for an exchange, and apply it. Returns whether it was: not where the average is not
+        finite.
 
-        Where it raises, nothing is applied, and the exchange is due again.
+        Where it fails, on all ranks, nothing is applied, and it is due again.
         """
-        exchange, anchors = self._exchange, self._anchors
-        assert exchange is not None and anchors is not None
+        engine = self._engine
         try:
-            outcome = yield from exchange.arrive()
-            numbers = yield from self._sum_over_shards(outcome.squared, outcome.product)
-            if outcome.ranks > 1 and numbers[0] > 0:
-                self._distances = distances(*numbers, outcome.ranks)
+            outcome = yield from exchange.turns.finish()
+            apart = [outcome.squared, outcome.product]
+            own, product = yield from sum_over(engine.shards, apart, engine.device)
             with held_back():
-                is_applied = self._apply(exchange, outcome)
+                is_applied = self._apply(exchange, outcome.verdict)
         except BaseException as error:
             exchange.step.undo(error)
             self._cancel_exchange()
             raise
         self._exchange = None
+        if outcome.ranks > 1 and own > 0:
+            self._distances = distances(own, product, outcome.ranks)
         if exchange.is_lost and is_applied:
-            self._begin_moments_anew(exchange)
+            mend_moments(self.base, exchange.tensors)
+            if not self._warned_of_loss:
+                self._warned_of_loss = True
+                warn(
+                    f"rank {engine.comm.rank} had parameters that are not finite after step "
+                    f"{engine.steps}: it took the other ranks' average, and its moments begin "
+                    "anew. Lower the learning rate, or clip (max_grad_norm=).",
+                    0,  # on this rank, whichever it is
+                )
         return is_applied
 
-    def _apply(self, exchange: Exchange, outcome: Outcome) -> bool:
+    def _apply(self, exchange: Exchange, verdict: Verdict | None) -> bool:
         """Lines 4 and 5, as a whole."""
-        engine, anchors, verdict = self._engine, self._anchors, outcome.verdict
-        assert anchors is not None
+        anchors, engine = exchange.anchors, self._engine
         if verdict is not None and not verdict.applied:
-            exchange.step.commit(verdict)  # counts what is skipped
-            anchors.cancel()
+            exchange.step.commit(verdict)  # which counts and reports what is skipped
+            anchors.cancel(exchange.fragments)
             return False
-        tensors = anchors.within(set(exchange.fragments))
-        sent = [t for t in tensors if t.is_sent or exchange.is_lost]
-        is_late = exchange.apply_at is not None and not exchange.is_lost
-        since = [t.moved_since() if is_late else None for t in sent]
+        sent, mix = exchange.tensors, exchange.mix
+        since = [t.moved_since() if exchange.apply_at else None for t in sent]
+        if exchange.is_lost:
+            since, mix = [None] * len(sent), 0.0
         engine.half_step = f"the exchange before step {engine.steps + 1} was interrupted"
         if verdict is not None:
             exchange.step.commit(verdict)  # line 4
         for t, moved in zip(sent, since, strict=True):
-            t.write_back(moved, 0.0 if exchange.is_lost else exchange.mix)  # line 5
+            t.write_back(moved, mix)  # line 5
+            t.has_moved |= mix > 0
         engine.half_step = ""
         anchors.outer._engine.consolidated = None
-        for t in tensors:
-            t.has_moved |= t.is_sent and exchange.mix > 0
-            t.is_sent = False
         anchors.clear_gradients()
         return True
 
-    def _begin_moments_anew(self, exchange: Exchange) -> None:
-        """Zero moments that are not finite, where this rank's parameters were not finite either and
-        are the others' now.
-        """
-        engine, anchors = self._engine, self._anchors
-        assert anchors is not None
-        for t in anchors.within(set(exchange.fragments)):
-            for value in self.base.state.get(t.param, {}).values():
-                if isinstance(value, Tensor) and not bool(local(value).isfinite().all()):
-                    value.zero_()
-        if not self._warned_of_loss:
-            self._warned_of_loss = True
-            warn(
-                f"rank {engine.comm.rank} had parameters that are not finite after step "
-                f"{engine.steps}: it took the other ranks' average, and its moments begin anew. "
-                "Lower the learning rate, or clip (max_grad_norm=).",
-                0,  # on this rank, whichever it is
-            )
-
     def _cancel_exchange(self) -> None:
         """Give up the exchange on its way: it is due again."""
-        if self._exchange is not None and self._anchors is not None:
-            self._exchange.give_up()
-            self._anchors.cancel()
-            self._due |= self._exchange.fragments
-        self._exchange = None
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.give_up()
+            self._due |= exchange.fragments
 
     @torch.no_grad()
     def end_round(self) -> None:
         """End the running round: exchange what ranks have moved, and apply it.
 
         Afterwards parameters are equal on all ranks: call it on all of them after the last step,
-        before an evaluation, or before the model is saved. Where they are equal already nothing
-        changes.
+        before an evaluation, or before the model is saved. Where they are equal nothing changes.
 
         Raises CommunicationError when the exchange failed; it is tried again after the next step.
         """
@@ -492,39 +463,204 @@ class LocalSteps(Wrapping):
             pass
 
     def end_round_in_turns(self) -> Generator[Pending, None, None]:
-        h, anchors, last = self._options, self._anchors, self._engine.stats
+        h, anchors, last, is_applied = self._options, self._anchors, self._engine.stats, False
         if anchors is None:
             return
-        is_applied = False
+        t, begun = h["step"], h["begun"]
         if self._exchange is not None:
             self._exchange.mix = 0.0
-            is_applied = yield from self.perform_sync()
-        t, begun = h["step"], h["begun"]
+            is_applied = yield from self._perform_sync(self._exchange)
         if t > begun:
             h.update(round=h["round"] + 1, begun=t)
-        self._due |= {tensor.fragment for tensor in anchors.tensors if tensor.has_moved}
+        self._due |= {moved.fragment for moved in anchors.tensors if moved.has_moved}
         if self._due:
-            yield from self.prepare_sync(rounds.outer_share(h, max(1, t - begun)), None, 0.0)
-            is_applied = yield from self.perform_sync()
-        self._report(last.grad_norm, is_applied, last.bytes_sent)
+            share = outer_share(h, max(1, t - begun))
+            exchange = yield from self._prepare_sync(anchors, share, None, 0.0)
+            is_applied = yield from self._perform_sync(exchange)
+        self._report(last.grad_norm, is_applied)
+        self._engine.stats.bytes_sent += last.bytes_sent
 
-    def _report(self, norm: float, is_applied: bool, bytes_sent: int = 0) -> None:
+    # Reports
+
+    def add_to_stats(self, stats: Stats, verdict: Verdict | None = None) -> LocalStats:
+        return with_rounds(stats, self._options, *self._distances)
+
+    def _report(self, norm: float, is_applied: bool) -> None:
         """Renew ``stats``, after a step or the end of a round."""
-        engine, h = self._engine, self._options
-        is_taken = math.isfinite(norm)
+        engine, anchors, is_taken = self._engine, self._anchors, math.isfinite(norm)
         phase = "exchanged" if is_applied else "dense" if engine.dense else "local"
-        comms = {engine.comm}
         stats = Stats(
-            step=h["step"],
+            step=engine.steps,
             phase=phase if is_taken else "skipped",
-            bytes_sent=bytes_sent + self._count_bytes(),
             bytes_dense=sum(bucket.dense_bytes for bucket in engine.buckets),
             grad_norm=norm,
             buckets=len(engine.buckets),
             skipped=engine.stats.skipped + (not is_taken),
             reason="" if is_taken else "non-finite gradient on this rank",
         )
+        if anchors is not None:
+            outer = anchors.outer._engine
+            stats.bytes_sent = outer.comm.bytes_sent - self._bytes_sent
+            self._bytes_sent += stats.bytes_sent
+            stats.residual_norm = weakly(outer.residual_norm)
+        engine.stats = self.add_to_stats(stats)
+        note_open_round(self, 0 if engine.dense else engine.stats.steps_into_round)
+
+    # Groups and ranks
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group to the inner optimizer; it is a fragment of its own.
+
+        All ranks must do so at the same step.
+        """
+        super().add_param_group(param_group)
+        if self._anchors is not None and self.param_groups[-1]["params"]:
+            self._anchors.add(self.param_groups[-1]["params"])
+
+    @torch.no_grad()
+    def rebind_in_turns(
+        self, process_group: ProcessGroup | Comm | None = None
+    ) -> Generator[Pending, None, None]:
+        engine, is_new = self._engine, self._anchors is None
+        before = engine.connection.size if engine.connection else 0
+        self._cancel_exchange()
+        engine.runtime.forget()
+        engine.connect_to(process_group)
+        if (yield from self._adopt_counts()):
+            self._look_around()
+            self._connect()
+            if self._anchors is not None:
+                yield from self._rejoin(self._anchors, is_new)
+        else:
+            yield from catch_up(engine, engine.comm)
+        driver = engine if self._anchors is None else self._anchors.outer._engine
+        engine.stats.residual_norm = weakly(driver.residual_norm)
+        tell_what_is_lost(engine, before, engine.comm.size, driver.residual_norm)
+
+    def _adopt_counts(self) -> Turns[bool]:
+        """Where any rank is past the averaged start, adopt the counts of the one that is furthest.
+        Returns whether any is.
+        """
+        engine, h = self._engine, self._options
+        counts = [self._anchors is not None, h["step"], h["round"], h["begun"]]
+        message = torch.tensor(counts, dtype=torch.int64, device=engine.device)
+        is_past, *furthest = max((yield from gather(message, engine.comm)).tolist())
+        for group in self._own_groups if is_past else ():
+            group.update(zip(("step", "round", "begun"), furthest, strict=True))
+        return bool(is_past)
+
+    def _rejoin(self, anchors: Anchors, is_new: bool) -> Turns[None]:
+        """Bring anchors, and parameters of ranks that are new or lack an exchange, to where those
+        of the others are. What is due on any rank is due on all.
+        """
+        outer, before = anchors.outer._engine, anchors.exchanges
+        outer.runtime.forget()
+        outer.forget_chosen()
+        yield from catch_up(outer, outer.comm, is_new)
+        if is_new or anchors.exchanges > before:
+            self._due = frozenset()
+            for t in anchors.tensors:
+                t.write_back(None, 0.0)
+                t.has_moved = False
+        fragments = sorted(anchors.fragments)
+        due = torch.tensor([n in self._due for n in fragments], device=outer.device).long()
+        due_anywhere = (yield from gather(due, outer.comm)).any(0).tolist()
+        self._due = frozenset(
+            n for n, is_due in zip(fragments, due_anywhere, strict=True) if is_due
+        )
+
+    # Checkpoints
+
+    def consolidate_in_turns(self) -> Generator[Pending, None, None]:
+        """Beside residuals, what the inner optimizer keeps becomes its mean over ranks."""
+        if self._exchange is not None:
+            yield from self._exchange.turns.finish()
+        yield from super().consolidate_in_turns()
         if self._anchors is not None:
-            stats.residual_norm = weakly(self._anchors.outer._engine.residual_norm)
-        engine.stats = add_rounds(stats, h, *self._distances)
-        open_rounds.note(id(self), ...)
+            yield from self._anchors.outer.consolidate_in_turns()
+            yield from average_base(self.base, self._engine.buckets, self._engine.comm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, of our own options, with the inner optimizer's under "base", and under
+        "outer" anchors, the outer optimizer's, and what is on its way. No communication.
+        """
+        saved = super().state_dict()
+        for entry in saved["state"].values() if not self.averages_gradients else ():
+            entry.pop("residual", None)
+        if self._anchors is not None:
+            saved["outer"] = self._outer_state()
+            warn_of_what_is_missing(self._engine, [self._anchors.outer._engine])
+        return saved
+
+    def _outer_state(self) -> dict[str, Any] | None:
+        if self._anchors is None:
+            return None
+        saved = {**self._anchors.state_dict(), "due": sorted(self._due), "exchange": None}
+        if self._exchange is not None:
+            saved["exchange"] = self._exchange.state_dict()
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load all of it. A checkpoint without "base" is taken for the inner optimizer's own: then
+        all begins anew.
+
+        Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
+        """
+        groups = self._groups_of(state_dict)
+        for group in groups:
+            check_counts(group)
+        saved = state_dict.get("outer")
+        anchors = self._anchors_of(saved, {**self._options, **groups[0]}) if saved else None
+        super().load_state_dict(state_dict)
+        self._take_over_anchors(anchors, saved)
+
+    def _anchors_of(self, saved: Any, h: Group) -> Anchors:
+        """Anchors as they were saved, with their outer optimizer, by the options ``h``."""
+        if isinstance(saved, list):
+            raise ValueError(
+                "loaded state dict is of LocalSteps as written by compopt 0.1.0, with an outer "
+                "optimizer for every fragment: call end_round() there, and load what its "
+                'state_dict() has under "base". Outer momentum then begins anew.'
+            )
+        try:
+            params = [p for group in self.param_groups for p in group["params"]]
+            anchors = self._make_anchors(h, params, saved["fragments"])
+            anchors.load_state_dict(saved)
+            check_saved(saved)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(
+                f"loaded state dict has an outer optimizer that is damaged: {error!r}."
+            ) from error
+        return anchors
+
+    def _take_over_anchors(self, anchors: Anchors | None, saved: Any) -> None:
+        """Go on with anchors that were saved, and with the exchange that was on its way."""
+        self._cancel_exchange()
+        self._anchors, self._due = anchors, frozenset(saved["due"] if saved else ())
+        self._engine.look_around()
+        exchange = saved["exchange"] if saved else None
+        if anchors is None or self._engine.dense:
+            self._due |= frozenset(exchange["fragments"] if exchange else ())
+            return
+        self._connect()
+        if exchange is not None:
+            fragments = frozenset(exchange["fragments"])
+            self._begin_exchange(anchors, **{**exchange, "fragments": fragments})
+
+    def _begin_anew(self) -> None:
+        for group in self._own_groups:
+            group.update(round=0, begun=0)
+        super()._begin_anew()
+
+    def _contents(self) -> dict[str, Any]:
+        outer = {"_make_outer": self._make_outer, "_outer_state": self._outer_state()}
+        return {**super()._contents(), **outer}
+
+    @torch.no_grad()
+    def _revive(self, contents: dict[str, Any], group: ProcessGroup | Comm | None) -> None:
+        contents = dict(contents)
+        saved = contents.pop("_outer_state")
+        super()._revive(contents, group)
+        if saved is not None:
+            self._take_over_anchors(self._anchors_of(saved, self._options), saved)

@@ -24,7 +24,7 @@ FLOORS = [
     ["planning"],
     ["costmodel"],
     ["integrations", "activations"],
-    ["local"],
+    ["local_steps"],
     ["radius", "scape", "separate", "tagc", "adams", "average"],  # papers
     ["_sharded", "_lowrank", "_local"],
     ["_sparse"],

@@ -56,5 +56,3 @@ def test_they_are_those_of_the_pseudo_gradients(payload, ranks, opposed):
     assert (cosine < 0) == opposed or ranks > 2
     assert max(abs(error) for error, _ in found) < TOLERANCE, found
     assert max(abs(error) for _, error in found) < 2 * TOLERANCE, found
-
-

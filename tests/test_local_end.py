@@ -69,7 +69,9 @@ def test_right_after_a_round_nothing_moves(payload, gradients_kept):
     assert optimizers[0].stats.round == 2
 
 
-@pytest.mark.parametrize("options", [dict(), dict(fragments=2), dict(delay=2), dict(mix=0.5), dict(fragments=2, delay=2, mix=0.5)])
+@pytest.mark.parametrize(
+    "options", [dict(), dict(fragments=2), dict(delay=2), dict(mix=0.5), dict(fragments=2, delay=2, mix=0.5)]
+)
 @pytest.mark.parametrize("steps", [8, 9, 11])
 def test_ending_a_round_twice_is_ending_it_once(options, steps):
     _, params, optimizers = train(2, steps, torch.float32, every=4, payload_dtype="int4", **options)
@@ -118,7 +120,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("steps, last, warns", [(6, "pass", True), (8, "pass", False), (6, "optimizer.end_round()", False)])
+@pytest.mark.parametrize(
+    "steps, last, warns", [(6, "pass", True), (8, "pass", False), (6, "optimizer.end_round()", False)]
+)
 def test_a_process_that_ends_within_a_round_says_so(steps, last, warns):
     command = [sys.executable, "-c", ENDS.format(steps=steps, last=last)]
     child = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -75,7 +75,9 @@ def resumed(params, optimizers, make) -> tuple[World, list, list]:
 def trainable(params, t: int) -> list[list[torch.Tensor | None]]:
     """Gradients of the parameters that require one."""
     grads = gradients(len(params), t, [tuple(p.shape) for p in params[0]], params[0][0].dtype)
-    return [[g if p.requires_grad else None for p, g in zip(*pair, strict=True)] for pair in zip(params, grads, strict=True)]
+    return [
+        [g if p.requires_grad else None for p, g in zip(*pair, strict=True)] for pair in zip(params, grads, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("at", [6, 8, 9])
@@ -87,7 +89,9 @@ def test_a_run_that_added_a_group_is_resumed_to_the_bit(at, fragments):
 
     def make(params, process_group):
         params = list(params)
-        inner = torch.optim.AdamW([{"params": params[:5]}, {"params": params[5:], "lr": 0.1}][: 1 + (len(params) > 5)], lr=1e-2)
+        inner = torch.optim.AdamW(
+            [{"params": params[:5]}, {"params": params[5:], "lr": 0.1}][: 1 + (len(params) > 5)], lr=1e-2
+        )
         return compopt.LocalSteps(inner, process_group=process_group, **options)
 
     world, params, optimizers = replicas(2, start, make)
@@ -126,7 +130,7 @@ def test_a_run_that_froze_layers_is_resumed_to_the_bit(dtype, bucket_bytes, opti
         return compopt.LocalSteps(adamw(params), process_group=process_group, **options)
 
     def change(params, t: int) -> None:
-        for i in (i for step, i in changes if step == t):
+        for i in (i for when, i in changes if when == t):
             for rank in params:
                 rank[i].requires_grad_(not rank[i].requires_grad)
 
@@ -148,10 +152,10 @@ DAMAGES = {
     "anchors": lambda saved: saved["outer"]["anchors"].pop(),
     "anchor": lambda saved: saved["outer"]["anchors"].__setitem__(0, "x"),
     "moved": lambda saved: saved["outer"].update(moved=[10**6]),
+    "due": lambda saved: saved["outer"].update(due=["x"]),
     "fragments": lambda saved: saved["outer"]["fragments"].__setitem__(0, -1),
-    "exchanges": lambda saved: saved["outer"].update(exchanges="x"),
+    "exchange": lambda saved: saved["outer"].update(exchange={"apply_at": "x", "mix": 0.0, "squared": 0.0}),
     "step": lambda saved: saved["base"]["state"][0].update(step="abc"),
-    "momentum": lambda saved: saved["outer"]["optimizer"]["base"]["state"][0].update(momentum_buffer=torch.ones(3)),
 }
 
 

@@ -53,7 +53,7 @@ def one_replica(rank: int) -> dict[str, object]:
     grads[1][ROWS - 1, 3] = float("nan")  # of the second shard only
     give(params, grads)
     optimizer.step()
-    found["skipped"] = optimizer.stats.phase == "skipped" and torch.equal(whole(params), before)
+    found["skipped"] = torch.equal(whole(params), before) and optimizer.stats.phase == "skipped"
 
     params, optimizer = sharded(mesh, max_grad_norm=1.0)
     before = whole(params)
@@ -67,7 +67,7 @@ def one_replica(rank: int) -> dict[str, object]:
     give(params, gradients(1))
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(float(rank == 1))
     optimizer.step()
-    found["scaler"] = optimizer.stats.phase == "skipped" and torch.equal(whole(params), before)
+    found["scaler"] = torch.equal(whole(params), before) and optimizer.stats.phase == "skipped"
     return found
 
 
@@ -95,11 +95,11 @@ def two_replicas(rank: int) -> dict[str, object]:
     own, inner = (moved[0].square().sum() + moved[1].square().sum()) / 2, moved[0] @ moved[1]
     found["cosine"] = [optimizer.stats.cosine, float(inner / own), float(cosine)]
 
+    before = whole(params)
     for t in range(2):  # the second shard of replica 1 is lost, and so all of this replica
         give(params, gradients(20 + 10 * t + replica))
         if rank == 3 and t == 1:
-            params[0].to_local()[0, 0] = float("nan")
-        before = whole(params) if t == 0 else before
+            params[0].data.to_local()[0, 0] = float("nan")
         optimizer.step()
     finite, theirs = whole(params), sum(torch.cat([g.view(-1) for g in gradients(20 + 10 * t)]) for t in range(2))
     found["lost"] = float((finite - (before - theirs / 2)).abs().max())

@@ -98,13 +98,13 @@ class Step:
         if not engine.known.acquainted:
             if self.problem is not None:
                 raise self.problem
-            yield from self._get_acquainted()
+            yield from self.verify_peers()
         if not self.buckets:
             return None
         verdict = yield from self._agree()
         if verdict.agreed["unfrozen"][0] > 0:
             # on some rank other parameters require a gradient now
-            yield from self._get_acquainted()
+            yield from self.verify_peers()
             if not self.buckets:
                 return None
             verdict = yield from self._agree()
@@ -168,7 +168,7 @@ class Step:
         if tails.lost or alone or known.structure != structure_of(engine):
             known.acquainted = tails.lost = False
 
-    def _get_acquainted(self) -> Turns[None]:
+    def verify_peers(self) -> Turns[None]:
         engine = self.engine
         engine.runtime.early.drop()
         compared = yield from handshake(engine, self.comm)

@@ -16,7 +16,7 @@ from .._wire.comm import Comm
 from .._wire.control import Control, differ
 from .._wire.requests import AllReduceMean
 from .exchanges import Exchange
-from .turns import Turns, ask
+from .turns import Turns, ask, sum_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +166,7 @@ def agree_with(shards: list[Comm], verdict: Verdict, device: torch.device) -> Tu
         return
     facts = [verdict.bad, verdict.mismatch, verdict.failed, verdict.misplaced]
     words = [0.0 if verdict.bad else verdict.norm**2, *(float(bool(fact)) for fact in facts)]
-    message = torch.tensor(words, dtype=torch.float64, device=device)
-    for comm in shards:
-        mean = yield from ask(comm, AllReduceMean(message))
-        message = mean * comm.size
-    squared, bad, mismatch, failed, misplaced = message.tolist()
+    squared, bad, mismatch, failed, misplaced = yield from sum_over(shards, words, device)
     verdict.norm, verdict.mismatch, verdict.failed = squared**0.5, mismatch > 0, failed > 0
     verdict.bad = verdict.bad or (["a tensor of another shard"] if bad else [])
     verdict.misplaced = verdict.misplaced or ([-1] if misplaced else [])

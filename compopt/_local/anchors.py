@@ -6,12 +6,13 @@ device or in host memory. The anchor of a parameter that was never trained is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .._engine.base import CompressedOptimizer, without_integrations
 from .._state.buckets import local
@@ -31,7 +32,6 @@ class Anchored:
     anchor: nn.Parameter
     owns_anchor: bool  # else the anchor is the parameter itself
     has_moved: bool = False  # or may have, since its last exchange
-    is_sent: bool = False  # in the exchange that is on its way
 
     def start(self) -> Tensor:
         """Where the rank began: the anchor, as the parameter shows it."""
@@ -107,7 +107,9 @@ class Anchors:
         makes in its first step: a rank that joins later has as many tensors as the others.
         """
         base = getattr(self.outer, "base", None)
-        for group in base.param_groups[len(self._rates) :] if isinstance(base, torch.optim.SGD) else ():
+        if not isinstance(base, torch.optim.SGD):
+            return
+        for group in base.param_groups[len(self._rates) :]:
             self._rates.append((group["lr"], group["momentum"]))
             if group["momentum"] and not group["dampening"]:
                 for p in group["params"]:
@@ -128,10 +130,10 @@ class Anchors:
     def fragments(self) -> set[int]:
         return {t.fragment for t in self.tensors}
 
-    def within(self, fragments: set[int]) -> list[Anchored]:
+    def within(self, fragments: Collection[int]) -> list[Anchored]:
         return [t for t in self.tensors if t.fragment in fragments]
 
-    def groups_of(self, fragments: set[int]) -> list[Group]:
+    def groups_of(self, fragments: Collection[int]) -> list[Group]:
         """The groups of the outer optimizer that hold these fragments."""
         anchors = {t.anchor for t in self.within(fragments)}
         return [g for g in self.outer._option_groups if not anchors.isdisjoint(g["params"])]
@@ -152,37 +154,31 @@ class Anchors:
 
     # An exchange
 
-    def set_pseudo_gradients(self, fragments: set[int]) -> list[Tensor]:
-        """Line 2: d into the anchors' ``grad``, and returned.
-
-        A tensor that cannot have moved has none: it has no gradient, and is where it began.
+    def set_pseudo_gradients(self, fragments: Collection[int]) -> float:
+        """Line 2: d, into the anchors' ``grad``. What cannot have moved has none, and its anchor
+        requires none. Returns the squared norm.
         """
-        moved: list[Tensor] = []
-        tensors = self.within(fragments)
-        for t in tensors:
-            t.is_sent, t.has_moved = t.has_moved, False
-            t.anchor.requires_grad_(t.is_sent)
-        idle = [t for t in tensors if t.is_sent and t.param.grad is None]
-        equal = [t.start().eq(t.value()).all() for t in idle]
-        at_rest = torch.stack(equal).tolist() if equal else []
-        skipped = {t for t, rests in zip(idle, at_rest, strict=True) if rests}
-        for t in tensors:
-            if t.is_sent and t not in skipped:
+        moved = []
+        for t in self.within(fragments):
+            t.anchor.requires_grad_(t.has_moved)
+            if t.has_moved:
                 moved.append(t.start().to(local(t.anchor).dtype) - t.value())
-                t.anchor.grad = laid_out_as(t.anchor.detach(), moved[-1])
-        return moved
+                t.anchor.grad, t.has_moved = laid_out_as(t.anchor.detach(), moved[-1]), False
+        return float(torch.nn.utils.get_total_norm(moved)) ** 2 if moved else 0.0
+
+    def sent(self, fragments: Collection[int]) -> list[Anchored]:
+        """The parameters of these fragments that are part of their last exchange."""
+        return [t for t in self.within(fragments) if t.anchor.requires_grad]
+
+    def cancel(self, fragments: Collection[int]) -> None:
+        """Their exchange is not applied."""
+        for t in self.sent(fragments):
+            t.has_moved = True
+        self.clear_gradients()
 
     def clear_gradients(self) -> None:
         for t in self.tensors:
             t.anchor.grad = None
-
-    def cancel(self) -> set[int]:
-        """Forget the exchange on its way, which is not applied; its fragments."""
-        sent = [t for t in self.tensors if t.is_sent]
-        for t in sent:
-            t.has_moved, t.is_sent = True, False
-        self.clear_gradients()
-        return {t.fragment for t in sent}
 
     # Checkpoints
 
@@ -190,8 +186,8 @@ class Anchors:
         return {
             "fragments": [t.fragment for t in self.tensors],
             "anchors": [t.anchor.detach() if t.owns_anchor else None for t in self.tensors],
-            "moved": [i for i, t in enumerate(self.tensors) if t.has_moved],
-            "sent": [i for i, t in enumerate(self.tensors) if t.is_sent],
+            "moved": [t.has_moved for t in self.tensors],
+            "sent": [t.anchor.requires_grad for t in self.tensors],
             "pseudo_gradients": [t.anchor.grad for t in self.tensors],
             "optimizer": self.outer._saved(),
         }
@@ -200,11 +196,10 @@ class Anchors:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned.
 
-        Raises ValueError where it is of other tensors, or damaged.
+        Raises ValueError where it is of other tensors.
         """
-        for t, anchor, d in zip(
-            self.tensors, saved["anchors"], saved["pseudo_gradients"], strict=True
-        ):
+        names = "anchors", "pseudo_gradients", "moved", "sent"
+        for t, anchor, d, moved, sent in zip(self.tensors, *(saved[n] for n in names), strict=True):
             for value in (anchor, d):
                 if value is not None and value.shape != t.param.shape:
                     raise ValueError(
@@ -212,16 +207,20 @@ class Anchors:
                         f"parameter of shape {tuple(t.param.shape)}."
                     )
             if anchor is not None:
-                t.anchor.data = wide_copy(t.param, self._on_host)
+                t.anchor.data, t.owns_anchor = wide_copy(t.param, self._on_host), True
                 t.anchor.copy_(anchor)
-                t.owns_anchor = True
+            t.has_moved = bool(moved)
+            t.anchor.requires_grad_(bool(sent))
             t.anchor.grad = None if d is None else laid_out_as(t.anchor.detach(), local(d).clone())
-        for i in saved["moved"]:
-            self.tensors[i].has_moved = True
-        for i in saved["sent"]:
-            self.tensors[i].is_sent = True
-            self.tensors[i].anchor.requires_grad_()
         self.outer.load_state_dict(saved["optimizer"])
+
+
+def mend_moments(inner: Optimizer, tensors: Iterable[Anchored]) -> None:
+    """Zero what an optimizer keeps of these parameters and is not finite."""
+    for t in tensors:
+        for value in inner.state.get(t.param, {}).values():
+            if isinstance(value, Tensor) and not bool(local(value).isfinite().all()):
+                value.zero_()
 
 
 def wide_copy(p: Tensor, on_host: bool) -> Tensor:
@@ -266,7 +265,9 @@ def cut_groups(outer: CompressedOptimizer, fragment_of: dict[Tensor, int]) -> No
     """Cut each group of an optimizer into one for every fragment in it."""
     if len(set(fragment_of.values())) == 1:
         return
-    for groups in {id(groups): groups for groups in (outer.param_groups, outer._option_groups)}.values():
+    for groups in {
+        id(groups): groups for groups in (outer.param_groups, outer._option_groups)
+    }.values():
         groups[:] = [
             {**group, "params": [p for p in group["params"] if fragment_of[p] == fragment]}
             for group in groups

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +22,15 @@ from torch import Tensor
 from .._engine.engine import Engine
 from .._engine.handshake import explain_mismatch
 from .._engine.stepping import Step
-from .._engine.turns import Turns
+from .._engine.turns import Background, Turns
 from .._engine.verdicts import Verdict
 from .._state.buckets import local
 from .._state.masks import bits_of, flags_of
 from .._wire.comm import Comm
-from .._wire.pending import Pending
 from .._wire.quantise import place_of
 from .._wire.requests import AllGather, CommunicationError
-from .anchors import Anchors
+from .anchors import Anchored, Anchors
+from .rounds import is_count
 
 NUMBERS = 4  # in front of the signs, each of 8 bytes
 SIGNS = 131072  # of all ranks together
@@ -39,60 +40,64 @@ TERMS = 64  # of a projection, at least
 @dataclass(frozen=True)
 class Outcome:
     """What all ranks decided (None: there was nothing to send), and how far apart they were: the
-    mean squared norm of their pseudo-gradients, and the mean inner product of two of these.
+    mean squared norm of their pseudo-gradients and the mean inner product of two of these, over
+    the ``ranks`` whose parameters are finite.
     """
 
     verdict: Verdict | None
     squared: float
     product: float
+    ranks: int
 
 
 @dataclass(eq=False)
 class Exchange:
-    """The exchange of some fragments, applied in step ``apply_at`` (None: at once).
+    """The exchange of some fragments: a ``step`` of the outer optimizer, applied after step
+    ``apply_at`` of the inner ones (None: at once).
 
     ``squared``: the squared norm of what this rank moved. Where that is not finite the rank sends
     nothing, and takes the average of the others.
     """
 
+    anchors: Anchors
+    fragments: frozenset[int]
     apply_at: int | None
     mix: float
     squared: float
     step: Step
-    turns: Turns[Outcome]
-    outcome: Outcome | None = None
-    error: Exception | None = None
-    waiting: Pending | None = None
+    turns: Background[Outcome]
 
     @property
     def is_lost(self) -> bool:
         return not math.isfinite(self.squared)
 
-    def poll(self) -> None:
-        """Go on as far as possible without waiting; ``arrive`` raises the error there was."""
-        while self.outcome is None and self.error is None:
-            if self.waiting is not None and not self.waiting.ready:
-                return
-            try:
-                self._advance()
-            except Exception as error:
-                self.error = error
+    @property
+    def tensors(self) -> list[Anchored]:
+        """Those that take the new anchors."""
+        anchors = self.anchors
+        return (anchors.within if self.is_lost else anchors.sent)(self.fragments)
 
-    def arrive(self) -> Turns[Outcome]:
-        """Wait until all ranks have decided."""
-        while self.outcome is None:
-            if self.error is not None:
-                raise self.error
-            if self.waiting is not None:
-                yield self.waiting
-            self._advance()
-        return self.outcome
+    def give_up(self) -> None:
+        self.turns.close()
+        self.step.engine.runtime.forget()
+        self.anchors.cancel(self.fragments)
 
-    def _advance(self) -> None:
-        try:
-            self.waiting = next(self.turns)
-        except StopIteration as stop:
-            self.outcome = stop.value
+    def state_dict(self) -> dict[str, Any]:
+        names = "apply_at", "mix", "squared"
+        saved = {name: getattr(self, name) for name in names}
+        return {**saved, "fragments": sorted(self.fragments)}
+
+
+def check_saved(saved: dict[str, Any]) -> None:
+    """Raise TypeError where fragments or an exchange are not what ``state_dict`` returned."""
+    exchange = saved["exchange"]
+    fragments = [*saved["fragments"], *saved["due"], *(exchange["fragments"] if exchange else ())]
+    if not all(is_count(n, 0) for n in fragments):
+        raise TypeError(f"fragments {fragments}")
+    if exchange and not (exchange["apply_at"] is None or is_count(exchange["apply_at"], 1)):
+        raise TypeError(f"apply_at {exchange['apply_at']!r}")
+    if exchange:
+        float(exchange["mix"]), float(exchange["squared"])
 
 
 def communicate(
@@ -114,18 +119,19 @@ def communicate(
     yield from compare_ranks(source, comm, numbers.tolist())
     if not is_delayed:
         verdict = yield from step.exchange()
-    own = numbers[:, 3]
-    there = own.isfinite()
-    return Outcome(verdict, *inner_products(own[there], rows[there, 8 * NUMBERS :]))
+    finite = numbers[:, 3].isfinite()
+    own, product = inner_products(numbers[finite, 3], rows[finite, 8 * NUMBERS :])
+    return Outcome(verdict, own, product, int(finite.sum()))
 
 
 def make_message(source: Engine, anchors: Anchors, step: Step, squared: float) -> Tensor:
     """What a rank tells the others of itself, as bytes."""
     moved = [local(t.anchor.grad) for t in anchors.tensors if t.anchor.grad is not None]
     settings = zlib.crc32(repr(source.face._settings()).encode())
-    numbers = [source.steps, anchors.exchanges, settings, squared]
+    counts = source.steps, anchors.exchanges, settings
+    numbers = torch.tensor([*counts, squared], dtype=torch.float64)
     signs = signs_of(moved, step.comm.size, source.steps, step.engine.device)
-    return torch.cat([torch.tensor(numbers, dtype=torch.float64).view(torch.uint8).to(signs.device), signs])
+    return torch.cat([numbers.view(torch.uint8).to(signs.device), signs])
 
 
 def compare_ranks(source: Engine, comm: Comm, numbers: list[list[float]]) -> Turns[None]:
@@ -156,6 +162,8 @@ def signs_of(vector: Sequence[Tensor], ranks: int, seed: int, device: torch.devi
     Projection i is the sum of every element of which the place is i modulo their number, each times
     1 or -1. Of a short vector elements are in several projections, with other signs.
     """
+    if ranks == 1:  # there is nobody to compare with
+        return torch.empty(0, dtype=torch.uint8, device=device)
     count = SIGNS // ranks // 8 * 8
     sums = torch.zeros(count, device=device)
     parts = [part.reshape(-1) for part in vector if part.numel()]

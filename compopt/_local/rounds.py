@@ -13,8 +13,9 @@ import math
 import warnings
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, TypeGuard
+from typing import Any
 
+from .._engine.base import CompressedOptimizer
 from .._engine.options import check_compress, check_payload, require
 from .._engine.stats import Stats
 
@@ -53,10 +54,10 @@ def check_counts(group: Group) -> None:
             raise ValueError(f"loaded state dict has {name}={value!r}: it is damaged.")
 
 
-def is_count(number: object, least: int) -> TypeGuard[int]:
+def is_count(number: Any, least: int) -> bool:
     """Whether it is a whole number of at least this much."""
     is_number = isinstance(number, Real) and not isinstance(number, bool)
-    return is_number and number >= least and int(number) == number
+    return is_number and bool(number >= least and int(number) == number)
 
 
 # The schedule
@@ -117,40 +118,27 @@ class LocalStats(Stats):
     cosine: float = 0.0
 
 
-def add_rounds(stats: Stats, last: Stats, h: Group) -> LocalStats:
-    """``stats``, with the rounds by the options ``h``, and with the distances in ``last``."""
-    known = {field.name: getattr(stats, field.name) for field in fields(stats)}
-    if isinstance(last, LocalStats):
-        known |= {"spread": last.spread, "cosine": last.cosine}
+def with_rounds(stats: Stats, h: Group, cosine: float, spread: float) -> LocalStats:
+    """``stats``, with the rounds as the options ``h`` count them, and how far ranks were apart."""
+    known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
     at = max(0, h["step"] - max(h["begun"], h["warmup_steps"]))
-    return LocalStats(**{**known, "round": h["round"], "steps_into_round": at})
+    return LocalStats(**known, round=h["round"], steps_into_round=at, cosine=cosine, spread=spread)
 
 
-class OpenRounds:
-    """The optimizers of this process that are within a round, to say so at its end: ranks then hold
-    different parameters.
-    """
-
-    def __init__(self) -> None:
-        self._steps: dict[int, int] = {}
-        self._optimizers = 0
-        atexit.register(self._report)
-
-    def enter(self) -> int:
-        """A number for an optimizer."""
-        self._optimizers += 1
-        return self._optimizers
-
-    def note(self, optimizer: int, steps_into_round: int) -> None:
-        self._steps[optimizer] = steps_into_round
-
-    def _report(self) -> None:
-        for steps in filter(None, self._steps.values()):
-            warnings.warn(
-                f"compopt.LocalSteps ended {steps} steps into a round: ranks hold different "
-                "parameters. Call optimizer.end_round() on all ranks after the last step.",
-                stacklevel=2,
-            )
+_open_rounds: dict[int, int] = {}  # of the optimizers of this process, by their ids
 
 
-open_rounds = OpenRounds()
+def note_open_round(optimizer: CompressedOptimizer, steps: int) -> None:
+    """Note how far an optimizer is into a round: at the end of the process ranks must not be."""
+    is_real = getattr(optimizer.comm, "group", None) is not None  # not so in the simulator
+    _open_rounds[id(optimizer)] = steps if is_real else 0
+
+
+@atexit.register
+def _warn_of_open_rounds() -> None:
+    for steps in filter(None, _open_rounds.values()):
+        warnings.warn(
+            f"compopt.LocalSteps ended {steps} steps into a round: ranks hold different "
+            "parameters. Call optimizer.end_round() on all ranks after the last step.",
+            stacklevel=2,
+        )

@@ -198,7 +198,7 @@ def rounds_of_run(every: int, growing: int, steps: int) -> list[int]:
     """Lengths of the rounds of a run of so many steps; ``end_round()`` ends the last one."""
     options, lengths, since = {"every": every, "every_warmup_steps": growing}, [], 0
     while since < steps:
-        lengths.append(min(rounds.length(options, since), steps - since))
+        lengths.append(min(rounds.round_length(options, since), steps - since))
         since += lengths[-1]
     return lengths
 
