@@ -253,7 +253,7 @@ class LocalSteps(Wrapping):
             self._averages = Averages()
 
     def _connect(self) -> None:
-        """Make anchors once there are other ranks, and exchange them over these."""
+        """Make anchors once there are other ranks."""
         engine, h = self._engine, self._options
         if engine.dense:
             self._cancel_exchange()
@@ -268,17 +268,21 @@ class LocalSteps(Wrapping):
         if self._anchors is None:
             h["begun"] = max(h["begun"], h["warmup_steps"])
             self._anchors = self._make_anchors(h, *deal(self.param_groups, h["fragments"]))
-        outer = self._anchors.outer
-        outer.simulate = self.simulate
-        # what runs beside training has a process group of its own
-        comm = engine.comm.apart() if h["delay"] else engine.comm
-        if outer._engine.group is not comm:
-            outer._engine.connect_to(comm)
-            self._bytes_sent = comm.bytes_sent
+        self._connect_outer(self._anchors, h)
 
     def _make_anchors(self, h: Group, params: list[Tensor], fragments: list[int]) -> Anchors:
         make_outer = self._make_outer or partial(outer_sgd, h)
         return Anchors(params, fragments, h["fragments"], make_outer, self.offload == "outer")
+
+    def _connect_outer(self, anchors: Anchors, h: Group) -> None:
+        """Exchange anchors over the ranks there are."""
+        outer, comm = anchors.outer, self._engine.comm
+        outer.simulate = self.simulate
+        if h["delay"]:  # what runs beside training has a process group of its own
+            comm = comm.apart()
+        if outer._engine.group is not comm and not self._engine.dense:
+            outer._engine.connect_to(comm)
+            self._bytes_sent = comm.bytes_sent
 
     def _step_inner(self) -> Turns[float]:
         """Step the inner optimizer, unless a gradient of this rank, or of another shard of its
@@ -611,7 +615,8 @@ class LocalSteps(Wrapping):
         for group in groups:
             check_counts(group)
         saved = state_dict.get("outer")
-        anchors = self._anchors_of(saved, {**self._options, **groups[0]}) if saved else None
+        h = {**self._options, **groups[0]}
+        anchors = None if saved is None else self._anchors_of(saved, h)
         super().load_state_dict(state_dict)
         self._take_over_anchors(anchors, saved)
 
@@ -623,11 +628,13 @@ class LocalSteps(Wrapping):
                 "optimizer for every fragment: call end_round() there, and load what its "
                 'state_dict() has under "base". Outer momentum then begins anew.'
             )
+        params = [p for group in self.param_groups for p in group["params"]]
         try:
-            params = [p for group in self.param_groups for p in group["params"]]
+            check_saved(saved, len(params))
             anchors = self._make_anchors(h, params, saved["fragments"])
+            self._engine.look_around()
+            self._connect_outer(anchors, h)
             anchors.load_state_dict(saved)
-            check_saved(saved)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"loaded state dict has an outer optimizer that is damaged: {error!r}."
@@ -638,15 +645,9 @@ class LocalSteps(Wrapping):
         """Go on with anchors that were saved, and with the exchange that was on its way."""
         self._cancel_exchange()
         self._anchors, self._due = anchors, frozenset(saved["due"] if saved else ())
-        self._engine.look_around()
-        exchange = saved["exchange"] if saved else None
-        if anchors is None or self._engine.dense:
-            self._due |= frozenset(exchange["fragments"] if exchange else ())
-            return
-        self._connect()
-        if exchange is not None:
-            fragments = frozenset(exchange["fragments"])
-            self._begin_exchange(anchors, **{**exchange, "fragments": fragments})
+        if anchors is not None and saved["exchange"]:
+            fragments = frozenset(saved["exchange"]["fragments"])
+            self._begin_exchange(anchors, **{**saved["exchange"], "fragments": fragments})
 
     def _begin_anew(self) -> None:
         for group in self._own_groups:

@@ -81,7 +81,7 @@ class Anchors:
         cut_groups(self.outer, {t.anchor: t.fragment for t in self.tensors})
         self.outer._engine.has_pseudo_gradients = True
         self._rates: list[tuple[float, float]] = []
-        self._begin_momentum()
+        self._begin_momentum(self.tensors)
         for late in sorted(set(fragments) - set(range(count))):
             self._extend_outer([t for t in self.tensors if t.fragment == late])
 
@@ -100,20 +100,22 @@ class Anchors:
 
     def _extend_outer(self, tensors: list[Anchored]) -> None:
         self.outer.add_param_group({"params": [t.anchor for t in tensors]})
-        self._begin_momentum()
+        self._begin_momentum(tensors)
 
-    def _begin_momentum(self) -> None:
-        """Note rate and momentum of an outer optimizer around SGD, and make its momentum, which SGD
-        makes in its first step: a rank that joins later has as many tensors as the others.
+    def _begin_momentum(self, tensors: Iterable[Anchored]) -> None:
+        """Make the momentum of SGD, which makes it in its first step: a rank that joins later has
+        as many tensors as the others. Note rates and momenta of new groups.
         """
         base = getattr(self.outer, "base", None)
         if not isinstance(base, torch.optim.SGD):
             return
         for group in base.param_groups[len(self._rates) :]:
             self._rates.append((group["lr"], group["momentum"]))
-            if group["momentum"] and not group["dampening"]:
-                for p in group["params"]:
-                    base.state[p].setdefault("momentum_buffer", torch.zeros_like(p.detach()))
+        if base.defaults["momentum"] and not base.defaults["dampening"]:
+            for t in tensors:
+                if t.owns_anchor:
+                    zeros = torch.zeros_like(t.anchor.detach())
+                    base.state[t.anchor].setdefault("momentum_buffer", zeros)
 
     def set_outer_share(self, share: float) -> None:
         """Set rate and momentum of an outer optimizer around SGD, from those that average
@@ -151,6 +153,7 @@ class Anchors:
                 t.has_moved = True
                 if not t.owns_anchor:
                     t.anchor.data, t.owns_anchor = wide_copy(t.param, self._on_host), True
+                    self._begin_momentum([t])
 
     # An exchange
 

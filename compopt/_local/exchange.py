@@ -34,7 +34,7 @@ from .rounds import is_count
 
 NUMBERS = 4  # in front of the signs, each of 8 bytes
 SIGNS = 131072  # of all ranks together
-TERMS = 64  # of a projection, at least
+TERMS = 8  # added up in a place, at least
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,24 @@ class Exchange:
         return {**saved, "fragments": sorted(self.fragments)}
 
 
-def check_saved(saved: dict[str, Any]) -> None:
-    """Raise TypeError where fragments or an exchange are not what ``state_dict`` returned."""
-    exchange = saved["exchange"]
-    fragments = [*saved["fragments"], *saved["due"], *(exchange["fragments"] if exchange else ())]
-    if not all(is_count(n, 0) for n in fragments):
-        raise TypeError(f"fragments {fragments}")
-    if exchange and not (exchange["apply_at"] is None or is_count(exchange["apply_at"], 1)):
-        raise TypeError(f"apply_at {exchange['apply_at']!r}")
-    if exchange:
-        float(exchange["mix"]), float(exchange["squared"])
+PER_PARAMETER = "fragments", "anchors", "pseudo_gradients", "moved", "sent"
+
+
+def check_saved(saved: dict[str, Any], params: int) -> None:
+    """Raise where what was saved of anchors and their exchange is not of so many parameters, or
+    damaged.
+    """
+    if {len(saved[name]) for name in PER_PARAMETER} != {params}:
+        raise ValueError(
+            f"loaded state dict has anchors of {len(saved['anchors'])} parameters, the optimizer "
+            f"has {params} parameters."
+        )
+    exchange = saved["exchange"] or {"apply_at": None, "mix": 0, "squared": 0, "fragments": []}
+    numbers = [*saved["fragments"], *saved["due"], *exchange["fragments"]]
+    apply_at = exchange["apply_at"]
+    if not all(is_count(n, 0) for n in [*numbers, 0 if apply_at is None else apply_at]):
+        raise TypeError(f"fragments {numbers}, to be applied after step {apply_at}")
+    float(exchange["mix"]), float(exchange["squared"])
 
 
 def communicate(
@@ -157,34 +165,37 @@ def compare_ranks(source: Engine, comm: Comm, numbers: list[list[float]]) -> Tur
 
 
 def signs_of(vector: Sequence[Tensor], ranks: int, seed: int, device: torch.device) -> Tensor:
-    """Bits: the signs of SIGNS / ranks projections of a vector, which is given in parts.
+    """Bits: the signs of at most SIGNS / ranks projections of a vector, which is given in parts.
 
-    Projection i is the sum of every element of which the place is i modulo their number, each times
-    1 or -1. Of a short vector elements are in several projections, with other signs.
+    Its elements, each times 1 or -1, are added up in as many places, one after the other; these
+    are mixed by a Walsh-Hadamard transform, so that every projection has a part of all elements.
     """
     if ranks == 1:  # there is nobody to compare with
         return torch.empty(0, dtype=torch.uint8, device=device)
-    count = SIGNS // ranks // 8 * 8
+    count = 2 ** int(math.log2(SIGNS / ranks))
     sums = torch.zeros(count, device=device)
-    parts = [part.reshape(-1) for part in vector if part.numel()]
+    parts = [part.reshape(-1).float() for part in vector if part.numel()]
     size = sum(part.numel() for part in parts)
-    if 0 < size < TERMS * count:
-        parts = [torch.cat(parts).repeat(-(-TERMS * count // size))]
+    if 0 < size < count:
+        parts = [torch.cat(parts).repeat(-(-count // size))]
+        size = len(parts[0])
     at = 0
-    for part in parts:
-        for number, piece in enumerate(part.split(count)):
-            place = place_of((seed, at, number))
-            signed = piece.float() * random_signs(device)[place : place + len(piece)]
-            start = at % count
+    for part in parts * max(1, -(-TERMS * count // max(1, size))):
+        for piece in part.split(count):
+            place, start = place_of((seed, at)), at % count
+            factors = random_factors(device)[place : place + len(piece)]
             fits = min(len(piece), count - start)
-            sums[start : start + fits] += signed[:fits]
-            sums[: len(piece) - fits] += signed[fits:]
+            sums[start : start + fits].addcmul_(piece[:fits], factors[:fits])
+            sums[: len(piece) - fits].addcmul_(piece[fits:], factors[fits:])
             at += len(piece)
-    return bits_of(sums >= 0)
+    for width in (2**i for i in range(count.bit_length() - 1)):
+        a, b = sums.view(-1, 2, width).unbind(1)
+        sums = torch.stack([a + b, a - b], 1)
+    return bits_of(sums.view(-1) >= 0)
 
 
 @lru_cache(maxsize=4)
-def random_signs(device: torch.device) -> Tensor:
+def random_factors(device: torch.device) -> Tensor:
     """1 and -1: 65536 of them, twice, so that as many follow on any place."""
     drawn = torch.randint(2, (65536,), generator=torch.Generator().manual_seed(0))
     return drawn.mul_(2).sub_(1).float().repeat(2).to(device)
