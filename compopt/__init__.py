@@ -9,7 +9,7 @@ from .adams import AdamS
 from .average import Average
 from .integrations import fsdp as _fsdp  # noqa: F401  (looks at every new optimizer)
 from .integrations.ddp import attach
-from .local import LocalSteps
+from .local_steps import LocalSteps
 from .planning.diagnose import diagnose
 from .radius import RadiusAdamW
 from .scape import ScapeAdamS

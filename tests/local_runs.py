@@ -26,3 +26,16 @@ def train(ranks: int, steps: int, dtype=torch.float64, shapes=SHAPES, inner=adam
 
 def single(ranks: int, t: int) -> list[list[torch.Tensor]]:
     return gradients(ranks, t, dtype=torch.float32)
+
+
+def end_round(optimizers) -> None:
+    optimizers[0].comm.world.run([optimizer.end_round_in_turns() for optimizer in optimizers])
+
+
+def are_equal(params) -> bool:
+    """Whether all ranks hold the same parameters, to the bit."""
+    return all(torch.equal(p, q) for other in params[1:] for p, q in zip(params[0], other, strict=True))
+
+
+def copies(params) -> list[list[torch.Tensor]]:
+    return [[p.detach().clone() for p in rank] for rank in params]

@@ -23,7 +23,7 @@ FLOORS = [
     ["advise", "probe", "costmodel"],
     ["planning"],
     ["integrations", "activations"],
-    ["local"],
+    ["local_steps"],
     ["radius", "scape", "separate", "tagc", "adams", "average"],  # papers
     ["_sharded", "_lowrank", "_local"],
     ["_sparse"],

@@ -18,7 +18,7 @@ PARTS = [[0, 1, 2], [3, 4]]  # of SHAPES: those whose middle is in the first hal
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize(("delay", "mix"), [(0, 0.0), (1, 0.0), (3, 0.0), (0, 0.5), (1, 0.5), (3, 0.25)])
+@pytest.mark.parametrize(("delay", "mix"), [(0, 0.0), (1, 0.0), (4, 0.0), (0, 0.5), (1, 0.5), (4, 0.25)])
 def test_it_is_the_design(ranks, fragments, delay, mix):
     params, optimizers = train(ranks, 26, every=8, fragments=fragments, delay=delay, mix=mix)
     parts = PARTS if fragments == 2 else None
@@ -27,6 +27,26 @@ def test_it_is_the_design(ranks, fragments, delay, mix):
     for own, theirs in zip(params, wanted, strict=True):
         for p, q in zip(own, theirs, strict=True):
             torch.testing.assert_close(p.detach(), q, rtol=1e-12, atol=1e-12)
+
+
+def test_a_delay_of_a_whole_round_applies_every_exchange():
+    """Each exchange is applied in the step that begins the next one."""
+    params, _ = train(2, 26, every=4, delay=4)
+    wanted = oracle.train(2, weights(), gradients, 26, 4, adamw, delay=4)
+    for own, theirs in zip(params, wanted, strict=True):
+        for p, q in zip(own, theirs, strict=True):
+            torch.testing.assert_close(p.detach(), q, rtol=1e-12, atol=1e-12)
+
+
+def test_a_delay_loses_no_exchange_while_rounds_grow():
+    """The exchange of every round is applied, but for the one that is on its way at the end."""
+    params, optimizers = train(2, 0, every=8, delay=2, every_warmup_steps=60)
+    phases = []
+    for t in range(100):
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
+        phases.append(optimizers[0].stats.phase)
+    rounds = optimizers[0].stats.round
+    assert rounds > 20 and phases.count("exchanged") >= rounds - 1
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -49,7 +69,7 @@ def test_the_outer_optimizer_grows_with_the_rounds(ranks):
         lr_now, mu_now = 1 + (lr - 1) * grown, mu * grown
         for i, a in enumerate(anchor):
             mean = sum(a - own[i].detach() for own in w) / ranks
-            v[i] = mu_now * v[i] + mean if mu_now else v[i]  # SGD without momentum leaves its own alone
+            v[i] = mu_now * v[i] + mean
             a -= lr_now * (mean + mu_now * v[i])
             for own in w:
                 own[i].data.copy_(a)

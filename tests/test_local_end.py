@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import local_runs
 import pytest
 import torch
-from problems import gradients, replicas, step, weights
+from local_runs import adamw, are_equal, copies, end_round
+from problems import gradients, step, weights
 
 import compopt
 
 
-def adamw(params):
-    return torch.optim.AdamW(params, lr=1e-2)
-
-
-def train(ranks: int, steps: int, **options):
-    options = {"every": 4, "every_warmup_steps": 0, "payload_dtype": None, **options}
-
-    def make(params, process_group):
-        return compopt.LocalSteps(adamw(params), process_group=process_group, **options)
-
-    world, params, optimizers = replicas(ranks, weights(), make)
-    for t in range(steps):
-        step(world, params, optimizers, gradients(ranks, t))
-    return world, params, optimizers
-
-
-def end(world, optimizers) -> None:
-    world.run([optimizer.end_round_in_turns() for optimizer in optimizers])
-
-
-def equal(params) -> bool:
-    return all(torch.equal(p, q) for other in params[1:] for p, q in zip(params[0], other, strict=True))
+def train(ranks: int, steps: int, dtype=torch.float64, **options):
+    params, optimizers = local_runs.train(ranks, steps, dtype, **options)
+    return optimizers[0].comm.world, params, optimizers
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_round_that_ends_early_has_the_outer_step_of_its_length(ranks):
     """Half of a round of 4, by the logarithm: rate and momentum are half way from 1 and 0 to .7 and .9."""
     _, at_round, _ = train(ranks, 4)
-    world, params, optimizers = train(ranks, 6)
+    _, params, optimizers = train(ranks, 6)
     start = weights()
     d1 = [(a - w.detach()) for a, w in zip(start, first_mean(ranks), strict=True)]  # of the first round
     anchors = [w.detach().clone() for w in at_round[0]]
     moved = [[a - p.detach() for a, p in zip(anchors, own, strict=True)] for own in params]
-    end(world, optimizers)
-    assert equal(params)
+    end_round(optimizers)
+    assert are_equal(params)
     assert (optimizers[0].stats.round, optimizers[0].stats.steps_into_round) == (2, 0)
     lr, mu = 0.85, 0.45
     for i, p in enumerate(params[0]):
@@ -61,21 +47,51 @@ def first_mean(ranks: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("options", [dict(fragments=2), dict(delay=2), dict(fragments=2, delay=1, mix=0.5)])
 def test_ranks_are_equal_afterwards_and_train_on(options):
     world, params, optimizers = train(2, 10, every=8, **options)
-    assert not equal(params)
-    end(world, optimizers)
-    assert equal(params)
+    assert not are_equal(params)
+    end_round(optimizers)
+    assert are_equal(params)
     for t in range(10, 26):
         step(world, params, optimizers, gradients(2, t))
-    end(world, optimizers)
-    assert equal(params)
+    end_round(optimizers)
+    assert are_equal(params)
 
 
-def test_right_after_a_round_nothing_moves():
-    world, params, optimizers = train(2, 8)
-    before = [p.detach().clone() for p in params[0]]
-    end(world, optimizers)
-    assert all(torch.equal(p.detach(), q) for p, q in zip(params[0], before, strict=True)) and equal(params)
+@pytest.mark.parametrize("payload", [None, "int4", "int2"])
+@pytest.mark.parametrize("gradients_kept", [True, False])
+def test_right_after_a_round_nothing_moves(payload, gradients_kept):
+    """Not even by what rounding has left in the residuals, or by the outer momentum."""
+    _, params, optimizers = train(2, 8, torch.float32, payload_dtype=payload)
+    for optimizer in optimizers if not gradients_kept else []:
+        optimizer.zero_grad()
+    before = copies(params)
+    end_round(optimizers)
+    assert all(map(torch.equal, params[0], before[0])) and are_equal(params)
     assert optimizers[0].stats.round == 2
+
+
+@pytest.mark.parametrize(
+    "options", [dict(), dict(fragments=2), dict(delay=2), dict(mix=0.5), dict(fragments=2, delay=2, mix=0.5)]
+)
+@pytest.mark.parametrize("steps", [8, 9, 11])
+def test_ending_a_round_twice_is_ending_it_once(options, steps):
+    _, params, optimizers = train(2, steps, torch.float32, every=4, payload_dtype="int4", **options)
+    end_round(optimizers)
+    before, state = copies(params), optimizers[0].stats.round
+    assert are_equal(params)
+    end_round(optimizers)
+    assert all(map(torch.equal, params[0], before[0])) and are_equal(params)
+    assert optimizers[0].stats.round == state
+
+
+def test_a_round_that_is_ended_after_one_fragment_exchanges_the_others_only():
+    """Fragment 1 of 2 was exchanged in this very step: its parameters stay as they are."""
+    _, params, optimizers = train(2, 2, torch.float32, every=4, payload_dtype="int4", fragments=2)
+    before = copies(params)
+    exchanged = [torch.equal(p, q) for p, q in zip(*params, strict=True)]
+    assert any(exchanged) and not all(exchanged)
+    end_round(optimizers)
+    stayed = [torch.equal(p, q) for p, q in zip(params[0], before[0], strict=True)]
+    assert are_equal(params) and stayed == exchanged
 
 
 def test_on_one_process_there_is_nothing_to_end():
@@ -86,3 +102,29 @@ def test_on_one_process_there_is_nothing_to_end():
     before = model.weight.detach().clone()
     optimizer.end_round()
     assert torch.equal(model.weight.detach(), before)
+
+
+ENDS = """
+import torch, torch.distributed as dist, compopt
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def main():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = compopt.LocalSteps(torch.optim.AdamW([p]), 4, every_warmup_steps=0, simulate=True)
+    for _ in range({steps}):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    {last}
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "steps, last, warns", [(6, "pass", True), (8, "pass", False), (6, "optimizer.end_round()", False)]
+)
+def test_a_process_that_ends_within_a_round_says_so(steps, last, warns):
+    command = [sys.executable, "-c", ENDS.format(steps=steps, last=last)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stderr
+    assert ("ended 2 steps into a round" in child.stderr) == warns, child.stderr

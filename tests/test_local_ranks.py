@@ -130,3 +130,37 @@ def waits_apart(rank: int) -> float:
 
 def test_what_runs_beside_others_waits_as_long_as_they_do():
     assert run_ranks(waits_apart, 2) == [FOREVER.total_seconds()] * 2  # as tests/ranks.py says of the default group
+
+
+def open_resources() -> tuple[int, int, int]:
+    """Files and threads of this process, and its process groups."""
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(groups)
+
+
+def loads_again_and_again(rank: int) -> list[tuple[int, int, int]]:
+    before = open_resources()
+    p = torch.nn.Parameter(torch.ones(50, 100))
+    adamw = torch.optim.AdamW([p], lr=1e-2)
+    optimizer = compopt.LocalSteps(adamw, 4, delay=2, every_warmup_steps=0)
+
+    def train_on(steps: int) -> None:
+        for t in range(steps):
+            p.grad = torch.randn(50, 100, generator=torch.Generator().manual_seed(100 * t + rank))
+            optimizer.step()
+
+    train_on(5)
+    once = open_resources()
+    for _ in range(10):
+        optimizer.load_state_dict(optimizer.state_dict())
+        train_on(1)
+    often = open_resources()
+    torch.distributed.barrier()
+    del optimizer, adamw, train_on
+    return [before, once, often, open_resources()]
+
+
+def test_delayed_exchanges_have_one_process_group_which_goes_with_the_optimizer():
+    for before, once, often, after in run_ranks(loads_again_and_again, 2):
+        assert once[2] == often[2] == before[2] + 1 and after[2] == before[2]
+        assert often[0] <= once[0] + 2 and often[1] <= once[1] + 2, "ten loads open no files, and start no threads"

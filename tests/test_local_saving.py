@@ -60,3 +60,138 @@ def test_consolidated_it_goes_on_with_any_number_of_ranks():
     for t in range(8, 12):
         step(more, ranks, new, gradients(3, t, dtype=torch.float32))
     assert new[0].stats.round == 3 and all(map(torch.equal, ranks[0], ranks[2]))
+
+
+def resumed(params, optimizers, make) -> tuple[World, list, list]:
+    """Replicas made by ``make`` that go on from what every rank of ``optimizers`` saves now."""
+    world = World(len(params))
+    others = [[torch.nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in rank] for rank in params]
+    new = [make(rank, process_group=comm) for rank, comm in zip(others, world.comms, strict=True)]
+    for optimizer, saved in zip(new, [state_of(optimizer) for optimizer in optimizers], strict=True):
+        optimizer.load_state_dict(saved)
+    return world, others, new
+
+
+def trainable(params, t: int) -> list[list[torch.Tensor | None]]:
+    """Gradients of the parameters that require one."""
+    grads = gradients(len(params), t, [tuple(p.shape) for p in params[0]], params[0][0].dtype)
+    return [
+        [g if p.requires_grad else None for p, g in zip(*pair, strict=True)] for pair in zip(params, grads, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("at", [6, 8, 9])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_run_that_added_a_group_is_resumed_to_the_bit(at, fragments):
+    """The group comes in step 6; the resumed run has it from the beginning."""
+    options = dict(every=4, every_warmup_steps=0, payload_dtype="int4", fragments=fragments)
+    start = weights(dtype=torch.float32)
+
+    def make(params, process_group):
+        params = list(params)
+        inner = torch.optim.AdamW(
+            [{"params": params[:5]}, {"params": params[5:], "lr": 0.1}][: 1 + (len(params) > 5)], lr=1e-2
+        )
+        return compopt.LocalSteps(inner, process_group=process_group, **options)
+
+    world, params, optimizers = replicas(2, start, make)
+    for t in range(12):
+        if t == 5:
+            for rank, optimizer in zip(params, optimizers, strict=True):
+                rank.append(torch.nn.Parameter(torch.ones(64, 80)))
+                optimizer.add_param_group({"params": rank[5:], "lr": 0.1})
+        if t == at:
+            world2, params2, optimizers2 = resumed(params, optimizers, make)
+        step(world, params, optimizers, trainable(params, t))
+        if t >= at:
+            step(world2, params2, optimizers2, trainable(params2, t))
+    assert all(map(torch.equal, params[0], params2[0])) and all(map(torch.equal, params[1], params2[1]))
+    assert not torch.equal(params[0][5], torch.ones(64, 80))
+
+
+FREEZING = [  # dtype, bytes of a bucket, options, the step that is saved, (step, parameter): frozen, or trained again
+    (torch.bfloat16, 200, dict(payload_dtype="int8", fragments=2), 4, [(6, 0), (4, 2), (11, 1)]),
+    (torch.bfloat16, 200, dict(payload_dtype="int2", fragments=2, warmup_steps=2), 8, [(11, 3), (3, 3), (7, 4)]),
+    (torch.bfloat16, 200, dict(payload_dtype="int8"), 5, [(11, 1), (8, 2), (2, 1)]),
+    (torch.float32, 8 * 2**20, dict(payload_dtype="int2", fragments=2, delay=1), 8, [(7, 0), (10, 4), (12, 4)]),
+    (torch.bfloat16, 200, dict(payload_dtype="int8", fragments=2, warmup_steps=2), 6, [(0, 0), (4, 0)]),
+    (torch.bfloat16, 8 * 2**20, dict(payload_dtype="int2", fragments=2, delay=1), 7, [(1, 2), (9, 2), (12, 2)]),
+    (torch.float32, 200, dict(payload_dtype="int8", fragments=2, delay=1, warmup_steps=2), 10, [(2, 1), (8, 2)]),
+    (torch.float32, 200, dict(payload_dtype="int4"), 6, [(0, 1), (4, 1), (5, 3)]),
+]
+
+
+@pytest.mark.parametrize(("dtype", "bucket_bytes", "options", "at", "changes"), FREEZING)
+def test_a_run_that_froze_layers_is_resumed_to_the_bit(dtype, bucket_bytes, options, at, changes, monkeypatch):
+    monkeypatch.setattr("compopt._state.buckets.BUCKET_BYTES", bucket_bytes)
+    options = dict(every=4, every_warmup_steps=0, **options)
+
+    def make(params, process_group):
+        return compopt.LocalSteps(adamw(params), process_group=process_group, **options)
+
+    def change(params, t: int) -> None:
+        for i in (i for when, i in changes if when == t):
+            for rank in params:
+                rank[i].requires_grad_(not rank[i].requires_grad)
+
+    world, params, optimizers = replicas(2, weights(dtype=dtype), make)
+    for t in range(at + 10):
+        if t == at:
+            world2, params2, optimizers2 = resumed(params, optimizers, make)
+        for w, rank, own in [(world, params, optimizers)] + ([(world2, params2, optimizers2)] if t >= at else []):
+            change(rank, t)
+            step(w, rank, own, trainable(rank, t))
+    assert all(map(torch.equal, params[0], params2[0])) and all(map(torch.equal, params[1], params2[1]))
+
+
+DAMAGES = {
+    "begun": lambda saved: saved["param_groups"][0].update(begun=-5),
+    "begun later": lambda saved: saved["param_groups"][0].update(begun=7),
+    "round": lambda saved: saved["param_groups"][0].update(round=None),
+    "outer": lambda saved: saved.update(outer={}),
+    "anchors": lambda saved: saved["outer"]["anchors"].pop(),
+    "anchor": lambda saved: saved["outer"]["anchors"].__setitem__(0, "x"),
+    "moved": lambda saved: saved["outer"].update(moved=[10**6]),
+    "due": lambda saved: saved["outer"].update(due=["x"]),
+    "fragments": lambda saved: saved["outer"]["fragments"].__setitem__(0, -1),
+    "exchange": lambda saved: saved["outer"].update(exchange={"apply_at": "x", "mix": 0.0, "squared": 0.0}),
+    "step": lambda saved: saved["base"]["state"][0].update(step="abc"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_and_nothing_of_it_loaded(damage):
+    params, optimizers = train(2, 6, torch.float32, payload_dtype="int8")
+    params2, others = train(2, 5, torch.float32, payload_dtype="int8")
+    saved = state_of(optimizers[0])
+    DAMAGES[damage](saved)
+    before = state_of(others[0])
+    with pytest.raises(ValueError, match="loaded state"):
+        others[0].load_state_dict(saved)
+    assert_equal_states(before, state_of(others[0]))
+    step(others[0].comm.world, params2, others, single(2, 5))
+    assert all(map(torch.equal, params2[0], params[0])), "and it goes on as if nothing had been tried"
+
+
+def assert_equal_states(a, b) -> None:
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal_states(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_equal_states(x, y)
+    else:
+        assert a == b
+
+
+def test_a_checkpoint_of_fragments_with_an_optimizer_each_is_refused_in_a_sentence():
+    """As 0.1.0 wrote them."""
+    _, optimizers = train(2, 6, torch.float32)
+    saved = state_of(optimizers[0])
+    saved["outer"] = [{"anchors": saved["outer"]["anchors"], "outer": {}}]
+    with pytest.raises(ValueError, match=r"written by compopt 0\.1\.0.*end_round\(\).*\"base\""):
+        optimizers[0].load_state_dict(saved)

@@ -7,7 +7,9 @@ steps (``algorithm``), its options (``check_group``). The rest is the engine's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,12 +23,24 @@ from . import frozen, loading, meeting, recovery, saving, stepping
 from .engine import Engine
 from .face import Face, Group
 from .options import check_tensors, refuse
-from .owner import is_owned
 from .shown import Shown
 from .when import OPTIONS
 
 # told of every new optimizer (integrations.ddp listens)
 constructed: list[Callable[[CompressedOptimizer], None]] = []
+_has_integrations: ContextVar[bool] = ContextVar("compopt: optimizers are announced", default=True)
+
+
+@contextmanager
+def without_integrations() -> Iterator[None]:
+    """Optimizers made in this block are stepped by another one: no integration looks for a model
+    with their parameters.
+    """
+    token = _has_integrations.set(False)
+    try:
+        yield
+    finally:
+        _has_integrations.reset(token)
 
 
 class CompressedOptimizer(Optimizer, Face, Shown):
@@ -51,7 +65,7 @@ class CompressedOptimizer(Optimizer, Face, Shown):
         self._check_defaults(defaults)
         super().__init__(params, defaults)
         self._engine.build()
-        for tell in () if is_owned() else constructed:
+        for tell in constructed if _has_integrations.get() else ():
             tell(self)
 
     def _check_defaults(self, defaults: dict[str, Any]) -> None:

@@ -25,7 +25,6 @@ from .._wire.comm import Comm, ProcessGroup, connect, has_met_others
 from .._wire.meshes import copies_of, shard_comms
 from . import checkpoint, frozen
 from .face import Face, Group
-from .owner import Owner
 from .peers import Peers
 from .runtime import Runtime
 from .settings import structure_of
@@ -68,7 +67,8 @@ class Engine:
         self.consolidated: int | None = None
         # buckets of before a rebind, while their shards are not yet cut again
         self.before: list[Bucket] | None = None
-        self._owner: weakref.ref[Owner] | None = None
+        # of local steps: they may well be alike on all ranks
+        self.has_pseudo_gradients = False
         # integrations that wait for a step
         self.told_of_steps: list[Callable[[], None]] = []
 
@@ -79,20 +79,6 @@ class Engine:
         if face is None:
             raise ReferenceError("this engine's optimizer was deleted: use it while that lives.")
         return face
-
-    @property
-    def owner(self) -> Owner | None:
-        """Another optimizer, or a part of one, that owns this one and steps it."""
-        return None if self._owner is None else self._owner()
-
-    @owner.setter
-    def owner(self, owner: Owner) -> None:
-        self._owner = weakref.ref(owner)
-
-    @property
-    def compared(self) -> Engine:
-        """The engine whose gradients tell whether somebody else averages them too."""
-        return self.owner.compared() if self.owner is not None else self
 
     @property
     def name(self) -> str:
@@ -114,11 +100,6 @@ class Engine:
     def device(self) -> torch.device:
         """Where words for other ranks are."""
         return self.buckets[0].device if self.buckets else torch.device("cpu")
-
-    def count(self) -> None:
-        """A step more."""
-        for group in self.option_groups:
-            group["step"] += 1
 
     # Layout
 

@@ -64,6 +64,11 @@ class Face:
         """
         return True
 
+    @property
+    def has_equal_replicas(self) -> bool:
+        """Whether parameters are the same on all ranks between steps."""
+        return not self.reduces_inside
+
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         raise NotImplementedError
 

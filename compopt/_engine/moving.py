@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .._state.buckets import Bucket, local
 from .._state.shards import unshard
 from .._wire.comm import Comm
-from .._wire.requests import AllGather, AllReduceMean
+from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .turns import Turns, ask
 
 
@@ -16,6 +20,31 @@ def average(tensor: Tensor, device: torch.device, comm: Comm) -> Turns[None]:
     """Replace a state by its mean over ranks."""
     request = AllReduceMean(local(tensor).to(device, copy=True))
     local(tensor).copy_((yield from ask(comm, request)))
+
+
+def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Comm) -> Turns[None]:
+    """Replace what another optimizer keeps of parameters by its mean over ranks; what is no float
+    of the parameter's shape, as counts of steps, by that of rank 0.
+
+    Of a parameter for which it does not keep the same on all ranks nothing changes.
+    """
+    for bucket in buckets:
+        held = [base.state.get(p, {}) for p in bucket.params]
+        tensors = [sorted((n, local(v)) for n, v in e.items() if torch.is_tensor(v)) for e in held]
+        kinds = [repr([(n, v.shape, v.dtype) for n, v in pairs]) for pairs in tensors]
+        codes = torch.tensor([zlib.crc32(kind.encode()) for kind in kinds], device=bucket.device)
+        rows = yield from ask(comm, AllGather(codes))
+        messages: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
+        for p, pairs, same in zip(bucket.params, tensors, rows.eq(rows[0]).all(0), strict=True):
+            for _, value in pairs if same else ():
+                is_mean = value.is_floating_point() and value.shape == local(p).shape != ()
+                messages.setdefault((is_mean, value.dtype), []).append(value)
+        for (is_mean, _), values in messages.items():
+            flat = torch.cat([value.to(bucket.device).reshape(-1) for value in values])
+            flat = yield from ask(comm, AllReduceMean(flat) if is_mean else Broadcast(flat))
+            parts = flat.split([value.numel() for value in values])
+            for value, part in zip(values, parts, strict=True):
+                value.copy_(part.view(value.shape))
 
 
 def gather(

@@ -95,7 +95,7 @@ def _compute_checksums(engine: Engine, has_problem: bool) -> Checksums:
     times = (engine.trial.words() if engine.trial else []) or [0, 0]
     return Checksums(
         description=_checksum_text(describe_optimizer(engine)),
-        gradients=0 if has_problem else _checksum_gradients(engine.compared),
+        gradients=0 if has_problem else _checksum_gradients(engine),
         masks=_checksum_masks(engine),
         backend=_checksum_text(engine.ops.name),
         is_backend_automatic=engine.ops.automatic,
@@ -121,8 +121,8 @@ def _report_equal_gradients(engine: Engine, comm: Comm) -> None:
             "the same, give each rank its own. On CPUs Accelerate and the Trainer give all ranks "
             "the same data unless told Accelerator(cpu=True) or use_cpu=True."
         )
-    if not engine.compared.warned_of_same_data:
-        engine.compared.warned_of_same_data = True
+    if not engine.warned_of_same_data:
+        engine.warned_of_same_data = True
         warn(
             f"all {comm.size} ranks hold bit-identical gradients: they train on the same data, and "
             "learn no more than one rank would. Likely causes: no DistributedSampler, or the same "
@@ -156,7 +156,7 @@ def describe_optimizer(engine: Engine) -> list[Fact]:
             compress=is_compressed,
         )
         layouts += [Fact(name, what, str(value)) for what, value in layout.items()]
-        if not engine.face.reduces_inside:  # else each rank has a part of its own
+        if engine.face.has_equal_replicas:
             checksums.append(Fact(name, VALUES, str(_checksum(local(p.detach())))))
     return facts + names + layouts + checksums
 
@@ -194,9 +194,11 @@ def _checksum_gradients(engine: Engine) -> int:
     """Compute a number that ranks share when their gradients have the same bits; 0 where there is
     nothing to compare.
 
-    Gradients that are zero or not finite do not count: they may well be equal on ranks of
-    different data.
+    Gradients that are zero or not finite, and pseudo-gradients, do not count: they may well be
+    equal on ranks of different data.
     """
+    if engine.has_pseudo_gradients:
+        return 0
     sums = []
     for p in chain.from_iterable(bucket.params for bucket in engine.buckets):
         g = None if p.grad is None else local(p.grad)

@@ -65,29 +65,29 @@ def catch_up(engine: Engine, comm: Comm, new: bool = False) -> Turns[None]:
     saved = face._saved()
     sharded = {name for bucket in engine.buckets for name in bucket.sharded}
     shared = list(_shared(saved, sharded.union(face.averaged_state)))
-    words = torch.tensor(
-        [-1 if new else saved["param_groups"][0]["step"], len(shared)],
-        dtype=torch.int64,
-        device=engine.device,
-    )
+    # local steps step some of their groups, all other optimizers all
+    counts = torch.tensor([group["step"] for group in engine.option_groups], dtype=torch.int64)
+    words = torch.tensor([-1 if new else int(counts.sum()), len(shared)], device=engine.device)
     rows = (yield from gather_rows(words, comm)).tolist()
-    steps = [step for step, _ in rows]
-    ahead, mine = max(steps), steps[comm.rank]
-    if min(steps) == ahead:
+    totals = [total for total, _ in rows]
+    ahead, mine = max(totals), totals[comm.rank]
+    if min(totals) == ahead:
         return
-    known = [step for step in steps if step >= 0]
-    if min(known) < ahead - 1 or len({count for _, count in rows}) > 1:
+    known = [total for total in totals if total >= 0]
+    if min(known) < ahead - len(counts) or len({count for _, count in rows}) > 1:
+        steps = [total // len(counts) for total in totals]
         raise ValueError(
             f"ranks have taken {steps} steps, and a rank can make up for one step only, not the "
             "first: load the same checkpoint on all of them."
         )
-    source = steps.index(ahead)
+    source = totals.index(ahead)
+    yield from _take_over(counts, source, comm, words.device)
     params = [local(p.detach()) for group in face.param_groups for p in group["params"]]
     for tensor in [*params, *shared]:
         yield from _take_over(tensor, source, comm, words.device)
     if mine < ahead:
-        for group in saved["param_groups"]:
-            group.update(step=ahead, residuals="mean")
+        for group, step in zip(saved["param_groups"], counts.tolist(), strict=True):
+            group.update(step=step, residuals="mean")
         for entry in saved["state"].values():
             for name in set(face.averaged_state) & entry.keys():
                 entry[name] = torch.zeros_like(entry[name])
@@ -95,10 +95,10 @@ def catch_up(engine: Engine, comm: Comm, new: bool = False) -> Turns[None]:
         for bucket in engine.before or engine.buckets:
             for name in set(face.sent_once) & bucket.flat.keys():
                 bucket.flat[name].zero_()
-    behind = ", ".join(f"rank {rank}" for rank, count in enumerate(steps) if count < ahead)
+    behind = ", ".join(f"rank {rank}" for rank, total in enumerate(totals) if total < ahead)
     warn(
-        f"{behind} had not applied step {ahead}, and took it over from rank {source}: what was "
-        "held back there is lost.",
+        f"{behind} had not applied step {int(counts.max())}, and took it over from rank {source}: "
+        "what was held back there is lost.",
         comm.rank,
     )
 

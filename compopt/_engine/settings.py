@@ -34,14 +34,11 @@ Setting = tuple[str, Any]
 
 
 def list_settings(engine: Engine) -> list[Setting]:
-    """List what must be the same on all ranks in every step, that of an outer optimizer behind that
-    of its owner.
-    """
+    """List what must be the same on all ranks in every step."""
     settings = engine.face._settings()
-    if engine.owner is None:
+    if not engine.has_pseudo_gradients:
         return settings
-    outer = [(f"outer optimizer, {subject}", value) for subject, value in settings]
-    return [*engine.owner.settings(), *outer]
+    return [(f"outer optimizer, {subject}", value) for subject, value in settings]
 
 
 def settings_of_class(engine: Engine) -> list[Setting]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from .._state.buckets import Bucket
@@ -12,6 +13,7 @@ from .._wire.warning import warn
 from . import frozen, gradients, lost_masks
 from .decision import StepDecision
 from .engine import Engine
+from .face import Group
 from .meeting import noticed
 from .peers import describe_optimizer, raise_failure, raise_mismatch, verify_peers
 from .refusals import misplaced, watch_skips
@@ -30,7 +32,9 @@ def step(engine: Engine) -> Turns[None]:
     comm = engine.look_around()  # first: state may have to be cut anew
     running = Step(engine, comm, engine.steps + 1)
     try:
-        yield from running.run()
+        decision = yield from running.exchange()
+        if decision is not None:
+            running.commit(decision)
     except GeneratorExit:
         raise
     except BaseException as error:
@@ -61,10 +65,12 @@ def refuse(engine: Engine) -> None:
 
 
 class Step:
-    """The step that is running."""
+    """The step that is running, of all parameter groups or of some ``groups``."""
 
-    def __init__(self, engine: Engine, comm: Comm, number: int):
-        self.engine, self.comm, self.number = engine, comm, number
+    def __init__(
+        self, engine: Engine, comm: Comm, number: int, groups: Sequence[Group] | None = None
+    ):
+        self.engine, self.comm, self.number, self._groups = engine, comm, number, groups
         # why this rank cannot send its gradients
         self.problem: Exception | None = None
         # what had to be agreed on is done: what is raised now leaves the ranks level
@@ -72,27 +78,42 @@ class Step:
         # the scale that was taken off the gradients
         self.scale: float | None = None
 
-    def run(self) -> Turns[None]:
-        engine, comm = self.engine, self.comm
+    @property
+    def groups(self) -> Sequence[Group]:
+        return self.engine.option_groups if self._groups is None else self._groups
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        stepped = {id(group) for group in self.groups}
+        return [bucket for bucket in self.engine.buckets if id(bucket.group) in stepped]
+
+    def exchange(self) -> Turns[StepDecision | None]:
+        """Run until all ranks have decided whether to commit; None where there is nothing to
+        exchange.
+        """
+        engine = self.engine
         if frozen.reset_from_outside(engine):
             engine.rebuild()
         self.problem = self._prepare()
         yield from self._hear_of_tails()
         if not engine.peers.verified:
-            yield from self._verify_peers()
-        if not engine.buckets:
-            return
+            yield from self.verify_peers()
+        if not self.buckets:
+            return None
         decision = yield from self._agree()
         if decision.agreed["unfrozen"][0] > 0:
             # on some rank other parameters require a gradient now
-            yield from self._verify_peers()
-            if not engine.buckets:
-                return
+            yield from self.verify_peers()
+            if not self.buckets:
+                return None
             decision = yield from self._agree()
         self._tell_of_changes(decision)
         yield from self._refuse(decision)
-        if engine.owner and decision.applied:
-            yield from engine.owner.before_commit()
+        return decision
+
+    def commit(self, decision: StepDecision) -> None:
+        """Apply the step, or skip it, and report it."""
+        engine, comm = self.engine, self.comm
         self._apply(decision)
         if decision.applied and not engine.told:
             engine.told = True
@@ -141,12 +162,12 @@ class Step:
         for bucket in engine.buckets:
             bucket.gathered = {}
         # nothing is sent that could say so
-        alone = not engine.buckets and frozen.changed(engine)
+        alone = not self.buckets and frozen.changed(engine)
         peers = engine.peers
         if tails.lost or alone or peers.structure != structure_of(engine):
             peers.verified = tails.lost = False
 
-    def _verify_peers(self) -> Turns[None]:
+    def verify_peers(self) -> Turns[None]:
         engine = self.engine
         engine.runtime.early.drop()
         has_problem = self.problem is not None
@@ -155,7 +176,8 @@ class Step:
             yield from frozen.follow(engine, self.comm)
             engine.face.before_exchange()
         # without any gradient, the next step begins with a handshake too
-        engine.peers.verified = had_gradients or engine.face.reduces_inside
+        exempt = engine.face.reduces_inside or engine.has_pseudo_gradients
+        engine.peers.verified = had_gradients or exempt
 
     # The exchange
 
@@ -166,16 +188,13 @@ class Step:
         if every and self.number % every == 0:
             settings += describe_optimizer(engine)
         words: dict[str, Words] = {"settings": bits_of(settings)}
-        if engine.owner:
-            words |= engine.owner.words()
         unfrozen = frozen.changed(engine)
         words["unfrozen"] = [float(unfrozen)]
         problem = self.problem
         if unfrozen:  # all ranks hear of a problem, and nothing is applied
             problem = RuntimeError("other parameters require a gradient than before")
         runtime = engine.runtime
-        buckets, shards = engine.buckets, engine.shards
-        return (yield from runtime.agree(buckets, comm, words, shards, problem))
+        return (yield from runtime.agree(self.buckets, comm, words, engine.shards, problem))
 
     def _tell_of_changes(self, decision: StepDecision) -> None:
         if decision.resent and not self.engine.warned:
@@ -233,9 +252,8 @@ class Step:
         engine = self.engine
         engine.runtime.commit(decision)
         engine.face.committed()
-        if engine.owner:
-            engine.owner.committed(decision)
-        engine.count()
+        for group in self.groups:
+            group["step"] += 1
         if engine.trial is not None and engine.trial.found:
             engine.trial.keep()
             engine.found, engine.trial = engine.trial.found, None

@@ -162,16 +162,25 @@ class Wrapping(CompressedOptimizer):
             check_of_base(state_dict, groups, type(self.base).__name__)
         self._groups_of(theirs or state_dict)
         before = self.base.state_dict()
-        # torch's would share its tensors
-        self.base.load_state_dict(copy.deepcopy(theirs or state_dict))
-        if theirs is None:
-            self._begin_anew()
-            return
         try:
-            super().load_state_dict(own)
+            self._load_base(theirs or state_dict)
+            if theirs is not None:
+                super().load_state_dict(own)
         except Exception:
             self.base.load_state_dict(before)
             raise
+        if theirs is None:
+            self._begin_anew()
+
+    def _load_base(self, state_dict: dict[str, Any]) -> None:
+        try:
+            # torch's would share its tensors
+            self.base.load_state_dict(copy.deepcopy(state_dict))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"loaded state dict has what {type(self.base).__name__} cannot take, the base "
+                f"optimizer ({error}): it is damaged, or of another class."
+            ) from error
 
     def _begin_anew(self) -> None:
         """Hold nothing back, and count steps from 0, as a new optimizer does."""

@@ -1,27 +1,76 @@
-"""When which fragment is exchanged: a function of options and step counts alone, the same on all
-ranks.
+"""Rounds: their options, which fragment is exchanged at which step, and what ``stats`` reports.
 
-A round of H steps exchanges every fragment once, fragment p of P at step p * H // P of the round;
-p = 0 at its last. Rounds grow from 1 step to ``every`` over ``every_warmup_steps``, and the outer
-optimizer with them.
+The schedule is a function of options and step counts alone, the same on all ranks. A round of H
+steps exchanges every fragment once: fragment p of P at step p * H // P of the round, p = 0 at its
+last. Rounds grow from 1 step to ``every`` over ``every_warmup_steps``, and the outer optimizer with
+them.
 """
 
 from __future__ import annotations
 
+import atexit
 import math
+import warnings
+from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
+
+from .._engine.base import CompressedOptimizer
+from .._engine.options import check_compress, check_payload, require
+from .._engine.stats import Stats
 
 Group = dict[str, Any]
 
+LEAST = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0, "delay": 0}
 
-def length(options: Group, since: int) -> int:
+
+# Options
+
+
+def check_options(group: Group, offload: str | None) -> None:
+    """Raise where an option of a group is out of its range."""
+    check_payload(group, owed=True)
+    check_compress(group)
+    for name, least in LEAST.items():
+        require(is_count(group[name], least), name, group[name], f"an integer >= {least}")
+    for name in ("mix", "outer_momentum"):
+        require(0 <= group[name] < 1, name, group[name], "in [0, 1)")
+    require(group["outer_lr"] > 0, "outer_lr", group["outer_lr"], "> 0")
+    is_sharded = any(hasattr(p, "device_mesh") for p in group["params"])
+    for name, value in (("delay", group["delay"]), ("offload", offload)):
+        wanted = f"{0 if name == 'delay' else None} where parameters are sharded"
+        require(not (is_sharded and value), name, value, wanted)
+    require(offload in (None, "outer"), "offload", offload, "None or 'outer'")
+    delay, limit = group["delay"], group["every"] // group["fragments"]
+    require(delay <= limit, "delay", delay, f"at most every / fragments, {limit}")
+
+
+def check_counts(group: Group) -> None:
+    """Raise ValueError where the counts of a loaded group cannot be."""
+    for name in ("step", "round", "begun"):
+        most = group.get("step") if name == "begun" else None
+        value = group.get(name, 0)
+        if not is_count(value, 0) or (is_count(most, 0) and value > most):
+            raise ValueError(f"loaded state dict has {name}={value!r}: it is damaged.")
+
+
+def is_count(number: Any, least: int) -> bool:
+    """Whether it is a whole number of at least this much."""
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    return is_number and bool(number >= least and int(number) == number)
+
+
+# The schedule
+
+
+def round_length(options: Group, since: int) -> int:
     """Steps of the round that begins ``since`` steps after the averaged start."""
     every: int = options["every"]
     growth: int = options["every_warmup_steps"]
     return every if since >= growth else 1 + (every - 1) * since // growth
 
 
-def grown(options: Group, steps: int) -> float:
+def outer_share(options: Group, steps: int) -> float:
     """How far the outer optimizer has come from averaging parameters, 0, to its own rate and
     momentum, 1, after a round of this many ``steps``: with the logarithm of its length.
 
@@ -32,14 +81,64 @@ def grown(options: Group, steps: int) -> float:
     return 1.0 if steps >= every else math.log(steps) / math.log(every)
 
 
-def is_due(place: int, at: int, steps: int, fragments: int) -> bool:
-    """Whether the fragment at ``place`` is exchanged at step ``at``, from 1, of a round."""
+def is_due(fragment: int, at: int, steps: int, fragments: int) -> bool:
+    """Whether ``fragment`` is exchanged at step ``at``, from 1, of a round of ``steps``.
+
+    Fragments beyond ``fragments``, of groups that were added later, are exchanged with the first.
+    """
+    place = fragment if fragment < fragments else 0
     return at == (place * steps // fragments or steps)
 
 
-def delay(options: Group, steps: int) -> int:
-    """Steps from an exchange's beginning to its application, in a round of this many ``steps``.
-
-    Never more than lie between two exchanges: one is on its way at a time.
+def delay_within(options: Group, steps: int) -> int:
+    """Steps from an exchange's beginning to its application, in a round of this many ``steps``:
+    never more than lie between two exchanges.
     """
     return min(int(options["delay"]), steps // int(options["fragments"]))
+
+
+# Reports
+
+
+@dataclass
+class LocalStats(Stats):
+    """The last step, and the rounds so far.
+
+    ``round`` of them have ended, and the running one is ``steps_into_round`` old. Of the last
+    exchange: ``spread``, how far ranks were apart, as the root mean square over ranks of their
+    pseudo-gradients less the mean of these, by the norm of the mean; ``cosine``, of the angle
+    between the pseudo-gradients of two ranks, the mean over pairs. Both are estimated, to about
+    .01. ``phase`` is "local", "exchanged" (an exchange was applied), "skipped" (this rank's
+    gradient was not finite), "dense" on one process, or in the start that of :class:`Average`.
+    """
+
+    round: int = 0
+    steps_into_round: int = 0
+    spread: float = 0.0
+    cosine: float = 0.0
+
+
+def with_rounds(stats: Stats, h: Group, cosine: float, spread: float) -> LocalStats:
+    """``stats``, with the rounds as the options ``h`` count them, and how far ranks were apart."""
+    known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
+    at = max(0, h["step"] - max(h["begun"], h["warmup_steps"]))
+    return LocalStats(**known, round=h["round"], steps_into_round=at, cosine=cosine, spread=spread)
+
+
+_open_rounds: dict[int, int] = {}  # of the optimizers of this process, by their ids
+
+
+def note_open_round(optimizer: CompressedOptimizer, steps: int) -> None:
+    """Note how far an optimizer is into a round: at the end of the process ranks must not be."""
+    is_real = getattr(optimizer.comm, "group", None) is not None  # not so in the simulator
+    _open_rounds[id(optimizer)] = steps if is_real else 0
+
+
+@atexit.register
+def _warn_of_open_rounds() -> None:
+    for steps in filter(None, _open_rounds.values()):
+        warnings.warn(
+            f"compopt.LocalSteps ended {steps} steps into a round: ranks hold different "
+            "parameters. Call optimizer.end_round() on all ranks after the last step.",
+            stacklevel=2,
+        )

@@ -7,8 +7,10 @@ ranks and from one thread at a time: two threads on one gloo group silently mix 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
@@ -63,6 +65,7 @@ class Comm:
                 "process_group does not contain this rank: give every rank the group it belongs to."
             )
         self.bytes_sent = 0
+        self._apart: Comm | None = None
 
     def start(self, request: Request) -> Pending:
         """Start the collective that answers ``request``."""
@@ -74,12 +77,21 @@ class Comm:
     def apart(self) -> Comm:
         """The same ranks in a process group of its own, for collectives that run beside others.
 
-        All of them must ask for it.
+        All of them must ask for it. It is made once, and destroyed with this communicator; but not
+        over some of all ranks, where torch would give the name of a group that was destroyed to
+        the next one, whose ranks then do not meet.
         """
         if self.size == 1:
             return self
-        limit = timeout_of(self.group)
-        return Comm(dist.new_group(self.ranks, timeout=limit, use_local_synchronization=True))
+        if self._apart is None:
+            limit, is_world = timeout_of(self.group), self.size == dist.get_world_size()
+            group = dist.new_group(
+                self.ranks, timeout=limit, use_local_synchronization=not is_world
+            )
+            self._apart = Comm(group)
+            if is_world:
+                weakref.finalize(self, _destroy, group).atexit = False
+        return self._apart
 
     @property
     def ranks(self) -> list[int]:
@@ -233,6 +245,12 @@ class Comm:
             if kind == device.type:
                 return backend
         return ""
+
+
+def _destroy(group: ProcessGroup) -> None:
+    with contextlib.suppress(ValueError):  # all groups are gone already
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def or_of_rows(rows: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._engine.base import CompressedOptimizer
-from .._engine.owner import making_own
+from .._engine.base import CompressedOptimizer, without_integrations
 from .._wire.comm import Comm
 from ..adams import AdamS
 from ..radius import RadiusAdamW
@@ -85,7 +84,7 @@ class Candidate:
 
 def construct_silently(make: Callable[..., Any], params: Any, **options: Any) -> Any:
     """An optimizer of this package without other ranks, hooks or messages."""
-    with making_own():
+    with without_integrations():
         made = make(params, process_group=Comm(alone=True), **options)
     made._engine.told = True
     return made

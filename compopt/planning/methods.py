@@ -363,7 +363,7 @@ def round_lengths(every: int, growth: int, steps: int) -> list[int]:
     """Lengths of the rounds of a run of so many steps; ``end_round()`` ends the last one."""
     options, lengths, since = {"every": every, "every_warmup_steps": growth}, [], 0
     while since < steps:
-        lengths.append(min(rounds.length(options, since), steps - since))
+        lengths.append(min(rounds.round_length(options, since), steps - since))
         since += lengths[-1]
     return lengths
 

@@ -1,0 +1,667 @@
+"""Local steps: ranks train on their own for a while, and then average what they moved (DiLoCo, and
+Streaming DiLoCo where fragments or a delay are asked for).
+
+Rank k has parameters w_k, in fragments p = 0 to P - 1; anchors a_p are the same on all ranks, and a
+round has H steps::
+
+    1  inner.step()                                     # every step, on the rank's own gradients
+    at step p * H // P of a round (0: its last), ``prepare_sync``
+    2  d_k <- a_p - w_k                                 # the pseudo-gradient
+    3  d <- mean over ranks of d_k, as the outer optimizer's class averages gradients
+    ``delay`` steps later, on all ranks or on none, ``perform_sync``
+    4  a_p <- the outer optimizer steps a_p by d        # v <- mu v + d;  a_p <- a_p - lr (d + mu v)
+    5  w_k <- mix (w_k of line 2) + (1 - mix) a_p + what the rank moved since
+
+At first all gradients are averaged for ``warmup_steps``, as ``Average(inner)`` does, and rounds
+grow from 1 step to H over ``every_warmup_steps``, mu and lr from 0 and 1 with them.
+
+The outer optimizer has the anchors for its parameters, and its own groups and buckets for each
+fragment; an exchange is one step of the fragments that are due. Where we differ: the papers lose
+what a rank moved while an exchange was on its way, in part (mix = .5) or whole (0). And d_k is
+taken from where the rank began: of parameters below float32 that is a_p as they show it, else
+rounding would pull anchors to what is shown of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ._engine import gradients
+from ._engine.averages import Averages
+from ._engine.decision import StepDecision
+from ._engine.face import Group
+from ._engine.moving import average_base
+from ._engine.peers import gather_rows
+from ._engine.recovery import catch_up, tell_what_is_lost
+from ._engine.refusals import watch_skips
+from ._engine.saving import warn_of_what_is_missing
+from ._engine.signals import held_back
+from ._engine.stats import Stats
+from ._engine.stepping import Step, refuse
+from ._engine.turns import Background, Turns, sum_over
+from ._engine.weakly import weakly
+from ._engine.wrapping import Wrapping
+from ._local.anchors import Anchors, MakeOuter, deal, mend_moments
+from ._local.exchange import Exchange, check_saved, communicate, distances
+from ._local.rounds import (
+    LocalStats,
+    check_counts,
+    check_options,
+    delay_within,
+    is_due,
+    note_open_round,
+    outer_share,
+    round_length,
+    with_rounds,
+)
+from ._ops.clipping import clip_factor, scale_all_
+from ._state.buckets import Bucket, local
+from ._state.devices import HOST
+from ._state.layouts import Dense, Layout, Prefix
+from ._wire.comm import Comm, ProcessGroup
+from ._wire.dtypes import PayloadDtype
+from ._wire.meshes import copies_of
+from ._wire.pending import Pending
+from ._wire.requests import Asking, CommunicationError
+from ._wire.warning import warn
+from .average import average, outer_sgd
+
+
+class LocalSteps(Wrapping):
+    """Any torch optimizer, stepped by every rank on its own gradients; every so many steps ranks
+    average what they moved::
+
+        adamw = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        optimizer = compopt.LocalSteps(adamw, every=30)
+
+    ``param_groups`` are the inner optimizer's own, so LR schedulers act on it. Between exchanges
+    nothing crosses the network and parameters differ from rank to rank; they are equal when a round
+    ends, where all fragments are exchanged then and nothing is delayed. Moments stay on their rank.
+
+    Args:
+        inner: an optimizer over the model's parameters; one of this package (AdamS) is stopped from
+            averaging.
+        every: H, steps of a round.
+        outer: makes the optimizer, one of this package, that steps the anchors it is given, on
+            pseudo-gradients. None: ``Average`` around ``torch.optim.SGD`` with Nesterov's
+            momentum, by ``payload_dtype``, ``outer_lr`` and ``outer_momentum``.
+        payload_dtype: of what is exchanged, and of gradients in the averaged start; as in
+            :class:`Average`.
+        outer_lr, outer_momentum: of the default ``outer``, after a round of ``every`` steps. 1 and
+            0: ranks average parameters.
+        fragments: P, parts of the model that are exchanged at different steps of a round.
+        delay: steps from the beginning of an exchange to its application; training goes on
+            meanwhile. At most every / fragments.
+        mix: what a rank keeps of its own parameters, in [0, 1); the rest is the new anchor.
+        warmup_steps: steps at the start in which gradients are averaged, as by :class:`Average`.
+        every_warmup_steps: steps after these in which rounds grow from 1 step to ``every``, and
+            an ``outer`` around SGD, as the default, from averaging parameters to its own rate and
+            momentum.
+        max_grad_norm: clips each rank's own gradient to this L2 norm; in the start the averaged
+            one.
+        process_group: the ranks to average over. None: the default group, or one process where
+            there is none.
+        offload: "outer" keeps anchors and outer optimizer in host memory, and exchanges from there:
+            the process group must carry host tensors (gloo does).
+        simulate: take rounds on one process too, to see what many would do. Else, without other
+            ranks, a step is that of ``inner``.
+
+    State beside the inner optimizer's: in the outer one the anchors, its momentum and its
+    ``residual``, each as large as the parameters; ``residual`` of the averaged start, while that
+    lasts. What a rank moved is as large again while it is exchanged.
+
+    Raises:
+        TypeError: inner is no optimizer, or one that evaluates the model more than once a step
+            (LBFGS).
+        ValueError: inner compresses by itself; an option out of its range.
+    """
+
+    averaged_state = ("residual",)
+    # from the first local step on, where there are other ranks
+    _anchors: Anchors | None = None
+    _exchange: Exchange | None = None  # on its way
+    _due: frozenset[int] = frozenset()  # fragments that wait for an exchange
+    _distances = (0.0, 0.0)  # cosine and spread, of the last exchange
+    _bytes_sent = 0  # before the running step
+    _warned_of_loss = False
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        every: int = 30,
+        *,
+        outer: MakeOuter | None = None,
+        payload_dtype: PayloadDtype = "int4",
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float = 0.0,
+        warmup_steps: int = 0,
+        every_warmup_steps: int = 800,
+        max_grad_norm: float | None = None,
+        process_group: ProcessGroup | None = None,
+        offload: Literal["outer"] | None = None,
+        simulate: bool = False,
+    ):
+        self.offload = offload
+        options: dict[str, Any] = dict(
+            every=every,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            fragments=fragments,
+            delay=delay,
+            mix=mix,
+            warmup_steps=warmup_steps,
+            every_warmup_steps=every_warmup_steps,
+            payload_dtype=payload_dtype,
+            max_grad_norm=max_grad_norm,
+            round=0,  # rounds that have ended
+            begun=0,  # the step after which the running one began
+        )
+        self._make_outer = outer
+        super().__init__(inner, options, process_group, simulate)
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        return self.base
+
+    @property
+    def _options(self) -> Group:
+        """The options, with the counts of the running round."""
+        return self._own_groups[0]
+
+    def check_group(self, group: Group) -> None:
+        check_options(group, self.offload)
+
+    def after_layout(self) -> None:
+        super().after_layout()
+        self._engine.stats = self.add_to_stats(self._engine.stats)
+
+    # The averaged start
+
+    def algorithm(self, bucket: Bucket) -> Asking[None]:
+        return average(bucket, self.ops, self._averages)
+
+    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+        return {"residual": Dense(dtype, optional=True)}
+
+    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
+        if self.averages_gradients:
+            return super()._specs(bucket)
+        return {"residual": Prefix(bucket.wide, lambda p: 0, compressed_only=True, optional=True)}
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the step that comes is one of the averaged start."""
+        return bool(self._options["step"] < self._options["warmup_steps"])
+
+    @property
+    def has_equal_replicas(self) -> bool:
+        return self._anchors is None
+
+    @torch.no_grad()
+    def gradients_ready(self, params: Iterable[Tensor]) -> None:
+        if self.averages_gradients:
+            super().gradients_ready(params)
+        elif self._exchange is not None:
+            self._exchange.turns.poll()
+
+    # A step
+
+    def step_in_turns(self) -> Generator[Pending, None, None]:
+        if self.averages_gradients:
+            yield from super().step_in_turns()
+            return
+        engine = self._engine
+        refuse(engine)
+        self._look_around()
+        if not (engine.peers.verified or engine.dense):
+            yield from Step(engine, engine.comm, engine.steps + 1).verify_peers()
+        self._connect()
+        if self._anchors is not None:
+            self._anchors.note_training()
+        norm = yield from self._step_inner()  # line 1
+        try:
+            is_applied = yield from self._synchronize()
+        except CommunicationError as error:
+            gradients.drop_scale(engine)
+            raise CommunicationError(
+                f"step {engine.steps} was taken on rank {engine.comm.rank}, but not the exchange "
+                f"that follows it: {error}. It is tried again after the next step."
+            ) from error
+        finally:
+            engine.handed_over = False
+        self._report(norm, is_applied)
+        if too_many := watch_skips(engine, math.isfinite(norm)):
+            raise too_many
+
+    def _look_around(self) -> None:
+        """See which ranks and groups there are, and keep nothing of the averaged start."""
+        engine = self._engine
+        engine.look_around()
+        for group in self.param_groups[len(self._own_groups) :]:
+            self.add_param_group(group)  # somebody gave it to the inner optimizer
+        if any(bucket.flat["residual"].numel() for bucket in engine.buckets):
+            engine.rebuild()
+            self._averages = Averages()
+
+    def _connect(self) -> None:
+        """Make anchors once there are other ranks."""
+        engine, h = self._engine, self._options
+        if engine.dense:
+            self._cancel_exchange()
+            self._anchors, h["begun"] = None, h["step"] + 1  # a round begins after this step
+            return
+        if self.offload and not engine.comm.carries(HOST):
+            raise ValueError(
+                "offload='outer' exchanges tensors in host memory, and the process group has no "
+                "backend for those: init_process_group('cpu:gloo,cuda:nccl'), or without a "
+                "backend, has one."
+            )
+        if self._anchors is None:
+            h["begun"] = max(h["begun"], h["warmup_steps"])
+            self._anchors = self._make_anchors(h, *deal(self.param_groups, h["fragments"]))
+        self._connect_outer(self._anchors, h)
+
+    def _make_anchors(self, h: Group, params: list[Tensor], fragments: list[int]) -> Anchors:
+        make_outer = self._make_outer or partial(outer_sgd, h)
+        return Anchors(params, fragments, h["fragments"], make_outer, self.offload == "outer")
+
+    def _connect_outer(self, anchors: Anchors, h: Group) -> None:
+        """Exchange anchors over the ranks there are."""
+        outer, comm = anchors.outer, self._engine.comm
+        outer.simulate = self.simulate
+        if h["delay"]:  # what runs beside training has a process group of its own
+            comm = comm.apart()
+        if outer._engine.group is not comm and not self._engine.dense:
+            outer._engine.connect_to(comm)
+            self._bytes_sent = comm.bytes_sent
+
+    def _step_inner(self) -> Turns[float]:
+        """Step the inner optimizer, unless a gradient of this rank, or of another shard of its
+        replica, is not finite, and count the step. Signals are handled afterwards.
+
+        Returns the norm of the gradients; it is finite where the step was taken.
+        """
+        engine = self._engine
+        gradients.check(engine)
+        scale = gradients.unscale(engine)
+        grads = {
+            p: local(p.grad)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
+        try:
+            norm = yield from self._gradient_norm(grads)
+        except BaseException:
+            if scale is not None:
+                gradients.scale_back(engine, scale)
+            raise
+        is_taken = math.isfinite(norm)
+        if is_taken:
+            factor = clip_factor(norm, self._options["max_grad_norm"])
+            scale_all_([*grads.values()], factor)
+        with held_back():
+            if is_taken:
+                self.base.step()
+                entries = [self.state.get(p, {}) for p in grads]
+                if counts := [entry["step"] for entry in entries if "step" in entry]:
+                    torch._foreach_add_(counts, 1)
+            for group in self._own_groups:
+                group["step"] += 1
+        return norm
+
+    def _gradient_norm(self, grads: dict[Tensor, Tensor]) -> Turns[float]:
+        """The norm over all shards of the replica; NaN where a GradScaler has found an inf."""
+        shards = self._engine.shards
+        by_copies: dict[int, list[Tensor]] = {}
+        for p, g in grads.items():
+            by_copies.setdefault(copies_of(p, shards), []).append(g)
+        norms = {n: float(torch.nn.utils.get_total_norm(gs)) for n, gs in by_copies.items()}
+        squared = sum(norm**2 / copies for copies, norm in norms.items())
+        if getattr(self, "found_inf", None):
+            squared = math.nan
+        (total,) = yield from sum_over(shards, [squared], self._engine.device)
+        return math.sqrt(total)
+
+    # Exchanges
+
+    def _synchronize(self) -> Turns[bool]:
+        """Perform and prepare what is due after a step. Returns whether an exchange was applied."""
+        h, anchors, is_applied = self._options, self._anchors, False
+        if anchors is None:
+            return False
+        t = h["step"]
+        steps = round_length(h, h["begun"] - h["warmup_steps"])
+        at, delay = t - h["begun"], delay_within(h, steps)
+        self._due |= {n for n in anchors.fragments if is_due(n, at, steps, h["fragments"])}
+        if at >= steps:
+            h.update(round=h["round"] + 1, begun=t)
+        if self._exchange is not None and (self._due or t >= (self._exchange.apply_at or 0)):
+            is_applied = yield from self._perform_sync(self._exchange)
+        if self._due:
+            share, apply_at = outer_share(h, steps), t + delay if delay else None
+            exchange = yield from self._prepare_sync(anchors, share, apply_at, h["mix"])
+            if delay:
+                exchange.turns.poll()
+            else:
+                is_applied = yield from self._perform_sync(exchange)
+        return is_applied
+
+    @torch.no_grad()
+    def _prepare_sync(
+        self, anchors: Anchors, share: float, apply_at: int | None, mix: float
+    ) -> Turns[Exchange]:
+        """Make the exchange of the fragments that are due; rate and momentum of the outer optimizer
+        have this ``share`` of their own.
+        """
+        fragments, engine = self._due, self._engine
+        try:
+            squared = anchors.set_pseudo_gradients(fragments)  # line 2
+            (squared,) = yield from sum_over(engine.shards, [squared], engine.device)
+        except BaseException:
+            anchors.cancel(fragments)
+            raise
+        if not math.isfinite(squared):
+            anchors.clear_gradients()  # this rank takes the average of the others
+        anchors.set_outer_share(share)
+        self._due = frozenset()
+        return self._begin_exchange(anchors, fragments, apply_at, mix, squared)
+
+    def _begin_exchange(
+        self,
+        anchors: Anchors,
+        fragments: frozenset[int],
+        apply_at: int | None,
+        mix: float,
+        squared: float,
+    ) -> Exchange:
+        engine = anchors.outer._engine
+        groups = anchors.groups_of(fragments)
+        step = Step(engine, engine.look_around(), anchors.exchanges + 1, groups)
+        turns = communicate(self._engine, anchors, step, squared, apply_at is not None)  # line 3
+        exchange = Exchange(anchors, fragments, apply_at, mix, squared, step, Background(turns))
+        self._exchange = exchange
+        return exchange
+
+    @torch.no_grad()
+    def _perform_sync(self, exchange: Exchange) -> Turns[bool]:
+        """Wait for an exchange, and apply it. Returns whether it was: not where the average is not
+        finite.
+
+        Where it fails, on all ranks, nothing is applied, and it is due again.
+        """
+        engine = self._engine
+        try:
+            outcome = yield from exchange.turns.finish()
+            apart = [outcome.squared, outcome.product]
+            own, product = yield from sum_over(engine.shards, apart, engine.device)
+            with held_back():
+                is_applied = self._apply(exchange, outcome.decision)
+        except BaseException as error:
+            exchange.step.undo(error)
+            self._cancel_exchange()
+            raise
+        self._exchange = None
+        if outcome.ranks > 1 and own > 0:
+            self._distances = distances(own, product, outcome.ranks)
+        if exchange.is_lost and is_applied:
+            mend_moments(self.base, exchange.tensors)
+            if not self._warned_of_loss:
+                self._warned_of_loss = True
+                warn(
+                    f"rank {engine.comm.rank} had parameters that are not finite after step "
+                    f"{engine.steps}: it took the other ranks' average, and its moments begin "
+                    "anew. Lower the learning rate, or clip (max_grad_norm=).",
+                    0,  # on this rank, whichever it is
+                )
+        return is_applied
+
+    def _apply(self, exchange: Exchange, decision: StepDecision | None) -> bool:
+        """Lines 4 and 5, as a whole."""
+        anchors, engine = exchange.anchors, self._engine
+        if decision is not None and not decision.applied:
+            exchange.step.commit(decision)  # which counts and reports what is skipped
+            anchors.cancel(exchange.fragments)
+            return False
+        sent, mix = exchange.tensors, exchange.mix
+        since = [t.moved_since() if exchange.apply_at else None for t in sent]
+        if exchange.is_lost:
+            since, mix = [None] * len(sent), 0.0
+        engine.half_step = f"the exchange before step {engine.steps + 1} was interrupted"
+        if decision is not None:
+            exchange.step.commit(decision)  # line 4
+        for t, moved in zip(sent, since, strict=True):
+            t.write_back(moved, mix)  # line 5
+            t.has_moved |= mix > 0
+        engine.half_step = ""
+        anchors.outer._engine.consolidated = None
+        anchors.clear_gradients()
+        return True
+
+    def _cancel_exchange(self) -> None:
+        """Give up the exchange on its way: it is due again."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.give_up()
+            self._due |= exchange.fragments
+
+    @torch.no_grad()
+    def end_round(self) -> None:
+        """End the running round: exchange what ranks have moved, and apply it.
+
+        Afterwards parameters are equal on all ranks: call it on all of them after the last step,
+        before an evaluation, or before the model is saved. Where they are equal nothing changes.
+
+        Raises CommunicationError when the exchange failed; it is tried again after the next step.
+        """
+        for _ in self.end_round_in_turns():
+            pass
+
+    def end_round_in_turns(self) -> Generator[Pending, None, None]:
+        h, anchors, last, is_applied = self._options, self._anchors, self._engine.stats, False
+        if anchors is None:
+            return
+        t, begun = h["step"], h["begun"]
+        if self._exchange is not None:
+            self._exchange.mix = 0.0
+            is_applied = yield from self._perform_sync(self._exchange)
+        if t > begun:
+            h.update(round=h["round"] + 1, begun=t)
+        self._due |= {moved.fragment for moved in anchors.tensors if moved.has_moved}
+        if self._due:
+            share = outer_share(h, max(1, t - begun))
+            exchange = yield from self._prepare_sync(anchors, share, None, 0.0)
+            is_applied = yield from self._perform_sync(exchange)
+        self._report(last.grad_norm, is_applied)
+        self._engine.stats.bytes_sent += last.bytes_sent
+
+    # Reports
+
+    def add_to_stats(self, stats: Stats, decision: StepDecision | None = None) -> LocalStats:
+        return with_rounds(stats, self._options, *self._distances)
+
+    def _report(self, norm: float, is_applied: bool) -> None:
+        """Renew ``stats``, after a step or the end of a round."""
+        engine, anchors, is_taken = self._engine, self._anchors, math.isfinite(norm)
+        phase = "exchanged" if is_applied else "dense" if engine.dense else "local"
+        stats = Stats(
+            step=engine.steps,
+            phase=phase if is_taken else "skipped",
+            bytes_dense=sum(bucket.dense_bytes for bucket in engine.buckets),
+            grad_norm=norm,
+            buckets=len(engine.buckets),
+            skipped=engine.stats.skipped + (not is_taken),
+            reason="" if is_taken else "non-finite gradient on this rank",
+        )
+        if anchors is not None:
+            outer = anchors.outer._engine
+            stats.bytes_sent = outer.comm.bytes_sent - self._bytes_sent
+            self._bytes_sent += stats.bytes_sent
+            stats.residual_norm = weakly(outer.residual_norm)
+        engine.stats = self.add_to_stats(stats)
+        note_open_round(self, 0 if engine.dense else engine.stats.steps_into_round)
+
+    # Groups and ranks
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group to the inner optimizer; it is a fragment of its own.
+
+        All ranks must do so at the same step.
+        """
+        super().add_param_group(param_group)
+        if self._anchors is not None and self.param_groups[-1]["params"]:
+            self._anchors.add(self.param_groups[-1]["params"])
+
+    @torch.no_grad()
+    def rebind_in_turns(
+        self, process_group: ProcessGroup | Comm | None = None
+    ) -> Generator[Pending, None, None]:
+        engine, is_new = self._engine, self._anchors is None
+        before = engine.connection.size if engine.connection else 0
+        self._cancel_exchange()
+        engine.runtime.forget()
+        engine.connect_to(process_group)
+        if (yield from self._adopt_counts()):
+            self._look_around()
+            self._connect()
+            if self._anchors is not None:
+                yield from self._rejoin(self._anchors, is_new)
+        else:
+            yield from catch_up(engine, engine.comm)
+        driver = engine if self._anchors is None else self._anchors.outer._engine
+        engine.stats.residual_norm = weakly(driver.residual_norm)
+        tell_what_is_lost(engine, before, engine.comm.size, driver.residual_norm)
+
+    def _adopt_counts(self) -> Turns[bool]:
+        """Where any rank is past the averaged start, adopt the counts of the one that is furthest.
+        Returns whether any is.
+        """
+        engine, h = self._engine, self._options
+        counts = [self._anchors is not None, h["step"], h["round"], h["begun"]]
+        message = torch.tensor(counts, dtype=torch.int64, device=engine.device)
+        is_past, *furthest = max((yield from gather_rows(message, engine.comm)).tolist())
+        for group in self._own_groups if is_past else ():
+            group.update(zip(("step", "round", "begun"), furthest, strict=True))
+        return bool(is_past)
+
+    def _rejoin(self, anchors: Anchors, is_new: bool) -> Turns[None]:
+        """Bring anchors, and parameters of ranks that are new or lack an exchange, to where those
+        of the others are. What is due on any rank is due on all.
+        """
+        outer, before = anchors.outer._engine, anchors.exchanges
+        outer.runtime.forget()
+        outer.forget_chosen()
+        yield from catch_up(outer, outer.comm, is_new)
+        if is_new or anchors.exchanges > before:
+            self._due = frozenset()
+            for t in anchors.tensors:
+                t.write_back(None, 0.0)
+                t.has_moved = False
+        fragments = sorted(anchors.fragments)
+        due = torch.tensor([n in self._due for n in fragments], device=outer.device).long()
+        due_anywhere = (yield from gather_rows(due, outer.comm)).any(0).tolist()
+        self._due = frozenset(
+            n for n, is_due in zip(fragments, due_anywhere, strict=True) if is_due
+        )
+
+    # Checkpoints
+
+    def consolidate_in_turns(self) -> Generator[Pending, None, None]:
+        """Beside residuals, what the inner optimizer keeps becomes its mean over ranks."""
+        if self._exchange is not None:
+            yield from self._exchange.turns.finish()
+        yield from super().consolidate_in_turns()
+        if self._anchors is not None:
+            yield from self._anchors.outer.consolidate_in_turns()
+            yield from average_base(self.base, self._engine.buckets, self._engine.comm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, of our own options, with the inner optimizer's under "base", and under
+        "outer" anchors, the outer optimizer's, and what is on its way. No communication.
+        """
+        saved = super().state_dict()
+        for entry in saved["state"].values() if not self.averages_gradients else ():
+            entry.pop("residual", None)
+        if self._anchors is not None:
+            saved["outer"] = self._outer_state()
+            warn_of_what_is_missing(self._engine, [self._anchors.outer._engine])
+        return saved
+
+    def _outer_state(self) -> dict[str, Any] | None:
+        if self._anchors is None:
+            return None
+        saved = {**self._anchors.state_dict(), "due": sorted(self._due), "exchange": None}
+        if self._exchange is not None:
+            saved["exchange"] = self._exchange.state_dict()
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load all of it. A checkpoint without "base" is taken for the inner optimizer's own: then
+        all begins anew.
+
+        Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
+        """
+        groups = self._groups_of(state_dict)
+        for group in groups:
+            check_counts(group)
+        saved = state_dict.get("outer")
+        h = {**self._options, **groups[0]}
+        anchors = None if saved is None else self._anchors_of(saved, h)
+        super().load_state_dict(state_dict)
+        self._take_over_anchors(anchors, saved)
+
+    def _anchors_of(self, saved: Any, h: Group) -> Anchors:
+        """Anchors as they were saved, with their outer optimizer, by the options ``h``."""
+        if isinstance(saved, list):
+            raise ValueError(
+                "loaded state dict is of LocalSteps as written by compopt 0.1.0, with an outer "
+                "optimizer for every fragment: call end_round() there, and load what its "
+                'state_dict() has under "base". Outer momentum then begins anew.'
+            )
+        params = [p for group in self.param_groups for p in group["params"]]
+        try:
+            check_saved(saved, len(params))
+            anchors = self._make_anchors(h, params, saved["fragments"])
+            self._engine.look_around()
+            self._connect_outer(anchors, h)
+            anchors.load_state_dict(saved)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(
+                f"loaded state dict has an outer optimizer that is damaged: {error!r}."
+            ) from error
+        return anchors
+
+    def _take_over_anchors(self, anchors: Anchors | None, saved: Any) -> None:
+        """Go on with anchors that were saved, and with the exchange that was on its way."""
+        self._cancel_exchange()
+        self._anchors, self._due = anchors, frozenset(saved["due"] if saved else ())
+        if anchors is not None and saved["exchange"]:
+            fragments = frozenset(saved["exchange"]["fragments"])
+            self._begin_exchange(anchors, **{**saved["exchange"], "fragments": fragments})
+
+    def _begin_anew(self) -> None:
+        for group in self._own_groups:
+            group.update(round=0, begun=0)
+        super()._begin_anew()
+
+    def _contents(self) -> dict[str, Any]:
+        outer = {"_make_outer": self._make_outer, "_outer_state": self._outer_state()}
+        return {**super()._contents(), **outer}
+
+    @torch.no_grad()
+    def _revive(self, contents: dict[str, Any], group: ProcessGroup | Comm | None) -> None:
+        contents = dict(contents)
+        saved = contents.pop("_outer_state")
+        super()._revive(contents, group)
+        if saved is not None:
+            self._take_over_anchors(self._anchors_of(saved, self._options), saved)
