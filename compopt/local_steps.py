@@ -643,6 +643,8 @@ class LocalSteps(Wrapping):
 
     def _take_over_anchors(self, anchors: Anchors | None, saved: Any) -> None:
         """Go on with anchors that were saved, and with the exchange that was on its way."""
+        if self._exchange is not None:
+            self._exchange.drain()
         self._cancel_exchange()
         self._anchors, self._due = anchors, frozenset(saved["due"] if saved else ())
         if anchors is not None and saved["exchange"]:

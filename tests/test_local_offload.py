@@ -11,7 +11,7 @@ from problems import gradients, replicas, step, weights
 from ranks import run_ranks
 
 import compopt
-from compopt._local.anchors import anchor_of
+from compopt._local.anchors import wide_copy
 
 OPTIONS = [
     {},
@@ -59,7 +59,7 @@ def test_a_frozen_layer_begins_where_it_is_when_it_is_trained(offload):
 
 def test_anchors_are_copies_though_the_parameter_is_on_the_host_already():
     p = torch.nn.Parameter(torch.ones(3))
-    assert anchor_of(p, True).data_ptr() != p.data_ptr()
+    assert wide_copy(p, on_host=True).data_ptr() != p.data_ptr()
 
 
 @pytest.mark.parametrize("saved", [None, "outer"])
@@ -97,7 +97,7 @@ def without_a_backend_for_the_host(rank):
     optimizer = compopt.LocalSteps(torch.optim.AdamW([p]), every=2, every_warmup_steps=0, offload="outer")
     asked, dist.get_backend_config = dist.get_backend_config, lambda group: "cuda:nccl"
     try:
-        p.grad = torch.ones(5)
+        p.grad = torch.full((5,), 1.0 + rank)
         with pytest.raises(ValueError, match="offload='outer' exchanges tensors in host memory"):
             optimizer.step()
     finally:

@@ -156,8 +156,12 @@ def loads_again_and_again(rank: int) -> list[tuple[int, int, int]]:
         train_on(1)
     often = open_resources()
     torch.distributed.barrier()
-    del optimizer, adamw, train_on
-    return [before, once, often, open_resources()]
+    del optimizer
+    after = open_resources()
+    p.data.fill_(1.0)
+    optimizer = compopt.LocalSteps(adamw, 4, delay=2, every_warmup_steps=0)
+    train_on(6)  # over a group of its own
+    return [before, once, often, after]
 
 
 def test_delayed_exchanges_have_one_process_group_which_goes_with_the_optimizer():

@@ -9,6 +9,7 @@ is known to about .01, whatever payloads hold of it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
 from collections.abc import Sequence
@@ -76,6 +77,13 @@ class Exchange:
         """Those that take the new anchors."""
         anchors = self.anchors
         return (anchors.within if self.is_lost else anchors.sent)(self.fragments)
+
+    def drain(self) -> None:
+        """Wait until nothing of it is on the wire: the next exchange uses the same group."""
+        with contextlib.suppress(Exception):
+            for pending in self.turns.finish():
+                if pending.in_turns:  # of ranks in one process, none of which may wait for another
+                    return
 
     def give_up(self) -> None:
         self.turns.close()
