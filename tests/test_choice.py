@@ -12,7 +12,7 @@ from test_backends import Net, loss, parameters
 import compopt
 from compopt._ops import backends, race
 from compopt._ops.native import build
-from compopt._ops.ops import Ops
+from compopt._ops.pytorch import Ops
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._engine import gradients
 from .._engine.engine import Engine
 from .._engine.signals import held_back
-from .._ops.clipping import clip_factor, scale_all_
+from .._ops.norms import clip_factor, scale_all_
 from .._state.buckets import local
 from .._wire.warning import warn
 from .fragments import Fragment

@@ -76,7 +76,7 @@ static const int8_t *read_codes(const int8_t *codes, int64_t at, int n, int64_t 
 static float most_of(const Rounding *how) { return how->bits == 8 ? 127 : 7; }
 
 // Each value of a message as codes, one a byte.
-int64_t quantise(const Piece *pieces, int64_t first, int64_t last, const Rounding *how) {
+int64_t quantize(const Piece *pieces, int64_t first, int64_t last, const Rounding *how) {
     const float most = most_of(how);
     for (const Piece *p = pieces + first; p < pieces + last; p++)
         for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++) {
@@ -111,7 +111,7 @@ int64_t mean_of_codes(const Piece *pieces, int64_t first, int64_t last, const Ro
     return -1;
 }
 
-int64_t dequantise(const Piece *pieces, int64_t first, int64_t last, int64_t bits) {
+int64_t dequantize(const Piece *pieces, int64_t first, int64_t last, int64_t bits) {
     for (const Piece *p = pieces + first; p < pieces + last; p++)
         for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++) {
             const int n = (int)smaller(ROW, p->n - a);
