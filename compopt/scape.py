@@ -72,8 +72,9 @@ CHOICES: dict[str, tuple[object, ...]] = {
 
 def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
     """Algorithm 1, one bucket, one step."""
-    h, grads, mask = bucket.group, bucket.grads(), mask_to_send(bucket)
-    shards, is_delayed = next_mask_shards(bucket, ranks), h["mask_delay"] == 1
+    mask, shards = mask_to_send(bucket), next_mask_shards(bucket, ranks)
+    h, grads = bucket.group, bucket.grads()
+    is_delayed = h["mask_delay"] == 1
     selection = ops.run("scape.selection", Selection, bucket, shards, rank) if shards else None
     if selection and not is_delayed:
         selection.select_all(grads)  # lines 10, 15

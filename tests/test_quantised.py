@@ -251,8 +251,8 @@ def test_radius_conserves_what_rounding_drops(size, backend, monkeypatch, payloa
         return commit.run(bucket, ops, mean, phase, mask, grads)
 
     monkeypatch.setattr(ops, "adamw", spy)
-    if commit := ops.fused.get("radius.commit"):
-        spied = {"radius.commit": commit._replace(run=spy_on_all)}
+    if commit := ops.fused.get("radius.update"):
+        spied = {"radius.update": commit._replace(run=spy_on_all)}
         monkeypatch.setattr(ops, "fused", {**ops.fused, **spied}, raising=False)
     phases = set()
     for _ in range(9):

@@ -19,7 +19,7 @@ from .._engine.stats import Stats
 from .._engine.when import dense_steps, ramp_of
 from .._ops.commits import moment_of_slice
 from .._ops.pytorch import Ops
-from .._state.bits import bits_at, count_shared, per_tensor
+from .._state.bits import bits_at, count_shared, per_tensor, set_all_bits_
 from .._state.buckets import Bucket
 from .._state.mask_shards import MaskShards, assemble_mask, encode_mask, shard_mask
 from .._state.masks import Mask, Tensors, bits_by_tensor, clear_mask, store_mask
@@ -162,16 +162,10 @@ def _store_current_mask(bucket: Bucket, ops: Ops, mask: Mask, mean: Payload) -> 
         if bits is not None:
             state[i].copy_(bits)
         elif held.positions[i] is not None:
-            set_all_bits(state[i], bucket.lengths[i])
+            set_all_bits_(state[i], bucket.lengths[i])
     pairs = zip(positions, state, strict=True)
     bits_of_state = [None if index is None else bits for index, bits in pairs]
     bucket.cache["mask"] = Mask(bucket, bits=bits_of_state, positions=positions)
-
-
-def set_all_bits(mask: Tensor, n: int) -> None:
-    mask.fill_(255)
-    if n % 8:
-        mask[-1] = (1 << n % 8) - 1
 
 
 def restore_masks(bucket: Bucket, decode: Callable[[Tensor, int, int | None], Tensor]) -> None:
@@ -183,7 +177,7 @@ def restore_masks(bucket: Bucket, decode: Callable[[Tensor, int, int | None], Te
     bits: Tensors = [None] * count
     for i, n in enumerate(bucket.compressed_lengths):
         if n and _has_dense_momentum(bucket, i):
-            set_all_bits(state["mask"][i], n)
+            set_all_bits_(state["mask"][i], n)
         elif n:
             bits[i] = state["mask"][i]
     bucket.cache["mask"] = Mask(bucket, bits=bits, decode=decode)
