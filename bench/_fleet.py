@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compopt._engine import peers
-from compopt._sparse.dealing import compressed_lengths, deal
 from compopt._state.bits import bits_of, set_bits_
 from compopt._state.buckets import Bucket
-from compopt._state.deal import encode
+from compopt._state.mask_shards import encode_mask, shard_mask
 from compopt._wire.comm import Comm
 from compopt._wire.pending import Pending
 from compopt._wire.requests import Agree, AllGather, AllReduceMean, BitOr, Broadcast, Commit, ReduceScatterMean, Request
@@ -124,7 +123,7 @@ class Fleet(Comm):
         return call
 
     def _with_masks(self, rows: Tensor, bucket: Bucket) -> Tensor:
-        rows[1:] = messages(compressed_lengths(bucket), self.size, bucket.group["density"])
+        rows[1:] = messages(bucket.compressed_lengths, self.size, bucket.group["density"])
         return rows
 
 
@@ -139,14 +138,14 @@ def _header_bytes(request: Request, bucket: Bucket, ranks: int) -> int:
 @lru_cache(maxsize=256)
 def messages(lengths: tuple[int, ...], ranks: int, density: float) -> Tensor:
     """What ranks 1 to N - 1 send of a bucket's mask where they choose at random, shape (N - 1, bytes)."""
-    dealt = deal(lengths, ranks, density)
-    rows = torch.empty(ranks - 1, dealt.length, dtype=torch.uint8)
-    for rank, part in enumerate(dealt.parts[1:], start=1):
-        found = [torch.randperm(p.stop - p.start)[: p.wanted].add_(p.at) for p in part.pieces]
+    shards = shard_mask(lengths, ranks, density)
+    rows = torch.empty(ranks - 1, shards.message_bytes, dtype=torch.uint8)
+    for rank, shard in enumerate(shards.shards[1:], start=1):
+        found = [torch.randperm(p.stop - p.start)[: p.k].add_(p.first_bit) for p in shard.slices]
         positions = torch.cat(found).sort().values if found else torch.empty(0, dtype=torch.int64)
-        bits = torch.zeros(part.last - part.first, dtype=torch.uint8)
+        bits = torch.zeros(shard.nbytes, dtype=torch.uint8)
         set_bits_(bits, positions)
-        rows[rank - 1] = encode(positions, bits, dealt, rank)
+        rows[rank - 1] = encode_mask(positions, bits, shards, rank)
     return rows
 
 

@@ -194,7 +194,7 @@ def _decode(rows, *_) -> int:
     return 2 * sum(size(r.message) for r in rows)
 
 
-def _quantise(cut, body, dropped, noise, place, messages, *_) -> int:
+def _quantize(cut, body, dropped, noise, place, messages, *_) -> int:
     """The numbers u stay in the device's cache. Of 4 bits each code is written, read, and written packed."""
     return size(body) + size(dropped) + size(messages) + (2 * len(body) if _[-1] == 4 else 0)
 
@@ -204,7 +204,7 @@ def _mean(cut, rank, received, dropped, noise, place, message, *_) -> int:
     return size(received) + 2 * 4 * share + size(message) + (2 * share if _[-1] == 4 else 0)
 
 
-def _dequantise(cut, gathered, body, *_) -> int:
+def _dequantize(cut, gathered, body, *_) -> int:
     return size(gathered) + size(body)
 
 
@@ -223,13 +223,13 @@ MOVED: dict[str, Callable[..., int]] = {
     ),
     "moment": _moment,
     "top_k": lambda blocks, rows: _top_k(rows),
-    "count": _count,
+    "block_offsets": _count,
     "positions": _positions,
-    "encode": lambda blocks, rows, words: _encode(rows) + size(words),
-    "decode": lambda blocks, rows, words: _decode(rows) + size(words),
-    "quantise": _quantise,
-    "mean": _mean,
-    "dequantise": _dequantise,
+    "encode_masks": lambda blocks, rows, words: _encode(rows) + size(words),
+    "decode_masks": lambda blocks, rows, words: _decode(rows) + size(words),
+    "quantize": _quantize,
+    "mean_of_codes": _mean,
+    "dequantize": _dequantize,
     "factored": _factored,
 }
 
@@ -239,7 +239,7 @@ TABLES: dict[str, Callable[..., int]] = {
     "scape_table": lambda blocks, rows: _scape(blocks, None, None, rows),
     "moment_table": lambda blocks, rows: _moment(blocks, None, rows),
     "compact_table": _compact,
-    "count_table": _count,
+    "block_offsets_table": _count,
     "top_k_table": _top_k,
     "encode_table": _encode,
     "decode_table": _decode,
@@ -254,7 +254,7 @@ def _weighed(name: str) -> Callable[..., Any]:
             tables = [x for x in args if isinstance(x, kernels.Table)]
             Counts.running.moved += by_table[tables[0]] if tables else MOVED[name](*args, **options)
             Counts.running.moved += size(options.get("squares"))
-            if tables and name in ("encode", "decode"):
+            if tables and name in ("encode_masks", "decode_masks"):
                 Counts.running.moved += size(args[-1])
         return function(*args, **options)
 
@@ -351,7 +351,7 @@ def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
             (triton.JITFunction, "run", run_kernel),
             (backends, "has_triton_driver", lambda: True),
             (triton_tables, "triton_device", lambda: DEVICE.type),
-            *[(kernels, name, _weighed(name)) for name in (*MOVED, "compact_known")],
+            *[(kernels, name, _weighed(name)) for name in (*MOVED, "compact_with_table")],
             *[(kernels, name, _weighed_table(name)) for name in TABLES],
         ]:
             stack.enter_context(mock.patch.object(target, name, new))

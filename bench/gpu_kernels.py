@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import compopt
-from compopt._ops import math
-from compopt._sparse.dealing import deal
-from compopt._state import deal as _deal
+from compopt._ops import reference
+from compopt._state.mask_shards import code_layout, shard_mask
 
 RESULTS = Path(__file__).parent / "results"
 REPEATS, SETTLE = 20, 5
@@ -49,7 +48,7 @@ def operations(n: int, device: torch.device) -> dict[str, Operation]:
     import compopt_kernels as kernels
 
     lengths = (n // 8, n // 8, n // 4, n // 2)
-    blocks = kernels.cut(lengths, device)
+    blocks = kernels.make_blocks(lengths, device)
 
     def draw(sizes=lengths) -> list[Tensor]:
         return [torch.randn(size, device=device) for size in sizes]
@@ -57,7 +56,7 @@ def operations(n: int, device: torch.device) -> dict[str, Operation]:
     def masks(density: float) -> tuple[list[Tensor], Tensor, list[int]]:
         flags = [torch.rand(size, device=device) < density for size in lengths]
         bits = [kernels.pack_bits(f) for f in flags]
-        return bits, kernels.count(blocks, bits), [int(f.sum()) for f in flags]
+        return bits, kernels.block_offsets(blocks, bits), [int(f.sum()) for f in flags]
 
     w, g, m, e = draw(), draw(), draw(), draw()
     v, flags = [x.square() for x in draw()], torch.rand(n, device=device) < 0.4
@@ -82,7 +81,7 @@ def operations(n: int, device: torch.device) -> dict[str, Operation]:
         ]
         top = [kernels.TopKRow(*row) for row in zip(lengths, sizes, e, tops, strict=True)]
         found |= {
-            f"count {density}": Operation(lambda own=own: kernels.count(blocks, own), n / 8),
+            f"block_offsets {density}": Operation(lambda own=own: kernels.block_offsets(blocks, own), n / 8),
             f"positions {density}": Operation(
                 lambda own=own, starts=starts, sizes=sizes: kernels.positions(blocks, own, starts, sizes), n / 8 + 4 * k
             ),
@@ -124,23 +123,26 @@ def codes(n: int, device: torch.device) -> dict[str, Operation]:
     """Coding one rank's range of a mask of n elements at 1 %, and decoding both ranks'."""
     import compopt_kernels as kernels
 
-    part, other = (given := deal((n,), 2, 0.01)).parts
-    coded = _deal.code_of(part)
-    flags = torch.rand(8 * (part.last - part.first), device=device) < 0.01
-    flags[flags.nonzero()[part.most :]] = False
-    bits = math.pack_bits(flags)
-    code = torch.zeros((given.length + 3) // 4, dtype=torch.int32, device=device)
+    shard, other = (shards := shard_mask((n,), 2, 0.01)).shards
+    coded = code_layout(shard)
+    flags = torch.rand(8 * shard.nbytes, device=device) < 0.01
+    flags[flags.nonzero()[shard.max_k :]] = False
+    bits = reference.pack_bits(flags)
+    code = torch.zeros((shards.message_bytes + 3) // 4, dtype=torch.int32, device=device)
     encoded = [kernels.EncodeRow(8 * len(bits), bits, 0, *coded)]
-    blocks = kernels.cut((8 * len(bits),), device)
-    kernels.encode(blocks, encoded, code)
-    message = code.view(torch.uint8)[: given.length]
+    blocks = kernels.make_blocks((8 * len(bits),), device)
+    kernels.encode_masks(blocks, encoded, code)
+    message = code.view(torch.uint8)[: shards.message_bytes]
     upper, row_bits, low = coded
-    rows = [kernels.CodeRow(upper, message, 8 * p.first, row_bits, low) for p in (part, other)]
-    words = torch.zeros((other.last + 3) // 4, dtype=torch.int32, device=device)
-    uppers = kernels.cut((upper, upper), device)
+    rows = [kernels.DecodeRow(upper, message, 8 * p.first_byte, row_bits, low) for p in (shard, other)]
+    words = torch.zeros((other.last_byte + 3) // 4, dtype=torch.int32, device=device)
+    uppers = kernels.make_blocks((upper, upper), device)
+    size = shards.message_bytes
     return {
-        "encode 0.01": Operation(lambda: kernels.encode(blocks, encoded, code), len(bits) + given.length),
-        "decode 0.01": Operation(lambda: kernels.decode(uppers, rows, words), 2 * given.length + 4 * len(words)),
+        "encode_masks 0.01": Operation(
+            lambda: kernels.encode_masks(blocks, encoded, code), len(bits) + shards.message_bytes
+        ),
+        "decode_masks 0.01": Operation(lambda: kernels.decode_masks(uppers, rows, words), 2 * size + 4 * len(words)),
     }
 
 

@@ -23,7 +23,7 @@ from _model import GPT, Batches
 from torch import Tensor
 
 from compopt._ops.native import build
-from compopt._ops.native.means import NativeMean
+from compopt._ops.native.quantization import NativeMean
 from compopt._wire.quantise import LARGEST, ROW, code_bytes, pack, quantise
 from compopt._wire.quantised_mean import QuantisedMean
 from compopt._wire.requests import Payload

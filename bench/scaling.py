@@ -33,9 +33,9 @@ from bytes import SIZES as SHAPES
 from bytes import gpt
 
 import compopt
-from compopt._ops.math import kept
-from compopt._sparse.dealing import compressed_lengths, deal_at
+from compopt._sparse.scape_masks import mask_shards_at
 from compopt._state.buckets import is_compressed
+from compopt._state.masks import selection_size
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = {"1M": (4, 128, 256, 64), "10M": SHAPES["10M"], "124M": SHAPES["124M"]}
@@ -101,7 +101,7 @@ def unions(ranks: int) -> float:
                 if len(bits):
                     with torch.no_grad():
                         bits |= next(optimizer.algorithm(bucket)).tensor  # what it asks the ranks for first: their or
-        lengths = [sum(compressed_lengths(bucket)) for bucket in optimizer._buckets]
+        lengths = [sum(bucket.compressed_lengths) for bucket in optimizer._buckets]
     counts = [int(sum((bits >> n & 1).sum() for n in range(8))) for bits in found]
     return sum(counts) / sum(lengths)
 
@@ -149,10 +149,10 @@ def measure(method: str, size: str, ranks: int, limit: float) -> dict | None:
 
 def examined(method: str, optimizer: torch.optim.Optimizer, ranks: int) -> int:
     """Elements among which rank 0 selects in the last step."""
-    compressed = sum(sum(compressed_lengths(bucket)) for bucket in optimizer._buckets)
+    compressed = sum(sum(bucket.compressed_lengths) for bucket in optimizer._buckets)
     if method.startswith("Scape"):
-        deals = [deal_at(bucket, bucket.group["step"] + 1, ranks) for bucket in optimizer._buckets]
-        return sum(piece.stop - piece.start for d in deals if d for piece in d.parts[0].pieces)
+        shards = [mask_shards_at(bucket, bucket.group["step"] + 1, ranks) for bucket in optimizer._buckets]
+        return sum(piece.stop - piece.start for s in shards if s for piece in s.shards[0].slices)
     return compressed if method.startswith("Tagc") or method.endswith("resample") else 0
 
 
@@ -165,7 +165,7 @@ def formula(method: str, size: str, ranks: int) -> dict:
     if method.startswith("PowerSGD"):
         handed, crosses = (size := 4 * sum(4 * sum(p.shape) for p in matrices)), ring * size
     else:
-        handed = 8 * sum(kept(0.01, p.numel()) for p in matrices)
+        handed = 8 * sum(selection_size(0.01, p.numel()) for p in matrices)
         crosses = (ranks - 1) * handed
     row = dict.fromkeys(("sent", "received"), round(crosses + ring * dense))
     row |= {"handed": handed + dense, "payload": handed + dense, "parameters": n}

@@ -23,7 +23,7 @@ from ._engine.base import CompressedOptimizer
 from ._engine.face import Group
 from ._engine.options import check_adams, check_compress, take_torchs
 from ._ops.commits import count_steps
-from ._ops.ops import Ops
+from ._ops.pytorch import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._wire.comm import ProcessGroup
@@ -32,20 +32,20 @@ from ._wire.requests import Agree, AllReduceMean, Asking, Payload
 
 def adams(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Equation 2, one bucket, one step."""
-    sent = ops.pack(bucket, bucket.grads(), negate=bucket.group["maximize"])
+    sent = ops.encode(bucket, bucket.grads(), negate=bucket.group["maximize"])
     mean = yield AllReduceMean(sent)
     yield Agree(mean, "dense")  # from here on state changes
-    yield from ops.commit("adams.commit", commit, bucket, mean)
+    yield from ops.run_batched("adams.update", update, bucket, mean)
 
 
-def commit(bucket: Bucket, ops: Ops, mean: Payload) -> None:
-    """v, m and w of every tensor that has a gradient on any rank."""
+def update(bucket: Bucket, ops: Ops, mean: Payload) -> None:
+    """Update v, m and w of every tensor with a gradient on any rank."""
     h, m, step = bucket.group, bucket.state["exp_avg"], bucket.state["step"]
     present = bucket.present(mean)
     count_steps(step, present)
     for i, (w, is_present) in enumerate(zip(bucket.weights, present, strict=True)):
         if is_present:
-            average = ops.expand(mean.parts[i], None, w)
+            average = ops.decode(mean.parts[i], None, w)
             ops.adams(h, w, average, m[i], step[i])
             bucket.publish(i)
 

@@ -22,8 +22,8 @@ from ._engine.averages import Averages
 from ._engine.face import Group
 from ._engine.options import check_compress, check_payload, ignore_capturable
 from ._engine.wrapping import Wrapping
-from ._ops.clipping import clip_factor, scale_all_
-from ._ops.ops import Ops
+from ._ops.norms import clip_factor, scale_all_
+from ._ops.pytorch import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._wire.comm import ProcessGroup
@@ -36,7 +36,7 @@ def average(bucket: Bucket, ops: Ops, averages: Averages) -> Asking[None]:
     rounds = bucket.rounds
     residual: list[Tensor | None] = [*bucket.state["residual"]]
     owed = residual if rounds or bucket.owes else None
-    sent = ops.pack(bucket, bucket.grads(), add=owed)  # lines 1 and 2
+    sent = ops.encode(bucket, bucket.grads(), add=owed)  # lines 1 and 2
     mean = yield AllReduceMean(sent)  # line 3
     norm = yield Agree(mean, "rounded" if rounds else "dense")
 

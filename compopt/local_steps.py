@@ -60,7 +60,7 @@ from ._local.rounds import (
     round_length,
     with_rounds,
 )
-from ._ops.clipping import clip_factor, scale_all_
+from ._ops.norms import clip_factor, scale_all_
 from ._state.buckets import Bucket, local
 from ._state.devices import HOST
 from ._state.layouts import Dense, Layout, Prefix

@@ -27,6 +27,7 @@ is undefined until T divides t), all ranks use rank 0's mask (equal by construct
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -37,23 +38,12 @@ from ._engine.base import CompressedOptimizer
 from ._engine.face import Group
 from ._engine.options import check_adam, check_compression, require, take_torchs
 from ._engine.when import chosen, dense_steps
-from ._ops.clipping import clip_factor, scale_
-from ._ops.commits import count_steps, update_size
-from ._ops.math import kept
-from ._ops.ops import Ops
-from ._sparse.dealing import values_kept
-from ._sparse.resampling import (
-    forget_mask,
-    forget_sent,
-    held_back,
-    keep_mask,
-    keep_where_absent,
-    restore,
-    settled,
-)
+from ._ops.commits import count_steps, update_magnitudes
+from ._ops.norms import clip_factor, scale_
+from ._ops.pytorch import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Dense, Layout
-from ._state.masks import Mask, Tensors
+from ._state.masks import Mask, Tensors, selection_size, sizes_at_density
 from ._wire.comm import ProcessGroup
 from ._wire.dtypes import PayloadDtype
 from ._wire.requests import Agree, AllReduceMean, Asking, Broadcast, Payload
@@ -61,81 +51,128 @@ from ._wire.requests import Agree, AllReduceMean, Asking, Broadcast, Payload
 
 def radius(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Algorithm 1, one bucket, one step."""
-    grads = bucket.grads()
-    phase = phase_of(bucket)
+    phase, grads = phase_of(bucket), bucket.grads()  # lines 3, 7, 12
     mask = bucket.cache["mask"] if phase == "sparse" else Mask(bucket)
-    owed, scale = held_back(bucket, ops, phase)
-    sent = ops.pack(bucket, grads, mask, owed, scale)  # lines 8, 13
+    residuals, scale = residuals_to_send(bucket, ops, phase)
+    sent = ops.encode(bucket, grads, mask, residuals, scale)  # lines 8, 13
     mean = yield AllReduceMean(sent)  # lines 4, 9, 14
-    # One norm, one decision, over all buckets and ranks; from here on state changes.
-    norm = yield Agree(mean, phase)
-    clip(bucket, mean, norm)  # line 20
-    masks = yield from ops.commit(
-        "radius.commit",  # lines 10, 15, 16 and 21 to 25
-        commit,
-        bucket,
-        mean,
-        phase,
-        mask,
-        grads,
-    )
-    settled(bucket, mean, phase)
+    norm = yield Agree(mean, phase)  # from here on state changes
+    scale_(mean.body, clip_factor(norm, bucket.group["max_grad_norm"]))  # line 20
+    # lines 10, 15, 16 and 21 to 25
+    masks = yield from ops.run_batched("radius.update", update, bucket, mean, phase, mask, grads)
+    note_residuals(bucket, mean, phase)
     if phase == "resample":
-        masks, sizes = keep_where_absent(bucket, mean, masks)
-        forget_mask(bucket)
-        # Line 22: sent behind the commit, awaited by the next step.
-        bits = yield Broadcast(torch.cat(masks), confirm=True)
-        keep_mask(bucket, ops, bits, sizes)
+        yield from broadcast_mask(bucket, ops, mean, masks)  # line 22
 
 
 def phase_of(bucket: Bucket) -> str:
-    """Lines 3, 7 and 12: what the coming step is."""
+    """Return what the coming step is (lines 3, 7 and 12)."""
     h, t = bucket.group, bucket.group["step"] + 1
     if t < dense_steps(bucket) or not any(bucket.compressed):
         return "dense"
     return "resample" if "mask" not in bucket.cache or t % h["interval"] == 0 else "sparse"
 
 
-def clip(bucket: Bucket, mean: Payload, norm: float) -> None:
-    """Line 20."""
-    if bucket.group["max_grad_norm"] is not None:
-        scale_(mean.body, clip_factor(norm, bucket.group["max_grad_norm"]))
+def residuals_to_send(
+    bucket: Bucket, ops: Ops, phase: str
+) -> tuple[Iterator[Tensor | None] | None, float]:
+    """Return the residuals that this step sends, if any, and the factor on them (line 8).
+
+    A resample step sends them, and a dense one that follows sparse ones (the warm-up was
+    prolonged). Every step sends them where payloads are rounded: there they hold the rounding
+    errors.
+    """
+    if not (phase == "resample" or bucket.rounds or (phase == "dense" and bucket.owes)):
+        return None, 1.0
+    clear_sent(bucket, ops)
+    scale = bucket.group["residual_scale"] if phase == "resample" else 1.0
+    return bucket.each("residual"), scale
 
 
-def commit(
+def update(
     bucket: Bucket, ops: Ops, mean: Payload, phase: str, mask: Mask, grads: Tensors
 ) -> list[Tensor]:
-    """Lines 10, 15, 16 and 21 to 25 for every tensor that has a gradient on any rank; returns line
-    22's masks.
+    """Do lines 10, 15, 16 and 21 to 25 for every tensor with a gradient on any rank; return the
+    masks of line 22.
     """
     h, state, masks, weights = bucket.group, bucket.state, [], bucket.weights
-    rounds = mean.dropped is not None
+    rounds, present = mean.dropped is not None, bucket.present(mean)
     residuals = iter(state["residual"])
     if rounds or phase != "dense":
         residuals = bucket.each("residual", write=True)
-    present = bucket.present(mean)
     count_steps(state["step"], present)
     for i, (is_present, residual) in enumerate(zip(present, residuals, strict=True)):
-        index, resample = mask.positions[i], phase == "resample" and bucket.compressed[i]
+        index, resamples = mask.positions[i], phase == "resample" and bucket.compressed[i]
         g, w, step = grads[i], weights[i], state["step"][i]
         m, v = state["exp_avg"][i], state["exp_avg_sq"][i]
-        before = w.clone() if resample else w
+        before = w.clone() if resamples else w
         if is_present:
-            average = ops.expand(mean.parts[i], index, w)  # line 15
+            average = ops.decode(mean.parts[i], index, w)  # line 15
             ops.adamw(h, w, average, m, v, step)  # lines 21, 25
             if index is not None and g is not None:
                 residual.add_(g)  # line 16
             if bucket.compressed[i] and rounds:
-                ops.put(residual, index, mean.dropped_parts[i])
-            elif resample:
+                ops.write_at(residual, index, mean.dropped_parts[i])
+            elif resamples:
                 residual.zero_()  # line 10
             elif index is not None and g is not None:
-                bucket.cache["sent"] = True  # what was sent is taken off again by forget_sent
+                bucket.cache["sent"] = True  # line 16, "0 on the mask": clear_sent does it
             bucket.publish(i)
-        if resample:
-            u = update_size(h, before, m, v, step)
-            masks.append(ops.top_k(u, kept(h["density"], w.numel())))  # line 22
+        if resamples:
+            u = update_magnitudes(h, before, m, v, step)
+            masks.append(ops.top_k_mask(u, selection_size(h["density"], w.numel())))  # line 22
     return masks
+
+
+def clear_sent(bucket: Bucket, ops: Ops) -> None:
+    """Set residuals to 0 on the mask (line 16): once before they are read, for all sparse steps
+    that shared this mask.
+    """
+    if not bucket.cache.get("sent", False):
+        return
+    residuals, mask = bucket.each("residual", write=True), bucket.cache["mask"]
+    for residual, index in zip(residuals, mask.positions, strict=True):
+        if index is not None:
+            ops.clear_at(residual, index)
+    bucket.cache["sent"] = False  # last: an interrupted call is repeated
+
+
+def note_residuals(bucket: Bucket, mean: Payload, phase: str) -> None:
+    """Note whether any residual is left, beside rounding errors; a dense step has sent them all."""
+    present = bucket.present(mean)
+    if phase == "dense" and bucket.owes and not bucket.rounds:
+        for residual, is_present in zip(bucket.each("residual", write=True), present, strict=True):
+            if is_present and residual is not None:
+                residual.zero_()
+    bucket.cache["owes"] = phase == "sparse" or (bucket.owes and not all(present))
+
+
+def broadcast_mask(bucket: Bucket, ops: Ops, mean: Payload, masks: list[Tensor]) -> Asking[None]:
+    """Make rank 0's new mask that of all ranks (line 22); the next step waits for it.
+
+    A tensor without a gradient on any rank keeps its mask: its residual is 0 on that one, and not
+    on a new one.
+    """
+    state, present = bucket.state["mask"], bucket.present(mean)
+    sizes: list[int | None] = [*sizes_at_density(bucket, bucket.group["density"])]
+    new, compressed = [], [i for i, c in enumerate(bucket.compressed) if c]
+    for i, bits in zip(compressed, masks, strict=True):
+        keeps = not present[i] and bool(state[i].any())
+        new.append(state[i].clone() if keeps else bits)
+        sizes[i] = None if keeps else sizes[i]
+    # until the new mask has arrived the bucket has none
+    bucket.cache.pop("mask", None)
+    bucket.flat["mask"].zero_()
+    flat = yield Broadcast(torch.cat(new), confirm=True)
+    bucket.flat["mask"].copy_(flat)
+    bucket.cache["mask"] = Mask(bucket, bits=state, sizes=sizes, decode=ops.positions)
+
+
+def restore_mask(bucket: Bucket, ops: Ops) -> None:
+    """Take the mask from the bucket's state, which was loaded, if it has one."""
+    bits = bucket.state["mask"]
+    if any(bucket.compressed) and all(b is None or not b.numel() or b.any() for b in bits):
+        bucket.cache["mask"] = Mask(bucket, bits=bits, decode=ops.positions)
 
 
 class RadiusAdamW(CompressedOptimizer):
@@ -270,12 +307,12 @@ class RadiusAdamW(CompressedOptimizer):
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
         """On average: a resample step is dense."""
         interval: int = bucket.group["interval"]
-        sparse = sum(values_kept(bucket, bucket.group["density"]))
+        sparse = sum(sizes_at_density(bucket, bucket.group["density"]))
         return sparse + (bucket.numel - sparse) / interval
 
     def tidy(self, bucket: Bucket) -> None:
-        forget_sent(bucket, self.ops)
+        clear_sent(bucket, self.ops)
 
     def restore(self, bucket: Bucket) -> None:
         bucket.cache.clear()
-        restore(bucket, self.ops)
+        restore_mask(bucket, self.ops)

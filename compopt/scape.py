@@ -35,58 +35,84 @@ from torch.optim.optimizer import ParamsT
 from ._engine.base import CompressedOptimizer
 from ._engine.decision import StepDecision
 from ._engine.face import Group
-from ._engine.options import check_adams, check_compression, require, take_torchs
+from ._engine.options import check_adams, check_compression, check_steps, require, take_torchs
 from ._engine.stats import Stats
 from ._engine.turns import Turns
 from ._engine.weakly import weakly
 from ._engine.when import chosen
-from ._ops.commits import keep_absent
-from ._ops.moment import own_x
-from ._ops.ops import Ops
-from ._sharded.scape import fold_common, sharded_scape
-from ._sparse.dealing import deal_now, make_room, mask_now, mask_values, restore, values_kept
-from ._sparse.momentum import clip, make_x, update
-from ._sparse.options import OFFLOADS, check_scape
-from ._sparse.selection import Selection, keep_masks
-from ._sparse.stats import ScapeStats, overlaps, scape_stats, shared_of
+from ._ops.commits import gradient_weight, keep_absent_momenta, moment_of_slice
+from ._ops.norms import clip_factor, scale_
+from ._ops.pytorch import Ops
+from ._sharded.scape import add_common_residual, sharded_scape
+from ._sparse.scape_masks import (
+    ScapeStats,
+    Selection,
+    count_overlaps,
+    exchange_masks,
+    mask_to_send,
+    mask_values,
+    next_mask_shards,
+    overlap_share,
+    restore_masks,
+    scape_stats,
+)
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Dense, Layout, OnMask, Scalar, Sharded
-from ._state.masks import Mask
+from ._state.masks import Mask, sizes_at_density
 from ._wire.comm import ProcessGroup
-from ._wire.dtypes import PayloadDtype
+from ._wire.dtypes import PayloadDtype, bits_of
 from ._wire.requests import Agree, AllGather, AllReduceMean, Asking, Payload
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "mask_delay": (0, 1),
+    "selection": ("sampled", "exact"),
+    "clip": ("consistent", "scape"),
+}
 
 
 def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
     """Algorithm 1, one bucket, one step."""
+    mask, shards = mask_to_send(bucket), next_mask_shards(bucket, ranks)
     h, grads = bucket.group, bucket.grads()
-    delayed = h["mask_delay"] == 1
-    deal = deal_now(bucket, ranks)
-    selection = ops.run("scape.selection", Selection, bucket, deal, rank) if deal else None
-    mask = mask_now(bucket)
-    if selection and not delayed:
-        selection.take(grads)  # lines 10, 15
-        rows = yield AllGather(selection.message())
-        mask = selection.found(rows)
-    sent = ops.pack(  # line 10
-        bucket,
-        grads,
-        mask,
-        add=bucket.each("residual"),
-        scale=1 / (1 - h["betas"][0]),
-        negate=h["maximize"],
-    )
+    is_delayed = h["mask_delay"] == 1
+    selection = ops.run("scape.selection", Selection, bucket, shards, rank) if shards else None
+    if selection and not is_delayed:
+        selection.select_all(grads)  # lines 10, 15
+        messages = yield AllGather(selection.encode())
+        mask = selection.assemble(messages)
+    residuals, scale = bucket.each("residual"), 1 / (1 - h["betas"][0])
+    sent = ops.encode(bucket, grads, mask, residuals, scale, negate=h["maximize"])  # line 10
     mean = yield AllReduceMean(sent)  # line 14
     norm = yield Agree(mean, mask.phase)  # from here on state changes
-    factor = clip(bucket, mean, norm)  # line 18
-    old = make_room(bucket, mean, mask)
-    next_selection = selection if delayed else None
+    factor = clip_average(bucket, mean, norm)  # line 18
+    old = resize_momenta(bucket, mean, mask)
+    to_select = selection if is_delayed else None
     # lines 10, 11 and 15 to 21
-    yield from ops.commit("scape.commit", commit, bucket, mean, mask, old, factor, next_selection)
-    yield from keep_masks(bucket, ops, mask, mean, selection)  # line 15: gathered meanwhile
+    yield from ops.run_batched("scape.update", update, bucket, mean, mask, old, factor, to_select)
+    yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 15
 
 
-def commit(
+def clip_average(bucket: Bucket, mean: Payload, norm: float) -> float:
+    """Clip the average (line 18); return the factor on G in v alone, which ``clip="scape"`` asks
+    for.
+    """
+    h = bucket.group
+    factor = clip_factor(norm, h["max_grad_norm"])
+    if h["clip"] == "scape":
+        return factor
+    scale_(mean.body, factor)
+    return 1.0
+
+
+def resize_momenta(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
+    """Allocate momenta as large as the mask, contents undefined; return those before this step."""
+    old = bucket.state["exp_avg"]
+    rows = zip(bucket.present(mean), mask.sizes, bucket.sizes["exp_avg"], strict=True)
+    bucket.resize("exp_avg", [size if is_present else held for is_present, size, held in rows])
+    return old
+
+
+def update(
     bucket: Bucket,
     ops: Ops,
     mean: Payload,
@@ -95,35 +121,96 @@ def commit(
     factor: float,
     selection: Selection | None,
 ) -> None:
-    """Lines 10, 11 and 15 to 21, for every tensor that has a gradient on any rank; the others stay
-    as they are.
+    """Do lines 10, 11 and 15 to 21 for every tensor with a gradient on any rank; leave the others.
 
-    ``old`` are the momenta of before, where they were held.
+    ``old``: the momenta before this step, on the mask of the step before.
     """
-    state, grads, held = bucket.state, bucket.grads(), bucket.cache["mask"]
-    keep_absent(old, state["exp_avg"], bucket.present(mean))
+    h, state, grads = bucket.group, bucket.state, bucket.grads()
+    held, present = bucket.cache["mask"].positions, bucket.present(mean)
+    keep_absent_momenta(old, state["exp_avg"], present)
     residuals, weights = bucket.each("residual", write=True), bucket.each_weight()
-    streamed = zip(bucket.present(mean), residuals, weights, strict=True)
-    for i, (here, e, w) in enumerate(streamed):
-        piece = selection.pieces.get(i) if selection else None
-        if not here and selection and piece:
-            selection.choose(i, own_x(bucket, i, piece, None))
-        if not here:
+    for i, (is_present, e, w) in enumerate(zip(present, residuals, weights, strict=True)):
+        piece = selection.slices.get(i) if selection else None
+        if not is_present:
+            if selection and piece:
+                selection.select(i, moment_of_slice(bucket, i, piece, None))
             continue
         index, m, step = mask.positions[i], old[i], state["step"][i]
         step += 1
         if e is not None:
-            e, wanted = e.view(-1), index is not None or piece is not None
-            was, owed = held.positions[i], bucket.cache["owed"][i]
-            m = make_x(bucket.group, e, grads[i], was, m, index, wanted, owed)  # line 10
-        if selection and piece:
-            selection.choose(i, e[piece.start : piece.stop])  # line 15
+            e = e.view(-1)
+            if index is not None or piece or held[i] is not None:
+                on_mask = bucket.cache["residual_on_mask"][i]
+                m = accumulate_x(h, e, grads[i], m, held[i], index, on_mask)  # line 10
+            if selection and piece:
+                selection.select(i, e[piece.start : piece.stop])  # line 15
+            e.zero_() if index is None else ops.clear_at(e, index)  # line 11
         m = state["exp_avg"][i].copy_(m)
-        update(bucket.group, ops, e, w, index, mean.parts[i], m, step, factor)
+        update_weights(h, ops, w, m, index, mean.parts[i], step, factor)
         if e is not None and mean.dropped is not None:
-            # Add the rounding error of what was sent back to the residual, which is 0 there.
-            ops.put(e, index, mean.dropped_parts[i].mul_(1 - bucket.group["betas"][0]))
+            # The residual is 0 on the mask: the rounding error goes there.
+            ops.write_at(e, index, mean.dropped_parts[i].mul_(1 - h["betas"][0]))
         bucket.publish(i, w)
+
+
+def accumulate_x(
+    h: Group,
+    e: Tensor,
+    g: Tensor | None,
+    m: Tensor,
+    held: Tensor | None,
+    index: Tensor | None,
+    residual_on_mask: bool,
+) -> Tensor:
+    """Turn the residual e of a tensor, flat, into line 10's x; return the momentum at ``index``
+    (None: everywhere).
+
+    ``m`` is the momentum at ``held``, where e is 0 unless there is a ``residual_on_mask``.
+    """
+    beta1: float = h["betas"][0]
+    if held is None:
+        old = m if index is None else m.index_select(0, index)
+        e.add_(m, alpha=beta1)
+    else:
+        held, rest = held.long(), None
+        if residual_on_mask:
+            rest = e.index_select(0, held)
+            e.index_fill_(0, held, 0)
+        # With m in it for a moment, e tells the momentum anywhere.
+        before = e.clone() if index is None else e.index_select(0, index)
+        e.scatter_(0, held, m)
+        old = (e if index is None else e.index_select(0, index)).sub(before)
+        e.scatter_(0, held, beta1 * m if rest is None else rest.add_(m, alpha=beta1))
+    if g is not None:
+        e.view(g.shape).add_(g, alpha=gradient_weight(h))
+    return old
+
+
+def update_weights(
+    h: Group,
+    ops: Ops,
+    w: Tensor,
+    m: Tensor,
+    index: Tensor | None,
+    g: Tensor,
+    step: Tensor,
+    factor: float,
+) -> None:
+    """Do lines 16 to 21 for one tensor: AdamS with the average ``g`` at ``index`` (None:
+    everywhere); off it weights only decay.
+
+    ``factor`` multiplies g in v alone.
+    """
+    if index is None:
+        return ops.adams(h, w, ops.decode(g, None, w), m.view(w.shape), step, factor)
+    if h["weight_decay"]:
+        w.mul_(1 - float(h["lr"]) * h["weight_decay"])
+    flat = w.reshape(-1)  # a copy where w is not contiguous
+    selected = flat.index_select(0, index)
+    ops.adams(h, selected, g.to(w.dtype), m, step, factor, decay=False)
+    flat.scatter_(0, ops.as_int64(index), selected)
+    if not w.is_contiguous():
+        w.copy_(flat.view(w.shape))
 
 
 class ScapeAdamS(CompressedOptimizer):
@@ -210,7 +297,8 @@ class ScapeAdamS(CompressedOptimizer):
         offload: Literal["residual", "all"] | None = None,
     ):
         take_torchs(amsgrad, foreach, capturable, differentiable, fused)
-        require(offload in OFFLOADS, "offload", offload, "None, 'residual' or 'all'")
+        choices = (None, "residual", "all")
+        require(offload in choices, "offload", offload, "None, 'residual' or 'all'")
         self.sharded, self.offload = sharded, offload
         defaults = dict(
             lr=lr,
@@ -235,7 +323,18 @@ class ScapeAdamS(CompressedOptimizer):
     def check_group(self, group: Group) -> None:
         check_adams(group)
         check_compression(group)
-        check_scape(group, self.sharded)
+        require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
+        check_steps(group, "density_warmup_steps")
+        for name, choices in CHOICES.items():
+            words = " or ".join(map(repr, choices))
+            require(group[name] in choices, name, group[name], words)
+        if self.sharded:
+            require(
+                bits_of(group["payload_dtype"]) is None,
+                "payload_dtype",
+                group["payload_dtype"],
+                "None or a floating-point dtype where state is sharded",
+            )
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         momentum: dict[str, Layout] = {"exp_avg": OnMask(dtype, "mask")}
@@ -255,26 +354,26 @@ class ScapeAdamS(CompressedOptimizer):
         return scape_stats(stats, self._buckets, decision.applied, ranks, overlap)
 
     def _mask_overlap(self) -> float:
-        return shared_of(self.mask_overlaps())
+        return overlap_share(self.mask_overlaps())
 
     def mask_overlaps(self) -> dict[str, tuple[int, int]]:
-        """For each compressed tensor, by name: elements that its newest mask shares with the one
-        before, and all of it.
+        """Return for each compressed tensor, by name, how many elements its newest mask shares with
+        the one before, and how many it has.
 
-        The newest mask is the next step's with ``mask_delay=1``. Tensors that have had no two masks
-        are left out.
+        With ``mask_delay=1`` the newest mask is the next step's. Tensors that have not had two
+        masks are left out.
         """
         self._runtime.tails.settle()
-        return {name: pair for b in self._buckets for name, pair in overlaps(b).items()}
+        return {name: pair for b in self._buckets for name, pair in count_overlaps(b).items()}
 
     def consolidate_in_turns(self) -> Turns[None]:
-        """Residuals become their mean, and each rank's own guesses where to look for a threshold
-        are forgotten: a run resumed from one rank's checkpoint selects as the run that went on.
+        """Replace residuals by their mean, and drop each rank's guesses of thresholds: a run that
+        resumes from one rank's checkpoint then selects as the run that went on.
         """
         yield from super().consolidate_in_turns()
         for bucket in self._buckets:
             bucket.flat["threshold"].zero_()
-            fold_common(bucket)
+            add_common_residual(bucket)
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         if self.sharded:
@@ -282,10 +381,10 @@ class ScapeAdamS(CompressedOptimizer):
         return scape(bucket, self.ops, self.comm.rank, self.comm.size)
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
-        values = sum(values_kept(bucket, bucket.group["density"]))
+        values = sum(sizes_at_density(bucket, bucket.group["density"]))
         gathered = values / ranks if self.sharded else 0  # updated parameters
         return values + gathered + mask_values(bucket, ranks)
 
     def restore(self, bucket: Bucket) -> None:
         bucket.cache.clear()
-        restore(bucket, self.ops.positions)
+        restore_masks(bucket, self.ops.positions)

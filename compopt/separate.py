@@ -47,7 +47,7 @@ from ._lowrank.options import check_said, resolved
 from ._lowrank.projecting import Group, Projecting
 from ._lowrank.step import Projections
 from ._ops.commits import count_steps
-from ._ops.ops import Ops
+from ._ops.pytorch import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._wire.comm import ProcessGroup
@@ -76,7 +76,7 @@ def separate(
     factor = projections.factor(norm)
     present = bucket.present(mean)
     if isinstance(base, AdamW) and projections.are_factors:
-        yield from projections.ops.commit(  # lines 4 and 5
+        yield from projections.ops.run_batched(  # lines 4 and 5
             "separate.commit", commit, bucket, mean, projections, base, present, factor
         )
     else:

@@ -43,20 +43,20 @@ from ._engine.inside import Inside, applied, check_inside, is_inside
 from ._engine.options import check_adam, check_compression, require, take_torchs
 from ._engine.stats import Stats
 from ._engine.when import chosen, dense_steps
-from ._ops.clipping import clip_factor
-from ._ops.ops import Ops
+from ._ops.norms import clip_factor
+from ._ops.pytorch import Ops
 from ._sharded.adamw import commit, gather, updated
 from ._sharded.choice import ATTENTION, is_pattern
 from ._sharded.inside import averaged, keep_unsent, parcel_of
 from ._sharded.stats import tagc_stats
 from ._sharded.updates import UpdateDtype, check_gathers, check_updates
 from ._sparse.codes import CODES
-from ._sparse.dealing import compressed_lengths, values_kept
 from ._sparse.rows import CodedRows, Rows
 from ._sparse.sparsify import sparsify
 from ._sparse.union import union_of
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Sharded, Unsharded
+from ._state.masks import sizes_at_density
 from ._wire.comm import ProcessGroup
 from ._wire.dtypes import PayloadDtype, bits_of, bytes_of_value
 from ._wire.requests import Agree, Asking, BitOr, Commit, ReduceScatterMean
@@ -278,12 +278,12 @@ class TagcAdamW(CompressedOptimizer):
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
         """The union, were the ranks' choices independent; the index, and the parameters back."""
         union = 1 - bucket.group["sparsity"] ** ranks
-        compressed = sum(compressed_lengths(bucket))
+        compressed = sum(bucket.compressed_lengths)
         back = bucket.numel / ranks if self.sharded else 0.0  # else FSDP gathers them
         if rounded := bucket.group["update_dtype"]:
             payload = bytes_of_value(bucket.group["payload_dtype"], bucket.grad_dtype)
             back *= bytes_of_value(rounded, bucket.grad_dtype) / payload
-        return sum(values_kept(bucket, union)) + compressed / 32 + back
+        return sum(sizes_at_density(bucket, union)) + compressed / 32 + back
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         if self.inside is not None:
@@ -292,5 +292,5 @@ class TagcAdamW(CompressedOptimizer):
                 (one.count for one in self.inside.of_step.values()),
             )
         counts = [bucket.cache.get("counts", (None, 0)) for bucket in self._buckets]
-        lengths = [sum(compressed_lengths(bucket)) for bucket in self._buckets]
+        lengths = [sum(bucket.compressed_lengths) for bucket in self._buckets]
         return tagc_stats(stats, ((n, *c) for n, c in zip(lengths, counts, strict=True)))

@@ -21,12 +21,11 @@ from torch import Tensor
 from compopt._engine.base import CompressedOptimizer
 from compopt._engine.options import check_adam, check_compression, require
 from compopt._engine.when import dense_steps
-from compopt._ops.clipping import clip_factor
-from compopt._ops.math import kept
-from compopt._ops.ops import Ops
+from compopt._ops.norms import clip_factor
+from compopt._ops.pytorch import Ops
 from compopt._state.buckets import Bucket
 from compopt._state.layouts import Dense, Layout
-from compopt._state.masks import Mask
+from compopt._state.masks import Mask, selection_size
 from compopt._wire.comm import ProcessGroup
 from compopt._wire.dtypes import PayloadDtype
 from compopt._wire.requests import Agree, AllReduceMean, Asking
@@ -38,7 +37,7 @@ def randomk(bucket: Bucket, ops: Ops) -> Asking[None]:
     t = h["step"] + 1
     dense = t <= dense_steps(bucket) or not any(bucket.compressed)
     mask = Mask(bucket) if dense else draw(bucket, t)  # line 1
-    sent = ops.pack(bucket, grads, mask, add=state["residual"])  # line 2
+    sent = ops.encode(bucket, grads, mask, add=state["residual"])  # line 2
     mean = yield AllReduceMean(sent)  # line 3
     norm = yield Agree(mean, "dense" if dense else "sparse")
     # From here on state may change.
@@ -49,10 +48,10 @@ def randomk(bucket: Bucket, ops: Ops) -> Asking[None]:
         e, g, at, part = state["residual"][i], grads[i], mask.positions[i], mean.parts[i]
         if e is not None:  # of a compressed tensor, line 5
             e.add_(0 if g is None else g)
-            ops.put(e, at, mean.dropped_parts[i] if mean.dropped_parts else torch.zeros_like(part))
+            ops.write_at(e, at, mean.dropped_parts[i] if mean.dropped_parts else torch.zeros_like(part))
         w, m, v, step = bucket.weight(i), state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
         step += 1
-        ops.adamw(h, w, ops.expand(part, at, w), m, v, step)  # line 6
+        ops.adamw(h, w, ops.decode(part, at, w), m, v, step)  # line 6
         bucket.publish(i)
 
 
@@ -62,7 +61,7 @@ def draw(bucket: Bucket, t: int) -> Mask:
     for i in (i for i, compressed in enumerate(bucket.compressed) if compressed):
         n, words = bucket.lengths[i], (bucket.group["seed"], t, bucket.index, i)
         random = torch.Generator().manual_seed(zlib.crc32(repr(words).encode()))
-        some = torch.randperm(n, generator=random)[: kept(bucket.group["density"], n)]
+        some = torch.randperm(n, generator=random)[: selection_size(bucket.group["density"], n)]
         found[i] = some.sort().values.to(bucket.device)
     return Mask(bucket, positions=found)
 

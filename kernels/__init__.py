@@ -1,24 +1,36 @@
-"""Triton kernels of compopt, imported as ``compopt_kernels``: a file an operation.
+"""Triton kernels of compopt, imported as ``compopt_kernels``: one operation per file.
 
-Their references are in ``compopt/_ops/math.py``.
+Their references are in ``compopt/_ops/reference.py`` unless a file names another.
 
-A launch works on all tensors of a bucket. Gradients and weights lie anywhere, so a kernel gets a
-table of addresses, a row a tensor, and a list of blocks; each program takes one block. Offsets are
-64 bits wide, maths is float32 at least.
+A launch works on all tensors of a bucket. Gradients and weights lie anywhere in memory, so a kernel
+is given a table of addresses, a row for each tensor, and a list of blocks; each program works on
+one block. Offsets are 64 bits wide, arithmetic is float32 at least.
 
 Without a GPU the kernels run in Triton's interpreter: TRITON_INTERPRET=1, set before this package
 is imported.
 """
 
-from ._blocks import INTERPRETED, Blocks, Table, cut
-from ._programs import Programs, programs
+from ._blocks import INTERPRETED, Blocks, Table, make_blocks
 from .adamw import AdamWRow, adamw, adamw_table
-from .code import CodeRow, EncodeRow, decode, decode_table, encode, encode_table
-from .compact import compact, compact_known, compact_table
+from .compact import compact, compact_table, compact_with_table
+from .elias_fano import (
+    DecodeRow,
+    EncodeRow,
+    decode_masks,
+    decode_table,
+    encode_masks,
+    encode_table,
+)
 from .factored import FactoredRow, factored
-from .pack_bits import pack_bits, unpack_bits
-from .positions import count, count_table, positions
-from .quantise import dequantise, mean, mean_of_words, quantise
+from .masks import block_offsets, block_offsets_table, pack_bits, positions, unpack_bits
+from .quantize import (
+    Programs,
+    dequantize,
+    make_programs,
+    mean_of_codes,
+    mean_of_headers,
+    quantize,
+)
 from .scape import ScapeRow, moment, moment_table, scape, scape_table
 from .top_k import TopKRow, top_k, top_k_table
 
@@ -26,7 +38,7 @@ __all__ = [
     "INTERPRETED",
     "AdamWRow",
     "Blocks",
-    "CodeRow",
+    "DecodeRow",
     "EncodeRow",
     "FactoredRow",
     "Programs",
@@ -35,26 +47,26 @@ __all__ = [
     "TopKRow",
     "adamw",
     "adamw_table",
+    "block_offsets",
+    "block_offsets_table",
     "compact",
-    "compact_known",
     "compact_table",
-    "count",
-    "count_table",
-    "cut",
-    "decode",
+    "compact_with_table",
+    "decode_masks",
     "decode_table",
-    "dequantise",
-    "encode",
+    "dequantize",
+    "encode_masks",
     "encode_table",
     "factored",
-    "mean",
-    "mean_of_words",
+    "make_blocks",
+    "make_programs",
+    "mean_of_codes",
+    "mean_of_headers",
     "moment",
     "moment_table",
     "pack_bits",
     "positions",
-    "programs",
-    "quantise",
+    "quantize",
     "scape",
     "scape_table",
     "top_k",

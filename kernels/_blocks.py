@@ -1,6 +1,4 @@
-"""How a launch is laid out: blocks of several tensors, and a table that says where each tensor's
-data lie.
-"""
+"""Launches over several tensors: blocks of their elements, and a table of their addresses."""
 
 from __future__ import annotations
 
@@ -15,17 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Elements a program: the interpreter pays by the program, a GPU wants many.
+# elements a program: the interpreter's cost is per program, a GPU needs many
 BLOCK = 4096 if INTERPRETED else 1024
-# Numbers in front of the table that hold for all its rows.
+# numbers in front of the table that apply to all rows
 HEAD = 10
 HEAD_ = tl.constexpr(HEAD)
-# The field of a row that says how many elements the tensor has.
+# the field of a row with the number of elements of the tensor
 N = tl.constexpr(0)
-# What kernels call. The interpreter would set up the whole language anew at every call of a jitted
-# function.
+# For functions that kernels call. The interpreter would set up the whole language again at every
+# call of a jitted function.
 inlined = (lambda function: function) if INTERPRETED else triton.jit
-# Blocks whose numbers are added up at a time.
+# blocks whose counts are added up at a time
 PART = 2048
 TYPES = {
     torch.float64: tl.float64,
@@ -41,9 +39,9 @@ class Blocks:
     """Tensors of these lengths, cut into blocks of ``size`` elements (a power of 2); none spans two
     tensors.
 
-    ``where``: a row for each block, of the tensor's number and the block's first element.
-    ``per_tensor``: how many blocks each has. ``bounds``: for each tensor the number of its first
-    block; at last, how many there are. ``firsts``: ``starts`` where everything is selected.
+    ``where``: a row for each block, the tensor's number and the block's first element.
+    ``per_tensor``: the number of blocks of each tensor. ``bounds``: the number of each tensor's
+    first block; at last, the number of all. ``firsts``: each block's first element.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device, size: int | None = None):
@@ -59,12 +57,11 @@ class Blocks:
         end = torch.tensor([self.count], dtype=torch.int64)
         self.bounds = upload(torch.cat([firsts, end]), device)
 
-    def run(self, kernel: triton.JITFunction, *arguments: object, **constants: object) -> None:
-        """Launch the kernel on every block; nothing to do where all tensors are empty.
+    def launch(self, kernel: triton.JITFunction, *arguments: object, **constants: object) -> None:
+        """Launch the kernel on every block, if there is one.
 
-        Ranks have to compute the same bits, also where their memory's layout, or a gradient that is
-        missing, makes them run variants of a kernel: so no multiplication and addition are fused
-        into one rounding.
+        Ranks must compute the same bits, also where their memory layout or a missing gradient makes
+        them run variants of a kernel: so multiplications and additions are not fused.
         """
         if self.count:
             with on(self.where.device):
@@ -72,8 +69,8 @@ class Blocks:
                     self.where, *arguments, BLOCK=self.size, enable_fp_fusion=False, **constants
                 )
 
-    def starts(self, counts: Tensor) -> Tensor:
-        """From a number for each block, int32, the sum of those before it in its tensor, int64."""
+    def prefix_sums(self, counts: Tensor) -> Tensor:
+        """Return for each block the sum, int64, of the int32 counts before it in its tensor."""
         starts = torch.empty(self.count, dtype=torch.int64, device=counts.device)
         if self.count:
             with on(counts.device):
@@ -85,10 +82,10 @@ Cell = Tensor | int | None
 
 
 class Table:
-    """What a kernel has to know of each tensor: addresses (0: there is none) and integers.
+    """Rows of addresses (0: no tensor) and integers, one row for each tensor.
 
-    It keeps no tensor, and holds for as long as all of them stay where they are. ``constants``:
-    what the kernel is compiled for.
+    A table keeps no tensor alive, and is valid while all stay in place. ``constants``: what the
+    kernel is compiled for.
     """
 
     def __init__(
@@ -105,17 +102,17 @@ class Table:
         self._host: Tensor | None = None
         self._on_device: Tensor | None = None
 
-    def under(self, head: Sequence[float] = ()) -> Tensor:
-        """On the device, behind the numbers of ``head``, as float64.
+    def with_head(self, head: Sequence[float] = ()) -> Tensor:
+        """Return the table on the device, behind the numbers of ``head``, as float64.
 
-        The same memory as before where they are the same: a kernel may not write there.
+        Calls with the same head return the same memory: a kernel may not write there.
         """
         if self._on_device is None or self._head != list(head):
-            self._on_device = self.copy(head)
+            self._on_device = self.writable_copy(head)
         return self._on_device
 
-    def copy(self, head: Sequence[float] = ()) -> Tensor:
-        """The same in memory of its own, where a kernel may write."""
+    def writable_copy(self, head: Sequence[float] = ()) -> Tensor:
+        """Return the same in new memory, where a kernel may write."""
         if self._host is None or self._head != list(head):
             fixed = torch.tensor([*head, *[0.0] * (HEAD - len(head))], dtype=torch.float64)
             host = torch.cat([fixed.view(torch.int64), self.cells])
@@ -126,15 +123,15 @@ class Table:
         return self._host.to(self.device, non_blocking=True)
 
 
-def table(
+def upload_table(
     rows: Iterable[Iterable[Cell]], device: torch.device, head: Sequence[float] = ()
 ) -> Tensor:
-    """A table for one launch, on the device."""
-    return Table(rows, device).copy(head)
+    """Return a table for one launch, on the device."""
+    return Table(rows, device).writable_copy(head)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensors'."""
+    """Make the tensors' device the current one, on which Triton launches."""
     if device.type == "cpu":
         return contextlib.nullcontext()
     current: contextlib.AbstractContextManager[object] = torch.get_device_module(device).device(
@@ -144,32 +141,32 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it: the allocator keeps the pinned copy for as long as it
-    is read.
+    """Copy to the device without a host wait: the allocator keeps the pinned copy while it is
+    read.
     """
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def alignment(blocks: Blocks, *columns: Sequence[Tensor | None]) -> int:
-    """16 where all lengths and all addresses in these columns are multiples of it, else 1."""
+    """Return 16 if all lengths and all addresses in these columns are multiples of it, else 1."""
     return alignment_of(blocks.lengths, *columns)
 
 
 def alignment_of(lengths: Sequence[int], *columns: Sequence[Tensor | None]) -> int:
-    """The same of the lengths of what begins anew at each of them."""
+    """Return the same for rows of these lengths that follow each other."""
     cells = [t.data_ptr() for column in columns for t in column if t is not None]
     return 16 if all(number % 16 == 0 for number in (*lengths, *cells)) else 1
 
 
 @lru_cache(maxsize=1024)
-def cut(lengths: tuple[int, ...], device: torch.device, size: int | None = None) -> Blocks:
-    """The blocks of these lengths; the same object for the same: its tables stay on the device."""
+def make_blocks(lengths: tuple[int, ...], device: torch.device, size: int | None = None) -> Blocks:
+    """Return the blocks of these lengths; cached, so that they stay on the device."""
     return Blocks(lengths, device, size)
 
 
 @triton.jit
 def _starts(counts, bounds, starts, PART: tl.constexpr):
-    """A program a tensor."""
+    """Run one program for each tensor."""
     first, last = tl.load(bounds + tl.program_id(0)), tl.load(bounds + tl.program_id(0) + 1)
     before = tl.zeros([], tl.int64)
     for part in range(tl.cdiv(last - first, PART)):
@@ -180,18 +177,18 @@ def _starts(counts, bounds, starts, PART: tl.constexpr):
 
 
 @inlined
-def scalar(table, i):
-    """Number i of the table's head, float64."""
+def load_scalar(table, i):
+    """Load number i of the table's head, float64."""
     return tl.load(table + i).to(tl.float64, bitcast=True)
 
 
 @inlined
-def own_block(where, table, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """This program's block, its tensor's row in the table, its elements, and which of them there
-    are.
+def load_block(where, table, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Return this program's block, its tensor's row in the table, its elements, and which of them
+    are in range.
 
-    ``ALIGN``, here and below: what lengths and addresses are multiples of; 16 lets a thread load
-    four numbers at once.
+    ``ALIGN``, here and below: lengths and addresses are multiples of it; 16 lets a thread load four
+    numbers in one instruction.
     """
     block = tl.program_id(0).to(tl.int64)
     row = table + HEAD_ + tl.load(where + 2 * block) * FIELDS
@@ -200,42 +197,45 @@ def own_block(where, table, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl
 
 
 @inlined
-def given(cell, i):
-    """Whether a cell of the table is other than 0, for all elements i (a block: the interpreter
-    wants it so).
-    """
+def is_set(cell, i):
+    """Whether a cell of the table is not 0, as a block like i, which the interpreter requires."""
     return tl.full(i.shape, 0, tl.int64) + cell != 0
 
 
 @inlined
-def read(row, FIELD: tl.constexpr, i, there, TYPE: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """Elements i of the tensor at the address in this field; 0 where it has none."""
+def load_field(row, FIELD: tl.constexpr, i, in_range, TYPE: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Load elements i of the tensor at the address in this field; 0 without a tensor."""
     address = tl.load(row + FIELD)
     pointer = tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGN)
-    return tl.load(pointer + i, mask=there & given(address, i), other=0)
+    return tl.load(pointer + i, mask=in_range & is_set(address, i), other=0)
 
 
 @inlined
-def write(row, FIELD: tl.constexpr, i, there, values, TYPE: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """Store to the tensor at the address in this field, if there is one."""
+def store_field(
+    row, FIELD: tl.constexpr, i, in_range, values, TYPE: tl.constexpr, ALIGN: tl.constexpr = 1
+):
+    """Store to elements i of the tensor at the address in this field, if there is one."""
     address = tl.load(row + FIELD)
     pointer = tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGN)
-    tl.store(pointer + i, values.to(TYPE), mask=there & given(address, i))
+    tl.store(pointer + i, values.to(TYPE), mask=in_range & is_set(address, i))
 
 
 @inlined
-def selected(row, FIELD: tl.constexpr, i, there):
-    """1 where the packed mask at this field has a bit, or where there is no mask; int32."""
+def load_mask(row, FIELD: tl.constexpr, i, in_range):
+    """Load bits i of the packed mask at the address in this field, 1 without a mask; int32."""
     address = tl.load(row + FIELD)
     bytes_ = tl.load(
-        address.to(tl.pointer_type(tl.uint8)) + (i >> 3), mask=there & given(address, i), other=255
+        address.to(tl.pointer_type(tl.uint8)) + (i >> 3),
+        mask=in_range & is_set(address, i),
+        other=255,
     )
-    return tl.where(there, (bytes_.to(tl.int32) >> (i & 7).to(tl.int32)) & 1, 0)
+    return tl.where(in_range, (bytes_.to(tl.int32) >> (i & 7).to(tl.int32)) & 1, 0)
 
 
 @inlined
-def rank(chosen, starts, block):
-    """How many elements of the tensor are selected before each of the block's, given those before
-    the block.
+def selected_before(chosen, starts, block):
+    """Return for each element of the block how many of its tensor are selected before it.
+
+    ``starts``: how many are before each block.
     """
     return tl.load(starts + block) + tl.cumsum(chosen, 0).to(tl.int64) - chosen

@@ -1,7 +1,6 @@
-"""AdamW from an averaged gradient that is only known at a packed mask, and Radius's residual, in
-one pass over all.
+"""AdamW on an averaged gradient that is given at a packed mask, and Radius's residual, in one pass.
 
-No dense gradient is made in between. Reference: ``math.radius_``.
+No dense gradient is made in between. Reference: ``radius_`` of ``reference.py``.
 """
 
 from __future__ import annotations
@@ -20,22 +19,23 @@ from ._blocks import (
     Blocks,
     Table,
     alignment,
-    given,
-    own_block,
-    rank,
-    read,
-    scalar,
-    selected,
-    write,
+    is_set,
+    load_block,
+    load_field,
+    load_mask,
+    load_scalar,
+    selected_before,
+    store_field,
 )
 
 
 class AdamWRow(NamedTuple):
-    """One tensor; all are contiguous. None: it has no such thing.
+    """One tensor; all are contiguous. None: there is none.
 
-    ``values``: the averaged gradient at ``bits`` (None: everywhere). ``residual``: 0 on the mask,
-    plus ``grad`` off it. ``update``: 0 leaves w, m, v and the residual as they are. ``score``: gets
-    |what AdamW subtracts, over lr|. ``public``: a copy of ``w`` in lower precision.
+    ``values``: the averaged gradient at ``bits`` (None: everywhere). ``residual`` becomes 0 on the
+    mask; ``grad`` is added off it. ``update``: 0 leaves w, m, v and the residual unchanged.
+    ``score``: memory for |what AdamW subtracts, over lr|. ``public``: a copy of ``w`` in lower
+    precision.
     """
 
     n: int
@@ -52,7 +52,7 @@ class AdamWRow(NamedTuple):
     public: Tensor | None = None
 
 
-# Read or written from one end to the other.
+# fields of tensors that are read or written whole
 WHOLE = ("w", "m", "v", "residual", "grad", "score", "public")
 FIELDS = tl.constexpr(len(AdamWRow._fields))
 BITS, VALUES, W, M, V, STEP, UPDATE, RESIDUAL, GRAD, SCORE, PUBLIC = (
@@ -72,37 +72,49 @@ def _adamw(
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    block, row, i, there = own_block(where, table, FIELDS, BLOCK, ALIGN)
-    lr, beta1, beta2, eps = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
-    decay, sign, log1, log2 = scalar(table, 4), scalar(table, 5), scalar(table, 6), scalar(table, 7)
+    block, row, i, in_range = load_block(where, table, FIELDS, BLOCK, ALIGN)
+    lr, beta1, beta2, eps = (
+        load_scalar(table, 0),
+        load_scalar(table, 1),
+        load_scalar(table, 2),
+        load_scalar(table, 3),
+    )
+    decay, sign, log1, log2 = (
+        load_scalar(table, 4),
+        load_scalar(table, 5),
+        load_scalar(table, 6),
+        load_scalar(table, 7),
+    )
     step = tl.maximum(tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))), 1.0).to(
         tl.float64
     )
     first = (1 - tl.exp(step * log1)).to(ST)
     second = tl.sqrt(1 - tl.exp(step * log2)).to(ST)
-    updates = there & given(tl.load(row + UPDATE), i)
+    updates = in_range & is_set(tl.load(row + UPDATE), i)
 
-    chosen = selected(row, BITS, i, there)
-    g = sign.to(ST) * read(row, VALUES, rank(chosen, starts, block), chosen == 1, VT).to(ST)
-    w, m = read(row, W, i, there, ST, ALIGN), read(row, M, i, there, ST, ALIGN)
-    v = read(row, V, i, there, ST, ALIGN)
+    chosen = load_mask(row, BITS, i, in_range)
+    g = sign.to(ST) * load_field(
+        row, VALUES, selected_before(chosen, starts, block), chosen == 1, VT
+    ).to(ST)
+    w, m = load_field(row, W, i, in_range, ST, ALIGN), load_field(row, M, i, in_range, ST, ALIGN)
+    v = load_field(row, V, i, in_range, ST, ALIGN)
     m = tl.where(updates, m + (1 - beta1).to(ST) * (g - m), m)
     v = tl.where(updates, beta2.to(ST) * v + (1 - beta2).to(ST) * g * g, v)
     ratio = m / (tl.sqrt(v) / second + eps.to(ST)) / first
-    write(row, SCORE, i, there, tl.abs(ratio + decay.to(ST) * w), ST, ALIGN)
+    store_field(row, SCORE, i, in_range, tl.abs(ratio + decay.to(ST) * w), ST, ALIGN)
     w = w * (1 - lr * decay).to(ST) - lr.to(ST) * ratio
-    write(row, W, i, updates, w, ST, ALIGN)
-    write(row, M, i, updates, m, ST, ALIGN)
-    write(row, V, i, updates, v, ST, ALIGN)
-    write(row, PUBLIC, i, updates, w, PT, ALIGN)
-    held = read(row, RESIDUAL, i, updates, ST, ALIGN) + read(row, GRAD, i, updates, GT, ALIGN).to(
-        ST
-    )
-    write(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, held), ST, ALIGN)
+    store_field(row, W, i, updates, w, ST, ALIGN)
+    store_field(row, M, i, updates, m, ST, ALIGN)
+    store_field(row, V, i, updates, v, ST, ALIGN)
+    store_field(row, PUBLIC, i, updates, w, PT, ALIGN)
+    held = load_field(row, RESIDUAL, i, updates, ST, ALIGN) + load_field(
+        row, GRAD, i, updates, GT, ALIGN
+    ).to(ST)
+    store_field(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, held), ST, ALIGN)
 
 
 def adamw_table(blocks: Blocks, rows: Sequence[AdamWRow]) -> Table:
-    """These rows, for ``adamw``."""
+    """Return a table of these rows, for ``adamw``."""
     grads = [row.grad.dtype for row in rows if row.grad is not None]
     public = [row.public.dtype for row in rows if row.public is not None]
     return Table(
@@ -127,9 +139,9 @@ def adamw(
     weight_decay: float,
     maximize: bool = False,
 ) -> None:
-    """One AdamW step of all tensors; each ``step`` is already counted up.
+    """Do one AdamW step of all tensors; each ``step`` already counts it.
 
-    ``starts``: ``count`` of the rows' bits.
+    ``starts``: the ``block_offsets`` of the rows' bits.
     """
     table = rows if isinstance(rows, Table) else adamw_table(blocks, rows)
     head = [
@@ -140,4 +152,4 @@ def adamw(
         -1.0 if maximize else 1.0,
         *(math.log(b) if b else -math.inf for b in betas),
     ]
-    blocks.run(_adamw, table.under(head), starts, **table.constants)
+    blocks.launch(_adamw, table.with_head(head), starts, **table.constants)

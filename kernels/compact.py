@@ -1,6 +1,7 @@
-"""A payload from gradients at a packed mask, and whether they are finite, in one pass.
+"""Payloads: gradients plus residuals at a packed mask, and whether gradients are finite, in one
+pass (stream compaction).
 
-Reference: ``math.compact``.
+Reference: ``compact`` of ``reference.py``.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from ._blocks import (
     Blocks,
     Table,
     alignment,
-    own_block,
-    rank,
-    read,
-    scalar,
-    selected,
-    write,
+    load_block,
+    load_field,
+    load_mask,
+    load_scalar,
+    selected_before,
+    store_field,
 )
 
 BITS, G, ADD, OUT, SQUARE = (tl.constexpr(field) for field in range(1, 6))
@@ -42,14 +43,16 @@ def _compact(
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    block, row, i, there = own_block(where, table, FIELDS, BLOCK, ALIGN)
-    sign, scale = scalar(table, 0).to(ST), scalar(table, 1).to(ST)
-    g = read(row, G, i, there, GT, ALIGN).to(ST)
-    chosen = selected(row, BITS, i, there)
-    add = read(row, ADD, i, chosen == 1, ST)
-    write(row, OUT, rank(chosen, starts, block), chosen == 1, sign * g + scale * add, OT)
-    # The tensor's |g|^2 so far: of the program that adds the last block it is the whole. It never
-    # falls, so what once is not finite stays so, whatever the order.
+    block, row, i, in_range = load_block(where, table, FIELDS, BLOCK, ALIGN)
+    sign, scale = load_scalar(table, 0).to(ST), load_scalar(table, 1).to(ST)
+    g = load_field(row, G, i, in_range, GT, ALIGN).to(ST)
+    chosen = load_mask(row, BITS, i, in_range)
+    add = load_field(row, ADD, i, chosen == 1, ST)
+    store_field(
+        row, OUT, selected_before(chosen, starts, block), chosen == 1, sign * g + scale * add, OT
+    )
+    # The tensor's |g|^2 so far; the program that adds the last block sees all of it. It never
+    # falls, so a value that is not finite stays so in any order.
     square, sum_ = tl.sum(g * g, 0), (row + SQUARE).to(tl.pointer_type(ST))
     nothing = (tl.atomic_add(sum_, square, sem="relaxed") + square) * 0
     tl.store(header + tl.load(where + 2 * block), nothing.to(HT), mask=nothing != 0)
@@ -63,12 +66,12 @@ def compact_table(
     header: Tensor,
     add: Sequence[Tensor | None],
 ) -> Table:
-    """What ``compact`` wants to know of these tensors."""
+    """Return a table of these tensors, for ``compact``."""
     some = [g for g in grads if g is not None]
     sent = [part for part in parts if part is not None]
     gradient = some[0].dtype if some else header.dtype
     wide = torch.promote_types(gradient, torch.float32)
-    # The sums of squares begin with 0, and are in the table itself.
+    # the sums of squares are in the table itself, and begin with 0
     sums = [0] * len(grads)
     return Table(
         zip(blocks.lengths, bits, grads, add, parts, sums, strict=True),
@@ -81,12 +84,12 @@ def compact_table(
     )
 
 
-def compact_known(
+def compact_with_table(
     blocks: Blocks, table: Table, starts: Tensor, header: Tensor, scale: float, sign: float
 ) -> None:
-    """``compact`` of tensors that lie where they lay when the table was made."""
-    addresses = table.copy([sign, scale])
-    blocks.run(_compact, addresses, starts, header, **table.constants)
+    """Do ``compact`` with a table that was made for it."""
+    addresses = table.writable_copy([sign, scale])
+    blocks.launch(_compact, addresses, starts, header, **table.constants)
 
 
 def compact(
@@ -100,17 +103,17 @@ def compact(
     scale: float,
     sign: float,
 ) -> None:
-    """``parts[t] = (sign * grads[t] + scale * add[t])[bits[t]]``; ``header[t]`` becomes NaN where
-    the gradient or its squared norm is not finite, and stays as it is where they are.
+    """Write ``(sign * grads[t] + scale * add[t])[bits[t]]`` to ``parts[t]``; write NaN to
+    ``header[t]`` where the gradient or its squared norm is not finite.
 
     Args:
         blocks: over the tensors' lengths.
         bits: packed masks; None: all elements.
-        starts: what ``count`` returned for them.
-        grads: contiguous, of one dtype; None counts as zeros.
-        parts: where the selected values go, of one dtype; None: nowhere.
+        starts: the ``block_offsets`` of these masks.
+        grads: contiguous, of one dtype; None: zeros.
+        parts: memory for the selected values, of one dtype; None: not written.
         header: one element a tensor, of any dtype.
         add: contiguous, float32 (float64 for float64 gradients); None: nothing is added.
     """
     table = compact_table(blocks, bits, grads, parts, header, add)
-    compact_known(blocks, table, starts, header, scale, sign)
+    compact_with_table(blocks, table, starts, header, scale, sign)

@@ -1,5 +1,5 @@
-"""AdamW on an averaged gradient that is a product of two narrow matrices, which is never made, and
-what the rank holds back, in one pass (SEPARATE, lines 4 and 5).
+"""AdamW on an averaged gradient that is a product of two narrow matrices, and the residual, in one
+pass (SEPARATE, lines 4 and 5). The product itself is never in memory.
 
 Reference: ``commit`` in ``compopt/separate.py``.
 """
@@ -21,15 +21,15 @@ from ._blocks import (
     INTERPRETED,
     TYPES,
     alignment_of,
+    load_field,
+    load_scalar,
     on,
-    read,
-    scalar,
-    table,
+    store_field,
     upload,
-    write,
+    upload_table,
 )
 
-# Rows and columns a program: factors are read for each, so more columns are fewer reads of them.
+# rows and columns a program: each program reads the factors, so more columns are fewer reads
 ROWS, COLUMNS = (64, 256) if INTERPRETED else (16, 128)
 
 
@@ -37,8 +37,8 @@ class FactoredRow(NamedTuple):
     """One tensor, as a contiguous matrix.
 
     The averaged gradient is ``R p^T``: R of shape (rows, r), whose elements lie ``down`` apart
-    along a column and ``across`` along a row; p column after column. ``own`` is what this rank sent
-    of p, ``dropped`` what rounding took off it. ``public``: a copy of ``w`` in lower precision.
+    along a column and ``across`` along a row; p column by column. ``own`` is what this rank sent of
+    p, ``dropped`` the rounding error of that. ``public``: a copy of ``w`` in lower precision.
     """
 
     rows: int
@@ -87,42 +87,51 @@ def _factored(
     above, left = i < tl.load(row), j < columns
     average, sent = tl.zeros([ROWS, COLUMNS], ST), tl.zeros([ROWS, COLUMNS], ST)
     for k in range(tl.load(row + RANK)):
-        a = read(row, R, i * down + k * across, above, ST)
-        p = read(row, P, k * columns + j, left, VT).to(ST)
-        own = read(row, OWN, k * columns + j, left, VT).to(ST)
+        a = load_field(row, R, i * down + k * across, above, ST)
+        p = load_field(row, P, k * columns + j, left, VT).to(ST)
+        own = load_field(row, OWN, k * columns + j, left, VT).to(ST)
         if ROUNDS:
-            own -= read(row, DROPPED, k * columns + j, left, ST)
+            own -= load_field(row, DROPPED, k * columns + j, left, ST)
         average += a[:, None] * p[None, :]
         sent += a[:, None] * own[None, :]
 
-    lr, beta1, beta2, eps = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
-    decay, log1, log2 = scalar(table, 4), scalar(table, 5), scalar(table, 6)
-    of_average, of_sent, of_grad = scalar(table, 7), scalar(table, 8), scalar(table, 9)
+    lr, beta1, beta2, eps = (
+        load_scalar(table, 0),
+        load_scalar(table, 1),
+        load_scalar(table, 2),
+        load_scalar(table, 3),
+    )
+    decay, log1, log2 = load_scalar(table, 4), load_scalar(table, 5), load_scalar(table, 6)
+    of_average, of_sent, of_grad = (
+        load_scalar(table, 7),
+        load_scalar(table, 8),
+        load_scalar(table, 9),
+    )
     step = tl.maximum(tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))), 1.0).to(
         tl.float64
     )
     first = (1 - tl.exp(step * log1)).to(ST)
     second = tl.sqrt(1 - tl.exp(step * log2)).to(ST)
-    at, there = i[:, None] * columns + j[None, :], above[:, None] & left[None, :]
-    g, m = of_average.to(ST) * average, read(row, M, at, there, ST, ALIGN)
+    at, in_range = i[:, None] * columns + j[None, :], above[:, None] & left[None, :]
+    g, m = of_average.to(ST) * average, load_field(row, M, at, in_range, ST, ALIGN)
     m += (1 - beta1).to(ST) * (g - m)
-    write(row, M, at, there, m, ST, ALIGN)
-    v = beta2.to(ST) * read(row, V, at, there, ST, ALIGN) + (1 - beta2).to(ST) * g * g
-    write(row, V, at, there, v, ST, ALIGN)
+    store_field(row, M, at, in_range, m, ST, ALIGN)
+    v = beta2.to(ST) * load_field(row, V, at, in_range, ST, ALIGN) + (1 - beta2).to(ST) * g * g
+    store_field(row, V, at, in_range, v, ST, ALIGN)
     ratio = m / (tl.sqrt(v) / second + eps.to(ST)) / first
-    w = read(row, W, at, there, ST, ALIGN) * (1 - lr * decay).to(ST) - lr.to(ST) * ratio
-    write(row, W, at, there, w, ST, ALIGN)
-    write(row, PUBLIC, at, there, w, PT, ALIGN)
-    e = read(row, RESIDUAL, at, there, ST, ALIGN) - of_sent.to(ST) * sent
-    e += of_grad.to(ST) * read(row, GRAD, at, there, GT, ALIGN).to(ST)
-    write(row, RESIDUAL, at, there, e, ST, ALIGN)
+    w = load_field(row, W, at, in_range, ST, ALIGN) * (1 - lr * decay).to(ST) - lr.to(ST) * ratio
+    store_field(row, W, at, in_range, w, ST, ALIGN)
+    store_field(row, PUBLIC, at, in_range, w, PT, ALIGN)
+    e = load_field(row, RESIDUAL, at, in_range, ST, ALIGN) - of_sent.to(ST) * sent
+    e += of_grad.to(ST) * load_field(row, GRAD, at, in_range, GT, ALIGN).to(ST)
+    store_field(row, RESIDUAL, at, in_range, e, ST, ALIGN)
 
 
 @lru_cache(maxsize=256)
 def tiles_of(
     shapes: tuple[tuple[int, int], ...], device: torch.device, rows: int, columns: int
 ) -> Tensor:
-    """A row for each tile of these matrices: the matrix's number, its first row and column."""
+    """Return a row for each tile of these matrices: matrix number, first row, first column."""
     found = []
     for number, (height, width) in enumerate(shapes):
         tops = torch.arange(0, height, rows, dtype=torch.int64)
@@ -144,9 +153,9 @@ def factored(
     of_grad: float,
     tile: tuple[int, int] = (ROWS, COLUMNS),
 ) -> None:
-    """One AdamW step of all tensors on ``of_average R p^T``; each ``step`` is already counted up.
+    """Do one AdamW step of all tensors on ``of_average R p^T``; each ``step`` already counts it.
 
-    ``residual`` gets ``of_grad grad - of_sent R (own - dropped)^T`` more.
+    ``of_grad grad - of_sent R (own - dropped)^T`` is added to ``residual``.
     """
     device = rows[0].w.device
     tiles = tiles_of(tuple(row[:2] for row in rows), device, *tile)
@@ -159,7 +168,7 @@ def factored(
         with on(device):
             _factored[(len(tiles),)](
                 tiles,
-                table(rows, device, head),
+                upload_table(rows, device, head),
                 ST=TYPES[rows[0].w.dtype],
                 VT=TYPES[rows[0].p.dtype],
                 GT=TYPES[grads[0] if grads else torch.float32],

@@ -1,6 +1,6 @@
 """SCAPE's commit (Algorithm 1, lines 10 to 21) in one pass over residual, gradient and weights.
 
-References: ``math.moment``, ``math.scape_``.
+References: ``moment``, ``scape_`` of ``reference.py``.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from ._blocks import (
     Blocks,
     Table,
     alignment,
-    given,
     inlined,
-    own_block,
-    rank,
-    read,
-    scalar,
-    selected,
-    write,
+    is_set,
+    load_block,
+    load_field,
+    load_mask,
+    load_scalar,
+    selected_before,
+    store_field,
 )
 
 
 class ScapeRow(NamedTuple):
-    """One tensor; all are contiguous. None: it has no such thing.
+    """One tensor; all are contiguous. None: there is none.
 
     ``values``: the averaged gradient at ``bits`` (None: everywhere). ``old``: the momentum at
-    ``held`` (None: everywhere); ``m`` gets the new one, at ``bits``. ``update``: 0 leaves
-    everything as it is. ``x`` gets line 10's x of the elements ``begin`` to ``end``. ``public``: a
-    copy of ``w`` in lower precision. ``dropped``: what rounding took off what was sent, at
-    ``bits``. ``ahead``: of ``moment``, how many blocks there are before it in ``held_starts``
-    beyond those in the launch.
+    ``held`` (None: everywhere); ``m``: memory for the new one, at ``bits``. ``update``: 0 leaves
+    everything unchanged. ``x``: memory for line 10's x of the elements ``begin`` to ``end``.
+    ``public``: a copy of ``w`` in lower precision. ``dropped``: the rounding error of the payload,
+    at ``bits``. ``ahead``, for ``moment``: how many blocks before this tensor ``held_starts`` has
+    and the launch has not.
     """
 
     n: int
@@ -60,7 +60,7 @@ class ScapeRow(NamedTuple):
     ahead: int = 0
 
 
-# Read or written from one end to the other.
+# fields of tensors that are read or written whole
 WHOLE = ("w", "residual", "grad", "public")
 FIELDS = tl.constexpr(len(ScapeRow._fields))
 (
@@ -84,22 +84,26 @@ FIELDS = tl.constexpr(len(ScapeRow._fields))
 
 
 @inlined
-def _x(row, table, i, there, old, ST: tl.constexpr, GT: tl.constexpr, ALIGN: tl.constexpr):
-    """Line 10: b1 m + (1 - b1) g + e."""
-    beta1, sign = scalar(table, 1), scalar(table, 5)
-    g = sign.to(ST) * read(row, GRAD, i, there, GT, ALIGN).to(ST)
-    return read(row, RESIDUAL, i, there, ST, ALIGN) + (1 - beta1).to(ST) * g + beta1.to(ST) * old
+def _x(row, table, i, in_range, old, ST: tl.constexpr, GT: tl.constexpr, ALIGN: tl.constexpr):
+    """Return line 10's x = b1 m + (1 - b1) g + e."""
+    beta1, sign = load_scalar(table, 1), load_scalar(table, 5)
+    g = sign.to(ST) * load_field(row, GRAD, i, in_range, GT, ALIGN).to(ST)
+    return (
+        load_field(row, RESIDUAL, i, in_range, ST, ALIGN)
+        + (1 - beta1).to(ST) * g
+        + beta1.to(ST) * old
+    )
 
 
 @triton.jit
 def _moment(where, table, held_starts, ST: tl.constexpr, GT: tl.constexpr, BLOCK: tl.constexpr):
-    block, row, i, there = own_block(where, table, FIELDS, BLOCK)
+    block, row, i, in_range = load_block(where, table, FIELDS, BLOCK)
     begin = tl.load(row + BEGIN)
-    inside = there & (i >= begin) & (i < tl.load(row + END))
-    held = selected(row, HELD, i, there)
+    inside = in_range & (i >= begin) & (i < tl.load(row + END))
+    held = load_mask(row, HELD, i, in_range)
     starts = held_starts + tl.load(row + AHEAD)
-    old = read(row, OLD, rank(held, starts, block), inside & (held == 1), ST)
-    write(row, X, i - begin, inside, _x(row, table, i, inside, old, ST, GT, 1), ST)
+    old = load_field(row, OLD, selected_before(held, starts, block), inside & (held == 1), ST)
+    store_field(row, X, i - begin, inside, _x(row, table, i, inside, old, ST, GT, 1), ST)
 
 
 @triton.jit
@@ -117,9 +121,19 @@ def _scape(
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    block, row, i, there = own_block(where, table, FIELDS, BLOCK, ALIGN)
-    lr, beta1, beta2, eps = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
-    decay, log1, log2, clip = scalar(table, 4), scalar(table, 6), scalar(table, 7), scalar(table, 8)
+    block, row, i, in_range = load_block(where, table, FIELDS, BLOCK, ALIGN)
+    lr, beta1, beta2, eps = (
+        load_scalar(table, 0),
+        load_scalar(table, 1),
+        load_scalar(table, 2),
+        load_scalar(table, 3),
+    )
+    decay, log1, log2, clip = (
+        load_scalar(table, 4),
+        load_scalar(table, 6),
+        load_scalar(table, 7),
+        load_scalar(table, 8),
+    )
     step = tl.maximum(tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))), 1.0).to(
         tl.float64
     )
@@ -129,13 +143,13 @@ def _scape(
     else:
         second = 1 - tl.exp(step * log2)
         of_old, of_new = beta2 / second, (1 - beta2) / second
-    updates = there & given(tl.load(row + UPDATE), i)
+    updates = in_range & is_set(tl.load(row + UPDATE), i)
 
-    chosen, held = selected(row, BITS, i, there), selected(row, HELD, i, there)
-    sent, at = updates & (chosen == 1), rank(chosen, starts, block)
-    old = read(row, OLD, rank(held, held_starts, block), updates & (held == 1), ST)
-    g = read(row, VALUES, at, there & (chosen == 1), VT).to(ST)
-    w = read(row, W, i, updates, ST, ALIGN)
+    chosen, held = load_mask(row, BITS, i, in_range), load_mask(row, HELD, i, in_range)
+    sent, at = updates & (chosen == 1), selected_before(chosen, starts, block)
+    old = load_field(row, OLD, selected_before(held, held_starts, block), updates & (held == 1), ST)
+    g = load_field(row, VALUES, at, in_range & (chosen == 1), VT).to(ST)
+    w = load_field(row, W, i, updates, ST, ALIGN)
     denominator = tl.sqrt(
         of_old.to(ST) * old * old + (of_new * clip * clip).to(ST) * g * g
     ) + eps.to(ST)
@@ -144,17 +158,17 @@ def _scape(
     w = w * (1 - lr * decay).to(ST) - change
     x = _x(row, table, i, updates, old, ST, GT, ALIGN)
     if ROUNDS:
-        owed = (1 - beta1).to(ST) * read(row, DROPPED, at, sent, ST)
-        write(row, RESIDUAL, i, updates, tl.where(chosen == 1, owed, x), ST, ALIGN)
+        rounding = (1 - beta1).to(ST) * load_field(row, DROPPED, at, sent, ST)
+        store_field(row, RESIDUAL, i, updates, tl.where(chosen == 1, rounding, x), ST, ALIGN)
     else:
-        write(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, x), ST, ALIGN)
-    write(row, M, at, sent, m, ST)
-    write(row, W, i, updates, w, ST, ALIGN)
-    write(row, PUBLIC, i, updates, w, PT, ALIGN)
+        store_field(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, x), ST, ALIGN)
+    store_field(row, M, at, sent, m, ST)
+    store_field(row, W, i, updates, w, ST, ALIGN)
+    store_field(row, PUBLIC, i, updates, w, PT, ALIGN)
 
 
 def moment_table(blocks: Blocks, rows: Sequence[ScapeRow]) -> Table:
-    """These rows, for ``moment``."""
+    """Return a table of these rows, for ``moment``."""
     return Table(rows, blocks.where.device, **_types(rows))
 
 
@@ -166,17 +180,17 @@ def moment(
     betas: tuple[float, float],
     maximize: bool = False,
 ) -> None:
-    """Line 10 for what this rank selects from: x of every row that has one.
+    """Write line 10's x for every row that has memory for it.
 
-    ``held_starts``: ``count`` of ``held``.
+    ``held_starts``: the ``block_offsets`` of ``held``.
     """
     table = rows if isinstance(rows, Table) else moment_table(blocks, rows)
     head = _head(betas=betas, maximize=maximize)
-    blocks.run(_moment, table.under(head), held_starts, **table.constants)
+    blocks.launch(_moment, table.with_head(head), held_starts, **table.constants)
 
 
 def scape_table(blocks: Blocks, rows: Sequence[ScapeRow]) -> Table:
-    """These rows, for ``scape``."""
+    """Return a table of these rows, for ``scape``."""
     values = [row.values.dtype for row in rows if row.values is not None]
     public = [row.public.dtype for row in rows if row.public is not None]
     return Table(
@@ -204,16 +218,16 @@ def scape(
     clip: float = 1.0,
     maximize: bool = False,
 ) -> None:
-    """Lines 10, 11 and 16 to 21 for all tensors; each ``step`` is already counted up, ``values``
-    already negated.
+    """Do lines 10, 11 and 16 to 21 for all tensors; each ``step`` already counts this one, and
+    ``values`` are already negated when maximizing.
 
     ``clip`` multiplies the averaged gradient in v alone (line 18 as printed). ``maximize`` negates
     the own gradient.
     """
     table = rows if isinstance(rows, Table) else scape_table(blocks, rows)
-    blocks.run(
+    blocks.launch(
         _scape,
-        table.under(_head(lr, betas, eps, weight_decay, clip, maximize)),
+        table.with_head(_head(lr, betas, eps, weight_decay, clip, maximize)),
         starts,
         held_starts,
         ADAMS=bias_correction == "adams",
@@ -222,7 +236,7 @@ def scape(
 
 
 def _types(rows: Sequence[ScapeRow]) -> dict[str, tl.dtype]:
-    """Of state and of gradients."""
+    """Return the dtypes of state and of gradients."""
     grads = [row.grad.dtype for row in rows if row.grad is not None]
     return {"ST": TYPES[rows[0].old.dtype], "GT": TYPES[grads[0] if grads else torch.float32]}
 

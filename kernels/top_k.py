@@ -1,10 +1,9 @@
-"""Exactly the k elements of largest magnitude, as bits, without anybody waiting. Reference:
-``math.top_k``.
+"""Exactly the k elements of largest magnitude, as bits, without a host wait. Reference: ``top_k``
+of ``reference.py``.
 
-A radix selection: the bits of |x|, as a float32, are looked at 11, 11 and 9 at a time from the top,
-each pass counting how many elements fall into each bin and going on in the bin that holds the k-th.
-That leaves the k-th magnitude itself and how many of those equal to it are wanted; these are taken
-in the order of their position.
+Radix selection: three passes read 11, 11 and 9 bits of |x| as a float32, from the top. Each counts
+the elements in every bin and descends into the bin of the k-th. The result is the k-th magnitude
+and how many equal elements are selected; these in the order of their positions.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from ._blocks import (
     TYPES,
     Blocks,
     Table,
-    cut,
     inlined,
+    load_block,
+    load_field,
+    make_blocks,
     on,
-    own_block,
-    rank,
-    read,
-    write,
+    selected_before,
+    store_field,
 )
-from .pack_bits import to_bytes
+from .masks import to_bytes
 
-# Of a magnitude's 31 bits: the lowest that is looked at, and how many.
+# of a magnitude's 31 bits: the lowest that a pass reads, and how many
 PASSES = ((20, 11), (9, 11), (0, 9))
 BINS = 2048
-# Blocks a program counts before it adds to the bins that all share.
+# blocks that a program counts before it adds to the shared bins
 CHUNKS = 16
 
 
 class TopKRow(NamedTuple):
-    """One tensor, of which ``k`` are selected; ``bits`` gets the mask, whole bytes."""
+    """One tensor, of which ``k`` elements are selected; ``bits``: memory for the mask."""
 
     n: int
     k: int
@@ -53,9 +52,9 @@ BINS_ = tl.constexpr(BINS)
 
 
 @inlined
-def _magnitude(row, i, there, TYPE: tl.constexpr):
-    """|x| as an integer of 31 bits that is ordered as it is."""
-    x = read(row, X, i, there, TYPE).to(tl.float32)
+def _magnitude(row, i, in_range, TYPE: tl.constexpr):
+    """Load |x| as an integer of 31 bits with the same order."""
+    x = load_field(row, X, i, in_range, TYPE).to(tl.float32)
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -82,7 +81,7 @@ def _histogram(
         i = start + chunk * PART + tl.arange(0, PART)
         key = _magnitude(row, i, i < n, TYPE)
         counted = (i < n) & ((key >> (SHIFT + WIDTH)) == above)
-        # What is not counted goes into bin 0, and is taken off again: a mask needs Triton 3.4.
+        # Other elements go into bin 0 and are subtracted again: a mask needs Triton 3.4.
         bin = (key >> SHIFT) & (BINS_ - 1 if WIDTH == 11 else (1 << WIDTH) - 1)
         total += tl.histogram(tl.where(counted, bin, 0), BINS_)
         others += PART - tl.sum(counted.to(tl.int32), 0)
@@ -94,13 +93,13 @@ def _histogram(
 
 @triton.jit
 def _descend(table, prefix, taken, bins, WIDTH: tl.constexpr):
-    """Go on in the bin that holds the k-th largest; those in higher bins are taken."""
+    """Descend into the bin of the k-th largest; elements in higher bins are selected."""
     t = tl.program_id(0)
     b = tl.arange(0, BINS_)
     counts, so_far = tl.load(bins + t.to(tl.int64) * BINS_ + b), tl.load(taken + t)
     want = tl.load(table + HEAD_ + t * FIELDS + K) - so_far
     at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    # The highest, where none is.
+    # the highest bin, if none has as many
     chosen = tl.minimum(tl.sum((at_least >= want).to(tl.int32), 0) - 1, (1 << WIDTH) - 1)
     tl.store(taken + t, so_far + tl.sum(tl.where(b > chosen, counts, 0), 0))
     tl.store(prefix + t, (tl.load(prefix + t) << WIDTH) + chosen)
@@ -108,44 +107,46 @@ def _descend(table, prefix, taken, bins, WIDTH: tl.constexpr):
 
 @triton.jit
 def _count_equal(where, table, prefix, counts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
-    block, row, i, there = own_block(where, table, FIELDS, BLOCK)
-    equal = there & (
-        _magnitude(row, i, there, TYPE) == tl.load(prefix + tl.load(where + 2 * block))
+    block, row, i, in_range = load_block(where, table, FIELDS, BLOCK)
+    equal = in_range & (
+        _magnitude(row, i, in_range, TYPE) == tl.load(prefix + tl.load(where + 2 * block))
     )
     tl.store(counts + block, tl.sum(equal.to(tl.int32), 0))
 
 
 @triton.jit
 def _select(where, table, prefix, taken, starts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
-    block, row, i, there = own_block(where, table, FIELDS, BLOCK)
+    block, row, i, in_range = load_block(where, table, FIELDS, BLOCK)
     number = tl.load(where + 2 * block)
-    key, last = _magnitude(row, i, there, TYPE), tl.load(prefix + number)
-    equal = (there & (key == last)).to(tl.int32)
+    key, last = _magnitude(row, i, in_range, TYPE), tl.load(prefix + number)
+    equal = (in_range & (key == last)).to(tl.int32)
     left = tl.load(row + K) - tl.load(taken + number)
-    flags = (there & (key > last)) | ((equal == 1) & (rank(equal, starts, block) < left))
+    flags = (in_range & (key > last)) | (
+        (equal == 1) & (selected_before(equal, starts, block) < left)
+    )
     at = tl.load(where + 2 * block + 1) // 8 + tl.arange(0, BLOCK // 8)
-    write(row, BITS, at, at < (tl.load(row) + 7) // 8, to_bytes(flags, BLOCK), tl.uint8)
+    store_field(row, BITS, at, at < (tl.load(row) + 7) // 8, to_bytes(flags, BLOCK), tl.uint8)
 
 
 def top_k_table(rows: Sequence[TopKRow]) -> Table:
-    """These rows, for ``top_k``."""
+    """Return a table of these rows, for ``top_k``."""
     return Table(rows, rows[0].x.device, TYPE=TYPES[rows[0].x.dtype])
 
 
 def top_k(blocks: Blocks, rows: Sequence[TopKRow] | Table) -> None:
-    """The k largest |x| of each row, k of 0 to n, as a packed mask in ``row.bits``.
+    """Write the packed mask of the k largest |x| of each row to ``row.bits``, for k from 0 to n.
 
-    NaN counts as the largest.
+    NaN is the largest.
     """
     table = rows if isinstance(rows, Table) else top_k_table(rows)
-    addresses, kind = table.under(), table.constants["TYPE"]
+    addresses, kind = table.with_head(), table.constants["TYPE"]
     device, n = table.device, len(blocks.lengths)
-    wide = cut(blocks.lengths, device, blocks.size * CHUNKS)
+    wide = make_blocks(blocks.lengths, device, blocks.size * CHUNKS)
     zeros = torch.zeros((len(PASSES) * BINS + 2) * n, dtype=torch.int64, device=device)
     *all_bins, prefix, taken = zeros.split([*[BINS * n] * len(PASSES), n, n])
     prefix = prefix.view(torch.int32)
     for (shift, width), bins in zip(PASSES, all_bins, strict=True):
-        wide.run(
+        wide.launch(
             _histogram,
             addresses,
             prefix,
@@ -158,5 +159,5 @@ def top_k(blocks: Blocks, rows: Sequence[TopKRow] | Table) -> None:
         with on(device):
             _descend[(n,)](addresses, prefix, taken, bins, WIDTH=width)
     counts = torch.empty(blocks.count, dtype=torch.int32, device=device)
-    blocks.run(_count_equal, addresses, prefix, counts, TYPE=kind)
-    blocks.run(_select, addresses, prefix, taken, blocks.starts(counts), TYPE=kind)
+    blocks.launch(_count_equal, addresses, prefix, counts, TYPE=kind)
+    blocks.launch(_select, addresses, prefix, taken, blocks.prefix_sums(counts), TYPE=kind)

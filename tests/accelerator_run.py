@@ -337,7 +337,7 @@ def main(names: list[str]) -> None:
     os.environ["COMPOPT_BACKEND"] = "torch"
     torch.set_num_threads(1)
     for module in [module for name, module in sys.modules.items() if name.startswith("compopt")]:
-        for name in {"squared_norm", "squared_norm_alike"} & vars(module).keys():
+        for name in {"squared_norm", "reproducible_squared_norm"} & vars(module).keys():
             setattr(module, name, norm_of_devices)
     sent.sums_products = lambda e: True
     runtime.is_accelerator = lambda device: True  # the norm of all shards is added up as devices do

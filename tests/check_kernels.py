@@ -36,10 +36,10 @@ WIDE = dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16)
 LOW = dict(ST=F32, VT=BF16, GT=BF16, PT=BF16, ALIGN=1)
 CASES = {
     "_blocks._starts": [dict(PART=2048)],
-    "positions._count": [dict(FIELDS=2), dict(FIELDS=5)],
-    "positions._positions": [dict(TYPE=tl.int32), dict(TYPE=tl.int64)],
-    "pack_bits._pack": [{}],
-    "pack_bits._unpack": [{}],
+    "masks._count": [dict(FIELDS=2), dict(FIELDS=5)],
+    "masks._positions": [dict(TYPE=tl.int32), dict(TYPE=tl.int64)],
+    "masks._pack": [{}],
+    "masks._unpack": [{}],
     "compact._compact": [
         dict(GT=BF16, ST=F32, OT=BF16, HT=BF16, ALIGN=1),
         dict(GT=F32, ST=F32, OT=F32, HT=F32, ALIGN=16),
@@ -55,17 +55,17 @@ CASES = {
     "top_k._descend": [dict(WIDTH=11), dict(WIDTH=9)],
     "top_k._count_equal": [dict(TYPE=F32)],
     "top_k._select": [dict(TYPE=F32)],
-    "code._encode": [{}],
-    "code._decode": [{}],
+    "elias_fano._encode": [{}],
+    "elias_fano._decode": [{}],
     "factored._factored": [
         dict(ST=F32, VT=F32, GT=F32, PT=F32, ROUNDS=True, ALIGN=16, ROWS=16, COLUMNS=128),
         dict(ST=F32, VT=BF16, GT=BF16, PT=BF16, ROUNDS=False, ALIGN=1, ROWS=16, COLUMNS=128),
     ],
-    "quantise._quantise": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
-    "quantise._mean": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
-    "quantise._dequantise": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
-    "quantise._pack4": [dict(BYTES=1024)],
-    "quantise._words": [{}],
+    "quantize._quantize": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
+    "quantize._mean": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
+    "quantize._dequantize": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
+    "quantize._pack4": [dict(BYTES=1024)],
+    "quantize._words": [{}],
 }
 
 
@@ -112,14 +112,13 @@ for name, cases in CASES.items():
 kernels = {
     f"{module}.{name}"
     for module in (
-        "positions",
-        "pack_bits",
+        "masks",
         "compact",
         "adamw",
         "scape",
         "top_k",
-        "code",
-        "quantise",
+        "elias_fano",
+        "quantize",
         "factored",
     )
     for name, value in vars(sys.modules[f"{compopt_kernels.__name__}.{module}"]).items()
@@ -127,6 +126,6 @@ kernels = {
     and value.fn.__module__.endswith(module)
     and {"BLOCK", "COLUMNS"} & {*value.arg_names}
 }
-inlined = {"pack_bits.to_bytes"}
+inlined = {"masks.to_bytes"}
 assert kernels - inlined <= set(CASES), f"not compiled: {kernels - inlined - set(CASES)}"
 print(f"{done} compiled")

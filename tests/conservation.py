@@ -22,7 +22,7 @@ from table import Case
 from torch import Tensor
 
 from compopt._lowrank.options import forgets
-from compopt._ops.clipping import clip_factor
+from compopt._ops.norms import clip_factor
 from compopt._wire.dtypes import name_of
 
 Optimizers = list[torch.optim.Optimizer]

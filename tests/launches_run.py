@@ -16,7 +16,7 @@ import launches
 from _hollow import DEVICE
 
 import compopt._state.buckets as dealing
-from compopt._ops.triton.ops import TritonOps
+from compopt._ops.triton.backend import TritonOps
 from compopt._state.buckets import bucket_bytes, make_buckets
 
 SMALL = dict(width=128, layers=2, words=500, places=64)  # 28 tensors in one bucket, 10 of them compressed

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
 from compopt._ops import apex as _ops_apex
-from compopt._ops import backends, math, norms
+from compopt._ops import backends, norms, reference
 from compopt._ops.native import build
-from compopt._ops.ops import Ops
+from compopt._ops.pytorch import Ops
 
 SHAPE = (64, 68)
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
@@ -134,7 +134,7 @@ def apex(monkeypatch) -> list[tuple]:
     def adam(chunk, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay):
         calls.append((mode, bias_correction, step))
         for g, w, m, v in zip(*lists, strict=True):
-            math.adamw_(w, g, m, v, step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+            reference.adamw_(w, g, m, v, step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
 
     modules = {name: types.ModuleType(name) for name in ("amp_C", "apex", "apex.optimizers", "apex.multi_tensor_apply")}
     for name, module in modules.items():

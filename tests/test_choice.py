@@ -12,7 +12,7 @@ from test_backends import Net, loss, parameters
 import compopt
 from compopt._ops import backends, race
 from compopt._ops.native import build
-from compopt._ops.ops import Ops
+from compopt._ops.pytorch import Ops
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
 
@@ -72,8 +72,8 @@ def test_without_vectors_it_has_to_win(monkeypatch, vectors, times, chosen):
 @needs_compiler
 def test_the_trial_tells_the_slower_one(monkeypatch):
     class Slow(Ops):
-        def pack(self, *args, **kwargs):
-            return [super(Slow, self).pack(*args, **kwargs) for _ in range(20)][-1]
+        def encode(self, *args, **kwargs):
+            return [super(Slow, self).encode(*args, **kwargs) for _ in range(20)][-1]
 
     assert race.times_as_long(Slow(), Ops()) > 1.5 > 1 / 1.5 > race.times_as_long(Ops(), Slow())
     native, torchs = backends._make("native", {"cpu"}), race.trial_bucket()

@@ -51,6 +51,6 @@ def test_kernels_have_the_same_rule(monkeypatch):
     for name, (where, value, skipped) in FILLS.items():
         p.grad = torch.ones_like(p)
         p.grad[where] = value
-        header = optimizer.ops.pack(bucket, bucket.grads()).header
+        header = optimizer.ops.encode(bucket, bucket.grads()).header
         assert header.isnan().tolist() == [skipped], name
-    assert optimizer.ops.pack(bucket, [None]).header.tolist() == [0.0]
+    assert optimizer.ops.encode(bucket, [None]).header.tolist() == [0.0]

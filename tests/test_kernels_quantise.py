@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compopt._ops.native import build
-from compopt._ops.native import means as native
+from compopt._ops.native import quantization as native
 from compopt._wire import coded
 from compopt._wire.quantise import BLOCK, ROW, code_bytes, layout
 from compopt._wire.quantised_mean import QuantisedMean
@@ -28,7 +28,7 @@ def mean(request, device) -> Callable:
     """What is held against ``QuantisedMean``: on a GPU Triton's kernels alone."""
     if request.param == "triton":
         pytest.importorskip("compopt_kernels", reason="needs triton")
-        from compopt._ops.triton.means import TritonMean
+        from compopt._ops.triton.backend import TritonMean
 
         return TritonMean
     if device.type != "cpu":
@@ -132,7 +132,7 @@ def test_a_chunk_alone_has_the_references_codes(isa, lengths, dtype, bits):
     found = []
     for encode, decode in (
         (coded.encode, coded.decode),
-        (functools.partial(native.encode, library), functools.partial(native.decode, library)),
+        (functools.partial(native.quantize, library), functools.partial(native.dequantize, library)),
     ):
         x, out, scratch = values.clone(), torch.empty_like(values), Scratch()
         scales, codes = torch.zeros(chunk.rows), torch.zeros(code_bytes(chunk.stop, bits), dtype=torch.int8)

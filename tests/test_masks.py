@@ -7,14 +7,13 @@ import math
 import pytest
 import torch
 
-from compopt._ops import math as _math
-from compopt._ops import ops
-from compopt._sparse import dealing, selection
+from compopt._ops import pytorch, reference
+from compopt._sparse import top_k
 from compopt._state import bits as _bits
-from compopt._state import deal as _deal
+from compopt._state import mask_shards, masks
 
-OPS = ops.Ops()
-above = selection.above
+OPS = pytorch.Ops()
+select_above = top_k.select_above
 LENGTHS = (4096, 0, 70 * 80 + 3, 100_003, 17)
 
 
@@ -22,27 +21,27 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def owned(part: _deal.Part, seed: int = 0) -> torch.Tensor:
+def owned(shard: mask_shards.MaskShard, seed: int = 0) -> torch.Tensor:
     """Flags of a range, as many of each piece as are wanted."""
-    flags = torch.zeros(8 * (part.last - part.first), dtype=torch.bool)
-    for piece in part.pieces:
+    flags = torch.zeros(8 * shard.nbytes, dtype=torch.bool)
+    for piece in shard.slices:
         n = piece.stop - piece.start
-        flags[piece.at + torch.randperm(n, generator=generator(seed))[: piece.wanted]] = True
+        flags[piece.first_bit + torch.randperm(n, generator=generator(seed))[: piece.k]] = True
     return flags
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("density", [0.5, 0.1, 0.01, 1e-5])
 def test_every_element_is_dealt_once_and_evenly_and_k_adds_up(ranks, density):
-    parts = dealing.deal(LENGTHS, ranks, density).parts
+    shards = mask_shards.shard_mask(LENGTHS, ranks, density).shards
     for i, n in enumerate(LENGTHS):
-        pieces = [piece for part in parts for piece in part.pieces if piece.tensor == i]
+        pieces = [piece for shard in shards for piece in shard.slices if piece.tensor == i]
         assert sum(piece.stop - piece.start for piece in pieces) == n
         assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
         if n:
-            assert sum(piece.wanted for piece in pieces) == max(1, round(density * n))
-    assert all(part.first % 8 == 0 for part in parts), "ranges begin at whole words of 64 elements"
-    sizes = [part.last - part.first for part in parts]
+            assert sum(piece.k for piece in pieces) == max(1, round(density * n))
+    assert all(shard.first_byte % 8 == 0 for shard in shards), "ranges begin at whole words of 64 elements"
+    sizes = [shard.nbytes for shard in shards]
     assert sum(sizes) == sum(math.ceil(n / 8) for n in LENGTHS)
     assert max(sizes) - min(sizes) <= 2 * _bits.WORD
 
@@ -51,7 +50,7 @@ def test_every_element_is_dealt_once_and_evenly_and_k_adds_up(ranks, density):
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 1.0])
 def test_bits_flags_and_positions(n, density):
     flags = torch.rand(n, generator=generator(n)) < density
-    bits = _math.pack_bits(flags)
+    bits = reference.pack_bits(flags)
     assert torch.equal(_bits.bits_of(flags.clone()), bits)
     assert torch.equal(_bits.flags_of(bits), flags)
     assert torch.equal(_bits.positions_of(bits), flags.nonzero().view(-1))
@@ -64,20 +63,20 @@ def test_every_bit_of_a_word_is_found():
     for place in range(64):
         flags = torch.zeros(128, dtype=torch.bool)
         flags[[place, 127]] = True
-        assert _bits.positions_of(_math.pack_bits(flags)).tolist() == sorted({place, 127})
+        assert _bits.positions_of(reference.pack_bits(flags)).tolist() == sorted({place, 127})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
 @pytest.mark.parametrize("density", [0.5, 0.2, 0.1, 0.01, 1e-4])
 def test_what_the_ranks_send_is_what_all_assemble(ranks, density):
-    deal = dealing.deal(LENGTHS, ranks, density)
-    flags = [owned(part, rank) for rank, part in enumerate(deal.parts)]
+    shards = mask_shards.shard_mask(LENGTHS, ranks, density)
+    flags = [owned(shard, rank) for rank, shard in enumerate(shards.shards)]
     owns = [f.nonzero().view(-1) for f in flags]
-    messages = [_deal.encode(owns[r], _bits.bits_of(f.clone()), deal, r) for r, f in enumerate(flags)]
-    assert {len(message) for message in messages} == {deal.length}
-    bits, positions = _deal.assemble(torch.stack(messages), deal, ranks - 1, owns[-1])
+    messages = [mask_shards.encode_mask(owns[r], _bits.bits_of(f.clone()), shards, r) for r, f in enumerate(flags)]
+    assert {len(message) for message in messages} == {shards.message_bytes}
+    bits, positions = mask_shards.assemble_mask(torch.stack(messages), shards, ranks - 1, owns[-1])
     whole = torch.cat(flags)
-    assert torch.equal(bits, _math.pack_bits(whole)) and torch.equal(positions, whole.nonzero().view(-1))
+    assert torch.equal(bits, reference.pack_bits(whole)) and torch.equal(positions, whole.nonzero().view(-1))
     local = _bits.per_tensor(positions, LENGTHS)
     start = 0
     for n, index in zip(LENGTHS, local, strict=True):
@@ -90,7 +89,7 @@ def test_what_the_ranks_send_is_what_all_assemble(ranks, density):
 
 @pytest.mark.parametrize("density", [0.3, 0.1, 0.03, 0.01, 0.001])
 def test_the_code_is_the_smaller_and_near_the_entropy(density):
-    size = 2 * dealing.deal((10_000_000,), 2, density).length
+    size = 2 * mask_shards.shard_mask((10_000_000,), 2, density).message_bytes
     entropy = -(density * math.log2(density) + (1 - density) * math.log2(1 - density)) * 10_000_000 / 8
     assert entropy < size <= 10_000_064 / 8
     if density < 0.2:
@@ -98,14 +97,14 @@ def test_the_code_is_the_smaller_and_near_the_entropy(density):
 
 
 def test_as_many_as_may_ever_be_selected_fit():
-    deal = dealing.deal((200_000,), 2, 0.01)
-    part = deal.parts[1]
-    flags = torch.zeros(8 * (part.last - part.first), dtype=torch.bool)
-    most = sum(int(1.05 * piece.wanted) for piece in part.pieces)
-    assert part.most == most
+    shards = mask_shards.shard_mask((200_000,), 2, 0.01)
+    shard = shards.shards[1]
+    flags = torch.zeros(8 * shard.nbytes, dtype=torch.bool)
+    most = sum(int(1.05 * piece.k) for piece in shard.slices)
+    assert shard.max_k == most
     flags[-most:] = True  # the highest positions have the longest code
-    message = _deal.encode(flags.nonzero().view(-1), _bits.bits_of(flags.clone()), deal, 1)
-    assert torch.equal(_deal.decode(message, part), flags.nonzero().view(-1))
+    message = mask_shards.encode_mask(flags.nonzero().view(-1), _bits.bits_of(flags.clone()), shards, 1)
+    assert torch.equal(mask_shards.decode_positions(message, shard), flags.nonzero().view(-1))
 
 
 DISTRIBUTIONS = {
@@ -124,23 +123,23 @@ DISTRIBUTIONS = {
 def test_a_sampled_threshold_selects_the_largest_within_5_percent(name, density, guess):
     x = DISTRIBUTIONS[name](generator(3))
     k, nonzero = round(density * len(x)), int(x.count_nonzero())
-    chosen, t = selection.select(x, k, "sampled", OPS, guess)
+    chosen, t = top_k.select_top_k(x, k, "sampled", OPS, guess)
     assert abs(len(chosen) - k) <= 0.05 * k or (len(chosen) == nonzero < k)
     assert len(chosen) == nonzero or nonzero >= k or guess, "without a guess none of the zeros"
     assert torch.equal(chosen, chosen.unique())
     rest = torch.ones(len(x), dtype=torch.bool).index_fill_(0, chosen, False)
     assert x[chosen].abs().min() >= x[rest].abs().max()
-    again, _ = selection.select(x, k, "sampled", OPS, t)  # what it returns is a guess for the next step
+    again, _ = top_k.select_top_k(x, k, "sampled", OPS, t)  # what it returns is a guess for the next step
     assert abs(len(again) - k) <= 0.05 * k or len(again) == nonzero < k
 
 
 @pytest.mark.parametrize("name", ["normal", "heavy tails"])
 def test_a_guess_from_the_last_step_is_enough(name, monkeypatch):
     x, looks = DISTRIBUTIONS[name](generator(4)), []
-    _, t = selection.select(x, 1000, "sampled", OPS)
-    monkeypatch.setattr(selection, "above", lambda x, *rest: looks.append(len(x)) or above(x, *rest))
-    selection.select(1.05 * x, 1000, "sampled", OPS, t)
-    selection.select(0.95 * x, 1000, "sampled", OPS, t)
+    _, t = top_k.select_top_k(x, 1000, "sampled", OPS)
+    monkeypatch.setattr(top_k, "select_above", lambda x, *rest: looks.append(len(x)) or select_above(x, *rest))
+    top_k.select_top_k(1.05 * x, 1000, "sampled", OPS, t)
+    top_k.select_top_k(0.95 * x, 1000, "sampled", OPS, t)
     assert looks.count(len(x)) == 2
 
 
@@ -148,7 +147,7 @@ def test_exact_takes_k_and_small_tensors_are_always_exact():
     for n, how in ((5000, "exact"), (5000, "sampled"), (16_384, "sampled"), (16_385, "exact"), (100_000, "exact")):
         x = torch.randn(n, generator=generator(1))
         for k in (77, 1001, 2500, 4 * n // 5):  # of many a sample would tell the threshold well enough
-            chosen, _ = selection.select(x, k, how, OPS)
+            chosen, _ = top_k.select_top_k(x, k, how, OPS)
             assert chosen.tolist() == sorted(x.abs().topk(k).indices.tolist())
 
 
@@ -161,23 +160,23 @@ def test_few_looks_are_enough_however_far_off_the_guess(name, guess, monkeypatch
         assert len(self) < len(x), "no threshold told, and topk decided over all elements"
         return topk(self, *rest)
 
-    monkeypatch.setattr(selection, "above", lambda x, *rest: looks.append(len(x)) or above(x, *rest))
+    monkeypatch.setattr(top_k, "select_above", lambda x, *rest: looks.append(len(x)) or select_above(x, *rest))
     monkeypatch.setattr(torch.Tensor, "topk", of_few)  # of a sample it finds the threshold to look at
     for k in (300, 3000):
         looks.clear()
-        selection.select(x, k, "sampled", OPS, guess)
+        top_k.select_top_k(x, k, "sampled", OPS, guess)
         assert looks.count(len(x)) <= 3
 
 
 def test_a_share_of_nothing_is_nothing_and_of_anything_at_least_one():
-    assert [_math.kept(0.4, n) for n in (0, 1, 2, 10)] == [0, 1, 1, 4]
-    assert _math.kept(1e-6, 10) == 1 and _math.kept(1.0, 10) == 10
+    assert [masks.selection_size(0.4, n) for n in (0, 1, 2, 10)] == [0, 1, 1, 4]
+    assert masks.selection_size(1e-6, 10) == 1 and masks.selection_size(1.0, 10) == 10
 
 
 def test_shared_elements_are_counted_one_by_one():
     flags = torch.rand(1000, generator=generator(6)) < 0.3
     others = torch.rand(1000, generator=generator(7)) < 0.3
-    bits, positions = _math.pack_bits(flags), others.nonzero().view(-1)
+    bits, positions = reference.pack_bits(flags), others.nonzero().view(-1)
     for dtype in (torch.int32, torch.int64):
         assert int(_bits.count_shared(bits, positions.to(dtype))) == int((flags & others).sum())
 
@@ -186,5 +185,5 @@ def test_gradients_that_are_not_finite_select_something_all_the_same():
     for bad in (math.nan, math.inf):
         x = torch.randn(50_000, generator=generator(2))
         x[:40_000] = bad
-        chosen, _ = selection.select(x, 500, "sampled", OPS)
+        chosen, _ = top_k.select_top_k(x, 500, "sampled", OPS)
         assert 475 <= len(chosen) <= 525

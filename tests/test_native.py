@@ -10,14 +10,13 @@ from test_backends import assert_same, trained
 from torch import nn
 
 import compopt
-from compopt._ops import math
+from compopt._ops import reference
 from compopt._ops.native import build
-from compopt._ops.native.ops import NativeOps
-from compopt._ops.native.selection import NativeSelection, range_of
+from compopt._ops.native.backend import NativeOps
+from compopt._ops.native.selection import NativeSelection, code_table
 from compopt._ops.native.tables import Table
-from compopt._sparse import dealing
 from compopt._state import bits as _bits
-from compopt._state import deal as _deal
+from compopt._state.mask_shards import code_layout, encode_mask, shard_mask
 from compopt._state.masks import Mask
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
@@ -114,7 +113,7 @@ def test_the_largest_are_found_wherever_one_looks_first(ops, crowd, guess):
     x = CROWDS[crowd]
     for k in {1, 3, len(x) // 100 + 1, len(x) // 2, len(x)}:
         out = torch.empty(k, dtype=torch.int32)
-        ops.largest(x, k, guess, out)
+        ops.select_top_k(x, k, guess, out)
         assert (out[1:] > out[:-1]).all()
         assert torch.equal(x.abs()[out.long()].sort().values, x.abs().topk(k).values.sort().values)
         equal = (x.abs() == x.abs()[out.long()].min()).nonzero().view(-1)  # of equal ones the first
@@ -129,7 +128,7 @@ def test_the_next_look_finds_enough_and_not_many_more(ops, k, power):
     x = torch.rand(40_000, generator=torch.Generator().manual_seed(k)) ** power
     out, guess = torch.empty(k, dtype=torch.int32), 0.0
     for _ in range(3):
-        guess = ops.largest(x, k, guess, out)
+        guess = ops.select_top_k(x, k, guess, out)
         found = int((x > guess).sum())
         assert k < found <= 2 * k + 40 * k**0.5 + 0.05 * len(x)  # what a bin of the histogram may hold
 
@@ -137,39 +136,39 @@ def test_the_next_look_finds_enough_and_not_many_more(ops, k, power):
 @pytest.mark.parametrize("n, k", [(8, 1), (1000, 300), (40_000, 400)])
 def test_top_k_and_positions(ops, n, k):
     x = torch.randn(n, generator=torch.Generator().manual_seed(n)).abs()
-    bits = ops.top_k(x, k)
-    assert torch.equal(bits, math.top_k(x, k))
-    assert torch.equal(ops.positions(bits, n), math.positions(bits, n))
-    assert torch.equal(ops.positions(bits, n, k), math.positions(bits, n))
+    bits = ops.top_k_mask(x, k)
+    assert torch.equal(bits, reference.top_k(x, k))
+    assert torch.equal(ops.positions(bits, n), reference.positions(bits, n))
+    assert torch.equal(ops.positions(bits, n, k), reference.positions(bits, n))
 
 
 @pytest.mark.parametrize("ranks, density", [(1, 0.01), (2, 0.01), (3, 0.2), (5, 0.001)])
 def test_masks_cross_the_network_as_the_reference_has_them(ops, ranks, density):
     lengths = (4096, 70 * 80 + 3, 40_003)
-    deal = dealing.deal(lengths, ranks, density)
+    shards = shard_mask(lengths, ranks, density)
     params = [nn.Parameter(torch.zeros(n, 1)) for n in reversed(lengths)]  # a bucket takes the last first
     (bucket,) = compopt.ScapeAdamS(params)._buckets
     random = torch.Generator().manual_seed(ranks)
     selections, messages, global_bits = [], [], []
-    for rank, part in enumerate(deal.parts):
-        selection = NativeSelection(bucket, ops, deal, rank)
-        chosen = [torch.randperm(p.stop - p.start, generator=random)[: p.wanted].sort().values for p in part.pieces]
+    for rank, shard in enumerate(shards.shards):
+        selection = NativeSelection(bucket, ops, shards, rank)
+        chosen = [torch.randperm(p.stop - p.start, generator=random)[: p.k].sort().values for p in shard.slices]
         selection.positions.copy_(torch.cat(chosen))
-        own = torch.cat([c + piece.at for c, piece in zip(chosen, part.pieces, strict=True)])
-        bits = torch.zeros(part.last - part.first, dtype=torch.uint8)
+        own = torch.cat([c + piece.first_bit for c, piece in zip(chosen, shard.slices, strict=True)])
+        bits = torch.zeros(shard.nbytes, dtype=torch.uint8)
         _bits.set_bits_(bits, own)
-        expected = _deal.encode(own, bits, deal, rank)
-        if not deal.coded:
-            assert len(expected) == deal.length
-        assert torch.equal(selection.message(), expected)
+        expected = encode_mask(own, bits, shards, rank)
+        if not shards.is_coded:
+            assert len(expected) == shards.message_bytes
+        assert torch.equal(selection.encode(), expected)
         selections.append(selection)
         messages.append(expected)
         global_bits.append(bits)
     for selection in selections:
-        mask = selection.found(torch.stack(messages))
+        mask = selection.assemble(torch.stack(messages))
         assert torch.equal(torch.cat(mask.bits), torch.cat(global_bits))
         for n, bits, positions in zip(lengths, mask.bits, mask.positions, strict=True):
-            assert torch.equal(positions, math.positions(bits, n))
+            assert torch.equal(positions, reference.positions(bits, n))
 
 
 BROKEN = {  # what a message of one rank turns into on its way
@@ -185,36 +184,36 @@ BROKEN = {  # what a message of one rank turns into on its way
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_mask_that_is_not_what_was_agreed_is_refused(ops, broken, density):
     """What another rank sends is not trusted with memory: positions are where they may be, or an error says so."""
-    deal = dealing.deal((4096, 0, 40_000), 2, density)
+    shards = shard_mask((4096, 0, 40_000), 2, density)
     params = [nn.Parameter(torch.zeros(n, 1)) for n in (40_000, 10, 4096)]
     (bucket,) = compopt.ScapeAdamS(params)._buckets
     messages = []
-    for rank, part in enumerate(deal.parts):
-        selection = NativeSelection(bucket, ops, deal, rank)
-        selection.positions.copy_(torch.cat([torch.arange(piece.wanted) for piece in part.pieces]))
-        messages.append(selection.message().clone())  # the next one of this bucket lies in the same memory
-    selection.found(torch.stack(messages))
-    bits = _deal.code_of(deal.parts[0])[0] if deal.coded else 8 * len(messages[0])
+    for rank, shard in enumerate(shards.shards):
+        selection = NativeSelection(bucket, ops, shards, rank)
+        selection.positions.copy_(torch.cat([torch.arange(piece.k) for piece in shard.slices]))
+        messages.append(selection.encode().clone())  # the next one of this bucket lies in the same memory
+    selection.assemble(torch.stack(messages))
+    bits = code_layout(shards.shards[0])[0] if shards.is_coded else 8 * len(messages[0])
     BROKEN[broken](messages[0], bits)
-    if broken == "not ascending" and not deal.coded:
+    if broken == "not ascending" and not shards.is_coded:
         return  # bits cannot be
     with pytest.raises(compopt.CommunicationError, match="the mask of rank 0 is not what was agreed: it has"):
-        selection.found(torch.stack(messages))
+        selection.assemble(torch.stack(messages))
 
 
 @pytest.mark.parametrize("byte, last", [(255, 255), (0, 128)])
 def test_a_code_that_says_what_was_not_agreed_writes_nothing_beyond(ops, byte, last):
     """Neither for more positions than agreed, nor for positions too large."""
-    deal = dealing.deal((40_000,), 2, 0.01)
-    (piece,), part = deal.parts[0].pieces, deal.parts[0]
-    size = part.last - part.first
-    out, bits = torch.full((piece.wanted + 8,), -1, dtype=torch.int32), torch.zeros(9 * size, dtype=torch.uint8)
-    message = torch.full((deal.length,), byte, dtype=torch.uint8)
-    message[_deal.code_of(part)[0] // 8 - 1] = last  # the last of the runs that tell high bits
-    row = Table(1, found=out.data_ptr(), k=piece.wanted, at=piece.at, start=piece.start, stop=piece.stop)
-    read = ops.library.decode(message.data_ptr(), size, range_of(part), row, 1, bits.data_ptr())
-    assert read != piece.wanted
-    assert (out[piece.wanted :] == -1).all() and not bits[size:].any()
+    shards = shard_mask((40_000,), 2, 0.01)
+    (piece,), shard = shards.shards[0].slices, shards.shards[0]
+    size = shard.nbytes
+    out, bits = torch.full((piece.k + 8,), -1, dtype=torch.int32), torch.zeros(9 * size, dtype=torch.uint8)
+    message = torch.full((shards.message_bytes,), byte, dtype=torch.uint8)
+    message[code_layout(shard)[0] // 8 - 1] = last  # the last of the runs that tell high bits
+    row = Table(1, found=out.data_ptr(), k=piece.k, at=piece.first_bit, start=piece.start, stop=piece.stop)
+    read = ops.library.decode(message.data_ptr(), size, code_table(shard), row, 1, bits.data_ptr())
+    assert read != piece.k
+    assert (out[piece.k :] == -1).all() and not bits[size:].any()
 
 
 def test_one_position_more_than_agreed_is_not_written(ops):
@@ -238,9 +237,9 @@ def test_a_refused_mask_makes_the_next_step_dense(monkeypatch):
         raise compopt.CommunicationError("the mask of rank 0 is not what was agreed")
 
     phases = []
-    for found in (refuse, NativeSelection.found, NativeSelection.found):
+    for assemble in (refuse, NativeSelection.assemble, NativeSelection.assemble):
         with monkeypatch.context() as patch:  # of the step before: it is read when the next one begins
-            patch.setattr(NativeSelection, "found", found)
+            patch.setattr(NativeSelection, "assemble", assemble)
             ranks.train(loss, 1)
         phases.append(ranks.optimizers[0].stats.phase)
     assert phases == ["dense", "sparse", "sparse"]
@@ -266,6 +265,6 @@ def test_what_is_not_finite_is_marked_wherever_it_is(ops, bad):
         grads = [torch.ones(50, 100), torch.ones(50, 100), None]
         grads[0].view(-1)[at_element] = bad
         index = [torch.tensor([7], dtype=torch.int32)] * 3
-        payload = ops.pack(bucket, grads, Mask(bucket, positions=index))
+        payload = ops.encode(bucket, grads, Mask(bucket, positions=index))
         assert payload.header.isnan().tolist() == [True, False, False]
         assert payload.header[1:].tolist() == [1.0, 0.0] and payload.body.tolist()[1:] == [1.0, 0.0]

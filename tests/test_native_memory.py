@@ -11,8 +11,8 @@ from torch import nn
 
 import compopt
 from compopt._ops.native import build, tables
-from compopt._ops.native.ops import NativeOps
-from compopt._ops.ops import Ops
+from compopt._ops.native.backend import NativeOps
+from compopt._ops.pytorch import Ops
 from compopt._state import bits as _bits
 from compopt._state.masks import Mask
 
@@ -36,16 +36,16 @@ def bucket():
 
 def test_a_tensor_becomes_an_address_only_as_it_will_be_read():
     x = torch.zeros(4, 6)
-    assert tables.at("x", x, 24) == x.data_ptr() and tables.at("x", None, 24) == 0
-    assert tables.at("x", torch.zeros(0), 0) != 0
-    assert tables.along("x", x, [3, 0, 5]) == [x.data_ptr() + 4 * before for before in (0, 3, 3)]
+    assert tables.address("x", x, 24) == x.data_ptr() and tables.address("x", None, 24) == 0
+    assert tables.address("x", torch.zeros(0), 0) != 0
+    assert tables.address_in_turn("x", x, [3, 0, 5]) == [x.data_ptr() + 4 * before for before in (0, 3, 3)]
     for wrong in (x.double(), x.t(), x[:, :3], x[:2], x.to("meta")):
         with pytest.raises(
             ValueError, match=r"reads 24 contiguous elements of torch.float32 on the CPU as x, and number"
         ):
-            tables.at("x", wrong, 24)
+            tables.address("x", wrong, 24)
     with pytest.raises(ValueError, match=r"reads 25 contiguous .* number 0 is torch.float32 of shape \(4, 6\)"):
-        tables.along("x", x, [20, 5])
+        tables.address_in_turn("x", x, [20, 5])
 
 
 def test_positions_of_another_dtype_are_converted(ops, bucket):
@@ -53,7 +53,7 @@ def test_positions_of_another_dtype_are_converted(ops, bucket):
     grads, positions = bucket.grads(), torch.tensor([1, 7, 4999])
 
     def packed(by: Ops, positions: torch.Tensor) -> torch.Tensor:
-        return by.pack(bucket, grads, Mask(bucket, positions=[positions] * 2)).flat
+        return by.encode(bucket, grads, Mask(bucket, positions=[positions] * 2)).flat
 
     expected = packed(Ops(), positions).clone()
     for dtype in (torch.int64, torch.int32, torch.int16):
@@ -70,8 +70,8 @@ def test_a_message_is_what_plain_operators_make_of_it(ops, bucket, every, negate
     _bits.set_bits_(bits, index[0].long())
     add = [p.detach() for p in bucket.params] if owed else None
     options = {"add": add, "scale": 0.5, "negate": negate}
-    expected = Ops().pack(bucket, grads, Mask(bucket, positions=index), **options).flat.clone()
-    assert torch.equal(ops.pack(bucket, grads, Mask(bucket, bits=[bits] * 2), **options).flat, expected)
+    expected = Ops().encode(bucket, grads, Mask(bucket, positions=index), **options).flat.clone()
+    assert torch.equal(ops.encode(bucket, grads, Mask(bucket, bits=[bits] * 2), **options).flat, expected)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_positions_outside_are_refused_before_they_are_read(ops, bucket, positio
         return
     mask.positions[0].copy_(torch.tensor(positions))  # what was right when the mask was made is not trusted
     with pytest.raises(RuntimeError, match=r"parameter [01] of group 0.*5000 elements"):
-        ops.pack(bucket, bucket.grads(), mask)
+        ops.encode(bucket, bucket.grads(), mask)
 
 
 def test_a_mask_with_fewer_bits_than_are_to_be_sent_is_refused(ops, bucket):
@@ -93,7 +93,7 @@ def test_a_mask_with_fewer_bits_than_are_to_be_sent_is_refused(ops, bucket):
     bits[:200] = 255
     mask = Mask(bucket, bits=[bits, None], sizes=[2000, N])
     with pytest.raises(RuntimeError, match="parameter 1 of group 0 do not fit its 5000 elements"):
-        ops.pack(bucket, bucket.grads(), mask)
+        ops.encode(bucket, bucket.grads(), mask)
     with pytest.raises(RuntimeError, match="a mask has 1600 of 5000 elements, and 2000 were selected"):
         mask.positions  # noqa: B018
     for wrong in (bits[:-1], bits.int()):

@@ -27,7 +27,7 @@ if torch.cuda.is_available():
 
 import compopt_kernels as kernels
 
-from compopt._ops.triton.places import Tables, addresses, known
+from compopt._ops.triton.tables import TableCache, addresses, make_key
 from compopt._state import masks
 
 RANKS = 2
@@ -204,7 +204,7 @@ def run(make: Callable, events: list[Callable[[Job], None]], dtype: torch.dtype 
     return found
 
 
-def always_anew(tables: Tables, use: object, key: object, make: Callable) -> kernels.Table:
+def always_anew(tables: TableCache, use: object, key: object, make: Callable) -> kernels.Table:
     return make()
 
 
@@ -219,7 +219,7 @@ CASES += [("Radius, bfloat16", [elsewhere, gradients_turned, masks_forgotten])]
 
 def compare(monkeypatch, make: Callable, events: list[Callable[[Job], None]], dtype: torch.dtype) -> None:
     found = run(make, events, dtype)
-    monkeypatch.setattr(Tables, "__call__", always_anew)
+    monkeypatch.setattr(TableCache, "__call__", always_anew)
     expected = run(make, events, dtype)
     for where, ours in found.items():
         assert len(ours) == len(expected[where]), where
@@ -239,16 +239,16 @@ def test_masters_too(triton, monkeypatch):
 @pytest.mark.parametrize("name", CLASSES)
 def test_steady_steps_make_no_table(name, triton, monkeypatch):
     made: Counter[str] = Counter()
-    called = Tables.__call__
+    called = TableCache.__call__
 
-    def counted(tables: Tables, use: tuple, key: object, make: Callable) -> kernels.Table:
+    def counted(tables: TableCache, use: tuple, key: object, make: Callable) -> kernels.Table:
         def noted() -> kernels.Table:
             made[use[0]] += 1
             return make()
 
         return called(tables, use, key, noted)
 
-    monkeypatch.setattr(Tables, "__call__", counted)
+    monkeypatch.setattr(TableCache, "__call__", counted)
     job = Job(CLASSES[name])
     for t in range(4):
         if t == 3:
@@ -277,23 +277,25 @@ def test_tables_keep_no_tensor(triton):
 
 def test_a_table_follows_its_head():
     table = kernels.Table([[1, None, torch.zeros(0)]], torch.device("cpu"))
-    first = table.under([0.5])
-    assert table.under([0.5]) is first and table.under([0.25]) is not first
-    assert table.under([0.25])[:1].view(torch.float64).item() == 0.25 and first[:1].view(torch.float64).item() == 0.5
-    mine = table.copy([0.25])
+    first = table.with_head([0.5])
+    assert table.with_head([0.5]) is first and table.with_head([0.25]) is not first
+    assert (
+        table.with_head([0.25])[:1].view(torch.float64).item() == 0.25 and first[:1].view(torch.float64).item() == 0.5
+    )
+    mine = table.writable_copy([0.25])
     mine.zero_()
-    assert table.under([0.25])[:1].view(torch.float64).item() == 0.25
+    assert table.with_head([0.25])[:1].view(torch.float64).item() == 0.25
 
 
 def test_what_is_not_contiguous_is_not_known():
     x = torch.zeros(3, 4)
     assert addresses([x, None]) == [x.data_ptr(), -1] and addresses([x.t()]) is None
-    assert known([1], None) is None and known([1], 2) == ([1], 2)
+    assert make_key([1], None) is None and make_key([1], 2) == ([1], 2)
 
 
 def test_starts_of_masks_found_together_are_those_of_each(triton):
     """Joined in one vector only where they are asked for in the same order."""
-    from compopt._ops.triton.tables import note_starts, starts_of_all
+    from compopt._ops.triton.tables import block_offsets_of_all, store_block_offsets
     from compopt._state.buckets import make_buckets
 
     params = [nn.Parameter(torch.zeros(70, 64)) for _ in range(3)]
@@ -302,9 +304,11 @@ def test_starts_of_masks_found_together_are_those_of_each(triton):
     found = [
         masks.Mask(b, bits=[torch.randint(0, 256, (560,), dtype=torch.uint8, generator=draw)]) for b in buckets
     ]  # fmt: skip
-    note_starts(Tables(), buckets, found)
-    whole = starts_of_all(buckets, found)
-    assert torch.equal(whole, torch.cat([mask.starts for mask in found])) and whole is found[0].together[0]
-    turned_round = starts_of_all(buckets[::-1], found[::-1])
-    assert torch.equal(turned_round, torch.cat([mask.starts for mask in found[::-1]]))
-    assert torch.equal(starts_of_all(buckets[:2], found[:2]), torch.cat([mask.starts for mask in found[:2]]))
+    store_block_offsets(TableCache(), buckets, found)
+    whole = block_offsets_of_all(buckets, found)
+    assert torch.equal(whole, torch.cat([mask.block_offsets for mask in found])) and whole is found[0].batch_offsets[0]
+    turned_round = block_offsets_of_all(buckets[::-1], found[::-1])
+    assert torch.equal(turned_round, torch.cat([mask.block_offsets for mask in found[::-1]]))
+    assert torch.equal(
+        block_offsets_of_all(buckets[:2], found[:2]), torch.cat([mask.block_offsets for mask in found[:2]])
+    )

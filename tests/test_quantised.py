@@ -247,13 +247,13 @@ def test_radius_conserves_what_rounding_drops(size, backend, monkeypatch, payloa
 
     def spy_on_all(bucket, ops, mean, phase, mask, grads):  # where a kernel takes all tensors at once
         for i, (values, w) in enumerate(zip(mean.parts, bucket.weights, strict=True)):
-            given[w.data_ptr()] = ops.expand(values, mask.positions[i], w).double()
+            given[w.data_ptr()] = ops.decode(values, mask.positions[i], w).double()
         return commit.run(bucket, ops, mean, phase, mask, grads)
 
     monkeypatch.setattr(ops, "adamw", spy)
-    if commit := ops.faster.get("radius.commit"):
-        spied = {"radius.commit": commit._replace(run=spy_on_all)}
-        monkeypatch.setattr(ops, "faster", {**ops.faster, **spied}, raising=False)
+    if commit := ops.fused.get("radius.update"):
+        spied = {"radius.update": commit._replace(run=spy_on_all)}
+        monkeypatch.setattr(ops, "fused", {**ops.fused, **spied}, raising=False)
     phases = set()
     for _ in range(9):
         before = residual_of(ranks)

@@ -12,7 +12,7 @@ from problems import COMPRESSED, gradients, replicas, step, weights
 from torch import nn
 
 import compopt
-from compopt._ops import math
+from compopt._ops import reference
 
 
 def make(ranks: int, **options):
@@ -52,7 +52,9 @@ def test_equals_the_oracle(ranks, options):
                 torch.testing.assert_close(
                     optimizer.state[p]["residual"], oracle.residual[rank][i], rtol=1e-11, atol=1e-12
                 )
-                assert torch.equal(math.unpack_bits(optimizer.state[p]["mask"], p.numel()), oracle.mask[i].view(-1))
+                assert torch.equal(
+                    reference.unpack_bits(optimizer.state[p]["mask"], p.numel()), oracle.mask[i].view(-1)
+                )
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -11,7 +11,7 @@ from problems import gradients, replicas, step, weights
 from torch import Tensor, nn
 
 import compopt
-from compopt._ops import math
+from compopt._ops import reference
 
 SHAPES = {  # of float32 sizes above the blocks that passes work in
     torch.float32: [(64, 80), (80,), (260, 520), (70, 300)],
@@ -120,7 +120,7 @@ def test_a_tensor_absent_from_the_first_on_is_masked_by_its_weights(dtype):
     run = Run(dtype, density=0.25, interval=4, warmup_steps=0, weight_decay=0.5)
     run.step(absent=3)
     wanted = run.params[0][3].detach().abs().view(-1)
-    mask = math.unpack_bits(run.state("mask", 3), wanted.numel())
+    mask = reference.unpack_bits(run.state("mask", 3), wanted.numel())
     assert int(mask.sum()) == wanted.numel() // 4
     assert wanted[mask].min() >= wanted[~mask].max()
     run.step()
@@ -139,7 +139,7 @@ def test_masks_are_of_the_largest_updates_with_the_weights_of_before(dtype, dens
             m, v, t = (run.state(name, i) for name in ("exp_avg", "exp_avg_sq", "step"))
             update = m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-8) + before[i]
             k = round(density * before[i].numel())
-            mask = math.unpack_bits(run.state("mask", i), before[i].numel())
+            mask = reference.unpack_bits(run.state("mask", i), before[i].numel())
             assert int(mask.sum()) == k
             wanted = update.abs().view(-1).topk(k).values.sum()
             torch.testing.assert_close(update.abs().view(-1)[mask].sum(), wanted, rtol=1e-5, atol=0)

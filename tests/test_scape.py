@@ -12,7 +12,7 @@ from problems import COMPRESSED, gradients, replicas, step, weights
 from torch import nn
 
 import compopt
-from compopt._ops import math
+from compopt._ops import reference
 
 SHAPES = [(64, 80), (80,), (128, 64), (3, 41, 47), (10, 10)]
 HYPER = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -28,7 +28,7 @@ def dense_moment(optimizer, p) -> torch.Tensor:
     """exp_avg of a compressed tensor, with its zeros."""
     state = optimizer.state[p]
     full = torch.zeros(p.numel(), dtype=torch.float64)
-    full[math.unpack_bits(state["mask"], p.numel())] = state["exp_avg"]
+    full[reference.unpack_bits(state["mask"], p.numel())] = state["exp_avg"]
     return full.view(p.shape)
 
 
@@ -79,9 +79,9 @@ def run_against(oracle, world, params, optimizers, steps, shapes, compressed) ->
                 continue
             torch.testing.assert_close(state["residual"], oracle.residual[rank][i], rtol=1e-10, atol=1e-11)
             torch.testing.assert_close(dense_moment(optimizer, p), oracle.m[i], rtol=1e-10, atol=1e-11)
-            assert torch.equal(math.unpack_bits(state["mask"], p.numel()), oracle.mask[i].view(-1))
+            assert torch.equal(reference.unpack_bits(state["mask"], p.numel()), oracle.mask[i].view(-1))
             if optimizer.param_groups[0]["mask_delay"]:
-                assert torch.equal(math.unpack_bits(state["next_mask"], p.numel()), oracle.next_mask[i].view(-1))
+                assert torch.equal(reference.unpack_bits(state["next_mask"], p.numel()), oracle.next_mask[i].view(-1))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -207,9 +207,9 @@ def test_stats_tell_density_bytes_and_overlap():
     masks = []
     for t in (5, 5):
         optimizers[0].state_dict()
-        masks.append(math.unpack_bits(optimizers[0].state[params[0][0]]["next_mask"], 65536))
+        masks.append(reference.unpack_bits(optimizers[0].state[params[0][0]]["next_mask"], 65536))
         overlap = optimizers[0].stats.mask_overlap()
-        previous = math.unpack_bits(optimizers[0].state[params[0][0]]["mask"], 65536)
+        previous = reference.unpack_bits(optimizers[0].state[params[0][0]]["mask"], 65536)
         assert overlap == pytest.approx(float((masks[-1] & previous).sum() / masks[-1].sum()))
         step(world, params, optimizers, gradients(2, t, shapes))
 

@@ -14,7 +14,7 @@ from problems import gradients, replicas, step, weights
 from torch import Tensor
 
 import compopt
-from compopt._ops import math
+from compopt._ops import reference
 
 SHAPES = {  # of float32 sizes above the blocks that passes work in; all are cut between ranks
     torch.float32: [(64, 80), (80,), (260, 520), (70, 300)],
@@ -46,7 +46,7 @@ class Run:
         return optimizer.state[self.params[rank][i]][name].clone()
 
     def bits(self, name: str, i: int) -> Tensor:
-        return math.unpack_bits(self.state(name, i), self.params[0][i].numel())
+        return reference.unpack_bits(self.state(name, i), self.params[0][i].numel())
 
     def momentum(self, i: int) -> Tensor:
         """With its zeros, flat."""

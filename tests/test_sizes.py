@@ -14,8 +14,8 @@ from table import CASES, FORMS, projecting
 from torch import nn
 
 import compopt
-from compopt._sparse.selection import largest
 from compopt._sparse.sparsify import most_left
+from compopt._sparse.top_k import select_exact_top_k
 
 # Compressed at all; topk in place of a threshold; the table of rounding; a block of a pass; pages of a block.
 SIZES = [4096, 16384, 65536, 131072, 2**20]
@@ -123,7 +123,7 @@ def test_the_largest_are_exactly_as_many(what, share, backend, monkeypatch):
         "two sizes": torch.where(x > 0, 1.0, -1e-6),
     }[what]
     k = max(1, round(share * n))
-    found = largest(x, k, compopt.AdamS([nn.Parameter(torch.zeros(1))]).ops)
+    found = select_exact_top_k(x, k, compopt.AdamS([nn.Parameter(torch.zeros(1))]).ops)
     assert torch.equal(found, found.unique())
     assert len(found) == k or (len(found) < k and len(found) >= int(x.count_nonzero()))
     chosen = x.abs()[found].sort(descending=True).values

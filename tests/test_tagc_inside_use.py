@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import compopt
 from compopt._ops.backends import choose
-from compopt._sparse.selection import largest
+from compopt._sparse.top_k import select_exact_top_k
 
 
 def tagc(model: nn.Module, **options) -> compopt.TagcAdamW:
@@ -36,7 +36,7 @@ def test_what_is_not_finite_is_among_the_largest(dtype, backend, wrong, monkeypa
         for k in (1, n // 80 + 1, n // 3):
             x = torch.randn(n, dtype=dtype)
             x[torch.randperm(n)[:count]] = wrong
-            found = largest(x, k, ops)
+            found = select_exact_top_k(x, k, ops)
             assert len(found) == k and not x[found].isfinite().all()
 
 

@@ -12,7 +12,7 @@ from table import CASES
 from torch import nn
 
 import compopt
-from compopt._sparse.dealing import density_at
+from compopt._sparse.scape_masks import density_at
 
 WARMED = [case for case in CASES if "total_steps" in inspect.signature(case.cls).parameters]
 classes = pytest.mark.parametrize("case", WARMED, ids=lambda case: case.name)

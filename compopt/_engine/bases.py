@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .._ops.ops import Ops
+from .._ops.pytorch import Ops
 from .._state.buckets import Bucket
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._ops.backends import choose, give_way
-from .._ops.ops import Ops
+from .._ops.pytorch import Ops
 from .._state.buckets import Bucket, make_buckets
 from .._state.layouts import Layout
 from .._state.offload import Offload
@@ -139,7 +139,7 @@ class Engine:
         if face.sharded:
             comm = self.comm
             bucket.shards = Shards(bucket.lengths, bucket.compressed, comm.rank, comm.size)
-        bucket.job = self.ops.job(bucket)
+        bucket.job = self.ops.quantised_mean(bucket)
         checkpoint.fill(bucket, self.specs(bucket), face.state)
         face.restore(bucket)
 
@@ -206,7 +206,7 @@ class Engine:
             face.tidy(bucket)
         self.ops = give_way(self.comm.rank)
         for bucket in self.buckets:
-            bucket.job = self.ops.job(bucket)
+            bucket.job = self.ops.quantised_mean(bucket)
             face.restore(bucket)
         face.gave_way()
 

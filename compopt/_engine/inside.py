@@ -19,9 +19,8 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .._ops.clipping import clip_factor
-from .._ops.norms import squared_norm
-from .._ops.ops import Ops
+from .._ops.norms import clip_factor, squared_norm
+from .._ops.pytorch import Ops
 from .._state.buckets import Bucket, local
 from .._wire.comm import Comm, ProcessGroup, connect
 from .._wire.meshes import is_cut_over
@@ -219,7 +218,7 @@ def applied(
     """
     grads = bucket.grads()
     message = bucket.payload([0] * len(grads), None)
-    ops.mark(message, grads)
+    ops.write_header(message, grads)
     mean = yield AllReduceMean(message)
     squared = torch.zeros(1, dtype=torch.float64, device=bucket.device)
     for g, scale in zip(grads, scales or [1.0] * len(grads), strict=True):

@@ -25,7 +25,7 @@ from torch import Tensor
 from .._engine.engine import Engine
 from .._engine.inside import Held, Unsent, place_of
 from .._engine.when import dense_steps
-from .._ops.ops import Ops
+from .._ops.pytorch import Ops
 from .._state.buckets import Bucket
 from .._state.fsdp_rows import FsdpRows, Piece, columns_of
 from .._wire.requests import AllReduceMean, Asking, Payload, ReduceScatterMean
@@ -152,6 +152,6 @@ def uncut(pieces: list[Piece], engine: Engine, dtype: torch.dtype, before: int) 
         bucket = Bucket(index, first.group, tensors, names, lambda *_: True, first.scratch)
         for name in first.state.keys() & {"residual", "basis"}:
             bucket.state[name] = [other.state[name][i] for other, i in held]
-        bucket.job = engine.ops.job(bucket)
+        bucket.job = engine.ops.quantised_mean(bucket)
         found.append(Whole(bucket, own, held))
     return found

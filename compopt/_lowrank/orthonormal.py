@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._ops.math import one_thread
+from .._ops.reference import one_thread
 
 # Of a column's length: what is added of a unit vector, so that columns which are zero, or depend on
 # each other, become orthonormal as well. In float64 its square is left of 1.

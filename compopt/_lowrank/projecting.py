@@ -16,7 +16,7 @@ from .._engine.inside import Inside, Params, Unsent, check_inside, is_inside, pl
 from .._engine.settings import Setting
 from .._engine.weakly import weakly
 from .._engine.when import dense_steps
-from .._ops.clipping import clip_factor
+from .._ops.norms import clip_factor
 from .._state.buckets import Bucket, local
 from .._state.layouts import Dense, Layout, Prefix, Unsharded
 from .._wire.comm import connect

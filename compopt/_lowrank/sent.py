@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .._ops.clipping import scale_
-from .._ops.ops import Ops
+from .._ops.norms import scale_
+from .._ops.pytorch import Ops
 from .._wire.requests import Payload
 from .projections import Projection, by_blocks
 

@@ -9,10 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .._ops.clipping import clip_factor
-from .._ops.factored import Factored
-from .._ops.norms import stacked_squared_norms
-from .._ops.ops import Ops
+from .._ops.commits import Factored
+from .._ops.norms import clip_factor, stacked_squared_norms
+from .._ops.pytorch import Ops
 from .._state.buckets import Bucket, upload
 from .._wire.requests import Asking, Payload, Together
 from .options import clips_average, forgets
@@ -80,12 +79,12 @@ class Projections:
         bucket, grads = self.bucket, self.grads
         if not self.projects and self.clipped == 1:  # in one pass, where the back end has one
             owed: list[Tensor | None] = [*bucket.state["residual"]]
-            return self.ops.pack(bucket, grads, add=owed if self.sends else None)
+            return self.ops.encode(bucket, grads, add=owed if self.sends else None)
         lengths = [tensor.length for tensor in self.tensors]
         cosines = [len(lengths)] if self.found else []
         payload = bucket.payload(lengths + cosines, bucket.group["payload_dtype"])
         if self.agreed is None:
-            self.ops.mark(payload, grads)
+            self.ops.write_header(payload, grads)
         else:
             words = len(payload.flat) - len(payload.body)
             payload.flat[:words].copy_(self.agreed.flat[:words])
@@ -125,7 +124,7 @@ class Projections:
         h = self.bucket.group
         return clip_factor(norm, h["max_grad_norm"]) if clips_average(h) else 1.0
 
-    # What a back end is told that does lines 4 and 5 at once (see ``_ops.factored``)
+    # What a back end is told that does lines 4 and 5 at once (see ``_ops.commits``)
 
     @property
     def are_factors(self) -> bool:

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._ops.factored import Factored
-from .._ops.ops import Ops
+from .._ops.commits import Factored
+from .._ops.pytorch import Ops
 from .._state.buckets import Bucket
 from .._wire.requests import AllReduceMean, Asking, Payload, Together
 from .orthonormal import orthonormal
@@ -70,7 +70,7 @@ def track(
     for i, tensor in tracked.items():
         lengths[i] = tensor.first_length
     payload = bucket.payload(lengths, bucket.group["payload_dtype"], use=1)
-    ops.mark(payload, grads)
+    ops.write_header(payload, grads)
     for i, tensor in tracked.items():
         tensor.times(tensor.Q, tensor.P(payload.exact[i]), across=True)
     mean: Payload = yield AllReduceMean(payload.round(), more=True)  # line 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .makers import APEX
-from .ops import Group, Ops
+from .pytorch import Group, Ops
 
 DECOUPLED, CORRECTED = 1, 1  # weight decay as in AdamW; moments divided by 1 - beta^t
 

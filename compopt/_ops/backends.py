@@ -21,7 +21,7 @@ from .._wire.comm import connect
 from .._wire.warning import warn
 from .makers import has_triton_driver, lacks
 from .native.build import UnknownISA, compiler
-from .ops import Ops
+from .pytorch import Ops
 from .race import times_as_long
 
 NAMES = ("auto", "torch", "native", "triton", "apex")
@@ -169,11 +169,11 @@ def _installed(module: str) -> bool:
 def _make(name: str, devices: set[str]) -> Ops:
     """Imported only when chosen: triton takes a second, and need not be installed."""
     if name == "triton":
-        from .triton.ops import TritonOps
+        from .triton.backend import TritonOps
 
         return TritonOps(devices)
     if name == "native":
-        from .native.ops import NativeOps
+        from .native.backend import NativeOps
 
         return NativeOps(devices)
     if name == "apex":

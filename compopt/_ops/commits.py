@@ -1,15 +1,19 @@
-"""What commits that take all tensors of a bucket at once have in common."""
+"""What the fused commits of several backends, and the papers' references, have in common."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket
+from .._state.mask_shards import MaskSlice
 from .._state.masks import Mask
 from .._wire.requests import Payload
-from . import math
-from .ops import Group, Ops
+from . import reference
+from .pytorch import Group, Ops
 
 
 def count_steps(steps: list[Tensor], present: list[bool]) -> None:
@@ -19,40 +23,65 @@ def count_steps(steps: list[Tensor], present: list[bool]) -> None:
         torch._foreach_add_(counted, 1)
 
 
-def update_size(h: Group, w: Tensor, m: Tensor, v: Tensor, step: Tensor) -> Tensor:
-    """The magnitude of what AdamW subtracts from each element of ``w``, over the learning rate."""
-    names = ("betas", "eps", "weight_decay")
-    hyper = {name: h[name] for name in names}
-    return math.adamw_update(w, m, v, max(float(step), 1.0), **hyper).abs_()
-
-
-def scores(bucket: Bucket, ops: Ops, phase: str) -> dict[int, Tensor]:
-    """Memory for the sizes of the updates of each tensor, by its number, whose mask is chosen by
-    them.
-    """
-    chosen = [i for i, c in enumerate(bucket.compressed) if c and phase == "resample"]
-    lengths = [bucket.lengths[i] for i in chosen]
-    flat = ops.scratch(bucket.flat["exp_avg"], sum(lengths), use="score")
-    return dict(zip(chosen, flat.split(lengths), strict=True))
-
-
-def owe_again(bucket: Bucket, ops: Ops, mean: Payload, mask: Mask, factor: float = 1.0) -> None:
-    """Add the rounding errors of what was sent, times ``factor``, back to the residuals, which are
-    0 there.
+def feed_back_rounding(
+    bucket: Bucket, ops: Ops, mean: Payload, mask: Mask, factor: float = 1.0
+) -> None:
+    """Write the rounding errors of the payload, times ``factor``, to the residuals, which are 0 on
+    the mask.
     """
     if mean.dropped is None:
         return
     for i, is_present in enumerate(bucket.present(mean)):
         if is_present and bucket.compressed[i]:
-            residual, dropped = bucket.state["residual"][i], mean.dropped_parts[i]
+            dropped = mean.dropped_parts[i]
             dropped = dropped if factor == 1 else dropped.mul_(factor)
-            ops.put(residual, mask.positions[i], dropped)
+            ops.write_at(bucket.state["residual"][i], mask.positions[i], dropped)
 
 
-def momenta_apart(bucket: Bucket, old: list[Tensor]) -> list[Tensor]:
-    """The momenta of before in memory of their own, where the new ones would be written over
-    them.
+# Radius
+
+
+def update_magnitudes(h: Group, w: Tensor, m: Tensor, v: Tensor, step: Tensor) -> Tensor:
+    """Return |u| of Radius's line 21: what AdamW subtracts from ``w``, over the learning rate."""
+    hyper = {name: h[name] for name in ("betas", "eps", "weight_decay")}
+    return reference.adamw_update(w, m, v, max(float(step), 1.0), **hyper).abs_()
+
+
+def score_memory(bucket: Bucket, ops: Ops, phase: str) -> dict[int, Tensor]:
+    """Return memory for |u| of every tensor whose mask is selected in this step, by its number."""
+    tensors = [i for i, c in enumerate(bucket.compressed) if c and phase == "resample"]
+    lengths = [bucket.lengths[i] for i in tensors]
+    flat = ops.scratch(bucket.flat["exp_avg"], sum(lengths), use="score")
+    return dict(zip(tensors, flat.split(lengths), strict=True))
+
+
+# SCAPE
+
+
+def gradient_weight(h: Group) -> float:
+    """Return the factor on a rank's own gradient in line 10: 1 - b1, negative when maximizing."""
+    beta1: float = h["betas"][0]
+    return (beta1 - 1) if h["maximize"] else (1 - beta1)
+
+
+def moment_of_slice(bucket: Bucket, i: int, piece: MaskSlice, g: Tensor | None) -> Tensor:
+    """Return line 10's x = b1 m + (1 - b1) g + e on a slice of tensor i, in new memory, before the
+    step has written it.
     """
+    held, m = bucket.cache["mask"].positions[i], bucket.state["exp_avg"][i]
+    beta1, start, stop = bucket.group["betas"][0], piece.start, piece.stop
+    x = bucket.fetch("residual", i, slice(start, stop))
+    if g is not None:
+        x.add_(g.reshape(-1)[start:stop], alpha=gradient_weight(bucket.group))
+    if held is None:
+        return x.add_(m[start:stop], alpha=beta1)
+    edges = torch.tensor([start, stop], dtype=held.dtype, device=held.device)
+    first, last = torch.searchsorted(held, edges).tolist()
+    return x.index_add_(0, held[first:last] - start, m[first:last], alpha=beta1)
+
+
+def separate_momenta(bucket: Bucket, old: list[Tensor]) -> list[Tensor]:
+    """Return the momenta before this step, in other memory than the new ones."""
     if old is not bucket.state["exp_avg"]:
         return old
     flat = bucket.flat["exp_avg"]
@@ -60,8 +89,46 @@ def momenta_apart(bucket: Bucket, old: list[Tensor]) -> list[Tensor]:
     return list(before.split([m.numel() for m in old]))
 
 
-def keep_absent(old: list[Tensor], new: list[Tensor], present: list[bool]) -> None:
-    """The momenta of tensors that no rank has a gradient for stay as they are."""
-    for before, after, here in zip(old, new, present, strict=True):
-        if not here and after is not before:
+def keep_absent_momenta(old: list[Tensor], new: list[Tensor], present: list[bool]) -> None:
+    """Copy the momenta of tensors that no rank has a gradient of."""
+    for before, after, is_present in zip(old, new, present, strict=True):
+        if not is_present and after is not before:
             after.copy_(before.view_as(after))
+
+
+# SEPARATE with a tracked projection: averaged gradients that are products of narrow matrices
+
+
+class Factored(NamedTuple):
+    """Tensor ``i``, as a contiguous matrix of ``rows`` rows.
+
+    Its averaged gradient is ``R p^T``, R of shape (rows, r), p of (columns, r), stored column by
+    column; ``own`` is what this rank sent of p, ``dropped`` the rounding error of that.
+    """
+
+    i: int
+    rows: int
+    columns: int
+    R: Tensor
+    p: Tensor
+    own: Tensor
+    dropped: Tensor | None
+
+
+class Factors(Protocol):
+    """The tensors of one bucket at one step."""
+
+    # on this rank's gradient
+    clipped: float
+
+    def factored(self, mean: Payload, present: Sequence[int]) -> list[Factored]:
+        """Return those of ``present`` whose averaged gradient is a product."""
+
+    def whole(self, present: Sequence[int]) -> list[int]:
+        """Return the others."""
+
+    def feed_back(self, i: int, mean: Payload, factor: float) -> None:
+        """Update the residual of a tensor that was sent whole."""
+
+    def share(self, factor: float) -> float:
+        """Return how much of the new error is kept of a product."""

@@ -1,4 +1,4 @@
-"""Norms of gradients: whether they are finite, and what clips them."""
+"""Norms of gradients, whether they are finite, and clipping by a norm."""
 
 from __future__ import annotations
 
@@ -7,61 +7,74 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Elements that are added up side by side.
-WIDTH = 65536
+WIDTH = 65536  # elements that are added up side by side
+
+# Whether gradients are finite
 
 
-def finite_or_nan(g: Tensor) -> Tensor:
-    """1 when ``g`` and its squared norm are finite, NaN otherwise: a second moment could not hold
-    such a gradient.
+def finite_marks(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
+    """Return for every gradient 1 if it is finite, NaN if it is not, 0 if there is none."""
+    given = [g for g in grads if g is not None]
+    if len(given) == len(grads) and all(g.device.type != "cpu" for g in given):
+        return _mark_all_finite(given).to(like.dtype)
+    zero = like.new_zeros(())
+    return torch.stack([zero if g is None else mark_finite(g).to(zero.dtype) for g in grads])
 
-    The rule of all back ends for what makes ranks skip a step. The square is of the gradient's
-    dtype, float32 at least: one element of 1e20 is too large, 1e18 is not, and many of 1e18 are.
+
+def mark_finite(g: Tensor) -> Tensor:
+    """Return 1 if ``g`` and its squared norm are finite, NaN otherwise: a second moment could not
+    hold such a gradient.
+
+    All backends skip a step by this rule. The square is of the gradient's dtype, at least float32:
+    one element of 1e20 is too large, 1e18 is not, and many of 1e18 are.
     """
     dtype = torch.promote_types(g.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(g, dtype=dtype)
     return norm.mul_(0).add_(1)
 
 
-def all_finite_or_nan(gs: Sequence[Tensor]) -> Tensor:
-    """The same for several gradients of one dtype, in a few launches."""
+def _mark_all_finite(gs: Sequence[Tensor]) -> Tensor:
+    """Do the same for gradients of one dtype, in a few launches."""
     dtype = torch.promote_types(gs[0].dtype, torch.float32)
     return torch.stack(torch._foreach_norm(list(gs), 2, dtype=dtype)).mul_(0).add_(1)
 
 
-def marks(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
-    """For every gradient 1 if it is finite, NaN if it is not, 0 if there is none."""
-    there = [g for g in grads if g is not None]
-    if len(there) == len(grads) and all(g.device.type != "cpu" for g in there):
-        return all_finite_or_nan(there).to(like.dtype)
-    zero = like.new_zeros(())
-    return torch.stack([zero if g is None else finite_or_nan(g).to(zero.dtype) for g in grads])
+# Squared norms
 
 
-def squared_norm_alike(x: Tensor) -> Tensor:
-    """|x|^2, the same bits whatever the number of threads and the processor: for what scales an
-    update.
+def squared_norm(x: Tensor) -> Tensor:
+    """Return |x|^2, in float64 where float32 would overflow or x is of lower precision."""
+    if x.device.type != "cpu":  # a look at the first result would cost more than the second
+        norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+        return norm.square()
+    fast = torch.dot(x, x) if x.dtype in (torch.float32, torch.float64) else None
+    return fast if fast is not None and fast.isfinite() else x.double().square().sum()
+
+
+def reproducible_squared_norm(x: Tensor) -> Tensor:
+    """Return |x|^2 with the same bits for any number of threads and any processor, for what scales
+    an update.
 
     Elements a fixed distance apart are added up in turn, in float32, then halves to halves, in
-    float64: additions and products element by element, which every machine rounds alike.
+    float64: elementwise additions and products, which every machine rounds alike.
     """
     if x.device.type != "cpu":
         return squared_norm(x)
-    total = _halved(_folded(x, torch.promote_types(x.dtype, torch.float32)))
-    return total if total.isfinite() else _halved(_folded(x, torch.float64))
+    total = _add_halves(_add_strided(x, torch.promote_types(x.dtype, torch.float32)))
+    return total if total.isfinite() else _add_halves(_add_strided(x, torch.float64))
 
 
-def _folded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _add_strided(x: Tensor, dtype: torch.dtype) -> Tensor:
     sums = torch.zeros(min(WIDTH, x.numel()), dtype=dtype, device=x.device)
-    square = torch.empty_like(sums)
+    memory = torch.empty_like(sums)
     for part in x.split(WIDTH):
-        wide, own = part.to(dtype), square[: part.numel()]
-        # Not addcmul: a fused one rounds once, not twice.
-        sums[: part.numel()].add_(torch.mul(wide, wide, out=own))
+        wide, square = part.to(dtype), memory[: part.numel()]
+        # not addcmul: a fused one rounds once, not twice
+        sums[: part.numel()].add_(torch.mul(wide, wide, out=square))
     return sums.double()
 
 
-def _halved(sums: Tensor) -> Tensor:
+def _add_halves(sums: Tensor) -> Tensor:
     n = sums.numel()
     while n > 1:
         half = (n + 1) // 2
@@ -70,29 +83,37 @@ def _halved(sums: Tensor) -> Tensor:
     return sums[:1].sum()
 
 
-def squared_norms(xs: Sequence[Tensor], alike: bool = False) -> list[Tensor]:
-    """|x|^2 of each, in float64; ``alike``: as ``squared_norm_alike``.
-
-    On a device in a few launches for all.
-    """
+def squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> list[Tensor]:
+    """Return |x|^2 of each, in float64; on one device in a few launches for all."""
     if len({x.device for x in xs}) > 1:
-        return [(squared_norm_alike if alike else squared_norm)(x).double() for x in xs]
-    return list(stacked_squared_norms(xs, alike).unbind()) if xs else []
+        norm = reproducible_squared_norm if reproducible else squared_norm
+        return [norm(x).double() for x in xs]
+    return list(stacked_squared_norms(xs, reproducible).unbind()) if xs else []
 
 
-def stacked_squared_norms(xs: Sequence[Tensor], alike: bool = False) -> Tensor:
-    """The same of tensors on one device, as a vector there."""
+def stacked_squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> Tensor:
+    """Return the same of tensors on one device, as a vector there."""
     if xs[0].device.type == "cpu":
-        norm = squared_norm_alike if alike else squared_norm
+        norm = reproducible_squared_norm if reproducible else squared_norm
         return torch.stack([norm(x).double() for x in xs])
     return torch.stack(torch._foreach_norm(list(xs), 2, dtype=torch.float64)).square_()
 
 
-def squared_norm(x: Tensor) -> Tensor:
-    """|x|^2, in float64 where float32 would overflow or x is of lower precision."""
-    # Where looking at the first result costs more than a second.
-    if x.device.type != "cpu":
-        norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
-        return norm.square()
-    fast = torch.dot(x, x) if x.dtype in (torch.float32, torch.float64) else None
-    return fast if fast is not None and fast.isfinite() else x.double().square().sum()
+# Clipping
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """Return the factor on a gradient of this norm, as in ``torch.nn.utils.clip_grad_norm_``."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+def scale_(x: Tensor, factor: float) -> None:
+    """Multiply ``x`` by ``factor``, in place."""
+    if factor != 1:
+        x.mul_(factor)
+
+
+def scale_all_(xs: list[Tensor], factor: float) -> None:
+    """Multiply every tensor by ``factor``, in place."""
+    if factor != 1 and xs:
+        torch._foreach_mul_(xs, factor)

@@ -12,8 +12,8 @@ from .._state.buckets import Bucket
 from .._state.layouts import Bits, Dense
 from .._state.masks import Mask, Tensors
 from .._wire.requests import Payload
-from .math import top_k
-from .ops import Ops
+from .pytorch import Ops
+from .reference import top_k
 
 ELEMENTS = 1 << 18  # beyond the cores' own caches, as a model's are
 DENSITY = 0.4
@@ -66,8 +66,8 @@ def sparse_step(bucket: Bucket, ops: Ops) -> None:
     grads, cache = bucket.grads(), bucket.cache
     if "mask" not in cache:
         cache["mask"] = Mask(bucket, bits=bucket.state["mask"], decode=ops.positions)
-    mean = ops.pack(bucket, grads, cache["mask"])
-    ops.run("radius.commit", plain_commit, bucket, mean, "sparse", cache["mask"], grads)
+    mean = ops.encode(bucket, grads, cache["mask"])
+    ops.run("radius.update", plain_commit, bucket, mean, "sparse", cache["mask"], grads)
 
 
 def plain_commit(
@@ -77,7 +77,7 @@ def plain_commit(
     state, w = bucket.state, bucket.weights[0]
     m, v, step = state["exp_avg"][0], state["exp_avg_sq"][0], state["step"][0]
     step += 1
-    average = ops.expand(mean.parts[0], mask.positions[0], w)
+    average = ops.decode(mean.parts[0], mask.positions[0], w)
     ops.adamw(bucket.group, w, average, m, v, step)
     if grads[0] is not None:
         state["residual"][0].add_(grads[0])

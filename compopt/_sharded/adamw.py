@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._ops.ops import Ops
+from .._ops.pytorch import Ops
 from .._sparse.averaged import Average, Averaged
 from .._state.buckets import Bucket, local
 from .._state.shards import unshard
@@ -99,7 +99,7 @@ def commit_each(bucket: Bucket, ops: Ops, average: Average, present: list[bool])
             step += 1
         elif "master" in bucket.state:
             step += 1
-            ops.adamw(h, w, ops.expand(g, index, w), m, v, step)
+            ops.adamw(h, w, ops.decode(g, index, w), m, v, step)
         else:  # the parameters themselves are gathered
             ops.adamw_moments(h, w, g, index, m, v, step)
 

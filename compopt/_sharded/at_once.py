@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._ops.fused import adamw_at_once_
+from .._ops.pytorch import adamw_batched_
 from .._sparse.averaged import Average
 from .._state.buckets import Bucket
 from .._wire.dtypes import dtype_of
@@ -42,7 +42,7 @@ def ahead_at_once(
         w = out if out[0].dtype == own[0].dtype else alike(own)
         torch._foreach_copy_(w, own)
         after = list(torch._foreach_add([state["step"][i] for i in steps], 1))
-        adamw_at_once_(bucket.group, w, [grads[i] for i in steps], m, v, after)
+        adamw_batched_(bucket.group, w, [grads[i] for i in steps], m, v, after)
         if w is not out:
             torch._foreach_copy_(out, w)
     there = [i for i, w in enumerate(weights) if w.numel()]
@@ -62,7 +62,7 @@ def commit_at_once(bucket: Bucket, average: Average, present: list[bool]) -> Non
     grads = average.dense(own[0].dtype)
     if "master" not in state:  # the parameters themselves are gathered
         own = alike(own)
-    adamw_at_once_(
+    adamw_batched_(
         bucket.group,
         own,
         [grads[i] for i in steps],

@@ -13,76 +13,245 @@ residual c that is common to all ranks. M is the mask found one step before, the
         w on M <- gathered from the owners                          # line 4
         w <- (1 - lr weight_decay) w off M                    # line 5, by everyone, in float32
 
-The sum of e_n and c is what the replicated form calls the residual: b1 m, which it adds to every
-rank's, goes to the common one here. So both forms are the same to rounding, and the masks of owners
-and replicas are of the same step (the paper's are one step apart, and its line 12, a dense
+The sum of e_n and c is what the replicated form calls the residual: b1 m, which that adds to every
+rank's residual, is added to the common one here. So both forms agree to rounding, and the masks of
+owners and replicas are of the same step (the paper's are one step apart, and its line 12, a dense
 reduce-scatter, is not needed).
 
-What is sent is x_n / (1 - b1) on M, as in the replicated form.
+The payload is x_n / (1 - b1) on M, as in the replicated form.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from .._ops.clipping import clip_factor
-from .._ops.moment import own_share
-from .._ops.norms import squared_norm
-from .._ops.ops import Ops
-from .._sparse.dealing import deal_now, mask_now
-from .._sparse.selection import Selection, keep_masks
+from .._ops.commits import gradient_weight
+from .._ops.norms import clip_factor, squared_norm
+from .._ops.pytorch import Ops
+from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_mask_shards
 from .._state.buckets import Bucket
-from .._state.masks import Mask
+from .._state.masks import Mask, Tensors
 from .._wire.requests import Agree, AllGather, Asking, Commit, Payload, ReduceScatterMean
 
 
 def sharded_scape(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Algorithm 2, one bucket, one step."""
-    shards = bucket.shards
-    grads = bucket.grads()
-    delayed = bucket.group["mask_delay"] == 1
-    deal = deal_now(bucket, shards.ranks)  # its parts are the shards
-    selection = Selection(bucket, ops, deal, shards.rank) if deal else None
-    mask = mask_now(bucket)
-    if selection and not delayed:
-        for i in selection.pieces:
-            selection.choose(i, own_x(bucket, i, grads[i]))
-        rows = yield AllGather(selection.message())
-        mask = selection.found(rows)
+    grads, mask, shards = bucket.grads(), mask_to_send(bucket), bucket.shards
+    is_delayed = bucket.group["mask_delay"] == 1
+    mask_shards = next_mask_shards(bucket, shards.ranks)  # cut as the state is
+    selection = Selection(bucket, ops, mask_shards, shards.rank) if mask_shards else None
+    if selection and not is_delayed:
+        for i in selection.slices:
+            selection.select(i, owned_x(bucket, i, grads[i]))
+        messages = yield AllGather(selection.encode())
+        mask = selection.assemble(messages)
 
-    exchanged = Exchanged(bucket, mask)
-    messages = exchanged.messages(ops, grads)
-    row = yield exchanged.request
-    mean = messages[shards.rank].over(row)
-    average = exchanged.average(mean)
+    owned = OwnedElements(bucket, mask)
+    sent, flat = encode_for_owners(bucket, ops, owned, grads)
+    row = yield ReduceScatterMean(flat, [payload.flat.numel() for payload in sent])
+    mean = sent[shards.rank].over(row)
+    average = averaged_gradients(bucket, owned, mean)  # line 14
     squared = reduce(torch.add, map(squared_norm, average))
     norm = yield Agree(mean, mask.phase, squared, sharded=True)
 
-    present = bucket.present(mean)
-    new, momenta = exchanged.updated(
-        ops,
-        average,
-        present,
-        norm,
-    )
-    gathered = new.unsqueeze(0)
-    bucket.parameter_bytes = 0
+    weights, momenta = step_owned(bucket, ops, owned, average, bucket.present(mean), norm)
+    gathered, bucket.parameter_bytes = weights.unsqueeze(0), 0
     if shards.ranks > 1:
-        gathered = yield AllGather(new)
-        bucket.parameter_bytes = new.nbytes
+        gathered = yield AllGather(weights)  # line 4
+        bucket.parameter_bytes = weights.nbytes
     yield Commit()  # from here on state changes
-    behind = selection if delayed else None
-    exchanged.commit(gathered, momenta, behind)
-    yield from keep_masks(bucket, ops, mask, mean, selection)
+    to_select = selection if is_delayed else None
+    update(bucket, owned, sent, gathered, momenta, to_select)
+    yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 9
 
 
-def fold_common(bucket: Bucket) -> None:
-    """Add what is common to all ranks to each one's own residual; where state is not sharded there
-    is none.
+class OwnedElements:
+    """Which of the exchanged elements, those on a mask, each rank owns."""
+
+    def __init__(self, bucket: Bucket, mask: Mask):
+        self.bucket, self.positions = bucket, mask.positions
+        # where each rank's elements begin among the exchanged ones of a tensor; at last, their end
+        self.bounds: list[list[int]] = []
+        for i, (index, n) in enumerate(zip(mask.positions, bucket.lengths, strict=True)):
+            starts = [ranges[i][0] for ranges in bucket.shards.ranges]
+            if index is None:
+                self.bounds.append([*starts, n])
+                continue
+            edges = torch.tensor(starts, dtype=index.dtype, device=index.device)
+            self.bounds.append([*torch.searchsorted(index, edges).tolist(), len(index)])
+
+    def sizes(self, rank: int) -> list[int]:
+        """Return how many elements of each tensor ``rank`` owns."""
+        return [bounds[rank + 1] - bounds[rank] for bounds in self.bounds]
+
+    def of_tensor(self, i: int, rank: int) -> Tensor | slice:
+        """Return which elements of flattened tensor i ``rank`` owns."""
+        part, index = slice(*self.bounds[i][rank : rank + 2]), self.positions[i]
+        return part if index is None else index[part].long()
+
+    def of_shard(self, i: int) -> Tensor | slice:
+        """Return this rank's elements of tensor i, counted from the start of its shard."""
+        elements = self.of_tensor(i, self.bucket.shards.rank)
+        start, stop = self.bucket.shards.own[i]
+        return slice(0, stop - start) if isinstance(elements, slice) else elements - start
+
+
+def owned_x(bucket: Bucket, i: int, g: Tensor | None) -> Tensor:
+    """Return x_n + b1 m + c on this rank's shard of tensor i, in new memory."""
+    state, (start, stop), beta1 = bucket.state, bucket.shards.own[i], bucket.group["betas"][0]
+    x = bucket.fetch("residual", i, slice(start, stop)).add_(state["common"][i])
+    if g is not None:
+        x.add_(g.reshape(-1)[start:stop], alpha=gradient_weight(bucket.group))
+    return x.add_(state["exp_avg"][i], alpha=beta1)
+
+
+def encode_for_owners(
+    bucket: Bucket, ops: Ops, owned: OwnedElements, grads: Tensors
+) -> tuple[list[Payload], Tensor]:
+    """Return a payload for every owner, x_n / (1 - b1) at its elements, and the memory of all."""
+    h, ranks = bucket.group, range(bucket.shards.ranks)
+    lengths = [owned.sizes(rank) for rank in ranks]
+    payloads, flat = bucket.payloads(lengths, h["payload_dtype"])
+    ops.write_header(payloads[0], grads)
+    for payload in payloads[1:]:
+        payload.header.copy_(payloads[0].header)
+    for i, (g, e) in enumerate(zip(grads, bucket.each("residual"), strict=True)):
+        for rank, payload in enumerate(payloads):
+            elements, part = owned.of_tensor(i, rank), payload.exact[i]
+            part.zero_() if g is None else part.copy_(g.reshape(-1)[elements])
+            if h["maximize"]:
+                part.neg_()
+            if e is not None:
+                part.add_(e.view(-1)[elements], alpha=1 / (1 - h["betas"][0]))
+    return [payload.round() for payload in payloads], flat
+
+
+def averaged_gradients(bucket: Bucket, owned: OwnedElements, mean: Payload) -> list[Tensor]:
+    """Return G at the elements that this rank owns of each tensor."""
+    wide = torch.promote_types(bucket.dtype, torch.float32)
+    scale, averages = 1 / (1 - bucket.group["betas"][0]), []
+    for i, (part, common) in enumerate(zip(mean.parts, bucket.state["common"], strict=True)):
+        average = part.to(wide)
+        if common is not None:
+            average = average.add(common[owned.of_shard(i)], alpha=scale)
+        averages.append(average)
+    return averages
+
+
+def step_owned(
+    bucket: Bucket,
+    ops: Ops,
+    owned: OwnedElements,
+    average: list[Tensor],
+    present: list[bool],
+    norm: float,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return what the owned weights and momenta become (line 15); nothing that outlives the step is
+    written.
+
+    Weights are padded to the length of the rank that owns most; a momentum is None where no rank
+    has a gradient.
+    """
+    h, rank = bucket.group, bucket.shards.rank
+    factor = clip_factor(norm, h["max_grad_norm"])
+    on_average, on_v = (factor, 1.0) if h["clip"] == "consistent" else (1.0, factor)
+    weights: list[Tensor] = []
+    momenta: list[Tensor | None] = []
+    for i, (g, is_present) in enumerate(zip(average, present, strict=True)):
+        w = bucket.fetch_weight(i, owned.of_tensor(i, rank))
+        m = bucket.state["exp_avg"][i][owned.of_shard(i)].clone() if is_present else None
+        weights.append(w)
+        momenta.append(m)
+        if m is not None and w.numel():
+            ops.adams(h, w, g * on_average, m, bucket.state["step"][i] + 1, on_v)
+    longest = max(sum(owned.sizes(rank)) for rank in range(bucket.shards.ranks))
+    new = torch.cat(weights)
+    return torch.nn.functional.pad(new, (0, longest - new.numel())), momenta
+
+
+def update(
+    bucket: Bucket,
+    owned: OwnedElements,
+    sent: list[Payload],
+    gathered: Tensor,
+    momenta: list[Tensor | None],
+    selection: Selection | None,
+) -> None:
+    """Write weights, momenta and residuals of every tensor with a gradient on any rank."""
+    state, grads, shards = bucket.state, bucket.grads(), bucket.shards
+    lengths = map(owned.sizes, range(shards.ranks))
+    rows = [
+        row.split([*sizes, len(row) - sum(sizes)])
+        for row, sizes in zip(gathered, lengths, strict=True)
+    ]
+    residuals, weights = bucket.each("residual", write=True), bucket.each_weight()
+    for i, (m, e, w) in enumerate(zip(momenta, residuals, weights, strict=True)):
+        selects = selection if selection and i in selection.slices else None
+        if m is None:
+            if selects:
+                selects.select(i, owned_x(bucket, i, None))
+            continue
+        state["step"][i] += 1
+        if bucket.compressed[i]:
+            update_residuals(bucket, owned, sent, i, e.view(-1), grads[i], selects)
+        state["exp_avg"][i].zero_()[owned.of_shard(i)] = m
+        write_weights(bucket, w, torch.cat([row[i] for row in rows]), owned.positions[i])
+        bucket.publish(i, w)
+
+
+def write_weights(bucket: Bucket, w: Tensor, values: Tensor, index: Tensor | None) -> None:
+    """Write gathered values at ``index`` (None: everywhere; line 4); elsewhere weights decay
+    (line 5).
+    """
+    h = bucket.group
+    if index is None:
+        w.copy_(values.view(w.shape))
+        return
+    flat = w.mul_(1 - float(h["lr"]) * h["weight_decay"]).reshape(-1)
+    flat.scatter_(0, index.long(), values)
+    if not w.is_contiguous():  # then ``flat`` is a copy
+        w.copy_(flat.view(w.shape))
+
+
+def update_residuals(
+    bucket: Bucket,
+    owned: OwnedElements,
+    sent: list[Payload],
+    i: int,
+    e: Tensor,
+    g: Tensor | None,
+    selection: Selection | None,
+) -> None:
+    """Update e and c of a compressed tensor; the next mask is selected in between."""
+    state, h, (start, stop) = bucket.state, bucket.group, bucket.shards.own[i]
+    c, index, own_index = state["common"][i], owned.positions[i], owned.of_shard(i)
+    c.add_(state["exp_avg"][i], alpha=h["betas"][0])
+    if g is not None and (selection or index is not None):
+        e.view(g.shape).add_(g, alpha=gradient_weight(h))
+    if selection:
+        selection.select(i, e[start:stop] + c)
+    if index is None or isinstance(own_index, slice):
+        e.zero_()
+        c.zero_()
+    else:
+        e.scatter_(0, index.long(), 0)
+        c.scatter_(0, own_index.long(), 0)
+    if sent[0].dropped is None:
+        return
+    # The residual is 0 on the mask: the rounding error goes there.
+    dropped = torch.cat([payload.dropped_parts[i] for payload in sent]).mul_(1 - h["betas"][0])
+    if index is None:
+        e.copy_(dropped)
+    else:
+        e.scatter_(0, index.long(), dropped)
+
+
+def add_common_residual(bucket: Bucket) -> None:
+    """Add the gathered common residual to each rank's own, and clear it; without sharded state
+    there is none.
     """
     for i, common in enumerate(bucket.gathered.get("common", [])):
         if common is not None:
@@ -91,172 +260,3 @@ def fold_common(bucket: Bucket) -> None:
             common.zero_()
     if "common" in bucket.flat:
         bucket.flat["common"].zero_()
-
-
-def own_x(bucket: Bucket, i: int, g: Tensor | None) -> Tensor:
-    """x_n + b1 m + c on this rank's part of tensor i, in memory of its own."""
-    state, (start, stop), beta1 = bucket.state, bucket.shards.own[i], bucket.group["betas"][0]
-    x = bucket.fetch("residual", i, slice(start, stop)).add_(state["common"][i])
-    if g is not None:
-        x.add_(g.reshape(-1)[start:stop], alpha=own_share(bucket.group))
-    return x.add_(state["exp_avg"][i], alpha=beta1)
-
-
-@dataclass
-class Exchanged:
-    """What one step exchanges of a bucket: what is on a mask."""
-
-    bucket: Bucket
-    mask: Mask
-
-    def __post_init__(self) -> None:
-        ranges = self.bucket.shards.ranges
-        self.sent: list[Payload] = []  # this rank's messages to the owners
-        # Where each rank's elements begin among those exchanged of a tensor.
-        self.bounds: list[list[int]] = []
-        for i, index in enumerate(self.mask.positions):
-            starts = [own[i] for own in ranges]
-            if index is None:
-                self.bounds.append([start for start, _ in starts])
-            else:
-                edges = torch.tensor(
-                    [start for start, _ in starts], dtype=index.dtype, device=index.device
-                )
-                self.bounds.append(torch.searchsorted(index, edges).tolist())
-            last = len(index) if index is not None else self.bucket.lengths[i]
-            self.bounds[-1].append(last)
-
-    def sizes(self, rank: int) -> list[int]:
-        """How many elements of each tensor are exchanged with ``rank``, which owns them."""
-        return [bounds[rank + 1] - bounds[rank] for bounds in self.bounds]
-
-    def at(self, i: int, rank: int) -> Tensor | slice:
-        """Which elements of flattened tensor i these are."""
-        part, index = slice(*self.bounds[i][rank : rank + 2]), self.mask.positions[i]
-        return part if index is None else index[part].long()
-
-    def own(self, i: int) -> Tensor | slice:
-        """Which elements of this rank's part of tensor i these are, counted from where the part
-        begins.
-        """
-        at, (start, stop) = self.at(i, self.bucket.shards.rank), self.bucket.shards.own[i]
-        return slice(0, stop - start) if isinstance(at, slice) else at - start
-
-    def messages(self, ops: Ops, grads: list[Tensor | None]) -> list[Payload]:
-        """A row for every owner: the header, and x_n / (1 - b1) at what it owns."""
-        bucket, h = self.bucket, self.bucket.group
-        ranks = range(bucket.shards.ranks)
-        rows, flat = bucket.payloads([self.sizes(rank) for rank in ranks], h["payload_dtype"])
-        ops.mark(rows[0], grads)
-        for row in rows[1:]:
-            row.header.copy_(rows[0].header)
-        for i, (g, e) in enumerate(zip(grads, bucket.each("residual"), strict=True)):
-            for rank, row in enumerate(rows):
-                at, part = self.at(i, rank), row.exact[i]
-                part.zero_() if g is None else part.copy_(g.reshape(-1)[at])
-                if h["maximize"]:
-                    part.neg_()
-                if e is not None:
-                    part.add_(e.view(-1)[at], alpha=1 / (1 - h["betas"][0]))
-        self.sent = [row.round() for row in rows]
-        self.request = ReduceScatterMean(flat, [row.flat.numel() for row in rows])
-        return rows
-
-    def average(self, mean: Payload) -> list[Tensor]:
-        """G, of what this rank owns of each tensor."""
-        common, scale = self.bucket.state["common"], 1 / (1 - self.bucket.group["betas"][0])
-        wide = torch.promote_types(self.bucket.dtype, torch.float32)
-        return [
-            part.to(wide)
-            if common[i] is None
-            else part.to(wide).add(common[i][self.own(i)], alpha=scale)
-            for i, part in enumerate(mean.parts)
-        ]
-
-    def updated(
-        self, ops: Ops, average: list[Tensor], present: list[bool], norm: float
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """What the weights and momenta that this rank owns will be; nothing that outlives the step
-        is written.
-        """
-        bucket, h = self.bucket, self.bucket.group
-        consistent, factor = h["clip"] == "consistent", clip_factor(norm, h["max_grad_norm"])
-        weights: list[Tensor] = []
-        momenta: list[Tensor | None] = []
-        for i, g in enumerate(average):
-            own = self.at(i, bucket.shards.rank)
-            w = bucket.fetch_weight(i, own)
-            weights.append(w)
-            if not present[i]:
-                momenta.append(None)
-                continue
-            m = bucket.state["exp_avg"][i][self.own(i)].clone()
-            momenta.append(m)
-            if w.numel():
-                g = g * factor if consistent else g
-                ops.adams(h, w, g, m, bucket.state["step"][i] + 1, 1.0 if consistent else factor)
-        most = max(sum(self.sizes(rank)) for rank in range(bucket.shards.ranks))
-        new = torch.cat(weights)
-        return torch.nn.functional.pad(new, (0, most - new.numel())), momenta
-
-    def commit(
-        self,
-        gathered: Tensor,
-        momenta: list[Tensor | None],
-        selection: Selection | None,
-    ) -> None:
-        """Weights, momenta and residuals of every tensor that has a gradient on any rank."""
-        bucket, h = self.bucket, self.bucket.group
-        rows = [
-            row.split([*sizes, len(row) - sum(sizes)])
-            for row, sizes in zip(
-                gathered, map(self.sizes, range(bucket.shards.ranks)), strict=True
-            )
-        ]
-        grads, decay = bucket.grads(), 1 - float(h["lr"]) * h["weight_decay"]
-        residuals, weights = bucket.each("residual", write=True), bucket.each_weight()
-        for i, (m, e, w) in enumerate(zip(momenta, residuals, weights, strict=True)):
-            selecting = selection if selection and i in selection.pieces else None
-            if m is None:
-                if selecting:
-                    selecting.choose(i, own_x(bucket, i, None))
-                continue
-            bucket.state["step"][i] += 1
-            if bucket.compressed[i]:
-                self._hold_back(i, e.view(-1), grads[i], selecting)
-            bucket.state["exp_avg"][i].zero_()[self.own(i)] = m
-            values, index = torch.cat([row[i] for row in rows]), self.mask.positions[i]
-            if index is None:
-                w.copy_(values.view(w.shape))
-            else:
-                # A copy where w is not contiguous.
-                flat = w.mul_(decay).reshape(-1)
-                flat.scatter_(0, index.long(), values)
-                if not w.is_contiguous():
-                    w.copy_(flat.view(w.shape))
-            bucket.publish(i, w)
-
-    def _hold_back(self, i: int, e: Tensor, g: Tensor | None, selection: Selection | None) -> None:
-        """e and c of a compressed tensor; the next mask's part is selected in between."""
-        state, h, (start, stop) = self.bucket.state, self.bucket.group, self.bucket.shards.own[i]
-        c = state["common"][i]
-        c.add_(state["exp_avg"][i], alpha=h["betas"][0])
-        if g is not None and (selection or self.mask.positions[i] is not None):
-            e.view(g.shape).add_(g, alpha=own_share(h))
-        if selection:
-            selection.choose(i, e[start:stop] + c)
-        index, own = self.mask.positions[i], self.own(i)
-        if index is None or isinstance(own, slice):
-            e.zero_()
-            c.zero_()
-        else:
-            e.scatter_(0, index.long(), 0)
-            c.scatter_(0, own.long(), 0)
-        if self.sent[0].dropped is None:
-            return
-        # What rounding took off is owed again.
-        dropped = torch.cat([row.dropped_parts[i] for row in self.sent]).mul_(1 - h["betas"][0])
-        if index is None:
-            e.copy_(dropped)
-        else:
-            e.scatter_(0, index.long(), dropped)

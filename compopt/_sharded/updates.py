@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .._engine.options import require
-from .._ops.ops import Ops
+from .._ops.pytorch import Ops
 from .._state.buckets import Bucket
 from .._wire.dtypes import BITS, bits_of, name_of
 from .._wire.quantise import Chunk, code_bytes, layout
@@ -110,7 +110,7 @@ class Codes:
         out = bucket.memory("codes of updates", self.size, torch.uint8)
         seed = (bucket.group["step"], bucket.index, USE, self.shards.rank)
         scales, codes = self._fields(out, chunk)
-        self.ops.encode(updates, chunk, scales, codes, seed, bucket.scratch, self.bits)
+        self.ops.quantize(updates, chunk, scales, codes, seed, bucket.scratch, self.bits)
         return out
 
     def read(self, messages: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class Codes:
         rows = rows.view(len(messages), most)
         for message, chunk, out in zip(messages, self.chunks, rows, strict=True):
             scales, codes = self._fields(message, chunk)
-            self.ops.decode(scales, codes, chunk, out[: chunk.stop], bucket.scratch, self.bits)
+            self.ops.dequantize(scales, codes, chunk, out[: chunk.stop], bucket.scratch, self.bits)
         return rows
 
     def _fields(self, message: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._ops.ops import Ops
+from .._ops.pytorch import Ops
 from .._state.buckets import Bucket
 from .._state.masks import Tensors
-from .dealing import compressed_lengths
 
 
 def hold_back_at_once(
@@ -22,7 +21,7 @@ def hold_back_at_once(
     """Add gradients to accumulators, and owe the ``rest``, or nothing, ``at`` these bits of the
     mask. What is owed of absent tensors stays.
     """
-    lengths, residual = compressed_lengths(bucket), bucket.state["residual"]
+    lengths, residual = bucket.compressed_lengths, bucket.state["residual"]
     here = [i for i, n in enumerate(lengths) if n and present[i]]
     there = [(residual[i], g) for i in here if (g := grads[i]) is not None]
     if there:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._ops.ops import Ops
+from .._ops.norms import finite_marks
+from .._ops.pytorch import Ops
 from .._state.bits import per_tensor
 from .._state.buckets import Bucket
 from .._wire.dtypes import PayloadDtype
@@ -13,7 +14,6 @@ from .._wire.requests import Payload
 from .at_once import hold_back_at_once
 from .averaged import Average, Scattered
 from .codes import CODES, Code
-from .dealing import compressed_lengths
 from .sparsify import Left
 from .union import Union
 
@@ -52,7 +52,7 @@ class Rows:
 
     def marks(self) -> Tensor:
         """Of all gradients: finite or not."""
-        return self.ops.marks(self.grads, self.flat)
+        return finite_marks(self.grads, self.flat)
 
     def write(self) -> None:
         """Of the tensors that are sent as they are the elements that each rank owns."""
@@ -167,7 +167,7 @@ class CodedRows(Rows):
             rest = None if self.rows[0].dropped is None else self.rest()
             hold_back_at_once(bucket, self.ops, self.grads, self.left.positions, rest, present)
             return
-        index = per_tensor(self.left.positions, compressed_lengths(bucket))
+        index = per_tensor(self.left.positions, bucket.compressed_lengths)
         sent = {i: at.long() for i, at in enumerate(index) if at is not None}
         dropped = self.rest().split([len(at) for at in sent.values()])
         for (i, at), rest in zip(sent.items(), dropped, strict=True):

@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .._ops.ops import Ops
+from .._ops.pytorch import Ops
 from .._state.bits import bits_at
 from .._state.buckets import Bucket
 from .._state.shards import Shards
-from .dealing import compressed_lengths
-from .selection import largest_of_each
+from .top_k import select_top_k_of_each
 
 
 class Left(NamedTuple):
@@ -37,13 +36,13 @@ def sparsify(bucket: Bucket, ops: Ops) -> Left:
     x = ops.scratch(bucket.flat["residual"], 8 * shards.offsets[-1], use="x")
     grads, residual = bucket.grads(), bucket.state["residual"]
     whole: list[Tensor | None] = [None] * len(grads)
-    for i, n in enumerate(compressed_lengths(bucket)):
+    for i, n in enumerate(bucket.compressed_lengths):
         if n:
             first, last = 8 * shards.offsets[i], 8 * shards.offsets[i + 1]
             whole[i] = x[first : first + n]
             if first + n < last:
                 x[first + n : last] = 0
-    marks = ops.add_up(bucket, grads, [*residual], whole)
+    marks = ops.add_residuals(bucket, grads, [*residual], whole)
     counts = [shards.compressed_in(r) for r in range(shards.ranks)]
     return Left(*largest_of_shards(x, shards, counts, sparsity, ops), marks)
 
@@ -57,7 +56,7 @@ def largest_of_shards(
     parts = [x[8 * first : 8 * last] for first, last in itertools.pairwise(shards.cuts)]
     pairs = zip(parts, counts, strict=True)
     ks = [most_left(sparsity, n) if sparsity else len(part) for part, n in pairs]
-    positions = largest_of_each(parts, ks, ops)
+    positions = select_top_k_of_each(parts, ks, ops)
     values, size = x.index_select(0, positions), shards.offsets[-1]
     # gradients of embeddings are mostly zeros; and so is what is between tensors
     if x.device.type != "cpu":  # how many are not 0 is not asked: those that are set no bit

@@ -76,6 +76,13 @@ def set_bits_(bits: Tensor, positions: Tensor, wanted: Tensor | None = None) -> 
     bits.zero_().index_add_(0, positions >> 3, one << (positions & 7).to(torch.uint8))
 
 
+def set_all_bits_(bits: Tensor, n: int) -> None:
+    """Set the first n bits; those behind them, of the last byte, are 0."""
+    bits.fill_(255)
+    if n % 8:
+        bits[-1] = (1 << n % 8) - 1
+
+
 def bits_at(positions: Tensor, size: int, wanted: Tensor | None = None) -> Tensor:
     """``size`` bytes with the bits at these positions set, where ``wanted``."""
     bits = torch.empty(size, dtype=torch.uint8, device=positions.device)

@@ -72,6 +72,12 @@ class Kept:
         return sum(self.lengths)
 
     @property
+    def compressed_lengths(self) -> tuple[int, ...]:
+        """The elements of each compressed tensor, 0 for the others."""
+        pairs = zip(self.lengths, self.compressed, strict=True)
+        return tuple(n if compressed else 0 for n, compressed in pairs)
+
+    @property
     def cut(self) -> bool:
         """Whether state is sharded: each rank owns a part of each tensor."""
         return self._shards is not None

@@ -51,13 +51,13 @@ class Mask:
         whole: Tensors = [None] * len(self.lengths)
         self._bits = bits if self.sparse else whole
         self._positions = positions if self.sparse else whole
-        self._told = sizes  # None where nobody has said
+        self._given_sizes = sizes  # None where they are not known
         self._sizes = None if self.sparse else self.lengths
         self._decode = decode or _decoded
         # For kernels: how many elements of its tensor are selected before each block.
-        self.starts: Tensor | None = None
-        # Likewise, of all masks that were found with this one, and which of how many it is.
-        self.together: tuple[Tensor, int, int] | None = None
+        self.block_offsets: Tensor | None = None
+        # The same of all masks in one launch, this one's place among them, and how many there are.
+        self.batch_offsets: tuple[Tensor, int, int] | None = None
 
     @property
     def phase(self) -> str:
@@ -79,7 +79,7 @@ class Mask:
     @property
     def positions(self) -> Sequence[Tensor | None]:
         if self._positions is None:
-            sizes = self._told or [None] * len(self.lengths)
+            sizes = self._given_sizes or [None] * len(self.lengths)
             rows = zip(self.bits, self.lengths, sizes, strict=True)
             self._positions = [None if b is None else self._read(b, n, k) for b, n, k in rows]
         return self._positions
@@ -88,7 +88,7 @@ class Mask:
     def sizes(self) -> list[int]:
         if self._sizes is None:
             # Whole at once: an interrupt in between may not leave a part of them.
-            sizes = [size for size in self._told or () if size is not None]
+            sizes = [size for size in self._given_sizes or () if size is not None]
             if len(sizes) < len(self.lengths):
                 pairs = zip(self.positions, self.lengths, strict=True)
                 sizes = [n if p is None else p.numel() for p, n in pairs]
@@ -120,21 +120,17 @@ def bits_by_tensor(bucket: Bucket, bits: Tensor) -> Tensors:
     return [own if compressed else None for own, compressed in cut]
 
 
-def stored(bucket: Bucket, _: object, mask: Mask, name: str) -> Mask:
-    """The same mask, its bits copied to the bucket's state of this name."""
+def store_mask(bucket: Bucket, _: object, mask: Mask, name: str) -> Mask:
+    """Copy a mask's bits to the bucket's state of this name; return the mask over the copy."""
     own = [b for b in bucket.state[name] if b is not None]
     if own:
         torch._foreach_copy_(own, [b for b in mask.bits if b is not None])
     return mask.over(bucket.state[name])
 
 
-def cleared(bucket: Bucket, _: object, name: str) -> None:
-    """No element is selected in the bucket's state of this name."""
+def clear_mask(bucket: Bucket, _: object, name: str) -> None:
+    """Clear the bits in the bucket's state of this name."""
     bucket.flat[name].zero_()
-
-
-def counted(bucket: Bucket, _: object, mask: Mask) -> None:
-    """Nothing: a back end may count here what kernels want of all buckets' masks."""
 
 
 def _check_bits(bits: Sequence[Tensor | None], bucket: Bucket) -> None:
@@ -168,3 +164,16 @@ def _ascending_within(p: Tensor, n: int) -> bool:
 
 def _decoded(bits: Tensor, n: int, size: int | None) -> Tensor:
     return positions_of(bits).to(positions_dtype([n]))
+
+
+def selection_size(density: float, n: int) -> int:
+    """Return k, how many of n elements are selected: at least one, if there are any."""
+    return min(n, max(1, round(density * n)))
+
+
+def sizes_at_density(bucket: Bucket, density: float) -> list[int]:
+    """Return how many elements are sent of each tensor: this share of compressed ones, and all of
+    others.
+    """
+    pairs = zip(bucket.lengths, bucket.compressed, strict=True)
+    return [selection_size(density, n) if compressed else n for n, compressed in pairs]

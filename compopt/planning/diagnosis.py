@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._engine.base import CompressedOptimizer
-from .._ops.math import one_thread
+from .._ops.reference import one_thread
 from .._state.tensors import local
 from .._wire.comm import Comm, ProcessGroup
 from .._wire.requests import AllGather, AllReduceMean

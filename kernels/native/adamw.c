@@ -1,26 +1,28 @@
-// Radius, lines 10, 15, 16 and 21 to 25: compopt/_ops/math.py, radius_ and adamw_; radius.py has the numbered lines.
+// Radius, lines 10, 15, 16 and 21 to 25 (the numbered lines of compopt/radius.py), and AdamW. Reference: radius_ and adamw_ of
+// compopt/_ops/reference.py.
 
 #include "common.h"
 
 typedef struct {
     int64_t n;
-    float *w, *m, *v, *step;  // the number of this step, still to be counted up; NULL: no step of this tensor
+    float *w, *m, *v, *step;  // step: steps before this one; NULL: this tensor takes no step
     const float *mean;        // the averaged gradient
-    const uint8_t *mask;      // at these bits,
+    const uint8_t *mask;      // given at these bits,
     const int32_t *index;     // or at these positions; neither: everywhere
     int64_t k;
     float *residual;          // NULL for a tensor that is not compressed, or in a dense step
     const float *g;           // this rank's gradient
-    float *score;             // the sizes of the updates, where somebody chooses by them
-    float *ahead;             // what w would become: then nothing else is written
-    int64_t moments;          // 1: nothing but the moments is
+    float *score;             // NULL, or memory for |update| / lr
+    float *ahead;             // NULL, or memory for the new w: then nothing else is written
+    int64_t moments;          // 1: only the moments are written
 } AdamW;
 
 typedef struct {
     double lr, beta1, beta2, eps, decay, sign;
 } Hyper;
 
-// A block of the averaged gradient as a dense vector, 0 where there is none of it; `count` values came before.
+// Expands a block of the averaged gradient to a dense vector, 0 off the mask. `count` values were used before; returns how many
+// were used after.
 static int64_t averaged(const AdamW *row, int64_t a, int64_t size, int64_t count, float *restrict out) {
     int64_t i = 0;
     if (row->index) {
@@ -37,8 +39,8 @@ static int64_t averaged(const AdamW *row, int64_t a, int64_t size, int64_t count
     return count;
 }
 
-// Line 16 for one block.
-static void hold_back(float *restrict residual, const float *restrict g, const uint8_t *restrict mask, int64_t a,
+// Line 16 for one block: adds g to the residual, and clears it on the mask.
+static void update_residual(float *restrict residual, const float *restrict g, const uint8_t *restrict mask, int64_t a,
                       int64_t size) {
     int64_t i = 0;
     for (int64_t j = 0; g && j < size; j++) residual[j] += g[j];
@@ -51,8 +53,8 @@ typedef struct {
     float beta2, new1, new2, eps, by_root, shrink, rate;
 } Factors;
 
-// Moments after a step, and their ratio.
-static inline float follow(float *m, float *v, float g, Factors f) {
+// Updates the moments and returns their ratio.
+static inline float update_moments(float *m, float *v, float g, Factors f) {
     *m += f.new1 * (g - *m);
     *v = f.beta2 * *v + f.new2 * g * g;
     return *m / (sqrtf(*v) * f.by_root + f.eps);
@@ -72,26 +74,26 @@ static int adamw_row(const AdamW *row, const Hyper *h) {
         const float *restrict const g = row->mask || row->index ? mean : row->mean + a;
         if (row->mask || row->index) count = averaged(row, a, size, count, mean);
         if (row->residual && row->mask)
-            hold_back(row->residual + a, row->g ? row->g + a : NULL, row->mask, a, size);
+            update_residual(row->residual + a, row->g ? row->g + a : NULL, row->mask, a, size);
         else if (row->residual)
             memset(row->residual + a, 0, size * sizeof(float));
         if (row->ahead) {
             float *restrict const out = row->ahead + a;
             for (int64_t i = 0; i < size; i++) {
                 float new_m = m[i], new_v = v[i];
-                out[i] = f.shrink * w[i] - f.rate * follow(&new_m, &new_v, sign * g[i], f);
+                out[i] = f.shrink * w[i] - f.rate * update_moments(&new_m, &new_v, sign * g[i], f);
             }
         } else if (row->moments) {
-            for (int64_t i = 0; i < size; i++) follow(m + i, v + i, sign * g[i], f);
+            for (int64_t i = 0; i < size; i++) update_moments(m + i, v + i, sign * g[i], f);
         } else if (row->score) {
             float *restrict const score = row->score + a;
             for (int64_t i = 0; i < size; i++) {
-                const float ratio = follow(m + i, v + i, sign * g[i], f);
+                const float ratio = update_moments(m + i, v + i, sign * g[i], f);
                 score[i] = fabsf(ratio * by_first + decay * w[i]);
                 w[i] = f.shrink * w[i] - f.rate * ratio;
             }
         } else {
-            for (int64_t i = 0; i < size; i++) w[i] = f.shrink * w[i] - f.rate * follow(m + i, v + i, sign * g[i], f);
+            for (int64_t i = 0; i < size; i++) w[i] = f.shrink * w[i] - f.rate * update_moments(m + i, v + i, sign * g[i], f);
         }
     }
     if (!row->ahead) *row->step += 1;

@@ -1,4 +1,4 @@
-// vectors.h for AVX2: two halves of eight, moved as a table of 256 rows says (tables.c).
+// vectors.h for AVX2: two halves of eight, permuted by a table of 256 rows (tables.c).
 
 #pragma once
 #include <immintrin.h>
@@ -32,7 +32,7 @@ static inline int64_t places(int32_t *out, int32_t base, Bits some) {
     return __builtin_popcount(some);
 }
 
-// A negative place: there is none, and 0.
+// A negative index in the table: no value, and 0.
 static inline __m256 spread(const float *values, Bits eight) {
     const __m256i from = row_of(apart, eight);
     const __m256 moved = _mm256_permutevar8x32_ps(_mm256_loadu_ps(values), from);

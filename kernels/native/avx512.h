@@ -1,4 +1,4 @@
-// vectors.h for AVX-512 (F, BW, VL). Compressed in a register: straight to memory is many times slower on some processors.
+// vectors.h for AVX-512 (F, BW, VL). Compression is in registers: a compressed store is many times slower on some processors.
 
 #pragma once
 #include <immintrin.h>

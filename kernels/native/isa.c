@@ -1,4 +1,4 @@
 #include "common.h"
 
-// What these passes were built for.
+// The instruction set that these passes were built for.
 const char *isa(void) { return ISA; }

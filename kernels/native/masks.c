@@ -1,25 +1,25 @@
-// Masks on the wire: compopt/_state/masks.py has the format, _code() and decode() its reference.
+// Encoded masks (Elias-Fano). Reference: encode_mask and decode_positions of compopt/_state/mask_shards.py.
 
 #include "common.h"
 
 typedef struct {
-    const int32_t *chosen;  // ascending, counted from the first element of the piece
-    int64_t k, at;          // how many; where the piece begins among the bits of its range
+    const int32_t *chosen;  // ascending, counted from the first element of the slice
+    int64_t k, at;          // how many; where the slice begins among the bits of its range
 } Chosen;
 
 typedef struct {
     int32_t *found;             // ascending, counted from the first element of the tensor
-    int64_t k, at, start, stop;  // the piece: how many, where among the bits of its range, which elements of the tensor
+    int64_t k, at, start, stop;  // the slice: how many, where among the bits of its range, which elements of the tensor
 } Found;
 
 typedef struct {
-    int64_t low, upper, row;  // low bits kept apart; bits of the runs that tell the high ones, and of a row of low ones
+    int64_t low, upper, row;  // the number of low bits; bits of the run of high bits, and of a row of low bits
 } Code;
 
 static void set(uint8_t *bits, int64_t i) { bits[i / 8] |= (uint8_t)(1 << i % 8); }
 
-// A rank's message of `length` bytes, 0 before: high bits of positions in unary, then low bits, a row each; without a
-// code, bits. Returns the number of the first piece with a position that has no place there; -1: all is well.
+// Encodes a rank's message of `length` zero bytes: high bits of positions in unary, then a row for each low bit; without a
+// code, bits. Returns the number of the first slice with a position outside the message, -1 if none.
 int64_t encode(const Chosen *pieces, int64_t many, const Code *code, uint8_t *message, int64_t length) {
     const int64_t low = code ? code->low : 0, bytes = code ? code->row / 8 : 0;
     const int64_t room = code ? code->upper : 8 * length;
@@ -35,7 +35,7 @@ int64_t encode(const Chosen *pieces, int64_t many, const Code *code, uint8_t *me
     return -1;
 }
 
-// Runs the body for the position i of every bit that is set.
+// Runs the body for the position i of every set bit.
 #define EACH_BIT(bits, bytes, i, ...)                                    \
     for (int64_t byte_ = 0; byte_ < (bytes); byte_ += 8) {               \
         uint64_t word_ = 0;                                              \
@@ -46,8 +46,7 @@ int64_t encode(const Chosen *pieces, int64_t many, const Code *code, uint8_t *me
         }                                                                \
     }
 
-// Positions, of the first n elements, of the bits of a mask: no more than there is room for, into `out`, where there is
-// one. Returns how many.
+// Writes the positions of a mask's set bits among the first n to `out`, if there is one, at most `room`. Returns how many.
 int64_t positions(const uint8_t *mask, int64_t n, int64_t room, int32_t *out) {
     int64_t found = 0;
     if (out) {
@@ -62,9 +61,8 @@ int64_t positions(const uint8_t *mask, int64_t n, int64_t room, int32_t *out) {
     return found;
 }
 
-// A rank's message of `bytes` of mask as positions in each tensor, and as `bits`, which are 0 before. Returns how many
-// positions are where the pieces say, in their order: what another rank sends is not trusted with memory. What comes after
-// the first that is not is not read.
+// Decodes a rank's message for `bytes` of mask to positions in each tensor, and to `bits`, which are 0 before. A message of
+// another rank is not trusted: returns how many positions are in their slices and in order, and stops at the first that is not.
 int64_t decode(const uint8_t *message, int64_t bytes, const Code *code, const Found *pieces, int64_t many,
                uint8_t *bits) {
     const int64_t low = code ? code->low : 0, row = code ? code->row / 8 : 0;
@@ -72,7 +70,7 @@ int64_t decode(const uint8_t *message, int64_t bytes, const Code *code, const Fo
     int64_t n = 0, p = 0, count = 0;
     EACH_BIT(message, code ? code->upper / 8 : bytes, i, {
         while (p < many && count == pieces[p].k) p++, count = 0;
-        if (p == many) return -1;  // more of them than was agreed
+        if (p == many) return -1;  // more than was agreed
         int64_t place = code ? (i - n) << low : i;
         for (int64_t b = 0; b < low; b++) place |= (int64_t)(rows[b * row + n / 8] >> n % 8 & 1) << b;
         const int64_t element = place - pieces[p].at + pieces[p].start;

@@ -1,4 +1,4 @@
-// vectors.h for 64-bit ARM: four quarters of four, whose bytes are moved as a table of 16 rows says (tables.c).
+// vectors.h for 64-bit ARM: four quarters of four, whose bytes are permuted by a table of 16 rows (tables.c).
 
 #pragma once
 #include <arm_neon.h>

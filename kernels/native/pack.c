@@ -1,19 +1,19 @@
-// A bucket's message: compopt/_ops/ops.py, Ops.pack. Reads each gradient once, finite or not, and what is sent of it.
+// A bucket's payload, and whether gradients are finite; each gradient is read once. Reference: encode of compopt/_ops/pytorch.py.
 
 #include "common.h"
 
-enum { AHEAD = 32 };  // positions: what is added is not in the cache yet
+enum { AHEAD = 32 };  // positions ahead: residuals there are not in the cache yet
 
 typedef struct {
     int64_t n;
     const float *g, *add;
-    const int32_t *index;  // what is sent, as positions or
+    const int32_t *index;  // the elements to send, as positions or
     const uint8_t *mask;   // as bits; neither: all
     int64_t k;
     float *out, *mark;
 } Pack;
 
-enum { SUMS = 4 * LANES };  // side by side: an addition takes four times as long as it keeps the next one waiting
+enum { SUMS = 4 * LANES };  // independent sums: the latency of an addition is four times its throughput
 
 // Adds the squares of g to `sums`.
 static void add_squares(const float *restrict g, int64_t n, float *restrict sums) {
@@ -26,14 +26,14 @@ static void add_squares(const float *restrict g, int64_t n, float *restrict sums
     memcpy(sums, sum, sizeof sum);
 }
 
-// 1 where all these sums, and so what they were added up of, are finite, else NaN.
+// Returns 1 if all these sums, and so their terms, are finite, else NaN.
 static float mark_of(const float *sums) {
     float all = 0;
     for (int l = 0; l < SUMS; l++) all += sums[l];
     return 1 + 0 * all;
 }
 
-// x where the mask is on, one after the other; count is how many were before these, k how many there will be in all.
+// Appends x where the mask is set to `out`. `count` were there before, k there will be; returns the new count.
 static int64_t selected(const float *restrict x, const uint8_t *restrict mask, int64_t a, int64_t size,
                         float *restrict out, int64_t count, int64_t k) {
     int64_t i = 0;
@@ -44,7 +44,7 @@ static int64_t selected(const float *restrict x, const uint8_t *restrict mask, i
     return count;
 }
 
-// Returns whether all that is to be sent was found.
+// Returns whether all k elements were found.
 static int pack_row(const Pack *row, float sign, float scale) {
     const float *const g = row->g, *const add = row->add;
     const int as_they_are = row->mask && g && !add && sign == 1;

@@ -1,4 +1,4 @@
-// vectors.h in plain C, for correctness. No branch depends on a bit: nobody foresees which are set.
+// vectors.h in plain C, for correctness. No branch depends on a bit: it would be mispredicted.
 
 #pragma once
 #define ISA "portable"

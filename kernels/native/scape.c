@@ -1,32 +1,32 @@
-// SCAPE, lines 10, 11 and 15 to 21, and AdamS: compopt/_ops/math.py, scape_ and adams_; scape.py has the numbered lines.
+// SCAPE, lines 10, 11 and 15 to 21 (the numbered lines of compopt/scape.py), and AdamS. Reference: scape_ and adams_ of
+// compopt/_ops/reference.py.
 
 #include "common.h"
 
 int64_t above(const float *x, int64_t n, int64_t base, float t, int32_t *out, int64_t count, int64_t room);
-float settle(int64_t k, int64_t count, float t, const int32_t *scratch, int32_t *out);
+float select_candidates(int64_t k, int64_t count, float t, const int32_t *scratch, int32_t *out);
 double largest(const float *x, int64_t n, int64_t k, double guess, int32_t *scratch, int32_t *out);
 int64_t room_for(int64_t k);
 
 typedef struct {
     int64_t n;
-    float *w, *e;            // e is NULL for a tensor that is not compressed
+    float *w, *e;            // e: NULL for a tensor that is not compressed
     const float *g;          // this rank's gradient
-    const int32_t *held;     // where the old momentum is; NULL: everywhere
+    const int32_t *held;     // positions of the old momentum; NULL: everywhere
     int64_t holding;
     const float *old;        // the old momentum, at `held`
-    const int32_t *index;    // what was exchanged; NULL: everything
+    const int32_t *index;    // positions that were exchanged; NULL: everywhere
     int64_t k;
     const float *mean;       // the averaged gradient, at `index`
-    float *m, *step;         // the new momentum, at `index`; the number of this step, still to be counted up, or NULL:
-                             // nothing is done with this tensor
-    double *guess;           // where to look for the largest |x|
-    int64_t start, stop;     // the piece among whose elements this rank selects,
-    int64_t wanted;          // how many,
-    int32_t *chosen;         // and the positions, counted from `start`
+    float *m, *step;         // the new momentum, at `index`; steps before this one, or NULL: this tensor takes no step
+    double *guess;           // of the threshold for the largest |x|
+    int64_t start, stop;     // the slice in which this rank selects,
+    int64_t wanted;          // how many elements,
+    int32_t *chosen;         // and memory for their positions, counted from `start`
 } Scape;
 
 typedef struct {
-    double lr, beta1, beta2, eps, decay, clip, alpha, authors;  // alpha: of g in x; authors: bias_correction="adams"
+    double lr, beta1, beta2, eps, decay, clip, alpha, authors;  // alpha: factor on g in x; authors: bias_correction="adams"
 } Hyper;
 
 typedef struct {
@@ -40,7 +40,7 @@ static Factors factors(const Hyper *h, double step) {
     return (Factors){h->beta1, old, new, h->lr / first, h->eps, 1 - h->lr * h->decay};
 }
 
-// Lines 18 to 21 for elements that lie side by side: m and w follow the averaged gradient; w has decayed already.
+// Lines 18 to 21 for contiguous elements; w has decayed already.
 static void adams_run(Factors f, float *restrict w, const float *restrict old, const float *restrict mean,
                       float *restrict m, int64_t n) {
     const float fresh = 1 - f.beta1;
@@ -52,15 +52,15 @@ static void adams_run(Factors f, float *restrict w, const float *restrict old, c
     }
 }
 
-enum { ENOUGH = 256 };  // elements: worth a loop of vectors, and still in the cache
+enum { ENOUGH = 256 };  // elements: enough for vector loops, and still in the cache
 
-// Weights and old momentum at the positions from `done` on, until there are enough of them.
+// Weights and old momentum at `count` positions from `done` on.
 typedef struct {
     float weight[ENOUGH + BLOCK], before[ENOUGH + BLOCK];
     int64_t done, count;
 } Gathered;
 
-// Lines 18 to 21 for what is gathered, and the weights back to where they belong.
+// Lines 18 to 21 for the gathered elements; scatters the weights.
 static void put_back(const Scape *row, Factors f, Gathered *some) {
     adams_run(f, some->weight, some->before, row->mean + some->done, row->m + some->done, some->count);
     for (int64_t j = 0; j < some->count; j++) row->w[row->index[some->done + j]] = some->weight[j];
@@ -68,7 +68,7 @@ static void put_back(const Scape *row, Factors f, Gathered *some) {
     some->count = 0;
 }
 
-// Line 10 and the decay of weights for one block: e becomes x. `dense` is the old momentum.
+// Line 10 and the weight decay for one block: e becomes x. `dense`: the old momentum.
 static void moment(float *restrict e, const float *restrict g, const float *restrict dense, float *restrict w,
                    int64_t size, float alpha, Factors f) {
     if (g)
@@ -78,15 +78,15 @@ static void moment(float *restrict e, const float *restrict g, const float *rest
     for (int64_t i = 0; i < size; i++) w[i] *= f.shrink;
 }
 
-// The guess led nowhere: the largest among all. What was sent goes back into x for as long as that takes.
-static double searched(const Scape *row, const float *sent, int32_t *scratch) {
+// The guess failed: selects among all elements. The exchanged elements are restored in x for the search.
+static double search_all(const Scape *row, const float *sent, int32_t *scratch) {
     for (int64_t j = 0; row->index && j < row->k; j++) row->e[row->index[j]] = sent[j];
     const double next = largest(row->e + row->start, row->stop - row->start, row->wanted, 0, scratch, row->chosen);
     for (int64_t j = 0; row->index && j < row->k; j++) row->e[row->index[j]] = 0;
     return next;
 }
 
-// `sent` becomes x at `index`. Returns whether all positions were where they may be.
+// Writes x at `index` to `sent`. Returns whether all positions are within the tensor.
 static int scape_row(const Scape *row, const Hyper *hyper, int32_t *scratch, float *sent) {
     const Factors f = factors(hyper, *row->step += 1);
     const float t = row->guess ? (float)*row->guess : 0;
@@ -113,7 +113,7 @@ static int scape_row(const Scape *row, const Hyper *hyper, int32_t *scratch, flo
         }
         if (!index) {
             float before[BLOCK];
-            memcpy(before, old, size * sizeof(float));  // it may be where the new one goes
+            memcpy(before, old, size * sizeof(float));  // the new one may be written there
             adams_run(f, w + a, before, row->mean + a, row->m + a, size);
         }
         for (; index && j < row->k && within(index[j], a, size); j++) {
@@ -129,15 +129,14 @@ static int scape_row(const Scape *row, const Hyper *hyper, int32_t *scratch, flo
     put_back(row, f, &some);
     if ((held && h < row->holding) || (index && j < row->k)) return 0;
     if (row->chosen) {
-        const float next = t > 0 ? settle(row->wanted, count, t, scratch, row->chosen) : -1;
-        *row->guess = next >= 0 ? next : searched(row, sent, scratch);
+        const float next = t > 0 ? select_candidates(row->wanted, count, t, scratch, row->chosen) : -1;
+        *row->guess = next >= 0 ? next : search_all(row, sent, scratch);
     }
     if (!index && e) memset(e, 0, row->n * sizeof(float));  // line 11
     return 1;
 }
 
-// `scratch` and `sent` are for one thread: two times room_for() the most that a row wants, and the most that a row
-// exchanges.
+// `scratch` and `sent` are for one thread: two times room_for() the largest `wanted`, and the largest k.
 int64_t scape(const Scape *rows, int64_t first, int64_t last, const Hyper *hyper, int32_t *scratch, float *sent) {
     int64_t wrong = -1;
     for (int64_t r = first; r < last; r++)

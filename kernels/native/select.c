@@ -1,19 +1,20 @@
-// The k elements of largest magnitude, exactly k: compopt/_ops/math.py, top_k, but as positions. Of equal ones the first.
+// Positions of exactly the k elements of largest magnitude, the first of equal ones. Reference: top_k of compopt/_ops/reference.py.
 
 #include "common.h"
 
-// How many candidates there is room for in `scratch`: positions, and behind them as many values.
+// Returns the capacity of `scratch` in candidates: that many positions, then that many values.
 int64_t room_for(int64_t k) { return 4 * k + 4 * BLOCK; }
 
-// How many candidates to look for, so that k are among them after a step has moved them all; the fewer, the more so.
+// Returns how many candidates a threshold should let through, so that k remain after a step has changed all values; relatively
+// more for a small k.
 static int64_t ahead_of(int64_t k) { return k + k / 2 + (int64_t)(16 * sqrt((double)k)); }
 
-// Of each sixteen of a block, where the magnitude is larger than `limit`.
+// Notes for each sixteen of a block where the magnitude exceeds `limit`.
 static void note(const float *restrict x, int32_t limit, uint16_t *restrict hits) {
     for (int64_t v = 0; v < BLOCK / LANES; v++) hits[v] = (uint16_t)beyond(x + v * LANES, limit);
 }
 
-// Of a block, positions, from `base` on, and values where `hits` has bits.
+// Appends the positions, counted from -base, and the values of a block where `hits` has bits.
 static int64_t collect(const float *restrict x, const uint16_t *restrict hits, int64_t base, int32_t *restrict scratch,
                        float *restrict values, int64_t count) {
     Bits some = 0;
@@ -26,8 +27,8 @@ static int64_t collect(const float *restrict x, const uint16_t *restrict hits, i
     return count;
 }
 
-// Candidates: |x| > t and their positions, from `base` on, into `scratch`; `count` is how many came before. Returns how
-// many there are, `room` where there is no room for all.
+// Appends the candidates, |x| > t, and their positions plus `base` to `scratch`, after `count` of them. Returns their number, or
+// `room` if not all fit.
 int64_t above(const float *restrict x, int64_t n, int64_t base, float t, int32_t *restrict scratch, int64_t count,
               int64_t room) {
     float *restrict const values = (float *)(scratch + room);
@@ -41,7 +42,7 @@ int64_t above(const float *restrict x, int64_t n, int64_t base, float t, int32_t
             count = collect(x + i, hits, base + i, scratch, values, count);
             continue;
         }
-        for (int64_t j = i; j < i + size; j++) {  // no branch: nobody foresees which are larger
+        for (int64_t j = i; j < i + size; j++) {  // no branch: it would be mispredicted
             scratch[count] = (int32_t)(base + j);
             values[count] = x[j];
             count += (int32_t)magnitude(x[j]) > limit;
@@ -50,17 +51,17 @@ int64_t above(const float *restrict x, int64_t n, int64_t base, float t, int32_t
     return count;
 }
 
-// Where among 256 counts the k-th from above lies; *larger grows by those in higher bins.
+// Returns the bin of the k-th largest among 256 counts; adds those in higher bins to *larger.
 static int bin_of(const int32_t *counts, int64_t k, int64_t *larger) {
     int bin = 255;
     while (bin > 0 && *larger + counts[bin] < k) *larger += counts[bin--];
     return bin;
 }
 
-// The k-th largest magnitude, 1 <= k <= n, eight bits at a time; *larger becomes the number of those that are larger.
+// Returns the k-th largest magnitude, 1 <= k <= n, found eight bits at a time; *larger: how many are larger.
 static uint32_t kth(const float *restrict x, int64_t n, int64_t k, int64_t *larger) {
     static const int shifts[] = {23, 15, 7, 0};
-    uint32_t found = 0, known = 0;  // the bits found so far, and which they are
+    uint32_t found = 0, known = 0;  // the bits found so far, and a mask of them
     *larger = 0;
     for (int level = 0; level < 4; level++) {
         int32_t counts[256] = {0};
@@ -75,9 +76,9 @@ static uint32_t kth(const float *restrict x, int64_t n, int64_t k, int64_t *larg
     return found;
 }
 
-enum { BIN = 1 << 15, NEAR = 16 };  // the width of a bin, as an integer: 0.4 to 0.8 % of a value; bins that tell a slope
+enum { BIN = 1 << 15, NEAR = 16 };  // the width of a bin, 0.4 to 0.8 % of a value; bins from which a slope is estimated
 
-// How many of these magnitudes, all of at least `least`, are in each bin above it; the last bin is all beyond.
+// Counts these magnitudes, all at least `least`, by bins above it; the last bin has no upper end.
 static void count_above(uint32_t least, const float *restrict x, int64_t n, int32_t *restrict counts) {
     memset(counts, 0, 256 * sizeof *counts);
     for (int64_t i = 0; i < n; i++) {
@@ -86,7 +87,7 @@ static void count_above(uint32_t least, const float *restrict x, int64_t n, int3
     }
 }
 
-// The magnitude above which about `wanted` lie, by these counts; below them as if it went on as in the lowest bins.
+// Returns the magnitude that about `wanted` exceed, by these counts; below them the lowest bins are extrapolated.
 static uint32_t level_of(uint32_t least, const int32_t *counts, int64_t n, int64_t wanted) {
     int64_t larger = 0, near = 0;
     if (n >= wanted) return least + (uint32_t)bin_of(counts, wanted, &larger) * BIN;
@@ -95,7 +96,7 @@ static uint32_t level_of(uint32_t least, const int32_t *counts, int64_t n, int64
     return least > bins * BIN ? least - (uint32_t)bins * BIN : 0;
 }
 
-// kth() by such counts: they leave a few among which to look, which go to `few`, with room for k.
+// Does as kth() by such counts, among the few values of one bin, which are copied to `few`, of capacity k.
 static uint32_t kth_by(uint32_t least, const int32_t *counts, const float *restrict x, int64_t n, int64_t k,
                        int64_t *larger, float *restrict few) {
     *larger = 0;
@@ -114,11 +115,11 @@ static uint32_t kth_by(uint32_t least, const int32_t *counts, const float *restr
     return found;
 }
 
-// Positions, ascending, of the k elements with magnitudes of `least` and more, of which `more` are larger. `of` says where
-// x[i] is, NULL: at i.
-static void take(const float *restrict x, const int32_t *restrict of, int64_t n, int64_t k, uint32_t least, int64_t more,
+// Writes the positions, ascending, of the k elements with magnitudes of `least` and more, of which `more` are larger. `of`: the
+// position of x[i]; NULL: i.
+static void write_selected(const float *restrict x, const int32_t *restrict of, int64_t n, int64_t k, uint32_t least, int64_t more,
                  int32_t *restrict out) {
-    int64_t count = 0, equal = k - more, i = 0;  // so many of the equal ones, the first
+    int64_t count = 0, equal = k - more, i = 0;  // how many of the equal ones, from the first
     for (; i + LANES <= n && count + LANES <= k; i += LANES) {
         const Bits more_here = beyond(x + i, (int32_t)least);
         Bits hit = beyond(x + i, (int32_t)(least - 1));
@@ -138,9 +139,9 @@ static float as_float(uint32_t bits) {
     return x;
 }
 
-// Of the `count` candidates in `scratch`, all above t, the k largest, into `out`. Returns where to look the next time; -1
-// where the candidates are too few, or there were too many.
-float settle(int64_t k, int64_t count, float t, const int32_t *scratch, int32_t *out) {
+// Writes the k largest of the `count` candidates in `scratch`, all above t, to `out`. Returns a threshold for the next step; -1 if
+// there are too few candidates, or were too many.
+float select_candidates(int64_t k, int64_t count, float t, const int32_t *scratch, int32_t *out) {
     const float *const values = (const float *)(scratch + room_for(k));
     int32_t counts[256];
     int64_t more;
@@ -148,30 +149,30 @@ float settle(int64_t k, int64_t count, float t, const int32_t *scratch, int32_t 
     if (k == 0) return 0;
     count_above(magnitude(t), values, count, counts);
     const uint32_t least = kth_by(magnitude(t), counts, values, count, k, &more, (float *)out);
-    take(values, scratch, count, k, least, more, out);
+    write_selected(values, scratch, count, k, least, more, out);
     return as_float(level_of(magnitude(t), counts, count, ahead_of(k)));
 }
 
-// Where to look among n, by a sample of them.
+// Returns a threshold, from a sample.
 static float sampled(const float *x, int64_t n, int64_t k) {
     enum { SAMPLE = 4096 };
     float sample[SAMPLE];
     int64_t more;
     const int64_t every = n / SAMPLE, share = ahead_of(k) * SAMPLE / n + 4;
-    for (uint32_t i = 0; i < SAMPLE; i++) sample[i] = x[i * every + (i * 2654435761u >> 8) % every];  // not in columns
+    for (uint32_t i = 0; i < SAMPLE; i++) sample[i] = x[i * every + (i * 2654435761u >> 8) % every];  // not all in one column
     return as_float(kth(sample, SAMPLE, smaller(share, SAMPLE), &more));
 }
 
-// Positions of the k largest |x|, given where to look (0: nowhere, a sample tells). Returns where to look the next time.
+// Writes the positions of the k largest |x|, given a guess of the threshold (0: none). Returns a guess for the next step.
 double largest(const float *x, int64_t n, int64_t k, double guess, int32_t *scratch, int32_t *out) {
     int64_t more;
     if (k == 0) return 0;
     for (int look = 0; look < 2; look++) {
         const float t = look == 0 ? (float)guess : n > 1 << 14 ? sampled(x, n, k) : 0;
-        const float next = t > 0 ? settle(k, above(x, n, 0, t, scratch, 0, room_for(k)), t, scratch, out) : -1;
+        const float next = t > 0 ? select_candidates(k, above(x, n, 0, t, scratch, 0, room_for(k)), t, scratch, out) : -1;
         if (next >= 0) return next;
     }
     const uint32_t least = kth(x, n, k, &more);
-    take(x, NULL, n, k, least, more, out);
+    write_selected(x, NULL, n, k, least, more, out);
     return as_float(least);
 }

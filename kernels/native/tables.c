@@ -2,7 +2,7 @@
 
 uint8_t together[PATTERNS][PLACES], apart[PATTERNS][PLACES];
 
-// When the library is loaded.
+// Fills the tables when the library is loaded.
 __attribute__((constructor)) static void fill(void) {
 #if defined(__aarch64__)
     enum { WIDTH = 4 };  // bytes of a lane

@@ -1,4 +1,4 @@
-// Where lanes go: rows of places, one for each pattern of bits. AVX2 moves words, NEON bytes.
+// Permutations of lanes, a row for each pattern of bits. AVX2 permutes words, NEON bytes.
 
 #pragma once
 #include <stdint.h>
@@ -9,5 +9,5 @@ enum { PATTERNS = 16, PLACES = 16 };
 enum { PATTERNS = 256, PLACES = 8 };
 #endif
 
-extern uint8_t together[PATTERNS][PLACES];  // of each lane of what is compressed: which lane it was
-extern uint8_t apart[PATTERNS][PLACES];     // of each lane of what is expanded: the how many-th value; 255: none, it is 0
+extern uint8_t together[PATTERNS][PLACES];  // the source lane of each lane of a compressed vector
+extern uint8_t apart[PATTERNS][PLACES];     // the source value of each lane of an expanded vector; 255: none, 0

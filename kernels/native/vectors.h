@@ -1,15 +1,14 @@
-// Sixteen float32, or positions, at a time: what the passes do to them that a compiler does not find by itself. Each
-// instruction set has these functions in a file of its own, with the same results to the bit; arithmetic is written as
-// plain loops, which compilers turn into vectors well.
+// Operations on sixteen float32, or positions, that compilers do not vectorize. Each instruction set has these functions in its
+// own file, with the same results to the bit; arithmetic is written as plain loops, which compilers vectorize well.
 //
-// Bits: one of each of the sixteen, the first lowest. What is compressed may write, and what is expanded may read,
-// sixteen elements whatever the bits say: callers have room for them.
+// Bits: one for each of the sixteen, the first lowest. Compression may write, and expansion may read, sixteen elements whatever
+// the bits: callers have room for them.
 //
-//     Bits beyond(const float *x, int32_t limit)            where the magnitude, as an integer, is larger
-//     int64_t compress(void *out, const void *x, Bits some)  those of x one after the other; how many
-//     int64_t places(int32_t *out, int32_t base, Bits some)  the same of base, base + 1, ...
-//     void expand(float *out, const float *values, Bits some) the next value where there is a bit, 0 elsewhere
-//     void clear(float *x, Bits some)                        0 where there is a bit
+//     Bits beyond(const float *x, int32_t limit)             where the magnitude, as an integer, is larger
+//     int64_t compress(void *out, const void *x, Bits some)   writes the selected x one after the other; how many
+//     int64_t places(int32_t *out, int32_t base, Bits some)   the same of base, base + 1, ...
+//     void expand(float *out, const float *values, Bits some) writes the next value where there is a bit, 0 elsewhere
+//     void clear(float *x, Bits some)                         writes 0 where there is a bit
 
 #pragma once
 #include <stdint.h>
@@ -30,5 +29,5 @@ typedef uint32_t Bits;
 #include "scalar.h"
 #endif
 
-// Sixteen bits of a packed mask; i is a multiple of 8.
+// Loads sixteen bits of a packed mask; i is a multiple of 8.
 static inline Bits sixteen(const uint8_t *mask, int64_t i) { return (Bits)(mask[i / 8] | mask[i / 8 + 1] << 8); }

@@ -52,9 +52,9 @@ SIGNATURES = {  # what a function returns and takes: p memory, n a size, d a num
     "encode": "n pnppn",
     "decode": "n pnppnp",
     "positions": "n pnnp",
-    "quantise": "n pnnp",
+    "quantize": "n pnnp",
     "mean_of_codes": "n pnnpp",
-    "dequantise": "n pnnn",
+    "dequantize": "n pnnn",
 }
 
 

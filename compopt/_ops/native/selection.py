@@ -1,5 +1,5 @@
-"""What a rank selects of a bucket, by the C passes: the counterpart of ``selection.Selection`` for
-all its tensors.
+"""SCAPE's selection by C passes: the counterpart of ``scape_masks.Selection``, for all tensors of a
+bucket.
 """
 
 from __future__ import annotations
@@ -10,174 +10,172 @@ import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
-from ..._state.deal import Deal, Part, code_of
+from ..._state.mask_shards import MaskShard, MaskShards, code_layout
 from ..._state.masks import Mask, Tensors, bits_by_tensor
 from ..._wire.requests import CommunicationError
-from ..moment import own_x
-from ..ops import Ops
-from .tables import Table, addresses, along, at, plain
+from ..commits import moment_of_slice
+from ..pytorch import Ops
+from .tables import Table, address, address_in_turn, addresses, is_plain
 
-# The end of scape.c's struct: where to look for the largest, among what, how many, into where.
-CHOICE = ("guess", "start", "stop", "wanted", "chosen")
+# The end of scape.c's struct: a guess of the threshold, the slice, how many, and where the
+# positions go.
+SELECTION_FIELDS = ("guess", "start", "stop", "wanted", "chosen")
 
 
-class SelectionPasses(Ops):
-    """What of ``Ops`` is selecting the largest."""
+class NativeTopK(Ops):
+    """The largest elements of single tensors."""
 
     library: ctypes.CDLL
 
-    def largest_of(self, x: Tensor, k: int) -> Tensor | None:
-        if not plain(x) or x.numel() >= 2**31:
-            return None
-        out = torch.empty(k, dtype=torch.int32)
-        self.largest(x, k, 0.0, out)
-        return out.long()
-
-    def largest(self, x: Tensor, k: int, guess: float, out: Tensor) -> float:
-        """The positions of the k largest |x|, ascending, into int32 ``out``; returns a guess for
-        next time.
+    def select_top_k(self, x: Tensor, k: int, guess: float, out: Tensor) -> float:
+        """Write the positions of the k largest |x|, ascending, to int32 ``out``; return a guess of
+        the threshold for the next step.
         """
         room = 2 * self.library.room_for(k)
         memory = self.scratch(x, room, torch.int32, "candidates")
-        scratch = at("candidates", memory, room, torch.int32)
-        found, values = at("positions", out, k, torch.int32), at("what is selected", x, k)
-        again: float = self.library.largest(values, x.numel(), k, guess, scratch, found)
-        return again
+        scratch = address("candidates", memory, room, torch.int32)
+        positions, values = address("positions", out, k, torch.int32), address("values", x, k)
+        next_guess: float = self.library.largest(values, x.numel(), k, guess, scratch, positions)
+        return next_guess
 
-    def top_k(self, score: Tensor, k: int) -> Tensor:
-        """The packed mask of the k elements of largest magnitude."""
-        if not plain(score) or score.numel() >= 2**31:
-            return super().top_k(score, k)
-        found, bits = (
-            torch.empty(k, dtype=torch.int32),
-            torch.zeros((score.numel() + 7) // 8, dtype=torch.uint8),
-        )
-        self.largest(score, k, 0.0, found)
-        chosen = Table(1, chosen=at("positions", found, k, torch.int32), k=k, at=0)
-        self.library.encode(chosen, 1, None, at("a mask", bits, len(bits), torch.uint8), len(bits))
+    def top_k_positions(self, x: Tensor, k: int) -> Tensor | None:
+        if not is_plain(x) or x.numel() >= 2**31:
+            return None
+        out = torch.empty(k, dtype=torch.int32)
+        self.select_top_k(x, k, 0.0, out)
+        return out.long()
+
+    def top_k_mask(self, score: Tensor, k: int) -> Tensor:
+        if not is_plain(score) or score.numel() >= 2**31:
+            return super().top_k_mask(score, k)
+        positions = torch.empty(k, dtype=torch.int32)
+        bits = torch.zeros((score.numel() + 7) // 8, dtype=torch.uint8)
+        self.select_top_k(score, k, 0.0, positions)
+        row = Table(1, chosen=address("positions", positions, k, torch.int32), k=k, at=0)
+        mask = address("a mask", bits, len(bits), torch.uint8)
+        self.library.encode(row, 1, None, mask, len(bits))
         return bits
 
 
 class NativeSelection:
-    """What this rank selects in one step: exactly as many as are wanted, so that all sizes are
-    known beforehand.
+    """What this rank selects in one step: exactly k of every slice, so that all sizes are known
+    beforehand.
     """
 
-    def __init__(self, bucket: Bucket, ops: SelectionPasses, deal: Deal, rank: int):
-        self.bucket, self.ops, self.deal = bucket, ops, deal
-        self.part: Part = deal.parts[rank]
-        self.pieces = {piece.tensor: piece for piece in self.part.pieces}
-        self.room, total, self.first = 0, 0, {}  # where a tensor's positions begin among all
-        for piece in self.part.pieces:
-            self.first[piece.tensor], total = total, total + piece.wanted
-            self.room = max(self.room, 2 * ops.library.room_for(piece.wanted))
+    def __init__(self, bucket: Bucket, ops: NativeTopK, shards: MaskShards, rank: int):
+        self.bucket, self.ops, self.shards = bucket, ops, shards
+        self.shard: MaskShard = shards.shards[rank]
+        self.slices = {piece.tensor: piece for piece in self.shard.slices}
+        # Each tensor's first position among all; the memory that the longest selection needs.
+        self.first, self.room, total = {}, 0, 0
+        for piece in self.shard.slices:
+            self.first[piece.tensor], total = total, total + piece.k
+            self.room = max(self.room, 2 * ops.library.room_for(piece.k))
         self.positions = torch.empty(total, dtype=torch.int32)
 
     def columns(self, present: list[bool]) -> dict[str, list[int]]:
-        """The end of a commit's table."""
-        thresholds, none = self.bucket.state["threshold"], (0,) * len(CHOICE)
+        """Return the end of a commit's table, by which the pass selects."""
+        thresholds, none = self.bucket.state["threshold"], (0,) * len(SELECTION_FIELDS)
         guesses = addresses("thresholds", thresholds, [1] * len(thresholds), torch.float64)
-        chosen = dict(zip(self.pieces, self.columns_of(self.positions), strict=True))
+        chosen = dict(zip(self.slices, self._position_addresses(), strict=True))
         rows = [
-            (guesses[i], piece.start, piece.stop, piece.wanted, chosen[i])
-            if here and (piece := self.pieces.get(i))
+            (guesses[i], piece.start, piece.stop, piece.k, chosen[i])
+            if is_present and (piece := self.slices.get(i))
             else none
-            for i, here in enumerate(present)
+            for i, is_present in enumerate(present)
         ]
-        return {name: list(column) for name, *column in zip(CHOICE, *rows, strict=True)}
+        return {name: list(column) for name, *column in zip(SELECTION_FIELDS, *rows, strict=True)}
 
-    def columns_of(self, positions: Tensor) -> list[int]:
-        """Where each piece's positions are among these of all, counted from the first element of
-        the piece.
-        """
-        return along(
-            "positions", positions, [piece.wanted for piece in self.part.pieces], torch.int32
-        )
+    def _position_addresses(self) -> list[int]:
+        """Return where each slice's positions go, counted from the first element of the slice."""
+        sizes = [piece.k for piece in self.shard.slices]
+        return address_in_turn("positions", self.positions, sizes, torch.int32)
 
-    def take(self, grads: Tensors) -> None:
-        """Select by line 10's x of this step, before anything is written."""
-        for i in self.pieces:
-            self.take_one(i, grads[i])
+    def select_all(self, grads: Tensors) -> None:
+        """Select by line 10's x of all tensors, before anything is written."""
+        for i in self.slices:
+            self.select(i, grads[i])
 
-    def take_one(self, i: int, g: Tensor | None) -> None:
-        if i in self.pieces:
-            piece, first = self.pieces[i], self.first[i]
-            out = self.positions[first : first + piece.wanted]
-            self.ops.largest(own_x(self.bucket, i, piece, g), piece.wanted, 0.0, out)
+    def select(self, i: int, g: Tensor | None) -> None:
+        """Select by line 10's x of tensor i."""
+        if i in self.slices:
+            piece, first = self.slices[i], self.first[i]
+            out = self.positions[first : first + piece.k]
+            self.ops.select_top_k(moment_of_slice(self.bucket, i, piece, g), piece.k, 0.0, out)
 
-    def message(self) -> Tensor:
-        """This rank's bits, coded where codes are smaller."""
-        pieces = self.part.pieces
-        message = self.bucket.memory("mask message", self.deal.length, torch.uint8).zero_()
+    def store_thresholds(self) -> None:
+        """Do nothing: the pass that selected has stored them."""
+
+    def encode(self) -> Tensor:
+        """Return this rank's message."""
+        slices, size = self.shard.slices, self.shards.message_bytes
+        message = self.bucket.memory("mask message", size, torch.uint8).zero_()
         table = Table(
-            len(pieces),
-            chosen=self.columns_of(self.positions),
-            k=[piece.wanted for piece in pieces],
-            at=[piece.at for piece in pieces],
+            len(slices),
+            chosen=self._position_addresses(),
+            k=[piece.k for piece in slices],
+            at=[piece.first_bit for piece in slices],
         )
-        code = range_of(self.part) if self.deal.coded else None
-        room = at("a mask", message, self.deal.length, torch.uint8)
-        if self.ops.library.encode(table, len(pieces), code, room, self.deal.length) >= 0:
+        code = code_table(self.shard) if self.shards.is_coded else None
+        out = address("a mask", message, size, torch.uint8)
+        if self.ops.library.encode(table, len(slices), code, out, size) >= 0:
             raise RuntimeError(
                 "positions that were selected are not within their tensor: memory is at fault."
             )
         return message
 
-    def settle(self) -> None:
-        """Where to look the next time has been noted by the pass that selected."""
-
-    def found(self, messages: Tensor) -> Mask:
-        """All ranks' selections.
+    def assemble(self, messages: Tensor) -> Mask:
+        """Return the mask that all ranks have selected.
 
         Raises CommunicationError where a rank selected what was not agreed.
         """
-        bucket, parts = self.bucket, self.deal.parts
+        bucket, shards = self.bucket, self.shards.shards
         sizes = [0] * len(bucket.lengths)
-        for piece in (piece for part in parts for piece in part.pieces):
-            sizes[piece.tensor] += piece.wanted
+        for piece in (piece for shard in shards for piece in shard.slices):
+            sizes[piece.tensor] += piece.k
         positions = torch.empty(sum(sizes), dtype=torch.int32)
-        bits = bucket.memory("mask bits", parts[-1].last, torch.uint8).zero_()
+        bits = bucket.memory("mask bits", shards[-1].last_byte, torch.uint8).zero_()
         first = 0
-        for rank, (part, message) in enumerate(zip(parts, messages, strict=True)):
-            wanted = sum(piece.wanted for piece in part.pieces)
-            own = positions[first : first + wanted]
-            self._read(rank, message, own, bits[part.first : part.last])
-            first += wanted
-        index = zip(positions.split(sizes), bucket.compressed, strict=True)
-        ours = [p if compressed else None for p, compressed in index]
-        return Mask(bucket, bits=bits_by_tensor(bucket, bits), positions=ours)
+        for rank, (shard, message) in enumerate(zip(shards, messages, strict=True)):
+            k = sum(piece.k for piece in shard.slices)
+            shard_bits = bits[shard.first_byte : shard.last_byte]
+            self._decode(rank, message, positions[first : first + k], shard_bits)
+            first += k
+        rows = zip(positions.split(sizes), bucket.compressed, strict=True)
+        index = [own if compressed else None for own, compressed in rows]
+        return Mask(bucket, bits=bits_by_tensor(bucket, bits), positions=index)
 
-    def _read(self, rank: int, message: Tensor, found: Tensor, bits: Tensor) -> None:
-        part, coded = self.deal.parts[rank], self.deal.coded
-        if part is self.part and not coded:  # what it knows
-            found.copy_(self.positions)
+    def _decode(self, rank: int, message: Tensor, positions: Tensor, bits: Tensor) -> None:
+        shard, is_coded = self.shards.shards[rank], self.shards.is_coded
+        if shard is self.shard and not is_coded:
+            positions.copy_(self.positions)
             bits.copy_(message[: len(bits)])
-            for piece in part.pieces[:1]:  # only the first of a part can begin within a tensor
-                found[: piece.wanted] += piece.start
+            for piece in shard.slices[:1]:  # only the first slice can begin within a tensor
+                positions[: piece.k] += piece.start
             return
-        wanted = [piece.wanted for piece in part.pieces]
+        k = [piece.k for piece in shard.slices]
         table = Table(
-            len(wanted),
-            found=along("positions", found, wanted, torch.int32),
-            k=wanted,
-            at=[piece.at for piece in part.pieces],
-            start=[piece.start for piece in part.pieces],
-            stop=[piece.stop for piece in part.pieces],
+            len(k),
+            found=address_in_turn("positions", positions, k, torch.int32),
+            k=k,
+            at=[piece.first_bit for piece in shard.slices],
+            start=[piece.start for piece in shard.slices],
+            stop=[piece.stop for piece in shard.slices],
         )
-        code = range_of(part) if coded else None
-        received = at(
-            "a mask of another rank", message, self.deal.length if coded else len(bits), torch.uint8
+        code, size = (
+            (code_table(shard), self.shards.message_bytes) if is_coded else (None, len(bits))
         )
-        own_bits = at("a mask", bits, part.last - part.first, torch.uint8)
-        read = self.ops.library.decode(received, len(bits), code, table, len(wanted), own_bits)
-        if read != len(found):
+        received = address("a mask of another rank", message, size, torch.uint8)
+        out = address("a mask", bits, shard.nbytes, torch.uint8)
+        count = self.ops.library.decode(received, len(bits), code, table, len(k), out)
+        if count != len(positions):
             raise CommunicationError(
                 f"the mask of rank {rank} is not what was agreed: it has other positions than "
-                f"{len(found)} in their order. Memory or the network is at fault."
+                f"{len(positions)} in their order. Memory or the network is at fault."
             )
 
 
-def range_of(part: Part) -> Table:
-    """How a part is coded, as masks.c reads it."""
-    upper, row, low = code_of(part)
+def code_table(shard: MaskShard) -> Table:
+    """Return how a shard is encoded, as masks.c reads it."""
+    upper, row, low = code_layout(shard)
     return Table(1, low=low, upper=upper, row=row)

@@ -1,5 +1,5 @@
-"""How tensors become what the C passes of kernels/native read: tables of addresses, checked before
-C sees them.
+"""How tensors are handed to the C passes of kernels/native: tables of addresses, checked before C
+reads them.
 """
 
 from __future__ import annotations
@@ -14,37 +14,38 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-NOWHERE = (
-    8  # of a tensor of no elements: something else than none, which is 0, and nobody reads there
-)
+# The address of a tensor of no elements: not 0, which means that there is no tensor. Nothing is
+# read there.
+EMPTY = 8
 Tensors = Sequence[Tensor | None]
 
 
 def fits(t: Tensor, least: int, dtype: torch.dtype) -> bool:
-    """Whether a pass can read ``least`` elements of this dtype where the tensor begins."""
+    """Whether a pass can read ``least`` elements of this dtype at the tensor's address."""
     return t.dtype is dtype and t.is_cpu and t.is_contiguous() and t.numel() >= least
 
 
-def at(what: str, tensor: Tensor | None, least: int, dtype: torch.dtype = torch.float32) -> int:
-    """Where a tensor's memory begins, 0 for None. The tensor must outlive the call."""
+def address(
+    what: str, tensor: Tensor | None, least: int, dtype: torch.dtype = torch.float32
+) -> int:
+    """Return the address of a tensor, 0 for None. The tensor must outlive the call."""
     return addresses(what, (tensor,), (least,), dtype)[0]
 
 
 def addresses(
     what: str, tensors: Tensors, least: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> list[int]:
-    """The same for many.
+    """Return the addresses of tensors, 0 for None.
 
-    Raises ValueError where one is not what the pass will read ``least`` elements of.
+    Raises ValueError where the pass cannot read ``least`` elements of a tensor.
     """
     found: list[int] = []
     for t, n in zip(tensors, least, strict=True):
         if t is None:
             found.append(0)
-        elif (
-            t.dtype is dtype and t.is_cpu and t.is_contiguous() and t.numel() >= n
-        ):  # ``fits``, without a call
-            found.append(t.data_ptr() or NOWHERE)
+        # ``fits``, without a call
+        elif t.dtype is dtype and t.is_cpu and t.is_contiguous() and t.numel() >= n:
+            found.append(t.data_ptr() or EMPTY)
         else:
             raise ValueError(
                 f"the native back end reads {n} contiguous elements of {dtype} on the CPU as "
@@ -55,25 +56,26 @@ def addresses(
     return found
 
 
-def along(
+def address_in_turn(
     what: str, flat: Tensor, sizes: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> list[int]:
-    """The addresses of tensors of these sizes that lie side by side from where ``flat`` begins."""
-    first = at(what, flat, sum(sizes), dtype)
-    return [first + dtype.itemsize * before for before in accumulate(sizes, initial=0)][
-        : len(sizes)
-    ]
+    """Return the addresses of tensors of these sizes that follow each other from the start of
+    ``flat``.
+    """
+    first = address(what, flat, sum(sizes), dtype)
+    starts = accumulate(sizes, initial=0)
+    return [first + dtype.itemsize * start for start in starts][: len(sizes)]
 
 
-def floats(tensors: Tensors) -> list[Tensor | None]:
-    """Passes walk over memory of float32: what is not that, or not contiguous, is copied."""
+def as_float32(tensors: Tensors) -> list[Tensor | None]:
+    """Return the tensors as contiguous float32, which passes read; the others are copied."""
     return [
         t if t is None or fits(t, 0, torch.float32) else t.float().contiguous() for t in tensors
     ]
 
 
-def plain(*tensors: Tensor) -> bool:
-    """Whether passes can read and write these as they are."""
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether passes can read and write these tensors without a copy."""
     return all(fits(t, 0, torch.float32) for t in tensors)
 
 
@@ -98,21 +100,21 @@ class Table:
 
 
 class Options:
-    """Numbers of one C struct, all of them double."""
+    """The numbers of one C struct, all of them double."""
 
     def __init__(self, *numbers: float):
         self._numbers = array("d", numbers)
         self._as_parameter_ = ctypes.c_void_p(self._numbers.buffer_info()[0])
 
 
-def over_rows(lengths: Sequence[int], call: Callable[[int, int, int], int]) -> int:
-    """``call(first, last, thread)`` for all rows of a table, on as many threads as PyTorch has.
+def run_over_rows(lengths: Sequence[int], run: Callable[[int, int, int], int]) -> int:
+    """Call ``run(first, last, thread)`` for all rows of a table, on as many threads as PyTorch has.
 
-    Returns the number of the first row that a pass found to be wrong, -1 where all is well.
+    Return the number of the first row that a pass rejected, -1 if none.
     """
     threads = min(torch.get_num_threads(), len(lengths))
     if threads <= 1:
-        return call(0, len(lengths), 0)
+        return run(0, len(lengths), 0)
     total, cuts, done = sum(lengths), [0], 0
     for i, n in enumerate(lengths):
         done += n
@@ -120,8 +122,8 @@ def over_rows(lengths: Sequence[int], call: Callable[[int, int, int], int]) -> i
             cuts.append(i + 1)
     ranges = list(zip(cuts, [*cuts[1:-1], len(lengths)], strict=False))
     first, last = zip(*ranges, strict=True)
-    found = list(_pool(threads).map(call, first, last, range(threads)))
-    return min((row for row in found if row >= 0), default=-1)
+    results = list(_pool(threads).map(run, first, last, range(threads)))
+    return min((row for row in results if row >= 0), default=-1)
 
 
 @lru_cache(maxsize=4)

@@ -1,4 +1,4 @@
-"""What a rank selects, by Triton kernels: of one bucket, or of all in the same launches."""
+"""SCAPE's selection and masks by Triton kernels: of one bucket, or of all in the same launches."""
 
 from __future__ import annotations
 
@@ -11,165 +11,172 @@ import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
-from ..._state.deal import Deal, Part, code_of
+from ..._state.mask_shards import MaskShard, MaskShards, code_layout
 from ..._state.masks import Mask, Tensors, bits_by_tensor
-from .places import Before, Key, bits_places, known, read_places
-from .tables import KernelOps, blocks_of, flattened, note_starts, starts_of_all
+from ..._wire.requests import Together
+from .tables import (
+    KernelOps,
+    Key,
+    OldMomenta,
+    block_offsets_of_all,
+    blocks_of,
+    flatten,
+    gradients_key,
+    make_key,
+    mask_key,
+    store_block_offsets,
+)
 
-# Bytes of x, which is selected by, that there may be at a time.
-ROOM = 256 * 2**20
-# Bytes that messages and masks begin at multiples of.
-ALIGNED = 16
+ROOM = 256 * 2**20  # bytes of line 10's x in memory at a time
+ALIGNMENT = 16  # bytes: of messages and masks in the memory that they share
 
 
 class TritonSelection:
-    """What this rank selects of one bucket in one step: exactly as many as are wanted, so that all
-    sizes are known.
+    """What this rank selects of one bucket in one step: exactly k of every slice, so that all sizes
+    are known.
 
-    The counterpart of ``selection.Selection``, for all tensors at once.
+    The counterpart of ``scape_masks.Selection``, for all tensors of a bucket.
     """
 
-    def __init__(self, bucket: Bucket, ops: KernelOps, deal: Deal, rank: int):
-        self.bucket, self.ops, self.deal = bucket, ops, deal
-        self.part: Part = deal.parts[rank]
-        self.bits = torch.empty(
-            self.part.last - self.part.first, dtype=torch.uint8, device=bucket.device
-        )
-        self.code = self.bits  # as a message; set where codes are smaller
-        # Of each tensor: how many elements are selected by all ranks.
-        self.sizes = _sizes(bucket, deal)
+    def __init__(self, bucket: Bucket, ops: KernelOps, shards: MaskShards, rank: int):
+        self.bucket, self.ops, self.shards = bucket, ops, shards
+        self.shard: MaskShard = shards.shards[rank]
+        self.bits = torch.empty(self.shard.nbytes, dtype=torch.uint8, device=bucket.device)
+        self.code = self.bits  # set by the selection where messages are codes
+        self.sizes = _sizes_of(bucket, shards)  # elements of each tensor selected by all ranks
 
-    def take(self, grads: Sequence[Tensor | None]) -> None:
-        """Select, by line 10's x."""
-        take([Taken(self, grads, Before(self.bucket, self.bucket.state["exp_avg"]))])
+    def select_all(self, grads: Sequence[Tensor | None]) -> None:
+        """Select by line 10's x of all tensors, before anything is written."""
+        old = OldMomenta(self.bucket, self.bucket.state["exp_avg"])
+        select_all([SelectionInputs(self, grads, old)])
 
-    def settle(self) -> None:
-        """There is nothing to keep: kernels look for no threshold."""
+    def store_thresholds(self) -> None:
+        """Do nothing: kernels need no guess of a threshold."""
 
-    def message(self) -> Tensor:
-        """This rank's bits, coded where codes are smaller."""
-        if self.deal.coded:
+    def encode(self) -> Tensor:
+        """Return this rank's message."""
+        if self.shards.is_coded:
             return self.code
-        return torch.nn.functional.pad(self.bits, (0, self.deal.length - self.bits.numel()))
+        return torch.nn.functional.pad(self.bits, (0, self.shards.message_bytes - len(self.bits)))
 
-    def found(self, messages: Tensor) -> Mask:
-        """All ranks' selections."""
-        (flat,) = decoded([(self, messages)])
-        mask = self.mask(bits_by_tensor(self.bucket, flat))
-        note_starts(self.ops.tables, [self.bucket], [mask])
+    def assemble(self, messages: Tensor) -> Mask:
+        """Return the mask that all ranks have selected."""
+        (flat,) = assemble_bits([(self, messages)])
+        mask = self.mask_over(bits_by_tensor(self.bucket, flat))
+        store_block_offsets(self.ops.tables, [self.bucket], [mask])
         return mask
 
-    def mask(self, bits: Sequence[Tensor | None]) -> Mask:
-        """The mask that has these bits."""
+    def mask_over(self, bits: Sequence[Tensor | None]) -> Mask:
+        """Return the mask that has these bits."""
         return Mask(self.bucket, bits=bits, sizes=self.sizes, decode=self.ops.positions)
 
 
-def _sizes(bucket: Bucket, deal: Deal) -> list[int]:
-    """Of each tensor: how many elements are selected. Found once a deal."""
-    held: tuple[Deal, list[int]] | None = bucket.cache.get("selected")
-    if held is not None and held[0] is deal:
+def _sizes_of(bucket: Bucket, shards: MaskShards) -> list[int]:
+    """Return how many elements of each tensor are selected; computed once for these shards."""
+    held: tuple[MaskShards, list[int]] | None = bucket.cache.get("selected")
+    if held is not None and held[0] is shards:
         return held[1]
     sizes = [0 if c else n for n, c in zip(bucket.lengths, bucket.compressed, strict=True)]
-    for piece in (piece for part in deal.parts for piece in part.pieces):
-        sizes[piece.tensor] += piece.wanted
-    bucket.cache["selected"] = deal, sizes
+    for piece in (piece for shard in shards.shards for piece in shard.slices):
+        sizes[piece.tensor] += piece.k
+    bucket.cache["selected"] = shards, sizes
     return sizes
 
 
-class Taken(NamedTuple):
-    """Of what a selection is taken: gradients, and the momenta where they were held."""
+class SelectionInputs(NamedTuple):
+    """What a selection reads: gradients, and the momenta before this step."""
 
     selection: TritonSelection
     grads: Sequence[Tensor | None]
-    old: Before
+    old: OldMomenta
 
     @property
-    def among(self) -> slice:
-        """From the first tensor that this rank selects of to the last."""
-        pieces = self.selection.part.pieces
-        return slice(pieces[0].tensor, pieces[-1].tensor + 1)
+    def tensors(self) -> slice:
+        """Return the tensors from the first that this rank selects of to the last."""
+        slices = self.selection.shard.slices
+        return slice(slices[0].tensor, slices[-1].tensor + 1)
 
     @property
-    def places(self) -> Key:
-        """What tells where that lies which is selected of, and where it is noted."""
+    def key(self) -> Key:
+        """Return what determines the addresses that the selection reads and writes."""
         own, bucket = self.selection, self.selection.bucket
-        return known(
+        return make_key(
             bucket,
             bucket.made,
-            own.part,
+            own.shard,
             own.bits.data_ptr(),
-            self.old.places,
-            read_places(self.grads[self.among]),
-            bits_places(bucket, bucket.cache["mask"]),
+            self.old.key,
+            gradients_key(self.grads[self.tensors]),
+            mask_key(bucket, bucket.cache["mask"]),
         )
 
 
-def take(asked: Sequence[Taken]) -> None:
-    """Select of buckets of one group's options and of the same dtypes, and make the messages."""
-    for some in _with_room(asked):
-        _select(some)
-    _encode([one.selection for one in asked if one.selection.deal.coded])
+def select_all(inputs: Sequence[SelectionInputs]) -> None:
+    """Select of buckets with the same options and dtypes, and encode the messages."""
+    for batch in _batches(inputs):
+        _select_batch(batch)
+    _encode([one.selection for one in inputs if one.selection.shards.is_coded])
 
 
-def _with_room(asked: Sequence[Taken]) -> Iterator[list[Taken]]:
-    """As many at a time as there is room for."""
-    some: list[Taken] = []
-    held = 0
-    for one in asked:
-        part, width = one.selection.part, one.selection.bucket.flat["residual"].element_size()
-        size = width * sum(piece.stop - piece.start for piece in part.pieces)
-        if some and held + size > ROOM:
-            yield some
-            some, held = [], 0
-        some.append(one)
-        held += size
-    yield some
+def _batches(inputs: Sequence[SelectionInputs]) -> Iterator[list[SelectionInputs]]:
+    """Yield as many inputs at a time as there is ``ROOM`` for x."""
+    batch: list[SelectionInputs] = []
+    used = 0
+    for one in inputs:
+        width = one.selection.bucket.flat["residual"].element_size()
+        size = width * sum(piece.stop - piece.start for piece in one.selection.shard.slices)
+        if batch and used + size > ROOM:
+            yield batch
+            batch, used = [], 0
+        batch.append(one)
+        used += size
+    yield batch
 
 
-def _select(asked: list[Taken]) -> None:
-    asked = [one for one in asked if one.selection.part.pieces]
-    if not asked:
+def _select_batch(inputs: list[SelectionInputs]) -> None:
+    inputs = [one for one in inputs if one.selection.shard.slices]
+    if not inputs:
         return
-    ops, bucket = asked[0].selection.ops, asked[0].selection.bucket
+    ops, bucket = inputs[0].selection.ops, inputs[0].selection.bucket
     h, device, dtype = bucket.group, bucket.device, bucket.flat["residual"].dtype
-    sizes = [p.stop - p.start for one in asked for p in one.selection.part.pieces]
+    sizes = [p.stop - p.start for one in inputs for p in one.selection.shard.slices]
     flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-    own: list[Tensors] = []  # what is copied has to live until kernels have been launched
+    grads: list[Tensors] = []  # copies have to live until kernels have been launched
 
     def tables() -> tuple[kernels.Table, kernels.Table]:
-        own[:] = [flattened([*one.grads[one.among]]) for one in asked]
+        grads[:] = [flatten([*one.grads[one.tensors]]) for one in inputs]
         xs = flat.split(sizes)
         return (
-            kernels.moment_table(_blocks(asked), _moment_rows(asked, own, xs)),
-            kernels.top_k_table(_top_k_rows(asked, xs)),
+            kernels.moment_table(_blocks(inputs), _moment_rows(inputs, grads, xs)),
+            kernels.top_k_table(_top_k_rows(inputs, xs)),
         )
 
-    key = known(flat.data_ptr(), *(one.places for one in asked))
+    key = make_key(flat.data_ptr(), *(one.key for one in inputs))
     moment, top_k = ops.tables(("selection", bucket.index), key, tables)
-    buckets = [one.selection.bucket for one in asked]
-    starts = starts_of_all(buckets, [own.cache["mask"] for own in buckets])
-    kernels.moment(_blocks(asked), starts, moment, betas=h["betas"], maximize=h["maximize"])
-    kernels.top_k(kernels.cut(tuple(sizes), device), top_k)
+    buckets = [one.selection.bucket for one in inputs]
+    offsets = block_offsets_of_all(buckets, [bucket.cache["mask"] for bucket in buckets])
+    kernels.moment(_blocks(inputs), offsets, moment, betas=h["betas"], maximize=h["maximize"])
+    kernels.top_k(kernels.make_blocks(tuple(sizes), device), top_k)
 
 
-def _blocks(asked: list[Taken]) -> kernels.Blocks:
-    """Of the tensors that are selected of, and of those between."""
-    lengths = [n for one in asked for n in one.selection.bucket.lengths[one.among]]
-    return kernels.cut(tuple(lengths), asked[0].selection.bucket.device)
+def _blocks(inputs: list[SelectionInputs]) -> kernels.Blocks:
+    """Return the blocks of the tensors that are selected of, and of those between them."""
+    lengths = [n for one in inputs for n in one.selection.bucket.lengths[one.tensors]]
+    return kernels.make_blocks(tuple(lengths), inputs[0].selection.bucket.device)
 
 
 def _moment_rows(
-    asked: list[Taken], grads: list[Tensors], xs: Sequence[Tensor]
+    inputs: list[SelectionInputs], grads: list[Tensors], xs: Sequence[Tensor]
 ) -> list[kernels.ScapeRow]:
-    """Of these tensors; ``xs``: where x goes, of each piece."""
-    rows, rest, ahead = [], iter(xs), 0
-    for one, own in zip(asked, grads, strict=True):
-        bucket, pieces = one.selection.bucket, {p.tensor: p for p in one.selection.part.pieces}
+    """Return the rows of these tensors; ``xs``: where x goes, of each slice."""
+    rows, remaining, ahead = [], iter(xs), 0
+    for one, own in zip(inputs, grads, strict=True):
+        bucket, slices = one.selection.bucket, {p.tensor: p for p in one.selection.shard.slices}
         held, residual, old = bucket.cache["mask"], bucket.state["residual"], one.old.tensors
         counts = blocks_of(bucket).per_tensor
-        ahead += sum(counts[: one.among.start])
-        for i, grad in enumerate(own, one.among.start):
-            piece = pieces.get(i)
+        ahead += sum(counts[: one.tensors.start])
+        for i, grad in enumerate(own, one.tensors.start):
+            piece = slices.get(i)
             rows.append(
                 kernels.ScapeRow(
                     bucket.lengths[i],
@@ -178,91 +185,152 @@ def _moment_rows(
                     old[i],
                     residual=residual[i],
                     grad=grad,
-                    x=next(rest) if piece else None,
+                    x=next(remaining) if piece else None,
                     begin=piece.start if piece else 0,
                     end=piece.stop if piece else 0,
                     ahead=ahead,
                 )
             )
-        ahead += sum(counts[one.among.stop :])
+        ahead += sum(counts[one.tensors.stop :])
     return rows
 
 
-def _top_k_rows(asked: list[Taken], xs: Sequence[Tensor]) -> list[kernels.TopKRow]:
-    """What is wanted of each piece, and where it is noted."""
-    pieces = [(one.selection.bits, p) for one in asked for p in one.selection.part.pieces]
+def _top_k_rows(inputs: list[SelectionInputs], xs: Sequence[Tensor]) -> list[kernels.TopKRow]:
+    slices = [(one.selection.bits, p) for one in inputs for p in one.selection.shard.slices]
     return [
-        kernels.TopKRow(len(x), piece.wanted, x, bits[piece.at // 8 :])
-        for x, (bits, piece) in zip(xs, pieces, strict=True)
+        kernels.TopKRow(len(x), piece.k, x, bits[piece.first_bit // 8 :])
+        for x, (bits, piece) in zip(xs, slices, strict=True)
     ]
 
 
+# Messages
+
+
 def _encode(selections: list[TritonSelection]) -> None:
-    """The messages of what travels as codes."""
+    """Encode the messages of selections whose messages are codes."""
     if not selections:
         return
     ops, bucket = selections[0].ops, selections[0].bucket
-    lengths = [selection.deal.length for selection in selections]
+    sizes = [selection.shards.message_bytes for selection in selections]
 
     def table() -> kernels.Table:
         rows = [
-            kernels.EncodeRow(8 * len(own.bits), own.bits, 8 * at, *code_of(own.part))
-            for own, at in zip(selections, _places(lengths), strict=False)
+            kernels.EncodeRow(8 * len(own.bits), own.bits, 8 * start, *code_layout(own.shard))
+            for own, start in zip(selections, _aligned_starts(sizes), strict=False)
         ]
         return kernels.encode_table(rows, bucket.device)
 
-    key = tuple((own.part, own.deal.length, own.bits.data_ptr()) for own in selections)
+    key = tuple((own.shard, own.shards.message_bytes, own.bits.data_ptr()) for own in selections)
     rows = ops.tables(("encode", bucket.index), key, table)
-    words = _zeros(lengths, bucket.device)
-    blocks = kernels.cut(tuple(8 * len(own.bits) for own in selections), bucket.device)
-    kernels.encode(blocks, rows, words)
-    for own, code in zip(selections, _cut(words, lengths), strict=True):
+    words = _zeros(sizes, bucket.device)
+    lengths = tuple(8 * len(own.bits) for own in selections)
+    kernels.encode_masks(kernels.make_blocks(lengths, bucket.device), rows, words)
+    for own, code in zip(selections, _split(words, sizes), strict=True):
         own.code = code
 
 
-def decoded(asked: Sequence[tuple[TritonSelection, Tensor]]) -> list[Tensor]:
-    """All ranks' selections: the bits of buckets on one device, from the messages of each."""
-    sizes = [selection.deal.parts[-1].last for selection, _ in asked]
-    bucket = asked[0][0].bucket
+def assemble_bits(pairs: Sequence[tuple[TritonSelection, Tensor]]) -> list[Tensor]:
+    """Return the bits of buckets on one device, from all ranks' messages for each."""
+    sizes = [selection.shards.shards[-1].last_byte for selection, _ in pairs]
+    bucket = pairs[0][0].bucket
     words = _zeros(sizes, bucket.device)
-    flats, coded = _cut(words, sizes), []
-    for (selection, messages), flat, at in zip(asked, flats, _places(sizes), strict=False):
-        if selection.deal.coded:
-            coded.append((selection.deal, messages, 8 * at))
+    flats, coded = _split(words, sizes), []
+    for (selection, messages), flat, start in zip(
+        pairs, flats, _aligned_starts(sizes), strict=False
+    ):
+        if selection.shards.is_coded:
+            coded.append((selection.shards, messages, 8 * start))
         else:
-            pairs = zip(messages, selection.deal.parts, strict=True)
-            torch.cat([m[: p.last - p.first] for m, p in pairs], out=flat)
+            rows = zip(messages, selection.shards.shards, strict=True)
+            torch.cat([message[: shard.nbytes] for message, shard in rows], out=flat)
     if not coded:
         return flats
 
     def table() -> tuple[kernels.Blocks, kernels.Table]:
-        rows = [row for one in coded for row in _code_rows(*one)]
-        blocks = kernels.cut(tuple(row.upper for row in rows), bucket.device)
+        rows = [row for one in coded for row in _decode_rows(*one)]
+        blocks = kernels.make_blocks(tuple(row.upper for row in rows), bucket.device)
         return blocks, kernels.decode_table(rows, bucket.device)
 
-    key = tuple((deal, messages.data_ptr(), messages.stride(), at) for deal, messages, at in coded)
-    kernels.decode(*asked[0][0].ops.tables(("decode", bucket.index), key, table), words)
+    key = tuple((shards, m.data_ptr(), m.stride(), first_bit) for shards, m, first_bit in coded)
+    kernels.decode_masks(*pairs[0][0].ops.tables(("decode", bucket.index), key, table), words)
     return flats
 
 
-def _code_rows(deal: Deal, messages: Tensor, at: int) -> Iterator[kernels.CodeRow]:
-    """All ranks' messages of a bucket whose bits begin with bit ``at``."""
-    for message, part in zip(messages, deal.parts, strict=True):
-        upper, row_bits, low = code_of(part)
-        yield kernels.CodeRow(upper, message, at + 8 * part.first, row_bits, low)
+def _decode_rows(
+    shards: MaskShards, messages: Tensor, first_bit: int
+) -> Iterator[kernels.DecodeRow]:
+    """Yield the rows of a bucket whose bits begin with this one."""
+    for message, shard in zip(messages, shards.shards, strict=True):
+        upper, row_bits, low = code_layout(shard)
+        first = first_bit + 8 * shard.first_byte
+        yield kernels.DecodeRow(upper, message, first, row_bits, low)
 
 
-def _places(sizes: Sequence[int]) -> list[int]:
-    """Where each of these many bytes begin among all; at last, where they end."""
-    return [0, *accumulate(n + -n % ALIGNED for n in sizes)]
+def _aligned_starts(sizes: Sequence[int]) -> list[int]:
+    """Return where each of these many bytes begins in shared memory; at last, where they end."""
+    return [0, *accumulate(n + -n % ALIGNMENT for n in sizes)]
 
 
 def _zeros(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Words for all of them."""
-    return torch.zeros(_places(sizes)[-1] // 4, dtype=torch.int32, device=device)
+    """Return words for all of them."""
+    return torch.zeros(_aligned_starts(sizes)[-1] // 4, dtype=torch.int32, device=device)
 
 
-def _cut(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The bytes of each."""
+def _split(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Return the bytes of each."""
     flat = words.view(torch.uint8)
-    return [flat[at : at + n] for at, n in zip(_places(sizes), sizes, strict=False)]
+    starts = _aligned_starts(sizes)
+    return [flat[start : start + n] for start, n in zip(starts, sizes, strict=False)]
+
+
+# Masks of all buckets, a launch for each operation
+
+
+def store_masks(ops: KernelOps, requests: list[Together]) -> list[Mask]:
+    """Do as ``masks.store_mask``."""
+    return _store([(request, *request.args) for request in requests])
+
+
+def _store(requests: list[tuple[Together, Mask, str]]) -> list[Mask]:
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for request, mask, name in requests:
+        state, flat = request.bucket.state, request.bucket.flat
+        source = next((held for held in flat if mask.bits is state.get(held)), None)
+        if source is not None:  # its bits follow each other as these do
+            pairs.append((flat[name], flat[source]))
+            continue
+        rows = zip(state[name], mask.bits, strict=True)
+        pairs += [(to, bits) for to, bits in rows if to is not None and bits is not None]
+    _copy(pairs)
+    return [mask.over(request.bucket.state[name]) for request, mask, name in requests]
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [bits for _, bits in pairs])
+
+
+def clear_masks(ops: KernelOps, requests: list[Together]) -> list[None]:
+    """Do as ``masks.clear_mask``."""
+    torch._foreach_zero_([request.bucket.flat[request.args[0]] for request in requests])
+    return [None] * len(requests)
+
+
+def store_next_masks(ops: KernelOps, requests: list[Together]) -> list[Mask]:
+    """Do as ``scape_masks.store_next_mask``."""
+    masks: dict[int, Mask] = {}
+    by_device: dict[torch.device, list[Together]] = {}
+    for request in requests:
+        selection, messages = request.args
+        if isinstance(selection, TritonSelection):
+            by_device.setdefault(request.bucket.device, []).append(request)
+        else:  # PyTorch's operators have selected
+            (masks[id(request)],) = _store([(request, selection.assemble(messages), "next_mask")])
+    for group in by_device.values():
+        flats = assemble_bits([request.args for request in group])
+        buckets = [request.bucket for request in group]
+        _copy([(b.flat["next_mask"], flat) for b, flat in zip(buckets, flats, strict=True)])
+        own = [one.args[0].mask_over(one.bucket.state["next_mask"]) for one in group]
+        store_block_offsets(ops.tables, buckets, own)
+        masks |= zip(map(id, group), own, strict=True)
+    return [masks[id(request)] for request in requests]

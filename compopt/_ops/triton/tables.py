@@ -1,8 +1,13 @@
-"""What kernels are given: rows of tensors that walk over memory, and what comes back from them."""
+"""Tables for launches: rows of addresses for all tensors, kept for as long as these stay in place.
+
+A table holds addresses, so it is cached beside its key: everything that the addresses follow from.
+Where the key differs from that of the step before, the table is made again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import compopt_kernels as kernels
 import torch
@@ -10,36 +15,60 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask, Tensors
-from ..._wire.requests import Together
+from ..._wire.requests import Payload, Together
 from ..commits import count_steps
 from ..makers import triton_device
-from ..ops import Ops
-from .places import Tables, bits_places, known, state_of
+from ..pytorch import Ops
+
+# Of one bucket contiguous weights and gradients: copies, where they were not contiguous. They have
+# to live until a kernel has been launched.
+Copies = tuple[list[Tensor], Tensors]
+# What addresses follow from; None: from more than is known, so that nothing is cached.
+Key = tuple[object, ...] | None
+Made = TypeVar("Made")
+
+
+class TableCache:
+    """The tables of one backend's launches, the last of each use."""
+
+    def __init__(self) -> None:
+        self._held: dict[object, tuple[Key, Any]] = {}
+
+    def __call__(self, use: object, key: Key, make: Callable[[], Made]) -> Made:
+        """Return what was made for this ``use``; make it again where the ``key`` was another."""
+        held = self._held.get(use)
+        if key is not None and held is not None and held[0] == key:
+            cached: Made = held[1]
+            return cached
+        self._held.pop(use, None)
+        made = make()
+        if key is not None:
+            self._held[use] = key, made
+        return made
 
 
 class KernelOps(Ops):
-    """What functions that launch kernels need: a device, and the tables that kernels are given."""
+    """What functions that launch kernels need: a device, and the cached tables of launches."""
 
     def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
         super().__init__(devices)
         self.device = "cpu" if kernels.INTERPRETED else triton_device()
-        self.tables = Tables()
-        # Where none can be built, raise now.
+        self.tables = TableCache()
+        # Raise now where no kernel can be built.
         kernels.pack_bits(torch.ones(8, dtype=torch.bool, device=self.device))
 
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
-        """As the reference; where ``size`` is not known this waits for the device."""
+        """Do as the reference; where ``size`` is not known the host waits for the device."""
         if bits.device.type != self.device:
             return super().positions(bits, n, size)
-        blocks = kernels.cut((n,), bits.device)
+        blocks = kernels.make_blocks((n,), bits.device)
         size = int(kernels.unpack_bits(bits, n).sum()) if size is None else size
-        found: list[Tensor] = kernels.positions(
-            blocks, [bits], kernels.count(blocks, [bits]), [size]
-        )
+        offsets = kernels.block_offsets(blocks, [bits])
+        found: list[Tensor] = kernels.positions(blocks, [bits], offsets, [size])
         return found[0]
 
-    def largest(self, xs: Iterable[Tensor], ks: Iterable[int]) -> list[Tensor]:
-        """For each tensor the packed mask of its k elements of largest magnitude."""
+    def top_k_masks(self, xs: Iterable[Tensor], ks: Iterable[int]) -> list[Tensor]:
+        """Return for each tensor the packed mask of its k elements of largest magnitude."""
         rows = [
             kernels.TopKRow(
                 x.numel(),
@@ -50,56 +79,148 @@ class KernelOps(Ops):
             for x, k in zip(xs, ks, strict=True)
         ]
         if rows:
-            kernels.top_k(kernels.cut(tuple(row.n for row in rows), rows[0].x.device), rows)
+            lengths = tuple(row.n for row in rows)
+            kernels.top_k(kernels.make_blocks(lengths, rows[0].x.device), rows)
         return [row.bits for row in rows]
 
 
+# Keys
+
+
+def make_key(*parts: object) -> Key:
+    """Return a key of these parts; None where one of them is None."""
+    return None if any(part is None for part in parts) else parts
+
+
+def addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
+    """Return where each begins, -1 for None; None where one is not contiguous: a kernel then reads
+    a copy.
+    """
+    found = []
+    for t in tensors:
+        if t is None:
+            found.append(-1)
+        elif t.is_contiguous():
+            found.append(t.data_ptr())
+        else:
+            return None
+    return found
+
+
+def mask_key(bucket: Bucket, mask: Mask) -> Key:
+    """Return what determines the addresses of a mask's bits."""
+    name = state_name_of(bucket, mask)
+    return make_key(addresses(mask.bits)) if name is None else (name, bucket.made)
+
+
+def state_name_of(bucket: Bucket, mask: Mask) -> str | None:
+    """Return the bucket's state that the bits of a mask are; None if they are none."""
+    return next((name for name, held in bucket.state.items() if mask.bits is held), None)
+
+
+def bucket_key(bucket: Bucket) -> Key:
+    """Return what determines the addresses of a bucket's state and parameters."""
+    return make_key(bucket, bucket.made, addresses(bucket.locals))
+
+
+def gradients_key(grads: Sequence[Tensor | None]) -> Key:
+    """Return the addresses of gradients, and their dtype."""
+    dtype = next((str(g.dtype) for g in grads if g is not None), "none")
+    return make_key(addresses(grads), dtype)
+
+
+def payload_key(payload: Payload) -> Key:
+    """Return the address of a payload, and what its layout follows from."""
+    flat, dropped = payload.flat, payload.dropped
+    dropped_address = -1 if dropped is None else dropped.data_ptr()
+    return flat.data_ptr(), flat.dtype, dropped_address, tuple(payload.lengths)
+
+
+def commit_key(request: Together, present: Sequence[bool]) -> Key:
+    """Return what determines the addresses that a commit writes, and those of the average."""
+    return make_key(bucket_key(request.bucket), payload_key(request.args[0]), tuple(present))
+
+
+class OldMomenta:
+    """The momenta of one bucket before this step: in flat memory, or one by one."""
+
+    def __init__(self, bucket: Bucket, tensors: list[Tensor] | None, flat: Tensor | None = None):
+        self.flat, self.sizes, self._tensors = flat, bucket.sizes["exp_avg"], tensors
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        if self._tensors is None:
+            assert self.flat is not None
+            self._tensors = list(self.flat.split(self.sizes))
+        return self._tensors
+
+    @property
+    def key(self) -> Key:
+        """Return what determines their addresses."""
+        if self.flat is None:
+            return make_key(addresses(self.tensors))
+        return self.flat.data_ptr(), tuple(self.sizes)
+
+
+# Blocks, and how many elements are selected before each
+
+
 def blocks_of(bucket: Bucket) -> kernels.Blocks:
-    return kernels.cut(tuple(bucket.lengths), bucket.device)
+    return kernels.make_blocks(tuple(bucket.lengths), bucket.device)
 
 
-def starts_of(bucket: Bucket, mask: Mask) -> Tensor:
-    """For each block: how many elements of its tensor are selected before it."""
-    if mask.starts is None:
+def blocks_of_all(buckets: Sequence[Bucket]) -> kernels.Blocks:
+    lengths = tuple(n for bucket in buckets for n in bucket.lengths)
+    return kernels.make_blocks(lengths, buckets[0].device)
+
+
+def block_offsets(bucket: Bucket, mask: Mask) -> Tensor:
+    """Return for each block how many elements of its tensor are selected before it."""
+    if mask.block_offsets is None:
         blocks = blocks_of(bucket)
-        mask.starts = kernels.count(blocks, mask.bits) if mask.sparse else blocks.firsts
-    return mask.starts
+        offsets = kernels.block_offsets(blocks, mask.bits) if mask.sparse else blocks.firsts
+        mask.block_offsets = offsets
+    return mask.block_offsets
 
 
-def starts_of_all(buckets: Sequence[Bucket], masks: Sequence[Mask]) -> Tensor:
-    """``starts_of`` all these buckets."""
+def block_offsets_of_all(buckets: Sequence[Bucket], masks: Sequence[Mask]) -> Tensor:
+    """Return the ``block_offsets`` of all these buckets, one after the other."""
     if not any(mask.sparse for mask in masks):
         firsts: Tensor = blocks_of_all(buckets).firsts
         return firsts
-    found = masks[0].together
-    if found is not None and all(
-        mask.together is not None
-        and mask.together[0] is found[0]
-        and mask.together[1:] == (n, len(masks))
+    batch = masks[0].batch_offsets
+    if batch is not None and all(
+        mask.batch_offsets is not None
+        and mask.batch_offsets[0] is batch[0]
+        and mask.batch_offsets[1:] == (n, len(masks))
         for n, mask in enumerate(masks)
     ):
-        return found[0]
-    starts = [starts_of(*pair) for pair in zip(buckets, masks, strict=True)]
-    return starts[0] if len(starts) == 1 else torch.cat(starts)
+        return batch[0]
+    offsets = [block_offsets(*pair) for pair in zip(buckets, masks, strict=True)]
+    return offsets[0] if len(offsets) == 1 else torch.cat(offsets)
 
 
-def note_starts(tables: Tables, buckets: Sequence[Bucket], masks: Sequence[Mask]) -> None:
-    """Find ``starts_of`` several masks together."""
-    blocks = blocks_of_all(buckets)
-    pairs = [*zip(buckets, masks, strict=True)]
+def store_block_offsets(
+    tables: TableCache, buckets: Sequence[Bucket], masks: Sequence[Mask]
+) -> None:
+    """Compute the ``block_offsets`` of several masks in one launch."""
+    blocks, pairs = blocks_of_all(buckets), [*zip(buckets, masks, strict=True)]
     table = tables(
-        ("count", buckets[0].index, state_of(*pairs[0])),
-        known(*(known(bucket, bits_places(bucket, mask)) for bucket, mask in pairs)),
-        lambda: kernels.count_table(blocks, [bits for mask in masks for bits in mask.bits]),
+        ("block offsets", buckets[0].index, state_name_of(*pairs[0])),
+        make_key(*(make_key(bucket, mask_key(bucket, mask)) for bucket, mask in pairs)),
+        lambda: kernels.block_offsets_table(blocks, [b for mask in masks for b in mask.bits]),
     )
-    starts = kernels.count(blocks, table)
+    offsets = kernels.block_offsets(blocks, table)
     counts = [blocks_of(bucket).count for bucket in buckets]
-    for n, (mask, own) in enumerate(zip(masks, starts.split(counts), strict=True)):
-        mask.starts, mask.together = own, (starts, n, len(masks))
+    for n, (mask, own) in enumerate(zip(masks, offsets.split(counts), strict=True)):
+        mask.block_offsets, mask.batch_offsets = own, (offsets, n, len(masks))
 
 
-def flattened(tensors: Tensors) -> Tensors:
-    """A kernel walks over memory: what is laid out otherwise is copied."""
+# Tensors for rows, and what is done after a launch
+
+
+def flatten(tensors: Tensors) -> Tensors:
+    """Return the tensors as vectors in order of memory, which kernels read; others are copied."""
     return [None if t is None else t.reshape(-1) for t in tensors]
 
 
@@ -107,47 +228,42 @@ def contiguous_weights(bucket: Bucket) -> list[Tensor]:
     return [w.contiguous() for w in bucket.weights]
 
 
-def published(bucket: Bucket, i: int) -> Tensor | None:
-    """The parameter that the kernel brings the updated master to; None where there is no master, or
-    a copy is due.
+def published_parameter(bucket: Bucket, i: int) -> Tensor | None:
+    """Return the parameter to which the kernel writes the updated master; None where there is no
+    master, or ``copy_back`` writes it.
     """
     p = local(bucket.params[i].detach())
     return p if "master" in bucket.state and p.is_contiguous() else None
 
 
-def bring_back(bucket: Bucket, weights: list[Tensor], present: Sequence[bool]) -> None:
-    """Copies of weights to where they came from, and masters to parameters, where the kernel could
-    not. What the kernel has left as it was is written as it was.
+def copy_back(bucket: Bucket, weights: list[Tensor], present: Sequence[bool]) -> None:
+    """Copy contiguous copies of weights to where they came from, and masters to parameters, where
+    the kernel could not.
     """
-    for i, (ours, theirs) in enumerate(zip(weights, bucket.weights, strict=True)):
-        if present[i] and ours.data_ptr() != theirs.data_ptr():
-            theirs.copy_(ours)
-        if present[i] and published(bucket, i) is None:
+    for i, (copy, weight) in enumerate(zip(weights, bucket.weights, strict=True)):
+        if present[i] and copy.data_ptr() != weight.data_ptr():
+            weight.copy_(copy)
+        if present[i] and published_parameter(bucket, i) is None:
             bucket.publish(i)
 
 
-def alike(asked: list[Together]) -> list[list[Together]]:
-    """Buckets that one launch takes: of one group's options, of the same dtypes, on one device."""
+def group_by_launch(requests: list[Together]) -> list[list[Together]]:
+    """Group the buckets that one launch can take: same options, dtypes and device."""
     groups: dict[object, list[Together]] = {}
-    for one in asked:
-        bucket, mean = one.bucket, one.args[0]
+    for request in requests:
+        bucket, mean = request.bucket, request.args[0]
         key = id(bucket.group), bucket.dtype, bucket.grad_dtype, mean.flat.dtype, bucket.device
-        groups.setdefault(key, []).append(one)
+        groups.setdefault(key, []).append(request)
     return list(groups.values())
 
 
-def blocks_of_all(buckets: Sequence[Bucket]) -> kernels.Blocks:
-    """Of all tensors of these buckets."""
-    lengths = tuple(n for bucket in buckets for n in bucket.lengths)
-    return kernels.cut(lengths, buckets[0].device)
-
-
-def count_all_steps(asked: list[Together]) -> None:
+def count_all_steps(requests: list[Together]) -> None:
     """Count one step more of each tensor that any rank has a gradient of."""
-    present = [is_present for one in asked for is_present in one.bucket.present(one.args[0])]
-    counts = [one.bucket.counts for one in asked]
+    present = [flag for request in requests for flag in request.bucket.present(request.args[0])]
+    counts = [request.bucket.counts for request in requests]
     flat = [count for count in counts if count is not None]
-    if len(flat) == len(asked) and all(present):
+    if len(flat) == len(requests) and all(present):
         torch._foreach_add_(flat, 1)
         return
-    count_steps([step for one in asked for step in one.bucket.state["step"]], present)
+    steps = [step for request in requests for step in request.bucket.state["step"]]
+    count_steps(steps, present)

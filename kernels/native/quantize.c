@@ -1,24 +1,25 @@
-// Codes of 8 and 4 bits: rounding into messages, the mean of what ranks sent, and back. compopt/_wire/quantise.py is the
-// specification, compopt/_wire/quantised_mean.py moves rows between its functions. The same bits, but where that adds
+// int8 and int4 codes: rounding into messages, the mean of all ranks' messages, and back. Reference: compopt/_wire/quantise.py,
+// between whose functions compopt/_wire/quantised_mean.py moves rows. The bits are the same, except where the reference adds
 // ranks * x in one rounding.
 
 #include "common.h"
 #include <float.h>
 
-enum { ROW = 128, BLOCK_ROWS = 512, TABLE = 65536, STRIDE = 40503 };  // as there: of u from one block of rows to the next
+// as in the reference; STRIDE: from the u of one block of rows to the next
+enum { ROW = 128, BLOCK_ROWS = 512, TABLE = 65536, STRIDE = 40503 };
 
 typedef struct {
-    float *values;    // what is rounded, or where what was read goes
-    float *scales;    // one for each row of it
-    int8_t *codes;    // of all its chunk
-    float *dropped;   // what rounding took off
+    float *values;    // to be rounded, or memory for what was decoded
+    float *scales;    // one for each row
+    int8_t *codes;    // of the whole chunk
+    float *dropped;   // rounding errors
     int64_t at;       // its first value in the chunk
-    int64_t row;      // the number of its first row: from that u follows
-    int64_t n, size;  // how many values it has, and how many its chunk
+    int64_t row;      // the number of its first row, which determines u
+    int64_t n, size;  // how many values it has, and its chunk
 } Piece;
 
 typedef struct {
-    const char *messages;                 // one of each rank, so many bytes apart
+    const char *messages;                 // one of each rank, `stride` bytes apart
     int64_t stride, scales_at, codes_at;  // where in each the chunk's scales and codes begin
     int64_t ranks;
 } Received;
@@ -50,7 +51,7 @@ static void round_row(const float *restrict x, int n, const float *restrict u, f
     for (int i = 0; i < n; i++) {
         const float t = x[i] * per + u[i];
         int32_t whole = (int32_t)t;
-        whole -= (float)whole > t;  // the next one below
+        whole -= (float)whole > t;  // round down
         whole = whole < -end ? -end : whole;
         whole = whole > end ? end : whole;
         code[i] = (int8_t)whole;
@@ -62,8 +63,8 @@ static const float *numbers_of(const Rounding *how, int64_t row) {
     return how->numbers + (how->place + STRIDE * (row / BLOCK_ROWS)) % TABLE + ROW * (row % BLOCK_ROWS);
 }
 
-// Codes of a chunk from `at` on, each in a byte. Of 4 bits a byte holds one of the first half and 16 times one of the
-// second.
+// Returns n codes of a chunk from `at` on, one a byte. A byte of int4 holds a code of the chunk's first half and 16 times one of
+// the second.
 static const int8_t *read_codes(const int8_t *codes, int64_t at, int n, int64_t size, int64_t bits, int8_t *restrict out) {
     if (bits == 8) return codes + at;
     const int64_t half = (size + 1) / 2;
@@ -75,20 +76,20 @@ static const int8_t *read_codes(const int8_t *codes, int64_t at, int n, int64_t 
 
 static float most_of(const Rounding *how) { return how->bits == 8 ? 127 : 7; }
 
-// Each value of a message as codes, one a byte.
-int64_t quantise(const Piece *pieces, int64_t first, int64_t last, const Rounding *how) {
+// Rounds values to codes, one a byte.
+int64_t quantize(const Piece *pieces, int64_t first, int64_t last, const Rounding *how) {
     const float most = most_of(how);
     for (const Piece *p = pieces + first; p < pieces + last; p++)
         for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++) {
             const int n = (int)smaller(ROW, p->n - a);
-            float x[ROW];  // what is dropped may lie where the values are
+            float x[ROW];  // errors may be written where the values are
             memcpy(x, p->values + a, n * sizeof(float));
             round_row(x, n, numbers_of(how, p->row + r), most, p->scales + r, p->codes + p->at + a, p->dropped + a);
         }
     return -1;
 }
 
-// The mean of what ranks sent of a chunk, rounded; so much of it as that takes off is added to `dropped` once a rank.
+// Averages all ranks' codes of a chunk and rounds the mean; adds ranks times the rounding error to `dropped`.
 int64_t mean_of_codes(const Piece *pieces, int64_t first, int64_t last, const Rounding *how, const Received *from) {
     const float most = most_of(how), ranks = (float)from->ranks;
     for (const Piece *p = pieces + first; p < pieces + last; p++)
@@ -111,7 +112,7 @@ int64_t mean_of_codes(const Piece *pieces, int64_t first, int64_t last, const Ro
     return -1;
 }
 
-int64_t dequantise(const Piece *pieces, int64_t first, int64_t last, int64_t bits) {
+int64_t dequantize(const Piece *pieces, int64_t first, int64_t last, int64_t bits) {
     for (const Piece *p = pieces + first; p < pieces + last; p++)
         for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++) {
             const int n = (int)smaller(ROW, p->n - a);

@@ -1,5 +1,5 @@
-"""Plain PyTorch: what every kernel has to reproduce. Slow where that is clearer; the specification,
-not the fast path.
+"""The specification, in plain PyTorch: every kernel has to reproduce it. It is slow where that is
+clearer.
 
 Vectors are flat; n is the number of elements of a tensor, k how many of them are selected.
 """
@@ -29,7 +29,7 @@ def adamw_(
     weight_decay: float,
     maximize: bool = False,
 ) -> None:
-    """One AdamW step in place, ``step`` counted from 1 (Loshchilov and Hutter 2019; Radius,
+    """Do one AdamW step in place, ``step`` counted from 1 (Loshchilov and Hutter 2019; Radius,
     Algorithm 2).
     """
     g = -g if maximize else g
@@ -50,8 +50,8 @@ def adamw_update(
     eps: float,
     weight_decay: float,
 ) -> Tensor:
-    """What AdamW subtracts, over lr: ``mhat / (sqrt(vhat) + eps) + weight_decay * w`` (Radius,
-    Algorithm 2, line 5).
+    """Return what AdamW subtracts, over lr: ``mhat / (sqrt(vhat) + eps) + weight_decay * w``
+    (Radius, Algorithm 2, line 5).
     """
     denominator = (v.sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
     return m.div(denominator).div_(1 - betas[0] ** step).add_(w, alpha=weight_decay)
@@ -70,8 +70,8 @@ def adams_(
     bias_correction: BiasCorrection = "scape",
     clip: float = 1.0,
 ) -> None:
-    """One AdamS step in place, ``step`` counted from 1 (SCAPE, equation 2): v is made of g and the
-    *previous* m.
+    """Do one AdamS step in place, ``step`` counted from 1 (SCAPE, equation 2): v is made of g and
+    the *previous* m.
 
     ``bias_correction``: "scape" divides m by 1 - b1^t and v by 1 - b2^t; "adams" m, old and new, by
     1 - b1^t only. ``clip`` multiplies the gradient in v alone (SCAPE's line 18 as printed).
@@ -86,7 +86,7 @@ def adams_(
 def adams_factors(
     step: float, betas: tuple[float, float], bias_correction: BiasCorrection
 ) -> tuple[float, float, float]:
-    """Factors of the previous m^2 and of g^2 in v, and the divisor of m."""
+    """Return the factors of the previous m^2 and of g^2 in v, and the divisor of m."""
     first, second = 1 - betas[0] ** step, 1 - betas[1] ** step
     if bias_correction == "adams":
         return betas[1] / first**2, 1 - betas[1], first
@@ -101,7 +101,7 @@ def compact(
     scale: float = 1.0,
     sign: float = 1.0,
 ) -> None:
-    """``out = (sign * g + scale * add)[index]``, in out's dtype; None: all elements."""
+    """Write ``(sign * g + scale * add)[index]`` to ``out``, in its dtype; None: all elements."""
     x = sign * g.reshape(-1).to(torch.promote_types(g.dtype, torch.float32))
     if add is not None:
         x = x.add_(add.reshape(-1), alpha=scale)
@@ -119,10 +119,10 @@ def radius_(
     step: float,
     **hyper: Any,
 ) -> None:
-    """Radius, lines 15 to 25 of a sparse step: AdamW on ``values`` at ``index`` and 0 elsewhere,
-    and the residual.
+    """Do Radius's lines 15 to 25 of a sparse step: AdamW on ``values`` at ``index`` and 0
+    elsewhere, and the residual.
 
-    ``g`` is the rank's own gradient: where it was not sent it is held back. ``hyper`` as for
+    ``g`` is the rank's own gradient; off the mask it is added to the residual. ``hyper`` as for
     ``adamw_``.
     """
     average = torch.zeros_like(w)
@@ -141,7 +141,7 @@ def moment(
     betas: tuple[float, float],
     maximize: bool = False,
 ) -> Tensor:
-    """SCAPE, line 10: ``b1 m + (1 - b1) g + e``, with m given at the positions ``held``."""
+    """Return SCAPE's line 10, ``b1 m + (1 - b1) g + e``, with m given at the positions ``held``."""
     own = (betas[0] - 1) if maximize else (1 - betas[0])
     x = residual.reshape(-1).add(g.reshape(-1), alpha=own)
     return x.index_add_(0, held, m, alpha=betas[0])
@@ -164,7 +164,7 @@ def scape_(
     maximize: bool = False,
     **adams: Any,
 ) -> Tensor:
-    """SCAPE, lines 10, 11 and 16 to 21, in place; returns the new momentum, at ``index``.
+    """Do SCAPE's lines 10, 11 and 16 to 21 in place; return the new momentum, at ``index``.
 
     ``m``: the old one, at ``held``. ``values``: the averaged gradient at ``index``. ``adams``:
     ``bias_correction`` and ``clip`` of ``adams_``.
@@ -182,7 +182,7 @@ def scape_(
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """n booleans as ceil(n/8) bytes, the first element in the lowest bit."""
+    """Return n booleans as ceil(n/8) bytes, the first element in the lowest bit."""
     flags = mask.view(-1).to(torch.uint8)
     whole = torch.nn.functional.pad(flags, (0, -mask.numel() % 8)).view(-1, 8)
     shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
@@ -190,47 +190,44 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, n: int) -> Tensor:
-    """ceil(n/8) bytes as n booleans."""
+    """Return ceil(n/8) bytes as n booleans."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return ((bits.unsqueeze(1) >> shifts) & 1).view(-1)[:n].bool()
 
 
-def kept(density: float, n: int) -> int:
-    """k, the elements of n that are selected: at least one, where there are any."""
-    return min(n, max(1, round(density * n)))
-
-
 def top_k(score: Tensor, k: int) -> Tensor:
-    """The packed mask of the k largest elements of ``score``."""
+    """Return the packed mask of the k largest elements of ``score``."""
     mask = torch.zeros(score.numel(), dtype=torch.bool, device=score.device)
     mask[score.reshape(-1).topk(k, sorted=False).indices] = True
     return pack_bits(mask)
 
 
 def positions(bits: Tensor, n: int) -> Tensor:
-    """The selected positions of a packed mask, ascending: int32, or int64 where n does not fit."""
+    """Return the selected positions of a packed mask, ascending: int32, or int64 where n does not
+    fit.
+    """
     dtype = torch.int32 if n < 2**31 else torch.int64
     return unpack_bits(bits, n).nonzero().view(-1).to(dtype)
 
 
 def gather(x: Tensor, index: Tensor, out: Tensor) -> None:
-    """``out = x[index]``, in out's dtype."""
+    """Write ``x[index]`` to ``out``, in its dtype."""
     out.copy_(x.reshape(-1).index_select(0, index))
 
 
 def scatter(values: Tensor, index: Tensor, out: Tensor) -> None:
-    """``out = 0 but values at index``."""
+    """Write ``values`` at ``index`` to ``out``, 0 elsewhere."""
     out.zero_().scatter_(0, index.long(), values.to(out.dtype))
 
 
 def clear_(x: Tensor, index: Tensor) -> None:
-    """0 at ``index``."""
+    """Set ``x`` to 0 at ``index``."""
     x.view(-1).scatter_(0, index.long(), 0)
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Linear algebra whose result must not depend on the number of this process's threads."""
+    """Run linear algebra whose result must not depend on the number of this process's threads."""
     threads = torch.get_num_threads()
     if threads == 1:
         yield

@@ -1,0 +1,191 @@
+"""The native backend: C passes over float32 tensors on a CPU, which read and write the memory of a
+step once (see kernels/native).
+
+Other tensors are left to PyTorch's operators. With several threads the tensors of a bucket are
+divided among them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..._state.buckets import Bucket, local
+from ..._state.masks import Mask, Tensors
+from ..._wire.quantised_mean import QuantisedMean
+from ..._wire.requests import Payload
+from .. import pytorch
+from ..pytorch import Fused, Ops, empty_payload
+from .build import isa_of, load
+from .commits import (
+    NativeUpdates,
+    mask_addresses,
+    raise_bad_row,
+    update_adams,
+    update_radius,
+    update_scape,
+)
+from .quantization import NativeMean, dequantize, quantize
+from .selection import NativeSelection, NativeTopK
+from .tables import (
+    Table,
+    address,
+    address_in_turn,
+    addresses,
+    as_float32,
+    fits,
+    is_plain,
+    run_over_rows,
+)
+
+SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
+
+
+class NativeOps(NativeUpdates, NativeTopK):
+    """The passes of kernels/native, a call for all tensors of a bucket."""
+
+    name = "native"
+
+    def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
+        super().__init__(devices)
+        self.library = load()
+        self.isa = isa_of(self.library)
+        self.quantize = functools.partial(quantize, self.library)
+        self.dequantize = functools.partial(dequantize, self.library)
+
+    def quantised_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
+        return functools.partial(NativeMean, self.library) if is_on_cpu(self, bucket) else None
+
+    def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
+        if not fits(bits, 0, torch.uint8) or n >= 2**31:
+            return super().positions(bits, n, size)
+        n = min(n, 8 * bits.numel())
+        mask = address("a mask", bits, (n + 7) // 8, torch.uint8)
+        room = self.library.positions(mask, n, 0, None) if size is None else size
+        out = torch.empty(room, dtype=torch.int32)
+        place = address("positions", out, room, torch.int32)
+        return out[: self.library.positions(mask, n, room, place)]
+
+    def set_bits_of(self, bits: Tensor) -> Tensor:
+        return self.positions(bits, 8 * bits.numel()).long()
+
+
+def encode(
+    bucket: Bucket,
+    ops: NativeOps,
+    grads: Tensors,
+    mask: Mask,
+    add: Iterable[Tensor | None] | None,
+    scale: float,
+    negate: bool,
+) -> Payload:
+    lengths, payload, own = bucket.lengths, empty_payload(bucket, mask), as_float32(grads)
+    residuals = list(add) if add else [None] * len(grads)
+    header, body = _float32_memory(bucket, ops, payload)
+    bits, positions = bits_or_positions(mask)
+    sizes = [part.numel() for part in payload.parts]
+    first, mark = address("a message", body, sum(sizes)), address("marks", header, len(grads))
+    table = Table(
+        len(grads),
+        n=lengths,
+        g=addresses("gradients", own, lengths),
+        add=addresses("residuals", residuals, lengths),
+        index=addresses("positions", positions, sizes, torch.int32),
+        mask=mask_addresses(bits, lengths),
+        k=sizes,
+        out=[first + 4 * start for start in accumulate(sizes[:-1], initial=0)],
+        mark=[mark + 4 * i for i in range(len(grads))],
+    )
+    sign, library = -1.0 if negate else 1.0, ops.library
+    bad_row = run_over_rows(lengths, lambda a, b, _: library.pack(table, a, b, sign, scale))
+    raise_bad_row(bucket, bad_row)
+    if payload.flat.dtype != torch.float32:
+        payload.header.copy_(header)
+        if payload.dropped is None:
+            payload.body.copy_(body)
+    return payload.round()
+
+
+def _float32_memory(bucket: Bucket, ops: Ops, payload: Payload) -> tuple[Tensor, Tensor]:
+    """Return where header and body are written in float32: in the payload, if it is of that."""
+    if payload.flat.dtype == torch.float32:
+        return payload.header, payload.body
+    like, body = bucket.params[0], payload.dropped
+    header = ops.scratch(like, len(payload.header), torch.float32, "marks")
+    if body is None:
+        body = ops.scratch(like, len(payload.body), torch.float32, "payload")
+    return header, body
+
+
+def add_residuals(
+    bucket: Bucket, ops: NativeOps, grads: Tensors, add: Tensors, out: Tensors
+) -> Tensor:
+    if not is_plain(*(x for x in (*grads, *add, *out) if x is not None)):
+        return pytorch.add_residuals(bucket, ops, grads, add, out)
+    lengths, library = bucket.lengths, ops.library
+    marks = torch.empty(len(grads), dtype=torch.float32)
+    none = torch.empty(0, dtype=torch.int32)  # the positions of a tensor without ``out``
+    positions = [none if sums is None else None for sums in out]
+    table = Table(
+        len(grads),
+        n=lengths,
+        g=addresses("gradients", grads, lengths),
+        add=addresses("residuals", add, lengths),
+        index=addresses("positions", positions, [0] * len(out), torch.int32),
+        mask=0,
+        k=[0 if sums is None else n for n, sums in zip(lengths, out, strict=True)],
+        out=addresses("sums", out, lengths),
+        mark=address_in_turn("marks", marks, [1] * len(grads)),
+    )
+    bad_row = run_over_rows(lengths, lambda a, b, _: library.pack(table, a, b, 1.0, 1.0))
+    raise_bad_row(bucket, bad_row)
+    return marks
+
+
+def bits_or_positions(mask: Mask) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+    """Return for each tensor its bits or its positions, whichever is read faster; neither where all
+    elements are sent.
+    """
+    if not mask.has_bits:
+        return [None] * len(mask.lengths), mask.positions
+    rows = zip(mask.bits, mask.sizes, mask.lengths, strict=True)
+    bits = [None if b is None or size * SPARSE <= n else b for b, size, n in rows]
+    if all(own is b for own, b in zip(bits, mask.bits, strict=True)):
+        return bits, [None] * len(bits)
+    return bits, [p if b is None else None for p, b in zip(mask.positions, bits, strict=True)]
+
+
+def is_on_cpu(ops: Ops, bucket: Bucket) -> bool:
+    return bucket.device.type == "cpu"
+
+
+def can_read(ops: Ops, bucket: Bucket) -> bool:
+    """Whether passes can read this bucket's gradients and state; offloaded state passes a tensor
+    at a time.
+    """
+    return (
+        bucket.device.type == "cpu"
+        and bucket.dtype == torch.float32
+        and bucket.offload is None
+        and not bucket.cut
+        and max(bucket.lengths) < 2**31
+    )
+
+
+def can_write(ops: Ops, bucket: Bucket) -> bool:
+    """Whether passes can also write its parameters."""
+    return can_read(ops, bucket) and all(local(p).is_contiguous() for p in bucket.params)
+
+
+NativeOps.fused = {
+    "encode": Fused(can_read, encode),
+    "add_residuals": Fused(is_on_cpu, add_residuals),
+    "radius.update": Fused(can_write, update_radius),
+    "scape.update": Fused(can_write, update_scape),
+    "scape.selection": Fused(can_write, NativeSelection),
+    "adams.update": Fused(can_write, update_adams),
+}

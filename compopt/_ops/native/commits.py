@@ -1,0 +1,333 @@
+"""Commits of whole buckets by C passes: Radius (kernels/native/adamw.c), SCAPE and AdamS
+(kernels/native/scape.c).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._state.buckets import Bucket, local
+from ..._state.masks import Mask, Tensors, selection_size
+from ..._wire.requests import Payload
+from ..commits import (
+    feed_back_rounding,
+    gradient_weight,
+    keep_absent_momenta,
+    score_memory,
+    separate_momenta,
+    update_magnitudes,
+)
+from ..pytorch import Group, Ops
+from .selection import SELECTION_FIELDS, NativeSelection
+from .tables import (
+    Options,
+    Table,
+    address,
+    address_in_turn,
+    addresses,
+    as_float32,
+    is_plain,
+    run_over_rows,
+    sizes_of,
+)
+
+# the fields of scape.c's struct
+SCAPE_FIELDS = (
+    "n",
+    "w",
+    "e",
+    "g",
+    "held",
+    "holding",
+    "old",
+    "index",
+    "k",
+    "mean",
+    "m",
+    "step",
+    *SELECTION_FIELDS,
+)
+Columns = dict[str, Any]
+NO_SELECTION: Columns = dict.fromkeys(SELECTION_FIELDS, 0)
+NO_RESIDUAL: Columns = dict.fromkeys(("e", "g", "held", "holding", "index", "k"), 0)
+
+
+class NativeUpdates(Ops):
+    """AdamW and AdamS of single tensors."""
+
+    library: ctypes.CDLL
+
+    def adamw_ahead(
+        self,
+        group: Group,
+        w: Tensor,
+        g: Tensor,
+        index: Tensor | None,
+        m: Tensor,
+        v: Tensor,
+        step: Tensor,
+        out: Tensor,
+    ) -> None:
+        if not is_plain(w, g, m, v, out, step):
+            return super().adamw_ahead(group, w, g, index, m, v, step, out)
+        ahead = address("what parameters become", out, w.numel())
+        self._adamw_part(group, w, g, index, m, v, step, ahead=ahead)
+
+    def adamw_moments(
+        self,
+        group: Group,
+        w: Tensor,
+        g: Tensor,
+        index: Tensor | None,
+        m: Tensor,
+        v: Tensor,
+        step: Tensor,
+    ) -> None:
+        if not is_plain(w, g, m, v, step):
+            return super().adamw_moments(group, w, g, index, m, v, step)
+        self._adamw_part(group, w, g, index, m, v, step, moments=1)
+
+    def _adamw_part(
+        self,
+        group: Group,
+        w: Tensor,
+        g: Tensor,
+        index: Tensor | None,
+        m: Tensor,
+        v: Tensor,
+        step: Tensor,
+        ahead: int = 0,
+        moments: int = 0,
+    ) -> None:
+        n, k = w.numel(), g.numel()
+        index = None if index is None else index.int()
+        table = Table(
+            1,
+            n=n,
+            w=address("a parameter", w, n),
+            m=address("exp_avg", m, n),
+            v=address("exp_avg_sq", v, n),
+            step=address("the number of steps", step, 1),
+            mean=address("an averaged gradient", g, n if index is None else k),
+            mask=0,
+            index=address("positions", index, k, torch.int32),
+            k=k,
+            residual=0,
+            g=0,
+            score=0,
+            ahead=ahead,
+            moments=moments,
+        )
+        if self.library.adamw(table, 0, 1, adamw_options(group)) >= 0:
+            raise RuntimeError(
+                f"positions of an averaged gradient are not ascending within a tensor of {n} "
+                "elements."
+            )
+
+    def adams(
+        self,
+        group: Group,
+        w: Tensor,
+        g: Tensor,
+        m: Tensor,
+        step: Tensor,
+        clip: float = 1.0,
+        decay: bool = True,
+    ) -> None:
+        if not is_plain(w, g, m):
+            return super().adams(group, w, g, m, step, clip, decay)
+        step_before, n = array("f", [float(step) - 1]), w.numel()  # the pass counts this step
+        columns = dict.fromkeys(SCAPE_FIELDS, 0) | {
+            "n": n,
+            "w": address("a parameter", w, n),
+            "old": address("exp_avg", m, n),
+            "mean": address("an averaged gradient", g, n),
+            "m": address("exp_avg", m, n),
+            "step": step_before.buffer_info()[0],
+        }
+        self.library.adams(Table(1, **columns), adams_options(group, clip, decay))
+
+
+def adamw_options(h: Group) -> Options:
+    (beta1, beta2), sign = h["betas"], -1.0 if h["maximize"] else 1.0
+    return Options(float(h["lr"]), beta1, beta2, h["eps"], h["weight_decay"], sign)
+
+
+def adams_options(h: Group, clip: float, decay: bool = True) -> Options:
+    beta1, beta2 = h["betas"]
+    weight_decay = h["weight_decay"] if decay else 0.0
+    by_authors = float(h["bias_correction"] == "adams")
+    lr, alpha = float(h["lr"]), gradient_weight(h)
+    return Options(lr, beta1, beta2, h["eps"], weight_decay, clip, alpha, by_authors)
+
+
+def update_radius(
+    bucket: Bucket, ops: NativeUpdates, mean: Payload, phase: str, mask: Mask, grads: Tensors
+) -> list[Tensor]:
+    """Do Radius's lines 10, 15, 16 and 21 to 25 for all tensors; return the masks of line 22."""
+    h, state, lengths = bucket.group, bucket.state, bucket.lengths
+    present, scores = bucket.present(mean), score_memory(bucket, ops, phase)
+    for i, score in scores.items():
+        if not present[i]:
+            w, m, v = bucket.weight(i), state["exp_avg"][i], state["exp_avg_sq"][i]
+            score.copy_(update_magnitudes(h, w, m, v, state["step"][i]).view(-1))
+    # what is copied has to live until the pass has read it
+    weights, own, averages = bucket.weights, as_float32(grads), averages_in_float32(mean)
+    sizes = mask.sizes
+    table = Table(
+        len(grads),
+        n=lengths,
+        w=addresses("parameters", weights, lengths),
+        m=state_addresses(bucket, "exp_avg"),
+        v=state_addresses(bucket, "exp_avg_sq"),
+        step=step_addresses(bucket, present),
+        mean=addresses("an averaged gradient", averages, sizes),
+        mask=mask_addresses(mask.bits, lengths) if mask.sparse else 0,
+        index=0,
+        k=sizes,
+        residual=state_addresses(bucket, "residual") if phase != "dense" else 0,
+        g=addresses("gradients", own, lengths),
+        score=addresses("scores", [scores.get(i) for i in range(len(grads))], lengths),
+        ahead=0,
+        moments=0,
+    )
+    hyper, library = adamw_options(h), ops.library
+    bad_row = run_over_rows(lengths, lambda a, b, _: library.adamw(table, a, b, hyper))
+    raise_bad_row(bucket, bad_row)
+    feed_back_rounding(bucket, ops, mean, mask)
+    return [ops.top_k_mask(x, selection_size(h["density"], len(x))) for x in scores.values()]
+
+
+def update_scape(
+    bucket: Bucket,
+    ops: NativeUpdates,
+    mean: Payload,
+    mask: Mask,
+    old: list[Tensor],
+    factor: float,
+    selection: NativeSelection | None,
+) -> None:
+    """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with a selection.
+
+    ``mask``: what was exchanged; ``old``: the momenta before this step, where they were held.
+    """
+    lengths, present, held = bucket.lengths, bucket.present(mean), bucket.cache["mask"]
+    new, own = bucket.state["exp_avg"], as_float32(bucket.grads())
+    if mask.sparse or held.sparse:  # positions change: not in the same memory
+        old = separate_momenta(bucket, old)
+    holding, k = sizes_of(held.positions), sizes_of(mask.positions)
+    rows = zip(held.positions, holding, lengths, strict=True)
+    old_sizes = [n if index is None else size for index, size, n in rows]
+    columns = {
+        "e": state_addresses(bucket, "residual"),
+        "g": addresses("gradients", own, lengths),
+        "held": addresses("positions of the momentum", held.positions, holding, torch.int32),
+        "holding": holding,
+        "old": addresses("the momentum of before", old, old_sizes),
+        "index": addresses("positions", mask.positions, k, torch.int32),
+        "k": k,
+        **(selection.columns(present) if selection else NO_SELECTION),
+    }
+    room, longest = selection.room if selection else 0, max(k)
+    _run_scape(bucket, ops, mean, mask, factor, room, longest, columns)
+    keep_absent_momenta(old, new, present)
+    for i, is_present in enumerate(present):
+        if not is_present and selection:
+            selection.select(i, None)
+    feed_back_rounding(bucket, ops, mean, mask, 1 - bucket.group["betas"][0])
+
+
+def update_adams(bucket: Bucket, ops: NativeUpdates, mean: Payload) -> None:
+    """Do AdamS for every tensor with a gradient on any rank."""
+    columns = NO_RESIDUAL | NO_SELECTION | {"old": state_addresses(bucket, "exp_avg")}
+    _run_scape(bucket, ops, mean, Mask(bucket), 1.0, 0, 0, columns)
+
+
+def _run_scape(
+    bucket: Bucket,
+    ops: NativeUpdates,
+    mean: Payload,
+    mask: Mask,
+    factor: float,
+    room: int,
+    longest: int,
+    columns: Columns,
+) -> None:
+    """Run the pass over all tensors; ``columns``: those that differ between algorithms.
+
+    A thread has memory for ``room`` candidates, and for the ``longest`` list of exchanged elements.
+    """
+    state, lengths, present = bucket.state, bucket.lengths, bucket.present(mean)
+    weights = [local(p) for p in bucket.params]
+    rows = zip(lengths, mask.positions, state["exp_avg"], present, strict=True)
+    sizes = [
+        m.numel() if not is_present else n if index is None else index.numel()
+        for n, index, m, is_present in rows
+    ]
+    values = [
+        value if is_present else None
+        for value, is_present in zip(averages_in_float32(mean), present, strict=True)
+    ]
+    columns = columns | {
+        "n": lengths,
+        "w": addresses("parameters", weights, lengths),
+        "mean": addresses("an averaged gradient", values, sizes),
+        "m": addresses("exp_avg", state["exp_avg"], sizes),
+        "step": step_addresses(bucket, present),
+    }
+    table = Table(len(present), **{name: columns[name] for name in SCAPE_FIELDS})
+    hyper, like = adams_options(bucket.group, factor), state["step"][0]
+    threads = torch.get_num_threads()
+    candidates = ops.scratch(like, threads * room, torch.int32, "candidates")
+    first_candidate = address("candidates", candidates, threads * room, torch.int32)
+    exchanged = ops.scratch(like, threads * longest, torch.float32, "sent")
+    first_exchanged = address("what was sent", exchanged, threads * longest)
+
+    def run(first: int, last: int, thread: int) -> int:
+        own_candidates = first_candidate + 4 * room * thread
+        own_exchanged = first_exchanged + 4 * longest * thread
+        bad_row: int = ops.library.scape(table, first, last, hyper, own_candidates, own_exchanged)
+        return bad_row
+
+    raise_bad_row(bucket, run_over_rows(lengths, run))
+
+
+def state_addresses(bucket: Bucket, name: str) -> list[int]:
+    """Return the address of each tensor's state of this name; 0 for a tensor that has none."""
+    views = bucket.state[name]
+    sizes = [0 if view is None else n for view, n in zip(views, bucket.lengths, strict=True)]
+    places = address_in_turn(name, bucket.flat[name], sizes)
+    return [0 if view is None else place for view, place in zip(views, places, strict=True)]
+
+
+def step_addresses(bucket: Bucket, present: list[bool]) -> list[int]:
+    """Return the addresses of the step counts of tensors that take part in a step; 0 for others."""
+    rows = zip(bucket.state["step"], present, strict=True)
+    steps = [step if is_present else None for step, is_present in rows]
+    return addresses("numbers of steps", steps, [1] * len(steps))
+
+
+def mask_addresses(masks: Sequence[Tensor | None], lengths: list[int]) -> list[int]:
+    return addresses("packed masks", masks, [(n + 7) // 8 for n in lengths], torch.uint8)
+
+
+def averages_in_float32(payload: Payload) -> Sequence[Tensor]:
+    if payload.flat.dtype == torch.float32:
+        return payload.parts
+    return list(payload.body.float().split([len(part) for part in payload.parts]))
+
+
+def raise_bad_row(bucket: Bucket, bad_row: int) -> None:
+    """Raise RuntimeError if a pass found positions outside their tensor."""
+    if bad_row >= 0:
+        raise RuntimeError(
+            f"positions or a mask of {bucket.names[bad_row]} do not fit its "
+            f"{bucket.lengths[bad_row]} elements: the optimizer's state was changed from outside, "
+            "or an earlier step was interrupted. Load a checkpoint."
+        )

@@ -1,0 +1,342 @@
+"""The operations that algorithms call, by PyTorch's own operators; other backends derive from this.
+
+A backend speeds an algorithm up in two ways. It overrides an operation on one tensor, such as
+``adamw``. Or it registers a fused implementation of a reference function, such as a paper's
+``update``, in its table ``fused``; the algorithm calls the reference by ``run`` or ``run_batched``
+and does not know which backend there is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._state.bits import positions_of
+from .._state.buckets import Bucket
+from .._state.masks import Mask, Tensors
+from .._wire import coded
+from .._wire.quantised_mean import QuantisedMean
+from .._wire.requests import Asking, Payload, Together
+from .._wire.scratch import Scratch, at_a_time
+from . import norms, reference
+
+HYPER = ("betas", "eps", "weight_decay", "maximize")
+# elements: a few vectors of this length stay in a core's own cache from one pass to the next
+BLOCK = 131072
+Group = dict[str, Any]
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
+
+
+class Fused(NamedTuple):
+    """A backend's implementation of a reference function, and the buckets it takes.
+
+    With ``is_batched`` it takes the requests of all buckets in one call (see ``Together``).
+    """
+
+    takes: Callable[[Any, Bucket], bool]
+    run: Callable[..., Any]
+    is_batched: bool = False
+
+
+class Ops:
+    """PyTorch's own operators, ``torch._fused_adamw_`` among them.
+
+    The reducer's side: ``encode`` makes a bucket's payload, ``decode`` reads the average, and
+    ``write_at`` and ``clear_at`` change residuals. The update's side: ``adamw``, ``adams``.
+    Selection: ``top_k_mask``, ``top_k_positions``, ``positions``. Fused implementations: ``run``,
+    ``run_batched``.
+    """
+
+    name = "torch"
+    reason = ""  # why it was chosen
+    automatic = False  # chosen by itself, not by name
+    # by the names that algorithms give to ``run`` and ``run_batched``
+    fused: Mapping[str, Fused] = {}
+
+    def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
+        self._scratch = Scratch()
+
+    def run(
+        self,
+        name: str,
+        reference: Callable[Concatenate[Bucket, Any, Rest], Result],
+        bucket: Bucket,
+        *args: Rest.args,
+        **options: Rest.kwargs,
+    ) -> Result:
+        """Call ``reference(bucket, self, *args)``, or what is registered as ``name`` if it takes
+        the bucket.
+        """
+        fused = self.fused.get(name)
+        if fused is not None and not fused.is_batched and fused.takes(self, bucket):
+            result: Result = fused.run(bucket, self, *args, **options)
+            return result
+        return reference(bucket, self, *args, **options)
+
+    def run_batched(
+        self,
+        name: str,
+        reference: Callable[Concatenate[Bucket, Any, Rest], Result],
+        bucket: Bucket,
+        *args: Rest.args,
+        **options: Rest.kwargs,
+    ) -> Asking[Result]:
+        """Do as ``run``; what is registered as batched runs once for all buckets. Only after
+        ``Agree``.
+        """
+        fused = self.fused.get(name)
+        if fused is None or not fused.is_batched or not fused.takes(self, bucket):
+            return self.run(name, reference, bucket, *args, **options)
+        result: Result = yield Together(name, functools.partial(fused.run, self), bucket, args)
+        return result
+
+    def scratch(
+        self, like: Tensor, n: int, dtype: torch.dtype | None = None, use: str = ""
+    ) -> Tensor:
+        """Return n elements of memory beside ``like``, contents undefined, valid until the next
+        call for the same ``use``.
+        """
+        return self._scratch(use, n, dtype or like.dtype, like.device)
+
+    # Payloads
+
+    def encode(
+        self,
+        bucket: Bucket,
+        grads: Tensors,
+        mask: Mask | None = None,
+        add: Iterable[Tensor | None] | None = None,
+        scale: float = 1.0,
+        negate: bool = False,
+    ) -> Payload:
+        """Return the bucket's payload: ``grads``, or minus them, plus ``scale * add``, on the mask
+        (None: whole).
+
+        ``add`` are residuals, in an algorithm with error feedback.
+        """
+        mask = Mask(bucket) if mask is None else mask
+        return self.run("encode", encode, bucket, grads, mask, add, scale, negate)
+
+    def write_header(self, payload: Payload, grads: Tensors) -> None:
+        """Write into the header of which tensors this rank has a gradient, and a finite one."""
+        payload.header.copy_(norms.finite_marks(grads, payload.header))
+
+    def add_residuals(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
+        """Write ``grad + add``, flat, into every ``out``; return the marks of all gradients."""
+        return self.run("add_residuals", add_residuals, bucket, grads, add, out)
+
+    def decode(self, values: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
+        """Return averaged values at ``index`` (None: everywhere) as a dense tensor like ``like``, 0
+        elsewhere, in scratch memory.
+        """
+        if index is None and values.dtype == like.dtype:
+            return values.view(like.shape)
+        dense = self.scratch(like, like.numel())
+        if index is None:
+            dense.copy_(values)
+        else:
+            dense.zero_().scatter_(0, self.as_int64(index), values.to(dense.dtype))
+        return dense.view(like.shape)
+
+    def write_at(self, x: Tensor, index: Tensor | None, values: Tensor) -> None:
+        """Write ``values`` to ``x`` at ``index``, or everywhere."""
+        if index is None:
+            x.view(-1).copy_(values)
+        else:
+            x.view(-1).scatter_(0, self.as_int64(index), values.to(x.dtype))
+
+    def clear_at(self, x: Tensor, index: Tensor) -> None:
+        """Set ``x`` to 0 at ``index``."""
+        x.view(-1).scatter_(0, self.as_int64(index), 0)
+
+    def as_int64(self, index: Tensor) -> Tensor:
+        """Return positions as int64, which scatter requires, in scratch memory."""
+        if index.dtype == torch.int64:
+            return index
+        return self.scratch(index, index.numel(), torch.int64).copy_(index)
+
+    # int8 and int4
+
+    def quantised_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
+        """Return what averages the bucket's int8 and int4 payloads; None: ``QuantisedMean``."""
+        return None
+
+    quantize, dequantize = staticmethod(coded.encode), staticmethod(coded.decode)
+
+    # Updates
+
+    def adamw(self, group: Group, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
+        """Do one AdamW step in place; ``step`` already counts it."""
+        hyper = {name: group[name] for name in HYPER}
+        if not (w.is_contiguous() and g.is_contiguous()):
+            return reference.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
+        adamw_batched_(group, [w], [g], [m], [v], [step])
+
+    def adamw_ahead(
+        self,
+        group: Group,
+        w: Tensor,
+        g: Tensor,
+        index: Tensor | None,
+        m: Tensor,
+        v: Tensor,
+        step: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Write to ``out`` what AdamW makes of ``w`` by ``g`` at ``index``; leave w, m, v and
+        ``step``.
+        """
+        copies = [
+            self.scratch(x, x.numel(), use=use).copy_(x)
+            for x, use in ((w, "w"), (m, "m"), (v, "v"))
+        ]
+        w, m, v = copies
+        self.adamw(group, w, self.decode(g, index, w), m, v, step + 1)
+        out.copy_(w)
+
+    def adamw_moments(
+        self,
+        group: Group,
+        w: Tensor,
+        g: Tensor,
+        index: Tensor | None,
+        m: Tensor,
+        v: Tensor,
+        step: Tensor,
+    ) -> None:
+        """Do all of such a step but the update of ``w``."""
+        step += 1
+        copy = self.scratch(w, w.numel(), use="w")
+        self.adamw(group, copy, self.decode(g, index, w), m, v, step)
+
+    def adams(
+        self,
+        group: Group,
+        w: Tensor,
+        g: Tensor,
+        m: Tensor,
+        step: Tensor,
+        clip: float = 1.0,
+        decay: bool = True,
+    ) -> None:
+        """Do one AdamS step in place; ``step`` already counts it.
+
+        It is an AdamW step whose second moment before it is the square of the first; on a CPU in
+        blocks that stay in the cache.
+        """
+        (beta1, beta2), correction = group["betas"], group["bias_correction"]
+        hyper: Group = {
+            "lr": float(group["lr"]),
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"] if decay else 0.0,
+        }
+        is_contiguous = w.is_contiguous() and g.is_contiguous() and m.is_contiguous()
+        if not (clip == 1 and correction == "scape" and is_contiguous):
+            hyper |= {"betas": group["betas"], "bias_correction": correction}
+            return reference.adams_(w, g, m, float(step), clip=clip, **hyper)
+        hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+        # of its own: g may be scratch memory too
+        block = at_a_time(BLOCK, m.view(-1))
+        square = self.scratch(m, min(block, m.numel()), use="square")
+        for w_, g_, m_ in zip(*(x.view(-1).split(block) for x in (w, g, m)), strict=True):
+            v = torch.mul(m_, m_, out=square[: m_.numel()])
+            torch._fused_adamw_([w_], [g_], [m_], [v], [], [step], **hyper)
+
+    # Selection
+
+    def top_k_mask(self, score: Tensor, k: int) -> Tensor:
+        """Return the packed mask of the k elements of largest magnitude."""
+        return reference.top_k(score, k)
+
+    def top_k_positions(self, x: Tensor, k: int) -> Tensor | None:
+        """Return the positions, ascending, of the k largest |x|, int64; None where the search for a
+        threshold is cheaper.
+        """
+        return None
+
+    def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
+        """Return the selected positions of a packed mask, ascending.
+
+        ``size``: how many, where that is known.
+        """
+        return reference.positions(bits, n)
+
+    def set_bits_of(self, bits: Tensor) -> Tensor:
+        """Return the positions of all set bits, ascending, int64."""
+        return positions_of(bits)
+
+
+def empty_payload(bucket: Bucket, mask: Mask, marks: Sequence[float] = ()) -> Payload:
+    """Return a payload for what is on the mask, with these ``marks`` in its header, if any."""
+    return bucket.payload(mask.sizes, bucket.group.get("payload_dtype"), marks=marks)
+
+
+def encode(
+    bucket: Bucket,
+    ops: Ops,
+    grads: Tensors,
+    mask: Mask,
+    add: Iterable[Tensor | None] | None,
+    scale: float,
+    negate: bool,
+) -> Payload:
+    """The reference of ``Ops.encode``."""
+    payload = empty_payload(bucket, mask)
+    ops.write_header(payload, grads)
+    residuals = add or [None] * len(grads)
+    rows = zip(payload.exact, grads, mask.positions, residuals, strict=True)
+    for part, g, index, residual in rows:
+        if g is None:
+            part.zero_()
+        elif index is None:
+            part.copy_(g.reshape(-1))
+        elif part.dtype == g.dtype:
+            torch.index_select(g.reshape(-1), 0, index, out=part)
+        else:
+            reference.gather(g, index, part)
+        if negate:
+            part.neg_()
+        if residual is not None:
+            residual = residual.view(-1)
+            selected = residual if index is None else residual.index_select(0, index)
+            part.add_(selected, alpha=scale)
+    return payload.round()
+
+
+def add_residuals(bucket: Bucket, ops: Ops, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
+    """The reference of ``Ops.add_residuals``."""
+    rows = [
+        (sums, residual.reshape(-1), None if g is None else g.reshape(-1))
+        for g, residual, sums in zip(grads, add, out, strict=True)
+        if sums is not None and residual is not None
+    ]
+    # On a CPU one after the other: each stays in the cache.
+    for batch in [rows] if bucket.device.type != "cpu" else [[row] for row in rows]:
+        torch._foreach_copy_([sums for sums, _, _ in batch], [residual for _, residual, _ in batch])
+        pairs = [(sums, g) for sums, _, g in batch if g is not None]
+        if pairs:
+            torch._foreach_add_([sums for sums, _ in pairs], [g for _, g in pairs])
+    wide = torch.promote_types(bucket.dtype, torch.float32)
+    return norms.finite_marks(grads, torch.empty(0, dtype=wide, device=bucket.device))
+
+
+def adamw_batched_(
+    group: Group,
+    weights: list[Tensor],
+    grads: list[Tensor],
+    m: list[Tensor],
+    v: list[Tensor],
+    steps: list[Tensor],
+) -> None:
+    """Do one AdamW step of contiguous tensors of one dtype, in one launch; ``steps`` already count
+    it.
+    """
+    hyper = {name: group[name] for name in HYPER}
+    beta1, beta2 = hyper.pop("betas")
+    hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
+    torch._fused_adamw_(weights, grads, m, v, [], steps, **hyper)

@@ -1,0 +1,196 @@
+"""The Triton backend: a bucket's step in a few launches, without a dense copy of the average and
+without a host wait.
+
+It works on tensors of the device that Triton has a driver for; on CPU tensors in Triton's
+interpreter (TRITON_INTERPRET=1), for tests. Tensors on other devices are left to PyTorch's
+operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import compopt_kernels as kernels
+import torch
+from torch import Tensor
+
+from ..._state.buckets import Bucket
+from ..._state.devices import pinned
+from ..._state.masks import Mask, Tensors
+from ..._wire.quantise import numbers, place_of
+from ..._wire.quantised_mean import QuantisedMean
+from ..._wire.requests import Payload
+from ..pytorch import Fused, Group, empty_payload
+from .commits import commit_separate, update_adams, update_radius, update_scape
+from .selection import TritonSelection, clear_masks, store_masks, store_next_masks
+from .tables import (
+    KernelOps,
+    addresses,
+    block_offsets,
+    blocks_of,
+    flatten,
+    gradients_key,
+    make_key,
+    mask_key,
+    payload_key,
+)
+
+MAX_MESSAGE_BYTES = 2**31  # kernels count the bytes of messages in 32 bits
+
+
+class TritonOps(KernelOps):
+    """The kernels of ``compopt_kernels``, a launch for all tensors of a bucket."""
+
+    name = "triton"
+
+    def write_header(self, payload: Payload, grads: Tensors) -> None:
+        device = payload.flat.device
+        if device.type != self.device or {g.device for g in grads if g is not None} - {device}:
+            return super().write_header(payload, grads)
+        marks = torch.tensor([float(g is not None) for g in grads], dtype=payload.header.dtype)
+        payload.header.copy_(pinned(marks, device), non_blocking=True)
+        own = flatten(grads)
+        lengths = tuple(0 if g is None else g.numel() for g in own)
+        blocks, none = kernels.make_blocks(lengths, device), [None] * len(own)
+        kernels.compact(blocks, none, blocks.firsts, own, none, payload.header, none, 0.0, 1.0)
+
+    def adams(
+        self,
+        group: Group,
+        w: Tensor,
+        g: Tensor,
+        m: Tensor,
+        step: Tensor,
+        clip: float = 1.0,
+        decay: bool = True,
+    ) -> None:
+        if w.device.type != self.device or not all(x.is_contiguous() for x in (w, g, m)):
+            return super().adams(group, w, g, m, step, clip, decay)
+        blocks = kernels.make_blocks((w.numel(),), w.device)
+        row = kernels.ScapeRow(w.numel(), None, None, m, g, w, m, step, 1)
+        kernels.scape(
+            blocks,
+            blocks.firsts,
+            blocks.firsts,
+            [row],
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"] if decay else 0.0,
+            bias_correction=group["bias_correction"],
+            clip=clip,
+        )
+
+    def quantised_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
+        return TritonMean if takes(self, bucket) else None
+
+
+def encode(
+    bucket: Bucket,
+    ops: TritonOps,
+    grads: Tensors,
+    mask: Mask,
+    add: Iterable[Tensor | None] | None,
+    scale: float,
+    negate: bool,
+) -> Payload:
+    payload = empty_payload(bucket, mask, [float(g is not None) for g in grads])
+    blocks, offsets = blocks_of(bucket), block_offsets(bucket, mask)
+    residuals = [None] * len(grads) if add is None else list(add)
+    own: Tensors = grads
+
+    def table() -> kernels.Table:
+        nonlocal own  # copies have to live until the kernel has been launched
+        own = flatten(grads)
+        return kernels.compact_table(
+            blocks, mask.bits, own, payload.exact, payload.header, residuals
+        )
+
+    inputs = make_key(gradients_key(grads), mask_key(bucket, mask), addresses(residuals))
+    key = make_key(bucket, inputs, payload_key(payload))
+    rows = ops.tables(("encode payload", bucket.index), key, table)
+    sign = -1.0 if negate else 1.0
+    kernels.compact_with_table(blocks, rows, offsets, payload.header, scale, sign)
+    return payload.round()
+
+
+class TritonMean(QuantisedMean):
+    """The mean of an int8 or int4 payload, a launch or two for each stage, with the reference's
+    messages; int2 and values in float64 are left to it.
+    """
+
+    def __init__(self, payload: Payload, rank: int, ranks: int):
+        super().__init__(payload, rank, ranks)
+        size = max(payload.body.numel(), ranks * self._size(self.words))
+        is_supported = self.bits in (8, 4) and payload.flat.dtype == torch.float32
+        self.fits = is_supported and size < MAX_MESSAGE_BYTES
+
+    @property
+    def _programs(self) -> kernels.Programs:
+        cuts = tuple(
+            (c.start, c.first_row, c.stop - c.start, tuple(map(tuple, c.pieces)))
+            for c in self.layout.chunks
+        )
+        return kernels.make_programs(cuts, self.payload.flat.device)
+
+    def _noise(self, stage: int) -> tuple[Tensor, int]:
+        table = numbers(torch.float32, self.payload.flat.device)
+        return table, place_of((*self.seed, self.rank, stage))
+
+    def _offsets(self, words: int) -> tuple[int, int]:
+        """Return the bytes of a message in front of its scales, and of its codes."""
+        return 4 * words, 4 * (words + self.layout.scales)
+
+    def first(self) -> Tensor:
+        if not self.fits:
+            return super().first()
+        flat, body, dropped = self.payload.flat, self.payload.body, self.dropped
+        shape = self.ranks, self._size(self.words)
+        out = torch.empty(shape, dtype=torch.uint8, device=flat.device)
+        self._fields(out, self.words)[0].copy_(flat[: self.words])
+        noise, offsets = self._noise(1), self._offsets(self.words)
+        kernels.quantize(self._programs, body, dropped, *noise, out, *offsets, self.bits)
+        return out
+
+    def second(self, received: Tensor) -> Tensor:
+        if not self.fits:
+            return super().second(received)
+        received = received.contiguous()
+        kernels.mean_of_headers(received, self.payload.flat[: self.words])
+        out = torch.empty(self._size(0), dtype=torch.uint8, device=received.device)
+        kernels.mean_of_codes(
+            self._programs,
+            self.rank,
+            received,
+            self.dropped,
+            *self._noise(2),
+            out,
+            *self._offsets(self.words),
+            self._offsets(0)[1],
+            self.bits,
+        )
+        return out
+
+    def finish(self, gathered: Tensor) -> None:
+        if not self.fits:
+            return super().finish(gathered)
+        body, codes_at = self.payload.body, self._offsets(0)[1]
+        kernels.dequantize(self._programs, gathered, body, codes_at, self.bits)
+
+
+def takes(ops: TritonOps, bucket: Bucket) -> bool:
+    """Whether kernels can read and write this bucket."""
+    return bucket.device.type == ops.device and bucket.offload is None
+
+
+TritonOps.fused = {
+    "encode": Fused(takes, encode),
+    "scape.selection": Fused(takes, TritonSelection),
+    "adams.update": Fused(takes, update_adams, is_batched=True),
+    "radius.update": Fused(takes, update_radius, is_batched=True),
+    "scape.update": Fused(takes, update_scape, is_batched=True),
+    "separate.commit": Fused(takes, commit_separate, is_batched=True),
+    "scape.store_next_mask": Fused(takes, store_next_masks, is_batched=True),
+    "mask.store": Fused(takes, store_masks, is_batched=True),
+    "mask.clear": Fused(takes, clear_masks, is_batched=True),
+}

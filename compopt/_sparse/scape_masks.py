@@ -1,0 +1,274 @@
+"""SCAPE's masks: which rank selects which elements (line 15), and the masks a bucket keeps.
+
+A bucket keeps two masks. Its momentum is on the *current* one, ``cache["mask"]``. The *next* one,
+``cache["next_mask"]``, was selected in the last step (``mask_delay=1``) and is what the coming step
+sends; it is gathered after the commit, while the ranks train on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .._engine.stats import Stats
+from .._engine.when import dense_steps, ramp_of
+from .._ops.commits import moment_of_slice
+from .._ops.pytorch import Ops
+from .._state.bits import bits_at, count_shared, per_tensor, set_all_bits_
+from .._state.buckets import Bucket
+from .._state.mask_shards import MaskShards, assemble_mask, encode_mask, shard_mask
+from .._state.masks import Mask, Tensors, bits_by_tensor, clear_mask, store_mask
+from .._wire.requests import AllGather, Asking, Payload
+from .top_k import select_top_k
+
+# Who selects what
+
+
+def density_at(bucket: Bucket, t: int) -> float:
+    """Return the density of the mask that step t uses: 1 in the warm-up, then falling."""
+    h = bucket.group
+    steps, ramp = t - dense_steps(bucket) - 1, ramp_of(h)
+    density: float = h["density"]
+    if steps < 0:
+        return 1.0
+    return density if ramp == 0 else max(density, density ** (steps / ramp))
+
+
+def mask_shards_at(bucket: Bucket, t: int, ranks: int) -> MaskShards | None:
+    """Return who selects what of the mask that step t uses; None where that is all ones, or nothing
+    is compressed.
+    """
+    lengths, density = bucket.compressed_lengths, density_at(bucket, t)
+    return shard_mask(lengths, ranks, density) if density < 1 and any(lengths) else None
+
+
+def next_mask_shards(bucket: Bucket, ranks: int) -> MaskShards | None:
+    """Return who selects what in the coming step: of the next step's mask, or with ``mask_delay=0``
+    of its own.
+    """
+    h = bucket.group
+    return mask_shards_at(bucket, h["step"] + 1 + h["mask_delay"], ranks)
+
+
+class Selection:
+    """The elements that this rank selects of one bucket in one step, one tensor at a time.
+
+    A backend may register another class as "scape.selection", which selects of all tensors in one
+    call.
+    """
+
+    def __init__(self, bucket: Bucket, ops: Ops, shards: MaskShards, rank: int):
+        self.bucket, self.ops, self.shards, self.rank = bucket, ops, shards, rank
+        self.shard = shards.shards[rank]
+        self.slices = {piece.tensor: piece for piece in self.shard.slices}
+        # of each tensor, counted from the start of its slice
+        self.selected: dict[int, Tensor] = {}
+        self.thresholds: dict[int, float] = {}  # guesses for the next step
+
+    def select_all(self, grads: Tensors) -> None:
+        """Select by line 10's x of all tensors, before anything is written."""
+        for i, piece in self.slices.items():
+            self.select(i, moment_of_slice(self.bucket, i, piece, grads[i]))
+
+    def select(self, i: int, x: Tensor) -> None:
+        """Select the largest of ``x``, this rank's slice of tensor i."""
+        method, k = self.bucket.group["selection"], self.slices[i].k
+        guess = float(self.bucket.state["threshold"][i])
+        self.selected[i], self.thresholds[i] = select_top_k(x, k, method, self.ops, guess)
+
+    def store_thresholds(self) -> None:
+        """Keep the guesses for the next step."""
+        for i, threshold in self.thresholds.items():
+            self.bucket.state["threshold"][i].fill_(threshold)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The selected positions among the bits of this rank's range, int64."""
+        device = self.bucket.device
+        found = [self.selected[i].long().add_(p.first_bit) for i, p in self.slices.items()]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)
+
+    def encode(self) -> Tensor:
+        """Return this rank's message."""
+        bits = bits_at(self.positions, self.shard.nbytes)
+        return encode_mask(self.positions, bits, self.shards, self.rank)
+
+    def assemble(self, messages: Tensor) -> Mask:
+        """Return the mask that all ranks have selected."""
+        bits, positions = assemble_mask(messages, self.shards, self.rank, self.positions)
+        index = per_tensor(positions, self.bucket.compressed_lengths)
+        return Mask(self.bucket, bits=bits_by_tensor(self.bucket, bits), positions=index)
+
+
+# The masks of a bucket, from step to step
+
+
+def mask_to_send(bucket: Bucket) -> Mask:
+    """Return the mask that was selected one step ago; all ones, where there is none."""
+    selected = None if bucket.alone else bucket.cache.get("next_mask")
+    return selected or Mask(bucket)
+
+
+def exchange_masks(
+    bucket: Bucket, ops: Ops, mask: Mask, mean: Payload, selection: Selection | None
+) -> Asking[None]:
+    """After the commit: store this step's mask, on which momenta are now; with a delay gather what
+    was selected as the next step's (line 15).
+    """
+    yield from _store_current_mask(bucket, ops, mask, mean)
+    if selection:
+        selection.store_thresholds()
+    if bucket.group["mask_delay"] == 0:
+        return
+    # until the next mask has arrived the bucket has none
+    bucket.cache.pop("next_mask", None)
+    yield from ops.run_batched("mask.clear", clear_mask, bucket, "next_mask")
+    if selection:
+        messages = yield AllGather(selection.encode())  # awaited when the next step needs it
+        next_mask = yield from ops.run_batched(
+            "scape.store_next_mask", store_next_mask, bucket, selection, messages
+        )
+        bucket.cache["next_mask"] = next_mask
+
+
+def store_next_mask(bucket: Bucket, ops: Ops, selection: Selection, messages: Tensor) -> Mask:
+    """Store all ranks' selections as the bucket's next mask."""
+    return store_mask(bucket, ops, selection.assemble(messages), "next_mask")
+
+
+def _store_current_mask(bucket: Bucket, ops: Ops, mask: Mask, mean: Payload) -> Asking[None]:
+    """Note that the momenta of tensors with a gradient on any rank are on this mask now."""
+    present, held = bucket.present(mean), bucket.cache["mask"]
+    for i, is_present in enumerate(present):
+        if is_present:
+            bucket.cache["residual_on_mask"][i] = mean.dropped is not None
+    if bucket.group["mask_delay"] == 0:  # the mask of before is not kept
+        _note_overlap(bucket, mask, held, present)
+    if all(present) and mask.sparse:
+        bucket.cache["mask"] = yield from ops.run_batched(
+            "mask.store", store_mask, bucket, mask, "mask"
+        )
+        return
+    state, positions = bucket.state["mask"], [*held.positions]
+    for i, bits in enumerate(mask.bits):
+        if not present[i]:
+            continue
+        positions[i] = mask.positions[i]
+        if bits is not None:
+            state[i].copy_(bits)
+        elif held.positions[i] is not None:
+            set_all_bits_(state[i], bucket.lengths[i])
+    pairs = zip(positions, state, strict=True)
+    bits_of_state = [None if index is None else bits for index, bits in pairs]
+    bucket.cache["mask"] = Mask(bucket, bits=bits_of_state, positions=positions)
+
+
+def restore_masks(bucket: Bucket, decode: Callable[[Tensor, int, int | None], Tensor]) -> None:
+    """Derive the bucket's cache from its state, which was loaded."""
+    state, count = bucket.state, len(bucket.params)
+    bucket.cache["overlap"] = [None] * count
+    # Residuals are not 0 on the mask where payloads are rounded.
+    bucket.cache["residual_on_mask"] = [True] * count
+    bits: Tensors = [None] * count
+    for i, n in enumerate(bucket.compressed_lengths):
+        if n and _has_dense_momentum(bucket, i):
+            set_all_bits_(state["mask"][i], n)
+        elif n:
+            bits[i] = state["mask"][i]
+    bucket.cache["mask"] = Mask(bucket, bits=bits, decode=decode)
+    if bucket.flat["next_mask"].any():
+        bucket.cache["next_mask"] = Mask(bucket, bits=state["next_mask"], decode=decode)
+
+
+def _has_dense_momentum(bucket: Bucket, i: int) -> bool:
+    if not bucket.cut:
+        return bucket.state["exp_avg"][i].numel() == bucket.lengths[i]
+    return not bucket.state["mask"][i].any()
+
+
+# Stats
+
+
+@dataclass
+class ScapeStats(Stats):
+    """Adds what SCAPE did in the last step.
+
+    ``density``: share of the compressed elements that was exchanged. ``payload_bytes`` and
+    ``mask_bytes``: bytes this rank handed over of each. ``mask_overlap()``: share of the newest
+    mask that was in the mask before it (Figure 6).
+    """
+
+    density: float = 1.0
+    payload_bytes: int = 0
+    mask_bytes: int = 0
+    mask_overlap: Callable[[], float] = field(default=lambda: 0.0, repr=False)
+
+
+def scape_stats(
+    stats: Stats, buckets: Sequence[Bucket], applied: bool, ranks: int, overlap: Callable[[], float]
+) -> ScapeStats:
+    """Add SCAPE's own numbers to what all optimizers report of a step."""
+    masks = sum(_mask_bytes(bucket, applied, ranks) for bucket in buckets)
+    return ScapeStats(
+        **vars(stats),
+        density=_density(buckets),
+        mask_bytes=masks,
+        payload_bytes=stats.bytes_sent - masks - stats.parameter_bytes,
+        mask_overlap=overlap,
+    )
+
+
+def _density(buckets: Iterable[Bucket]) -> float:
+    """Return the share of the compressed elements that momenta are on."""
+    selected, total = 0, 0
+    for bucket in buckets:
+        for n, size in zip(bucket.compressed_lengths, bucket.cache["mask"].sizes, strict=True):
+            selected, total = selected + (size if n else 0), total + n
+    return selected / max(1, total)
+
+
+def _mask_bytes(bucket: Bucket, applied: bool, ranks: int) -> int:
+    """Return the bytes this rank handed over of the bucket's mask in the last step."""
+    h = bucket.group
+    shards = mask_shards_at(bucket, h["step"] + (h["mask_delay"] if applied else 1), ranks)
+    return shards.message_bytes if shards and (applied or not h["mask_delay"]) else 0
+
+
+def mask_values(bucket: Bucket, ranks: int) -> float:
+    """Return the size of a rank's part of a mask, as bits or coded, in values of 4 bytes."""
+    d: float = bucket.group["density"]
+    bits = min(1.0, d * math.log2(math.e / d))
+    return bits * sum(bucket.compressed_lengths) / 32 / ranks
+
+
+def count_overlaps(bucket: Bucket) -> dict[str, tuple[int, int]]:
+    """Return for each compressed tensor, by name, how many elements its newest mask shares with the
+    one before, and how many it has.
+    """
+    overlaps: dict[str, tuple[int, int]] = {}
+    newest, held = bucket.cache.get("next_mask"), bucket.cache["mask"]
+    for i, name in enumerate(bucket.names):
+        positions = held.positions[i]
+        if noted := bucket.cache["overlap"][i]:
+            overlaps[name] = noted
+        elif newest and newest.bits[i] is not None and positions is not None:
+            overlaps[name] = int(count_shared(newest.bits[i], positions)), newest.sizes[i]
+    return overlaps
+
+
+def _note_overlap(bucket: Bucket, mask: Mask, held: Mask, present: list[bool]) -> None:
+    for i, is_present in enumerate(present):
+        bits, positions = mask.bits[i], held.positions[i]
+        if is_present and bits is not None and positions is not None:
+            bucket.cache["overlap"][i] = int(count_shared(bits, positions)), mask.sizes[i]
+
+
+def overlap_share(overlaps: dict[str, tuple[int, int]]) -> float:
+    """Return the share of all newest masks that was in the masks before them."""
+    pairs = overlaps.values()
+    return sum(shared for shared, _ in pairs) / max(1, sum(size for _, size in pairs))
