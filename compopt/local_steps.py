@@ -49,13 +49,13 @@ from ._engine.weakly import weakly
 from ._engine.wrapping import Wrapping
 from ._local.anchors import Anchors, MakeOuter, deal, mend_moments
 from ._local.exchange import Exchange, check_saved, communicate, distances
+from ._local.open_round import OpenRound
 from ._local.rounds import (
     LocalStats,
     check_counts,
     check_options,
     delay_within,
     is_due,
-    note_open_round,
     outer_share,
     round_length,
     with_rounds,
@@ -130,6 +130,7 @@ class LocalSteps(Wrapping):
     _distances = (0.0, 0.0)  # cosine and spread, of the last exchange
     _bytes_sent = 0  # before the running step
     _warned_of_loss = False
+    _open_round: OpenRound | None = None  # before the first local step
 
     def __init__(
         self,
@@ -236,8 +237,9 @@ class LocalSteps(Wrapping):
                 f"step {engine.steps} was taken on rank {engine.comm.rank}, but not the exchange "
                 f"that follows it: {error}. It is tried again after the next step."
             ) from error
-        finally:
+        finally:  # the rank's own step stands, whatever became of the exchange
             engine.handed_over = False
+            self._note_open_round()
         self._report(norm, is_applied)
         if too_many := watch_skips(engine, math.isfinite(norm)):
             raise too_many
@@ -483,6 +485,22 @@ class LocalSteps(Wrapping):
             is_applied = yield from self._perform_sync(exchange)
         self._report(last.grad_norm, is_applied)
         self._engine.stats.bytes_sent += last.bytes_sent
+        self._note_open_round()
+
+    @property
+    def round_is_open(self) -> bool:
+        """True if parameters may differ from rank to rank: after a local step, until all fragments
+        have been exchanged or ``end_round()`` is called.
+        """
+        if self._anchors is None:
+            return False
+        return self._exchange is not None or any(t.has_moved for t in self._anchors.tensors)
+
+    def _note_open_round(self) -> None:
+        if self._open_round is None and self.round_is_open:
+            self._open_round = OpenRound(self)
+        if self._open_round is not None:
+            self._open_round.update(self.round_is_open, self.comm)
 
     # Reports
 
@@ -508,7 +526,6 @@ class LocalSteps(Wrapping):
             self._bytes_sent += stats.bytes_sent
             stats.residual_norm = weakly(outer.residual_norm)
         engine.stats = self.add_to_stats(stats)
-        note_open_round(self, 0 if engine.dense else engine.stats.steps_into_round)
 
     # Groups and ranks
 

@@ -8,14 +8,11 @@ them.
 
 from __future__ import annotations
 
-import atexit
 import math
-import warnings
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
 
-from .._engine.base import CompressedOptimizer
 from .._engine.options import check_compress, check_payload, require
 from .._engine.stats import Stats
 
@@ -123,22 +120,3 @@ def with_rounds(stats: Stats, h: Group, cosine: float, spread: float) -> LocalSt
     known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
     at = max(0, h["step"] - max(h["begun"], h["warmup_steps"]))
     return LocalStats(**known, round=h["round"], steps_into_round=at, cosine=cosine, spread=spread)
-
-
-_open_rounds: dict[int, int] = {}  # of the optimizers of this process, by their ids
-
-
-def note_open_round(optimizer: CompressedOptimizer, steps: int) -> None:
-    """Note how far an optimizer is into a round: at the end of the process ranks must not be."""
-    is_real = getattr(optimizer.comm, "group", None) is not None  # not so in the simulator
-    _open_rounds[id(optimizer)] = steps if is_real else 0
-
-
-@atexit.register
-def _warn_of_open_rounds() -> None:
-    for steps in filter(None, _open_rounds.values()):
-        warnings.warn(
-            f"compopt.LocalSteps ended {steps} steps into a round: ranks hold different "
-            "parameters. Call optimizer.end_round() on all ranks after the last step.",
-            stacklevel=2,
-        )
