@@ -32,10 +32,10 @@ def be_patient() -> None:
     """In this process one thread computes, and waits that users would not want to be long have no limit either."""
     import torch
 
-    from compopt._engine import meeting
+    from compopt._engine import missing_ranks
 
     torch.set_num_threads(1)
-    meeting.PATIENCE = HANG_GUARD
+    missing_ranks.PATIENCE = HANG_GUARD
 
 
 def _work(rank: int, size: int, file: str, results: Any, function: Callable[..., Any], args: tuple) -> None:

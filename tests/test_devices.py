@@ -31,8 +31,8 @@ def test_what_a_group_can_do_follows_from_the_backend_of_the_tensors_device(monk
     comm, device = Comm(alone=True), torch.device(device)
     assert comm.backend_of(device) == backend
     assert comm.has_or(device) == (backend in ("gloo", "mpi"))
-    assert not comm.can_look_up(device)  # without a board
-    comm.board = object()
+    assert not comm.can_look_up(device)  # without a store
+    comm.store = object()
     assert comm.can_look_up(device) == (backend == "gloo")
 
 

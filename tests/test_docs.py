@@ -34,8 +34,8 @@ def messages(path: Path) -> list[str]:
         if not isinstance(node, ast.Call) or not node.args:
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if node in raised or name == "warn" or name.endswith("Error"):
-            found.append(texts(node.args[0]))
+        if node in raised or name in ("warn", "post_note") or name.endswith("Error"):
+            found += [texts(arg) for arg in node.args]
     return [message for message in found if message]
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from .._wire.comm import Comm, ProcessGroup
 from .._wire.pending import Pending
-from . import frozen, loading, meeting, recovery, saving, stepping
+from . import frozen, loading, missing_ranks, recovery, saving, stepping
 from .engine import Engine
 from .face import Face, Group
 from .options import check_tensors, refuse
@@ -88,7 +88,7 @@ class CompressedOptimizer(Optimizer, Face, Shown):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        meeting.watch(self._engine, self.step_in_turns())
+        missing_ranks.run_step(self._engine, self.step_in_turns())
         for tell in tuple(self.told_of_steps):
             tell()
         return loss
@@ -238,7 +238,7 @@ class CompressedOptimizer(Optimizer, Face, Shown):
         ``step()`` instead; ValueError when they consolidate different optimizers.
         """
         saving.come_to_rest(self._engine)
-        meeting.meet(self._engine, patience)
+        missing_ranks.meet_to_consolidate(self._engine, patience)
         for _ in self.consolidate_in_turns():
             pass
 

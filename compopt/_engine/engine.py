@@ -25,6 +25,7 @@ from .._wire.comm import Comm, ProcessGroup, connect, has_met_others
 from .._wire.meshes import copies_of, shard_comms
 from . import checkpoint, frozen
 from .face import Face, Group
+from .missing_ranks import Note
 from .peers import Peers
 from .runtime import Runtime
 from .settings import structure_of
@@ -60,7 +61,7 @@ class Engine:
         self.warned_of_same_data = False  # all ranks hold the same gradients
         self.warned_of_saving = False  # of a state dict that lacks what other ranks have
         self.half_step = ""  # why parameters and state no longer belong together
-        self.noticed = ""  # in this step: that another rank waits elsewhere
+        self.note: Note | None = None  # that this rank has left for the others
         self.skipped_in_a_row = 0
         self.found = ""  # by a trial of when="auto"
         # the step at which residuals became their mean over ranks

@@ -10,11 +10,11 @@ from .._wire.comm import Comm
 from .._wire.control import Words
 from .._wire.requests import CommunicationError
 from .._wire.warning import warn
-from . import frozen, gradients, lost_masks
+from . import frozen, gradients
 from .decision import StepDecision
 from .engine import Engine
 from .face import Group
-from .meeting import noticed
+from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .peers import describe_optimizer, raise_failure, raise_mismatch, verify_peers
 from .refusals import misplaced, watch_skips
 from .reporting import report
@@ -39,15 +39,20 @@ def step(engine: Engine) -> Turns[None]:
         raise
     except BaseException as error:
         running.undo(error)
-        if not isinstance(error, CommunicationError):
+        if not isinstance(error, CommunicationError | RankLeft):
             raise
         number = running.number
         if running.over:
             raise CommunicationError(
                 f"step {number} was applied, what followed it failed: {error}"
             ) from error
+        why = (
+            f"{error}. Make a new process group on all ranks and call rebind()"
+            if isinstance(error, RankLeft)
+            else f"{error}{explain_failure(engine)}"
+        )
         raise CommunicationError(
-            f"step {number} was not applied on rank {comm.rank}: {error}{noticed(engine)}"
+            f"step {number} was not applied on rank {comm.rank}: {why}"
         ) from error
     finally:
         running.problem = None  # whose frames hold this
@@ -157,7 +162,7 @@ class Step:
         tails = engine.runtime.tails
         yield from tails.settle_in_turns()
         if tails.lost and not tails.unconfirmed:
-            lost_masks.tell(engine)
+            post_lost_masks(engine)
         yield from tails.confirm(self.comm, engine.device)
         for bucket in engine.buckets:
             bucket.gathered = {}

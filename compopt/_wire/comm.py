@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .board import Board
 from .pending import Pending, first_line
 from .quantised_mean import job_of
 from .requests import (
@@ -35,6 +34,7 @@ from .requests import (
     bytes_of,
     mean_of_rows,
 )
+from .store import GroupStore
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -212,18 +212,18 @@ class Comm:
             raise CommunicationError(f"{what} could not start: {first_line(error)}") from error
 
     @functools.cached_property
-    def board(self) -> Board | None:
-        """Notes beside the collectives; None where ranks have nothing to leave them in."""
+    def store(self) -> GroupStore | None:
+        """Texts beside the collectives; None where ranks have nothing to leave them in."""
         group = getattr(self, "group", None)  # the tests' simulator has none
         if group is None or self.size == 1 or dist.get_backend(group) == "mpi":
             return None
-        return Board(group.get_group_store(), self.rank, self.size)
+        return GroupStore(group.get_group_store(), self.rank, self.size)
 
     def can_look_up(self, device: torch.device) -> bool:
-        """Whether a wait for this device's tensors may be broken off to look at the board, and
+        """Whether a wait for this device's tensors may be broken off to look into the store, and
         taken up again: on gloo alone.
         """
-        return self.board is not None and self.backend_of(device) == "gloo"
+        return self.store is not None and self.backend_of(device) == "gloo"
 
     def has_or(self, device: torch.device) -> bool:
         """Whether this device's tensors have a bitwise or: gloo's and MPI's, not NCCL's and its

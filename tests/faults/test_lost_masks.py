@@ -8,7 +8,7 @@ from ranks import FOREVER, run_ranks
 from torch import nn
 
 import compopt
-from compopt._engine import meeting
+from compopt._engine import missing_ranks
 from compopt._wire.pending import Pending
 
 
@@ -39,7 +39,7 @@ def lose_a_mask(rank: int) -> dict:
 
 def lose_a_gathered_mask(rank: int) -> dict:
     """SCAPE's: the ranks do not ask each other. One raises where the other would wait for ever."""
-    meeting.LOOK_AFTER = 0.3
+    missing_ranks.LOOK_AFTER = 0.3
     groups = [dist.new_group(timeout=FOREVER) for _ in range(2)]
     wait = Pending.wait
 
@@ -80,7 +80,7 @@ def test_real_ranks_leave_a_step_when_one_of_them_lost_a_gathered_mask():
     for rank, found in enumerate(ranks):
         assert found["said"] == (
             f"step 5 was not applied on rank {rank}: rank 1 lost the masks that followed step 4, and others have them. "
-            "Make a new process group on all ranks and call rebind()."
+            "Make a new process group on all ranks and call rebind()"
         )
         assert found["same"] and found["sums"] == ranks[0]["sums"] and found["phase"] == "sparse"
 

@@ -1,0 +1,273 @@
+"""Ranks that others wait for in vain, real ones: ``consolidate_state()`` on some only, and interrupted steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from conformance import loss, make_ranks
+from lossy import run_lossy
+from ranks import FOREVER, HANG_GUARD, run_ranks
+from table import FORMS, by_name
+from torch import nn
+
+import compopt
+from compopt._engine import missing_ranks
+from compopt._engine.missing_ranks import (
+    Note,
+    explain_failure,
+    find_missing_rank,
+    post_lost_masks,
+    post_note,
+    run_step,
+)
+from compopt._wire.pending import Pending
+from compopt._wire.store import GroupStore, RanksMissing
+
+by_name = by_name | {case.name: case for case in FORMS}
+
+
+class Run:
+    def __init__(self, rank: int, name: str = "RadiusAdamW", **options):
+        torch.manual_seed(0)
+        self.rank, self.t = rank, 0
+        self.model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+        self.optimizer = by_name[name].make(self.model.parameters(), **options)
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * self.t + self.rank))
+            self.optimizer.zero_grad()
+            self.model(x).square().mean().backward()
+            self.optimizer.step()
+            self.t += 1
+
+    def sum(self) -> float:
+        return float(nn.utils.parameters_to_vector(self.model.parameters()).double().sum())
+
+
+def consolidate(run: Run, **options) -> str:
+    try:
+        run.optimizer.consolidate_state(**options)
+    except (compopt.CommunicationError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def consolidated_by_some(rank: int) -> dict:
+    """Rank 0 is alone while the others step, and while they are in a barrier; then all come, and training goes on."""
+    missing_ranks.LOOK_AFTER = 0.05
+    found = {}
+    for name in ("RadiusAdamW", "TagcAdamW", "AdamS"):
+        run, said = Run(rank, name), []
+        run.train(4)
+        if rank == 0:
+            said.append(consolidate(run, patience=0.5))
+            time.sleep(0.5)  # the others know by now that it gave up, and wait on
+        run.train()
+        if rank == 0:
+            said.append(consolidate(run, patience=0.5))
+        dist.barrier()
+        run.train(2)
+        if rank == 0 and name == "RadiusAdamW":  # the others come first, and wait for rank 0
+            time.sleep(0.5)
+            said.append(consolidate(run, patience=5))
+        elif name == "RadiusAdamW":
+            said.append(consolidate(run))
+        complete = consolidate(run)
+        run.train(2)
+        found[name] = {"said": said, "complete": complete, "sum": run.sum(), "steps": run.optimizer.stats.step}
+    a, b = Run(rank), Run(rank, "SeparateAdam")
+    found["others"] = consolidate(a if rank == 0 else b), consolidate(a), consolidate(b)
+    run = Run(rank)
+    run.train(3)
+    found["not rank 0"] = consolidate(run, patience=0.5) if rank == 1 else dist.barrier()
+    if rank == 1:
+        dist.barrier()
+    run.train()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rank_0_alone_in_consolidate_state_is_told_and_training_goes_on(size):
+    ranks = run_ranks(consolidated_by_some, size)
+    absent = "rank 1" if size == 2 else "rank 1, rank 2"
+    for name in ("RadiusAdamW", "TagcAdamW"):
+        for found in ranks:
+            assert found[name]["complete"] == "" and found[name]["sum"] == ranks[0][name]["sum"]
+            assert found[name]["steps"] == 9
+        for said in ranks[0][name]["said"][:2]:
+            assert said.startswith("CommunicationError: consolidate_state() was called on rank 0, but ")
+            assert f"but {absent} did not come within 0.5 s: call it on all ranks, before `if rank == 0:`" in said
+            assert "or wait longer (patience=). Nothing was changed." in said
+    assert all(found["RadiusAdamW"]["said"][-1] == "" for found in ranks)  # who waits for rank 0 is patient
+    for found in ranks:
+        assert set(found["AdamS"]["said"]) <= {""}  # which has nothing to exchange
+        differ, *equal = found["others"]
+        assert differ.startswith("ValueError: ranks differ in consolidate_state(): rank 0 has RadiusAdamW, ")
+        assert "rank 1 has SeparateAdam, " in differ and equal == ["", ""]
+    assert "called on rank 1, but rank 0" in ranks[1]["not rank 0"]
+
+
+def waiting_elsewhere(rank: int) -> str:
+    """All ranks that wait leave when one of them gives up, though they would wait longer."""
+    run = Run(rank)
+    run.train(2)
+    store = run.optimizer.comm.store._store
+    while rank == 0 and not store.check(["compopt/meeting/0/1"]):
+        time.sleep(0.01)
+    said = "" if rank == 2 else consolidate(run, patience=0.1 if rank == 0 else HANG_GUARD)
+    dist.barrier()
+    return said
+
+
+def test_a_rank_that_gives_up_ends_the_meeting_for_all():
+    first, second, third = run_ranks(waiting_elsewhere, 3)
+    assert "on rank 0, but rank 2 did not come within 0.1 s" in first
+    assert "on rank 1, but rank 2 did not come within 0.1 s" in second and third == ""
+
+
+def gone(rank: int, trainings: list, file: str) -> list[str]:
+    missing_ranks.LOOK_AFTER = 0.3
+    training = trainings[0]
+    for _ in range(3):
+        training.backward(rank)
+        training.optimizer.step()
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    try:
+        training.optimizer.consolidate_state(patience=1.0)
+    except compopt.CommunicationError as error:
+        return [str(error)]
+    return []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_have_ended_are_not_waited_for(size):
+    for told in run_lossy(gone, size, dying=1).values():
+        assert re.search("rank 1(, rank 2)? did not come within 1 s: call it on all ranks", told[0])
+
+
+def uncaught(rank: int, trainings: list, file: str) -> list[str]:
+    missing_ranks.LOOK_AFTER = 0.3
+    training = trainings[0]
+    for _ in range(3):
+        training.backward(rank)
+        training.optimizer.step()
+    try:
+        if rank == 0:
+            training.optimizer.consolidate_state(patience=1.0)
+        training.backward(rank)
+        training.optimizer.step()
+    except compopt.CommunicationError as error:
+        if rank == 0:
+            os.kill(os.getpid(), 9)
+        return [str(error)]
+    return []
+
+
+def test_the_others_say_why_rank_0_has_ended():
+    for rank, told in run_lossy(uncaught, 3, dying=0).items():
+        assert told[0].startswith(f"step 4 was not applied on rank {rank}: "), told
+        assert told[0].endswith(" (rank 0 was in consolidate_state(): call it on all ranks, before `if rank == 0:`)")
+
+
+def interrupted(rank: int, name: str) -> dict:
+    """Ctrl-C while rank 1 waits in a step. It lives on, and nobody waits for the timeout: all go on over another group.
+
+    What rank 1 has started may still arrive, so the others may have applied that step.
+    """
+    missing_ranks.LOOK_AFTER = 0.3
+    groups = [dist.new_group(timeout=FOREVER) for _ in range(2)]
+    run = Run(rank, name, process_group=groups[0])
+    run.train(3)
+    ends_within, said = Pending.ends_within, ""
+
+    def interrupt(pending: Pending, seconds: float) -> bool:
+        signal.raise_signal(signal.SIGINT)
+        return ends_within(pending, seconds)
+
+    if rank == 1:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        Pending.ends_within = interrupt
+    try:
+        run.train(9)
+    except (compopt.CommunicationError, KeyboardInterrupt) as error:
+        said = f"{type(error).__name__}: {error}"
+    Pending.ends_within = ends_within
+    run.optimizer.rebind(groups[1])
+    run.t = run.optimizer._engine.steps
+    run.train(4)
+    if name.startswith("LocalSteps"):
+        run.optimizer.end_round()
+    return {"said": said, "sum": run.sum()}
+
+
+@pytest.mark.parametrize("name", ["RadiusAdamW", "SeparateAdam", "LocalSteps, rounds"])
+def test_a_rank_that_is_interrupted_in_a_step_tells_the_others(name):
+    ranks = run_ranks(interrupted, 3, name)
+    for rank, found in enumerate(ranks):
+        if rank == 1:
+            assert found["said"].startswith("KeyboardInterrupt")
+        else:
+            assert re.search(rf"CommunicationError: step \d was (not applied|taken) on rank {rank}", found["said"])
+            assert re.search(r"rank 1 was interrupted by KeyboardInterrupt after step \d", found["said"])
+            assert "Make a new process group on all ranks and call rebind()" in found["said"]
+        assert found["sum"] == ranks[0]["sum"]
+
+
+class LateStore(dist.HashStore):
+    """Says once too often that a meeting goes on; meanwhile the last rank comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.last_rank = self.met = None
+
+    def check(self, keys):
+        if keys[0].endswith("outcome") and self.last_rank is not None:
+            comes, self.last_rank = self.last_rank, None
+            self.met = comes()
+            return False
+        return super().check(keys)
+
+
+def test_a_meeting_ends_once():
+    store = LateStore()
+    first, second = (GroupStore(store, rank, 2) for rank in range(2))
+    store.last_rank = lambda: second.meet("b", patience=0)
+    assert first.meet("a", patience=-1) == store.met == ["a", "b"]  # though it would have given up
+    with pytest.raises(RanksMissing, match="rank 0 did not come within 0 s"):
+        second.meet("b", patience=0)
+    store.last_rank = lambda: second.meet("d", patience=0)
+    assert first.meet("c", patience=60) == store.met == ["c", "d"]
+    left = [number for number in range(4) if dist.HashStore.check(store, [f"compopt/meeting/{number}/outcome"])]
+    assert left == [0, 2], "of a meeting that was complete nothing is left after the next one"
+
+
+def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
+    ranks = make_ranks(by_name["RadiusAdamW"], 2)
+    ranks.train(loss, 3)
+    here, there = (optimizer._engine for optimizer in ranks.optimizers)
+    store = dist.HashStore()
+    for rank, engine in enumerate((here, there)):
+        engine.comm.store = GroupStore(store, rank, 2)
+    post_note(there, Note.LEFT, "rank 1 was interrupted")
+    assert find_missing_rank(here) == "rank 1 was interrupted" and explain_failure(here) == " (rank 1 was interrupted)"
+    here.option_groups[0]["step"] -= 1  # a step that rank 1 has applied
+    assert find_missing_rank(here) == explain_failure(here) == ""
+    here.option_groups[0]["step"] += 2
+    assert find_missing_rank(here)
+    run_step(there, iter(()))
+    assert find_missing_rank(here) == "", "it has taken a step since"
+
+    post_lost_masks(there)
+    assert find_missing_rank(here) == "rank 1 lost the masks that followed step 3, and others have them"
+    post_lost_masks(here)
+    assert find_missing_rank(here) == find_missing_rank(there) == "", "all have lost them, and choose anew"
+    post_note(there, Note.CONSOLIDATES, "rank 1 was in consolidate_state()")
+    assert find_missing_rank(here) == "" and "consolidate_state" in explain_failure(here), "it may come later"
