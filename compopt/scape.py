@@ -264,7 +264,7 @@ class ScapeAdamS(CompressedOptimizer):
         The newest mask is the next step's with ``mask_delay=1``. Tensors that have had no two masks
         are left out.
         """
-        self._runtime.tails.settle()
+        self._runtime.post_commit.finish()
         return {name: pair for b in self._buckets for name, pair in overlaps(b).items()}
 
     def consolidate_in_turns(self) -> Turns[None]:

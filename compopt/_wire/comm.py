@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .board import Board
-from .pending import Pending, first_line
+from .pending import Pending, first_line, profiler_range
 from .quantised_mean import job_of
 from .requests import (
     AllGather,
@@ -131,7 +131,8 @@ class Comm:
             job.alone()
             return Pending(what, None, lambda: payload)
         try:
-            sent = job.first()
+            with profiler_range("compopt::encode"):
+                sent = job.first()
             received = torch.empty_like(sent)
         except Exception as error:
             raise NotSent(what) from error
@@ -195,7 +196,8 @@ class Comm:
     ) -> dist.Work | None:
         """Start one of torch.distributed's collectives."""
         try:
-            return collective(*args, group=self.group, async_op=True)
+            with profiler_range("compopt::exchange"):
+                return collective(*args, group=self.group, async_op=True)
         except RuntimeError as error:
             raise CommunicationError(f"{what} could not start: {first_line(error)}") from error
 
