@@ -32,7 +32,7 @@ import compopt._engine.decision as decision
 import compopt._engine.stepping as stepping
 import compopt._ops.backends as backends
 from compopt._engine.engine import Engine
-from compopt._engine.exchanges import Exchange
+from compopt._engine.exchange import Exchange
 from compopt._engine.turns import Turns
 from compopt._ops.triton import tables as triton_tables
 from compopt._wire.comm import Comm

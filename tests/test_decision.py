@@ -12,7 +12,7 @@ from torch import nn
 
 import compopt
 from compopt._engine.decision import StepDecision, combine_decisions
-from compopt._engine.fingerprint import Fingerprint
+from compopt._engine.staleness import StalenessCheck
 from compopt._state import buckets as _buckets
 from compopt._state.buckets import Bucket
 from compopt._wire.control import bits, differ, place_bits
@@ -172,11 +172,11 @@ def test_shards_of_a_model_have_one_norm_and_step_together_or_not_at_all():
         assert [decision.failed for decision in decisions] == ["non_finite" not in wrong] * 2
 
 
-def fingerprint_of(*grads: torch.Tensor) -> tuple[Fingerprint, list[nn.Parameter]]:
+def fingerprint_of(*grads: torch.Tensor) -> tuple[StalenessCheck, list[nn.Parameter]]:
     params = [nn.Parameter(torch.zeros_like(g)) for g in grads]
     for p, g in zip(params, grads, strict=True):
         p.grad = g.clone()
-    return Fingerprint(Bucket(0, {"compress": None}, params, [""] * len(params))), params
+    return StalenessCheck(Bucket(0, {"compress": None}, params, [""] * len(params))), params
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -188,17 +188,17 @@ def test_changed_gradients_are_noticed(dtype):
         lambda g: g[500].add_(0.5),
     ):
         print_, (p, _) = fingerprint_of(torch.ones(512, dtype=dtype), torch.ones(3, dtype=dtype))
-        assert not print_.differs().any()
+        assert not print_.measure().any()
         change(p.grad.data)
-        assert print_.differs().all()
+        assert print_.measure().all()
     print_, (p, _) = fingerprint_of(torch.ones(512, dtype=dtype), torch.ones(3, dtype=dtype))
     p.grad.mul_(1)
-    assert not print_.differs().any()
+    assert not print_.measure().any()
     p.grad = None
-    assert print_.differs().all()
+    assert print_.measure().all()
     print_, (p, _) = fingerprint_of(torch.zeros(512, dtype=dtype), torch.ones(3, dtype=dtype))
     p.grad = None  # zeros count as a gradient, none does not
-    assert print_.differs().all()
+    assert print_.measure().all()
 
 
 def mean(*words: list[float]) -> list[float]:

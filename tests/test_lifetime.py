@@ -52,7 +52,7 @@ def trained(case: Case, comm: object, steps: int) -> tuple[nn.Module, torch.opti
 def begun_in_backward(optimizer) -> None:
     for bucket in optimizer._buckets:
         for p in bucket.params:
-            optimizer._runtime.early.finished(p, bucket)
+            optimizer._runtime.overlap.note_finished(p, bucket)
     optimizer._runtime.begin(optimizer._buckets, optimizer.comm)
 
 
@@ -62,7 +62,7 @@ def test_a_deleted_optimizer_is_gone_at_once(case, no_collector):
     model, optimizer = trained(case, World(1).comms[0], steps=6)
     optimizer.state_dict()
     begun_in_backward(optimizer)
-    assert optimizer._runtime.early.schedule.exchanges
+    assert optimizer._runtime.overlap.schedule.exchanges
     stats, gone = optimizer.stats, [weakref.ref(optimizer), weakref.ref(model), weakref.ref(model[0].weight)]
     del optimizer
     assert gone[0]() is None

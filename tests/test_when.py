@@ -132,7 +132,7 @@ def test_where_the_ranks_cannot_compare_their_times_no_step_is_half_taken(case, 
         ranks.one_step()
     for optimizer in ranks.optimizers:
         optimizer.state_dict()  # waits for masks
-    started = ranks.world.comms[0].started + ranks.optimizers[0]._runtime.tails.unconfirmed
+    started = ranks.world.comms[0].started + ranks.optimizers[0]._runtime.post_commit.unconfirmed
     ranks.world.failing_everywhere.add(started)
     before = [p.detach().clone() for p in ranks.models[0].parameters()]
     step = ranks.optimizers[0]._option_groups[0]["step"]

@@ -141,7 +141,7 @@ class CompressedOptimizer(Optimizer, Face, Shown):
 
     def backward_done(self) -> None:
         """The backward that started buckets has ended."""
-        self._engine.runtime.early.backward_done()
+        self._engine.runtime.overlap.on_backward_end()
 
     # Groups
 
@@ -212,7 +212,7 @@ class CompressedOptimizer(Optimizer, Face, Shown):
         """
         engine = self._engine
         engine.settle()
-        engine.runtime.early.drop()
+        engine.runtime.overlap.discard()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         loading.load(engine, state_dict)

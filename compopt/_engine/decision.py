@@ -18,8 +18,9 @@ from torch import Tensor
 from .._ops.norms import squared_norms, stacked_squared_norms
 from .._wire.comm import Comm
 from .._wire.control import differ
+from .._wire.pending import profiler_range
 from .._wire.requests import AllReduceMean
-from .exchanges import Exchange
+from .exchange import Exchange
 from .turns import Turns, ask
 
 ELSEWHERE = -1  # the index of a bucket that another rank of the model holds
@@ -48,7 +49,7 @@ class StepDecision:
     unsent: bool = False
     # indices of buckets whose payload met one of another bucket or step
     misplaced: list[int] = field(default_factory=list)
-    early: int = 0  # buckets whose exchange began in backward, and counted
+    early_buckets: int = 0  # buckets whose exchange began in backward, and counted
     resent: bool = False  # what was sent in backward was stale, and went out again
 
     @property
@@ -74,7 +75,8 @@ class StepDecision:
 
 def read_decision(exchanges: list[Exchange]) -> StepDecision:
     """Decide by what these exchanges have averaged. The host waits for the device here."""
-    numbers: Iterator[float] = iter(read_numbers(exchanges))
+    with profiler_range("compopt::decide"):
+        numbers: Iterator[float] = iter(read_numbers(exchanges))
     norms = [exchange.agreement.squared_norm for exchange in exchanges]
     squares = [sum(islice(numbers, 1 if x is None else x.numel())) for x in norms]
     decision, total = StepDecision(exchanges), 0.0

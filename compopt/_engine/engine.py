@@ -147,7 +147,7 @@ class Engine:
     def rebuild(self) -> None:
         """Lay out anew, over the same ranks."""
         self.settle()
-        self.runtime.early.drop()
+        self.runtime.overlap.discard()
         connection = self.connection
         self.build()
         self.connection = connection
@@ -168,7 +168,7 @@ class Engine:
         """
         if self._others_came():
             self.settle()
-            self.runtime.early.drop()
+            self.runtime.overlap.discard()
             self.build()  # without a communicator: state is cut for the ranks there are now
         if self.connection is None:
             self.connection = Comm(alone=True) if self.alone else connect(self.group)
@@ -224,7 +224,7 @@ class Engine:
 
     def settle(self) -> None:
         """Wait for what was sent behind the last commit, and make the state readable."""
-        self.runtime.tails.settle()
+        self.runtime.post_commit.finish()
         tidy = self.face.tidy
         for bucket in self.buckets:
             tidy(bucket)
@@ -250,8 +250,8 @@ class Engine:
     def retire(self) -> None:
         """Another optimizer has these parameters now: nothing more is sent from here."""
         self.retired = True
-        self.runtime.early.drop()
-        self.runtime.tails.settle()
+        self.runtime.overlap.discard()
+        self.runtime.post_commit.finish()
 
     @torch.no_grad()
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
@@ -264,12 +264,12 @@ class Engine:
         waits = not self.peers.verified or self.scaled or bool(self.half_step)
         if waits or self.comm.size == 1:
             return
-        early = self.runtime.early
-        if early.silent and not self._as_agreed():
+        overlap = self.runtime.overlap
+        if overlap.is_idle and not self._as_agreed():
             return
         for p in params:
             if p in self.bucket_of:
-                early.finished(p, self.bucket_of[p])
+                overlap.note_finished(p, self.bucket_of[p])
         self.runtime.begin(self.buckets, self.comm)
 
     def _as_agreed(self) -> bool:

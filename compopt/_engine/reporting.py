@@ -24,7 +24,7 @@ def report(engine: Engine, decision: StepDecision, sent: int, number: int) -> No
         bytes_dense=sum(bucket.dense_bytes for bucket in engine.buckets),
         parameter_bytes=gathered if applied else 0,
         grad_norm=decision.norm,
-        early_buckets=decision.early,
+        early_buckets=decision.early_buckets,
         buckets=len(engine.buckets),
         resent=decision.resent,
         skipped=engine.stats.skipped + (not applied),

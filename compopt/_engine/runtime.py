@@ -4,7 +4,7 @@ Every bucket's generator runs up to its ``Agree`` without changing anything that
 Then the runtime decides for all of them, on numbers every rank holds alike, whether the step is
 applied; it resumes all or closes all.
 
-What started in backward (see ``early``) may have gone stale: a clip or an unscale touched the
+What started in backward (see ``overlap``) may have gone stale: a clip or an unscale touched the
 gradients since. The last bucket's control words say whether that is so on any rank; if so, all
 ranks send all others again. No extra collective, no rank alone.
 """
@@ -17,10 +17,8 @@ from .._state.buckets import Bucket
 from .._wire.comm import Comm
 from .._wire.control import Words
 from .decision import StepDecision, combine_decisions, read_decision
-from .early import Early
-from .exchanges import Algorithm, Exchange
-from .schedule import Schedule
-from .tails import Tails, in_turn
+from .exchange import Algorithm, Exchange, ExchangeSchedule
+from .overlap import BackwardOverlap, PostCommitExchanges, resume_together
 from .turns import Turns
 
 
@@ -31,18 +29,18 @@ class Runtime:
 
     def __init__(self, algorithm: Algorithm):
         self.algorithm = algorithm
-        self.tails = Tails()
-        self.early = Early(self.tails)
+        self.post_commit = PostCommitExchanges()
+        self.overlap = BackwardOverlap(self.post_commit)
         self.committing: Bucket | None = None
 
     def begin(self, buckets: list[Bucket], comm: Comm) -> None:
         """In backward: start what can be."""
-        self.early.begin(buckets, self.algorithm, comm)
+        self.overlap.start_ready(buckets, self.algorithm, comm)
 
     def forget(self) -> None:
         """Give up everything that is on its way, without waiting: its group is gone."""
-        self.tails.forget()
-        self.early.forget()
+        self.post_commit.forget()
+        self.overlap.forget()
 
     def agree(
         self,
@@ -59,8 +57,8 @@ class Runtime:
         must not differ. ``shards``: the ranks that hold the other parts of this rank's model, if
         any: they step together or not at all. ``problem``: why this rank cannot send its gradients.
         """
-        schedule = self.early.take(buckets, self.algorithm, comm)
-        again = Schedule(buckets[:-1], self.algorithm, comm) if len(buckets) > 1 else None
+        schedule = self.overlap.take_schedule(buckets, self.algorithm, comm)
+        again = ExchangeSchedule(buckets[:-1], self.algorithm, comm) if len(buckets) > 1 else None
         schedule.terms.problem = problem
         try:
             decision = yield from self._agree(schedule, again, words)
@@ -68,7 +66,7 @@ class Runtime:
             self._note_late_error(decision, sharded)
             others = [comm, *shards] if sharded else shards
             yield from combine_decisions(decision, others, buckets[-1].device)
-            self.early.stopped |= decision.resent
+            self.overlap.is_stopped |= decision.resent
             if decision.applied and sharded:
                 yield from _gather(decision.exchanges, decision.norm)
         except GeneratorExit:
@@ -108,20 +106,20 @@ class Runtime:
 
     @staticmethod
     def _agree(
-        schedule: Schedule, again: Schedule | None, words: dict[str, Words]
+        schedule: ExchangeSchedule, again: ExchangeSchedule | None, words: dict[str, Words]
     ) -> Turns[StepDecision]:
         """Exchange everything, once more where on any rank it is stale, and decide."""
-        stale = schedule.stale()
+        stale = schedule.measure_staleness()
         word: Words = [0.0]
         if stale:
             device = schedule.buckets[-1].device
             word = torch.cat([one.to(device) for one in stale]).amax(0, keepdim=True)
-        schedule.terms.words = {"stale": word, **words}
+        schedule.terms.fields = {"stale": word, **words}
         yield from schedule.run()
         exchanges = schedule.exchanges
         decision = read_decision(exchanges)
         if decision.agreed["stale"][0] == 0 or again is None:
-            decision.early = len(stale)
+            decision.early_buckets = len(stale)
             return decision
         for exchange in exchanges[:-1]:
             exchange.abandon()
@@ -137,9 +135,9 @@ class Runtime:
         """
         for exchange in decision.exchanges:
             self.committing = exchange.bucket
-            self.tails.commit(exchange, decision.norm)
+            self.post_commit.commit_bucket(exchange, decision.norm)
         self.committing = None
-        in_turn(decision.exchanges, self.tails.commit)
+        resume_together(decision.exchanges, self.post_commit.commit_bucket)
 
 
 def _gather(exchanges: list[Exchange], norm: float) -> Turns[None]:
@@ -147,8 +145,8 @@ def _gather(exchanges: list[Exchange], norm: float) -> Turns[None]:
     parameters.
     """
     for exchange in exchanges:
-        exchange.advance(norm)
-    while waiting := [exchange for exchange in exchanges if not exchange.ready]:
+        exchange.resume(norm)
+    while waiting := [exchange for exchange in exchanges if not exchange.is_ready_to_commit]:
         for exchange in waiting:
-            yield exchange.waiting
-            exchange.advance(exchange.waiting.wait())
+            yield exchange.in_flight
+            exchange.resume(exchange.in_flight.wait())

@@ -8,6 +8,7 @@ from typing import Any
 from .._state.buckets import Bucket
 from .._wire.comm import Comm
 from .._wire.control import Words
+from .._wire.pending import profiler_range
 from .._wire.requests import CommunicationError
 from .._wire.warning import warn
 from . import frozen, gradients
@@ -100,7 +101,7 @@ class Step:
         if frozen.reset_from_outside(engine):
             engine.rebuild()
         self.problem = self._prepare()
-        yield from self._hear_of_tails()
+        yield from self._finish_post_commit()
         if not engine.peers.verified:
             yield from self.verify_peers()
         if not self.buckets:
@@ -156,25 +157,25 @@ class Step:
             return error
         return None
 
-    def _hear_of_tails(self) -> Turns[None]:
+    def _finish_post_commit(self) -> Turns[None]:
         """Wait for what followed the last step, and find out whether a handshake is due."""
         engine = self.engine
-        tails = engine.runtime.tails
-        yield from tails.settle_in_turns()
-        if tails.lost and not tails.unconfirmed:
+        post_commit = engine.runtime.post_commit
+        yield from post_commit.finish_in_turns()
+        if post_commit.lost and not post_commit.unconfirmed:
             post_lost_masks(engine)
-        yield from tails.confirm(self.comm, engine.device)
+        yield from post_commit.confirm(self.comm, engine.device)
         for bucket in engine.buckets:
             bucket.gathered = {}
         # nothing is sent that could say so
         alone = not self.buckets and frozen.changed(engine)
         peers = engine.peers
-        if tails.lost or alone or peers.structure != structure_of(engine):
-            peers.verified = tails.lost = False
+        if post_commit.lost or alone or peers.structure != structure_of(engine):
+            peers.verified = post_commit.lost = False
 
     def verify_peers(self) -> Turns[None]:
         engine = self.engine
-        engine.runtime.early.drop()
+        engine.runtime.overlap.discard()
         has_problem = self.problem is not None
         had_gradients = yield from verify_peers(engine, self.comm, has_problem)
         if frozen.changed(engine):  # and on all ranks alike
@@ -255,8 +256,9 @@ class Step:
 
     def _commit(self, decision: StepDecision) -> None:
         engine = self.engine
-        engine.runtime.commit(decision)
-        engine.face.committed()
+        with profiler_range("compopt::commit"):
+            engine.runtime.commit(decision)
+            engine.face.committed()
         for group in self.groups:
             group["step"] += 1
         if engine.trial is not None and engine.trial.found:

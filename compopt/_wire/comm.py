@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .pending import Pending, first_line
+from .pending import Pending, first_line, profiler_range
 from .quantised_mean import job_of
 from .requests import (
     AllGather,
@@ -143,7 +143,8 @@ class Comm:
             job.alone()
             return Pending(what, None, lambda: payload)
         try:
-            sent = job.first()
+            with profiler_range("compopt::encode"):
+                sent = job.first()
             received = torch.empty_like(sent)
         except Exception as error:
             raise NotSent(what) from error
@@ -207,7 +208,8 @@ class Comm:
     ) -> dist.Work | None:
         """Start one of torch.distributed's collectives."""
         try:
-            return collective(*args, group=self.group, async_op=True)
+            with profiler_range("compopt::exchange"):
+                return collective(*args, group=self.group, async_op=True)
         except RuntimeError as error:
             raise CommunicationError(f"{what} could not start: {first_line(error)}") from error
 

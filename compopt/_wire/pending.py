@@ -9,9 +9,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
+import torch
+
 from .requests import CommunicationError
 
 _on_the_wire: set[Pending] = set()
+NO_RANGE = contextlib.nullcontext()
 
 
 @atexit.register
@@ -26,6 +29,13 @@ def _before_exit() -> None:
     if Pending.started:
         # A finished collective's tensors are let go a moment after it is waited for.
         time.sleep(0.05)
+
+
+def profiler_range(name: str) -> contextlib.AbstractContextManager[object]:
+    """A named range in the traces of torch.profiler; nothing while no profiler runs."""
+    if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
+        return torch.autograd.profiler.record_function(name)
+    return NO_RANGE
 
 
 class Work(Protocol):
@@ -64,7 +74,8 @@ class Pending:
     def wait(self) -> object:
         if self.work is not None:
             try:
-                self.work.wait()
+                with profiler_range("compopt::exchange"):
+                    self.work.wait()
             # As gloo raises; torch.distributed's own errors are some, too.
             except RuntimeError as error:
                 raise CommunicationError(f"{self.what} failed: {first_line(error)}") from error

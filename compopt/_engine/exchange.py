@@ -1,0 +1,338 @@
+"""The exchanges of a step: one for each bucket, started in an order that all ranks share.
+
+An exchange drives a bucket's generator up to ``Agree``. Ranks must start their collectives in the
+same order, so the order depends on the buckets' numbers alone: not on the order in which backward
+finishes gradients, and not on how many exchanges start in backward (see ``ExchangeSchedule``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._state.buckets import Bucket
+from .._wire.comm import Comm
+from .._wire.control import Control, Words, place_bits
+from .._wire.pending import Pending, profiler_range
+from .._wire.requests import (
+    Agree,
+    AllReduceMean,
+    Answer,
+    Asking,
+    Commit,
+    CommunicationError,
+    NotSent,
+    Payload,
+    Read,
+    Request,
+    Together,
+)
+from .staleness import StalenessCheck
+from .turns import Turns
+
+Algorithm = Callable[[Bucket], Asking[None]]
+
+
+@dataclass
+class Terms:
+    """What exchanges start with."""
+
+    algorithm: Algorithm
+    comm: Comm
+    in_backward: bool = False
+    # control fields of the last bucket's payload
+    fields: dict[str, Words] = field(default_factory=dict)
+    # why this rank cannot send its gradients
+    problem: Exception | None = None
+
+
+class Exchange:
+    """One bucket's generator, and the collective that it waits for.
+
+    Where the generator raises before ``Agree``, this rank takes part as if it had no gradients, and
+    a control field says so: the other ranks would wait for it until their timeout. ``error`` is
+    what was raised.
+    """
+
+    def __init__(self, bucket: Bucket, terms: Terms, is_last: bool):
+        self.bucket, self.algorithm, self.comm = bucket, terms.algorithm, terms.comm
+        self.in_backward = terms.in_backward
+        place = place_bits(bucket.index, bucket.group["step"] + 1)
+        self.fields = {"place": place, **(terms.fields if is_last else {})}
+        self.control = Control()
+        self.pending: Pending | None = None
+        self.request: Request | None = None
+        self.agree: Agree | None = None
+        self.is_ready_to_commit = False  # what a sharded step gathers after Agree has arrived
+        self.error: Exception | None = None
+        self.staleness: StalenessCheck | None = None
+        self._answers: list[Answer] = []  # to the requests of the generator so far
+        self._generator: Asking[None] | None = None
+        if terms.problem is None:
+            self._encode(self._begin)
+        else:
+            self._take_part_without_gradients(terms.problem)
+
+    @property
+    def in_flight(self) -> Pending:
+        """The collective that the generator waits for."""
+        assert self.pending is not None
+        return self.pending
+
+    @property
+    def agreement(self) -> Agree:
+        """The generator's ``Agree``, which it has reached."""
+        assert self.agree is not None
+        return self.agree
+
+    @property
+    def has_early_stage(self) -> bool:
+        """Whether the collective in flight leads to another one that need not wait for
+        ``step()``.
+        """
+        return self.pending is not None and self.pending.more
+
+    @property
+    def numbers_to_read(self) -> Tensor | None:
+        """The numbers of the device that the generator waits for, if it does."""
+        return self.request.tensor if isinstance(self.request, Read) else None
+
+    def complete_stage(self) -> None:
+        """Wait for the collective in flight; start its second stage, or resume the generator."""
+        answer = self.in_flight.wait()
+        if isinstance(answer, Pending):
+            self.pending = answer
+        else:
+            self._answers.append(answer)
+            self._encode(lambda: self._send(answer))
+
+    def resume_with_numbers(self, numbers: list[Any]) -> None:
+        """Resume the generator with the ``numbers_to_read``."""
+        self._answers.append(numbers)
+        self._encode(lambda: self._send(numbers))
+
+    def resume(self, answer: Answer) -> None:
+        """Resume the generator up to its next request, and start that."""
+        self._start(self._send(answer))
+
+    def resume_after_commit(self, answer: Answer) -> None:
+        """Resume the generator with what was sent after the commit: to its end, or to what is done
+        for all buckets together.
+        """
+        self.request = None
+        try:
+            self._send(answer)
+        except StopIteration:
+            return
+
+    def measure_staleness(self) -> Tensor:
+        """1 where the gradients differ from those read in backward, else 0."""
+        if self.staleness is None:
+            return torch.ones(1, dtype=torch.float32, device=self.bucket.device)
+        return self.staleness.measure()
+
+    def abandon(self) -> None:
+        """Close the generator, and wait for the collective in flight, whose memory is reused."""
+        if self.pending is not None:
+            self.pending.drain()
+        self.close()
+        self.error = None  # whose frames hold this
+
+    def leave(self) -> None:
+        """Close the generator without waiting: the memory of what is in flight is not reused."""
+        if self.pending is not None:
+            self.bucket.let_go()
+        self.close()
+        self.error = None
+
+    def forget(self) -> None:
+        """Close the generator; what is in flight will never arrive, because its group is gone."""
+        if self.pending is not None:
+            self.pending.forget()
+        self.close()
+
+    def close(self) -> None:
+        """Close the generator."""
+        if self._generator is not None:
+            self._generator.close()
+
+    def _encode(self, send: Callable[[], Request]) -> None:
+        """Start the request that ``send`` returns; where it cannot be made, take part without
+        gradients.
+        """
+        try:
+            with profiler_range("compopt::encode"):
+                request = send()
+        except Exception as error:
+            self._take_part_without_gradients(error)
+            return
+        try:
+            self._start(request)
+        except NotSent as error:
+            cause = error.__cause__
+            self._take_part_without_gradients(cause if isinstance(cause, Exception) else error)
+
+    def _take_part_without_gradients(self, error: Exception) -> None:
+        """Repeat the requests so far without gradients, and send what comes next."""
+        if self.error is not None:
+            # nothing that could be sent is known: the other ranks learn of it at their timeout
+            raise self.error from error
+        self.error = error
+        answers = [
+            answer.clone() if isinstance(answer, Tensor) else answer for answer in self._answers
+        ]
+        self._encode(lambda: self._replay(answers))
+
+    def _begin(self) -> Request:
+        self.staleness = StalenessCheck(self.bucket) if self.in_backward else None
+        return self._replay([])
+
+    def _replay(self, answers: list[Answer]) -> Request:
+        """The request of a new generator that has had these answers."""
+        self.close()
+        failed = [float(self.error is not None)]
+        self.control = self.bucket.control = Control(failed=failed, **self.fields)
+        self._generator = self._make_generator()
+        request = self._send(None)
+        for answer in answers:
+            if isinstance(answer, Payload):
+                assert isinstance(request, AllReduceMean)
+                answer = request.message
+            request = self._send(answer)
+        return request
+
+    def _make_generator(self) -> Asking[None]:
+        """Make a generator; some classes read gradients here already."""
+        self.bucket.withheld = self.error is not None
+        try:
+            return self.algorithm(self.bucket)
+        finally:
+            self.bucket.withheld = False
+
+    def _send(self, answer: Answer) -> Request:
+        assert self._generator is not None
+        self.bucket.withheld = self.error is not None
+        try:
+            self.request = self._generator.send(answer)
+        finally:
+            self.bucket.withheld = False
+        return self.request
+
+    def _start(self, request: Request) -> None:
+        self.is_ready_to_commit = isinstance(request, Commit)
+        if isinstance(request, Agree):
+            self.agree = request
+        is_local = isinstance(request, Read | Agree | Commit | Together)
+        self.pending = None if is_local else self.comm.start(request)
+
+
+class ExchangeSchedule:
+    """The exchanges of one step, and how far they have come.
+
+    Backward runs as much of the schedule as its gradients allow, but never starts the last bucket;
+    ``step()`` runs the rest. So ranks still agree when one of them has come further in backward.
+    """
+
+    def __init__(self, buckets: list[Bucket], algorithm: Algorithm, comm: Comm):
+        self.buckets = buckets
+        self.exchanges: list[Exchange] = []
+        self.terms = Terms(algorithm, comm)
+        self.error: CommunicationError | None = None  # of backward; raised by the step
+        self._order = _in_order(buckets, self.exchanges, self.terms)
+        self._next: Bucket | Pending | None = next(self._order)
+
+    def run_in_backward(self, is_ready: Callable[[Bucket], bool]) -> None:
+        """Run as far as gradients are ready, waiting for collectives that have started; the step
+        raises what fails.
+
+        In the simulator ranks take turns, so none may wait for another here.
+        """
+        self.terms.in_backward = True
+        while self.error is None and self._can_continue(is_ready):
+            try:
+                self._next = next(self._order, None)
+            except CommunicationError as error:
+                self.error = error
+        self.terms.in_backward = False
+
+    def _can_continue(self, is_ready: Callable[[Bucket], bool]) -> bool:
+        if isinstance(self._next, Bucket):
+            return self._next is not self.buckets[-1] and is_ready(self._next)
+        return self._next is not None and not self._next.in_turns
+
+    def run(self) -> Turns[None]:
+        """Run the rest, until every exchange has reached its ``Agree``."""
+        if self.error is not None:
+            error, self.error = self.error, None  # not kept: its frames hold this object
+            raise error
+        while self._next is not None:
+            if not isinstance(self._next, Bucket):
+                yield self._next
+            self._next = next(self._order, None)
+
+    def complete_backward(self) -> None:
+        """Run all that may run in backward, and abandon it: another backward replaces it.
+
+        It runs to the same place on all ranks, of which one may have come further.
+        """
+        self.run_in_backward(lambda bucket: True)
+        self.abandon()
+
+    def measure_staleness(self) -> list[Tensor]:
+        """For each exchange that started in backward, 1 where its gradients have changed since."""
+        return [one.measure_staleness() for one in self.exchanges if one.in_backward]
+
+    def abandon(self) -> None:
+        """Give up what has started, and wait for what is in flight."""
+        self.error = None
+        for exchange in self.exchanges:
+            exchange.abandon()
+
+    def leave(self) -> None:
+        """Give up what has started, without waiting."""
+        self.error = None
+        for exchange in self.exchanges:
+            exchange.leave()
+
+
+def _in_order(
+    buckets: list[Bucket], exchanges: list[Exchange], terms: Terms
+) -> Generator[Bucket | Pending, None, None]:
+    """Start the collectives of a step in the order that all ranks share.
+
+    Bucket after bucket starts. After each one, the exchanges before it that have another early
+    stage complete one stage, in order. When all have started, the rest follows in turns; numbers of
+    the device are read when every bucket has reached that point. Yields the bucket that is about to
+    start, or the collective that is about to be waited for.
+    """
+    for bucket in buckets:
+        yield bucket
+        exchanges.append(Exchange(bucket, terms, bucket is buckets[-1]))
+        for exchange in exchanges[:-1]:
+            if exchange.has_early_stage:
+                yield exchange.in_flight
+                exchange.complete_stage()
+    while waiting := [exchange for exchange in exchanges if exchange.agree is None]:
+        if not any(exchange.has_early_stage for exchange in waiting):
+            _read_together(waiting)
+        for exchange in waiting:
+            if exchange.numbers_to_read is None and exchange.agree is None:
+                yield exchange.in_flight
+                exchange.complete_stage()
+
+
+def _read_together(exchanges: list[Exchange]) -> None:
+    """Resume the exchanges that wait for numbers of a device, in one host wait."""
+    by_device: dict[torch.device, list[tuple[Exchange, Tensor]]] = {}
+    for exchange in exchanges:
+        if (numbers := exchange.numbers_to_read) is not None:
+            by_device.setdefault(numbers.device, []).append((exchange, numbers))
+    for pairs in by_device.values():
+        read = iter(torch.cat([numbers for _, numbers in pairs]).tolist())
+        for exchange, numbers in pairs:
+            exchange.resume_with_numbers(list(islice(read, len(numbers))))
