@@ -32,10 +32,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ._engine import gradients
+from ._engine import frozen, gradients
 from ._engine.averages import Averages
 from ._engine.decision import StepDecision
 from ._engine.face import Group
+from ._engine.missing_ranks import RankLeft
 from ._engine.moving import average_base
 from ._engine.peers import gather_rows
 from ._engine.recovery import catch_up, tell_what_is_lost
@@ -231,11 +232,14 @@ class LocalSteps(Wrapping):
         norm = yield from self._step_inner()  # line 1
         try:
             is_applied = yield from self._synchronize()
-        except CommunicationError as error:
+        except (CommunicationError, RankLeft) as error:
             gradients.drop_scale(engine)
+            advice = "It is tried again after the next step."
+            if isinstance(error, RankLeft):
+                advice = "Make a new process group on all ranks and call rebind()."
             raise CommunicationError(
                 f"step {engine.steps} was taken on rank {engine.comm.rank}, but not the exchange "
-                f"that follows it: {error}. It is tried again after the next step."
+                f"that follows it: {error}. {advice}"
             ) from error
         finally:  # the rank's own step stands, whatever became of the exchange
             engine.handed_over = False
@@ -248,6 +252,8 @@ class LocalSteps(Wrapping):
         """See which ranks and groups there are, and keep nothing of the averaged start."""
         engine = self._engine
         engine.look_around()
+        if frozen.reset_from_outside(engine):
+            engine.rebuild()
         for group in self.param_groups[len(self._own_groups) :]:
             self.add_param_group(group)  # somebody gave it to the inner optimizer
         if any(bucket.flat["residual"].numel() for bucket in engine.buckets):
@@ -483,8 +489,9 @@ class LocalSteps(Wrapping):
             share = outer_share(h, max(1, t - begun))
             exchange = yield from self._prepare_sync(anchors, share, None, 0.0)
             is_applied = yield from self._perform_sync(exchange)
-        self._report(last.grad_norm, is_applied)
-        self._engine.stats.bytes_sent += last.bytes_sent
+        if is_applied:
+            self._report(last.grad_norm, is_applied)
+            self._engine.stats.bytes_sent += last.bytes_sent
         self._note_open_round()
 
     @property
@@ -584,7 +591,9 @@ class LocalSteps(Wrapping):
                 t.write_back(None, 0.0)
                 t.has_moved = False
         fragments = sorted(anchors.fragments)
-        due = torch.tensor([n in self._due for n in fragments], device=outer.device).long()
+        due = torch.tensor(
+            [n in self._due for n in fragments], dtype=torch.int64, device=outer.device
+        )
         due_anywhere = (yield from gather_rows(due, outer.comm)).any(0).tolist()
         self._due = frozenset(
             n for n, is_due in zip(fragments, due_anywhere, strict=True) if is_due
@@ -632,6 +641,13 @@ class LocalSteps(Wrapping):
         for group in groups:
             check_counts(group)
         saved = state_dict.get("outer")
+        name = type(self).__name__
+        writer = groups[0].get("class", name) if groups else name
+        if saved is not None and writer != name:
+            raise ValueError(
+                f"loaded state dict is of {writer}, and {name} does not go on from that: build "
+                f"{writer}, or load a checkpoint of {name} or of its inner optimizer."
+            )
         h = {**self._options, **groups[0]}
         anchors = None if saved is None else self._anchors_of(saved, h)
         super().load_state_dict(state_dict)

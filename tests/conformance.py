@@ -11,7 +11,7 @@ from table import CASES, FORMS, Case
 from torch import nn
 
 every = pytest.mark.parametrize("case", CASES + FORMS, ids=lambda case: case.name)
-# those whose every step averages gradients, and leaves replicas equal; test_local.py holds rounds to their own design
+# those whose every step averages gradients, and leaves replicas equal; test_local_steps.py: rounds
 AVERAGING = [case for case in CASES + FORMS if not case.averaging]
 every_average = pytest.mark.parametrize("case", AVERAGING, ids=lambda case: case.name)
 

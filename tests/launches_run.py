@@ -20,7 +20,7 @@ from compopt._ops.triton.backend import TritonOps
 from compopt._state.buckets import bucket_bytes, make_buckets
 
 SMALL = dict(width=128, layers=2, words=500, places=64)  # 28 tensors in one bucket, 10 of them compressed
-pack = TritonOps.pack
+encode = TritonOps.encode
 
 
 def counted(name: str) -> dict[str, Any]:
@@ -32,15 +32,15 @@ def after(look: Callable[[Any], object]) -> dict[str, Any]:
     """AdamS, where something of each message is looked at when it is made."""
 
     def looks(*args: Any, **options: Any) -> Any:
-        payload = pack(*args, **options)
+        payload = encode(*args, **options)
         look(payload)
         return payload
 
-    TritonOps.pack = looks
+    TritonOps.encode = looks
     try:
         return counted("AdamS")
     finally:
-        TritonOps.pack = pack
+        TritonOps.encode = encode
 
 
 if __name__ == "__main__":

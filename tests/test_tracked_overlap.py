@@ -19,12 +19,14 @@ def early_and_late(rank: int) -> dict[str, list]:
     from torch.distributed.tensor import DTensor, Shard
     from torch.nn.parallel import DistributedDataParallel as DDP
 
-    from compopt._engine import exchanges
+    from compopt._engine import exchange as exchange_module
     from compopt._state import buckets
 
     buckets.BUCKET_BYTES = 40_000
-    proceed, proceeded = exchanges.Exchange.proceed, []
-    exchanges.Exchange.proceed = lambda exchange: proceeded.append(exchange.bucket.index) or proceed(exchange)
+    proceed, proceeded = exchange_module.Exchange.complete_stage, []
+    exchange_module.Exchange.complete_stage = lambda exchange: (
+        proceeded.append(exchange.bucket.index) or proceed(exchange)
+    )
     found: dict[str, list] = {}
     tracked = projecting("tracked", lr=1e-2, warmup_steps=1)
     sparse = dict(lr=1e-2, density=0.3, interval=2, warmup_steps=1, payload_dtype=torch.int8)

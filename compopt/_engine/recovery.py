@@ -67,7 +67,9 @@ def catch_up(engine: Engine, comm: Comm, new: bool = False) -> Turns[None]:
     shared = list(_shared(saved, sharded.union(face.averaged_state)))
     # local steps step some of their groups, all other optimizers all
     counts = torch.tensor([group["step"] for group in engine.option_groups], dtype=torch.int64)
-    words = torch.tensor([-1 if new else int(counts.sum()), len(shared)], device=engine.device)
+    words = torch.tensor(
+        [-1 if new else int(counts.sum()), len(shared)], dtype=torch.int64, device=engine.device
+    )
     rows = (yield from gather_rows(words, comm)).tolist()
     totals = [total for total, _ in rows]
     ahead, mine = max(totals), totals[comm.rank]

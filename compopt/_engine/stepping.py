@@ -90,7 +90,9 @@ class Step:
 
     @property
     def buckets(self) -> list[Bucket]:
-        stepped = {id(group) for group in self.groups}
+        if self._groups is None:
+            return self.engine.buckets
+        stepped = {id(group) for group in self._groups}
         return [bucket for bucket in self.engine.buckets if id(bucket.group) in stepped]
 
     def exchange(self) -> Turns[StepDecision | None]:

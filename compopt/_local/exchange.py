@@ -172,16 +172,26 @@ def compare_ranks(source: Engine, comm: Comm, numbers: list[list[float]]) -> Tur
 # How far apart ranks are
 
 
+def signs_per_rank(ranks: int) -> int:
+    """How many signs a rank sends, a power of 2; none where there is nobody to compare with."""
+    return 0 if ranks == 1 else 2 ** int(math.log2(SIGNS / ranks))
+
+
+def message_bytes(ranks: int) -> int:
+    """Bytes of the message in front of a rank's payloads."""
+    return 8 * NUMBERS + signs_per_rank(ranks) // 8
+
+
 def signs_of(vector: Sequence[Tensor], ranks: int, seed: int, device: torch.device) -> Tensor:
     """Bits: the signs of at most SIGNS / ranks projections of a vector, which is given in parts.
 
     Its elements, each times 1 or -1, are added up in as many places, one after the other; these
     are mixed by a Walsh-Hadamard transform, so that every projection has a part of all elements.
     """
-    if ranks == 1:  # there is nobody to compare with
+    count = signs_per_rank(ranks)
+    if count == 0:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    count = 2 ** int(math.log2(SIGNS / ranks))
-    sums = torch.zeros(count, device=device)
+    sums = torch.zeros(count, dtype=torch.float32, device=device)
     parts = [part.reshape(-1).float() for part in vector if part.numel()]
     size = sum(part.numel() for part in parts)
     if 0 < size < count:
@@ -205,7 +215,9 @@ def signs_of(vector: Sequence[Tensor], ranks: int, seed: int, device: torch.devi
 @lru_cache(maxsize=4)
 def random_factors(device: torch.device) -> Tensor:
     """1 and -1: 65536 of them, twice, so that as many follow on any place."""
-    drawn = torch.randint(2, (65536,), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(
+        2, (65536,), dtype=torch.int64, generator=torch.Generator().manual_seed(0)
+    )
     return drawn.mul_(2).sub_(1).float().repeat(2).to(device)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 
 import torch
 
 from .._wire.comm import Comm
-from .._wire.warning import user_location
+from .._wire.warning import user_location, warn_at
 
 
 class OpenRound:
@@ -27,19 +26,17 @@ class OpenRound:
     def update(self, round_is_open: bool, comm: Comm) -> None:
         """Count a local step, or note that parameters are equal on all ranks."""
         self.steps = self.steps + 1 if round_is_open else 0
-        self._warns = comm.rank == 0 and comm.size > 1
+        is_distributed = getattr(comm, "group", None) is not None  # not so in a simulation
+        self._warns = is_distributed and comm.rank == 0 and comm.size > 1
 
     def _on_end(self) -> None:
         # An error that ends the process has a message of its own.
         if not self.steps or not self._warns or hasattr(sys, "last_value"):
             return
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
-        file, line = self._location
-        warnings.warn_explicit(
+        warn_at(
+            self._location,
             f"{self._name} ended within a round: ranks took {steps} since parameters were last "
             "equal, and each holds a model of its own. Call end_round() on all ranks after the "
             "last step.",
-            UserWarning,
-            file,
-            line,
         )

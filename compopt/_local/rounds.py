@@ -48,7 +48,7 @@ def check_counts(group: Group) -> None:
         most = group.get("step") if name == "begun" else None
         value = group.get(name, 0)
         if not is_count(value, 0) or (is_count(most, 0) and value > most):
-            raise ValueError(f"loaded state dict has {name}={value!r}: it is damaged.")
+            raise ValueError(f"loaded state dict has {name} {value!r}: it is damaged.")
 
 
 def is_count(number: Any, least: int) -> bool:

@@ -55,3 +55,8 @@ def _users_frame() -> FrameType:
             other = other or frame
         frame = frame.f_back
     return other or last
+
+
+def warn_at(location: tuple[str, int], message: str) -> None:
+    """Warn of something that began at this file and line."""
+    warnings.warn_explicit(message, UserWarning, *location)

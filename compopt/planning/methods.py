@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .._local import rounds
+from .._local.exchange import message_bytes
 from .._wire.quantise import ROW as VALUES_PER_SCALE
 
 # Bytes of a number: gradients, payloads and optimizer state are float32.
@@ -259,8 +260,8 @@ def local_steps_cost(
     n = work.parameters
     return Cost(
         reduced=0.0,
-        # Once a round, of all parameters.
-        quantized=code_bytes(bits) * n / every,
+        # Once a round, of all parameters, with a message in front of them.
+        quantized=(code_bytes(bits) * n + message_bytes(ranks)) / every,
         # AdamW's moments; anchors, outer momentum, residual, and what moved while it is exchanged.
         state=(8 + 16) * n,
         # anchor - w and its norm 16, + residual 12, codes both ways 31, mean and residual 16,

@@ -22,7 +22,7 @@ def first_group(key: str, value: object) -> Damage:
 
 def entry_of(state: dict) -> dict:
     """The state of a compressed parameter; in rounds that of its anchor, in the outer optimizer."""
-    return (state["outer"][0]["outer"] if "outer" in state else state)["state"][1]
+    return (state["outer"]["optimizer"] if "outer" in state else state)["state"][1]
 
 
 def tensors(change: Callable[[dict, str, torch.Tensor], object]) -> Damage:

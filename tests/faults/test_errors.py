@@ -108,7 +108,7 @@ def one_exchange_fails(rank: int) -> list[tuple[str, str, int, float]]:
     told = []
     for step in range(7):
         if step == 4 and rank == 1:
-            outer = optimizer._rounds.exchanges.fragments[0].outer
+            outer = optimizer._anchors.outer
             fail(outer, len(outer._buckets) - 1, 0, RuntimeError("no memory left"))
         backward(model, optimizer, step, rank)
         said = attempt(optimizer)

@@ -18,7 +18,7 @@ def fail_the_step(ranks: Ranks, on: list[int], first: int = 0) -> None:
     ranks.backward(loss)
     start = ranks.world.comms[0].started + first
     ranks.world.failing.update((rank, number) for rank in on for number in range(start, start + 9))
-    with pytest.raises(compopt.CommunicationError, match=rf"step \d+ was not applied on rank {on[0]}"):
+    with pytest.raises(compopt.CommunicationError, match=rf"step \d+ was (not applied|taken) on rank {on[0]}"):
         ranks.world.step(ranks.optimizers)
     ranks.steps += 1
 
