@@ -39,8 +39,9 @@ from ._engine.stepping import refuse
 from ._engine.wrapping import Wrapping
 from ._local import options
 from ._local.engine import LocalEngine
+from ._local.open_round import OpenRound
 from ._local.outer import Outer
-from ._local.stats import begun, with_rounds
+from ._local.stats import LocalStats, begun, with_rounds
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Prefix
 from ._wire.comm import Comm, ProcessGroup
@@ -101,6 +102,7 @@ class LocalSteps(Wrapping):
 
     averaged_state = ("residual",)
     _rounds: LocalEngine
+    _open_round: OpenRound | None = None  # before the first local step
 
     def __init__(
         self,
@@ -197,7 +199,27 @@ class LocalSteps(Wrapping):
         else:
             refuse(self._engine)
             self._look_around()
-            yield from self._rounds.step(self._said, self.max_skipped)
+            try:
+                yield from self._rounds.step(self._said, self.max_skipped)
+            finally:  # the rank's own step stands, whatever became of the exchange
+                self._count_local_step()
+
+    def _count_local_step(self) -> None:
+        if self._rounds.exchanges is None:
+            return
+        h = self._own_groups[0]
+        self._open_round = self._open_round or OpenRound(self)
+        equal_at_end = h["fragments"] == 1 and not h["delay"]
+        stats = self.stats
+        assert isinstance(stats, LocalStats)
+        self._open_round.count_step(stats, self.comm, equal_at_end)
+
+    @property
+    def round_is_open(self) -> bool:
+        """True if parameters may differ from rank to rank: after a local step, until the round ends
+        or ``end_round()`` is called. With ``fragments`` or a ``delay``, until ``end_round()``.
+        """
+        return self._open_round is not None and self._open_round.steps > 0
 
     def _look_around(self) -> None:
         """See which ranks and groups there are, and leave the averaged start."""
@@ -221,6 +243,8 @@ class LocalSteps(Wrapping):
 
     def end_round_in_turns(self) -> Generator[Pending, None, None]:
         yield from self._rounds.end_round(self._said)
+        if self._open_round is not None:
+            self._open_round.end()
 
     def _said(self) -> list[Any]:
         """What ranks must have alike when they exchange."""

@@ -19,7 +19,7 @@ from torch.nn.utils import parameters_to_vector
 
 import compopt
 
-PAGE = (Path(compopt.__file__).parents[1] / "docs" / "checkpoints.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
 RADIUS = dict(lr=1e-2, density=0.3, interval=3, warmup_steps=1)
 BEFORE, AFTER = 5, 3
 

@@ -37,6 +37,12 @@ def warn(message: str, rank: int) -> None:
     )
 
 
+def user_location() -> tuple[str, int]:
+    """The file and the line of the user's that led here."""
+    frame = _users_frame()
+    return frame.f_code.co_filename, frame.f_lineno
+
+
 def _users_frame() -> FrameType:
     """The innermost frame of neither; where all are, of another package; else the outermost."""
     frame: FrameType | None = sys._getframe(1)

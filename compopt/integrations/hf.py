@@ -8,7 +8,8 @@
 
 The optimizer trains without the callback too. The callback keeps what the Trainer does around it
 from costing more than it must: a clip that would touch gradients on their way, and checkpoints with
-the residuals of rank 0 only.
+the residuals of rank 0 only. With LocalSteps it also ends the running round where all ranks need
+the same model.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from .._engine.base import CompressedOptimizer
 from .._engine.saving import whose_residuals
 from .._wire.warning import warn
+from ._rounds import end_open_rounds, has_open_round
 
 try:
     from transformers import TrainerCallback
@@ -28,7 +30,8 @@ except ImportError as error:
 
 
 class CompoptCallback(TrainerCallback):
-    """Clip in the optimizer, consolidate before a save, and log what crossed the network.
+    """Clip in the optimizer, end rounds and consolidate before a save, and log what crossed the
+    network.
 
     - ``args.max_grad_norm`` moves into the optimizer's groups that have none of their own, and
       becomes 0: the averaged gradient is then clipped, not each rank's, and no payload sent in
@@ -36,6 +39,8 @@ class CompoptCallback(TrainerCallback):
       where it was.
     - Before the Trainer saves, all ranks average their residuals (``consolidate_state``), so that
       the ``optimizer.pt`` which rank 0 writes holds what all of them owe.
+    - The running round of :class:`compopt.LocalSteps` is ended before an evaluation, before a save
+      and at the end of training: within a round every rank holds a model of its own.
     - The Trainer's logs gain ``grad_norm`` (of the averaged gradient), ``bytes_sent`` (by this
       rank, a step, averaged since the last log), ``bytes_dense`` (what DDP would have handed over),
       ``phase``, ``skipped_steps`` (so far) and ``residual_norm`` (this rank's). They reach
@@ -62,16 +67,21 @@ class CompoptCallback(TrainerCallback):
     def on_step_end(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        ours = unwrap(optimizer)
-        self._bytes.append(ours.stats.bytes_sent)
-        if control.should_save:
-            ours.consolidate_state()
+        self._prepare(unwrap(optimizer), control)
+        self._bytes.append(unwrap(optimizer).stats.bytes_sent)
 
     def on_epoch_end(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
+        self._prepare(unwrap(optimizer), control)
+
+    def _prepare(self, ours: CompressedOptimizer, control: Any) -> None:
+        """For what the Trainer does next."""
+        # A best model that the Trainer loads at the end is loaded after these events.
+        if control.should_evaluate or control.should_save or control.should_training_stop:
+            end_open_rounds([ours])
         if control.should_save:
-            unwrap(optimizer).consolidate_state()
+            ours.consolidate_state()
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
@@ -85,6 +95,13 @@ class CompoptCallback(TrainerCallback):
     def on_save(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
+        if has_open_round(unwrap(optimizer)):
+            warn(
+                f"the checkpoint of step {state.global_step} holds the model of rank 0 within a "
+                "round, for another callback asked for it after CompoptCallback had its turn: put "
+                "CompoptCallback last in callbacks.",
+                int(not state.is_world_process_zero),
+            )
         whose = whose_residuals(unwrap(optimizer)._engine)
         if whose != "mean":
             warn(

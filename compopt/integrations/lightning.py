@@ -1,0 +1,56 @@
+"""Lightning's Trainer, for optimizers that take local steps.
+
+    from compopt.integrations.lightning import CompoptCallback
+
+    Trainer(strategy="ddp", callbacks=[CompoptCallback()], ...)
+
+Other optimizers of this package need no callback: Lightning itself calls ``consolidate_state_dict``
+before it saves.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ._rounds import end_open_rounds
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+else:
+    # Lightning has two names: the one that the program has imported, or else one that is installed.
+    names = "lightning.pytorch", "pytorch_lightning"
+    imported = [name for name in names if name in sys.modules]
+    installed = [name for name in names if importlib.util.find_spec(name.partition(".")[0])]
+    if not installed:
+        raise ImportError("compopt.integrations.lightning needs Lightning: pip install lightning.")
+    Callback = importlib.import_module(f"{[*imported, *installed][0]}.callbacks").Callback
+
+
+class CompoptCallback(Callback):
+    """Ends the running round of :class:`compopt.LocalSteps` before each validation, before each
+    checkpoint, and at the end of ``fit``: within a round every rank holds a model of its own.
+
+    Checkpoints of ``ModelCheckpoint`` and ``trainer.save_checkpoint`` alike.
+    """
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        # No hook comes before the Trainer collects the model's parameters.
+        save = trainer.save_checkpoint
+
+        def end_rounds_and_save(*args: Any, **kwargs: Any) -> None:
+            if not trainer.interrupted:  # else other ranks may not come
+                end_open_rounds(trainer.optimizers)
+            save(*args, **kwargs)
+
+        trainer.save_checkpoint = end_rounds_and_save
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        vars(trainer).pop("save_checkpoint", None)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        end_open_rounds(trainer.optimizers)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        end_open_rounds(trainer.optimizers)
