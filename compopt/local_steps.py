@@ -398,6 +398,8 @@ class LocalSteps(Wrapping):
         turns = communicate(self._engine, anchors, step, squared, apply_at is not None)  # line 3
         exchange = Exchange(anchors, fragments, apply_at, mix, squared, step, Background(turns))
         self._exchange = exchange
+        if apply_at is not None:
+            engine.comm.unfinished.add("delayed exchange")
         return exchange
 
     @torch.no_grad()
@@ -419,6 +421,7 @@ class LocalSteps(Wrapping):
             self._cancel_exchange()
             raise
         self._exchange = None
+        exchange.step.comm.unfinished.clear()
         if outcome.ranks > 1 and own > 0:
             self._distances = distances(own, product, outcome.ranks)
         if exchange.is_lost and is_applied:

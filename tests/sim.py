@@ -66,6 +66,7 @@ class SimComm(Comm):
     def __init__(self, world: World, rank: int):
         self.world, self.rank, self.size = world, rank, world.size
         self.bytes_sent = self.started = 0
+        self.unfinished: set[str] = set()
 
     def start(self, request: Request) -> SimPending:
         self.bytes_sent += bytes_of(request)

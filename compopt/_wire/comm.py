@@ -58,6 +58,8 @@ class Comm:
                 "init_process_group first."
             )
         self.group: ProcessGroup | None = None if alone else group or dist.group.WORLD
+        # what may still be on its way when this communicator is deleted
+        self.unfinished: set[str] = set()
         self.rank = 0 if alone else dist.get_rank(self.group)
         self.size = 1 if alone else dist.get_world_size(self.group)
         if self.rank < 0:
@@ -90,7 +92,8 @@ class Comm:
             )
             self._apart = Comm(group)
             if is_world:
-                weakref.finalize(self, _destroy, group).atexit = False
+                unfinished = self._apart.unfinished
+                weakref.finalize(self, _destroy, group, unfinished).atexit = False
         return self._apart
 
     @property
@@ -249,10 +252,17 @@ class Comm:
         return ""
 
 
-def _destroy(group: ProcessGroup) -> None:
+def _destroy(group: ProcessGroup, unfinished: set[str]) -> None:
+    if unfinished:  # gloo would wait for its collectives, which other ranks may have given up
+        _abandoned.append(group)
+        return
     with contextlib.suppress(ValueError):  # all groups are gone already
         if dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+# groups with a collective on its way that nobody waits for
+_abandoned: list[ProcessGroup] = []
 
 
 def or_of_rows(rows: Tensor) -> Tensor:
