@@ -132,12 +132,13 @@ def communicate(
     rows = pending.wait()
     assert isinstance(rows, Tensor)
     numbers = rows[:, : 8 * NUMBERS].contiguous().view(torch.float64)
-    yield from compare_ranks(source, comm, numbers.tolist())
+    values = numbers.tolist()
+    yield from compare_ranks(source, comm, values)
     if not is_delayed:
         decision = yield from step.exchange()
-    finite = numbers[:, 3].isfinite()
+    finite = [rank for rank, row in enumerate(values) if math.isfinite(row[3])]
     own, product = inner_products(numbers[finite, 3], rows[finite, 8 * NUMBERS :])
-    return Outcome(decision, own, product, int(finite.sum()))
+    return Outcome(decision, own, product, len(finite))
 
 
 def make_message(source: Engine, anchors: Anchors, step: Step, squared: float) -> Tensor:
