@@ -3,7 +3,7 @@
 
 On an accelerator "triton" where triton is installed and has a driver for it, else, on CUDA devices,
 "apex" where NVIDIA's apex is; on the CPU "native" where there is a C compiler and the C passes have
-vectors for the processor, or win a trial of some milliseconds; else "torch". The environment
+vectors for the processor, or PyTorch's operators have none either; else "torch". The environment
 variable COMPOPT_BACKEND names one; it is the only way to get the "triton" of the interpreter. Ranks
 that choose differently by themselves all take "torch".
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from functools import lru_cache
 
 import torch
 
@@ -22,11 +21,8 @@ from .._wire.warning import warn
 from .makers import has_triton_driver, lacks
 from .native.build import UnknownISA, compiler
 from .pytorch import Ops
-from .race import times_as_long
 
 NAMES = ("auto", "torch", "native", "triton", "apex")
-# Of the time that PyTorch's operators take: what a back end has to stay below in a trial.
-MARGIN = 0.8
 log = logging.getLogger("compopt")
 
 
@@ -89,8 +85,8 @@ def _fastest(devices: set[str]) -> Ops:
             )
             why.append(f"{name} does not run")
             continue
-        if slow := _slow(chosen):
-            why.append(slow)
+        if is_slower_than_torch(chosen):
+            why.append("no native, it has no vectors here (portable) and PyTorch's operators do")
             continue
         chosen.reason = _said(chosen, "the fastest that runs here")
         return chosen
@@ -104,31 +100,10 @@ def _said(chosen: Ops, why: str) -> str:
     return f"{chosen.name}{isa and f' ({isa})'}: {why}"
 
 
-def _slow(chosen: Ops) -> str:
-    """Why it is not taken though it runs: C passes without vectors lose against PyTorch's operators
-    with them.
-
-    Where neither has any, a trial tells.
-    """
-    if getattr(chosen, "isa", "") != "portable":
-        return ""
-    vectors = torch.backends.cpu.get_cpu_capability()
-    if vectors not in ("DEFAULT", "NO AVX"):
-        return (
-            f"no native, it has no vectors here (portable) and PyTorch's operators have {vectors}"
-        )
-    times = _trial(torch.get_num_threads())
-    return (
-        "" if times < MARGIN else f"no native, portable it took {times:.1f} x their time in a trial"
-    )
-
-
-@lru_cache(maxsize=4)
-def _trial(threads: int) -> float:
-    """Once a process: all its optimizers are to have the same back end, also when they are laid out
-    anew.
-    """
-    return times_as_long(_make("native", {"cpu"}), Ops())
+def is_slower_than_torch(backend: Ops) -> bool:
+    """Whether these are C passes without vectors, where PyTorch's operators have some."""
+    has_vectors = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
+    return getattr(backend, "isa", "") == "portable" and has_vectors
 
 
 def _interpreted(name: str) -> str:
