@@ -43,6 +43,11 @@ def refusals(rank: int) -> dict[str, str]:
     found["no DDP"] = said(ValueError, lambda: compopt.attach(Net(), optimizer))
     del optimizer
 
+    model = DDP(DDP(Net()))
+    optimizer = radius(model.parameters())
+    found["DDP within a DDP"] = said(RuntimeError, lambda: forward_backward(model))
+    del model, optimizer
+
     net = Net()
     optimizer = radius(net.parameters())
     for p in net.parameters():
@@ -66,6 +71,7 @@ def test_refusals_say_what_is_wrong():
         assert "belong to no compopt optimizer (branch.weight, branch.bias" in found["parameters of nobody"]
         assert "process_group of the optimizer has ranks" in found["other ranks"]
         assert "no DistributedDataParallel" in found["no DDP"]
+        assert "wraps another one" in found["DDP within a DDP"] and "wrap the model once" in found["DDP within a DDP"]
         assert "compopt.attach" in found["averaged before"]
         assert "parameter 0 of group 0, checksum of its values: rank 0 has" in found["other order"]
         assert "shape: rank 0 has (96, 96), rank 1 has (96,). Build the same model" in found["other shapes"]

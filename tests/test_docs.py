@@ -34,7 +34,7 @@ def messages(path: Path) -> list[str]:
         if not isinstance(node, ast.Call) or not node.args:
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if node in raised or name in ("warn", "post_note") or name.endswith("Error"):
+        if node in raised or name in ("warn", "warn_once", "post_note") or name.endswith("Error"):
             found += [texts(arg) for arg in node.args]
     return [message for message in found if message]
 

@@ -190,3 +190,61 @@ def test_no_warning_goes_another_way():
     root = Path(compopt.__file__).parent
     others = [p for p in root.rglob("*.py") if re.search(r"warnings\.warn\b|import warnings", p.read_text())]
     assert [p.name for p in others] == ["warning.py"]
+
+
+def texts(found: list[tuple[str, str, int]], words: str) -> list[str]:
+    return [text for text, *_ in found if words in text]
+
+
+def test_ranks_that_are_not_connected_are_told_the_line_to_add(monkeypatch):
+    """torchrun has started two, and the script lacks a line. Said once, by rank 0, also for wrapped optimizers."""
+
+    def train(make: Callable, steps: int = 3) -> None:
+        model = nn.Linear(80, 80)
+        optimizer = make(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(2, 80)).sum().backward()
+            optimizer.step()
+
+    makers = [
+        compopt.SeparateAdam,
+        lambda params: compopt.Average(compopt.AdamS(params)),
+        lambda params: compopt.LocalSteps(torch.optim.AdamW(params)),
+    ]
+    for make in makers:
+        for size, rank, times in ((2, 0, 1), (2, 1, 0), (1, 0, 0)):
+            monkeypatch.setenv("WORLD_SIZE", str(size))
+            monkeypatch.setenv("RANK", str(rank))
+            said = texts(heard(lambda make=make: train(make)), "torch.distributed is not initialized")
+            assert len(said) == times
+            assert all(f"WORLD_SIZE is {size}" in text and "torch.distributed.init_process_group()" in text for text in said)
+    monkeypatch.delenv("RANK")
+    assert not texts(heard(lambda: train(compopt.AdamS)), "not initialized")
+
+
+def without_backward(rank: int) -> list[list[str]]:
+    found = []
+    for make in (compopt.SeparateAdam, compopt.TagcAdamW, lambda p: compopt.Average(torch.optim.AdamW(p))):
+        torch.manual_seed(0)
+        model = nn.Linear(80, 80)
+        optimizer = make(model.parameters())
+
+        def train(model=model, optimizer=optimizer) -> None:
+            for step in range(5):
+                optimizer.zero_grad()
+                if step and (rank == 0 or step == 1):  # first nobody runs backward, then rank 1 does once
+                    model(torch.full((2, 80), rank + 1.0)).sum().backward()
+                optimizer.step()
+
+        found.append(texts(heard(train), "had no gradients"))
+    return found
+
+
+def test_a_rank_that_never_ran_backward_is_told_once():
+    first, second = run_ranks(without_backward, 2)
+    assert first == [[]] * 3
+    for said in second:
+        assert said == [
+            "rank 1 had no gradients in step 3: it counts as zeros in the mean over ranks. Call backward() on every rank "
+            "before step()."
+        ]

@@ -220,7 +220,7 @@ class CompressedOptimizer(Optimizer, Face, Shown):
             after(self)
         engine.consolidated = None
         engine.rebuild()
-        engine.half_step = ""
+        engine.half_step, engine.skipped_in_a_row = "", 0
 
     @torch.no_grad()
     def consolidate_state(self, patience: float | None = None) -> None:

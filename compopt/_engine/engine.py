@@ -23,10 +23,11 @@ from .._state.offload import Offload
 from .._state.shards import Shards
 from .._wire.comm import Comm, ProcessGroup, connect, has_met_others
 from .._wire.meshes import copies_of, shard_comms
+from .._wire.warning import warn
 from . import checkpoint, frozen
 from .face import Face, Group
 from .missing_ranks import Note
-from .peers import Peers
+from .peers import Peers, warn_of_missing_group
 from .runtime import Runtime
 from .settings import structure_of
 from .stats import Stats
@@ -57,9 +58,7 @@ class Engine:
         self.retired = False  # another optimizer has its parameters
         self.handed_over = False  # DDP has left the gradients of this step as they are
         self.scaled = False  # a GradScaler drives the steps
-        self.warned = False  # of gradients that had to be sent again
-        self.warned_of_same_data = False  # all ranks hold the same gradients
-        self.warned_of_saving = False  # of a state dict that lacks what other ranks have
+        self.warned: set[str] = set()  # of what the user was told, by keys
         self.half_step = ""  # why parameters and state no longer belong together
         self.note: Note | None = None  # that this rank has left for the others
         self.skipped_in_a_row = 0
@@ -101,6 +100,17 @@ class Engine:
     def device(self) -> torch.device:
         """Where words for other ranks are."""
         return self.buckets[0].device if self.buckets else torch.device("cpu")
+
+    def is_first(self, key: str) -> bool:
+        """Whether ``key`` comes here for the first time."""
+        is_first = key not in self.warned
+        self.warned.add(key)
+        return is_first
+
+    def warn_once(self, key: str, message: str, rank: int) -> None:
+        """Warn, where this was not done for ``key`` before; on ``rank`` 0 only."""
+        if self.is_first(key):
+            warn(message, rank)
 
     # Layout
 
@@ -180,6 +190,7 @@ class Engine:
         """
         comm = self.comm
         self.dense = comm.size == 1 and not self.face.simulate
+        warn_of_missing_group(self, comm)
         for bucket in self.buckets:
             if bucket.alone != self.dense:
                 bucket.alone = self.dense

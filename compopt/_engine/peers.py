@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from .._state.buckets import local
-from .._wire.comm import Comm
+from .._wire.comm import Comm, count_launched_ranks, rank_here
 from .._wire.requests import AllGather, CommunicationError
-from .._wire.warning import warn
+from .decision import StepDecision
 from .settings import list_settings
 from .turns import Turns, ask
 
@@ -121,14 +121,42 @@ def _report_equal_gradients(engine: Engine, comm: Comm) -> None:
             "the same, give each rank its own. On CPUs Accelerate and the Trainer give all ranks "
             "the same data unless told Accelerator(cpu=True) or use_cpu=True."
         )
-    if not engine.warned_of_same_data:
-        engine.warned_of_same_data = True
-        warn(
-            f"all {comm.size} ranks hold bit-identical gradients: they train on the same data, and "
-            "learn no more than one rank would. Likely causes: no DistributedSampler, or the same "
-            "random seed on all ranks. Give each rank its own data, by DataLoader(dataset, "
-            "sampler=DistributedSampler(dataset)) or by a seed that the rank is part of.",
-            comm.rank,
+    engine.warn_once(
+        "same data",
+        f"all {comm.size} ranks hold bit-identical gradients: they train on the same data, and "
+        "learn no more than one rank would. Likely causes: no DistributedSampler, or the same "
+        "random seed on all ranks. Give each rank its own data, by DataLoader(dataset, "
+        "sampler=DistributedSampler(dataset)) or by a seed that the rank is part of.",
+        comm.rank,
+    )
+
+
+def warn_of_missing_group(engine: Engine, comm: Comm) -> None:
+    """Warn once where a launcher has started several processes, and each trains by itself."""
+    size = count_launched_ranks()
+    if size > 1 and comm.size == 1 and engine.group is None and not engine.alone:
+        engine.warn_once(
+            "missing group",
+            f"WORLD_SIZE is {size}, but torch.distributed is not initialized: every process trains "
+            "by itself, and nothing is averaged. Add this line before training: "
+            "torch.distributed.init_process_group()",
+            rank_here(),
+        )
+
+
+def warn_without_gradients(engine: Engine, decision: StepDecision) -> None:
+    """Warn once on a rank that had no gradient in a step in which others had some."""
+    if engine.comm.size == 1 or engine.face.inside is not None:
+        return
+    if any(p.grad is not None for bucket in engine.buckets for p in bucket.params):
+        return
+    exchanges = decision.exchanges
+    if any(any(one.bucket.present(one.agreement.payload)) for one in exchanges):
+        engine.warn_once(
+            "no gradients",
+            f"rank {engine.comm.rank} had no gradients in step {engine.steps}: it counts as zeros "
+            "in the mean over ranks. Call backward() on every rank before step().",
+            0,  # on this rank, whichever it is
         )
 
 

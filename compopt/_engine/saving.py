@@ -72,12 +72,12 @@ def warn_of_what_is_missing(engine: Engine, owned: Iterable[Engine] = ()) -> Non
 
     ``owned``: engines whose state it holds too.
     """
-    if engine.warned_of_saving:
+    if "saving" in engine.warned:
         return
     partly = [one for one in (engine, *owned) if whose_residuals(one) != "mean"]
     found = (said for one in partly for said in _shards_elsewhere(one) + _owed_elsewhere(one))
     if missing := list(dict.fromkeys(found)):
-        engine.warned_of_saving = True
+        engine.warned.add("saving")
         warn(
             f"this state dict of {engine.name} is not whole: {', and '.join(missing)}. Call "
             "consolidate_state() on all ranks before rank 0 saves.",

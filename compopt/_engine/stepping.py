@@ -10,13 +10,18 @@ from .._wire.comm import Comm
 from .._wire.control import Words
 from .._wire.pending import profiler_range
 from .._wire.requests import CommunicationError
-from .._wire.warning import warn
 from . import frozen, gradients
 from .decision import StepDecision
 from .engine import Engine
 from .face import Group
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
-from .peers import describe_optimizer, raise_failure, raise_mismatch, verify_peers
+from .peers import (
+    describe_optimizer,
+    raise_failure,
+    raise_mismatch,
+    verify_peers,
+    warn_without_gradients,
+)
 from .refusals import misplaced, watch_skips
 from .reporting import report
 from .settings import bits_of, list_settings, structure_of
@@ -123,6 +128,8 @@ class Step:
         """Apply the step, or skip it, and report it."""
         engine, comm = self.engine, self.comm
         self._apply(decision)
+        if decision.applied:
+            warn_without_gradients(engine, decision)
         if decision.applied and not engine.told:
             engine.told = True
             tell(engine, comm)
@@ -205,9 +212,9 @@ class Step:
         return (yield from runtime.agree(self.buckets, comm, words, engine.shards, problem))
 
     def _tell_of_changes(self, decision: StepDecision) -> None:
-        if decision.resent and not self.engine.warned:
-            self.engine.warned = True
-            warn(
+        if decision.resent:
+            self.engine.warn_once(
+                "resent",
                 "gradients were changed between backward and step() (a clip, an unscale, another "
                 "backward?), so what was sent during backward had to be sent again. From now on "
                 "nothing is sent before step(): clip with max_grad_norm= instead to keep "

@@ -282,6 +282,16 @@ def rank_here() -> int:
     return int(said) if said.isdigit() else 0
 
 
+def count_launched_ranks() -> int:
+    """How many processes a launcher such as torchrun has started, while torch.distributed is not
+    initialized; else 1.
+    """
+    if "RANK" not in os.environ or (dist.is_available() and dist.is_initialized()):
+        return 1
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdigit() else 1
+
+
 def timeout_of(group: ProcessGroup | None) -> timedelta | None:
     """How long its collectives wait, which torch tells under a private name only; None where it
     does not.

@@ -262,6 +262,11 @@ def _let(handover: weakref.ref[Handover], do: Callable[[Handover], None]) -> Non
 def _check(ddp: DDP, optimizer: CompressedOptimizer) -> None:
     """Raise where ``ddp`` cannot leave its gradients to ``optimizer``."""
     _refuse_join(ddp)
+    if any(isinstance(m, DDP) for m in ddp.module.modules()):
+        raise RuntimeError(
+            "a DistributedDataParallel wraps another one, and both collect the same gradients: "
+            "wrap the model once."
+        )
     if optimizer._engine.alone:
         return
     theirs = dist.get_process_group_ranks(ddp.process_group)

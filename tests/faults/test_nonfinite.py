@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -84,3 +85,36 @@ def test_the_limit_of_skips_counts_steps_in_a_row_and_leaves_the_state_usable(ca
     for both, steps in (ranks, 2), (untroubled, 6):
         both.train(loss, steps)
     assert_same(snapshot(untroubled.optimizers[1]), snapshot(ranks.optimizers[1]))
+
+
+@every_average
+def test_skips_are_counted_anew_after_a_load(case):
+    """The first step after it compares ranks, and is skipped as cleanly as any other."""
+    ranks, untroubled = make_ranks(case, 2), make_ranks(case, 2)
+    for one in (ranks, untroubled):
+        one.train(loss, 4)
+    spoilt = lambda model, rank, step: loss(model, rank, step) * (float("nan") if rank else 1.0)  # noqa: E731
+    for optimizer in ranks.optimizers:
+        optimizer.max_skipped = 3
+    for is_loaded in (False, True):
+        if is_loaded:
+            for optimizer in [*ranks.optimizers, *untroubled.optimizers]:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for _ in range(2):
+            ranks.backward(spoilt)
+            before = [snapshot(optimizer) for optimizer in ranks.optimizers]
+            ranks.world.step(ranks.optimizers)
+            assert all(optimizer.stats.phase == "skipped" for optimizer in ranks.optimizers)
+            for old, optimizer in zip(before, ranks.optimizers, strict=True):
+                assert_same(old, snapshot(optimizer))
+    for one in (ranks, untroubled):
+        one.train(loss, 3)
+    for a, b in zip(ranks.optimizers, untroubled.optimizers, strict=True):
+        assert_same(snapshot(a), snapshot(b))
+    for optimizer in ranks.optimizers:
+        optimizer.max_skipped = 2
+    ranks.backward(spoilt)
+    ranks.world.step(ranks.optimizers)
+    ranks.backward(spoilt)
+    with pytest.raises(FloatingPointError, match="2 steps in a row were skipped"):
+        ranks.world.step(ranks.optimizers)
