@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._engine.averages import Averages
 from ._engine.face import Group
 from ._engine.options import check_compress, check_payload, ignore_capturable
-from ._engine.wrapping import Wrapping
+from ._engine.update import Update
+from ._engine.wrapper import Wrapper
 from ._ops.norms import clip_factor, scale_all_
 from ._ops.pytorch import Ops
 from ._state.buckets import Bucket
@@ -31,8 +31,8 @@ from ._wire.dtypes import PayloadDtype
 from ._wire.requests import Agree, AllReduceMean, Asking
 
 
-def average(bucket: Bucket, ops: Ops, averages: Averages) -> Asking[None]:
-    """Lines 1 to 5, one bucket, one step; ``averages`` takes G."""
+def average(bucket: Bucket, ops: Ops, update: Update) -> Asking[None]:
+    """Lines 1 to 5, one bucket, one step; ``update`` takes G."""
     rounds = bucket.rounds
     residual: list[Tensor | None] = [*bucket.state["residual"]]
     owed = residual if rounds or bucket.owes else None
@@ -45,12 +45,12 @@ def average(bucket: Bucket, ops: Ops, averages: Averages) -> Asking[None]:
     present = [i for i, is_present in enumerate(bucket.present(mean)) if is_present]
     if present:
         torch._foreach_add_([steps[i] for i in present], 1)
-        to = [averages.room(bucket, i, mean.parts[i]) for i in present]
+        to = [update.memory_for(bucket, i, mean.parts[i]) for i in present]
         means = [mean.parts[i].view(g.shape) for i, g in zip(present, to, strict=True)]
         torch._foreach_copy_(to, means)
         scale_all_(to, factor)  # line 4
         for i, g in zip(present, to, strict=True):
-            averages.take(bucket, i, g)
+            update.apply(bucket, i, g)
     for i in present:
         e = residual[i]
         if e is not None and rounds:
@@ -60,7 +60,7 @@ def average(bucket: Bucket, ops: Ops, averages: Averages) -> Asking[None]:
     bucket.cache["owes"] = rounds or (owed is not None and len(present) < len(steps))
 
 
-class Average(Wrapping):
+class Average(Wrapper):
     """Any torch optimizer, on gradients that are averaged whole::
 
         adamw = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -117,7 +117,7 @@ class Average(Wrapping):
         return {"residual": Dense(dtype)}
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
-        return average(bucket, self.ops, self._averages)
+        return average(bucket, self.ops, self._update)
 
 
 def outer_sgd(options: Group, params: list[Tensor]) -> Average:

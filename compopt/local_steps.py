@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from ._engine import frozen, gradients
-from ._engine.averages import Averages
 from ._engine.decision import StepDecision
 from ._engine.face import Group
 from ._engine.missing_ranks import RankLeft
@@ -42,12 +41,12 @@ from ._engine.peers import gather_rows
 from ._engine.recovery import catch_up, tell_what_is_lost
 from ._engine.refusals import watch_skips
 from ._engine.saving import warn_of_what_is_missing
-from ._engine.signals import held_back
+from ._engine.signals import defer_signals
 from ._engine.stats import Stats
 from ._engine.stepping import Step, refuse
 from ._engine.turns import Background, Turns, sum_over
 from ._engine.weakly import weakly
-from ._engine.wrapping import Wrapping
+from ._engine.wrapper import Wrapper
 from ._local.anchors import Anchors, MakeOuter, deal, mend_moments
 from ._local.exchange import Exchange, check_saved, communicate, distances
 from ._local.open_round import OpenRound
@@ -74,7 +73,7 @@ from ._wire.warning import warn
 from .average import average, outer_sgd
 
 
-class LocalSteps(Wrapping):
+class LocalSteps(Wrapper):
     """Any torch optimizer, stepped by every rank on its own gradients; every so many steps ranks
     average what they moved::
 
@@ -189,7 +188,7 @@ class LocalSteps(Wrapping):
     # The averaged start
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
-        return average(bucket, self.ops, self._averages)
+        return average(bucket, self.ops, self._update)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {"residual": Dense(dtype, optional=True)}
@@ -254,11 +253,9 @@ class LocalSteps(Wrapping):
         engine.look_around()
         if frozen.reset_from_outside(engine):
             engine.rebuild()
-        for group in self.param_groups[len(self._own_groups) :]:
-            self.add_param_group(group)  # somebody gave it to the inner optimizer
+        self.add_groups_of_base()
         if any(bucket.flat["residual"].numel() for bucket in engine.buckets):
             engine.rebuild()
-            self._averages = Averages()
 
     def _connect(self) -> None:
         """Make anchors once there are other ranks."""
@@ -317,7 +314,7 @@ class LocalSteps(Wrapping):
         if is_taken:
             factor = clip_factor(norm, self._options["max_grad_norm"])
             scale_all_([*grads.values()], factor)
-        with held_back():
+        with defer_signals():
             if is_taken:
                 self.base.step()
                 entries = [self.state.get(p, {}) for p in grads]
@@ -414,7 +411,7 @@ class LocalSteps(Wrapping):
             outcome = yield from exchange.turns.finish()
             apart = [outcome.squared, outcome.product]
             own, product = yield from sum_over(engine.shards, apart, engine.device)
-            with held_back():
+            with defer_signals():
                 is_applied = self._apply(exchange, outcome.decision)
         except BaseException as error:
             exchange.step.undo(error)

@@ -38,11 +38,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._engine.bases import AdamW, Base
 from ._engine.inside import applied
 from ._engine.options import check_adam, ignore_capturable, take_torchs
+from ._engine.update import AdamW, Update
 from ._engine.when import OPTIONS
-from ._engine.wrapping import Wrapping
+from ._engine.wrapper import Wrapper
 from ._lowrank.options import check_said, resolved
 from ._lowrank.projecting import Group, Projecting
 from ._lowrank.step import Projections
@@ -58,9 +58,9 @@ from ._wire.requests import Agree, AllReduceMean, Asking, Payload
 def separate(
     bucket: Bucket,
     projections: Projections,
-    base: Base,
+    update: Update,
 ) -> Asking[None]:
-    """Algorithm 1, one bucket, one step; ``base`` takes the averaged gradients."""
+    """Algorithm 1, one bucket, one step; ``update`` takes the averaged gradients."""
     yield from projections.track()
     projections.draw()
     sent = projections.pack()  # lines 1 and 2
@@ -75,12 +75,12 @@ def separate(
     projections.draw()
     factor = projections.factor(norm)
     present = bucket.present(mean)
-    if isinstance(base, AdamW) and projections.are_factors:
+    if isinstance(update, AdamW) and projections.are_factors:
         yield from projections.ops.run_batched(  # lines 4 and 5
-            "separate.commit", commit, bucket, mean, projections, base, present, factor
+            "separate.commit", commit, bucket, mean, projections, update, present, factor
         )
     else:
-        commit(bucket, projections.ops, mean, projections, base, present, factor)
+        commit(bucket, projections.ops, mean, projections, update, present, factor)
     if projections.forgets:
         bucket.flat["residual"].zero_()
     yield from projections.commit(mean, present, factor)
@@ -91,19 +91,19 @@ def commit(
     ops: Ops,
     mean: Payload,
     projections: Projections,
-    base: Base,
+    update: Update,
     present: list[bool],
     factor: float,
 ) -> None:
-    """Lines 4 and 5 of the tensors that any rank has a gradient of, and the base's step."""
+    """Lines 4 and 5 of the tensors that any rank has a gradient of, and their update."""
     count_steps(bucket.state["step"], present)
     for i, (tensor, is_present) in enumerate(zip(projections.tensors, present, strict=True)):
         if not is_present:
             continue
         part = mean.parts[i]
-        room = base.room(bucket, i, tensor.average_in(part))
+        room = update.memory_for(bucket, i, tensor.average_in(part))
         ghat = tensor.reconstruct(part, factor, room)  # line 4
-        base.take(bucket, i, ghat)
+        update.apply(bucket, i, ghat)
         tensor.feed_back(mean, i, factor)  # line 5
 
 
@@ -249,13 +249,13 @@ class SeparateAdam(Projecting):
         }
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
-        base = AdamW(self.ops)
+        update = AdamW(self.ops)
         if self.inside is not None:
-            return applied(bucket, self.ops, self.inside, base, self.scales(bucket))
-        return separate(bucket, self.projections(bucket), base)
+            return applied(bucket, self.ops, self.inside, update, self.scales(bucket))
+        return separate(bucket, self.projections(bucket), update)
 
 
-class Separate(Wrapping, Projecting):
+class Separate(Wrapper, Projecting):
     """Any torch optimizer, on gradients averaged through a random low-rank projection (SEPARATE,
     Algorithm 1)::
 
@@ -281,7 +281,7 @@ class Separate(Wrapping, Projecting):
         ValueError: base compresses by itself; an option out of its range.
     """
 
-    said = (*Wrapping.said, "ratio", "rank", "ef_beta")
+    options_in_base = (*Wrapper.options_in_base, "ratio", "rank", "ef_beta")
 
     def __init__(
         self,
@@ -327,5 +327,5 @@ class Separate(Wrapping, Projecting):
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:
         if self.inside is not None:
-            return applied(bucket, self.ops, self.inside, self._averages, self.scales(bucket))
-        return separate(bucket, self.projections(bucket), self._averages)
+            return applied(bucket, self.ops, self.inside, self._update, self.scales(bucket))
+        return separate(bucket, self.projections(bucket), self._update)

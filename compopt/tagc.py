@@ -37,11 +37,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
-from ._engine.bases import AdamW
 from ._engine.decision import StepDecision
 from ._engine.inside import Inside, applied, check_inside, is_inside
 from ._engine.options import check_adam, check_compression, require, take_torchs
 from ._engine.stats import Stats
+from ._engine.update import AdamW
 from ._engine.when import chosen, dense_steps
 from ._ops.norms import clip_factor
 from ._ops.pytorch import Ops

@@ -40,7 +40,7 @@ def handlers():
 def test_handlers_run_when_the_block_has_ended_and_are_what_they_were():
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     done = []
-    with pytest.raises(KeyboardInterrupt), signals.held_back():
+    with pytest.raises(KeyboardInterrupt), signals.defer_signals():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGALRM)
         done.append("all of the block")
@@ -49,7 +49,7 @@ def test_handlers_run_when_the_block_has_ended_and_are_what_they_were():
 
 
 def test_an_error_in_the_block_does_not_swallow_a_signal():
-    with pytest.raises(Alarm) as caught, signals.held_back():
+    with pytest.raises(Alarm) as caught, signals.defer_signals():
         signal.raise_signal(signal.SIGALRM)
         raise ValueError("in the block")
     assert isinstance(caught.value.__context__, ValueError)
@@ -59,7 +59,7 @@ def test_other_threads_hold_nothing_back():
     said = []
 
     def work():
-        with signals.held_back():
+        with signals.defer_signals():
             said.append(signal.getsignal(signal.SIGALRM) is raise_alarm)
 
     thread = threading.Thread(target=work)

@@ -26,8 +26,8 @@ from .._wire.comm import Comm, ProcessGroup, connect
 from .._wire.meshes import is_cut_over
 from .._wire.pending import Pending
 from .._wire.requests import Agree, AllReduceMean, Asking, Commit, Read
-from .bases import Base
 from .engine import Engine
+from .update import Update
 
 # whose gradients a row holds, in order, and along which dimension each is cut
 Params = list[tuple[Tensor, int]]
@@ -209,9 +209,9 @@ class Flow:
 
 
 def applied(
-    bucket: Bucket, ops: Ops, inside: Inside[R], base: Base, scales: Sequence[float] | None = None
+    bucket: Bucket, ops: Ops, inside: Inside[R], update: Update, scales: Sequence[float] | None = None
 ) -> Asking[None]:
-    """The step: ``base`` takes this rank's shards of the gradient that backward has left.
+    """The step: ``update`` takes this rank's shards of the gradient that backward has left.
 
     ``scales``: what is multiplied with the squared norm of each, where that is larger than of what
     was averaged.
@@ -234,12 +234,12 @@ def applied(
         inside.commit(bucket, i, norm)
         g = grads[i]
         bucket.state["step"][i].add_(1)
-        ghat = base.room(bucket, i, g if factor == 1 else None)
+        ghat = update.memory_for(bucket, i, g if factor == 1 else None)
         if g is None:
             ghat.zero_()
         elif ghat.data_ptr() != g.data_ptr():
             ghat.copy_(g).mul_(factor)
-        base.take(bucket, i, ghat)
+        update.apply(bucket, i, ghat)
 
 
 def place_of(p: Tensor, engine: Engine) -> tuple[Bucket, int]:

@@ -1,4 +1,4 @@
-"""Signals that arrive while state is being written wait until it is whole."""
+"""Signals that arrive while state is being written are deferred until it is complete."""
 
 from __future__ import annotations
 
@@ -15,53 +15,52 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Signals with a handler in Python, KeyboardInterrupt's among them, are handled when the block
-    has ended.
+def defer_signals() -> Iterator[None]:
+    """Run signal handlers in Python, KeyboardInterrupt's among them, when the block has ended.
 
-    A handler may raise, and would do so between any two lines. Only the main thread ever runs them;
-    in others there is nothing to hold back.
+    A handler may raise, and would do so between any two lines. Handlers run in the main thread
+    only, so in other threads there is nothing to defer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
-    held: dict[int, Handler] = {}
-    raised: list[BaseException] = []
+    arrived: list[tuple[int, FrameType | None]] = []
+    replaced: dict[int, Handler] = {}
+    errors: list[BaseException] = []
     try:
         for number in NUMBERS:
             handler = getsignal(number)
             if callable(handler):
-                held[number] = handler
-                signal.signal(number, lambda number, frame: came.append((number, frame)))
+                replaced[number] = handler
+                signal.signal(number, lambda number, frame: arrived.append((number, frame)))
         yield
     finally:
-        handlers = dict(held)
-        while held:
+        handlers = dict(replaced)
+        while replaced:
             try:
-                _put_back(held)
-            except BaseException as error:  # of a handler that is back already
-                raised.append(error)
-        _run_all(handlers, came, raised)
+                _restore_handlers(replaced)
+            except BaseException as error:  # of a handler that is restored already
+                errors.append(error)
+        _run_handlers(handlers, arrived, errors)
 
 
-def _put_back(held: dict[int, Handler]) -> None:
-    while held:
-        number = next(iter(held))
-        signal.signal(number, held[number])
-        del held[number]
+def _restore_handlers(replaced: dict[int, Handler]) -> None:
+    while replaced:
+        number = next(iter(replaced))
+        signal.signal(number, replaced[number])
+        del replaced[number]
 
 
-def _run_all(
+def _run_handlers(
     handlers: dict[int, Handler],
-    came: list[tuple[int, FrameType | None]],
-    raised: list[BaseException],
+    arrived: list[tuple[int, FrameType | None]],
+    errors: list[BaseException],
 ) -> None:
-    """Run the handlers of what came, every one of them; the first error of any is raised."""
-    for number, frame in came:
+    """Run the handlers of all signals that arrived, then raise the first error of any."""
+    for number, frame in arrived:
         try:
             handlers[number](number, frame)
         except BaseException as error:
-            raised.append(error)
-    if raised:
-        raise raised[0]
+            errors.append(error)
+    if errors:
+        raise errors[0]

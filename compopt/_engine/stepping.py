@@ -25,7 +25,7 @@ from .peers import (
 from .refusals import misplaced, watch_skips
 from .reporting import report
 from .settings import bits_of, list_settings, structure_of
-from .signals import held_back
+from .signals import defer_signals
 from .telling import tell
 from .turns import Turns
 
@@ -248,7 +248,7 @@ class Step:
         meanwhile.
         """
         engine = self.engine
-        with held_back():
+        with defer_signals():
             if decision.applied:
                 engine.handed_over = False
                 try:

@@ -1,0 +1,93 @@
+"""What is done with averaged gradients: an optimizer's update, of whole tensors or of this rank's
+shards of them.
+
+A generator writes the average of a tensor where the update wants it (``memory_for``), and hands it
+over (``apply``). ``AdamW`` updates the tensor at once; any other optimizer of torch steps once, when
+all buckets have committed (``WrappedUpdate``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._ops.pytorch import Ops
+from .._state.buckets import Bucket, grad_dtype, local
+
+
+class Update(Protocol):
+    """An optimizer's update, a tensor at a time."""
+
+    def memory_for(self, bucket: Bucket, i: int, average: Tensor | None) -> Tensor:
+        """Return where to write the average of tensor i.
+
+        ``average``: where it is already, if anywhere; it may stay there.
+        """
+
+    def apply(self, bucket: Bucket, i: int, average: Tensor) -> None:
+        """Take the average of tensor i, which is in the memory for it."""
+
+
+class AdamW:
+    """AdamW, whose moments are state of the bucket."""
+
+    def __init__(self, ops: Ops):
+        self.ops = ops
+
+    def memory_for(self, bucket: Bucket, i: int, average: Tensor | None) -> Tensor:
+        w = bucket.weight(i)
+        if average is None or average.dtype != w.dtype:
+            average = self.ops.scratch(w, w.numel())
+        return average.view(w.shape)
+
+    def apply(self, bucket: Bucket, i: int, average: Tensor) -> None:
+        state, w = bucket.state, bucket.weight(i)
+        m, v, step = state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
+        self.ops.adamw(bucket.group, w, average, m, v, step)
+        bucket.publish(i)
+
+
+class WrappedUpdate:
+    """The step of a torch optimizer, ``base``, on all averages of a step.
+
+    Memory for the averages is kept from step to step.
+    """
+
+    def __init__(self, base: Optimizer):
+        self.base = base
+        self._averages: dict[Tensor, Tensor] = {}
+        self._applied: set[Tensor] = set()  # those with an average in this step
+
+    def memory_for(self, bucket: Bucket, i: int, average: Tensor | None) -> Tensor:
+        p = bucket.params[i]
+        if p not in self._averages:
+            self._averages[p] = torch.empty_like(
+                p.detach(), dtype=grad_dtype(p), memory_format=torch.contiguous_format
+            )
+        return local(self._averages[p])
+
+    def apply(self, bucket: Bucket, i: int, average: Tensor) -> None:
+        self._applied.add(bucket.params[i])
+
+    def step_base(self) -> None:
+        """Step ``base`` on the averages, once for all tensors."""
+        with self._averages_as_gradients():
+            self.base.step()
+
+    @contextmanager
+    def _averages_as_gradients(self) -> Iterator[None]:
+        """Let ``p.grad`` be the average, None where no rank had one; afterwards this rank's own."""
+        gradients = {p: p.grad for group in self.base.param_groups for p in group["params"]}
+        applied, self._applied = self._applied, set()
+        try:
+            for p in gradients:
+                p.grad = self._averages[p] if p in applied else None
+            yield
+        finally:
+            for p, gradient in gradients.items():
+                p.grad = gradient
