@@ -151,8 +151,8 @@ def test_apex_is_taken_on_cuda_where_triton_is_not(monkeypatch, apex):
     """There is no CUDA here: the device is said to be one, and the tensors are told to look so to the choice only."""
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    chosen = backends.choose({"cuda"})
-    assert chosen.name == "apex" and backends.choose({"cpu"}).name != "apex"
+    chosen = backends.choose_backend({"cuda"})
+    assert chosen.name == "apex" and backends.choose_backend({"cpu"}).name != "apex"
     group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": True}
     w, g, m, v = (torch.rand(100, generator=torch.Generator().manual_seed(i)) for i in range(4))
     plain = [x.clone() for x in (w, m, v)]
@@ -176,10 +176,10 @@ def test_a_back_end_that_is_installed_but_does_not_run_gives_way(monkeypatch):
             raise RuntimeError("Failed to find C compiler")
         return Ops()
 
-    monkeypatch.setattr(backends, "_make", broken)
+    monkeypatch.setattr(backends, "make_backend", broken)
     monkeypatch.setattr(backends, "has_triton_driver", lambda: True)
     with pytest.warns(UserWarning, match="triton back end is installed but does not run.* Failed to find C compiler"):
-        assert backends.choose({"cuda"}).name == "torch"
+        assert backends.choose_backend({"cuda"}).name == "torch"
 
 
 class Waits(TorchDispatchMode):

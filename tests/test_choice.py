@@ -23,13 +23,13 @@ def by_itself(monkeypatch) -> None:
 
 @needs_compiler
 def test_it_is_taken_on_the_cpu_where_there_is_a_compiler(monkeypatch):
-    assert backends.choose({"cpu"}).name == "native"
-    assert backends.choose({"cpu", "meta"}).name == "torch"
+    assert backends.choose_backend({"cpu"}).name == "native"
+    assert backends.choose_backend({"cpu", "meta"}).name == "torch"
     monkeypatch.setattr(backends, "compiler", lambda: None)
-    assert backends.choose({"cpu"}).name == "torch"
+    assert backends.choose_backend({"cpu"}).name == "torch"
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
     with pytest.raises(RuntimeError, match="native cannot run here: there is no C compiler"):
-        backends.choose({"cpu"})
+        backends.choose_backend({"cpu"})
 
 
 @needs_compiler
@@ -55,10 +55,10 @@ def test_one_line_of_log_says_what_and_why(monkeypatch, caplog):
 def test_without_vectors_it_is_taken_where_torch_has_none_either(monkeypatch, vectors, chosen):
     monkeypatch.setenv("COMPOPT_NATIVE_ISA", "portable")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
-    ops = backends.choose({"cpu"})
+    ops = backends.choose_backend({"cpu"})
     assert ops.name == chosen and "portable" in ops.reason
     monkeypatch.setenv("COMPOPT_BACKEND", "native")  # said aloud it is taken
-    assert backends.choose({"cpu"}).name == "native"
+    assert backends.choose_backend({"cpu"}).name == "native"
 
 
 def adams(world: World, rank: int) -> torch.optim.Optimizer:

@@ -65,21 +65,21 @@ def test_where_there_is_none_it_is_not_asked_which(monkeypatch):
 def test_why_kernels_are_not_taken_on_other_devices(monkeypatch, kind):
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(backends, "_installed", lambda module: module == "triton")
+    monkeypatch.setattr(backends, "is_installed", lambda module: module == "triton")
     monkeypatch.setattr(backends, "has_triton_driver", lambda: False)
     apex = "the module amp_C is not installed" if kind == "cuda" else "no parameter is on a CUDA device"
     reason = f"torch: no triton, it has no driver for a device of this machine; no apex, {apex}"
-    assert backends.choose({kind}).reason == reason
+    assert backends.choose_backend({kind}).reason == reason
 
 
 def test_triton_is_tried_on_whatever_device_it_has_a_driver_for(monkeypatch):
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(backends, "_installed", lambda module: True)
+    monkeypatch.setattr(backends, "is_installed", lambda module: True)
     monkeypatch.setattr(backends, "has_triton_driver", lambda: True)
     made = []
-    monkeypatch.setattr(backends, "_make", lambda name, kinds: made.append((name, kinds)) or backends.Ops())
-    backends.choose({"xpu"})
+    monkeypatch.setattr(backends, "make_backend", lambda name, kinds: made.append((name, kinds)) or backends.Ops())
+    backends.choose_backend({"xpu"})
     assert made == [("triton", {"xpu"})]
 
 

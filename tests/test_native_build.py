@@ -62,7 +62,7 @@ def built(folder: Path) -> Path:
 def test_a_compiler_that_fails_gives_way(monkeypatch, cache):
     monkeypatch.setenv("CC", program(cache.parent / "cc", "#!/bin/sh\necho no disk >&2\nexit 1\n"))
     with pytest.warns(UserWarning, match="native back end is installed but does not run.* no disk"):
-        assert backends.choose({"cpu"}).name == "torch"
+        assert backends.choose_backend({"cpu"}).name == "torch"
     assert not list(cache.glob("*"))
 
 
@@ -102,12 +102,12 @@ def test_what_cannot_be_loaded_or_kept_is_built_for_this_process_alone(monkeypat
         return real(path)
 
     monkeypatch.setattr(build.ctypes, "CDLL", refuse)
-    assert backends.choose({"cpu"}).name == "native"
+    assert backends.choose_backend({"cpu"}).name == "native"
     assert len(loads) == 2 and not Path(loads[1]).exists()
     build._load.cache_clear()
     monkeypatch.setattr(build.ctypes, "CDLL", real)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    assert backends.choose({"cpu"}).name == "native"
+    assert backends.choose_backend({"cpu"}).name == "native"
 
 
 @pytest.mark.parametrize("part", ["compiler", "libc", "processor", "isa"])
@@ -172,7 +172,7 @@ def test_nobody_else_may_write_what_is_kept_whatever_the_umask(monkeypatch, cach
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent / "new" / "home"))
     before = os.umask(0)
     try:
-        assert backends.choose({"cpu"}).name == "native"
+        assert backends.choose_backend({"cpu"}).name == "native"
     finally:
         os.umask(before)
     new = cache.parent / "new"
@@ -215,7 +215,7 @@ def test_a_folder_where_another_user_may_write_is_not_used(monkeypatch, cache, l
     else:
         changed.chmod(0o775 if "group" in fault else 0o1777 if "sticky" in fault else 0o777)
     with pytest.warns(UserWarning, match=f"compiled anew.*{changed} .*XDG_CACHE_HOME"):
-        assert backends.choose({"cpu"}).name == "native"
+        assert backends.choose_backend({"cpu"}).name == "native"
     (path,) = loaded
     assert changed not in path.parents and not path.exists()
     assert kept.name == path.name
@@ -229,13 +229,13 @@ def test_a_folder_where_nobody_else_may_write_is_used(cache, loaded, case):
     else:
         cache.rename(elsewhere := cache.parent / "elsewhere")
         cache.symlink_to(elsewhere)
-    assert backends.choose({"cpu"}).name == "native"
+    assert backends.choose_backend({"cpu"}).name == "native"
     assert loaded == [kept.resolve()]
 
 
 def test_it_is_loaded_with_another_default_dtype(cache):
     torch.set_default_dtype(torch.float64)
     try:
-        assert backends.choose({"cpu"}).name == "native"
+        assert backends.choose_backend({"cpu"}).name == "native"
     finally:
         torch.set_default_dtype(torch.float32)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import compopt
-from compopt._ops.backends import choose
+from compopt._ops.backends import choose_backend
 from compopt._sparse.top_k import select_exact_top_k
 
 
@@ -31,7 +31,7 @@ def test_what_is_not_finite_is_among_the_largest(dtype, backend, wrong, monkeypa
     """So it is sent, and no rank has to look for it."""
     if backend:
         monkeypatch.setenv("COMPOPT_BACKEND", backend)
-    ops = choose({"cpu"})
+    ops = choose_backend({"cpu"})
     for n, count in itertools.product((100, 16384, 16385, 70000), (1, 3, 2000)):
         for k in (1, n // 80 + 1, n // 3):
             x = torch.randn(n, dtype=dtype)

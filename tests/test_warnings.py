@@ -82,7 +82,7 @@ def loads_another_ranks(rank: int) -> list[tuple[str, str, int]]:
 
 
 def other_back_ends(rank: int) -> list[tuple[str, str, int]]:
-    backends._fastest = lambda devices: named("torch" if rank else "other")
+    backends._choose_fastest = lambda devices: named("torch" if rank else "other")
     _, optimizer = made(rank)
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.full_like(p, 1.0 + rank)
@@ -90,7 +90,7 @@ def other_back_ends(rank: int) -> list[tuple[str, str, int]]:
 
 
 def named(name: str):
-    ops = backends._make("torch", set())
+    ops = backends.make_backend("torch", set())
     ops.name, ops.reason = name, "a test"
     return ops
 
@@ -168,10 +168,10 @@ def test_a_back_end_that_does_not_run(monkeypatch):
             raise OSError("no such library")
         return make(name, devices)
 
-    make = backends._make
+    make = backends.make_backend
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
-    monkeypatch.setattr(backends, "_missing", lambda name, devices: "")
-    monkeypatch.setattr(backends, "_make", fails)
+    monkeypatch.setattr(backends, "find_missing", lambda name, devices: "")
+    monkeypatch.setattr(backends, "make_backend", fails)
     monkeypatch.setattr(backends, "connect", lambda group: World(2).comms[0])
     ((text, file, _),) = heard(lambda: compopt.AdamS([nn.Parameter(torch.ones(64, 64))]))
     assert "native back end is installed but does not run" in text and file == str(HERE)

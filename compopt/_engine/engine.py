@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from .._ops.backends import choose, give_way
+from .._ops.backends import choose_backend, fall_back_to_torch
 from .._ops.pytorch import Ops
 from .._state.buckets import Bucket, make_buckets
 from .._state.layouts import Layout
@@ -122,7 +122,7 @@ class Engine:
         face = self.face
         face.before_layout()
         groups = self.option_groups
-        self.ops: Ops = choose({p.device.type for group in groups for p in group["params"]})
+        self.ops: Ops = choose_backend({p.device.type for group in groups for p in group["params"]})
         self.stats = Stats(residual_norm=weakly(self.residual_norm))
         self.connection: Comm | None = None
         self.counted = 0  # bytes that were sent before the running step
@@ -216,7 +216,7 @@ class Engine:
         face = self.face
         for bucket in self.buckets:
             face.tidy(bucket)
-        self.ops = give_way(self.comm.rank)
+        self.ops = fall_back_to_torch(self.comm.rank)
         for bucket in self.buckets:
             bucket.job = self.ops.quantised_mean(bucket)
             face.restore(bucket)

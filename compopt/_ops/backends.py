@@ -1,11 +1,11 @@
-"""The back end of an optimizer: chosen when it is made, and shown as ``optimizer.backend`` and
-``backend_reason``.
+"""The backend of an optimizer: chosen when the optimizer is made, and shown as
+``optimizer.backend`` and ``backend_reason``.
 
 On an accelerator "triton" where triton is installed and has a driver for it, else, on CUDA devices,
 "apex" where NVIDIA's apex is; on the CPU "native" where there is a C compiler and the C passes have
 vectors for the processor, or PyTorch's operators have none either; else "torch". The environment
-variable COMPOPT_BACKEND names one; it is the only way to get the "triton" of the interpreter. Ranks
-that choose differently by themselves all take "torch".
+variable COMPOPT_BACKEND names one; it is the only way to get the "triton" of the interpreter. Where
+ranks choose differently by themselves, all fall back to "torch".
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NAMES = ("auto", "torch", "native", "triton", "apex")
 log = logging.getLogger("compopt")
 
 
-def choose(devices: set[str]) -> Ops:
-    """The back end for parameters on these types of device ("cuda", "cpu", ...).
+def choose_backend(devices: set[str]) -> Ops:
+    """Return the backend for parameters on these types of device ("cuda", "cpu", ...).
 
     Raises:
         ValueError: COMPOPT_BACKEND or COMPOPT_NATIVE_ISA is none of the names there are.
@@ -37,67 +37,69 @@ def choose(devices: set[str]) -> Ops:
     if asked not in NAMES:
         raise ValueError(f"COMPOPT_BACKEND must be one of {', '.join(NAMES)}, got {asked!r}.")
     if asked == "auto":
-        chosen = _fastest(devices)
+        backend = _choose_fastest(devices)
     else:
-        missing = _missing(asked, devices)
+        missing = find_missing(asked, devices)
         if missing:
             raise RuntimeError(
                 f"COMPOPT_BACKEND={asked} cannot run here: {missing}. Unset it, or name another "
                 "back end."
             )
-        chosen = _make(asked, devices)
-        chosen.reason = _said(chosen, "COMPOPT_BACKEND names it")
-    chosen.automatic = asked == "auto"
-    log.info("back end: %s", chosen.reason)
-    return chosen
+        backend = make_backend(asked, devices)
+        backend.reason = _describe_choice(backend, "COMPOPT_BACKEND names it")
+    backend.automatic = asked == "auto"
+    log.info("back end: %s", backend.reason)
+    return backend
 
 
-def give_way(rank: int) -> Ops:
-    """PyTorch's operators, where ranks have chosen different back ends by themselves."""
-    chosen = _make("torch", set())
-    chosen.automatic, chosen.reason = True, "torch: ranks had chosen different back ends"
+def fall_back_to_torch(rank: int) -> Ops:
+    """Return PyTorch's operators, where ranks have chosen different backends by themselves."""
+    backend = make_backend("torch", set())
+    backend.automatic, backend.reason = True, "torch: ranks had chosen different back ends"
     warn(
         "ranks have chosen different back ends (a compiler or a processor differs), so all take "
         "PyTorch's operators: COMPOPT_BACKEND=native or torch on all ranks says which.",
         rank,
     )
-    log.info("back end: %s", chosen.reason)
-    return chosen
+    log.info("back end: %s", backend.reason)
+    return backend
 
 
-def _fastest(devices: set[str]) -> Ops:
-    why = []
+def _choose_fastest(devices: set[str]) -> Ops:
+    """Return the fastest backend that runs here; its ``reason`` says why no faster one does."""
+    reasons = []
     for name in ("native",) if devices <= {"cpu"} else ("triton", "apex"):
-        if missing := _missing(name, devices) or _interpreted(name):
-            why.append(f"no {name}, {missing}")
+        missing = find_missing(name, devices)
+        if missing or is_interpreted(name):
+            reasons.append(f"no {name}, {missing or 'it is interpreted'}")
             continue
         try:
-            chosen = _make(name, devices)
-        # What was asked for is not given up in silence.
-        except UnknownISA:
+            backend = make_backend(name, devices)
+        except UnknownISA:  # COMPOPT_NATIVE_ISA is wrong: what was asked for is not ignored
             raise
-        # No compiler, another driver: that only shows when a kernel is built.
-        except Exception as error:
+        except Exception as error:  # no compiler, another driver: kernels are built here
             warn(
                 f"the {name} back end is installed but does not run, PyTorch's operators take its "
                 f"place: {error}",
                 connect(None).rank,
             )
-            why.append(f"{name} does not run")
+            reasons.append(f"{name} does not run")
             continue
-        if is_slower_than_torch(chosen):
-            why.append("no native, it has no vectors here (portable) and PyTorch's operators do")
+        if is_slower_than_torch(backend):
+            reasons.append(
+                "no native, it has no vectors here (portable) and PyTorch's operators do"
+            )
             continue
-        chosen.reason = _said(chosen, "the fastest that runs here")
-        return chosen
-    chosen = _make("torch", devices)
-    chosen.reason = _said(chosen, "; ".join(why))
-    return chosen
+        backend.reason = _describe_choice(backend, "the fastest that runs here")
+        return backend
+    backend = make_backend("torch", devices)
+    backend.reason = _describe_choice(backend, "; ".join(reasons))
+    return backend
 
 
-def _said(chosen: Ops, why: str) -> str:
-    isa = getattr(chosen, "isa", "")
-    return f"{chosen.name}{isa and f' ({isa})'}: {why}"
+def _describe_choice(backend: Ops, reason: str) -> str:
+    isa = getattr(backend, "isa", "")
+    return f"{backend.name}{isa and f' ({isa})'}: {reason}"
 
 
 def is_slower_than_torch(backend: Ops) -> bool:
@@ -106,43 +108,38 @@ def is_slower_than_torch(backend: Ops) -> bool:
     return getattr(backend, "isa", "") == "portable" and has_vectors
 
 
-def _interpreted(name: str) -> str:
-    """Triton's interpreter computes on the CPU, and slowly: it is for tests."""
-    return (
-        "it is interpreted"
-        if name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-        else ""
-    )
+def is_interpreted(name: str) -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU and slowly: it is for tests."""
+    return name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _missing(name: str, devices: set[str]) -> str:
-    """What the back end needs and is not here; nothing where it can be tried."""
-    interpreted = _interpreted(name)
-    if (lacking := lacks(name, devices)) and not interpreted:
-        return lacking
+def find_missing(name: str, devices: set[str]) -> str:
+    """Say what a backend needs that is not here; nothing where it can be tried."""
+    if not is_interpreted(name) and (missing := lacks(name, devices)):
+        return missing
     if name == "native" and devices != {"cpu"}:
         return "not all parameters are on the CPU"
     if name == "native" and compiler() is None:
         return "there is no C compiler ($CC, cc, gcc, clang)"
     needs = {"triton": ["triton"], "apex": ["amp_C", "apex", "apex.optimizers"]}.get(name, [])
-    absent = [module for module in needs if not _installed(module)]
+    absent = [module for module in needs if not is_installed(module)]
     if absent:
         return f"the module {absent[0]} is not installed"
-    if name == "triton" and not interpreted and not has_triton_driver():
+    if name == "triton" and not is_interpreted(name) and not has_triton_driver():
         return "it has no driver for a device of this machine"
     return ""
 
 
-def _installed(module: str) -> bool:
-    """PyPI has an apex that is something else: NVIDIA's has these submodules."""
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported. (PyPI's apex is something else: NVIDIA's has submodules.)"""
     try:
         return importlib.util.find_spec(module) is not None
     except (ModuleNotFoundError, ValueError):
         return False
 
 
-def _make(name: str, devices: set[str]) -> Ops:
-    """Imported only when chosen: triton takes a second, and need not be installed."""
+def make_backend(name: str, devices: set[str]) -> Ops:
+    """Import a backend and make it. (Triton takes a second to import, and need not be installed.)"""
     if name == "triton":
         from .triton.backend import TritonOps
 
