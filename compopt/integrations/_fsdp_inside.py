@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .._engine.base import CompressedOptimizer
 from .._state.fsdp_rows import part_of
-from ._watch import Watch, after_backward
+from ._watch import ModuleWatch, call_after_backward
 
 
 def go_inside(optimizer: CompressedOptimizer) -> None:
@@ -36,7 +36,7 @@ def go_inside(optimizer: CompressedOptimizer) -> None:
         )
     this = weakref.ref(optimizer)
     optimizer.told_of_steps.append(lambda: _stepped(this))
-    Watch(optimizer, _hand_over, ())
+    ModuleWatch(optimizer, _hand_over)
 
 
 def _stepped(this: weakref.ref[CompressedOptimizer]) -> None:
@@ -110,7 +110,7 @@ class Reducing:
             inside.reduce(params, rows, output_tensor, looked_at, backward)
             output_tensor.mul_(after) if after > 1 else None
         if idle and inside.flows:
-            after_backward(inside.finish)
+            call_after_backward(inside.finish)
 
     def _trained(self) -> list[Any]:
         return [one for one in self._group.fsdp_params if one.sharded_param.requires_grad]

@@ -1,11 +1,11 @@
 """DistributedDataParallel, with nothing to change in the script.
 
-DDP would average gradients itself, densely. A comm hook that hands each DDP bucket back as it is
-stops that and tells the optimizer which gradients backward has finished. It is registered by
+DDP would average gradients itself, densely. A comm hook that returns each DDP bucket as it is
+prevents that, and tells the optimizer which gradients backward has finished. It is registered by
 ``attach``, or by a forward-pre-hook that every new optimizer sets on all modules (see ``_watch``).
 
-An optimizer that is made over parameters of another takes its place at once, on every rank alike:
-the one before may still be alive on some of them. Optimizers over different parameters share a DDP.
+An optimizer that is made over parameters of another replaces it at once, on every rank alike: the
+one before may still be alive on some ranks. Optimizers over different parameters share a DDP.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .._engine import base
 from .._engine.base import CompressedOptimizer
-from ._watch import Watch, after_backward
+from ._watch import ModuleWatch, call_after_backward
 
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
 
@@ -41,34 +41,35 @@ def attach(model: nn.Module, optimizer: CompressedOptimizer) -> None:
     Raises:
         ValueError: no DDP in ``model`` holds the optimizer's parameters, or DDP and the optimizer
             have different ranks.
-        RuntimeError: DDP has a comm hook of somebody else's already, or is in its ``join()``.
+        RuntimeError: DDP has a comm hook of somebody else's already, wraps another DDP, or is in
+            its ``join()``.
     """
-    if not hand_over(model.modules(), optimizer, time.monotonic_ns()):
+    if not hand_over_gradients(model.modules(), optimizer, time.monotonic_ns()):
         raise ValueError(
             "model holds no DistributedDataParallel with parameters of this optimizer: wrap it "
             "first, or pass the wrapped model."
         )
 
 
-def hand_over(
+def hand_over_gradients(
     modules: Iterable[nn.Module], optimizer: CompressedOptimizer, since: int
 ) -> list[DDP]:
-    """The DDPs among ``modules`` that hold parameters of ``optimizer``, which from now on has their
-    gradients.
+    """Give ``optimizer`` the gradients of the DDPs among ``modules`` that hold parameters of it;
+    return these DDPs.
 
-    ``since``: when it was asked for, which says who replaces whom.
+    ``since``: when it was asked for. Of optimizers over the same parameters the latest wins.
     """
-    ours = params_of(optimizer)
-    found = [m for m in modules if isinstance(m, DDP) and not ours.isdisjoint(m.parameters())]
-    for ddp in found:
-        _check(ddp, optimizer)
+    params = parameters_of(optimizer)
+    ddps = [m for m in modules if isinstance(m, DDP) and not params.isdisjoint(m.parameters())]
+    for ddp in ddps:
+        _check_handover(ddp, optimizer)
         if ddp not in _handovers:
             _handovers[ddp] = Handover(ddp)
-        _handovers[ddp].add(optimizer, since)
-    return found
+        _handovers[ddp].add_optimizer(optimizer, since)
+    return ddps
 
 
-def params_of(optimizer: CompressedOptimizer) -> set[Tensor]:
+def parameters_of(optimizer: CompressedOptimizer) -> set[Tensor]:
     return {p for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -78,16 +79,12 @@ class Handover:
     def __init__(self, ddp: DDP):
         self._ddp = weakref.ref(ddp)
         self._since: dict[weakref.ref[CompressedOptimizer], int] = {}
-        # Autograd's number of the backward that was last heard of.
-        self._backward = -1
-        # Which parameters required a gradient when they were last looked at.
-        self._trained: list[bool] = []
-        # Those with a hook of ours.
-        self._heard: set[Tensor] = set()
-        # DDP does not collect gradients: ranks step on their own.
-        self._idle = False
+        self._backward = -1  # autograd's number of the last backward
+        self._required_grad: list[bool] = []  # of each parameter, in the last backward
+        self._hooked: set[Tensor] = set()  # parameters with a hook of ours
+        self._is_idle = False  # DDP does not collect gradients: ranks step on their own
         advice = "compopt needs that place: remove the other hook, or train with torch.optim."
-        # Ours is there in a copy.
+        # in a copy of a DDP there is ours
         ddp._comm_hooks[:] = [(hook, state) for hook, state in ddp._comm_hooks if hook is not _hook]
         if ddp._comm_hooks:
             raise RuntimeError(
@@ -102,48 +99,54 @@ class Handover:
             ) from error
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A DDP that is saved or copied takes no optimizer along: the copy's hook has none."""
+        """Leave the optimizers behind where a DDP is saved or copied: the copy's hook has none."""
         return type(None), ()
 
     @property
     def ddp(self) -> DDP:
-        """The DDP, which is there as long as it is trained."""
+        """The DDP, which exists as long as it is trained."""
         ddp = self._ddp()
         assert ddp is not None
         return ddp
 
-    def add(self, optimizer: CompressedOptimizer, since: int) -> None:
-        """Give ``optimizer`` its gradients, in place of those that hold the same parameters for
-        less long.
-        """
+    # Optimizers
+
+    def add_optimizer(self, optimizer: CompressedOptimizer, since: int) -> None:
+        """Give ``optimizer`` the gradients, in place of older ones over the same parameters."""
         if optimizer._engine.alone:
             return
-        ours = params_of(optimizer)
-        for ref, its_since in list(self._since.items()):
+        params = parameters_of(optimizer)
+        for ref, since_then in list(self._since.items()):
             other = ref()
             if other is None or other._engine.alone:
                 del self._since[ref]
-            elif other is not optimizer and not ours.isdisjoint(params_of(other)):
-                if its_since > since:
+            elif other is not optimizer and not params.isdisjoint(parameters_of(other)):
+                if since_then > since:
                     optimizer.retire()
                     return
                 del self._since[ref]
                 other.retire()
         this = weakref.ref(self)
         if not any(ref() is optimizer for ref in self._since):
-            optimizer.told_of_steps.append(lambda: _let(this, Handover.stepped))
-        self._since[weakref.ref(optimizer, lambda _: _let(this, Handover.wake))] = since
-        self._trained = []
-        self.listen()
+            optimizer.told_of_steps.append(lambda: _call_if_alive(this, Handover.on_step))
+
+        def on_deletion(_: object) -> None:
+            _call_if_alive(this, Handover.collect_gradients)
+
+        self._since[weakref.ref(optimizer, on_deletion)] = since
+        self._required_grad = []
+        self.register_parameter_hooks()
         optimizer.take_over()
 
     def optimizers(self) -> Iterator[CompressedOptimizer]:
         return (optimizer for ref in list(self._since) if (optimizer := ref()) is not None)
 
+    # Backward
+
     @property
-    def by_parameter(self) -> bool:
-        """Whether buckets may start at any time in backward: neither DDP nor another optimizer does
-        there.
+    def is_by_parameter(self) -> bool:
+        """Whether exchanges may start at any time in backward: neither DDP nor another optimizer
+        starts any there.
         """
         ddp = self.ddp
         return (
@@ -151,100 +154,101 @@ class Handover:
             and len(list(self.optimizers())) == 1
         )
 
-    def listen(self) -> None:
+    def register_parameter_hooks(self) -> None:
         """Hear of every gradient as it is finished: sooner than of DDP's buckets of 25 MB."""
         ref = weakref.ref(self)
 
-        def finished(p: Tensor) -> None:
+        def on_gradient(p: Tensor) -> None:
             handover = ref()
             ddp = None if handover is None else handover._ddp()
             if handover is None or ddp is None:
                 return
-            if handover.by_parameter and (ddp.require_backward_grad_sync or handover._idle):
-                handover.finished([p])
+            collects = ddp.require_backward_grad_sync or handover._is_idle
+            if handover.is_by_parameter and collects:
+                handover.on_gradients_ready([p])
 
         for p in self.ddp.parameters():
-            if p.requires_grad and p not in self._heard:
-                self._heard.add(p)
-                p.register_post_accumulate_grad_hook(finished)
+            if p.requires_grad and p not in self._hooked:
+                self._hooked.add(p)
+                p.register_post_accumulate_grad_hook(on_gradient)
 
-    def finished(self, params: list[Tensor]) -> None:
-        """Backward has finished ``params``."""
+    def on_gradients_ready(self, params: list[Tensor]) -> None:
+        """Tell the optimizers that backward has finished ``params``."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
-            self._begin()
+            self._on_backward_begin()
             # DDP queues its own last callback, which writes p.grad, after this one: so queue again
-            # from inside it.
-            after_backward(lambda: after_backward(self._backward_done))
+            # from inside it
+            call_after_backward(lambda: call_after_backward(self._on_backward_end))
         for optimizer in self.optimizers():
-            if self._idle:
+            if self._is_idle:
                 optimizer.handed_over()
             optimizer.gradients_ready(params)
 
-    def stepped(self) -> None:
-        """An optimizer has stepped: where the next step is a rank's own, DDP copies no gradients
-        into its buckets and back, as within its ``no_sync()``.
-        """
-        averages = any(optimizer.averages_gradients for optimizer in self.optimizers())
-        if averages:
-            self.wake()
-        elif self.by_parameter:
-            self._idle, self.ddp.require_backward_grad_sync = True, False
-
-    def wake(self) -> None:
-        """DDP collects gradients again: an optimizer averages them, or none of ours is left."""
-        if self._idle:
-            self._idle, self.ddp.require_backward_grad_sync = False, True
-
-    def _begin(self) -> None:
-        """Look, once in a backward, whether everything that is trained has somebody who averages
-        it.
-        """
+    def _on_backward_begin(self) -> None:
+        """Check, once in a backward, that every trainable parameter belongs to an optimizer."""
         ddp = self.ddp
         _refuse_join(ddp)
-        trained = [p.requires_grad for p in ddp.parameters()]
-        if trained != self._trained:
-            self._check_cover()
-            self.listen()
-            self._trained = trained
+        required_grad = [p.requires_grad for p in ddp.parameters()]
+        if required_grad != self._required_grad:
+            self._check_all_owned()
+            self.register_parameter_hooks()
+            self._required_grad = required_grad
 
-    def _backward_done(self) -> None:
+    def _on_backward_end(self) -> None:
         for optimizer in self.optimizers():
             optimizer.backward_done()
 
-    def _check_cover(self) -> None:
+    def _check_all_owned(self) -> None:
         ddp = self.ddp
-        ours = {p for optimizer in self.optimizers() for p in params_of(optimizer)}
-        left = [
+        owned = {p for optimizer in self.optimizers() for p in parameters_of(optimizer)}
+        unowned = [
             name
             for name, p in ddp.module.named_parameters()
-            if p.requires_grad and p not in ours and name not in ddp.parameters_to_ignore
+            if p.requires_grad and p not in owned and name not in ddp.parameters_to_ignore
         ]
-        if left:
+        if unowned:
             raise RuntimeError(
-                f"{len(left)} parameters of this DistributedDataParallel belong to no compopt "
-                f"optimizer ({', '.join(left[:3])}, ...), and nobody would average their "
+                f"{len(unowned)} parameters of this DistributedDataParallel belong to no compopt "
+                f"optimizer ({', '.join(unowned[:3])}, ...), and nobody would average their "
                 "gradients: give them to the optimizer (compress=False keeps them dense) or set "
                 "requires_grad=False."
             )
 
+    # Between steps
+
+    def on_step(self) -> None:
+        """Let DDP be idle where the next step is a rank's own: it then copies no gradients into its
+        buckets and back, as within its ``no_sync()``.
+        """
+        averages = any(optimizer.averages_gradients for optimizer in self.optimizers())
+        if averages:
+            self.collect_gradients()
+        elif self.is_by_parameter:
+            self._is_idle, self.ddp.require_backward_grad_sync = True, False
+
+    def collect_gradients(self) -> None:
+        """Let DDP collect gradients again: an optimizer averages them, or none of ours is left."""
+        if self._is_idle:
+            self._is_idle, self.ddp.require_backward_grad_sync = False, True
+
 
 # DDP wants these names, and compares annotations with classes: here they would be strings.
 def _hook(state, bucket):  # type: ignore[no-untyped-def]
-    return _give_back(state, bucket)
+    return _return_bucket(state, bucket)
 
 
-def _give_back(handover: Handover | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Give DDP its bucket back unaveraged; average it as DDP would when no optimizer of ours is
-    left.
-    """
+def _return_bucket(
+    handover: Handover | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Return DDP's bucket as it is; averaged, as by DDP, where no optimizer of ours is left."""
     optimizers = [] if handover is None else list(handover.optimizers())
     if handover is None or not optimizers:
         group = _get_default_group() if handover is None else handover.ddp.process_group
         return allreduce_hook(group, bucket)
-    if not handover.by_parameter:
-        handover.finished(bucket.parameters())
+    if not handover.is_by_parameter:
+        handover.on_gradients_ready(bucket.parameters())
     for optimizer in optimizers:
         optimizer.handed_over()
     done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -252,14 +256,13 @@ def _give_back(handover: Handover | None, bucket: GradBucket) -> torch.futures.F
     return done
 
 
-def _let(handover: weakref.ref[Handover], do: Callable[[Handover], None]) -> None:
-    """Unless its DDP is gone."""
-    alive = handover()
-    if alive is not None and alive._ddp() is not None:
-        do(alive)
+def _call_if_alive(ref: weakref.ref[Handover], method: Callable[[Handover], None]) -> None:
+    handover = ref()
+    if handover is not None and handover._ddp() is not None:
+        method(handover)
 
 
-def _check(ddp: DDP, optimizer: CompressedOptimizer) -> None:
+def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
     """Raise where ``ddp`` cannot leave its gradients to ``optimizer``."""
     _refuse_join(ddp)
     if any(isinstance(m, DDP) for m in ddp.module.modules()):
@@ -288,13 +291,13 @@ def _refuse_join(ddp: DDP) -> None:
         )
 
 
-def _meet(optimizer: CompressedOptimizer) -> None:
+def _on_optimizer_made(optimizer: CompressedOptimizer) -> None:
     """Take over the DDPs that already leave gradients to an optimizer; find all others at their
     first forward.
     """
     now = time.monotonic_ns()
-    taken = hand_over(list(_handovers), optimizer, now)
-    Watch(optimizer, functools.partial(hand_over, since=now), taken)
+    integrated = hand_over_gradients(list(_handovers), optimizer, now)
+    ModuleWatch(optimizer, functools.partial(hand_over_gradients, since=now), integrated)
 
 
-base.constructed.append(_meet)
+base.constructed.append(_on_optimizer_made)

@@ -28,7 +28,7 @@ from .._state.buckets import local
 from .._wire.comm import mesh_groups
 from .._wire.requests import Broadcast
 from ._fsdp_inside import HOOKS, go_inside
-from ._watch import after_backward
+from ._watch import call_after_backward
 
 ADVICE = (
     "call fully_shard(model, mesh=mesh['shard']) with the mesh dimension inside a node, and give "
@@ -108,7 +108,7 @@ class Listener:
         if backward != self._running:
             self._running = backward
             # after FSDP's own callback, which reduces what is left
-            after_backward(lambda: after_backward(self._done))
+            call_after_backward(lambda: call_after_backward(self._done))
         optimizer.gradients_ready([p])
 
     def _done(self) -> None:
