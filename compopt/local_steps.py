@@ -38,7 +38,7 @@ from ._engine.face import Group
 from ._engine.missing_ranks import RankLeft
 from ._engine.moving import average_base
 from ._engine.peers import gather_rows
-from ._engine.recovery import catch_up, tell_what_is_lost
+from ._engine.recovery import catch_up, warn_of_lost_residuals
 from ._engine.refusals import watch_skips
 from ._engine.saving import warn_of_what_is_missing
 from ._engine.signals import defer_signals
@@ -563,7 +563,7 @@ class LocalSteps(Wrapper):
             yield from catch_up(engine, engine.comm)
         driver = engine if self._anchors is None else self._anchors.outer._engine
         engine.stats.residual_norm = weakly(driver.residual_norm)
-        tell_what_is_lost(engine, before, engine.comm.size, driver.residual_norm)
+        warn_of_lost_residuals(engine, before, engine.comm.size, driver.residual_norm)
 
     def _adopt_counts(self) -> Turns[bool]:
         """Where any rank is past the averaged start, adopt the counts of the one that is furthest.

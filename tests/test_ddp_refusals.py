@@ -43,10 +43,9 @@ def refusals(rank: int) -> dict[str, str]:
     found["no DDP"] = said(ValueError, lambda: compopt.attach(Net(), optimizer))
     del optimizer
 
-    model = DDP(DDP(Net()))
-    optimizer = radius(model.parameters())
-    found["DDP within a DDP"] = said(RuntimeError, lambda: forward_backward(model))
-    del model, optimizer
+    nested = DDP(DDP(Net()))
+    optimizer = radius(nested.parameters())
+    found["DDP within a DDP"] = said(RuntimeError, lambda: forward_backward(nested))
 
     net = Net()
     optimizer = radius(net.parameters())

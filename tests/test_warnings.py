@@ -217,7 +217,9 @@ def test_ranks_that_are_not_connected_are_told_the_line_to_add(monkeypatch):
             monkeypatch.setenv("RANK", str(rank))
             said = texts(heard(lambda make=make: train(make)), "torch.distributed is not initialized")
             assert len(said) == times
-            assert all(f"WORLD_SIZE is {size}" in text and "torch.distributed.init_process_group()" in text for text in said)
+            assert all(
+                f"WORLD_SIZE is {size}" in text and "torch.distributed.init_process_group()" in text for text in said
+            )
     monkeypatch.delenv("RANK")
     assert not texts(heard(lambda: train(compopt.AdamS)), "not initialized")
 
@@ -245,6 +247,6 @@ def test_a_rank_that_never_ran_backward_is_told_once():
     assert first == [[]] * 3
     for said in second:
         assert said == [
-            "rank 1 had no gradients in step 3: it counts as zeros in the mean over ranks. Call backward() on every rank "
-            "before step()."
+            "rank 1 had no gradients in step 3: it counts as zeros in the mean over ranks. Call backward() on every "
+            "rank before step()."
         ]

@@ -209,7 +209,11 @@ class Flow:
 
 
 def applied(
-    bucket: Bucket, ops: Ops, inside: Inside[R], update: Update, scales: Sequence[float] | None = None
+    bucket: Bucket,
+    ops: Ops,
+    inside: Inside[R],
+    update: Update,
+    scales: Sequence[float] | None = None,
 ) -> Asking[None]:
     """The step: ``update`` takes this rank's shards of the gradient that backward has left.
 

@@ -1,8 +1,9 @@
-"""After ranks were lost: those that go on are brought level, and what is gone is told.
+"""Recovery after ranks were lost: the ranks that continue agree on the last step, and a warning says
+what is gone.
 
-A rank that dies while a step's messages are on the wire may leave some ranks with all of them and
-others without. The first have then applied the step, the others have not, and no further message
-could have prevented it. The ranks behind take the step over from one that is ahead.
+A rank that dies while a step's payloads are on the wire may leave some ranks with all of them and
+others without. The first have then applied the step and the others have not; no further message
+could prevent that. The ranks behind take the step over from one that is ahead.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def rebind(engine: Engine, group: ProcessGroup | Comm | None) -> Turns[None]:
-    """``CompressedOptimizer.rebind``."""
-    before = engine.connection.size if engine.connection else 0
+    """Continue over another group, as ``CompressedOptimizer.rebind`` says."""
+    size_before = engine.connection.size if engine.connection else 0
     sharded = engine.face.sharded
-    if sharded and (now := connect(group).size) > before:
+    if sharded and (size := connect(group).size) > size_before:
         raise ValueError(
-            f"rebind of {engine.name} goes to as many ranks or fewer, got {now} after "
-            f"{before}: its state is cut into shards, so load a consolidated checkpoint on all "
-            "ranks instead."
+            f"rebind of {engine.name} goes to as many ranks or fewer, got {size} after "
+            f"{size_before}: its state is cut into shards, so load a consolidated checkpoint on "
+            "all ranks instead."
         )
     engine.runtime.forget()
     engine.forget_chosen()
@@ -48,56 +49,44 @@ def rebind(engine: Engine, group: ProcessGroup | Comm | None) -> Turns[None]:
     if sharded:
         yield from moving.move(engine.before, engine.buckets, engine.comm)
     engine.before = None
-    tell_what_is_lost(engine, before, engine.comm.size)
+    warn_of_lost_residuals(engine, size_before, engine.comm.size)
 
 
-def catch_up(engine: Engine, comm: Comm, new: bool = False) -> Turns[None]:
-    """Bring ranks that are one step behind, or ``new``, to where the others are; their own
-    residuals are lost.
+def catch_up(engine: Engine, comm: Comm, is_new: bool = False) -> Turns[None]:
+    """Bring ranks that are one step behind, or new, to where the others are.
 
-    A residual may have gone out with the step that the others applied, and must not go out again.
-    Shards of the moments stay, one step behind.
+    Their own residuals are lost: these may have been sent with the step that the others applied,
+    and must not be sent again. Shards of the moments stay, one step behind.
 
     Raises:
         ValueError: ranks are further apart than the failure of one step can bring them.
     """
     face = engine.face
     saved = face._saved()
-    sharded = {name for bucket in engine.buckets for name in bucket.sharded}
-    shared = list(_shared(saved, sharded.union(face.averaged_state)))
+    shared = list(_shared_tensors(saved, _own_state(engine)))
     # local steps step some of their groups, all other optimizers all
     counts = torch.tensor([group["step"] for group in engine.option_groups], dtype=torch.int64)
-    words = torch.tensor(
-        [-1 if new else int(counts.sum()), len(shared)], dtype=torch.int64, device=engine.device
-    )
-    rows = (yield from gather_rows(words, comm)).tolist()
+    numbers = [-1 if is_new else int(counts.sum()), len(shared)]
+    message = torch.tensor(numbers, dtype=torch.int64, device=engine.device)
+    rows = (yield from gather_rows(message, comm)).tolist()
     totals = [total for total, _ in rows]
-    ahead, mine = max(totals), totals[comm.rank]
-    if min(totals) == ahead:
+    latest = max(totals)
+    if min(totals) == latest:
         return
-    known = [total for total in totals if total >= 0]
-    if min(known) < ahead - len(counts) or len({count for _, count in rows}) > 1:
+    oldest = min(total for total in totals if total >= 0)
+    if oldest < latest - len(counts) or len({count for _, count in rows}) > 1:
         steps = [total // len(counts) for total in totals]
         raise ValueError(
             f"ranks have taken {steps} steps, and a rank can make up for one step only, not the "
             "first: load the same checkpoint on all of them."
         )
-    source = totals.index(ahead)
-    yield from _take_over(counts, source, comm, words.device)
+    source = totals.index(latest)
     params = [local(p.detach()) for group in face.param_groups for p in group["params"]]
-    for tensor in [*params, *shared]:
-        yield from _take_over(tensor, source, comm, words.device)
-    if mine < ahead:
-        for group, step in zip(saved["param_groups"], counts.tolist(), strict=True):
-            group.update(step=step, residuals="mean")
-        for entry in saved["state"].values():
-            for name in set(face.averaged_state) & entry.keys():
-                entry[name] = torch.zeros_like(entry[name])
-        face.load_state_dict(saved)
-        for bucket in engine.before or engine.buckets:
-            for name in set(face.sent_once) & bucket.flat.keys():
-                bucket.flat[name].zero_()
-    behind = ", ".join(f"rank {rank}" for rank, total in enumerate(totals) if total < ahead)
+    for tensor in [counts, *params, *shared]:
+        yield from _broadcast_into(tensor, source, comm, engine.device)
+    if totals[comm.rank] < latest:
+        _load_taken_over(engine, saved, counts.tolist())
+    behind = ", ".join(f"rank {rank}" for rank, total in enumerate(totals) if total < latest)
     warn(
         f"{behind} had not applied step {int(counts.max())}, and took it over from rank {source}: "
         "what was held back there is lost.",
@@ -105,8 +94,17 @@ def catch_up(engine: Engine, comm: Comm, new: bool = False) -> Turns[None]:
     )
 
 
-def _shared(saved: dict[str, Any], own: set[str]) -> Iterator[Tensor]:
-    """The tensors of a state dict that are the same on all ranks, in an order that is."""
+def _own_state(engine: Engine) -> set[str]:
+    """The names of state that differs from rank to rank."""
+    sharded = {name for bucket in engine.buckets for name in bucket.sharded}
+    return sharded.union(engine.face.averaged_state)
+
+
+def _shared_tensors(saved: dict[str, Any], own: set[str]) -> Iterator[Tensor]:
+    """Yield the tensors of a state dict that all ranks share, in the same order on all of them.
+
+    ``own``: the names of the others.
+    """
     for state in (saved["state"], saved.get("base", {}).get("state", {})):
         for key in sorted(state):
             yield from (
@@ -116,25 +114,44 @@ def _shared(saved: dict[str, Any], own: set[str]) -> Iterator[Tensor]:
             )
 
 
-def _take_over(tensor: Tensor, source: int, comm: Comm, device: torch.device) -> Turns[None]:
+def _broadcast_into(tensor: Tensor, source: int, comm: Comm, device: torch.device) -> Turns[None]:
+    """Overwrite ``tensor`` with that of the rank ``source``."""
     numbers = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
     message = numbers.to(device).contiguous()
     numbers.copy_((yield from ask(comm, Broadcast(message, source))))
 
 
-def tell_what_is_lost(
-    engine: Engine, before: int, now: int, owed: Callable[[], float] | None = None
-) -> None:
-    """Warn that ranks are gone, and with them what they held back.
+def _load_taken_over(engine: Engine, saved: dict[str, Any], steps: list[int]) -> None:
+    """Load a state dict whose tensors are those of a rank that is ahead, with no residuals."""
+    face = engine.face
+    for group, step in zip(saved["param_groups"], steps, strict=True):
+        group.update(step=step, residuals="mean")
+    for entry in saved["state"].values():
+        for name in set(face.averaged_state) & entry.keys():
+            entry[name] = torch.zeros_like(entry[name])
+    face.load_state_dict(saved)
+    for bucket in engine.before or engine.buckets:
+        for name in set(face.sent_once) & bucket.flat.keys():
+            bucket.flat[name].zero_()
 
-    ``owed``: the norm of what this rank holds back, where that is not all in its own residuals.
+
+def warn_of_lost_residuals(
+    engine: Engine,
+    size_before: int,
+    size: int,
+    residual_norm: Callable[[], float] | None = None,
+) -> None:
+    """Warn where ranks are gone, and with them what they had not sent.
+
+    ``residual_norm``: the norm of this rank's residuals, where these are not all its engine's.
     """
     face = engine.face
-    if face.averaged_state and now < before:
+    if face.averaged_state and size < size_before:
         shards = " The moments of their shards begin again at zero." if face.sharded else ""
+        norm = (residual_norm or engine.residual_norm)()
         warn(
-            f"{before - now} of {before} ranks are gone, and what they held back is lost with "
-            f"them. The {now} that go on keep theirs (on this rank of norm "
-            f"{(owed or engine.residual_norm)():.3g}).{shards}",
+            f"{size_before - size} of {size_before} ranks are gone, and what they held back is "
+            f"lost with them. The {size} that go on keep theirs (on this rank of norm "
+            f"{norm:.3g}).{shards}",
             engine.comm.rank,
         )

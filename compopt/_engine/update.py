@@ -2,8 +2,8 @@
 shards of them.
 
 A generator writes the average of a tensor where the update wants it (``memory_for``), and hands it
-over (``apply``). ``AdamW`` updates the tensor at once; any other optimizer of torch steps once, when
-all buckets have committed (``WrappedUpdate``).
+over (``apply``). ``AdamW`` updates the tensor at once. Any other optimizer of torch steps once,
+when all buckets have committed: ``WrappedUpdate``.
 """
 
 from __future__ import annotations

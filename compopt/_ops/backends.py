@@ -131,7 +131,7 @@ def find_missing(name: str, devices: set[str]) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be imported. (PyPI's apex is something else: NVIDIA's has submodules.)"""
+    """Whether a module can be imported. (PyPI's apex is another one: NVIDIA's has submodules.)"""
     try:
         return importlib.util.find_spec(module) is not None
     except (ModuleNotFoundError, ValueError):
@@ -139,7 +139,7 @@ def is_installed(module: str) -> bool:
 
 
 def make_backend(name: str, devices: set[str]) -> Ops:
-    """Import a backend and make it. (Triton takes a second to import, and need not be installed.)"""
+    """Import a backend and make it. (Triton need not be installed, and imports for a second.)"""
     if name == "triton":
         from .triton.backend import TritonOps
 
