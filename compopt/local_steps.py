@@ -37,7 +37,7 @@ from ._engine.decision import StepDecision
 from ._engine.face import Group
 from ._engine.missing_ranks import RankLeft
 from ._engine.moving import average_base
-from ._engine.peers import gather_rows
+from ._engine.peers import gather_rows, warn_without_gradients
 from ._engine.recovery import catch_up, warn_of_lost_residuals
 from ._engine.refusals import watch_skips
 from ._engine.saving import warn_of_what_is_missing
@@ -304,6 +304,9 @@ class LocalSteps(Wrapper):
             for p in group["params"]
             if p.grad is not None
         }
+        if not grads and engine.comm.size > 1 and engine.trained:
+            step = self._options["step"] + 1
+            warn_without_gradients(engine, step, "adds nothing to the average of its round")
         try:
             norm = yield from self._gradient_norm(grads)
         except BaseException:

@@ -226,7 +226,13 @@ def test_ranks_that_are_not_connected_are_told_the_line_to_add(monkeypatch):
 
 def without_backward(rank: int) -> list[list[str]]:
     found = []
-    for make in (compopt.SeparateAdam, compopt.TagcAdamW, lambda p: compopt.Average(torch.optim.AdamW(p))):
+    makers = [
+        compopt.SeparateAdam,
+        compopt.TagcAdamW,
+        lambda params: compopt.Average(torch.optim.AdamW(params)),
+        lambda params: compopt.LocalSteps(torch.optim.AdamW(params), every=2),
+    ]
+    for make in makers:
         torch.manual_seed(0)
         model = nn.Linear(80, 80)
         optimizer = make(model.parameters())
@@ -244,9 +250,15 @@ def without_backward(rank: int) -> list[list[str]]:
 
 def test_a_rank_that_never_ran_backward_is_told_once():
     first, second = run_ranks(without_backward, 2)
-    assert first == [[]] * 3
-    for said in second:
+    *averaging, (local_first,) = first
+    assert averaging == [[]] * 3 and "rank 0 had no gradients in step 1: it adds nothing" in local_first
+    *averaging, (local_second,) = second
+    for said in averaging:
         assert said == [
             "rank 1 had no gradients in step 3: it counts as zeros in the mean over ranks. Call backward() on every "
             "rank before step()."
         ]
+    assert local_second == (
+        "rank 1 had no gradients in step 1: it adds nothing to the average of its round. Call backward() on every "
+        "rank before step()."
+    )

@@ -144,20 +144,25 @@ def warn_of_missing_group(engine: Engine, comm: Comm) -> None:
         )
 
 
-def warn_without_gradients(engine: Engine, decision: StepDecision) -> None:
+def warn_if_without_gradients(engine: Engine, decision: StepDecision) -> None:
     """Warn once on a rank that had no gradient in a step in which others had some."""
-    if engine.comm.size == 1 or engine.face.inside is not None:
+    reads_grad = engine.face.inside is None and not engine.has_pseudo_gradients
+    if engine.comm.size == 1 or not reads_grad:
         return
     if any(p.grad is not None for bucket in engine.buckets for p in bucket.params):
         return
     exchanges = decision.exchanges
     if any(any(one.bucket.present(one.agreement.payload)) for one in exchanges):
-        engine.warn_once(
-            "no gradients",
-            f"rank {engine.comm.rank} had no gradients in step {engine.steps}: it counts as zeros "
-            "in the mean over ranks. Call backward() on every rank before step().",
-            0,  # on this rank, whichever it is
-        )
+        warn_without_gradients(engine, engine.steps, "counts as zeros in the mean over ranks")
+
+
+def warn_without_gradients(engine: Engine, step: int, consequence: str) -> None:
+    engine.warn_once(
+        "no gradients",
+        f"rank {engine.comm.rank} had no gradients in step {step}: it {consequence}. Call "
+        "backward() on every rank before step().",
+        0,  # on this rank, whichever it is
+    )
 
 
 # What ranks compare

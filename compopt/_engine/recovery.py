@@ -1,4 +1,4 @@
-"""Recovery after ranks were lost: the ranks that continue agree on the last step, and a warning says
+"""Recovery after ranks were lost: those that continue agree on the last step, and a warning says
 what is gone.
 
 A rank that dies while a step's payloads are on the wire may leave some ranks with all of them and

@@ -20,7 +20,7 @@ from .peers import (
     raise_failure,
     raise_mismatch,
     verify_peers,
-    warn_without_gradients,
+    warn_if_without_gradients,
 )
 from .refusals import misplaced, watch_skips
 from .reporting import report
@@ -129,7 +129,7 @@ class Step:
         engine, comm = self.engine, self.comm
         self._apply(decision)
         if decision.applied:
-            warn_without_gradients(engine, decision)
+            warn_if_without_gradients(engine, decision)
         if decision.applied and not engine.told:
             engine.told = True
             tell(engine, comm)
