@@ -176,7 +176,7 @@ class LocalSteps(Wrapper):
     @property
     def _options(self) -> Group:
         """The options, with the counts of the running round."""
-        return self._own_groups[0]
+        return self._wrapper_groups[0]
 
     def check_group(self, group: Group) -> None:
         check_options(group, self.offload)
@@ -323,7 +323,7 @@ class LocalSteps(Wrapper):
                 entries = [self.state.get(p, {}) for p in grads]
                 if counts := [entry["step"] for entry in entries if "step" in entry]:
                     torch._foreach_add_(counts, 1)
-            for group in self._own_groups:
+            for group in self._wrapper_groups:
                 group["step"] += 1
         return norm
 
@@ -576,7 +576,7 @@ class LocalSteps(Wrapper):
         counts = [self._anchors is not None, h["step"], h["round"], h["begun"]]
         message = torch.tensor(counts, dtype=torch.int64, device=engine.device)
         is_past, *furthest = max((yield from gather_rows(message, engine.comm)).tolist())
-        for group in self._own_groups if is_past else ():
+        for group in self._wrapper_groups if is_past else ():
             group.update(zip(("step", "round", "begun"), furthest, strict=True))
         return bool(is_past)
 
@@ -688,7 +688,7 @@ class LocalSteps(Wrapper):
             self._begin_exchange(anchors, **{**saved["exchange"], "fragments": fragments})
 
     def _begin_anew(self) -> None:
-        for group in self._own_groups:
+        for group in self._wrapper_groups:
             group.update(round=0, begun=0)
         super()._begin_anew()
 

@@ -322,7 +322,7 @@ class Separate(Wrapper, Projecting):
         super().__init__(base, {**options, "adapted": None, **OPTIONS}, process_group, simulate)
 
     def _options_for(self, group: Group) -> Group:
-        check_said(group, self._own_defaults)
+        check_said(group, self._wrapper_defaults)
         return super()._options_for(group)
 
     def algorithm(self, bucket: Bucket) -> Asking[None]:

@@ -254,16 +254,16 @@ def test_adaptive_moves_columns_to_where_they_are_missed_and_ranks_agree(ef_beta
     ranks.train(loss, 2)
     for optimizer, model in zip(ranks.optimizers, ranks.models, strict=True):
         optimizer.state[model.up.weight]["residual"].normal_(generator=torch.Generator().manual_seed(0))
-    assert ranks.optimizers[0]._own_groups[0]["adapted"] is None
+    assert ranks.optimizers[0]._wrapper_groups[0]["adapted"] is None
     ranks.train(loss, 1)
     for optimizer in ranks.optimizers:
-        (up, beta), _, (down, other_beta), *_ = optimizer._own_groups[0]["adapted"]
+        (up, beta), _, (down, other_beta), *_ = optimizer._wrapper_groups[0]["adapted"]
         assert up < 8 < down and up + down == pytest.approx(16)
         if ef_beta == "auto":
             assert beta == other_beta == "auto"
         else:
             assert 0.90 <= beta < 0.95 < other_beta <= 0.99
-    assert ranks.optimizers[0]._own_groups[0]["adapted"] == ranks.optimizers[1]._own_groups[0]["adapted"]
+    assert ranks.optimizers[0]._wrapper_groups[0]["adapted"] == ranks.optimizers[1]._wrapper_groups[0]["adapted"]
     for _ in range(7):
         ranks.train(loss, 1)
         ranks.assert_replicas_equal()

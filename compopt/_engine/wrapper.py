@@ -1,7 +1,7 @@
 """An optimizer around another one, the base: groups, steps and checkpoints of the two.
 
 ``param_groups`` are the base's. The options of the wrapper's own class are in groups beside them,
-``_own_groups``, one for each.
+``_wrapper_groups``, one for each.
 
 In a state dict, too, the two are one, because torch.distributed.checkpoint keeps "state" and
 "param_groups" and drops what stands beside them. What the base keeps of a tensor is in the
@@ -53,8 +53,8 @@ class Wrapper(CompressedOptimizer):
     ):
         check_base(base)
         self.base = base
-        self._own_groups: list[Group] = []
-        self._own_defaults = {**options, "compress": None, "step": 0}
+        self._wrapper_groups: list[Group] = []
+        self._wrapper_defaults = {**options, "compress": None, "step": 0}
         super().__init__(base.param_groups, base.defaults, process_group, simulate)
 
     def _check_defaults(self, defaults: Group) -> None:
@@ -72,11 +72,11 @@ class Wrapper(CompressedOptimizer):
 
     @property
     def _option_groups(self) -> list[Group]:
-        return self._own_groups
+        return self._wrapper_groups
 
     @property
     def _known_options(self) -> set[str]:
-        return set(self._own_defaults)
+        return set(self._wrapper_defaults)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group to the base, and our options for it.
@@ -88,23 +88,23 @@ class Wrapper(CompressedOptimizer):
             self.base.add_param_group(param_group)
             param_group = self.param_groups[-1]
         try:
-            self._own_groups.append(self._options_for(param_group))
+            self._wrapper_groups.append(self._options_for(param_group))
         except (TypeError, ValueError):
             if is_new:
                 self.param_groups.pop()
             raise
-        self._lay_out(self._own_groups[-1])
+        self._lay_out(self._wrapper_groups[-1])
 
     def _options_for(self, group: Group) -> Group:
         """Return our options for a group of the base, checked."""
         given = {name: group[name] for name in self.options_in_base if name in group}
-        own = {**self._own_defaults, **given, "params": group["params"]}
+        own = {**self._wrapper_defaults, **given, "params": group["params"]}
         self._admit(own)
         return own
 
     def add_groups_of_base(self) -> None:
         """Add our options for groups that somebody has given to the base."""
-        for group in self.param_groups[len(self._own_groups) :]:
+        for group in self.param_groups[len(self._wrapper_groups) :]:
             self.add_param_group(group)
 
     def before_exchange(self) -> None:
@@ -148,8 +148,8 @@ class Wrapper(CompressedOptimizer):
         saved = super()._saved()
         known = self._known_options
         options = [
-            {**{name: own[name] for name in known if name in own}, **self._signature(own)}
-            for own in self._own_groups
+            {**{name: group[name] for name in known if name in group}, **self._signature(group)}
+            for group in self._wrapper_groups
         ]
         return merge_state_dicts(saved, self.base, options)
 
@@ -204,7 +204,7 @@ class Wrapper(CompressedOptimizer):
                 for tensor in tensors:
                     if tensor is not None:
                         tensor.zero_()
-        for group in self._own_groups:
+        for group in self._wrapper_groups:
             group["step"] = 0
         engine.half_step, engine.consolidated = "", None
         engine.rebuild()
@@ -215,8 +215,8 @@ class Wrapper(CompressedOptimizer):
         return {
             **contents,
             "base": self.base,
-            "_own_groups": self._own_groups,
-            "_own_defaults": self._own_defaults,
+            "_wrapper_groups": self._wrapper_groups,
+            "_wrapper_defaults": self._wrapper_defaults,
         }
 
 
