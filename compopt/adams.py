@@ -26,13 +26,14 @@ from ._ops.commits import count_steps
 from ._ops.pytorch import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
+from ._state.masks import Mask
 from ._wire.comm import ProcessGroup
 from ._wire.requests import Agree, AllReduceMean, Asking, Payload
 
 
 def adams(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Equation 2, one bucket, one step."""
-    sent = ops.encode(bucket, bucket.grads(), negate=bucket.group["maximize"])
+    sent = ops.encode(bucket, bucket.grads(), Mask(bucket), negate=bucket.group["maximize"])
     mean = yield AllReduceMean(sent)
     yield Agree(mean, "dense")  # from here on state changes
     yield from ops.run_batched("adams.update", update, bucket, mean)

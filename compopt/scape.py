@@ -40,7 +40,7 @@ from ._engine.stats import Stats
 from ._engine.turns import Turns
 from ._engine.weakly import weakly
 from ._engine.when import chosen
-from ._ops.commits import gradient_weight, keep_absent_momenta, moment_of_slice
+from ._ops.commits import gradient_weight, keep_absent_momenta, moment_of_slice, resize_momenta
 from ._ops.norms import clip_factor, scale_
 from ._ops.pytorch import Ops
 from ._sharded.scape import add_common_residual, sharded_scape
@@ -84,32 +84,14 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
     sent = ops.encode(bucket, grads, mask, residuals, scale, negate=h["maximize"])  # line 10
     mean = yield AllReduceMean(sent)  # line 14
     norm = yield Agree(mean, mask.phase)  # from here on state changes
-    factor = clip_average(bucket, mean, norm)  # line 18
-    old = resize_momenta(bucket, mean, mask)
+    on_v = clip_factor(norm, h["max_grad_norm"])  # line 18
+    if h["clip"] == "consistent":
+        scale_(mean.body, on_v)
+        on_v = 1.0
     to_select = selection if is_delayed else None
     # lines 10, 11 and 15 to 21
-    yield from ops.run_batched("scape.update", update, bucket, mean, mask, old, factor, to_select)
+    yield from ops.run_batched("scape.update", update, bucket, mean, mask, on_v, to_select)
     yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 15
-
-
-def clip_average(bucket: Bucket, mean: Payload, norm: float) -> float:
-    """Clip the average (line 18); return the factor on G in v alone, which ``clip="scape"`` asks
-    for.
-    """
-    h = bucket.group
-    factor = clip_factor(norm, h["max_grad_norm"])
-    if h["clip"] == "scape":
-        return factor
-    scale_(mean.body, factor)
-    return 1.0
-
-
-def resize_momenta(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
-    """Allocate momenta as large as the mask, contents undefined; return those before this step."""
-    old = bucket.state["exp_avg"]
-    rows = zip(bucket.present(mean), mask.sizes, bucket.sizes["exp_avg"], strict=True)
-    bucket.resize("exp_avg", [size if is_present else held for is_present, size, held in rows])
-    return old
 
 
 def update(
@@ -117,16 +99,16 @@ def update(
     ops: Ops,
     mean: Payload,
     mask: Mask,
-    old: list[Tensor],
-    factor: float,
+    on_v: float,
     selection: Selection | None,
 ) -> None:
     """Do lines 10, 11 and 15 to 21 for every tensor with a gradient on any rank; leave the others.
 
-    ``old``: the momenta before this step, on the mask of the step before.
+    ``on_v`` is a factor on G in v alone.
     """
     h, state, grads = bucket.group, bucket.state, bucket.grads()
     held, present = bucket.cache["mask"].positions, bucket.present(mean)
+    old = resize_momenta(bucket, mean, mask)
     keep_absent_momenta(old, state["exp_avg"], present)
     residuals, weights = bucket.each("residual", write=True), bucket.each_weight()
     for i, (is_present, e, w) in enumerate(zip(present, residuals, weights, strict=True)):
@@ -146,7 +128,7 @@ def update(
                 selection.select(i, e[piece.start : piece.stop])  # line 15
             e.zero_() if index is None else ops.clear_at(e, index)  # line 11
         m = state["exp_avg"][i].copy_(m)
-        update_weights(h, ops, w, m, index, mean.parts[i], step, factor)
+        update_weights(h, ops, w, m, index, mean.parts[i], step, on_v)
         if e is not None and mean.dropped is not None:
             # The residual is 0 on the mask: the rounding error goes there.
             ops.write_at(e, index, mean.dropped_parts[i].mul_(1 - h["betas"][0]))
@@ -194,20 +176,18 @@ def update_weights(
     index: Tensor | None,
     g: Tensor,
     step: Tensor,
-    factor: float,
+    on_v: float,
 ) -> None:
     """Do lines 16 to 21 for one tensor: AdamS with the average ``g`` at ``index`` (None:
     everywhere); off it weights only decay.
-
-    ``factor`` multiplies g in v alone.
     """
     if index is None:
-        return ops.adams(h, w, ops.decode(g, None, w), m.view(w.shape), step, factor)
+        return ops.adams(h, w, ops.decode(g, None, w), m.view(w.shape), step, on_v)
     if h["weight_decay"]:
         w.mul_(1 - float(h["lr"]) * h["weight_decay"])
     flat = w.reshape(-1)  # a copy where w is not contiguous
     selected = flat.index_select(0, index)
-    ops.adams(h, selected, g.to(w.dtype), m, step, factor, decay=False)
+    ops.adams(h, selected, g.to(w.dtype), m, step, on_v, decay=False)
     flat.scatter_(0, ops.as_int64(index), selected)
     if not w.is_contiguous():
         w.copy_(flat.view(w.shape))
