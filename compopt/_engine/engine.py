@@ -140,7 +140,7 @@ class Engine:
         if face.sharded:
             comm = self.comm
             bucket.shards = Shards(bucket.lengths, bucket.compressed, comm.rank, comm.size)
-        bucket.job = self.ops.quantised_mean(bucket)
+        bucket.job = self.ops.quantized_mean(bucket)
         checkpoint.fill(bucket, self.specs(bucket), face.state)
         face.restore(bucket)
 
@@ -207,7 +207,7 @@ class Engine:
             face.tidy(bucket)
         self.ops = give_way(self.comm.rank)
         for bucket in self.buckets:
-            bucket.job = self.ops.quantised_mean(bucket)
+            bucket.job = self.ops.quantized_mean(bucket)
             face.restore(bucket)
         face.gave_way()
 

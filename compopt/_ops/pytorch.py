@@ -161,7 +161,7 @@ class Ops:
 
     # int8 and int4
 
-    def quantised_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
+    def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
         """Return what averages the bucket's int8 and int4 payloads; None: ``QuantisedMean``."""
         return None
 

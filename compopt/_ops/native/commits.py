@@ -189,7 +189,7 @@ def update_radius(
         v=state_addresses(bucket, "exp_avg_sq"),
         step=step_addresses(bucket, present),
         mean=addresses("an averaged gradient", averages, sizes),
-        mask=mask_addresses(mask.bits, lengths) if mask.sparse else 0,
+        mask=mask_addresses(mask.bits, lengths) if mask.is_sparse else 0,
         index=0,
         k=sizes,
         residual=state_addresses(bucket, "residual") if phase != "dense" else 0,
@@ -217,7 +217,7 @@ def update_scape(
     lengths, present, held = bucket.lengths, bucket.present(mean), bucket.cache["mask"]
     old = resize_momenta(bucket, mean, mask)
     new, own = bucket.state["exp_avg"], as_float32(bucket.grads())
-    if mask.sparse or held.sparse:  # positions change: not in the same memory
+    if mask.is_sparse or held.is_sparse:  # positions change: not in the same memory
         old = separate_momenta(bucket, old)
     holding, k = sizes_of(held.positions), sizes_of(mask.positions)
     rows = zip(held.positions, holding, lengths, strict=True)

@@ -200,7 +200,7 @@ def _old_momenta(requests: list[Together]) -> list[OldMomenta]:
         n
         for n, (one, own) in enumerate(zip(requests, momenta, strict=True))
         if own is one.bucket.state["exp_avg"]
-        and (one.args[1].sparse or one.bucket.cache["mask"].sparse)
+        and (one.args[1].is_sparse or one.bucket.cache["mask"].is_sparse)
     ]
     flats = [requests[n].bucket.flat["exp_avg"] for n in moved]
     copies = [torch.empty_like(flat) for flat in flats]
