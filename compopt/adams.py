@@ -1,14 +1,14 @@
-"""AdamS: momentum itself as the normaliser (Zhang, Wang and Chen, EMNLP 2025; equation 2 of SCAPE).
+"""AdamS: momentum as the normaliser (Zhang, Wang and Chen, EMNLP 2025; equation 2 of SCAPE).
 
 One bucket at step t; G is the average over ranks of the gradient::
 
-    v <- b2 m^2 + (1 - b2) G^2                     # of the m before this step; v is not kept
+    v <- b2 m^2 + (1 - b2) G^2                     # m before this step; v is not stored
     m <- b1 m + (1 - b1) G
     w <- w - lr (mhat / (sqrt(vhat) + eps) + weight_decay w)
 
-with mhat = m / (1 - b1^t), vhat = v / (1 - b2^t). ``bias_correction="adams"``, after the code of
-AdamS's authors, takes m^2 / (1 - b1^t)^2 in place of m^2 and does not correct for b2: with b2 =
-0.999 its first step is 31 times the learning rate, so it wants a warm-up of the learning rate.
+with mhat = m / (1 - b1^t), vhat = v / (1 - b2^t). ``bias_correction="adams"``, as in the code of
+AdamS's authors, uses m^2 / (1 - b1^t)^2 in place of m^2 and does not correct for b2: with b2 =
+0.999 its first step is 31 times the learning rate, so it needs a warm-up of the learning rate.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from ._ops.commits import count_steps
 from ._ops.pytorch import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
+from ._state.masks import Mask
 from ._wire.comm import ProcessGroup
 from ._wire.requests import Agree, AllReduceMean, Asking, Payload
 
 
 def adams(bucket: Bucket, ops: Ops) -> Asking[None]:
     """Equation 2, one bucket, one step."""
-    sent = ops.encode(bucket, bucket.grads(), negate=bucket.group["maximize"])
+    sent = ops.encode(bucket, bucket.grads(), Mask(bucket), negate=bucket.group["maximize"])
     mean = yield AllReduceMean(sent)
     yield Agree(mean, "dense")  # from here on state changes
     yield from ops.run_batched("adams.update", update, bucket, mean)
@@ -54,8 +55,8 @@ class AdamS(CompressedOptimizer):
     r"""AdamS (equation 2 of SCAPE): AdamW's accuracy at half its state, on gradients averaged
     dense.
 
-    Takes the place of ``torch.optim.AdamW`` in any script; under DistributedDataParallel it
-    averages gradients itself.
+    It replaces ``torch.optim.AdamW`` in any script; under DistributedDataParallel it averages
+    gradients itself.
 
     Args:
         params: parameters, named parameters or groups, as torch takes them.
@@ -63,18 +64,18 @@ class AdamS(CompressedOptimizer):
             Weight decay is decoupled. SCAPE's authors train Llama 500M with lr 3e-4 and
             weight_decay 0.1, GPT 345M with 1.5e-4 and 0.01.
         betas: decay of the momentum, and weight of the previous momentum's square in the
-            normaliser. SCAPE takes (0.9, 0.95) for Llama, AdamW's default for GPT.
-        foreach, fused, capturable: accepted and ignored: the back end chooses how to compute.
+            normaliser. SCAPE uses (0.9, 0.95) for Llama, AdamW's default for GPT.
+        foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
         amsgrad, differentiable: False; True is refused.
-        bias_correction: "scape" corrects m for b1 and v for b2; "adams" as AdamS's authors, see the
-            top of this file.
-        process_group: the ranks to average over. None: the default group, or one process where
-            there is none.
+        bias_correction: "scape" corrects m for b1 and v for b2; "adams" does as AdamS's authors,
+            see the top of this file.
+        process_group: the ranks to average over. None: the default group, or a single process
+            where there is none.
 
     State: ``exp_avg``, as large as the parameter.
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: an option is out of its range.
         TypeError: complex parameters, or sparse gradients at a step.
     """
 

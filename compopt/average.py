@@ -26,6 +26,7 @@ from ._ops.norms import clip_factor, scale_all_
 from ._ops.pytorch import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
+from ._state.masks import Mask
 from ._wire.comm import ProcessGroup
 from ._wire.dtypes import PayloadDtype
 from ._wire.requests import Agree, AllReduceMean, Asking
@@ -36,7 +37,7 @@ def average(bucket: Bucket, ops: Ops, update: Update) -> Asking[None]:
     rounds = bucket.rounds
     residual: list[Tensor | None] = [*bucket.state["residual"]]
     owed = residual if rounds or bucket.owes else None
-    sent = ops.encode(bucket, bucket.grads(), add=owed)  # lines 1 and 2
+    sent = ops.encode(bucket, bucket.grads(), Mask(bucket), owed)  # lines 1 and 2
     mean = yield AllReduceMean(sent)  # line 3
     norm = yield Agree(mean, "rounded" if rounds else "dense")
 

@@ -17,12 +17,12 @@ interval::
     16      residual <- residual + G_n off the mask, 0 on it
     20  G <- G * min(1, max_grad_norm / |G|)
     21  u <- mhat / (sqrt(vhat) + eps) + weight_decay * w        # Algorithm 2, over all elements
-    22  if resampled: mask <- the round(D * n) largest of |u|, a tensor at a time; broadcast
+    22  if resampled: mask <- the round(D * n) largest |u| of each tensor; broadcast
     25  w <- w - lr * u
 
-Where we differ from the paper: the first step after the warm-up resamples at once (the paper's mask
-is undefined until T divides t), all ranks use rank 0's mask (equal by construction), and
-``residual_scale`` can damp the sum of up to T - 1 gradients that a resample adds to one.
+Differences from the paper: the first step after the warm-up resamples (the paper's mask is
+undefined until T divides t), all ranks use rank 0's mask (equal by construction), and
+``residual_scale`` can damp the sum of up to T - 1 gradients that a resample step adds to one.
 """
 
 from __future__ import annotations
@@ -176,54 +176,53 @@ def restore_mask(bucket: Bucket, ops: Ops) -> None:
 
 
 class RadiusAdamW(CompressedOptimizer):
-    r"""AdamW that averages its own gradients, most of them only at a shared top-k set (Radius,
-    Algorithm 1).
+    r"""AdamW that averages gradients itself, in most steps only at a top-k mask shared by all ranks
+    (Radius, Algorithm 1).
 
-    Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward takes
-    over DDP's all-reduce.
+    It replaces ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward pass
+    replaces DDP's all-reduce.
 
     Args:
         params: parameters, named parameters or groups, as torch takes them. A group may override
             every option below and say ``compress=False`` or ``True``; by default tensors of at
-            least 2 dimensions and 4096 elements are compressed, the rest is averaged dense in the
-            same message.
+            least 2 dimensions and 4096 elements are compressed, the others are averaged dense in
+            the same message.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
-        foreach, fused, capturable: accepted and ignored: the back end chooses how to compute.
+        foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
         amsgrad, differentiable: False; True is refused.
         density: share of each compressed tensor's elements that cross the network in a sparse step,
             in (0, 1].
-        interval: steps from one choice of elements to the next; each of these *resample* steps is
-            dense, and the step after it sends nothing before ``step()``: ranks first tell each
-            other that all have the new mask.
+        interval: steps from one mask to the next. These *resample* steps are dense, and the step
+            after one does not overlap with backward: ranks first confirm that all have the new
+            mask.
         warmup_steps: steps of plain AdamW before compression starts, or as a float in (0, 1) a
-            share of ``total_steps``. The paper takes 15 to 20 % of the run. None: 15 % of
+            share of ``total_steps``. The paper uses 15 to 20 % of the run. None: 15 % of
             ``total_steps``, or 1000 steps.
-        total_steps: how many steps the run has, where shares are to be taken of it.
-        residual_scale: factor on what was held back when it is sent at a resample step; 1 is the
-            paper's.
-        max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no
-            clipping). Not the same as ``clip_grad_norm_`` before ``step()``, which sees the local
+        total_steps: the number of steps of the run, for options that are shares of it.
+        residual_scale: factor on the residual at a resample step; 1 in the paper.
+        max_grad_norm: clip the averaged gradient, of all groups together, to this L2 norm (None: no
+            clipping). ``clip_grad_norm_`` before ``step()`` is something else: it clips the local
             gradient.
         payload_dtype: dtype on the wire (None: the gradient's), as a name, "bfloat16", or as the
-            torch.dtype of that name; groups keep the name. What rounding to a narrower one takes
-            off compressed tensors is kept in ``residual``. "int8" sends 1 byte a value and "int4"
-            half of one, and a scale for each 128, rounded at random without bias.
+            torch.dtype of that name; groups keep the name. Rounding errors of compressed tensors
+            are added to ``residual``. "int8" sends 1 byte per value and "int4" half a byte, and a
+            scale for each 128 values, with unbiased stochastic rounding.
         when: "always", or "auto": time dense and compressed steps at the start, and stay dense
             where compression does not pay (see ``stats.when``).
-        process_group: the ranks to average over. None: the default group, or one process where
-            there is none.
-        simulate: compress on one process too, to see what many would do. Else, without other ranks,
-            a step is plain AdamW: nothing is selected, rounded or held back.
-        offload: "residual" keeps it in host memory (pinned, for an accelerator), 4 bytes an
-            element. Tensor by tensor it passes through two device buffers as large as the largest;
-            copies run beside the work on the tensor between.
+        process_group: the ranks to average over. None: the default group, or a single process
+            where there is none.
+        simulate: compress in a single process too, to see the effect of compression. Otherwise a
+            step without other ranks is plain AdamW.
+        offload: "residual" keeps residuals in host memory (pinned, for an accelerator), 4 bytes per
+            element. They pass through two device buffers as large as the largest tensor; copies
+            overlap with the work on the tensor between.
 
-    State beside AdamW's two moments: ``residual`` (as large as the parameter; until it is saved or
-    sent it also holds what was sent since) and ``mask`` (1 bit an element), for compressed tensors.
-    Positions are decoded, to 4 bytes a selected element, when a back end first asks for them.
+    State beside AdamW's two moments, for compressed tensors: ``residual`` (as large as the
+    parameter; between saves it may also hold values that were sent) and ``mask`` (1 bit per
+    element). Positions are decoded when a backend first reads them, 4 bytes per selected element.
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: an option is out of its range.
         TypeError: complex parameters, or sparse gradients at a step.
     """
 
@@ -305,7 +304,7 @@ class RadiusAdamW(CompressedOptimizer):
         return radius(bucket, self.ops)
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
-        """On average: a resample step is dense."""
+        """Return the average over an interval: its resample step is dense."""
         interval: int = bucket.group["interval"]
         sparse = sum(sizes_at_density(bucket, bucket.group["density"]))
         return sparse + (bucket.numel - sparse) / interval

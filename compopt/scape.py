@@ -7,21 +7,21 @@ rank's residual, m the momentum, which is 0 off the mask of the step before::
     10  x_n <- b1 m + (1 - b1) g_n + e_n
     11  e_n <- x_n off M, 0 on M
     14  b <- mean over ranks of x_n on M
-    15  next M <- the largest |x_n|: each rank in its own part; all gather them while they train on
+    15  next M <- the largest |x_n|: each rank in its own shard; gathered while ranks train on
     16  G <- (b - b1 m) / (1 - b1) on M                          # line 17: the averaged gradient
     18  G <- G * min(1, max_grad_norm / |G|);  m_old <- m;  m <- b1 m + (1 - b1) G on M, 0 off it
     19  v <- b2 m_old^2 + (1 - b2) G^2
     21  w <- w - lr (mhat / (sqrt(vhat) + eps) + weight_decay w)  # mhat = 0 off M
 
-What we send is (x_n - b1 m) / (1 - b1) = g_n + e_n / (1 - b1) on M, whose mean is G: the same
-numbers, for m is equal on all ranks, without the cancellation of line 17, and a payload in bfloat16
-then rounds G only, not the momentum.
+The payload is (x_n - b1 m) / (1 - b1) = g_n + e_n / (1 - b1) on M, whose mean is G: equivalent,
+since m is equal on all ranks, but without the cancellation of line 17; and a payload in bfloat16
+rounds G only, not the momentum.
 
-Where we differ from the paper: line 20 lost its square root. As printed (``clip="scape"``) line 18
-shrinks G in v only, so that an outlier makes a *bigger* step; by default ("consistent") m is made
-of the clipped G too. A mask that is lost on its way makes the next step dense. ``mask_delay=0``
-gathers the masks of a step before its payload. As in the paper M depends on the number of ranks:
-each chooses in its part by its own x_n, not by the mean.
+Differences from the paper: its line 20 lacks a square root. As printed (``clip="scape"``), line 18
+scales G in v only, so that an outlier makes a *larger* step; by default ("consistent") m is made of
+the clipped G too. If a mask is lost in transit, the next step is dense. ``mask_delay=0``
+gathers the masks of a step before its payload. As in the paper, M depends on the number of ranks:
+each rank selects in its shard by its own x_n, not by the mean.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ._engine.stats import Stats
 from ._engine.turns import Turns
 from ._engine.weakly import weakly
 from ._engine.when import chosen
-from ._ops.commits import gradient_weight, keep_absent_momenta, moment_of_slice
+from ._ops.commits import gradient_weight, keep_absent_momenta, moment_of_slice, resize_momenta
 from ._ops.norms import clip_factor, scale_
 from ._ops.pytorch import Ops
 from ._sharded.scape import add_common_residual, sharded_scape
@@ -84,32 +84,14 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
     sent = ops.encode(bucket, grads, mask, residuals, scale, negate=h["maximize"])  # line 10
     mean = yield AllReduceMean(sent)  # line 14
     norm = yield Agree(mean, mask.phase)  # from here on state changes
-    factor = clip_average(bucket, mean, norm)  # line 18
-    old = resize_momenta(bucket, mean, mask)
+    on_v = clip_factor(norm, h["max_grad_norm"])  # line 18
+    if h["clip"] == "consistent":
+        scale_(mean.body, on_v)
+        on_v = 1.0
     to_select = selection if is_delayed else None
     # lines 10, 11 and 15 to 21
-    yield from ops.run_batched("scape.update", update, bucket, mean, mask, old, factor, to_select)
+    yield from ops.run_batched("scape.update", update, bucket, mean, mask, on_v, to_select)
     yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 15
-
-
-def clip_average(bucket: Bucket, mean: Payload, norm: float) -> float:
-    """Clip the average (line 18); return the factor on G in v alone, which ``clip="scape"`` asks
-    for.
-    """
-    h = bucket.group
-    factor = clip_factor(norm, h["max_grad_norm"])
-    if h["clip"] == "scape":
-        return factor
-    scale_(mean.body, factor)
-    return 1.0
-
-
-def resize_momenta(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
-    """Allocate momenta as large as the mask, contents undefined; return those before this step."""
-    old = bucket.state["exp_avg"]
-    rows = zip(bucket.present(mean), mask.sizes, bucket.sizes["exp_avg"], strict=True)
-    bucket.resize("exp_avg", [size if is_present else held for is_present, size, held in rows])
-    return old
 
 
 def update(
@@ -117,16 +99,16 @@ def update(
     ops: Ops,
     mean: Payload,
     mask: Mask,
-    old: list[Tensor],
-    factor: float,
+    on_v: float,
     selection: Selection | None,
 ) -> None:
     """Do lines 10, 11 and 15 to 21 for every tensor with a gradient on any rank; leave the others.
 
-    ``old``: the momenta before this step, on the mask of the step before.
+    ``on_v`` is a factor on G in v alone.
     """
     h, state, grads = bucket.group, bucket.state, bucket.grads()
     held, present = bucket.cache["mask"].positions, bucket.present(mean)
+    old = resize_momenta(bucket, mean, mask)
     keep_absent_momenta(old, state["exp_avg"], present)
     residuals, weights = bucket.each("residual", write=True), bucket.each_weight()
     for i, (is_present, e, w) in enumerate(zip(present, residuals, weights, strict=True)):
@@ -146,7 +128,7 @@ def update(
                 selection.select(i, e[piece.start : piece.stop])  # line 15
             e.zero_() if index is None else ops.clear_at(e, index)  # line 11
         m = state["exp_avg"][i].copy_(m)
-        update_weights(h, ops, w, m, index, mean.parts[i], step, factor)
+        update_weights(h, ops, w, m, index, mean.parts[i], step, on_v)
         if e is not None and mean.dropped is not None:
             # The residual is 0 on the mask: the rounding error goes there.
             ops.write_at(e, index, mean.dropped_parts[i].mul_(1 - h["betas"][0]))
@@ -194,71 +176,69 @@ def update_weights(
     index: Tensor | None,
     g: Tensor,
     step: Tensor,
-    factor: float,
+    on_v: float,
 ) -> None:
     """Do lines 16 to 21 for one tensor: AdamS with the average ``g`` at ``index`` (None:
     everywhere); off it weights only decay.
-
-    ``factor`` multiplies g in v alone.
     """
     if index is None:
-        return ops.adams(h, w, ops.decode(g, None, w), m.view(w.shape), step, factor)
+        return ops.adams(h, w, ops.decode(g, None, w), m.view(w.shape), step, on_v)
     if h["weight_decay"]:
         w.mul_(1 - float(h["lr"]) * h["weight_decay"])
     flat = w.reshape(-1)  # a copy where w is not contiguous
     selected = flat.index_select(0, index)
-    ops.adams(h, selected, g.to(w.dtype), m, step, factor, decay=False)
+    ops.adams(h, selected, g.to(w.dtype), m, step, on_v, decay=False)
     flat.scatter_(0, ops.as_int64(index), selected)
     if not w.is_contiguous():
         w.copy_(flat.view(w.shape))
 
 
 class ScapeAdamS(CompressedOptimizer):
-    r"""AdamS that averages its own gradients at a sparse mask of its largest momenta (SCAPE,
+    r"""AdamS that averages gradients itself, at a sparse mask of its largest momenta (SCAPE,
     Algorithm 1).
 
-    Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; its first forward hands
-    its all-reduce over.
+    It replaces ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward pass
+    replaces DDP's all-reduce.
 
     Args:
         params: parameters, named parameters or groups, as torch takes them. A group may override
             every option below and say ``compress=False`` or ``True``; by default tensors of at
-            least 2 dimensions and 4096 elements are compressed, the rest is averaged dense in the
-            same message.
+            least 2 dimensions and 4096 elements are compressed, the others are averaged dense in
+            the same message.
         lr, betas, eps, weight_decay, bias_correction, maximize: as in :class:`AdamS`, which also
-            says what the paper takes; foreach, fused, amsgrad, capturable, differentiable as there.
-        density: share of each compressed tensor's elements that crosses the network in a step, in
+            lists the paper's values; foreach, fused, amsgrad, capturable, differentiable as there.
+        density: share of each compressed tensor's elements that cross the network in a step, in
             (0, 1].
         warmup_steps: steps of dense AdamS before compression starts, or as a float in (0, 1) a
             share of ``total_steps``. None: 15 % of ``total_steps``, or none.
         density_warmup_steps: steps, or a share, over which the density then falls, exponentially,
             from 1 to ``density``. None: 15 % of ``total_steps``, or 100 steps.
-        total_steps: how many steps the run has, where shares are to be taken of it.
-        mask_delay: 1, the paper's: a step uses the mask of the step before, gathered meanwhile. 0:
-            its own, not stale, for one small exchange more that nothing hides.
+        total_steps: the number of steps of the run, for options that are shares of it.
+        mask_delay: 1, as in the paper: a step uses the mask of the step before, gathered in the
+            background. 0: its own mask, never stale, for one more small exchange that is not
+            overlapped.
         selection: "sampled" finds a threshold that selects within 5 % of the wanted number; "exact"
             is torch.topk.
         clip: what ``max_grad_norm`` clips: "consistent", momentum and normaliser; "scape", the
             normaliser only, as printed: an outlier then makes a larger step.
         max_grad_norm, payload_dtype, when, process_group, simulate: as in :class:`RadiusAdamW`.
         sharded: each rank keeps the momentum of 1/N of the elements, dense (Algorithm 2). Gradients
-            at the mask are reduced to the owner of each element, updated parameters at the mask
-            gathered: as many bytes, and every rank updates 1/N of them. Float32 masters, where
-            parameters are of lower precision, stay whole on every rank: what is off the mask decays
-            there, in float32.
-        offload: "residual" keeps it in host memory (pinned, for an accelerator), 4 bytes an
-            element. Tensor by tensor it passes through two device buffers as large as the largest;
-            copies run beside the work on the tensor between. "all" does the same with float32
-            masters.
+            at the mask are reduced to the owner of each element, and updated parameters at the mask
+            are gathered: the same bytes, and every rank updates 1/N of the elements. Float32
+            masters, where parameters are of lower precision, are not sharded: off the mask they
+            decay on every rank, in float32.
+        offload: "residual" keeps residuals in host memory (pinned, for an accelerator), 4 bytes per
+            element. They pass through two device buffers as large as the largest tensor; copies
+            overlap with the work on the tensor between. "all" offloads float32 masters too.
 
-    State of a compressed tensor, in bytes an element: ``residual`` 4, ``exp_avg`` 4 x density (it
-    is 0 elsewhere), ``mask`` and ``next_mask`` 1/8 each, ``threshold`` one number. Beside it live
-    the positions of both masks, decoded, 4 x density each, and scratch memory of 1 byte an element
-    of one bucket and 4 of the largest tensor ("native": of 45 bytes an element selected of the
-    largest tensor; "triton": of 4 bytes an element that this rank selects among, 256 MiB at most).
+    State of a compressed tensor, in bytes per element: ``residual`` 4, ``exp_avg`` 4 x density (it
+    is 0 elsewhere), ``mask`` and ``next_mask`` 1/8 each, ``threshold`` one number. Not saved: the
+    decoded positions of both masks, 4 x density each, and scratch memory: 1 byte per element of one
+    bucket and 4 per element of the largest tensor ("native": 45 bytes per selected element of the
+    largest tensor; "triton": 4 bytes per element of this rank's shard, at most 256 MiB).
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: an option is out of its range.
         TypeError: complex parameters, or sparse gradients at a step.
     """
 

@@ -10,6 +10,7 @@ import torch
 from conformance import every_average
 
 import compopt
+from compopt._state.masks import Mask
 
 FILLS = {  # what is written where, and whether such a step is skipped
     "inf": ((5, 7), math.inf, True),
@@ -51,6 +52,6 @@ def test_kernels_have_the_same_rule(monkeypatch):
     for name, (where, value, skipped) in FILLS.items():
         p.grad = torch.ones_like(p)
         p.grad[where] = value
-        header = optimizer.ops.encode(bucket, bucket.grads()).header
+        header = optimizer.ops.encode(bucket, bucket.grads(), Mask(bucket)).header
         assert header.isnan().tolist() == [skipped], name
-    assert optimizer.ops.encode(bucket, [None]).header.tolist() == [0.0]
+    assert optimizer.ops.encode(bucket, [None], Mask(bucket)).header.tolist() == [0.0]

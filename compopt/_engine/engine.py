@@ -150,7 +150,7 @@ class Engine:
         if face.sharded:
             comm = self.comm
             bucket.shards = Shards(bucket.lengths, bucket.compressed, comm.rank, comm.size)
-        bucket.job = self.ops.quantised_mean(bucket)
+        bucket.job = self.ops.quantized_mean(bucket)
         checkpoint.fill(bucket, self.specs(bucket), face.state)
         face.restore(bucket)
 
@@ -218,7 +218,7 @@ class Engine:
             face.tidy(bucket)
         self.ops = fall_back_to_torch(self.comm.rank)
         for bucket in self.buckets:
-            bucket.job = self.ops.quantised_mean(bucket)
+            bucket.job = self.ops.quantized_mean(bucket)
             face.restore(bucket)
         face.gave_way()
 

@@ -152,6 +152,6 @@ def uncut(pieces: list[Piece], engine: Engine, dtype: torch.dtype, before: int) 
         bucket = Bucket(index, first.group, tensors, names, lambda *_: True, first.scratch)
         for name in first.state.keys() & {"residual", "basis"}:
             bucket.state[name] = [other.state[name][i] for other, i in held]
-        bucket.job = engine.ops.quantised_mean(bucket)
+        bucket.job = engine.ops.quantized_mean(bucket)
         found.append(Whole(bucket, own, held))
     return found

@@ -13,6 +13,7 @@ from .._ops.commits import Factored
 from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.pytorch import Ops
 from .._state.buckets import Bucket, upload
+from .._state.masks import Mask
 from .._wire.requests import Asking, Payload, Together
 from .options import clips_average, forgets
 from .sent import Projected, Sent, Whole, keep, write
@@ -79,7 +80,7 @@ class Projections:
         bucket, grads = self.bucket, self.grads
         if not self.projects and self.clipped == 1:  # in one pass, where the back end has one
             owed: list[Tensor | None] = [*bucket.state["residual"]]
-            return self.ops.encode(bucket, grads, add=owed if self.sends else None)
+            return self.ops.encode(bucket, grads, Mask(bucket), owed if self.sends else None)
         lengths = [tensor.length for tensor in self.tensors]
         cosines = [len(lengths)] if self.found else []
         payload = bucket.payload(lengths + cosines, bucket.group["payload_dtype"])

@@ -80,6 +80,16 @@ def moment_of_slice(bucket: Bucket, i: int, piece: MaskSlice, g: Tensor | None) 
     return x.index_add_(0, held[first:last] - start, m[first:last], alpha=beta1)
 
 
+def resize_momenta(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
+    """Allocate momenta as large as the mask, contents undefined; return those before this step, on
+    the mask of the step before.
+    """
+    old = bucket.state["exp_avg"]
+    rows = zip(bucket.present(mean), mask.sizes, bucket.sizes["exp_avg"], strict=True)
+    bucket.resize("exp_avg", [size if is_present else held for is_present, size, held in rows])
+    return old
+
+
 def separate_momenta(bucket: Bucket, old: list[Tensor]) -> list[Tensor]:
     """Return the momenta before this step, in other memory than the new ones."""
     if old is not bucket.state["exp_avg"]:

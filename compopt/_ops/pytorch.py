@@ -109,17 +109,16 @@ class Ops:
         self,
         bucket: Bucket,
         grads: Tensors,
-        mask: Mask | None = None,
+        mask: Mask,
         add: Iterable[Tensor | None] | None = None,
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:
-        """Return the bucket's payload: ``grads``, or minus them, plus ``scale * add``, on the mask
-        (None: whole).
+        """Return the bucket's payload: ``grads``, or minus them, plus ``scale * add``, on the mask.
 
-        ``add`` are residuals, in an algorithm with error feedback.
+        ``Mask(bucket)`` sends all elements. ``add`` are residuals, in an algorithm with error
+        feedback.
         """
-        mask = Mask(bucket) if mask is None else mask
         return self.run("encode", encode, bucket, grads, mask, add, scale, negate)
 
     def write_header(self, payload: Payload, grads: Tensors) -> None:
@@ -162,7 +161,7 @@ class Ops:
 
     # int8 and int4
 
-    def quantised_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
+    def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
         """Return what averages the bucket's int8 and int4 payloads; None: ``QuantisedMean``."""
         return None
 

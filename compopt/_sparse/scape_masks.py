@@ -149,7 +149,7 @@ def _store_current_mask(bucket: Bucket, ops: Ops, mask: Mask, mean: Payload) -> 
             bucket.cache["residual_on_mask"][i] = mean.dropped is not None
     if bucket.group["mask_delay"] == 0:  # the mask of before is not kept
         _note_overlap(bucket, mask, held, present)
-    if all(present) and mask.sparse:
+    if all(present) and mask.is_sparse:
         bucket.cache["mask"] = yield from ops.run_batched(
             "mask.store", store_mask, bucket, mask, "mask"
         )

@@ -1,7 +1,7 @@
 """Masks: which elements of a bucket's tensors are selected, as bits and as positions.
 
-A bucket's mask is one bit an element of its compressed tensors, whole bytes a tensor, one tensor
-after the other.
+A bucket's mask has one bit for each element of its compressed tensors, in whole bytes per tensor,
+one tensor after the other.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ Tensors = list[Tensor | None]
 
 
 class Mask:
-    """Which elements a step takes of a bucket: some of a compressed tensor, all of any other.
+    """The elements of a bucket that a step selects: some of a compressed tensor, all of any other.
 
-    ``bits[i]`` has one bit an element of tensor i, the first in the lowest; ``positions[i]`` says
-    where they are set, ascending, in int32 where that holds them. Both are None for a tensor that
-    is taken whole, and ``Mask(bucket)`` takes all of them whole. ``sizes[i]`` elements are taken.
+    ``bits[i]`` has one bit for each element of tensor i, the first in the lowest bit;
+    ``positions[i]`` are the positions of set bits, ascending, in int32 where that is wide enough.
+    Both are None for a tensor all of whose elements are selected; ``Mask(bucket)`` selects all
+    elements of all tensors. ``sizes[i]`` elements are selected.
 
-    Made of one of the two, a mask finds the other once, when it is asked for. ``decode(bits, n,
-    size)`` is the back end's way from bits to positions. ``sizes`` is given where bits were just
-    chosen and their number is known. Positions given beside bits were read from these bits.
+    Of bits and positions, the missing form is computed lazily. ``decode(bits, n, size)`` is the
+    backend's function from bits to positions. ``sizes`` may be given where they are known.
+    Positions that are given beside bits must be those of the bits.
 
-    Raises TypeError or ValueError where bits or positions are not such.
+    Raises TypeError or ValueError for invalid bits or positions.
     """
 
     def __init__(
@@ -46,14 +47,14 @@ class Mask:
         elif positions is not None:
             positions = _checked_positions(positions, bucket)
         given = positions if bits is None else bits
-        self.sparse = given is not None and any(one is not None for one in given)
+        self.is_sparse = given is not None and any(one is not None for one in given)
         self.lengths = bucket.lengths
-        whole: Tensors = [None] * len(self.lengths)
-        self._bits = bits if self.sparse else whole
-        self._positions = positions if self.sparse else whole
+        nothing: Tensors = [None] * len(self.lengths)
+        self._bits = bits if self.is_sparse else nothing
+        self._positions = positions if self.is_sparse else nothing
         self._given_sizes = sizes  # None where they are not known
-        self._sizes = None if self.sparse else self.lengths
-        self._decode = decode or _decoded
+        self._sizes = None if self.is_sparse else self.lengths
+        self._decode = decode or _decode_bits
         # For kernels: how many elements of its tensor are selected before each block.
         self.block_offsets: Tensor | None = None
         # The same of all masks in one launch, this one's place among them, and how many there are.
@@ -61,12 +62,12 @@ class Mask:
 
     @property
     def phase(self) -> str:
-        """What a step that sends this is, in ``stats``."""
-        return "sparse" if self.sparse else "dense"
+        """The phase, in ``stats``, of a step that sends this."""
+        return "sparse" if self.is_sparse else "dense"
 
     @property
     def has_bits(self) -> bool:
-        """Whether there are bits without making them of positions."""
+        """Whether bits are known, without computing them from positions."""
         return self._bits is not None
 
     @property
@@ -81,13 +82,13 @@ class Mask:
         if self._positions is None:
             sizes = self._given_sizes or [None] * len(self.lengths)
             rows = zip(self.bits, self.lengths, sizes, strict=True)
-            self._positions = [None if b is None else self._read(b, n, k) for b, n, k in rows]
+            self._positions = [None if b is None else self._decoded(b, n, k) for b, n, k in rows]
         return self._positions
 
     @property
     def sizes(self) -> list[int]:
         if self._sizes is None:
-            # Whole at once: an interrupt in between may not leave a part of them.
+            # assigned in one statement: an interrupt may not leave a part of them
             sizes = [size for size in self._given_sizes or () if size is not None]
             if len(sizes) < len(self.lengths):
                 pairs = zip(self.positions, self.lengths, strict=True)
@@ -95,13 +96,13 @@ class Mask:
             self._sizes = sizes
         return self._sizes
 
-    def over(self, bits: Sequence[Tensor | None]) -> Mask:
-        """The same mask, whose bits have been copied there."""
+    def with_bits(self, bits: Sequence[Tensor | None]) -> Mask:
+        """Return the same mask, with a copy of its bits in their place."""
         moved = copy.copy(self)
         moved._bits = bits
         return moved
 
-    def _read(self, bits: Tensor, n: int, size: int | None) -> Tensor:
+    def _decoded(self, bits: Tensor, n: int, size: int | None) -> Tensor:
         found = self._decode(bits, n, size)
         if size is not None and found.numel() != size:
             raise RuntimeError(
@@ -112,7 +113,7 @@ class Mask:
 
 
 def bits_by_tensor(bucket: Bucket, bits: Tensor) -> Tensors:
-    """The bucket's bits, one tensor's after the other's, as a list; None where it has none."""
+    """Split a bucket's bits by tensor; None for a tensor without bits."""
     sizes = [
         (n + 7) // 8 if c else 0 for n, c in zip(bucket.lengths, bucket.compressed, strict=True)
     ]
@@ -125,7 +126,7 @@ def store_mask(bucket: Bucket, _: object, mask: Mask, name: str) -> Mask:
     own = [b for b in bucket.state[name] if b is not None]
     if own:
         torch._foreach_copy_(own, [b for b in mask.bits if b is not None])
-    return mask.over(bucket.state[name])
+    return mask.with_bits(bucket.state[name])
 
 
 def clear_mask(bucket: Bucket, _: object, name: str) -> None:
@@ -143,7 +144,7 @@ def _check_bits(bits: Sequence[Tensor | None], bucket: Bucket) -> None:
 
 
 def _checked_positions(positions: Sequence[Tensor | None], bucket: Bucket) -> Tensors:
-    """The same as they are kept, where they are ascending and within their tensors."""
+    """Return positions in the stored dtype, if they are ascending and within their tensors."""
     dtype = positions_dtype(bucket.lengths)
     found: Tensors = []
     for p, n, name in zip(positions, bucket.lengths, bucket.names, strict=True):
@@ -162,7 +163,7 @@ def _ascending_within(p: Tensor, n: int) -> bool:
     return int(p[0]) >= 0 and int(p[-1]) < n and bool((p[1:] > p[:-1]).all())
 
 
-def _decoded(bits: Tensor, n: int, size: int | None) -> Tensor:
+def _decode_bits(bits: Tensor, n: int, size: int | None) -> Tensor:
     return positions_of(bits).to(positions_dtype([n]))
 
 

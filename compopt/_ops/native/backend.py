@@ -57,7 +57,7 @@ class NativeOps(NativeUpdates, NativeTopK):
         self.quantize = functools.partial(quantize, self.library)
         self.dequantize = functools.partial(dequantize, self.library)
 
-    def quantised_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
+    def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
         return functools.partial(NativeMean, self.library) if is_on_cpu(self, bucket) else None
 
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:

@@ -19,6 +19,7 @@ from ..commits import (
     feed_back_rounding,
     gradient_weight,
     keep_absent_momenta,
+    resize_momenta,
     score_memory,
     separate_momenta,
     update_magnitudes,
@@ -188,7 +189,7 @@ def update_radius(
         v=state_addresses(bucket, "exp_avg_sq"),
         step=step_addresses(bucket, present),
         mean=addresses("an averaged gradient", averages, sizes),
-        mask=mask_addresses(mask.bits, lengths) if mask.sparse else 0,
+        mask=mask_addresses(mask.bits, lengths) if mask.is_sparse else 0,
         index=0,
         k=sizes,
         residual=state_addresses(bucket, "residual") if phase != "dense" else 0,
@@ -209,17 +210,14 @@ def update_scape(
     ops: NativeUpdates,
     mean: Payload,
     mask: Mask,
-    old: list[Tensor],
-    factor: float,
+    on_v: float,
     selection: NativeSelection | None,
 ) -> None:
-    """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with a selection.
-
-    ``mask``: what was exchanged; ``old``: the momenta before this step, where they were held.
-    """
+    """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with a selection."""
     lengths, present, held = bucket.lengths, bucket.present(mean), bucket.cache["mask"]
+    old = resize_momenta(bucket, mean, mask)
     new, own = bucket.state["exp_avg"], as_float32(bucket.grads())
-    if mask.sparse or held.sparse:  # positions change: not in the same memory
+    if mask.is_sparse or held.is_sparse:  # positions change: not in the same memory
         old = separate_momenta(bucket, old)
     holding, k = sizes_of(held.positions), sizes_of(mask.positions)
     rows = zip(held.positions, holding, lengths, strict=True)
@@ -235,7 +233,7 @@ def update_scape(
         **(selection.columns(present) if selection else NO_SELECTION),
     }
     room, longest = selection.room if selection else 0, max(k)
-    _run_scape(bucket, ops, mean, mask, factor, room, longest, columns)
+    _run_scape(bucket, ops, mean, mask, on_v, room, longest, columns)
     keep_absent_momenta(old, new, present)
     for i, is_present in enumerate(present):
         if not is_present and selection:
@@ -254,7 +252,7 @@ def _run_scape(
     ops: NativeUpdates,
     mean: Payload,
     mask: Mask,
-    factor: float,
+    on_v: float,
     room: int,
     longest: int,
     columns: Columns,
@@ -282,7 +280,7 @@ def _run_scape(
         "step": step_addresses(bucket, present),
     }
     table = Table(len(present), **{name: columns[name] for name in SCAPE_FIELDS})
-    hyper, like = adams_options(bucket.group, factor), state["step"][0]
+    hyper, like = adams_options(bucket.group, on_v), state["step"][0]
     threads = torch.get_num_threads()
     candidates = ops.scratch(like, threads * room, torch.int32, "candidates")
     first_candidate = address("candidates", candidates, threads * room, torch.int32)

@@ -76,10 +76,8 @@ class NativeMean(QuantisedMean):
             codes_at=4 * (self.words + self.layout.scales),
             ranks=self.ranks,
         )
-        rounding, mean = (
-            rounding_table((*self.seed, self.rank, 2), self.bits),
-            self.library.mean_of_codes,
-        )
+        rounding = rounding_table((*self.seed, self.rank, 2), self.bits)
+        mean = self.library.mean_of_codes
         run_over_rows(lengths, lambda a, b, _: mean(table, a, b, rounding, messages))
         pack_codes(own, list(codes), self.bits)
         return out[0]

@@ -81,7 +81,7 @@ class TritonOps(KernelOps):
             clip=clip,
         )
 
-    def quantised_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
+    def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
         return TritonMean if takes(self, bucket) else None
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._state.masks import Tensors, selection_size
 from ..._wire.requests import Together
-from ..commits import feed_back_rounding, keep_absent_momenta, score_memory
+from ..commits import feed_back_rounding, keep_absent_momenta, resize_momenta, score_memory
 from ..pytorch import HYPER
 from .selection import SelectionInputs, select_all
 from .tables import (
@@ -176,11 +176,11 @@ def _adams_rows(
 def update_scape(ops: KernelOps, requests: list[Together]) -> list[None]:
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with selections."""
     for group in group_by_launch(requests):
-        old = _separate_momenta(group)
+        old = _old_momenta(group)
         inputs = [
             SelectionInputs(selection, one.bucket.grads(), own)
             for one, own in zip(group, old, strict=True)
-            if (selection := one.args[4])
+            if (selection := one.args[3])
         ]
         if inputs:
             select_all(inputs)
@@ -192,14 +192,15 @@ def update_scape(ops: KernelOps, requests: list[Together]) -> list[None]:
     return [None] * len(requests)
 
 
-def _separate_momenta(requests: list[Together]) -> list[OldMomenta]:
-    """Return each bucket's momenta before this step, in other memory where positions change."""
-    old = [OldMomenta(one.bucket, one.args[2]) for one in requests]
+def _old_momenta(requests: list[Together]) -> list[OldMomenta]:
+    """Resize momenta; return those before this step, in other memory where positions change."""
+    momenta = [resize_momenta(one.bucket, *one.args[:2]) for one in requests]
+    old = [OldMomenta(one.bucket, own) for one, own in zip(requests, momenta, strict=True)]
     moved = [
         n
-        for n, one in enumerate(requests)
-        if one.args[2] is one.bucket.state["exp_avg"]
-        and (one.args[1].sparse or one.bucket.cache["mask"].sparse)
+        for n, (one, own) in enumerate(zip(requests, momenta, strict=True))
+        if own is one.bucket.state["exp_avg"]
+        and (one.args[1].is_sparse or one.bucket.cache["mask"].is_sparse)
     ]
     flats = [requests[n].bucket.flat["exp_avg"] for n in moved]
     copies = [torch.empty_like(flat) for flat in flats]
@@ -213,7 +214,7 @@ def _separate_momenta(requests: list[Together]) -> list[OldMomenta]:
 def _launch_scape(ops: KernelOps, requests: list[Together], old: list[OldMomenta]) -> None:
     """Do all but the selection."""
     buckets = [request.bucket for request in requests]
-    blocks, h, factor = blocks_of_all(buckets), buckets[0].group, requests[0].args[3]
+    blocks, h, on_v = blocks_of_all(buckets), buckets[0].group, requests[0].args[2]
     present = [one.bucket.present(one.args[0]) for one in requests]
     grads = [bucket.grads() for bucket in buckets]
     copies: list[Copies] = []
@@ -245,7 +246,7 @@ def _launch_scape(ops: KernelOps, requests: list[Together], old: list[OldMomenta
         block_offsets_of_all(buckets, [bucket.cache["mask"] for bucket in buckets]),
         rows,
         lr=float(h["lr"]),
-        clip=factor,
+        clip=on_v,
         **{name: h[name] for name in names},
     )
     if key is None:

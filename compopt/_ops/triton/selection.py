@@ -302,7 +302,7 @@ def _store(requests: list[tuple[Together, Mask, str]]) -> list[Mask]:
         rows = zip(state[name], mask.bits, strict=True)
         pairs += [(to, bits) for to, bits in rows if to is not None and bits is not None]
     _copy(pairs)
-    return [mask.over(request.bucket.state[name]) for request, mask, name in requests]
+    return [mask.with_bits(request.bucket.state[name]) for request, mask, name in requests]
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:

@@ -178,14 +178,14 @@ def block_offsets(bucket: Bucket, mask: Mask) -> Tensor:
     """Return for each block how many elements of its tensor are selected before it."""
     if mask.block_offsets is None:
         blocks = blocks_of(bucket)
-        offsets = kernels.block_offsets(blocks, mask.bits) if mask.sparse else blocks.firsts
+        offsets = kernels.block_offsets(blocks, mask.bits) if mask.is_sparse else blocks.firsts
         mask.block_offsets = offsets
     return mask.block_offsets
 
 
 def block_offsets_of_all(buckets: Sequence[Bucket], masks: Sequence[Mask]) -> Tensor:
     """Return the ``block_offsets`` of all these buckets, one after the other."""
-    if not any(mask.sparse for mask in masks):
+    if not any(mask.is_sparse for mask in masks):
         firsts: Tensor = blocks_of_all(buckets).firsts
         return firsts
     batch = masks[0].batch_offsets
