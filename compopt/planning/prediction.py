@@ -95,7 +95,7 @@ def step_seconds(
             f"got {compute_s} and {overlap_s}."
         )
     local = max(0.0, cost.traffic) / machine.memory_bytes_per_s + cost.flops / machine.flops_per_s
-    local += cost.host / HOST_BYTES_PER_S
+    local += cost.calls + cost.host / HOST_BYTES_PER_S
     waited = _interference_seconds(machine, cost, compute_s)
     if cost.every is not None:
         waited += _round_seconds(machine, cost, compute_s, buckets)
