@@ -101,13 +101,19 @@ def once(make, watched: bool, steps: int = 8) -> tuple[list, int, str]:
 once.threads = torch.get_num_threads()
 
 
+def without_times(text: str) -> str:
+    """The report without what compopt-advise names, which goes by the seconds of a step."""
+    assert "\n- compopt-advise " in text
+    return re.sub(r"\n- compopt-advise .*?(?=\n- )", "", text, flags=re.S)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_training_is_the_same_to_the_bit(name, capfd):
     """Parameters, state, random numbers; and nobody's hooks see the methods' steps."""
     (plain, calls, _), (watched, seen, text) = (once(OPTIMIZERS[name], watched) for watched in (False, True))
     assert plain == watched and calls == seen
     assert "first.weight" in text and "second.weight" in text and "frozen" not in text and "empty" not in text
-    assert once(OPTIMIZERS[name], True)[2] == text  # deterministic
+    assert without_times(once(OPTIMIZERS[name], True)[2]) == without_times(text)  # deterministic
     assert capfd.readouterr().err.count("compopt:") <= 3  # of the user's own optimizers alone
 
 
@@ -257,7 +263,7 @@ def test_under_fsdp_shards_are_looked_at():
     plain, watched = (run_ranks(sharded, 2, how) for how in (False, True))
     assert [one[0] for one in plain] == [one[0] for one in watched]
     told = watched[0][1]
-    assert told == watched[1][1] and "128 x 64" in told and "two batches in a row, which stand for ranks" in told
+    assert told == watched[1][1] and "128 x 64" in told and "two batches in a row" in told
 
 
 def in_pieces(rank: int) -> float:
@@ -312,7 +318,7 @@ def test_ranks_that_have_seen_different_steps_say_so():
 def test_what_is_told_has_every_method_and_what_it_means():
     seen = watch(noise(14), dict(CANDIDATES))
     text = str(seen)
-    assert all(name in text for name in CANDIDATES) and max(map(len, text.split("\n\n")[1].splitlines())) <= 100
+    assert all(name in text for name in CANDIDATES) and max(map(len, text.splitlines())) <= 110
     words = ("Start with", " keep 0.", "compopt-advise", "Radius's interval:", "Start: of", "Spread:", "not a loss")
     for word in words:
         assert word in text, word
@@ -341,12 +347,13 @@ def test_the_smallest_setting_whose_loss_does_not_matter_is_recommended():
     assert recommend_row([*ranks, *others]).method == "rank 16"  # of a tenth of the bytes: .98 and .96 are alike
     assert recommend_row([*ranks[2:], *others]).method == "rank 8"
     assert recommend_row(others).method == "Radius 0.5"  # nothing sends little
-    told = conclude({}, [*ranks, *others], 1, None)
+    training = advise(10_000_000, ranks=2, link_bits_per_s=1e9, step_s=0.4).situation
+    told = conclude({}, [*ranks, *others], 1, training)
     assert told[0].startswith("Start with compopt.SeparateAdam()") and "kept 0.96, 4.4% of the bytes" in told[0]
     listed = "0.84 at rank 4, 0.91 at rank 8, 0.96 at rank 16, 0.98 at rank 32"
     assert told[1] == f"Tracked projections keep {listed}: more than rank 16 adds less than 0.05."
     large = row("rank 64", 1.0, 0.2)
-    assert "more than rank 8 keeps more, for more bytes" in conclude({}, [large, *ranks[2:]], 1, None)[1]
+    assert "more than rank 8 keeps more, for more bytes" in conclude({}, [large, *ranks[2:]], 1, training)[1]
 
 
 def test_it_says_whether_the_advice_names_the_same_class():

@@ -87,9 +87,7 @@ class Diagnosis:
         self._local_rows: list[Tensor | None] = [None] * len(self.sampled)
         self._hooks: list[Any] = []
         self.skipped, self.seconds = 0, 0.0
-        # When the last step's hook ended, and the seconds from there to the next step's.
-        self._ended: float | None = None
-        self._step_seconds: list[float] = []
+        self._ended: float | None = None  # The end of the last step's hook.
         self.rows: list[Row] = []
         self.findings: Findings = {}
 
@@ -151,7 +149,7 @@ class Diagnosis:
         if recorder is None:
             return
         if self._ended is not None:
-            self._step_seconds.append(began - self._ended)
+            recorder.step_seconds.append(began - self._ended)
         grads = [extract_dense_gradient(tensor) for tensor in self.sampled]
         rows, self._local_rows = self._local_rows, [None] * len(self.sampled)
         if not self._gradients_are_averaged or self._compared_ranks is not self._comm:
@@ -200,25 +198,23 @@ class Diagnosis:
         )
         blocks = [
             self._summarize_sample(),
+            ["What it means", *map(diagnosis_report.format_item, sentences)],
             diagnosis_report.format_methods(self.rows),
             diagnosis_report.format_stability(found),
             diagnosis_report.format_subspaces(found, width),
             diagnosis_report.format_layers(found, sampled),
-            ["What it means", *(f"- {sentence}" for sentence in sentences)],
         ]
         return "\n\n".join("\n".join(block) for block in blocks)
 
     @property
-    def training(self) -> Situation | None:
-        """This training as `compopt-advise` sees it, over any link; None before its second step."""
-        if not self._step_seconds:
-            return None
-        step_s, on_cpu = median(self._step_seconds), self.sampled[0].param.device.type == "cpu"
+    def training(self) -> Situation:
+        """This training as `compopt-advise` sees it, over any link."""
+        on_cpu = self.sampled[0].param.device.type == "cpu"
         return advise(
             self._work,
             ranks=max(2, self._comm.size),
             link_bits_per_s=1e9,
-            step_s=step_s,
+            step_s=self.findings["seconds", "step"],
             device="cpu" if on_cpu else None,
         ).situation
 
@@ -306,6 +302,7 @@ class Recorder:
         self.spread = GradientSpread(sampled)
         self.moments: list[Tensor | None] = [None] * len(sampled)
         self.gradient_norms: list[float] = []
+        self.step_seconds: list[float] = []
 
     def record_step(
         self,
@@ -354,6 +351,7 @@ class Recorder:
         """
         sampled = self.sampled
         found = summarize_runs(self.runs, self.gradient_norm)
+        found["seconds", "step"] = median(self.step_seconds)
         for quantity, stability in self.stability.items():
             found |= summarize_stability(quantity, stability, sampled)
         found |= summarize_settling(self.stability["update"], DENSITIES[1])

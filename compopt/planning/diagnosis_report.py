@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -196,18 +197,23 @@ def format_layers(found: Findings, sampled: Sequence[SampledTensor]) -> list[str
 # Conclusions
 
 
-def conclude(
-    found: Findings, rows: Sequence[Row], ranks: int, training: Situation | None
-) -> list[str]:
+def format_item(sentence: str) -> str:
+    """An item of a list, in lines of at most 100 characters."""
+    return textwrap.fill(
+        f"- {sentence}", 100, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+
+
+def conclude(found: Findings, rows: Sequence[Row], ranks: int, training: Situation) -> list[str]:
     """All sentences that follow from the findings, the most important first.
 
-    ``training`` is the training as the advice sees it; None where its step was not timed.
+    ``ranks`` are those whose gradients were compared; ``training`` is as the advice sees it.
     """
     best = recommend_row(rows)
     sentences = [
         describe_recommendation(rows, best),
         describe_settings(rows, best),
-        compare_with_advice(training, best.class_name) if training else "",
+        compare_with_advice(training, best.class_name),
         assess_interval(found),
         assess_start(found),
         assess_spread(found, ranks),
