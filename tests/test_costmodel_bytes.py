@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
+
 import pytest
 import torch
 from sim import Ranks
@@ -111,6 +114,40 @@ def test_rounds_of_a_run_are_those_of_the_class(every, growing, steps):
     ended = [t for t, bytes_ in enumerate(sent, start=1) if bytes_ > WORDS]
     ended += [steps] if ended[-1] < steps else []  # end_round()
     assert [b - a for a, b in zip([0, *ended], ended, strict=False)] == round_lengths(every, growing, steps)
+
+
+DEFAULT = {
+    "SeparateAdam": lambda params, process_group: compopt.SeparateAdam(params, process_group=process_group),
+    "LocalSteps": lambda params, process_group: compopt.LocalSteps(
+        torch.optim.AdamW(params), process_group=process_group
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_bytes_of_a_run_of_a_class_as_it_is(name):
+    """With the start that it takes by itself."""
+    steps = 40
+    ranks = Ranks(2, model, DEFAULT[name])
+    sent = sum(round_bytes(ranks, steps))
+    if name == "LocalSteps":
+        for optimizer in ranks.optimizers:
+            assert optimizer.stats.steps_into_round == 0  # rounds of one step: nothing is left to send
+    work = Workload.of(ranks.models[0].named_parameters())
+    situation = Situation(work, Machine(2, 1e7), 1.0, 0.6, 1, None, 0.02, steps=steps)
+    row = next(r for r in rows_of(situation) if r.method == name)
+    assert row.run_bytes * steps * 4 * work.parameters == pytest.approx(sent, rel=0.01)
+
+
+def test_runs_of_the_demo_s_length_were_as_predicted():
+    """bench/predicted_runs.py, 400 steps: bytes, and seconds of the processor in times those without communication."""
+    with (Path(__file__).parents[1] / "bench/results/predicted_runs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["method"] for row in rows} == {"AdamW+DDP", "SeparateAdam", "LocalSteps"}
+    for row in rows:
+        assert float(row["predicted_bytes"]) == pytest.approx(float(row["measured_bytes"]), rel=0.01), row
+        if row["by"] == "processor":
+            assert float(row["predicted_ratio"]) == pytest.approx(float(row["measured_ratio"]), rel=0.15), row
 
 
 MEASURED = {  # bench/results/quality.jsonl, 2000 steps on 4 ranks: bytes of the run

@@ -108,6 +108,28 @@ def test_two_batches_stand_for_two_ranks():
     assert cosine == pytest.approx(0.6) and ratio == pytest.approx(1 / math.sqrt(0.8))
 
 
+def test_a_step_without_a_gradient_is_not_compared_and_few_are_kept():
+    meter = GradientSpread(parts_of(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))))
+    row = torch.ones(4)
+    meter.record_step([row, None])
+    assert meter.rows == []
+    for _ in range(100):
+        meter.record_step([row, row])
+    assert len(meter.rows) == 64
+
+
+def test_moments_and_residuals_are_in_the_units_they_are_told_in():
+    rows = noise(8)
+    seen = watch(rows, {"SCAPE": FEW["SCAPE 0.1"], "dense": Candidate("AdamS", {}, "AdamW+DDP")})
+    moment = rows[0].clone()
+    for g in rows[1:]:
+        moment = 0.9 * moment + 0.1 * g
+    torch.testing.assert_close(seen._recorder.moments[0], moment)
+    run = seen._recorder.runs.runs["SCAPE"]
+    assert run.residual_norm() == pytest.approx(run.optimizer.stats.residual_norm() / 0.1)
+    assert {row.method: row.share for row in seen.rows}["dense"] == 1.0
+
+
 def updates_of(rows: list[torch.Tensor], betas: tuple[float, float] = (0.9, 0.999)) -> list[torch.Tensor]:
     """AdamW's, written down again in float64."""
     m, v, found = torch.zeros_like(rows[0]).double(), torch.zeros_like(rows[0]).double(), []
@@ -210,8 +232,12 @@ def test_every_shape_is_looked_at_and_large_ones_in_part():
     assert (parts[-1].rows, parts[-1].columns) == (553, 64) and not parts[-1].is_complete
     assert sum(part.numel for part in parts) <= 60_000
     assert sum(part.weight * part.numel for part in parts) == pytest.approx(6 * 64 * 64 + 5000 * 64)
-    few = parts_of(model, 16_000)
-    assert [part.name for part in few] == ["3.weight", "6.weight"] or len(few) == 2 or few[0].weight > 1
+    few = parts_of(model, 16_000)  # one layer of the six, from their middle
+    assert [part.name for part in few] == ["3.weight", "6.weight"] and few[0].weight == 6
+    some = parts_of(model, 30_000)  # three of the six, evenly spaced
+    assert [part.name for part in some] == ["1.weight", "3.weight", "5.weight", "6.weight"]
+    for sampled in (few, some):
+        assert sum(part.weight * part.numel for part in sampled) == pytest.approx(6 * 64 * 64 + 5000 * 64)
     counted = torch.arange(5000.0).view(-1, 1).expand(5000, 64)
     cut = parts[-1].extract(counted)
     assert torch.equal(cut[:, 0], torch.arange(553.0) * (5000 // 553))

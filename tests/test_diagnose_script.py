@@ -76,6 +76,28 @@ def test_under_torchrun_ranks_are_compared(script):
     assert done.stdout.count("6 steps of AdamW on 2 ranks") == 1 and "gradients of 2 ranks" in done.stdout
 
 
+def test_a_script_that_makes_a_process_group_runs_alone_too(script, capsys, monkeypatch):
+    """init_process_group without RANK in the environment: the script is the only rank, and nothing is left behind."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    before, environment = torch.distributed.init_process_group, dict(os.environ)
+    commands(["diagnose", "--steps", "6", "--dense", "2", script, "100", "ranks"])
+    told = capsys.readouterr().out
+    assert "6 steps of AdamW on 1 rank" in told and "gradients of two batches" in told
+    assert torch.distributed.init_process_group is before and dict(os.environ) == environment
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_process_group_that_says_how_is_left_alone(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    path = tmp_path / "train.py"
+    call = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
+    path.write_text(SCRIPT.replace('dist.init_process_group("gloo")', call).replace("import beside\n", ""))
+    commands(["diagnose", "--steps", "6", "--dense", "2", str(path), "100", "ranks"])
+    assert "6 steps of AdamW on 1 rank" in capsys.readouterr().out
+    torch.distributed.destroy_process_group()
+
+
 def test_mistakes_are_told_and_the_scripts_own_are_its_own(script, capsys):
     before = hooks()
     for words, told in {

@@ -173,7 +173,7 @@ def advise(
         inside / 8,
         CPU_BUCKET if device == "cpu" else DEVICE_BUCKET,
     )
-    return decide(situation, predict_rows(situation))
+    return make_advice(situation, predict_rows(situation))
 
 
 def check_layout(ranks: int, shard: int | None, ranks_per_node: int | None) -> int:
@@ -191,7 +191,7 @@ def check_layout(ranks: int, shard: int | None, ranks_per_node: int | None) -> i
     return node
 
 
-def decide(situation: Situation, rows: list[Row]) -> Advice:
+def make_advice(situation: Situation, rows: list[Row]) -> Advice:
     best = choose_row(situation, rows)
-    row, why = best or rows[0], report.explain(situation, rows, best)
+    row, why = best or rows[0], report.explain_choice(situation, rows, best)
     return Advice(situation, rows, row.method, report.make_line(situation, row), why)

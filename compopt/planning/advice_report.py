@@ -15,7 +15,7 @@ from .formatting import (
 )
 from .losses import ALLOWANCE
 from .methods import METHODS, local_steps_cost, tracked_cost
-from .prediction import BASELINE, ROOM, Row, Situation, held_bytes, predict_rows
+from .prediction import BASELINE, ROOM, Row, Situation, count_held_bytes, predict_rows
 
 # The widest model on which tracked projections were measured.
 MEASURED_WIDTH = 512
@@ -23,7 +23,7 @@ MEASURED_WIDTH = 512
 # Sentences
 
 
-def explain(situation: Situation, rows: list[Row], best: Row | None) -> str:
+def explain_choice(situation: Situation, rows: list[Row], best: Row | None) -> str:
     """The reasons for a row, or for staying with AdamW where there is none."""
     if best is None:
         parts = [explain_dense(situation, rows), explain_memory(situation, rows)]
@@ -80,7 +80,7 @@ def is_local(row: Row) -> bool:
 def explain_memory(situation: Situation, rows: list[Row]) -> str:
     """Why AdamW needs its layout; "" where it fits on every rank, or the layout was given."""
     baseline = rows[0]
-    held, _ = held_bytes(situation, METHODS[BASELINE], 1)
+    held, _ = count_held_bytes(situation, METHODS[BASELINE], 1)
     if held <= situation.room_bytes or situation.shard is not None:
         return ""
     text = (
@@ -257,7 +257,7 @@ def format_row(row: Row, chosen: str, letters: dict[str, str]) -> tuple[str, ...
         *(format_milliseconds(s) for s in (step.total, step.local, step.exchange)),
         f"{row.sent / 1e6:,.{0 if row.sent >= 1e8 else 2}f}",
         format_percent(row.run_bytes),
-        f"{row.held / 1e9:.3g}" + ("" if row.fits else " (does not fit)"),
+        f"{row.held_bytes / 1e9:.3g}" + ("" if row.fits else " (does not fit)"),
         str(row.shard),
     )
 
@@ -276,8 +276,8 @@ def format_situation(situation: Situation) -> str:
         f"{format_seconds(m.latency_s)} a message ({s['latency']})",
         f"{format_seconds(situation.compute_s)} of computation a step ({s['computation']}), "
         f"{format_seconds(situation.overlap_s)} of it hiding communication ({s['overlap']})",
-        f"a run of {situation.steps:,} steps ({s['steps']}), {situation.tokens:g} tokens per "
-        f"parameter ({s['tokens']})",
+        f"a run of {situation.steps:,} steps ({s['steps']}), "
+        f"{situation.tokens_per_parameter:g} tokens per parameter ({s['tokens']})",
         f"own work at {format_quantity(m.memory_bytes_per_s)}B/s and "
         f"{format_quantity(m.flops_per_s)}FLOP/s ({s['own work']})",
     ]

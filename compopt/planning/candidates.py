@@ -45,6 +45,7 @@ class Candidate:
         options: its keyword arguments.
         cost_row: its row in the cost model's ``METHODS``; "": no formula counts its bytes.
         cost_options: the options of that row's formula.
+        family, setting: the method, and what a user chooses of it.
         simulate: compress although there is no other rank.
     """
 
@@ -52,6 +53,8 @@ class Candidate:
     options: dict[str, Any]
     cost_row: str = ""
     cost_options: dict[str, Any] = field(default_factory=dict)
+    family: str = ""
+    setting: str = ""
     simulate: bool = True
 
     @property
@@ -94,25 +97,31 @@ def tracked_projection(rank: int, payload: str = "int8") -> Candidate:
     bits = {"int8": 8, "int4": 4}[payload]
     options = {"rank": rank} | ({"payload_dtype": payload} if bits == 4 else {})
     costs = {"rank": rank, "bits": bits}
-    return Candidate("SeparateAdam", options, "SeparateAdam", costs)
+    setting = f"rank {rank}" + (f" in {payload}" if bits == 4 else "")
+    return Candidate("SeparateAdam", options, "SeparateAdam", costs, "Tracked projections", setting)
 
 
 def gaussian_projection(ratio: int) -> Candidate:
     options = {"projection": "gaussian", "ratio": ratio}
-    return Candidate("SeparateAdam", options, "SeparateAdam, Gaussian 16", {"ratio": ratio})
+    row, setting = "SeparateAdam, Gaussian 16", f"ratio {ratio}"
+    return Candidate("SeparateAdam", options, row, {"ratio": ratio}, "Random projections", setting)
 
 
 def radius_mask(density: float, interval: int) -> Candidate:
     options = {"density": density, "interval": interval}
-    return Candidate("RadiusAdamW", options, "RadiusAdamW", options)
+    setting = f"density {density}" + (f" and interval {interval}" if interval != 20 else "")
+    return Candidate("RadiusAdamW", options, "RadiusAdamW", options, "Radius's masks", setting)
 
 
 def scape_mask(density: float) -> Candidate:
-    return Candidate("ScapeAdamS", {"density": density}, "ScapeAdamS", {"density": density})
+    options = {"density": density}
+    setting = f"density {density}"
+    return Candidate("ScapeAdamS", options, "ScapeAdamS", options, "SCAPE's masks", setting)
 
 
 def tagc_top_k(sparsity: float) -> Candidate:
-    return Candidate("TagcAdamW", {"sparsity": sparsity}, "TagcAdamW", {"sparsity": sparsity})
+    options, setting = {"sparsity": sparsity}, f"sparsity {sparsity}"
+    return Candidate("TagcAdamW", options, "TagcAdamW", options, "TAGC's selections", setting)
 
 
 # The class is plain AdamW where there is no other rank.

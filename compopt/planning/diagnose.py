@@ -16,11 +16,15 @@ the same to the bit. Ranks exchange some numbers once, at the end.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -143,6 +147,46 @@ class _ScriptWatcher:
         return model
 
 
+@contextmanager
+def default_process_group() -> Iterator[None]:
+    """Let a script call `init_process_group` without a launcher: it is then the only rank.
+
+    This holds where RANK is not set and the call names no store, rank or method of its own. RANK,
+    WORLD_SIZE and LOCAL_RANK are set from then on; at the end they and the group are gone.
+    """
+    distributed: Any = dist
+    init_process_group = distributed.init_process_group
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    added: dict[str, str] = {}
+
+    @functools.wraps(init_process_group)
+    def init_alone(*args: Any, **options: Any) -> None:
+        method = options.get("init_method", "env://") if len(args) < 2 else args[1]
+        is_said = "RANK" in os.environ or len(args) > 2 or options.keys() & {"store", "rank"}
+        if is_said or method not in (None, "env://"):
+            init_process_group(*args, **options)
+            return
+        added.update({name: value for name, value in alone.items() if name not in os.environ})
+        os.environ.update(added)
+        options |= {
+            "init_method": None,
+            "store": distributed.HashStore(),
+            "rank": 0,
+            "world_size": 1,
+        }
+        init_process_group(*args[:1], **options)
+
+    distributed.init_process_group = init_alone
+    try:
+        yield
+    finally:
+        distributed.init_process_group = init_process_group
+        for name in added:
+            os.environ.pop(name, None)
+        if added and dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def diagnose_script(
     script: str, arguments: Sequence[str], begin: Callable[[nn.Module, Optimizer], Diagnosis]
 ) -> Diagnosis:
@@ -162,7 +206,8 @@ def diagnose_script(
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
-        runpy.run_path(script, run_name="__main__")
+        with default_process_group():
+            runpy.run_path(script, run_name="__main__")
     except (_StopScriptError, SystemExit):
         pass
     finally:

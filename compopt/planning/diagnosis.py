@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from .._state.tensors import local
 from .._wire.comm import Comm, ProcessGroup
 from .._wire.requests import AllGather, AllReduceMean
 from . import diagnosis_report
+from .advice import advise
 from .candidates import (
     CANDIDATES,
     TINY,
@@ -39,6 +40,7 @@ from .gradient_statistics import (
     sample_tensors,
 )
 from .methods import Workload
+from .prediction import Situation
 
 # Of AdamS's first moment.
 MOMENTUM = 0.9
@@ -85,6 +87,7 @@ class Diagnosis:
         self._local_rows: list[Tensor | None] = [None] * len(self.sampled)
         self._hooks: list[Any] = []
         self.skipped, self.seconds = 0, 0.0
+        self._ended: float | None = None  # The end of the last step's hook.
         self.rows: list[Row] = []
         self.findings: Findings = {}
 
@@ -145,6 +148,8 @@ class Diagnosis:
         recorder, began = self._recorder, time.perf_counter()
         if recorder is None:
             return
+        if self._ended is not None:
+            recorder.step_seconds.append(began - self._ended)
         grads = [extract_dense_gradient(tensor) for tensor in self.sampled]
         rows, self._local_rows = self._local_rows, [None] * len(self.sampled)
         if not self._gradients_are_averaged or self._compared_ranks is not self._comm:
@@ -158,7 +163,8 @@ class Diagnosis:
             recorder.record_step(weights, grads, rows)
         if recorder.steps == self.limit:
             self.remove_hooks()
-        self.seconds += time.perf_counter() - began
+        self._ended = time.perf_counter()
+        self.seconds += self._ended - began
 
     # Results
 
@@ -187,16 +193,30 @@ class Diagnosis:
             return f"compopt.diagnose: {self.steps} steps seen; it tells when its block has ended."
         found, sampled = self.findings, self.sampled
         width = diagnosis_report.typical_width(sampled)
-        sentences = diagnosis_report.conclude(found, self.rows, width, self._compared_ranks.size)
+        sentences = diagnosis_report.conclude(
+            found, self.rows, self._compared_ranks.size, self.training
+        )
         blocks = [
             self._summarize_sample(),
+            ["What it means", *map(diagnosis_report.format_item, sentences)],
             diagnosis_report.format_methods(self.rows),
             diagnosis_report.format_stability(found),
             diagnosis_report.format_subspaces(found, width),
             diagnosis_report.format_layers(found, sampled),
-            ["What it means", *(f"- {sentence}" for sentence in sentences)],
         ]
         return "\n\n".join("\n".join(block) for block in blocks)
+
+    @property
+    def training(self) -> Situation:
+        """This training as `compopt-advise` sees it, over any link."""
+        on_cpu = self.sampled[0].param.device.type == "cpu"
+        return advise(
+            self._work,
+            ranks=max(2, self._comm.size),
+            link_bits_per_s=1e9,
+            step_s=self.findings["seconds", "step"],
+            device="cpu" if on_cpu else None,
+        ).situation
 
     def _summarize_sample(self) -> list[str]:
         """What was recorded, of how many ranks and elements."""
@@ -282,6 +302,7 @@ class Recorder:
         self.spread = GradientSpread(sampled)
         self.moments: list[Tensor | None] = [None] * len(sampled)
         self.gradient_norms: list[float] = []
+        self.step_seconds: list[float] = []
 
     def record_step(
         self,
@@ -330,6 +351,7 @@ class Recorder:
         """
         sampled = self.sampled
         found = summarize_runs(self.runs, self.gradient_norm)
+        found["seconds", "step"] = median(self.step_seconds)
         for quantity, stability in self.stability.items():
             found |= summarize_stability(quantity, stability, sampled)
         found |= summarize_settling(self.stability["update"], DENSITIES[1])

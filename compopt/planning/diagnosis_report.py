@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from .candidates import Candidate
+from .decision import at_link_rate, choose_row
+from .formatting import format_rate, format_seconds
 from .gradient_statistics import DENSITIES, LAGS, RANKS, SampledTensor
 from .methods import Workload
+from .prediction import Situation, predict_rows
 
 Findings = dict[tuple[str, ...], float]
 
@@ -25,8 +29,14 @@ GROWTH = 1.2
 FEW_BYTES = 0.1
 # Cosine with AdamW's update below which a method is recommended with a warning.
 HALF = 0.5
-# Norm that twice the rank must add to be worth its bytes.
-WORTHWHILE_NORM = 0.05
+# What a method may keep less than the best and still be as good.
+NEGLIGIBLE = 0.05
+STAY_DENSE = "AdamW"
+# Why the advice may name what is not judged here, or nothing.
+REASONS = {
+    "LocalSteps": "which these steps cannot judge: it exchanges once in a round",
+    STAY_DENSE: "because the network is hardly waited for",
+}
 # Norm that an old mask must keep.
 STABLE_NORM = 0.95
 # Change of the overlap from the first to the last third of the steps that means something.
@@ -45,6 +55,8 @@ class Row:
         residual: in norms of the gradient.
         grows: whether the residual still grows.
         share: of a dense step's bytes; None where no formula counts them.
+        class_name: of the method.
+        family, setting: the method, and what a user chooses of it ("rank 16").
         front: no method that sends less keeps as much.
     """
 
@@ -56,6 +68,9 @@ class Row:
     residual: float
     grows: bool
     share: float | None
+    class_name: str = ""
+    family: str = ""
+    setting: str = ""
     front: bool = False
 
 
@@ -73,9 +88,9 @@ def make_rows(
         kept, grows = found["kept", name, ""], found["growth", name] > GROWTH
         share = candidate.share_of_bytes(work, ranks)
         residual = found["residual", name]
-        rows.append(
-            Row(name, candidate.line, kept, min(layers), max(layers), residual, grows, share)
-        )
+        numbers = kept, min(layers), max(layers), residual, grows, share
+        chosen = candidate.class_name, candidate.family, candidate.setting
+        rows.append(Row(name, candidate.line, *numbers, *chosen))
     rows.sort(key=lambda row: -row.kept)
     counted = [(row.share, row.kept) for row in rows if row.share is not None]
 
@@ -182,59 +197,98 @@ def format_layers(found: Findings, sampled: Sequence[SampledTensor]) -> list[str
 # Conclusions
 
 
-def conclude(found: Findings, rows: Sequence[Row], width: int, ranks: int) -> list[str]:
-    """All sentences that follow from the findings, the most important first."""
+def format_item(sentence: str) -> str:
+    """An item of a list, in lines of at most 100 characters."""
+    return textwrap.fill(
+        f"- {sentence}", 100, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+
+
+def conclude(found: Findings, rows: Sequence[Row], ranks: int, training: Situation) -> list[str]:
+    """All sentences that follow from the findings, the most important first.
+
+    ``ranks`` are those whose gradients were compared; ``training`` is as the advice sees it.
+    """
+    best = recommend_row(rows)
     sentences = [
-        recommend_method(rows),
-        recommend_rank(found, width),
+        describe_recommendation(rows, best),
+        describe_settings(rows, best),
+        compare_with_advice(training, best.class_name),
         assess_interval(found),
         assess_start(found),
         assess_spread(found, ranks),
         list_growing_residuals(rows),
-        "This is an order, not a loss: it comes from these steps alone. LocalSteps is not judged.",
+        "This is an order, not a loss: it comes from these steps alone.",
     ]
     return [sentence for sentence in sentences if sentence]
 
 
-def recommend_method(rows: Sequence[Row]) -> str:
+def recommend_row(rows: Sequence[Row]) -> Row:
+    """Of the methods that send few bytes, the one that sends least among those that keep as much as
+    matters: no more than `NEGLIGIBLE` below the best.
+    """
     compressed = [row for row in rows if row.share is not None and row.share < 1]
-    few = [row for row in compressed if row.share is not None and row.share <= FEW_BYTES]
-    best = (few or compressed)[0]
+    few = [row for row in compressed if (row.share or 0.0) <= FEW_BYTES]
+    candidates = few or compressed
+    most = max(row.kept for row in candidates)
+    close = [row for row in candidates if row.kept >= most - NEGLIGIBLE]
+    return min(close, key=lambda row: row.share or 0.0)
+
+
+def describe_recommendation(rows: Sequence[Row], best: Row) -> str:
     share = best.share or 0.0
     text = (
-        f"Start with {best.line}: of what sends at most {FEW_BYTES:.0%} of the bytes it stays "
-        f"closest to AdamW (kept {best.kept:.2f}, {share:.1%} of the bytes)."
-        if few
-        else f"Nothing here sends less than {FEW_BYTES:.0%} of the bytes. Closest to AdamW stays "
-        f"{best.line} (kept {best.kept:.2f}, {share:.0%} of the bytes)."
+        f"Start with {best.line}: of what sends at most {FEW_BYTES:.0%} of the bytes, nothing "
+        f"keeps {NEGLIGIBLE} more of AdamW's update (kept {best.kept:.2f}, {share:.1%} of the "
+        "bytes)."
+        if share <= FEW_BYTES
+        else f"Nothing here sends less than {FEW_BYTES:.0%} of the bytes. Start with {best.line}: "
+        f"nothing keeps {NEGLIGIBLE} more of AdamW's update (kept {best.kept:.2f}, {share:.0%} of "
+        "the bytes)."
     )
     if best.kept < HALF:
         text += (
             " That is less than half of AdamW's direction: expect a higher loss, and compare it "
             "with a dense run of some hundred steps first."
         )
-    nearer = [row for row in compressed if row.kept > best.kept + 0.02 and row.front]
-    if nearer:
-        also = nearer[-1]
-        text += f" Closer for more bytes: {also.line} ({also.kept:.2f}, {also.share or 0.0:.0%})."
     return text
 
 
-def recommend_rank(found: Findings, width: int) -> str:
-    shares = {r: found.get(("share", "gradient", str(r), "")) for r in RANKS}
-    known = [(r, s) for r, s in shares.items() if s is not None]
-    if not known:
-        return ""
-    rank, share = known[-1]
-    for (r, s), (_, twice) in pairwise(known):
-        if twice - s < WORTHWHILE_NORM:
-            rank, share = r, s
-            break
-    more = f"; twice that adds less than {WORTHWHILE_NORM}" if rank != known[-1][0] else ""
+def describe_settings(rows: Sequence[Row], best: Row) -> str:
+    """What the other ranks, densities or ratios of the recommended method keep."""
+    family = [row for row in rows if row.family == best.family]
+    family.sort(key=lambda row: row.share or 0.0)
+    listed = ", ".join(f"{row.kept:.2f} at {row.setting}" for row in family)
+    enough = max(row.kept for row in family) < best.kept + NEGLIGIBLE
+    adds = f"adds less than {NEGLIGIBLE}" if enough else "keeps more, for more bytes"
+    return f"{best.family} keep {listed}: more than {best.setting} {adds}."
+
+
+def compare_with_advice(training: Situation, class_name: str) -> str:
+    """What `compopt-advise` names for this training, over all links, and why where it differs."""
+    named: list[tuple[float, str]] = []
+    for exponent in range(12, 23):
+        rate = 10 ** (exponent / 2)
+        situation = at_link_rate(training, rate)
+        row = choose_row(situation, predict_rows(situation))
+        named.append((rate, row.method.split(",")[0] if row else STAY_DENSE))
+    parts = []
+    for name, group in groupby(named, key=lambda pair: pair[1]):
+        rates = [rate for rate, _ in group]
+        reason = "" if name == class_name else REASONS.get(name, "whose runs ended at a lower loss")
+        parts.append(f"{format_span(rates)} {name}{f', {reason}' if reason else ''}")
+    agrees = any(name == class_name for _, name in named)
+    verdict = "names the same class" if agrees else f"does not name {class_name}"
+    seconds, ranks = format_seconds(training.compute_s), training.machine.ranks
     return (
-        f"Rank: {rank} tracked columns keep {share:.2f} of the gradient's norm "
-        f"(rank / width {rank / width:.3f}){more}."
+        f"compopt-advise {verdict}, for {ranks} ranks and {seconds} a step: {'; '.join(parts)}. "
+        "It goes by the time and the loss of whole runs."
     )
+
+
+def format_span(rates: Sequence[float]) -> str:
+    low, high = format_rate(rates[0]), format_rate(rates[-1])
+    return f"at {low}" if low == high else f"from {low} to {high}"
 
 
 def assess_interval(found: Findings) -> str:

@@ -22,13 +22,24 @@ from .methods import Workload
 
 
 def measure_local(device: torch.device) -> tuple[float, float]:
-    """Bytes a second that one process moves in this device's memory, and FLOPs a second in matrix
-    products.
+    """Bytes a second that one process moves in this device's memory, and FLOPs a second in products
+    of a matrix and a few columns, as projections have them.
     """
     vector = torch.ones(1 << 23, dtype=torch.float32, device=device)
     copy = torch.empty_like(vector)
     memory = 2 * vector.nbytes / median_seconds(lambda: copy.copy_(vector), device)
-    return memory, measure_products(device, torch.float32)
+    return memory, measure_thin_products(device)
+
+
+def measure_thin_products(device: torch.device) -> float:
+    """FLOPs a second of H Q and H^T P, with H of 1024 x 1024 and 16 columns."""
+    matrix = torch.ones(1024, 1024, dtype=torch.float32, device=device)
+    columns = torch.ones(1024, 16, dtype=torch.float32, device=device)
+
+    def project() -> None:
+        torch.mm(matrix.t(), torch.mm(matrix, columns))
+
+    return 2 * 2 * 1024**2 * 16 / median_seconds(project, device)
 
 
 def measure_products(device: torch.device, dtype: torch.dtype) -> float:

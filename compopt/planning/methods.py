@@ -42,6 +42,7 @@ class Workload:
         large: share of parameters in matrices that are not attention's. What TAGC compresses by
             default.
         columns: of the perimeter, the sum of the columns, which FSDP2 leaves whole; None: half.
+        tensors: number of tensors that are compressed.
     """
 
     parameters: int
@@ -50,6 +51,7 @@ class Workload:
     perimeter: float
     large: float
     columns: float | None = None
+    tensors: float = 0.0
 
     @classmethod
     def of_size(cls, parameters: int) -> Workload:
@@ -61,7 +63,8 @@ class Workload:
         width = max(8.0, (64 * parameters / 12) ** (1 / 3))
         layers = parameters / (12 * width**2)
         # Rows and columns of a layer, in widths: qkv 3 + 1, out 1 + 1, up 4 + 1, down 1 + 4.
-        return cls(parameters, 0.997, width, 16 * width * layers, 2 / 3, columns=7 * width * layers)
+        perimeter, columns = 16 * width * layers, 7 * width * layers
+        return cls(parameters, 0.997, width, perimeter, 2 / 3, columns, 4 * layers)
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> Workload:
@@ -82,7 +85,9 @@ class Workload:
             p.numel() for name, p in chosen if not any(word in name.lower() for word in ATTENTION)
         )
         perimeter = float(sum(rows) + sum(columns))
-        return cls(total, size / total, side, perimeter, large / total, float(sum(columns)))
+        return cls(
+            total, size / total, side, perimeter, large / total, float(sum(columns)), len(chosen)
+        )
 
     def shard(self, shard: int) -> Workload:
         """The part of one rank where FSDP2 cuts the rows of each tensor over ``shard`` ranks."""
@@ -117,6 +122,7 @@ class Cost:
         after_commit: bytes gathered when the step is applied, which no computation hides.
         exchanges: of one bucket in a step, collectives that follow one another.
         host: bytes moved to, from and in host memory.
+        calls: seconds of Python and of operators' calls, whatever the sizes, beyond AdamW's.
     """
 
     reduced: float
@@ -131,11 +137,17 @@ class Cost:
     after_commit: float = 0.0
     exchanges: int = 1
     host: float = 0.0
+    calls: float = 0.0
 
     @property
     def sent(self) -> float:
         """Bytes that a rank hands to collectives in a step, as a mean."""
         return self.reduced + self.quantized + self.gathered + self.after_commit + self.hidden
+
+
+def call_seconds(work: Workload, step: float, tensor: float) -> float:
+    """Seconds of calls from milliseconds a step and a tensor, as one core took them."""
+    return (step + tensor * work.tensors) / 1e3
 
 
 def code_bytes(bits: int) -> float:
@@ -159,7 +171,13 @@ def quantized_start_cost(work: Workload, ranks: int, bits: int = 8) -> Cost:
     """A dense step of SeparateAdam with a quantized payload."""
     n = work.parameters
     # h = g + e, codes both ways, mean and residual.
-    return Cost(0.0, quantized=code_bytes(bits) * n, state=12.0 * n, traffic=48.0 * n)
+    return Cost(
+        0.0,
+        quantized=code_bytes(bits) * n,
+        state=12.0 * n,
+        traffic=48.0 * n,
+        calls=call_seconds(work, 4.0, 0.05),
+    )
 
 
 def radius_cost(work: Workload, ranks: int, density: float = 0.4, interval: int = 200) -> Cost:
@@ -174,6 +192,7 @@ def radius_cost(work: Workload, ranks: int, density: float = 0.4, interval: int 
         hidden=n / 8 * resample,
         state=8 * work.parameters + (4 + 1 / 8) * n,
         traffic=n * (sparse * (1 - resample) + TOP_K * resample),
+        calls=call_seconds(work, 2.0, 0.03),
     )
 
 
@@ -188,6 +207,7 @@ def scape_cost(work: Workload, ranks: int, density: float = 0.1) -> Cost:
         hidden=mask * n,
         state=(4 * density + 4 + 1 / 4) * n + 4 * rest,
         traffic=traffic * n,
+        calls=call_seconds(work, 3.5, 0.06),
     )
 
 
@@ -201,6 +221,7 @@ def gaussian_cost(work: Workload, ranks: int, ratio: int = 16) -> Cost:
         # h = g + e, three reads or writes of h and hhat, e, ghat.
         traffic=40 * n,
         flops=6 * n * work.side / ratio,
+        calls=call_seconds(work, 4.0, 0.1),
     )
 
 
@@ -216,6 +237,7 @@ def tracked_cost(work: Workload, ranks: int, rank: int = 16, bits: int = 8) -> C
         traffic=48 * n,
         # Four products, and two orthonormal bases, which come at a twentieth of a product's speed.
         flops=8 * n * rank + 20 * 2 * rank**2 * work.perimeter,
+        calls=call_seconds(work, 5.0, 0.1),
     )
 
 
@@ -244,6 +266,7 @@ def tagc_cost(
         state=(8 / ranks + more) * work.parameters + 4 * n,
         traffic=(16 + THRESHOLD + 12 * union) * n
         + (rounding - 28 * (1 - 1 / ranks)) * work.parameters,
+        calls=call_seconds(work, 4.5, 0.13),
     )
 
 
@@ -265,10 +288,11 @@ def local_steps_cost(
         # AdamW's moments; anchors, outer momentum, residual, and what moved while it is exchanged.
         state=(8 + 16) * n,
         # anchor - w and its norm 16, + residual 12, codes both ways 31, mean and residual 16,
-        # Nesterov's momentum 44, new parameters 8.
-        traffic=OUTER_TRAFFIC * n / every,
+        # Nesterov's momentum 44, new parameters 8. In every step: is the gradient finite.
+        traffic=(OUTER_TRAFFIC / every + FLOAT) * n,
         every=every,
         delay=min(delay, every),
+        calls=call_seconds(work, 0.5, 0.02) + call_seconds(work, 3.0, 0.05) / every,
     )
 
 
@@ -283,6 +307,7 @@ def powersgd_cost(work: Workload, ranks: int, rank: int = 4) -> Cost:
         state=8 * work.parameters + 4 * n + FLOAT * rank * work.perimeter,
         traffic=40 * n,
         flops=6 * n * rank,
+        calls=call_seconds(work, 2.0, 0.1),
     )
 
 
@@ -295,7 +320,7 @@ def offload_residual(cost: Cost, work: Workload, passes: int) -> Cost:
 def offload_outer(cost: Cost, work: Workload) -> Cost:
     """``offload="outer"``: a round's exchange and outer step are the host's."""
     moved = (OUTER_TRAFFIC + 2 * FLOAT) * work.parameters / (cost.every or 1)
-    return replace(cost, state=8.0 * work.parameters, traffic=0.0, host=moved)
+    return replace(cost, state=8.0 * work.parameters, traffic=FLOAT * work.parameters, host=moved)
 
 
 @dataclass(frozen=True)

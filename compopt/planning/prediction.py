@@ -95,7 +95,7 @@ def step_seconds(
             f"got {compute_s} and {overlap_s}."
         )
     local = max(0.0, cost.traffic) / machine.memory_bytes_per_s + cost.flops / machine.flops_per_s
-    local += cost.host / HOST_BYTES_PER_S
+    local += cost.calls + cost.host / HOST_BYTES_PER_S
     waited = _interference_seconds(machine, cost, compute_s)
     if cost.every is not None:
         waited += _round_seconds(machine, cost, compute_s, buckets)
@@ -162,7 +162,7 @@ class Situation:
         loss_budget: share by which a method's loss may exceed AdamW's.
         sources: for each number by its name, whether it was given, measured or assumed.
         steps: of the run.
-        tokens: of the run, for each parameter.
+        tokens_per_parameter: of the run.
         inside_bytes_per_s: what one rank can send to the others of its machine, each second.
         bucket_bytes: of the package's messages.
     """
@@ -176,7 +176,7 @@ class Situation:
     loss_budget: float
     sources: dict[str, str] = field(default_factory=dict)
     steps: int = STEPS
-    tokens: float = TOKENS_PER_PARAMETER
+    tokens_per_parameter: float = TOKENS_PER_PARAMETER
     inside_bytes_per_s: float = 100e9
     bucket_bytes: float = DEVICE_BUCKET
 
@@ -212,7 +212,7 @@ class Row:
         fits: whether parameters, gradients and state fit into the memory that is left for them.
         run_s: seconds of the whole run.
         shard: ranks that hold one copy of the model.
-        held: bytes of parameters, gradients and state a rank.
+        held_bytes: bytes of parameters, gradients and state a rank.
         measurement: where ``loss`` is from.
         expected_loss: ``loss``, with an allowance for the distance of that measurement.
         shard_s: seconds that parameters and gradients of a cut copy occupy the slow link in a step.
@@ -230,7 +230,7 @@ class Row:
     fits: bool
     run_s: float = 0.0
     shard: int = 1
-    held: float = 0.0
+    held_bytes: float = 0.0
     measurement: Measurement | None = None
     expected_loss: float | None = None
     shard_s: float = 0.0
@@ -241,7 +241,7 @@ class Row:
         return self.shard_s > self.step.compute
 
 
-def held_bytes(situation: Situation, method: Method, shard: int) -> tuple[float, float]:
+def count_held_bytes(situation: Situation, method: Method, shard: int) -> tuple[float, float]:
     """Bytes a rank: of parameters, gradients and state; and of state alone."""
     part = situation.work.shard(shard)
     state = method(part, situation.replicas(shard).ranks).state
@@ -259,7 +259,7 @@ def choose_shard(situation: Situation, method: Method) -> int:
     if method.instead_of:
         layouts = [1]
     return next(
-        (n for n in layouts if held_bytes(situation, method, n)[0] <= situation.room_bytes), 1
+        (n for n in layouts if count_held_bytes(situation, method, n)[0] <= situation.room_bytes), 1
     )
 
 
@@ -295,7 +295,7 @@ def _predict(situation: Situation, name: str, baseline: _Prediction | None) -> _
     """A row, its speed-ups not yet known, and the bytes of the run."""
     method = METHODS[name]
     shard = choose_shard(situation, method)
-    held, state = held_bytes(situation, method, shard)
+    held, state = count_held_bytes(situation, method, shard)
     part, replicas = situation.work.shard(shard), situation.replicas(shard)
     inside_s, between_s = shard_seconds(situation, shard)
     bucket = DDP_BUCKET if method.ddp_buckets else situation.bucket_bytes
@@ -312,7 +312,7 @@ def _predict(situation: Situation, name: str, baseline: _Prediction | None) -> _
     cost = method(part, replicas.ranks)
     shard_bytes = between_s * replicas.link_bytes_per_s
     key, size = method.losses or name, situation.work.parameters
-    measurement = nearest_measurement(key, size, replicas.ranks, situation.tokens)
+    measurement = nearest_measurement(key, size, replicas.ranks, situation.tokens_per_parameter)
     loss = expected_loss = 1.0 if name == BASELINE else None
     if measurement:
         loss, expected_loss = measurement.ratio, measurement.allow_for_size(size)

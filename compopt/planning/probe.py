@@ -60,8 +60,8 @@ def measure_network() -> dict[str, Any]:
     ranks = activations.MeshRanks.world(device.type, size)
     messages = [torch.ones(nbytes // 4, dtype=torch.float32, device=device) for nbytes in SIZES]
     own = [median_seconds(functools.partial(ranks.sum, x), device) for x in messages]
-    seconds = mean_over_ranks(own, ranks, device)
-    memory, flops = mean_over_ranks(measure_local(device), ranks, device)
+    seconds = average_over_ranks(own, ranks, device)
+    memory, flops = average_over_ranks(measure_local(device), ranks, device)
     # The largest message that is quick on this link.
     message_s, message = max(
         (pair for pair in zip(seconds, messages, strict=True) if pair[0] <= LEAST_STEP / 2),
@@ -103,7 +103,7 @@ def collective_device() -> torch.device:
     return device
 
 
-def mean_over_ranks(
+def average_over_ranks(
     values: Sequence[float], ranks: activations.MeshRanks, device: torch.device
 ) -> list[float]:
     """The mean of each value: all ranks must print the same."""
@@ -149,7 +149,7 @@ def measure_interference(
 
     cases = (0, False), (0, True), (in_flight, True)
     own = [median_seconds(functools.partial(step, *case), device) for case in cases]
-    computing, met, sending = mean_over_ranks(own, ranks, device)
+    computing, met, sending = average_over_ranks(own, ranks, device)
     nbytes = in_flight * message.nbytes * 2 * (ranks.size - 1) / ranks.size
     return [max(0.0, met / computing - 1), max(0.0, sending - met) / nbytes]
 
@@ -181,15 +181,15 @@ def measure_layers(
         device.type, (size // tensor, tensor), mesh_dim_names=("stages", "inside")
     )
     everyone = activations.MeshRanks.world(device.type, size)
-    inside = mean_over_ranks(
+    inside = average_over_ranks(
         time_all_reduces(activations.MeshRanks(mesh["inside"]), dtype, device), everyone, device
     )
     between = (
-        mean_over_ranks(time_stage_messages(mesh, device), everyone, device)
+        average_over_ranks(time_stage_messages(mesh, device), everyone, device)
         if size > tensor
         else []
     )
-    layer_s, encode_s, *local = mean_over_ranks(
+    layer_s, encode_s, *local = average_over_ranks(
         [
             time_layer(tensor, hidden, tokens, dtype, device),
             time_encoder(hidden, tokens, dtype, device),
