@@ -293,7 +293,9 @@ def test_offloading_is_proposed_where_the_plain_row_does_not_fit():
     tight = by_name(advise(700_000_000, **SLOW, device="rtx4090", shard=1))  # 24 GB
     assert not tight["LocalSteps"].fits and tight["LocalSteps, offloaded"].fits
     plain, offloaded = tight["LocalSteps"], tight["LocalSteps, offloaded"]
-    assert offloaded.held_bytes == pytest.approx(plain.held_bytes - 16 * 7e8) and offloaded.step.local > plain.step.local
+    assert (
+        offloaded.held_bytes == pytest.approx(plain.held_bytes - 16 * 7e8) and offloaded.step.local > plain.step.local
+    )
     params = [torch.nn.Parameter(torch.zeros(64, 64))]
     line = METHODS["LocalSteps, offloaded"].line.replace("lr=...", "lr=1e-3")
     assert eval(line, {"compopt": compopt, "torch": torch, "params": params}).offload == "outer"
