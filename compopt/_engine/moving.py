@@ -32,7 +32,9 @@ def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Comm) -> Turn
         held = [base.state.get(p, {}) for p in bucket.params]
         tensors = [sorted((n, local(v)) for n, v in e.items() if torch.is_tensor(v)) for e in held]
         kinds = [repr([(n, v.shape, v.dtype) for n, v in pairs]) for pairs in tensors]
-        codes = torch.tensor([zlib.crc32(kind.encode()) for kind in kinds], device=bucket.device)
+        codes = torch.tensor(
+            [zlib.crc32(kind.encode()) for kind in kinds], dtype=torch.int64, device=bucket.device
+        )
         rows = yield from ask(comm, AllGather(codes))
         messages: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
         for p, pairs, same in zip(bucket.params, tensors, rows.eq(rows[0]).all(0), strict=True):
