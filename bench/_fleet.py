@@ -74,7 +74,7 @@ class Fleet(Comm):
 
     def follow(self, optimizer: Any) -> None:
         """Learn which bucket a request is of. Again after whatever rebuilds the optimizer's buckets."""
-        algorithm = optimizer._runtime.algorithm
+        algorithm = optimizer._session.algorithm
 
         def noted(bucket: Bucket) -> Generator[Request, object, None]:
             answer = None
@@ -84,7 +84,7 @@ class Fleet(Comm):
                     self.bucket = None if isinstance(request, Agree | Commit) else bucket
                     answer = yield request
 
-        optimizer._runtime.algorithm = noted
+        optimizer._session.algorithm = noted
 
     def start(self, request: Request) -> Pending:
         bucket, self.bucket = self.bucket, None

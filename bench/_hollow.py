@@ -25,14 +25,14 @@ from torch.optim import optimizer as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import compopt._engine.stepping as stepping
 from device_calls import COPIES, aten, bytes_of, launches, moves, place, waits
 
 import compopt._engine.base as base
 import compopt._engine.decision as decision
-import compopt._engine.stepping as stepping
 import compopt._ops.backends as backends
-from compopt._engine.engine import Engine
 from compopt._engine.exchange import Exchange
+from compopt._engine.session import Session
 from compopt._engine.turns import Turns
 from compopt._ops.triton import tables as triton_tables
 from compopt._wire.comm import Comm
@@ -290,7 +290,7 @@ def _read_numbers(exchanges: list[Exchange]) -> list[float]:
     return read_numbers(exchanges)
 
 
-def _greet(engine: Engine, comm: object, has_problem: bool) -> Turns[bool]:
+def _greet(session: Session, comm: object, has_problem: bool) -> Turns[bool]:
     """In place of the handshake, which compares numbers that are not there."""
     return True
     yield

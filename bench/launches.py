@@ -92,7 +92,7 @@ def count(name: str, params: Params) -> tuple[dict[str, Any], Counts]:
         counts.clear()
         optimizer.step()
         asked = (counts.launches, counts.waits, counts.uploads, counts.collectives, counts.moved)
-        return row_of(name, params, len(optimizer._engine.buckets), *asked), counts
+        return row_of(name, params, len(optimizer._session.buckets), *asked), counts
 
 
 def row_of(
@@ -159,7 +159,7 @@ def tagc(width: int, layers: int, words: int) -> dict[str, Any]:
             before = comm.calls
             optimizer.step()
         asked = (counts.launches.total(), counts.accesses.total(), counts.uploads.total(), comm.calls - before)
-        return row_of("TAGC .9875", params, len(optimizer._engine.buckets), *asked, counts.moved)
+        return row_of("TAGC .9875", params, len(optimizer._session.buckets), *asked, counts.moved)
 
 
 def main() -> None:

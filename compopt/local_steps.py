@@ -39,11 +39,12 @@ from ._engine.missing_ranks import RankLeft
 from ._engine.moving import average_base
 from ._engine.peers import gather_rows, warn_without_gradients
 from ._engine.recovery import catch_up, warn_of_lost_residuals
-from ._engine.refusals import watch_skips
+from ._engine.reporting import error_of_skips
 from ._engine.saving import warn_of_what_is_missing
+from ._engine.session import Corrupt, Sync
 from ._engine.signals import defer_signals
 from ._engine.stats import Stats
-from ._engine.stepping import Step, refuse
+from ._engine.step import Step, check_can_step
 from ._engine.turns import Background, Turns, sum_over
 from ._engine.weakly import weakly
 from ._engine.wrapper import Wrapper
@@ -183,7 +184,7 @@ class LocalSteps(Wrapper):
 
     def after_layout(self) -> None:
         super().after_layout()
-        self._engine.stats = self.add_to_stats(self._engine.stats)
+        self._session.stats = self.add_to_stats(self._session.stats)
 
     # The averaged start
 
@@ -220,11 +221,11 @@ class LocalSteps(Wrapper):
         if self.averages_gradients:
             yield from super().step_in_turns()
             return
-        engine = self._engine
-        refuse(engine)
+        session = self._session
+        check_can_step(session)
         self._look_around()
-        if not (engine.peers.verified or engine.dense):
-            yield from Step(engine, engine.comm, engine.steps + 1).verify_peers()
+        if session.sync is not Sync.VERIFIED and not session.is_single_process:
+            yield from Step(session, session.comm, session.steps + 1).verify_peers()
         self._connect()
         if self._anchors is not None:
             self._anchors.note_training()
@@ -232,39 +233,39 @@ class LocalSteps(Wrapper):
         try:
             is_applied = yield from self._synchronize()
         except (CommunicationError, RankLeft) as error:
-            gradients.drop_scale(engine)
+            gradients.drop_scale(session)
             advice = "It is tried again after the next step."
             if isinstance(error, RankLeft):
                 advice = "Make a new process group on all ranks and call rebind()."
             raise CommunicationError(
-                f"step {engine.steps} was taken on rank {engine.comm.rank}, but not the exchange "
+                f"step {session.steps} was taken on rank {session.comm.rank}, but not the exchange "
                 f"that follows it: {error}. {advice}"
             ) from error
         finally:  # the rank's own step stands, whatever became of the exchange
-            engine.handed_over = False
+            session.has_local_gradients = False
             self._note_open_round()
         self._report(norm, is_applied)
-        if too_many := watch_skips(engine, math.isfinite(norm)):
+        if too_many := error_of_skips(session, math.isfinite(norm)):
             raise too_many
 
     def _look_around(self) -> None:
         """See which ranks and groups there are, and keep nothing of the averaged start."""
-        engine = self._engine
-        engine.look_around()
-        if frozen.reset_from_outside(engine):
-            engine.rebuild()
+        session = self._session
+        session.connect_ranks()
+        if frozen.reset_from_outside(session):
+            session.rebuild_buckets()
         self.add_groups_of_base()
-        if any(bucket.flat["residual"].numel() for bucket in engine.buckets):
-            engine.rebuild()
+        if any(bucket.flat["residual"].numel() for bucket in session.buckets):
+            session.rebuild_buckets()
 
     def _connect(self) -> None:
         """Make anchors once there are other ranks."""
-        engine, h = self._engine, self._options
-        if engine.dense:
+        session, h = self._session, self._options
+        if session.is_single_process:
             self._cancel_exchange()
             self._anchors, h["begun"] = None, h["step"] + 1  # a round begins after this step
             return
-        if self.offload and not engine.comm.carries(HOST):
+        if self.offload and not session.comm.carries(HOST):
             raise ValueError(
                 "offload='outer' exchanges tensors in host memory, and the process group has no "
                 "backend for those: init_process_group('cpu:gloo,cuda:nccl'), or without a "
@@ -281,12 +282,12 @@ class LocalSteps(Wrapper):
 
     def _connect_outer(self, anchors: Anchors, h: Group) -> None:
         """Exchange anchors over the ranks there are."""
-        outer, comm = anchors.outer, self._engine.comm
+        outer, comm = anchors.outer, self._session.comm
         outer.simulate = self.simulate
         if h["delay"]:  # what runs beside training has a process group of its own
             comm = comm.apart()
-        if outer._engine.group is not comm and not self._engine.dense:
-            outer._engine.connect_to(comm)
+        if outer._session.group is not comm and not self._session.is_single_process:
+            outer._session.connect_to(comm)
             self._bytes_sent = comm.bytes_sent
 
     def _step_inner(self) -> Turns[float]:
@@ -295,23 +296,23 @@ class LocalSteps(Wrapper):
 
         Returns the norm of the gradients; it is finite where the step was taken.
         """
-        engine = self._engine
-        gradients.check(engine)
-        scale = gradients.unscale(engine)
+        session = self._session
+        gradients.check(session)
+        scale = gradients.unscale(session)
         grads = {
             p: local(p.grad)
             for group in self.param_groups
             for p in group["params"]
             if p.grad is not None
         }
-        if not grads and engine.comm.size > 1 and engine.trained:
+        if not grads and session.comm.size > 1 and session.trainable:
             step = self._options["step"] + 1
-            warn_without_gradients(engine, step, "adds nothing to the average of its round")
+            warn_without_gradients(session, step, "adds nothing to the average of its round")
         try:
             norm = yield from self._gradient_norm(grads)
         except BaseException:
             if scale is not None:
-                gradients.scale_back(engine, scale)
+                gradients.scale_back(session, scale)
             raise
         is_taken = math.isfinite(norm)
         if is_taken:
@@ -329,7 +330,7 @@ class LocalSteps(Wrapper):
 
     def _gradient_norm(self, grads: dict[Tensor, Tensor]) -> Turns[float]:
         """The norm over all shards of the replica; NaN where a GradScaler has found an inf."""
-        shards = self._engine.shards
+        shards = self._session.shard_comms
         by_copies: dict[int, list[Tensor]] = {}
         for p, g in grads.items():
             by_copies.setdefault(copies_of(p, shards), []).append(g)
@@ -337,7 +338,7 @@ class LocalSteps(Wrapper):
         squared = sum(norm**2 / copies for copies, norm in norms.items())
         if getattr(self, "found_inf", None):
             squared = math.nan
-        (total,) = yield from sum_over(shards, [squared], self._engine.device)
+        (total,) = yield from sum_over(shards, [squared], self._session.device)
         return math.sqrt(total)
 
     # Exchanges
@@ -371,10 +372,10 @@ class LocalSteps(Wrapper):
         """Make the exchange of the fragments that are due; rate and momentum of the outer optimizer
         have this ``share`` of their own.
         """
-        fragments, engine = self._due, self._engine
+        fragments, session = self._due, self._session
         try:
             squared = anchors.set_pseudo_gradients(fragments)  # line 2
-            (squared,) = yield from sum_over(engine.shards, [squared], engine.device)
+            (squared,) = yield from sum_over(session.shard_comms, [squared], session.device)
         except BaseException:
             anchors.cancel(fragments)
             raise
@@ -392,14 +393,14 @@ class LocalSteps(Wrapper):
         mix: float,
         squared: float,
     ) -> Exchange:
-        engine = anchors.outer._engine
+        session = anchors.outer._session
         groups = anchors.groups_of(fragments)
-        step = Step(engine, engine.look_around(), anchors.exchanges + 1, groups)
-        turns = communicate(self._engine, anchors, step, squared, apply_at is not None)  # line 3
+        step = Step(session, session.connect_ranks(), anchors.exchanges + 1, groups)
+        turns = communicate(self._session, anchors, step, squared, apply_at is not None)  # line 3
         exchange = Exchange(anchors, fragments, apply_at, mix, squared, step, Background(turns))
         self._exchange = exchange
         if apply_at is not None:
-            engine.comm.unfinished.add("delayed exchange")
+            session.comm.unfinished.add("delayed exchange")
         return exchange
 
     @torch.no_grad()
@@ -409,11 +410,11 @@ class LocalSteps(Wrapper):
 
         Where it fails, on all ranks, nothing is applied, and it is due again.
         """
-        engine = self._engine
+        session = self._session
         try:
             outcome = yield from exchange.turns.finish()
             apart = [outcome.squared, outcome.product]
-            own, product = yield from sum_over(engine.shards, apart, engine.device)
+            own, product = yield from sum_over(session.shard_comms, apart, session.device)
             with defer_signals():
                 is_applied = self._apply(exchange, outcome.decision)
         except BaseException as error:
@@ -429,8 +430,8 @@ class LocalSteps(Wrapper):
             if not self._warned_of_loss:
                 self._warned_of_loss = True
                 warn(
-                    f"rank {engine.comm.rank} had parameters that are not finite after step "
-                    f"{engine.steps}: it took the other ranks' average, and its moments begin "
+                    f"rank {session.comm.rank} had parameters that are not finite after step "
+                    f"{session.steps}: it took the other ranks' average, and its moments begin "
                     "anew. Lower the learning rate, or clip (max_grad_norm=).",
                     0,  # on this rank, whichever it is
                 )
@@ -438,7 +439,7 @@ class LocalSteps(Wrapper):
 
     def _apply(self, exchange: Exchange, decision: StepDecision | None) -> bool:
         """Lines 4 and 5, as a whole."""
-        anchors, engine = exchange.anchors, self._engine
+        anchors, session = exchange.anchors, self._session
         if decision is not None and not decision.applied:
             exchange.step.commit(decision)  # which counts and reports what is skipped
             anchors.cancel(exchange.fragments)
@@ -447,14 +448,15 @@ class LocalSteps(Wrapper):
         since = [t.moved_since() if exchange.apply_at else None for t in sent]
         if exchange.is_lost:
             since, mix = [None] * len(sent), 0.0
-        engine.half_step = f"the exchange before step {engine.steps + 1} was interrupted"
+        sync = session.sync
+        session.sync = Corrupt(f"the exchange before step {session.steps + 1} was interrupted")
         if decision is not None:
             exchange.step.commit(decision)  # line 4
         for t, moved in zip(sent, since, strict=True):
             t.write_back(moved, mix)  # line 5
             t.has_moved |= mix > 0
-        engine.half_step = ""
-        anchors.outer._engine.consolidated = None
+        session.sync = sync
+        anchors.outer._session.consolidated_at = None
         anchors.clear_gradients()
         return True
 
@@ -478,7 +480,7 @@ class LocalSteps(Wrapper):
             pass
 
     def end_round_in_turns(self) -> Generator[Pending, None, None]:
-        h, anchors, last, is_applied = self._options, self._anchors, self._engine.stats, False
+        h, anchors, last, is_applied = self._options, self._anchors, self._session.stats, False
         if anchors is None:
             return
         t, begun = h["step"], h["begun"]
@@ -494,7 +496,7 @@ class LocalSteps(Wrapper):
             is_applied = yield from self._perform_sync(exchange)
         if is_applied:
             self._report(last.grad_norm, is_applied)
-            self._engine.stats.bytes_sent += last.bytes_sent
+            self._session.stats.bytes_sent += last.bytes_sent
         self._note_open_round()
 
     @property
@@ -519,23 +521,23 @@ class LocalSteps(Wrapper):
 
     def _report(self, norm: float, is_applied: bool) -> None:
         """Renew ``stats``, after a step or the end of a round."""
-        engine, anchors, is_taken = self._engine, self._anchors, math.isfinite(norm)
-        phase = "exchanged" if is_applied else "dense" if engine.dense else "local"
+        session, anchors, is_taken = self._session, self._anchors, math.isfinite(norm)
+        phase = "exchanged" if is_applied else "dense" if session.is_single_process else "local"
         stats = Stats(
-            step=engine.steps,
+            step=session.steps,
             phase=phase if is_taken else "skipped",
-            bytes_dense=sum(bucket.dense_bytes for bucket in engine.buckets),
+            bytes_dense=sum(bucket.dense_bytes for bucket in session.buckets),
             grad_norm=norm,
-            buckets=len(engine.buckets),
-            skipped=engine.stats.skipped + (not is_taken),
+            buckets=len(session.buckets),
+            skipped=session.stats.skipped + (not is_taken),
             reason="" if is_taken else "non-finite gradient on this rank",
         )
         if anchors is not None:
-            outer = anchors.outer._engine
+            outer = anchors.outer._session
             stats.bytes_sent = outer.comm.bytes_sent - self._bytes_sent
             self._bytes_sent += stats.bytes_sent
             stats.residual_norm = weakly(outer.residual_norm)
-        engine.stats = self.add_to_stats(stats)
+        session.stats = self.add_to_stats(stats)
 
     # Groups and ranks
 
@@ -552,30 +554,30 @@ class LocalSteps(Wrapper):
     def rebind_in_turns(
         self, process_group: ProcessGroup | Comm | None = None
     ) -> Generator[Pending, None, None]:
-        engine, is_new = self._engine, self._anchors is None
-        before = engine.connection.size if engine.connection else 0
+        session, is_new = self._session, self._anchors is None
+        before = session.connection.size if session.connection else 0
         self._cancel_exchange()
-        engine.runtime.forget()
-        engine.connect_to(process_group)
+        session.forget_in_flight()
+        session.connect_to(process_group)
         if (yield from self._adopt_counts()):
             self._look_around()
             self._connect()
             if self._anchors is not None:
                 yield from self._rejoin(self._anchors, is_new)
         else:
-            yield from catch_up(engine, engine.comm)
-        driver = engine if self._anchors is None else self._anchors.outer._engine
-        engine.stats.residual_norm = weakly(driver.residual_norm)
-        warn_of_lost_residuals(engine, before, engine.comm.size, driver.residual_norm)
+            yield from catch_up(session, session.comm)
+        driver = session if self._anchors is None else self._anchors.outer._session
+        session.stats.residual_norm = weakly(driver.residual_norm)
+        warn_of_lost_residuals(session, before, session.comm.size, driver.residual_norm)
 
     def _adopt_counts(self) -> Turns[bool]:
         """Where any rank is past the averaged start, adopt the counts of the one that is furthest.
         Returns whether any is.
         """
-        engine, h = self._engine, self._options
+        session, h = self._session, self._options
         counts = [self._anchors is not None, h["step"], h["round"], h["begun"]]
-        message = torch.tensor(counts, dtype=torch.int64, device=engine.device)
-        is_past, *furthest = max((yield from gather_rows(message, engine.comm)).tolist())
+        message = torch.tensor(counts, dtype=torch.int64, device=session.device)
+        is_past, *furthest = max((yield from gather_rows(message, session.comm)).tolist())
         for group in self._wrapper_groups if is_past else ():
             group.update(zip(("step", "round", "begun"), furthest, strict=True))
         return bool(is_past)
@@ -584,9 +586,9 @@ class LocalSteps(Wrapper):
         """Bring anchors, and parameters of ranks that are new or lack an exchange, to where those
         of the others are. What is due on any rank is due on all.
         """
-        outer, before = anchors.outer._engine, anchors.exchanges
-        outer.runtime.forget()
-        outer.forget_chosen()
+        outer, before = anchors.outer._session, anchors.exchanges
+        outer.forget_in_flight()
+        outer.forget_masks()
         yield from catch_up(outer, outer.comm, is_new)
         if is_new or anchors.exchanges > before:
             self._due = frozenset()
@@ -611,7 +613,7 @@ class LocalSteps(Wrapper):
         yield from super().consolidate_in_turns()
         if self._anchors is not None:
             yield from self._anchors.outer.consolidate_in_turns()
-            yield from average_base(self.base, self._engine.buckets, self._engine.comm)
+            yield from average_base(self.base, self._session.buckets, self._session.comm)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, of our own options, with the inner optimizer's under "base", and under
@@ -622,7 +624,7 @@ class LocalSteps(Wrapper):
             entry.pop("residual", None)
         if self._anchors is not None:
             saved["outer"] = self._outer_state()
-            warn_of_what_is_missing(self._engine, [self._anchors.outer._engine])
+            warn_of_what_is_missing(self._session, [self._anchors.outer._session])
         return saved
 
     def _outer_state(self) -> dict[str, Any] | None:
@@ -668,7 +670,7 @@ class LocalSteps(Wrapper):
         try:
             check_saved(saved, len(params))
             anchors = self._make_anchors(h, params, saved["fragments"])
-            self._engine.look_around()
+            self._session.connect_ranks()
             self._connect_outer(anchors, h)
             anchors.load_state_dict(saved)
         except (KeyError, TypeError, AttributeError, IndexError) as error:

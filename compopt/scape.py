@@ -343,7 +343,7 @@ class ScapeAdamS(CompressedOptimizer):
         With ``mask_delay=1`` the newest mask is the next step's. Tensors that have not had two
         masks are left out.
         """
-        self._runtime.post_commit.finish()
+        self._session.post_commit.finish()
         return {name: pair for b in self._buckets for name, pair in count_overlaps(b).items()}
 
     def consolidate_in_turns(self) -> Turns[None]:

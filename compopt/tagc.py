@@ -246,7 +246,7 @@ class TagcAdamW(CompressedOptimizer):
 
     def before_layout(self) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
-        inside = is_inside(params, self._engine.group)
+        inside = is_inside(params, self._session.group)
         check_inside("TagcAdamW", self.reduces_inside, inside, self.param_groups)
         check_gathers(inside, self.param_groups)
         self.reduces_inside, self.sharded = inside, not inside
@@ -255,8 +255,8 @@ class TagcAdamW(CompressedOptimizer):
         if not self.reduces_inside:
             return
         if self.inside is None:
-            engine = self._engine
-            self.inside = Inside(engine, partial(parcel_of, engine), averaged, keep_unsent)
+            session = self._session
+            self.inside = Inside(session, partial(parcel_of, session), averaged, keep_unsent)
         self.inside.forget_layouts()
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:

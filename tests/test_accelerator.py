@@ -74,7 +74,7 @@ LOOKS = {
     "_sparse.scape_masks _has_dense_momentum": ("ScapeAdamS, sharded", "whether a mask was loaded"),
     "_lowrank.projecting restore": ("SeparateAdam, tracked", "whether a basis was loaded"),
     # when it is asked for
-    "_engine.engine residual_norm": ("RadiusAdamW", "stats.residual_norm()"),
+    "_engine.session residual_norm": ("RadiusAdamW", "stats.residual_norm()"),
     "_engine.gradients unscale": ("AdamS", "a GradScaler's scale"),
     "_engine.moving average": ("RadiusAdamW", "consolidate_state() of a residual in host memory"),
     "_engine.moving gather": ("TagcAdamW", "consolidate_state() of shards, which are gathered in host memory"),

@@ -24,7 +24,7 @@ def run(name: str, mesh, early: bool, backwards: int = 1) -> tuple[list, torch.T
     model, rank = cut(mesh), mesh.get_rank()
     groups = [{"params": list(part.named_parameters())} for part in (model.up, model.norm, model.down, model.flat)]
     optimizer = by_name[name].make(groups, process_group=mesh.get_group("replicate"))
-    optimizer._engine.runtime.overlap.is_stopped = not early
+    optimizer._session.overlap.is_stopped = not early
     found = []
     for step in range(6):
         optimizer.zero_grad()

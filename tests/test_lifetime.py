@@ -52,8 +52,9 @@ def trained(case: Case, comm: object, steps: int) -> tuple[nn.Module, torch.opti
 def begun_in_backward(optimizer) -> None:
     for bucket in optimizer._buckets:
         for p in bucket.params:
-            optimizer._runtime.overlap.note_finished(p, bucket)
-    optimizer._runtime.begin(optimizer._buckets, optimizer.comm)
+            optimizer._session.overlap.note_finished(p, bucket)
+    session = optimizer._session
+    session.overlap.start_ready(session.buckets, session.algorithm, session.comm)
 
 
 @pytest.mark.parametrize("case", [*CASES, *FORMS, TRACKED], ids=lambda case: case.name)
@@ -62,7 +63,7 @@ def test_a_deleted_optimizer_is_gone_at_once(case, no_collector):
     model, optimizer = trained(case, World(1).comms[0], steps=6)
     optimizer.state_dict()
     begun_in_backward(optimizer)
-    assert optimizer._runtime.overlap.schedule.exchanges
+    assert optimizer._session.overlap.schedule.exchanges
     stats, gone = optimizer.stats, [weakref.ref(optimizer), weakref.ref(model), weakref.ref(model[0].weight)]
     del optimizer
     assert gone[0]() is None

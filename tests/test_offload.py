@@ -233,7 +233,7 @@ def test_the_device_keeps_what_the_paper_says_and_what_is_selected():
     host = {b.flat["residual"].untyped_storage().data_ptr() for b in optimizer._buckets}
     held = {at: size for at, size in storages().items() if at not in before and at not in host}
     masks = sum(b.flat[name].nbytes for b in optimizer._buckets for name in ("mask", "next_mask"))
-    buffers = sum(x.nbytes for double in optimizer._engine.offload.buffers.values() for x in double.buffers)
+    buffers = sum(x.nbytes for double in optimizer._session.offload.buffers.values() for x in double.buffers)
     assert (masks, buffers) == (n / 4, 8 * largest)
     selected = 4 * 4 * density * n
     scratch = sum(x.nbytes for x in optimizer.ops._scratch.held)

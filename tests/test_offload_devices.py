@@ -71,7 +71,7 @@ def put_on(bucket, convert) -> None:
 @every
 def test_consolidation_mixes_no_devices(form):
     optimizer = trained(form).optimizers[0]
-    optimizer._engine.connection = Answered()
+    optimizer._session.connection = Answered()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         for bucket in optimizer._buckets:
@@ -113,7 +113,7 @@ def test_what_is_owed_is_read_when_it_has_arrived():
     case = by_name["RadiusAdamW"]
     optimizer = case.make(Small().parameters(), offload="residual")
     bucket = optimizer._buckets[0]
-    optimizer._engine.offload.streams[bucket.device] = Late()
+    optimizer._session.offload.streams[bucket.device] = Late()
     for residual in bucket.each("residual", write=True):
         if residual is not None:
             residual.fill_(1.0)

@@ -122,7 +122,7 @@ def test_gradients_that_were_averaged_before_are_refused(case, dtype):
         for _ in range(5):  # local steps look when they first exchange
             step(True)
     if not isinstance(ranks.optimizers[0], compopt.LocalSteps):
-        assert {optimizer._engine.steps for optimizer in ranks.optimizers} == {1}
+        assert {optimizer._session.steps for optimizer in ranks.optimizers} == {1}
     step(False)
     step(True)
     step(False)

@@ -124,7 +124,7 @@ def test_a_copy_averages_over_the_same_group_and_one_with_a_group_is_not_pickled
     run = Run(RADIUS).train(1)
     (comm, _), (optimizer, _) = run.world.comms, run.optimizers
     assert copy.deepcopy(optimizer).comm is optimizer.comm
-    assert optimizer._engine.group is comm
+    assert optimizer._session.group is comm
     with pytest.raises(TypeError, match="cannot be pickled: save its state_dict"):
         pickle.dumps(optimizer)
 
@@ -201,7 +201,7 @@ def test_masters_whose_owner_is_gone_are_what_parameters_are():
 
 def test_what_is_on_its_way_over_a_group_that_is_gone_is_let_go(monkeypatch):
     run, let_go = Run(RADIUS).train(1), []
-    tails = [exchange.pending for optimizer in run.optimizers for exchange in optimizer._runtime.post_commit]
+    tails = [exchange.pending for optimizer in run.optimizers for exchange in optimizer._session.post_commit]
     assert tails
     monkeypatch.setattr(SimPending, "forget", lambda pending: let_go.append(pending))
     moved(run, [0, 1])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt._engine import engine
+from compopt._engine import session
 from compopt._state import buckets
 from compopt._state.shards import Shards
 from compopt._wire.comm import Comm
@@ -87,10 +87,10 @@ def trained(rank: int) -> dict[str, list]:
     for name, make in CLASSES.items():
         model = DDP(Net())
         if name == "early":  # made when there were no other ranks yet
-            engine.connect, connect = lambda group: Comm(alone=True), engine.connect
-            engine.has_met_others, has_met_others = lambda comm: False, engine.has_met_others
+            session.connect, connect = lambda group: Comm(alone=True), session.connect
+            session.has_met_others, has_met_others = lambda comm: False, session.has_met_others
             optimizer = make(model.named_parameters(), lr=1e-2)
-            engine.connect, engine.has_met_others = connect, has_met_others
+            session.connect, session.has_met_others = connect, has_met_others
         else:
             optimizer = make(model.named_parameters(), lr=1e-2)
         losses = []

@@ -17,6 +17,7 @@ from sim import Ranks
 
 import compopt
 from compopt._engine import signals
+from compopt._engine.step import Step
 
 
 class Alarm(Exception):
@@ -70,17 +71,19 @@ def test_other_threads_hold_nothing_back():
 
 def interrupted_in_the_commit(optimizer) -> None:
     """A signal arrives before the first bucket is updated, and another between the buckets and the count."""
-    commit, committed = optimizer._runtime.commit, optimizer.committed
+    post_commit, committed = optimizer._session.post_commit, optimizer.committed
+    commit_bucket = post_commit.commit_bucket
 
-    def after(verdict):
+    def after(*args):
+        del post_commit.commit_bucket
         signal.raise_signal(signal.SIGINT)
-        commit(verdict)
+        commit_bucket(*args)
 
     def between():
         signal.raise_signal(signal.SIGALRM)
         committed()
 
-    optimizer._runtime.commit, optimizer.committed = after, between
+    post_commit.commit_bucket, optimizer.committed = after, between
 
 
 @every_average
@@ -93,7 +96,7 @@ def test_a_signal_in_the_commit_is_handled_after_it(case):
     interrupted_in_the_commit(optimizer)
     with pytest.raises((KeyboardInterrupt, Alarm)):
         optimizer.step()
-    del optimizer._runtime.commit, optimizer.committed
+    del optimizer.committed
     without.optimizers[0].step()
     assert_same(snapshot(without.optimizers[0]), snapshot(optimizer))
     for one in (ranks, without):
@@ -162,8 +165,8 @@ class Broken(Exception):
 
 def broken_in(ranks: Ranks, bucket: int) -> None:
     """Rank 0's algorithm raises in the commit of this bucket."""
-    runtime = ranks.optimizers[0]._runtime
-    algorithm = runtime.algorithm
+    session = ranks.optimizers[0]._session
+    algorithm = session.algorithm
 
     def breaking(b):
         generator, answer = algorithm(b), None
@@ -176,7 +179,7 @@ def broken_in(ranks: Ranks, bucket: int) -> None:
             if type(request).__name__ == ("Commit" if ranks.optimizers[0].sharded else "Agree") and b.index == bucket:
                 raise Broken("of the test")
 
-    runtime.algorithm = breaking
+    session.algorithm = breaking
 
 
 @every_average
@@ -188,12 +191,12 @@ def test_a_step_that_breaks_off_is_told_until_a_checkpoint_is_loaded(case, monke
     optimizer.consolidate_state()
     weights = copy.deepcopy(ranks.models[0].state_dict())
     saved = copy.deepcopy(optimizer.state_dict())
-    algorithm = optimizer._runtime.algorithm
+    algorithm = optimizer._session.algorithm
     broken_in(ranks, bucket=len(optimizer._buckets) - 1)
     ranks.backward(loss)
     with pytest.raises(Broken):
         optimizer.step()
-    optimizer._runtime.algorithm = algorithm
+    optimizer._session.algorithm = algorithm
     where = f"bucket {len(optimizer._buckets) - 1}"
     what = rf"step 5 was applied in part: Broken was raised in {where} .* Load a checkpoint"
     calls = (optimizer.step, optimizer.state_dict, optimizer.consolidate_state, lambda: copy.deepcopy(optimizer))
@@ -247,18 +250,16 @@ def test_a_step_that_failed_under_a_grad_scaler_may_be_tried_again(monkeypatch):
             optimizer.zero_grad()
             scaler.scale(loss(model, 0, step)).backward()
             if fails and step == 2:
-                agree = optimizer._runtime.agree
 
-                def failing(*args, agree=agree):
+                def failing(step):
                     yield from ()
                     raise compopt.CommunicationError("of the test")
 
                 before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-                optimizer._runtime.agree = failing
-                with pytest.raises(compopt.CommunicationError):
+                with monkeypatch.context() as patch, pytest.raises(compopt.CommunicationError):
+                    patch.setattr(Step, "_exchange_buckets", failing)
                     scaler.step(optimizer)
                 assert_same(before, [p.grad for p in model.parameters() if p.grad is not None])
-                optimizer._runtime.agree = agree
             scaler.step(optimizer)
             scaler.update()
         ends.append([p.detach() for p in model.parameters()])

@@ -197,7 +197,7 @@ def test_a_checkpoint_of_another_rank_begins_its_basis_anew():
     other.optimizers[0].load_state_dict(saved.optimizers[0].state_dict())
     assert other.optimizers[0].param_groups[0]["rank"] == 4
     other.optimizers[0].param_groups[0]["rank"] = 8
-    other.optimizers[0]._engine.rebuild()
+    other.optimizers[0]._session.rebuild_buckets()
     other.train(conformance.loss, 2)
 
 

@@ -60,7 +60,7 @@ def test_it_stays_dense_where_compressed_steps_are_not_clearly_faster(case, seco
         assert optimizer.stats.residual_norm() == 0
         again = case.make(make_model().parameters(), when="auto")
         again.load_state_dict(optimizer.state_dict())
-        assert again._engine.trial is None and again._option_groups[0]["pays"] is False
+        assert again._session.trial is None and again._option_groups[0]["pays"] is False
         assert again._option_groups[0]["warmup_steps"] == case.compressed["warmup_steps"]
     ranks.assert_replicas_equal()
 
@@ -128,11 +128,11 @@ def test_only_groups_that_say_auto_are_tried(case, warmup_steps, monkeypatch):
 def test_where_the_ranks_cannot_compare_their_times_no_step_is_half_taken(case, monkeypatch):
     """The exchange of times comes before anything of its step: what says "not applied" was not applied."""
     ranks = train(case, 1.0, 1.1, monkeypatch, when="auto")
-    while not ranks.optimizers[0]._engine.trial.words():
+    while not ranks.optimizers[0]._session.trial.words():
         ranks.one_step()
     for optimizer in ranks.optimizers:
         optimizer.state_dict()  # waits for masks
-    started = ranks.world.comms[0].started + ranks.optimizers[0]._runtime.post_commit.unconfirmed
+    started = ranks.world.comms[0].started + ranks.optimizers[0]._session.post_commit.unconfirmed
     ranks.world.failing_everywhere.add(started)
     before = [p.detach().clone() for p in ranks.models[0].parameters()]
     step = ranks.optimizers[0]._option_groups[0]["step"]
@@ -157,12 +157,12 @@ def test_a_verdict_that_version_0_1_0_wrote_in_place_of_the_warm_up_is_read(case
     optimizer.load_state_dict(saved)
     group = optimizer._option_groups[0]
     assert (group["when"], group["pays"], group["warmup_steps"]) == ("auto", False, 7)
-    assert optimizer._engine.trial is None and _when.start_of(group) == _when.FOREVER
+    assert optimizer._session.trial is None and _when.start_of(group) == _when.FOREVER
 
 
 def test_a_model_with_nothing_to_compress_is_not_tried():
     optimizer = compopt.RadiusAdamW([nn.Parameter(torch.zeros(9))], when="auto")
-    assert optimizer._engine.trial is None
+    assert optimizer._session.trial is None
 
 
 def test_it_says_what_it_cannot_take():

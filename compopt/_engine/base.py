@@ -1,7 +1,7 @@
 """What every optimizer here shares with torch.optim: groups, closure, hooks, state, checkpoints.
 
 What differs between classes is in ``face``: which state one keeps (``state_specs``), how one bucket
-steps (``algorithm``), its options (``check_group``). The rest is the engine's.
+steps (``algorithm``), its options (``check_group``). The rest is the session's.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 
 from .._wire.comm import Comm, ProcessGroup
 from .._wire.pending import Pending
-from . import frozen, loading, missing_ranks, recovery, saving, stepping
-from .engine import Engine
+from . import frozen, loading, missing_ranks, recovery, saving
 from .face import Face, Group
 from .options import check_tensors, refuse
+from .session import Role, Session, Sync
 from .shown import Shown
+from .step import start_in_backward, step_in_turns
 from .when import OPTIONS
 
 # told of every new optimizer (integrations.ddp listens)
@@ -59,12 +60,12 @@ class CompressedOptimizer(Optimizer, Face, Shown):
         simulate: bool = False,
     ):
         self.simulate = simulate
-        self._engine = Engine(self, process_group)
+        self._session = Session(self, process_group)
         trial = OPTIONS if "when" in defaults else {}
         defaults = {**defaults, **trial, "compress": None, "step": 0}
         self._check_defaults(defaults)
         super().__init__(params, defaults)
-        self._engine.build()
+        self._session.build_buckets()
         for tell in constructed if _has_integrations.get() else ():
             tell(self)
 
@@ -88,14 +89,14 @@ class CompressedOptimizer(Optimizer, Face, Shown):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        missing_ranks.run_step(self._engine, self.step_in_turns())
+        missing_ranks.run_step(self._session, self.step_in_turns())
         for tell in tuple(self.told_of_steps):
             tell()
         return loss
 
     def step_in_turns(self) -> Generator[Pending, None, None]:
         """The step as a generator, which yields each collective it is about to wait for."""
-        yield from stepping.step(self._engine)
+        yield from step_in_turns(self._session)
 
     # GradScaler then leaves unscaling and skipping to step(): all ranks agree
     _step_supports_amp_scaling = True
@@ -119,29 +120,29 @@ class CompressedOptimizer(Optimizer, Face, Shown):
     def rebind_in_turns(
         self, process_group: ProcessGroup | Comm | None = None
     ) -> Generator[Pending, None, None]:
-        yield from recovery.rebind(self._engine, process_group)
+        yield from recovery.rebind(self._session, process_group)
 
     # What the integrations say
 
     def take_over(self) -> None:
         """From now on the gradients of a DDP come here as they are."""
-        self._engine.retired = False
+        self._session.role = Role.ACTIVE
 
     def retire(self) -> None:
         """Another optimizer has these parameters now: from here on ``step()`` says so."""
-        self._engine.retire()
+        self._session.replace()
 
     def handed_over(self) -> None:
         """DDP has given back gradients of this backward, not averaged."""
-        self._engine.handed_over = True
+        self._session.has_local_gradients = True
 
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
         """Backward has finished these parameters: start complete buckets, all but the last."""
-        self._engine.gradients_ready(params)
+        start_in_backward(self._session, params)
 
     def backward_done(self) -> None:
         """The backward that started buckets has ended."""
-        self._engine.runtime.overlap.on_backward_end()
+        self._session.overlap.on_backward_end()
 
     # Groups
 
@@ -167,9 +168,9 @@ class CompressedOptimizer(Optimizer, Face, Shown):
 
     def _lay_out(self, group: Group) -> None:
         """Make room for a group that has come after the optimizer was made."""
-        if self._engine.built:
+        if self._session.is_built:
             group["step"] = self._option_groups[0]["step"]
-            self._engine.rebuild()
+            self._session.rebuild_buckets()
 
     # Checkpoints
 
@@ -182,23 +183,23 @@ class CompressedOptimizer(Optimizer, Face, Shown):
         ``format``. Where other ranks hold something that would be missing, one warning says so.
         """
         saved = self._saved()
-        saving.warn_of_what_is_missing(self._engine)
+        saving.warn_of_what_is_missing(self._session)
         return saved
 
     def _saved(self) -> dict[str, Any]:
-        engine = self._engine
-        saving.come_to_rest(engine)
-        if frozen.reset_from_outside(engine):
-            engine.rebuild()
+        session = self._session
+        saving.come_to_rest(session)
+        if frozen.reset_from_outside(session):
+            session.rebuild_buckets()
         saved: dict[str, Any] = super().state_dict()
-        saving.complete(engine, saved)
+        saving.complete(session, saved)
         return saved
 
     def _signature(self, group: Group) -> dict[str, Any]:
-        return saving.signature(self._engine, group)
+        return saving.signature(self._session, group)
 
     def _groups_of(self, state_dict: dict[str, Any]) -> list[Group]:
-        return loading.groups_of(self._engine, state_dict)
+        return loading.groups_of(self._session, state_dict)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -210,17 +211,17 @@ class CompressedOptimizer(Optimizer, Face, Shown):
         Also takes a checkpoint of ``torch.optim.AdamW``. Raises ValueError, with nothing loaded,
         when it does not fit.
         """
-        engine = self._engine
-        engine.settle()
-        engine.runtime.overlap.discard()
+        session = self._session
+        session.settle_state()
+        session.overlap.discard()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        loading.load(engine, state_dict)
+        loading.load(session, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-        engine.consolidated = None
-        engine.rebuild()
-        engine.half_step, engine.skipped_in_a_row = "", 0
+        session.consolidated_at = None
+        session.rebuild_buckets()
+        session.sync, session.consecutive_skips = Sync.UNVERIFIED, 0
 
     @torch.no_grad()
     def consolidate_state(self, patience: float | None = None) -> None:
@@ -237,8 +238,8 @@ class CompressedOptimizer(Optimizer, Face, Shown):
         Raises CommunicationError, with nothing changed, when ranks did not come, or are in
         ``step()`` instead; ValueError when they consolidate different optimizers.
         """
-        saving.come_to_rest(self._engine)
-        missing_ranks.meet_to_consolidate(self._engine, patience)
+        saving.come_to_rest(self._session)
+        missing_ranks.meet_to_consolidate(self._session, patience)
         for _ in self.consolidate_in_turns():
             pass
 
@@ -251,22 +252,22 @@ class CompressedOptimizer(Optimizer, Face, Shown):
         self.consolidate_state()
 
     def consolidate_in_turns(self) -> Generator[Pending, None, None]:
-        yield from saving.consolidate(self._engine)
+        yield from saving.consolidate(self._session)
 
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._engine.group is not None:
+        if self._session.group is not None:
             raise TypeError(
                 "an optimizer with a process_group cannot be pickled: save its state_dict() "
                 "instead."
             )
-        saving.come_to_rest(self._engine)
+        saving.come_to_rest(self._session)
         return self._contents()
 
     def _contents(self) -> dict[str, Any]:
         """What a copy is made from; the rest is rebuilt."""
-        return {**super().__getstate__(), **saving.contents(self._engine)}
+        return {**super().__getstate__(), **saving.contents(self._session)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._revive(state, None)
@@ -274,12 +275,12 @@ class CompressedOptimizer(Optimizer, Face, Shown):
     def _revive(self, contents: dict[str, Any], group: ProcessGroup | Comm | None) -> None:
         """Become a copy of what had these contents."""
         contents = dict(contents)
-        self._engine = Engine(self, group, contents.pop("_met"), contents.pop("_trained"))
+        self._session = Session(self, group, contents.pop("_met"), contents.pop("_trained"))
         super().__setstate__(contents)
-        self._engine.build()
+        self._session.build_buckets()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedOptimizer:
-        saving.come_to_rest(self._engine)
+        saving.come_to_rest(self._session)
         new = type(self).__new__(type(self))
-        new._revive(copy.deepcopy(self._contents(), memo), self._engine.group)
+        new._revive(copy.deepcopy(self._contents(), memo), self._session.group)
         return new

@@ -1,4 +1,4 @@
-"""What the engine asks of the optimizer that it drives.
+"""What the session asks of the optimizer that it drives.
 
 A class of optimizers says which state it keeps (``state_specs``), how one bucket steps
 (``algorithm``), and checks its options (``check_group``). All else has a default.
@@ -20,8 +20,8 @@ from .settings import Setting, settings_of_class
 from .stats import Stats
 
 if TYPE_CHECKING:
-    from .engine import Engine
     from .inside import Inside
+    from .session import Session
 
 Group = dict[str, Any]  # one of torch's parameter groups: "params", and options by name
 
@@ -29,7 +29,7 @@ Group = dict[str, Any]  # one of torch's parameter groups: "params", and options
 class Face:
     """What a class of optimizers says of itself; beside it torch's groups and state."""
 
-    _engine: Engine
+    _session: Session
     defaults: dict[str, Any]
     param_groups: list[Group]
     state: defaultdict[Tensor, Any]
@@ -118,7 +118,7 @@ class Face:
             stats.bytes_dense = self.inside.dense_bytes
         return stats
 
-    def gave_way(self) -> None:
+    def on_fallback(self) -> None:
         """Called when all ranks go on with PyTorch's operators."""
 
     @property
@@ -138,7 +138,7 @@ class Face:
 
     def _settings(self) -> list[Setting]:
         """What must be the same on all ranks, step for step; more of it where a class has more."""
-        return settings_of_class(self._engine)
+        return settings_of_class(self._session)
 
     def _specs(self, bucket: Bucket) -> dict[str, Layout]:
         """The state of a bucket's tensors: the class's, and masters of low precision."""

@@ -17,34 +17,34 @@ from . import moving
 from .turns import Turns
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .session import Session
 
 
-def parameters(engine: Engine) -> list[Tensor]:
-    return [p for group in engine.option_groups for p in group["params"]]
+def parameters(session: Session) -> list[Tensor]:
+    return [p for group in session.option_groups for p in group["params"]]
 
 
-def changed(engine: Engine) -> bool:
+def changed(session: Session) -> bool:
     """Whether other parameters require a gradient than those laid out."""
-    return any(p.requires_grad != (p in engine.trained) for p in engine.met)
+    return any(p.requires_grad != (p in session.trainable) for p in session.parameters)
 
 
-def meet(engine: Engine) -> None:
+def meet(session: Session) -> None:
     """Take note of parameters that are new.
 
     Those met before are laid out as they were, whatever they require now.
     """
-    params = parameters(engine)
-    new = {p for p in params if p not in engine.met and p.requires_grad}
-    engine.trained = frozenset(new | engine.trained & set(params))
-    engine.met = frozenset(params)
+    params = parameters(session)
+    new = {p for p in params if p not in session.parameters and p.requires_grad}
+    session.trainable = frozenset(new | session.trainable & set(params))
+    session.parameters = frozenset(params)
 
 
-def follow(engine: Engine, comm: Comm) -> Turns[None]:
+def follow(session: Session, comm: Comm) -> Turns[None]:
     """Lay out what requires a gradient now, which is the same on all ranks."""
-    engine.settle()
-    state = engine.face.state
-    for bucket in engine.buckets:
+    session.settle_state()
+    state = session.face.state
+    for bucket in session.buckets:
         for name in bucket.sharded:
             whole = yield from moving.gather(bucket, name, comm)
             for entry, vector in zip(bucket.entries, whole, strict=True):
@@ -54,37 +54,37 @@ def follow(engine: Engine, comm: Comm) -> Turns[None]:
             if not p.requires_grad:
                 held = {name: t.clone() for name, t in entry.items() if isinstance(t, Tensor)}
                 state[p] = held
-    engine.trained = frozenset(p for p in engine.met if p.requires_grad)
-    engine.rebuild()
-    for bucket in engine.buckets:
+    session.trainable = frozenset(p for p in session.parameters if p.requires_grad)
+    session.rebuild_buckets()
+    for bucket in session.buckets:
         bucket.renew_masters()
 
 
-def consolidate(engine: Engine, comm: Comm) -> Turns[None]:
+def consolidate(session: Session, comm: Comm) -> Turns[None]:
     """Residuals of frozen parameters become their mean over ranks too."""
-    face = engine.face
-    for bucket in engine.shelf:
+    face = session.face
+    for bucket in session.shelf:
         for p in bucket.params:
             for name in face.averaged_state:
                 if name in face.state.get(p, {}):
                     yield from moving.average(face.state[p][name], bucket.device, comm)
 
 
-def without_state(engine: Engine, group: dict[str, Any]) -> list[int]:
+def without_state(session: Session, group: dict[str, Any]) -> list[int]:
     """The places in a group of parameters of which nothing is kept: a checkpoint that lacks it is
     not damaged.
     """
-    state = engine.face.state
+    state = session.face.state
     return [place for place, p in enumerate(group["params"]) if not state.get(p)]
 
 
-def reset_from_outside(engine: Engine) -> bool:
+def reset_from_outside(session: Session) -> bool:
     """Whether ``optimizer.state`` was replaced, by a trainer that begins anew, and no longer shows
     the buckets.
     """
-    state = engine.face.state
+    state = session.face.state
     return any(
         state.get(p) is not entry
-        for bucket in engine.buckets
+        for bucket in session.buckets
         for p, entry in zip(bucket.params, bucket.entries, strict=True)
     )

@@ -6,12 +6,12 @@ import torch
 
 from .._state.buckets import local
 from . import frozen
-from .engine import Engine
+from .session import Session
 
 
-def check(engine: Engine) -> None:
+def check(session: Session) -> None:
     """Raise TypeError where a tensor is not what the optimizer was made for."""
-    for bucket in engine.buckets:
+    for bucket in session.buckets:
         for p, n, name in zip(bucket.params, bucket.lengths, bucket.names, strict=True):
             if p.dtype != bucket.dtype or p.device != bucket.device or local(p).numel() != n:
                 raise TypeError(
@@ -21,44 +21,44 @@ def check(engine: Engine) -> None:
                 )
             if p.grad is not None and p.grad.is_sparse:
                 raise TypeError(
-                    f"{engine.name} got a sparse gradient for {name}: use dense "
+                    f"{session.name} got a sparse gradient for {name}: use dense "
                     "gradients (sparse=False)."
                 )
 
 
-def unscale(engine: Engine) -> float | None:
+def unscale(session: Session) -> float | None:
     """Divide by the GradScaler's scale, which may differ between ranks, what it left scaled.
 
     Returns that scale. With a scaler no bucket starts in backward: the gradients are not yet what
     will be sent.
     """
-    face = engine.face
-    engine.scaled = hasattr(face, "found_inf")
+    face = session.face
+    session.has_grad_scaler = hasattr(face, "found_inf")
     scale = getattr(face, "grad_scale", None)
     if scale is None:
         return None
-    _scale_by(engine, float(scale.double().reciprocal()))
+    _scale_by(session, float(scale.double().reciprocal()))
     return float(scale)
 
 
-def scale_back(engine: Engine, scale: float) -> None:
+def scale_back(session: Session, scale: float) -> None:
     """Leave gradients and scale as they were for whoever tries the step again.
 
     A GradScaler takes its attributes back only where the step succeeds, and multiplies what it then
     finds.
     """
-    _scale_by(engine, scale)
-    drop_scale(engine)
+    _scale_by(session, scale)
+    drop_scale(session)
 
 
-def drop_scale(engine: Engine) -> None:
+def drop_scale(session: Session) -> None:
     """Take back what a GradScaler told the optimizer."""
     for name in ("grad_scale", "found_inf"):
-        if hasattr(engine.face, name):
-            delattr(engine.face, name)
+        if hasattr(session.face, name):
+            delattr(session.face, name)
 
 
-def _scale_by(engine: Engine, factor: float) -> None:
-    params = frozen.parameters(engine)
+def _scale_by(session: Session, factor: float) -> None:
+    params = frozen.parameters(session)
     grads = [local(p.grad) for p in params if p.requires_grad and p.grad is not None]
     torch._foreach_mul_(grads, factor)

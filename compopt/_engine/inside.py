@@ -26,7 +26,7 @@ from .._wire.comm import Comm, ProcessGroup, connect
 from .._wire.meshes import is_cut_over
 from .._wire.pending import Pending
 from .._wire.requests import Agree, AllReduceMean, Asking, Commit, Read
-from .engine import Engine
+from .session import Session
 from .update import Update
 
 # whose gradients a row holds, in order, and along which dimension each is cut
@@ -83,12 +83,12 @@ class Inside(Generic[R]):
 
     def __init__(
         self,
-        engine: Engine,
+        session: Session,
         lay_out: Callable[[Params, torch.dtype], R],
         averaged: Callable[[R, Ops, Tensor, Tensor, Held], Asking[None]],
         on_commit: Callable[[Bucket, int, Unsent, float], None],
     ):
-        self.engine, self.lay_out = engine, lay_out
+        self.session, self.lay_out = session, lay_out
         self.averaged, self.on_commit = averaged, on_commit
         # whatever is laid out anew between a backward and its step, this is committed
         self.held: Held = {}
@@ -106,7 +106,7 @@ class Inside(Generic[R]):
     @property
     def dense_bytes(self) -> int:
         """What FSDP would have handed over."""
-        buckets = self.engine.buckets
+        buckets = self.session.buckets
         return sum(p.numel() * b.grad_dtype.itemsize for b in buckets for p in b.params)
 
     def forget_layouts(self) -> None:
@@ -122,7 +122,7 @@ class Inside(Generic[R]):
         ``backward``: the number of the running one. Collectives start in the order of calls, which
         is the same on all ranks: with each call those before it come one further.
         """
-        engine = self.engine
+        session = self.session
         key = tuple(p for p, _ in params)
         if backward != self._backward:
             self._backward = backward
@@ -133,8 +133,8 @@ class Inside(Generic[R]):
         self.of_step[key] = self._layouts[key]
         for flow in self.flows:
             flow.proceed()
-        asking = self.averaged(self._layouts[key], engine.ops, rows, out, self.held)
-        self.flows.append(Flow(asking, engine.comm))
+        asking = self.averaged(self._layouts[key], session.ops, rows, out, self.held)
+        self.flows.append(Flow(asking, session.comm))
         self.flows = [flow for flow in self.flows if flow.pending is not None]
         if at_once or any(p.grad is not None for p in key):
             self.finish()
@@ -147,10 +147,10 @@ class Inside(Generic[R]):
         """
         self.held = {p: unsent for p, unsent in self.held.items() if p.grad is not None}
         if self.held:
-            engine = self.engine
+            session = self.session
             some = any(bool(local(p.grad).any()) for p in self.held if p.grad is not None)
-            word = torch.tensor([float(some)], dtype=torch.float32, device=engine.device)
-            pending = engine.comm.start(AllReduceMean(word))
+            word = torch.tensor([float(some)], dtype=torch.float32, device=session.device)
+            pending = session.comm.start(AllReduceMean(word))
             pending.wait()
             if not word.item():
                 self.held = {}
@@ -165,9 +165,9 @@ class Inside(Generic[R]):
 
     def check(self) -> None:
         """Raise where a step cannot be taken from what FSDP's backward has left."""
-        if self.engine.scaled:
+        if self.session.has_grad_scaler:
             raise RuntimeError(
-                f"{self.engine.name} averages inside FSDP's backward, where it does not know a "
+                f"{self.session.name} averages inside FSDP's backward, where it does not know a "
                 "GradScaler's scale: train in bfloat16, without a scaler."
             )
 
@@ -246,9 +246,9 @@ def applied(
         update.apply(bucket, i, ghat)
 
 
-def place_of(p: Tensor, engine: Engine) -> tuple[Bucket, int]:
+def place_of(p: Tensor, session: Session) -> tuple[Bucket, int]:
     """The bucket that holds its state, and which of the bucket's tensors it is."""
-    bucket = engine.bucket_of[p]
+    bucket = session.bucket_of[p]
     return bucket, next(i for i, other in enumerate(bucket.params) if other is p)
 
 

@@ -20,7 +20,7 @@ from .options import refuse
 from .when import as_now
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .session import Session
 
 # of a saved group: what it is, and who wrote it
 NOT_OPTIONS = {"params", "param_names", "without_state", "residuals", "class", "format"}
@@ -40,31 +40,31 @@ class Arriving:
     entry: dict[str, Any]
 
 
-def load(engine: Engine, state_dict: dict[str, Any]) -> None:
+def load(session: Session, state_dict: dict[str, Any]) -> None:
     """Put ``state_dict``'s groups and tensors into the optimizer; all of them, or none.
 
     Raises:
         ValueError: it does not fit, or is damaged.
     """
-    groups, saved = engine.option_groups, groups_of(engine, state_dict)
-    written_by = _writer(engine.name, state_dict)
-    options = [_options(engine, group, other) for group, other in zip(groups, saved, strict=True)]
-    tensors = list(_arriving(engine, state_dict, written_by))
+    groups, saved = session.option_groups, groups_of(session, state_dict)
+    written_by = _writer(session.name, state_dict)
+    options = [_options(session, group, other) for group, other in zip(groups, saved, strict=True)]
+    tensors = list(_arriving(session, state_dict, written_by))
     for tensor in tensors:
         _check(tensor)
-    if _lacks_something(engine, saved, tensors):
-        _warn_of_other_ranks(engine, saved[0].get("residuals", "mean"))
+    if _lacks_something(session, saved, tensors):
+        _warn_of_other_ranks(session, saved[0].get("residuals", "mean"))
 
     counted = max([float(tensor.entry.get("step", 0)) for tensor in tensors], default=0.0)
     for group, other, kept in zip(groups, saved, options, strict=True):
         group.update(kept)
         if "step" not in other:  # from torch.optim: count on from its parameters
             group["step"] = int(counted)
-    state = engine.face.state
+    state = session.face.state
     for tensor in tensors:
         state[tensor.member.param] = {k: as_tensor(v) for k, v in tensor.entry.items()}
     layouts = {tensor.member.param: tensor.layouts for tensor in tensors}
-    for bucket in engine.shelf:
+    for bucket in session.shelf:
         _keep(bucket, layouts, state)
 
 
@@ -89,17 +89,17 @@ def _keep(
             state[p] = {k: v.to(bucket.device, dtypes[k], copy=True) for k, v in kept.items()}
 
 
-def _arriving(engine: Engine, state_dict: dict[str, Any], written_by: str) -> Iterator[Arriving]:
+def _arriving(session: Session, state_dict: dict[str, Any], written_by: str) -> Iterator[Arriving]:
     """What the state dict holds of every tensor, as small as it is kept.
 
     Raises ValueError where names are missing.
     """
     known: dict[Tensor, tuple[Member, Layouts]] = {}
-    for bucket in [*engine.buckets, *engine.shelf]:
+    for bucket in [*session.buckets, *session.shelf]:
         for p, compressed in zip(bucket.params, bucket.compressed, strict=True):
-            known[p] = Member(p, compressed), engine.specs(bucket)
-    ours, number = written_by == engine.name, 0
-    for group, other in zip(engine.option_groups, state_dict["param_groups"], strict=True):
+            known[p] = Member(p, compressed), session.layouts_of(bucket)
+    ours, number = written_by == session.name, 0
+    for group, other in zip(session.option_groups, state_dict["param_groups"], strict=True):
         names = group.get("param_names") or other.get("param_names")
         options = {**group, **other}
         for place, (p, key) in enumerate(zip(group["params"], other["params"], strict=True)):
@@ -109,9 +109,9 @@ def _arriving(engine: Engine, state_dict: dict[str, Any], written_by: str) -> It
             entry = state_dict["state"].get(key, {})
             # torch.optim keeps nothing for what never had a gradient, and no residuals
             if entry or (ours and place not in other.get("without_state", ())):
-                compressed = ours and engine.face.is_compressed(p, options, name)
+                compressed = ours and session.face.is_compressed(p, options, name)
                 wanted = _wanted(layouts, compressed)
-                _check_names(called, entry, layouts, wanted, engine.name)
+                _check_names(called, entry, layouts, wanted, session.name)
             yield Arriving(called, member, layouts, compact(entry, layouts, member))
             number += 1
 
@@ -119,7 +119,7 @@ def _arriving(engine: Engine, state_dict: dict[str, Any], written_by: str) -> It
 # Checks
 
 
-def groups_of(engine: Engine, state_dict: dict[str, Any]) -> list[Group]:
+def groups_of(session: Session, state_dict: dict[str, Any]) -> list[Group]:
     """The saved groups.
 
     Raises ValueError unless they are as many and as long as the optimizer's, and of a format known
@@ -130,7 +130,7 @@ def groups_of(engine: Engine, state_dict: dict[str, Any]) -> list[Group]:
             raise ValueError(
                 f"loaded state dict has no {key!r}: it is no optimizer's state_dict(), or damaged."
             )
-    groups: list[Group] = engine.option_groups
+    groups: list[Group] = session.option_groups
     saved: list[Group] = state_dict["param_groups"]
     if len(groups) != len(saved):
         raise ValueError(
@@ -179,7 +179,7 @@ def _writer(ours: str, state_dict: dict[str, Any]) -> str:
     return written_by
 
 
-def _options(engine: Engine, group: Group, other: Group) -> Group:
+def _options(session: Session, group: Group, other: Group) -> Group:
     """What one saved group says, also what only the user knows of.
 
     The names of parameters stay the optimizer's own: they say what is compressed. Raises
@@ -194,7 +194,7 @@ def _options(engine: Engine, group: Group, other: Group) -> Group:
     options = {**group, **kept}
     refuse({name: kept[name] for name in kept.keys() & {"amsgrad"}})
     try:
-        engine.face.check_group(options)
+        session.face.check_group(options)
     except (TypeError, AttributeError) as error:
         raise ValueError(
             f"loaded state dict has an option of a wrong type ({error}): it is damaged."
@@ -257,20 +257,20 @@ def _fits(value: Tensor, dtype: torch.dtype) -> bool:
     return not value.is_floating_point() or bool(value.isfinite().all())
 
 
-def _lacks_something(engine: Engine, saved: list[Group], tensors: list[Arriving]) -> bool:
+def _lacks_something(session: Session, saved: list[Group], tensors: list[Arriving]) -> bool:
     """Whether the rank that saved this had part of something whole; nothing before the first step,
     no residuals in a dense start.
     """
     if not saved or saved[0].get("step", 0) == 0:
         return False
-    names = engine.face.averaged_state
+    names = session.face.averaged_state
     held = (t.entry[name] for t in tensors for name in names if name in t.entry)
-    return engine.face.sharded or any(bool(value.any()) for value in held)
+    return session.face.sharded or any(bool(value.any()) for value in held)
 
 
-def _warn_of_other_ranks(engine: Engine, residuals: str) -> None:
+def _warn_of_other_ranks(session: Session, residuals: str) -> None:
     """The first rank says so that did not write the checkpoint: rank 0 may have its own."""
-    comm = engine.comm
+    comm = session.comm
     first = int(residuals == f"rank 0 of {comm.size}")
     if residuals != "mean" and comm.rank == first:
         warn(

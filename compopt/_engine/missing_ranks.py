@@ -19,7 +19,7 @@ from .._wire.store import RanksMissing
 from .turns import Turns
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .session import Session
 
 PATIENCE = 10.0  # seconds that rank 0 waits for the others in consolidate_state()
 PATIENCE_WITH_RANK_0 = 1800.0  # that the others wait for rank 0, which may evaluate before it comes
@@ -43,22 +43,22 @@ class RankLeft(BaseException):
 # Consolidation
 
 
-def meet_to_consolidate(engine: Engine, patience: float | None) -> None:
+def meet_to_consolidate(session: Session, patience: float | None) -> None:
     """Wait until all ranks have come to consolidate the same optimizer.
 
     Raises CommunicationError, with nothing started, where some are missing after ``patience``
     seconds; ValueError where ranks have come for different optimizers.
     """
-    store = engine.comm.store
-    if store is None or not (engine.face.averaged_state or engine.face.sharded):
+    store = session.comm.store
+    if store is None or not (session.face.averaged_state or session.face.sharded):
         return
     if patience is None:
         patience = PATIENCE if store.rank == 0 else PATIENCE_WITH_RANK_0
     try:
-        described = store.meet(_describe_state(engine), patience)
+        described = store.meet(_describe_state(session), patience)
     except RanksMissing as error:
         who = f"rank {store.rank}"
-        post_note(engine, Note.CONSOLIDATES, f"{who} was in consolidate_state(): {ADVICE}")
+        post_note(session, Note.CONSOLIDATES, f"{who} was in consolidate_state(): {ADVICE}")
         raise CommunicationError(
             f"consolidate_state() was called on rank {store.rank}, but {error}: {ADVICE}, or wait "
             "longer (patience=). Nothing was changed."
@@ -76,82 +76,82 @@ def meet_to_consolidate(engine: Engine, patience: float | None) -> None:
             )
 
 
-def _describe_state(engine: Engine) -> str:
-    names = engine.face.averaged_state
-    held = sum(bucket.flat[name].numel() for bucket in engine.buckets for name in names)
-    cut = sum(bucket.shards.most * len(bucket.sharded) for bucket in engine.buckets if bucket.cut)
-    return f"{engine.name}, {held} elements of {', '.join(names) or 'nothing'}, {cut} in shards"
+def _describe_state(session: Session) -> str:
+    names = session.face.averaged_state
+    held = sum(bucket.flat[name].numel() for bucket in session.buckets for name in names)
+    cut = sum(bucket.shards.most * len(bucket.sharded) for bucket in session.buckets if bucket.cut)
+    return f"{session.name}, {held} elements of {', '.join(names) or 'nothing'}, {cut} in shards"
 
 
 # Steps
 
 
-def run_step(engine: Engine, turns: Turns[None]) -> None:
+def run_step(session: Session, turns: Turns[None]) -> None:
     """Run a step to its end; where it waits for long, look whether a rank has left it."""
-    withdraw_note(engine)
+    withdraw_note(session)
     try:
         for pending in turns:
-            if not engine.comm.can_look_up(engine.device):
+            if not session.comm.can_look_up(session.device):
                 continue
             try:
                 while not pending.ends_within(LOOK_AFTER):
-                    if sentence := find_missing_rank(engine):
-                        post_note(engine, Note.LEFT, sentence)
+                    if sentence := find_missing_rank(session):
+                        post_note(session, Note.LEFT, sentence)
                         raise RankLeft(sentence)
             except BaseException as error:  # as if it were raised where the step waits
                 turns.throw(error)
     except Exception:
         raise
     except BaseException as error:
-        who, name = f"rank {engine.comm.rank}", type(error).__name__
-        post_note(engine, Note.LEFT, f"{who} was interrupted by {name} after step {engine.steps}")
+        who, name = f"rank {session.comm.rank}", type(error).__name__
+        post_note(session, Note.LEFT, f"{who} was interrupted by {name} after step {session.steps}")
         raise
-    withdraw_note(engine)
+    withdraw_note(session)
 
 
-def post_lost_masks(engine: Engine) -> None:
+def post_lost_masks(session: Session) -> None:
     """Tell the other ranks that this one has lost its masks."""
-    who = f"rank {engine.comm.rank}"
+    who = f"rank {session.comm.rank}"
     post_note(
-        engine,
+        session,
         Note.LOST_MASKS,
-        f"{who} lost the masks that followed step {engine.steps}, and others have them",
+        f"{who} lost the masks that followed step {session.steps}, and others have them",
     )
 
 
-def post_note(engine: Engine, kind: Note, sentence: str) -> None:
+def post_note(session: Session, kind: Note, sentence: str) -> None:
     """Leave a note until this rank's next step, which may be the one that it is in."""
-    engine.note = kind
-    if engine.comm.store is not None:
+    session.posted_note = kind.value
+    if session.comm.store is not None:
         with contextlib.suppress(RuntimeError):
-            engine.comm.store.post_note(json.dumps([*_mark(engine), kind.value, sentence]))
+            session.comm.store.post_note(json.dumps([*_mark(session), kind.value, sentence]))
 
 
-def withdraw_note(engine: Engine) -> None:
+def withdraw_note(session: Session) -> None:
     """Remove this rank's note, if it has left one: it comes to the steps that follow."""
-    if engine.note is not None and engine.comm.store is not None:
+    if session.posted_note and session.comm.store is not None:
         with contextlib.suppress(RuntimeError):
-            engine.comm.store.post_note("")
-    engine.note = None
+            session.comm.store.post_note("")
+    session.posted_note = ""
 
 
-def find_missing_rank(engine: Engine) -> str:
+def find_missing_rank(session: Session) -> str:
     """Say which rank will not come to the running step, and why; nothing where all may come."""
-    for kind, sentence in _read_notes(engine):
-        both_lost = kind is Note.LOST_MASKS is engine.note
+    for kind, sentence in _read_notes(session):
+        both_lost = kind is Note.LOST_MASKS and session.posted_note == kind.value
         if kind is not Note.CONSOLIDATES and not both_lost:
             return sentence
     return ""
 
 
-def explain_failure(engine: Engine) -> str:
+def explain_failure(session: Session) -> str:
     """What the notes of other ranks say about a step that has failed."""
-    return "".join(f" ({sentence})" for _, sentence in _read_notes(engine)[:1])
+    return "".join(f" ({sentence})" for _, sentence in _read_notes(session)[:1])
 
 
-def _read_notes(engine: Engine) -> list[tuple[Note, str]]:
+def _read_notes(session: Session) -> list[tuple[Note, str]]:
     """Read the notes of ranks that have applied no more steps of this optimizer than this one."""
-    store, (name, steps) = engine.comm.store, _mark(engine)
+    store, (name, steps) = session.comm.store, _mark(session)
     notes = []
     if store is not None:
         with contextlib.suppress(RuntimeError):
@@ -159,6 +159,6 @@ def _read_notes(engine: Engine) -> list[tuple[Note, str]]:
     return [(Note(kind), text) for theirs, n, kind, text in notes if theirs == name and n <= steps]
 
 
-def _mark(engine: Engine) -> tuple[str, int]:
+def _mark(session: Session) -> tuple[str, int]:
     """Of which optimizer and which step a note speaks."""
-    return f"{engine.name} of {len(engine.met)} parameters", engine.steps
+    return f"{session.name} of {len(session.parameters)} parameters", session.steps

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -23,22 +22,14 @@ import torch
 from torch import Tensor
 
 from .._state.buckets import local
-from .._wire.comm import Comm, count_launched_ranks, rank_here
+from .._wire.comm import Comm
 from .._wire.requests import AllGather, CommunicationError
 from .decision import StepDecision
 from .settings import list_settings
 from .turns import Turns, ask
 
 if TYPE_CHECKING:
-    from .engine import Engine
-
-
-@dataclass
-class Peers:
-    """What this rank knows of the others."""
-
-    verified: bool = False  # a handshake has shown that they agree, and it still holds
-    structure: str = ""  # the options that decide what is sent, which all had in the last step
+    from .session import Session
 
 
 class Checksums(NamedTuple):
@@ -64,7 +55,7 @@ class Fact(NamedTuple):
 # Between steps
 
 
-def verify_peers(engine: Engine, comm: Comm, has_problem: bool = False) -> Turns[bool]:
+def verify_peers(session: Session, comm: Comm, has_problem: bool = False) -> Turns[bool]:
     """Compare this rank's optimizer with those of all ranks.
 
     Returns whether any rank had gradients to compare. ``has_problem``: this rank cannot send its
@@ -73,32 +64,32 @@ def verify_peers(engine: Engine, comm: Comm, has_problem: bool = False) -> Turns
     Raises ValueError where ranks differ, RuntimeError where something else has averaged the
     gradients.
     """
-    mine = _compute_checksums(engine, has_problem)
-    numbers = torch.tensor(mine, dtype=torch.int64).to(engine.device)
+    mine = _compute_checksums(session, has_problem)
+    numbers = torch.tensor(mine, dtype=torch.int64).to(session.device)
     rows = [Checksums(*row) for row in (yield from gather_rows(numbers, comm)).tolist()]
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
-        engine.give_way()
-        return (yield from verify_peers(engine, comm, has_problem))
+        session.use_pytorch()
+        return (yield from verify_peers(session, comm, has_problem))
     if _differ(row.description for row in rows):
-        yield from raise_mismatch(engine, comm)
+        yield from raise_mismatch(session, comm)
     if _differ(row.masks for row in rows):  # some ranks lost theirs
-        engine.forget_chosen()
+        session.forget_masks()
     times = [[row.dense_time, row.compressed_time] for row in rows]
-    if engine.trial is not None and all(map(all, times)):
-        engine.trial.compare(times)
+    if session.trial is not None and all(map(all, times)):
+        session.trial.compare(times)
     if comm.size > 1 and mine.gradients and not _differ(row.gradients for row in rows):
-        _report_equal_gradients(engine, comm)
+        _report_equal_gradients(session, comm)
     return comm.size == 1 or any(row.gradients for row in rows)
 
 
-def _compute_checksums(engine: Engine, has_problem: bool) -> Checksums:
-    times = (engine.trial.words() if engine.trial else []) or [0, 0]
+def _compute_checksums(session: Session, has_problem: bool) -> Checksums:
+    times = (session.trial.words() if session.trial else []) or [0, 0]
     return Checksums(
-        description=_checksum_text(describe_optimizer(engine)),
-        gradients=0 if has_problem else _checksum_gradients(engine),
-        masks=_checksum_masks(engine),
-        backend=_checksum_text(engine.ops.name),
-        is_backend_automatic=engine.ops.automatic,
+        description=_checksum_text(describe_optimizer(session)),
+        gradients=0 if has_problem else _checksum_gradients(session),
+        masks=_checksum_masks(session),
+        backend=_checksum_text(session.ops.name),
+        is_backend_automatic=session.ops.automatic,
         dense_time=times[0],
         compressed_time=times[1],
     )
@@ -108,11 +99,11 @@ def _differ(numbers: Iterator[int]) -> bool:
     return len(set(numbers)) > 1
 
 
-def _report_equal_gradients(engine: Engine, comm: Comm) -> None:
+def _report_equal_gradients(session: Session, comm: Comm) -> None:
     """Warn once that ranks train on the same data, where DDP handed their own gradients over; else
     raise RuntimeError.
     """
-    if not engine.handed_over:
+    if not session.has_local_gradients:
         raise RuntimeError(
             "all ranks hold bit-identical gradients: something averaged them before step(), or "
             "all ranks train on the same data. If DistributedDataParallel wraps the model, call "
@@ -121,7 +112,7 @@ def _report_equal_gradients(engine: Engine, comm: Comm) -> None:
             "the same, give each rank its own. On CPUs Accelerate and the Trainer give all ranks "
             "the same data unless told Accelerator(cpu=True) or use_cpu=True."
         )
-    engine.warn_once(
+    session.warn_once(
         "same data",
         f"all {comm.size} ranks hold bit-identical gradients: they train on the same data, and "
         "learn no more than one rank would. Likely causes: no DistributedSampler, or the same "
@@ -131,35 +122,22 @@ def _report_equal_gradients(engine: Engine, comm: Comm) -> None:
     )
 
 
-def warn_of_missing_group(engine: Engine, comm: Comm) -> None:
-    """Warn once where a launcher has started several processes, and each trains by itself."""
-    size = count_launched_ranks()
-    if size > 1 and comm.size == 1 and engine.group is None and not engine.alone:
-        engine.warn_once(
-            "missing group",
-            f"WORLD_SIZE is {size}, but torch.distributed is not initialized: every process trains "
-            "by itself, and nothing is averaged. Add this line before training: "
-            "torch.distributed.init_process_group()",
-            rank_here(),
-        )
-
-
-def warn_if_without_gradients(engine: Engine, decision: StepDecision) -> None:
+def warn_if_without_gradients(session: Session, decision: StepDecision) -> None:
     """Warn once on a rank that had no gradient in a step in which others had some."""
-    reads_grad = engine.face.inside is None and not engine.has_pseudo_gradients
-    if engine.comm.size == 1 or not reads_grad:
+    reads_grad = session.face.inside is None and not session.has_pseudo_gradients
+    if session.comm.size == 1 or not reads_grad:
         return
-    if any(p.grad is not None for bucket in engine.buckets for p in bucket.params):
+    if any(p.grad is not None for bucket in session.buckets for p in bucket.params):
         return
     exchanges = decision.exchanges
     if any(any(one.bucket.present(one.agreement.payload)) for one in exchanges):
-        warn_without_gradients(engine, engine.steps, "counts as zeros in the mean over ranks")
+        warn_without_gradients(session, session.steps, "counts as zeros in the mean over ranks")
 
 
-def warn_without_gradients(engine: Engine, step: int, consequence: str) -> None:
-    engine.warn_once(
+def warn_without_gradients(session: Session, step: int, consequence: str) -> None:
+    session.warn_once(
         "no gradients",
-        f"rank {engine.comm.rank} had no gradients in step {step}: it {consequence}. Call "
+        f"rank {session.comm.rank} had no gradients in step {step}: it {consequence}. Call "
         "backward() on every rank before step().",
         0,  # on this rank, whichever it is
     )
@@ -168,19 +146,19 @@ def warn_without_gradients(engine: Engine, step: int, consequence: str) -> None:
 # What ranks compare
 
 
-def describe_optimizer(engine: Engine) -> list[Fact]:
+def describe_optimizer(session: Session) -> list[Fact]:
     """List everything that must be equal on all ranks, what explains most first.
 
     So another class is named before its other options, and another shape before the values that
     differ with it.
     """
     facts = []
-    for subject, values in list_settings(engine):
+    for subject, values in list_settings(session):
         plain = values if isinstance(values, dict) else {"": values}
         facts += [Fact(subject, name, repr(value)) for name, value in sorted(plain.items())]
-    facts.append(Fact("", "check_replicas_every", repr(engine.face.check_replicas_every)))
+    facts.append(Fact("", "check_replicas_every", repr(session.face.check_replicas_every)))
     names, layouts, checksums = [], [], []
-    for i, (p, name, is_compressed) in enumerate(_list_parameters(engine)):
+    for i, (p, name, is_compressed) in enumerate(_list_parameters(session)):
         names.append(Fact(f"parameter {i}", "", name))
         layout = dict(
             shape=tuple(p.shape),
@@ -189,7 +167,7 @@ def describe_optimizer(engine: Engine) -> list[Fact]:
             compress=is_compressed,
         )
         layouts += [Fact(name, what, str(value)) for what, value in layout.items()]
-        if engine.face.has_equal_replicas:
+        if session.face.has_equal_replicas:
             checksums.append(Fact(name, VALUES, str(_checksum(local(p.detach())))))
     return facts + names + layouts + checksums
 
@@ -197,18 +175,18 @@ def describe_optimizer(engine: Engine) -> list[Fact]:
 VALUES = "checksum of its values"
 
 
-def _list_parameters(engine: Engine) -> Iterator[tuple[Tensor, str, bool]]:
+def _list_parameters(session: Session) -> Iterator[tuple[Tensor, str, bool]]:
     """Yield all parameters in the order of their groups, each with its name and whether it is
     compressed.
     """
     found = {
         p: (p, name, is_compressed)
-        for bucket in [*engine.buckets, *engine.shelf]
+        for bucket in [*session.buckets, *session.shelf]
         for p, name, is_compressed in zip(
             bucket.params, bucket.names, bucket.compressed, strict=True
         )
     }
-    return (found[p] for group in engine.option_groups for p in group["params"])
+    return (found[p] for group in session.option_groups for p in group["params"])
 
 
 def _checksum_text(text: object) -> int:
@@ -223,36 +201,36 @@ def _checksum(tensor: Tensor) -> int:
     return int((raw.view(torch.int16) if raw.numel() % 2 == 0 else raw).sum(dtype=torch.int64))
 
 
-def _checksum_gradients(engine: Engine) -> int:
+def _checksum_gradients(session: Session) -> int:
     """Compute a number that ranks share when their gradients have the same bits; 0 where there is
     nothing to compare.
 
     Gradients that are zero or not finite, and pseudo-gradients, do not count: they may well be
     equal on ranks of different data.
     """
-    if engine.has_pseudo_gradients:
+    if session.has_pseudo_gradients:
         return 0
     sums = []
-    for p in chain.from_iterable(bucket.params for bucket in engine.buckets):
+    for p in chain.from_iterable(bucket.params for bucket in session.buckets):
         g = None if p.grad is None else local(p.grad)
         counts = g is not None and bool(g.any()) and bool(g.isfinite().all())
         sums.append(_checksum(g) or 1 if counts and g is not None else 0)
     return _checksum_text(sums) + 1 if any(sums) else 0
 
 
-def _checksum_masks(engine: Engine) -> int:
+def _checksum_masks(session: Session) -> int:
     """Compute a number that ranks share when they hold the same masks."""
-    names = engine.face.chosen_state
-    flats = (bucket.flat[name] for bucket in engine.buckets for name in names)
+    names = session.face.chosen_state
+    flats = (bucket.flat[name] for bucket in session.buckets for name in names)
     return _checksum_text([_checksum(flat) for flat in flats])
 
 
 # What all ranks raise
 
 
-def raise_mismatch(engine: Engine, comm: Comm) -> Turns[NoReturn]:
+def raise_mismatch(session: Session, comm: Comm) -> Turns[NoReturn]:
     """Gather the descriptions, and raise a ValueError that names the first difference."""
-    gathered = yield from _gather_json(describe_optimizer(engine), engine.device, comm)
+    gathered = yield from _gather_json(describe_optimizer(session), session.device, comm)
     descriptions = [[Fact(*fact) for fact in facts] for facts in gathered]
     for rank, facts in enumerate(descriptions):
         if message := _explain_difference(descriptions[0], facts, rank):
@@ -292,14 +270,14 @@ def _advise(name: str) -> str:
     return "Make them equal."
 
 
-def raise_failure(engine: Engine, comm: Comm, failure: str) -> Turns[NoReturn]:
+def raise_failure(session: Session, comm: Comm, failure: str) -> Turns[NoReturn]:
     """Gather why ranks could not send their gradients, and raise a CommunicationError that quotes
     all of them.
 
     ``failure``: why this rank could not; empty where it could. (As text: the frames of an exception
     would hold this one, and this one the exception.)
     """
-    failures = yield from _gather_json(failure, engine.device, comm)
+    failures = yield from _gather_json(failure, session.device, comm)
     failed = [f"rank {rank} ({text})" for rank, text in enumerate(failures) if text]
     raise CommunicationError(
         f"the gradients of {', '.join(failed) or 'another shard'} could not be sent, and nothing "

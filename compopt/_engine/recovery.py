@@ -23,36 +23,36 @@ from .peers import gather_rows
 from .turns import Turns, ask
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .session import Session
 
 
-def rebind(engine: Engine, group: ProcessGroup | Comm | None) -> Turns[None]:
+def rebind(session: Session, group: ProcessGroup | Comm | None) -> Turns[None]:
     """Continue over another group, as ``CompressedOptimizer.rebind`` says."""
-    size_before = engine.connection.size if engine.connection else 0
-    sharded = engine.face.sharded
+    size_before = session.connection.size if session.connection else 0
+    sharded = session.face.sharded
     if sharded and (size := connect(group).size) > size_before:
         raise ValueError(
-            f"rebind of {engine.name} goes to as many ranks or fewer, got {size} after "
+            f"rebind of {session.name} goes to as many ranks or fewer, got {size} after "
             f"{size_before}: its state is cut into shards, so load a consolidated checkpoint on "
             "all ranks instead."
         )
-    engine.runtime.forget()
-    engine.forget_chosen()
-    engine.offload.finish()
-    for bucket in engine.buckets:
+    session.forget_in_flight()
+    session.forget_masks()
+    session.offload.finish()
+    for bucket in session.buckets:
         for entry in bucket.entries:
             for name in bucket.sharded:
                 entry.pop(name, None)
-    engine.before = engine.before or engine.buckets
-    engine.connect_to(group)
-    yield from catch_up(engine, engine.comm)
+    session.unmoved_buckets = session.unmoved_buckets or session.buckets
+    session.connect_to(group)
+    yield from catch_up(session, session.comm)
     if sharded:
-        yield from moving.move(engine.before, engine.buckets, engine.comm)
-    engine.before = None
-    warn_of_lost_residuals(engine, size_before, engine.comm.size)
+        yield from moving.move(session.unmoved_buckets, session.buckets, session.comm)
+    session.unmoved_buckets = None
+    warn_of_lost_residuals(session, size_before, session.comm.size)
 
 
-def catch_up(engine: Engine, comm: Comm, is_new: bool = False) -> Turns[None]:
+def catch_up(session: Session, comm: Comm, is_new: bool = False) -> Turns[None]:
     """Bring ranks that are one step behind, or new, to where the others are.
 
     Their own residuals are lost: these may have been sent with the step that the others applied,
@@ -61,13 +61,13 @@ def catch_up(engine: Engine, comm: Comm, is_new: bool = False) -> Turns[None]:
     Raises:
         ValueError: ranks are further apart than the failure of one step can bring them.
     """
-    face = engine.face
+    face = session.face
     saved = face._saved()
-    shared = list(_shared_tensors(saved, _own_state(engine)))
+    shared = list(_shared_tensors(saved, _own_state(session)))
     # local steps step some of their groups, all other optimizers all
-    counts = torch.tensor([group["step"] for group in engine.option_groups], dtype=torch.int64)
+    counts = torch.tensor([group["step"] for group in session.option_groups], dtype=torch.int64)
     numbers = [-1 if is_new else int(counts.sum()), len(shared)]
-    message = torch.tensor(numbers, dtype=torch.int64, device=engine.device)
+    message = torch.tensor(numbers, dtype=torch.int64, device=session.device)
     rows = (yield from gather_rows(message, comm)).tolist()
     totals = [total for total, _ in rows]
     latest = max(totals)
@@ -83,9 +83,9 @@ def catch_up(engine: Engine, comm: Comm, is_new: bool = False) -> Turns[None]:
     source = totals.index(latest)
     params = [local(p.detach()) for group in face.param_groups for p in group["params"]]
     for tensor in [counts, *params, *shared]:
-        yield from _broadcast_into(tensor, source, comm, engine.device)
+        yield from _broadcast_into(tensor, source, comm, session.device)
     if totals[comm.rank] < latest:
-        _load_taken_over(engine, saved, counts.tolist())
+        _load_taken_over(session, saved, counts.tolist())
     behind = ", ".join(f"rank {rank}" for rank, total in enumerate(totals) if total < latest)
     warn(
         f"{behind} had not applied step {int(counts.max())}, and took it over from rank {source}: "
@@ -94,10 +94,10 @@ def catch_up(engine: Engine, comm: Comm, is_new: bool = False) -> Turns[None]:
     )
 
 
-def _own_state(engine: Engine) -> set[str]:
+def _own_state(session: Session) -> set[str]:
     """The names of state that differs from rank to rank."""
-    sharded = {name for bucket in engine.buckets for name in bucket.sharded}
-    return sharded.union(engine.face.averaged_state)
+    sharded = {name for bucket in session.buckets for name in bucket.sharded}
+    return sharded.union(session.face.averaged_state)
 
 
 def _shared_tensors(saved: dict[str, Any], own: set[str]) -> Iterator[Tensor]:
@@ -121,37 +121,37 @@ def _broadcast_into(tensor: Tensor, source: int, comm: Comm, device: torch.devic
     numbers.copy_((yield from ask(comm, Broadcast(message, source))))
 
 
-def _load_taken_over(engine: Engine, saved: dict[str, Any], steps: list[int]) -> None:
+def _load_taken_over(session: Session, saved: dict[str, Any], steps: list[int]) -> None:
     """Load a state dict whose tensors are those of a rank that is ahead, with no residuals."""
-    face = engine.face
+    face = session.face
     for group, step in zip(saved["param_groups"], steps, strict=True):
         group.update(step=step, residuals="mean")
     for entry in saved["state"].values():
         for name in set(face.averaged_state) & entry.keys():
             entry[name] = torch.zeros_like(entry[name])
     face.load_state_dict(saved)
-    for bucket in engine.before or engine.buckets:
+    for bucket in session.unmoved_buckets or session.buckets:
         for name in set(face.sent_once) & bucket.flat.keys():
             bucket.flat[name].zero_()
 
 
 def warn_of_lost_residuals(
-    engine: Engine,
+    session: Session,
     size_before: int,
     size: int,
     residual_norm: Callable[[], float] | None = None,
 ) -> None:
     """Warn where ranks are gone, and with them what they had not sent.
 
-    ``residual_norm``: the norm of this rank's residuals, where these are not all its engine's.
+    ``residual_norm``: the norm of this rank's residuals, where these are not all its session's.
     """
-    face = engine.face
+    face = session.face
     if face.averaged_state and size < size_before:
         shards = " The moments of their shards begin again at zero." if face.sharded else ""
-        norm = (residual_norm or engine.residual_norm)()
+        norm = (residual_norm or session.residual_norm)()
         warn(
             f"{size_before - size} of {size_before} ranks are gone, and what they held back is "
             f"lost with them. The {size} that go on keep theirs (on this rank of norm "
             f"{norm:.3g}).{shards}",
-            engine.comm.rank,
+            session.comm.rank,
         )

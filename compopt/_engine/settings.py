@@ -19,7 +19,7 @@ import torch
 from .._wire.control import bits
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .session import Session
 
 # Options that may change from step to step without a word: they change no message's length.
 FREE = {"step", "lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
@@ -33,22 +33,22 @@ PLAIN = {type(None), bool, int, float, str}
 Setting = tuple[str, Any]
 
 
-def list_settings(engine: Engine) -> list[Setting]:
+def list_settings(session: Session) -> list[Setting]:
     """List what must be the same on all ranks in every step."""
-    settings = engine.face._settings()
-    if not engine.has_pseudo_gradients:
+    settings = session.face._settings()
+    if not session.has_pseudo_gradients:
         return settings
     return [(f"outer optimizer, {subject}", value) for subject, value in settings]
 
 
-def settings_of_class(engine: Engine) -> list[Setting]:
+def settings_of_class(session: Session) -> list[Setting]:
     """List the class, the options of its groups, and its backend."""
-    face = engine.face
+    face = session.face
     return [
-        ("class", engine.name + (" (sharded)" if face.sharded else "")),
-        *name_groups("group", engine.option_groups, face._known_options),
+        ("class", session.name + (" (sharded)" if face.sharded else "")),
+        *name_groups("group", session.option_groups, face._known_options),
         # two backends round differently, and select differently among equals
-        ("backend", engine.ops.name),
+        ("backend", session.ops.name),
     ]
 
 
@@ -57,10 +57,10 @@ def name_groups(name: str, groups: list[dict[str, Any]], known: Iterable[str]) -
     return [(f"{name} {number}", known_of(group, known)) for number, group in enumerate(groups)]
 
 
-def structure_of(engine: Engine) -> str:
+def structure_of(session: Session) -> str:
     """The options that decide what is sent, and so the lengths of messages."""
-    known = engine.face._known_options - FREE
-    return repr([known_of(group, known) for group in engine.option_groups])
+    known = session.face._known_options - FREE
+    return repr([known_of(group, known) for group in session.option_groups])
 
 
 def known_of(group: dict[str, Any], known: Iterable[str]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What an optimizer shows of its engine."""
+"""What an optimizer shows of its session."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from collections.abc import Callable
 from .._ops.pytorch import Ops
 from .._state.buckets import Bucket
 from .._wire.comm import Comm
-from .engine import Engine
-from .runtime import Runtime
+from .session import Session
 from .stats import Stats
 
 
 class Shown:
-    """Properties that are the engine's."""
+    """Properties that are the session's."""
 
-    _engine: Engine
+    _session: Session
 
     @property
     def stats(self) -> Stats:
         """What the last step did."""
-        return self._engine.stats
+        return self._session.stats
 
     @property
     def comm(self) -> Comm:
         """The ranks this optimizer averages over; connected when first needed."""
-        return self._engine.comm
+        return self._session.comm
 
     @property
     def ops(self) -> Ops:
         """The kernels in use."""
-        return self._engine.ops
+        return self._session.ops
 
     @property
     def backend(self) -> str:
@@ -45,15 +44,11 @@ class Shown:
     @property
     def told_of_steps(self) -> list[Callable[[], None]]:
         """Called after every step: integrations that wait for one."""
-        return self._engine.told_of_steps
+        return self._session.step_callbacks
 
     @property
     def _buckets(self) -> list[Bucket]:
-        return self._engine.buckets
-
-    @property
-    def _runtime(self) -> Runtime:
-        return self._engine.runtime
+        return self._session.buckets
 
     def _settle(self) -> None:
-        self._engine.settle()
+        self._session.settle_state()

@@ -30,6 +30,7 @@ from .._wire.comm import ProcessGroup
 from .base import CompressedOptimizer
 from .face import Group
 from .loading import NOT_OPTIONS
+from .session import Sync
 from .settings import Setting, name_groups
 from .update import WrappedUpdate
 
@@ -120,7 +121,7 @@ class Wrapper(CompressedOptimizer):
     def before_layout(self) -> None:
         super().before_layout()
         if isinstance(self.base, CompressedOptimizer):
-            self.base._engine.stand_alone()
+            self.base._session.wrap()
         self._update = WrappedUpdate(self.base)
 
     def _specs(self, bucket: Bucket) -> dict[str, Layout]:
@@ -128,9 +129,9 @@ class Wrapper(CompressedOptimizer):
         specs.pop("master", None)  # parameters of low precision are the base's business
         return specs
 
-    def gave_way(self) -> None:
+    def on_fallback(self) -> None:
         if isinstance(self.base, CompressedOptimizer):
-            self.base._engine.give_way()
+            self.base._session.use_pytorch()
 
     # Stepping
 
@@ -197,17 +198,17 @@ class Wrapper(CompressedOptimizer):
 
     def _begin_anew(self) -> None:
         """Hold nothing back, and count steps from 0, as a new optimizer does."""
-        engine = self._engine
-        engine.settle()
-        for bucket in engine.buckets:
+        session = self._session
+        session.settle_state()
+        for bucket in session.buckets:
             for tensors in bucket.state.values():
                 for tensor in tensors:
                     if tensor is not None:
                         tensor.zero_()
         for group in self._wrapper_groups:
             group["step"] = 0
-        engine.half_step, engine.consolidated = "", None
-        engine.rebuild()
+        session.sync, session.consolidated_at = Sync.UNVERIFIED, None
+        session.rebuild_buckets()
 
     def _contents(self) -> dict[str, Any]:
         contents = super()._contents()

@@ -79,7 +79,7 @@ class Anchors:
             self.outer = make_outer(first)
         check_outer(self.outer, first)
         cut_groups(self.outer, {t.anchor: t.fragment for t in self.tensors})
-        self.outer._engine.has_pseudo_gradients = True
+        self.outer._session.has_pseudo_gradients = True
         self._rates: list[tuple[float, float]] = []
         self._begin_momentum(self.tensors)
         for late in sorted(set(fragments) - set(range(count))):
@@ -276,4 +276,4 @@ def cut_groups(outer: CompressedOptimizer, fragment_of: dict[Tensor, int]) -> No
             for group in groups
             for fragment in sorted({fragment_of[p] for p in group["params"]})
         ]
-    outer._engine.rebuild()
+    outer._session.rebuild_buckets()

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from .._engine.decision import StepDecision
-from .._engine.engine import Engine
 from .._engine.peers import raise_mismatch
-from .._engine.stepping import Step
+from .._engine.session import Session
+from .._engine.step import Step
 from .._engine.turns import Background, Turns
 from .._state.bits import bits_of, flags_of
 from .._state.buckets import local
@@ -87,7 +87,7 @@ class Exchange:
 
     def give_up(self) -> None:
         self.turns.close()
-        self.step.engine.runtime.forget()
+        self.step.session.forget_in_flight()
         self.anchors.cancel(self.fragments)
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def check_saved(saved: dict[str, Any], params: int) -> None:
 
 
 def communicate(
-    source: Engine, anchors: Anchors, step: Step, squared: float, is_delayed: bool
+    source: Session, anchors: Anchors, step: Step, squared: float, is_delayed: bool
 ) -> Turns[Outcome]:
     """Exchange messages and payloads, up to the decision. ``source`` drives the ranks' own steps.
 
@@ -141,17 +141,17 @@ def communicate(
     return Outcome(decision, own, product, len(finite))
 
 
-def make_message(source: Engine, anchors: Anchors, step: Step, squared: float) -> Tensor:
+def make_message(source: Session, anchors: Anchors, step: Step, squared: float) -> Tensor:
     """What a rank tells the others of itself, as bytes."""
     moved = [local(t.anchor.grad) for t in anchors.tensors if t.anchor.grad is not None]
     settings = zlib.crc32(repr(source.face._settings()).encode())
     counts = source.steps, anchors.exchanges, settings
     numbers = torch.tensor([*counts, squared], dtype=torch.float64)
-    signs = signs_of(moved, step.comm.size, source.steps, step.engine.device)
+    signs = signs_of(moved, step.comm.size, source.steps, step.session.device)
     return torch.cat([numbers.view(torch.uint8).to(signs.device), signs])
 
 
-def compare_ranks(source: Engine, comm: Comm, numbers: list[list[float]]) -> Turns[None]:
+def compare_ranks(source: Session, comm: Comm, numbers: list[list[float]]) -> Turns[None]:
     """Raise where ranks cannot average what they moved."""
     steps, exchanges, settings, _ = zip(*numbers, strict=True)
     if len(set(steps)) > 1:

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._engine.engine import Engine
 from .._engine.inside import Held, Unsent, place_of
+from .._engine.session import Session
 from .._engine.when import dense_steps
 from .._ops.pytorch import Ops
 from .._state.buckets import Bucket
@@ -133,17 +133,17 @@ def averaged(parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, held: Held) ->
             out[piece.begin : piece.end] = own
 
 
-def uncut(pieces: list[Piece], engine: Engine, dtype: torch.dtype, before: int) -> list[Whole]:
+def uncut(pieces: list[Piece], session: Session, dtype: torch.dtype, before: int) -> list[Whole]:
     """A bucket for each group that has any of them, of gradients in this dtype.
 
     ``before``: how many others there are.
     """
     by_group: dict[int, list[Piece]] = {}
     for piece in pieces:
-        by_group.setdefault(id(engine.bucket_of[piece.p].group), []).append(piece)
+        by_group.setdefault(id(session.bucket_of[piece.p].group), []).append(piece)
     found: list[Whole] = []
     for own in by_group.values():
-        held = [place_of(piece.p, engine) for piece in own]
+        held = [place_of(piece.p, session) for piece in own]
         (first, _), names = held[0], [bucket.names[i] for bucket, i in held]
         tensors = [
             torch.empty(1, dtype=dtype, device=first.device).expand(piece.p.shape) for piece in own
@@ -152,6 +152,6 @@ def uncut(pieces: list[Piece], engine: Engine, dtype: torch.dtype, before: int) 
         bucket = Bucket(index, first.group, tensors, names, lambda *_: True, first.scratch)
         for name in first.state.keys() & {"residual", "basis"}:
             bucket.state[name] = [other.state[name][i] for other, i in held]
-        bucket.job = engine.ops.quantized_mean(bucket)
+        bucket.job = session.ops.quantized_mean(bucket)
         found.append(Whole(bucket, own, held))
     return found

@@ -71,7 +71,7 @@ class Projecting(CompressedOptimizer):
         ]
         # of each tensor its number in all, and in its group
         self._numbers = {p: (number, place) for number, (p, place) in enumerate(places)}
-        inside = is_inside([p for p, _ in places], self._engine.group)
+        inside = is_inside([p for p, _ in places], self._session.group)
         check_inside(type(self).__name__, self.reduces_inside, inside, self._option_groups)
         if inside:
             options.check_inside(self._option_groups)
@@ -82,7 +82,7 @@ class Projecting(CompressedOptimizer):
     def after_layout(self) -> None:
         if self.reduces_inside and self.inside is None:
             lay_out = weakly(self._parcel_of)
-            self.inside = Inside(self._engine, lay_out, averaged, keep_unsent)
+            self.inside = Inside(self._session, lay_out, averaged, keep_unsent)
         if self.inside is not None:
             self.inside.forget_layouts()
             self._laid_out = 0
@@ -98,7 +98,7 @@ class Projecting(CompressedOptimizer):
                         f"ef_beta={q.beta} lets the error of {name} grow without end at "
                         f"ratio={bucket.group['ratio']}: use 'auto', or a number above "
                         f"{q.least_beta:.4f}.",
-                        connect(self._engine.group).rank,
+                        connect(self._session.group).rank,
                     )
 
     def _settings(self) -> list[Setting]:
@@ -205,16 +205,16 @@ class Projecting(CompressedOptimizer):
 
     def _parcel_of(self, params: Params, dtype: torch.dtype) -> Parcel:
         """The parameters of one reduce-scatter, of gradients in this dtype."""
-        engine, given = self._engine, []
+        session, given = self._session, []
         for p, dim in params:
             residual = None
-            if p in engine.bucket_of:
-                bucket, i = place_of(p, engine)
+            if p in session.bucket_of:
+                bucket, i = place_of(p, session)
                 if self._projections_of(bucket)[i] is not None:
                     residual = bucket.state["residual"][i]
             given.append((p, dim, residual))
-        parcel = Parcel(given, engine.comm.rank, engine.comm.size, weakly(self.projections))
-        parcel.whole = uncut(parcel.to_compress, engine, dtype, self._laid_out)
+        parcel = Parcel(given, session.comm.rank, session.comm.size, weakly(self.projections))
+        parcel.whole = uncut(parcel.to_compress, session, dtype, self._laid_out)
         self._laid_out += len(parcel.whole)
         for one in parcel.whole:
             for p, piece in zip(one.bucket.params, one.pieces, strict=True):

@@ -21,8 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._engine.engine import Engine
 from .._engine.inside import Held, Params, Unsent, place_of
+from .._engine.session import Session
 from .._ops.pytorch import Ops
 from .._sparse.sparsify import largest_of_shards
 from .._sparse.union import union_of
@@ -62,18 +62,18 @@ def keep_unsent(bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
     unsent.replace_residual(bucket.state["residual"][i], 1.0)
 
 
-def parcel_of(engine: Engine, params: Params, _: torch.dtype) -> Parcel:
+def parcel_of(session: Session, params: Params, _: torch.dtype) -> Parcel:
     """Where these parameters lie in a row."""
     given, groups = [], []
     for p, dim in params:
         residual = None
-        if p in engine.bucket_of:
-            bucket, i = place_of(p, engine)
+        if p in session.bucket_of:
+            bucket, i = place_of(p, session)
             if bucket.compressed[i]:
                 residual = bucket.state["residual"][i]
                 groups.append(bucket.group)
         given.append((p, dim, residual))
-    group = same_options(groups or engine.option_groups[:1], ALIKE)
-    parcel = Parcel(given, group, engine.comm.rank, engine.comm.size)
-    parcel.exact = any(p not in engine.bucket_of for p, _ in params)
+    group = same_options(groups or session.option_groups[:1], ALIKE)
+    parcel = Parcel(given, group, session.comm.rank, session.comm.size)
+    parcel.exact = any(p not in session.bucket_of for p, _ in params)
     return parcel

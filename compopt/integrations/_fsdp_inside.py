@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._engine.base import CompressedOptimizer
+from .._engine.session import Role
 from .._state.fsdp_rows import part_of
 from ._watch import ModuleWatch, call_after_backward
 
@@ -29,7 +30,7 @@ def go_inside(optimizer: CompressedOptimizer) -> None:
 
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise ValueError(
-            f"FSDP cuts the parameters over the ranks of this {optimizer._engine.name}, and "
+            f"FSDP cuts the parameters over the ranks of this {optimizer._session.name}, and "
             f"PyTorch {torch.__version__} does not let it take part in FSDP's reduce-scatter "
             "(FSDPModule.set_custom_reduce_scatter): use a later PyTorch (2.13 has it), or "
             "DistributedDataParallel."
@@ -92,7 +93,11 @@ class Reducing:
         async_op: bool = False,
     ) -> None:
         optimizer = self._optimizer()
-        if optimizer is None or optimizer.inside is None or optimizer._engine.retired:
+        if (
+            optimizer is None
+            or optimizer.inside is None
+            or optimizer._session.role is Role.REPLACED
+        ):
             dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
             return
         inside, trained = optimizer.inside, self._trained()

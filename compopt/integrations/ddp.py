@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .._engine import base
 from .._engine.base import CompressedOptimizer
+from .._engine.session import Role
 from ._watch import ModuleWatch, call_after_backward
 
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
@@ -113,12 +114,12 @@ class Handover:
 
     def add_optimizer(self, optimizer: CompressedOptimizer, since: int) -> None:
         """Give ``optimizer`` the gradients, in place of older ones over the same parameters."""
-        if optimizer._engine.alone:
+        if optimizer._session.role is Role.WRAPPED:
             return
         params = parameters_of(optimizer)
         for ref, since_then in list(self._since.items()):
             other = ref()
-            if other is None or other._engine.alone:
+            if other is None or other._session.role is Role.WRAPPED:
                 del self._since[ref]
             elif other is not optimizer and not params.isdisjoint(parameters_of(other)):
                 if since_then > since:
@@ -270,7 +271,7 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
             "a DistributedDataParallel wraps another one, and both collect the same gradients: "
             "wrap the model once."
         )
-    if optimizer._engine.alone:
+    if optimizer._session.role is Role.WRAPPED:
         return
     theirs = dist.get_process_group_ranks(ddp.process_group)
     group = getattr(optimizer.comm, "group", None)

@@ -42,10 +42,10 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
 
     Also where FullyShardedDataParallel made flat parameters of matrices.
     """
-    engine = optimizer._engine
-    group = getattr(engine.comm, "group", None)
+    session = optimizer._session
+    group = getattr(session.comm, "group", None)
     ours = set(dist.get_process_group_ranks(group)) if group is not None else set()
-    for bucket in [*engine.buckets, *engine.shelf]:
+    for bucket in [*session.buckets, *session.shelf]:
         for p, name in zip(bucket.params, bucket.names, strict=True):
             if _flattened(p):
                 raise ValueError(
@@ -85,9 +85,9 @@ def broadcast_parameters(optimizer: CompressedOptimizer) -> None:
 
     All ranks must call it.
     """
-    engine = optimizer._engine
-    comm = engine.comm
-    for bucket in [*engine.buckets, *engine.shelf]:
+    session = optimizer._session
+    comm = session.comm
+    for bucket in [*session.buckets, *session.shelf]:
         for p in bucket.params:
             comm.start(Broadcast(local(p.detach()))).wait()
 

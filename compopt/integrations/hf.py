@@ -102,7 +102,7 @@ class CompoptCallback(TrainerCallback):
                 "CompoptCallback last in callbacks.",
                 int(not state.is_world_process_zero),
             )
-        whose = whose_residuals(unwrap(optimizer)._engine)
+        whose = whose_residuals(unwrap(optimizer)._session)
         if whose != "mean":
             warn(
                 f"the checkpoint of step {state.global_step} holds the residuals of {whose} only, "

@@ -89,7 +89,7 @@ def construct_silently(make: Callable[..., Any], params: Any, **options: Any) ->
     """An optimizer of this package without other ranks, hooks or messages."""
     with without_integrations():
         made = make(params, process_group=Comm(alone=True), **options)
-    made._engine.told = True
+    made._session.warned.add("compression")
     return made
 
 

@@ -34,7 +34,7 @@ FAILING, STEPS = 5, 8
 
 def fail(optimizer, bucket: int, after: int, error: BaseException) -> None:
     """Its algorithm raises once, in the bucket with this number, when it has had so many answers."""
-    algorithm, left = optimizer._runtime.algorithm, [error]
+    algorithm, left = optimizer._session.algorithm, [error]
 
     def failing(b):
         generator, answer, had = algorithm(b), None, 0
@@ -48,7 +48,7 @@ def fail(optimizer, bucket: int, after: int, error: BaseException) -> None:
                 return
             had += 1
 
-    optimizer._runtime.algorithm = failing
+    optimizer._session.algorithm = failing
 
 
 def training(case: Case, **options) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lossy import Training, announce, attempt, connect, limit_waits, run_lossy, same, state, train
 from table import CASES
 
-from compopt._engine import runtime
+from compopt._engine.step import Step
 
 BEFORE = 6  # steps all three take: the next is a sparse one
 DYING = 1
@@ -37,7 +37,7 @@ def die(trainings: list[Training], rank: int, when: str) -> None:
         def commit(*args):
             raise Dead
 
-        runtime.Runtime.commit = commit
+        Step._commit = commit
         for training in trainings:
             with pytest.raises(Dead):
                 training.optimizer.step()
@@ -50,15 +50,17 @@ def die(trainings: list[Training], rank: int, when: str) -> None:
 @contextlib.contextmanager
 def limit_waits_after_commits(trainings: list[Training]) -> Iterator[None]:
     """What ranks exchange after a commit may not be answered any more."""
-    commit = runtime.Runtime.commit
+    commit = Step._commit
 
     def limiting(self, *args):
-        limit_waits(TIMEOUT, but=[training for training in trainings if training.optimizer._runtime is not self])
+        limit_waits(
+            TIMEOUT, but=[training for training in trainings if training.optimizer._session is not self.session]
+        )
         return commit(self, *args)
 
-    runtime.Runtime.commit = limiting
+    Step._commit = limiting
     yield
-    runtime.Runtime.commit = commit
+    Step._commit = commit
 
 
 def survive(rank: int, trainings: list[Training], file: str, when: str) -> dict:

@@ -201,7 +201,7 @@ def interrupted(rank: int, name: str) -> dict:
         said = f"{type(error).__name__}: {error}"
     Pending.ends_within = ends_within
     run.optimizer.rebind(groups[1])
-    run.t = run.optimizer._engine.steps
+    run.t = run.optimizer._session.steps
     run.train(4)
     if name.startswith("LocalSteps"):
         run.optimizer.end_round()
@@ -252,10 +252,10 @@ def test_a_meeting_ends_once():
 def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
     ranks = make_ranks(by_name["RadiusAdamW"], 2)
     ranks.train(loss, 3)
-    here, there = (optimizer._engine for optimizer in ranks.optimizers)
+    here, there = (optimizer._session for optimizer in ranks.optimizers)
     store = dist.HashStore()
-    for rank, engine in enumerate((here, there)):
-        engine.comm.store = GroupStore(store, rank, 2)
+    for rank, session in enumerate((here, there)):
+        session.comm.store = GroupStore(store, rank, 2)
     post_note(there, Note.LEFT, "rank 1 was interrupted")
     assert find_missing_rank(here) == "rank 1 was interrupted" and explain_failure(here) == " (rank 1 was interrupted)"
     here.option_groups[0]["step"] -= 1  # a step that rank 1 has applied

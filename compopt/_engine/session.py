@@ -1,0 +1,343 @@
+"""The session of one optimizer: its buckets and their state, the ranks it averages with, its
+backend, and what is in flight to other ranks.
+
+``CompressedOptimizer`` holds a session, which refers to the optimizer weakly, as a ``Face``: both
+go when the optimizer is deleted. ``build_buckets`` lays everything out for the groups there are,
+and runs again when groups, ranks or a checkpoint come. What belongs to one step is in ``Step``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from .._ops.backends import choose_backend, fall_back_to_torch
+from .._ops.pytorch import Ops
+from .._state.buckets import Bucket, make_buckets
+from .._state.layouts import Layout
+from .._state.offload import Offload
+from .._state.shards import Shards
+from .._wire.comm import (
+    Comm,
+    ProcessGroup,
+    connect,
+    count_launched_ranks,
+    has_met_others,
+    rank_here,
+)
+from .._wire.meshes import copies_of, shard_comms
+from .._wire.warning import warn
+from .checkpoint import fill
+from .face import Face, Group
+from .overlap import BackwardOverlap, PostCommitExchanges
+from .stats import Stats
+from .weakly import weakly
+from .when import Trial, trial
+
+OFFLOADED = {"residual": ("residual",), "all": ("residual", "master")}
+
+
+class Role(Enum):
+    """What an optimizer does for its parameters."""
+
+    ACTIVE = auto()  # it averages their gradients and steps them
+    WRAPPED = auto()  # another optimizer averages for it
+    REPLACED = auto()  # an optimizer that was made later has them
+
+
+class Sync(Enum):
+    """Whether this rank may rely on the others."""
+
+    UNVERIFIED = auto()  # the next step begins with a handshake
+    VERIFIED = auto()  # a handshake has shown that ranks agree, and it still holds
+
+
+@dataclass(frozen=True)
+class Corrupt:
+    """A step was applied in part, for this ``reason``: parameters and state do not fit together."""
+
+    reason: str
+
+
+class Session:
+    """What one optimizer has between steps."""
+
+    def __init__(
+        self,
+        face: Face,
+        group: ProcessGroup | Comm | None,
+        parameters: frozenset[Tensor] = frozenset(),
+        trainable: frozenset[Tensor] = frozenset(),
+    ):
+        self._face = weakref.ref(face)
+        self.role = Role.ACTIVE
+        self.warned: set[str] = set()  # of what the user was told, by keys
+
+        # the other ranks
+        self.group = group
+        self.connection: Comm | None = None
+        self.sync: Sync | Corrupt = Sync.UNVERIFIED
+        # the options that decide what is sent, which all ranks had in the last step
+        self.verified_structure = ""
+        # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
+        self.shard_comms: list[Comm] = []
+        self.posted_note = ""  # the kind of note that this rank has left for the others
+
+        # buckets and backend
+        self.parameters = parameters  # of all groups
+        self.trainable = trainable  # those that buckets hold
+        self.is_built = False
+        self.buckets: list[Bucket] = []
+        self.shelf: list[Bucket] = []  # frozen parameters: without memory, never exchanged
+        self.bucket_of: dict[Tensor, Bucket] = {}
+        self.offload = Offload(())
+        self.ops = Ops()
+        # buckets of before a rebind, while their shards are not yet cut again
+        self.unmoved_buckets: list[Bucket] | None = None
+
+        # in flight
+        self.algorithm = weakly(face.algorithm)
+        self.post_commit = PostCommitExchanges()
+        self.overlap = BackwardOverlap(self.post_commit)
+        self.has_local_gradients = False  # DDP has left those of the coming step as they are
+        self.has_grad_scaler = False  # a GradScaler drives the steps
+        # gradients are those of local steps, which may well be alike on all ranks
+        self.has_pseudo_gradients = False
+
+        # what was done
+        self.stats = Stats()
+        self.bytes_reported = 0  # of those that the connection has sent
+        self.consecutive_skips = 0
+        # the step at which residuals became their mean over ranks
+        self.consolidated_at: int | None = None
+        self.trial: Trial | None = None  # of when="auto"
+        self.trial_result = ""
+        self.step_callbacks: list[Callable[[], None]] = []  # called after every step
+
+    @property
+    def face(self) -> Face:
+        """The optimizer."""
+        face = self._face()
+        if face is None:
+            raise ReferenceError("this session's optimizer was deleted: use it while that lives.")
+        return face
+
+    @property
+    def name(self) -> str:
+        """The optimizer's class."""
+        return type(self.face).__name__
+
+    @property
+    def option_groups(self) -> list[Group]:
+        """The groups that hold the options of the class."""
+        return self.face._option_groups
+
+    @property
+    def steps(self) -> int:
+        """Steps applied so far."""
+        groups = self.option_groups
+        return int(groups[0]["step"]) if groups else 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device of messages beside payloads."""
+        return self.buckets[0].device if self.buckets else torch.device("cpu")
+
+    @property
+    def is_single_process(self) -> bool:
+        """Whether there are no other ranks, so that steps are the base optimizer's."""
+        is_alone = self.connection is not None and self.connection.size == 1
+        return is_alone and not self.face.simulate
+
+    @property
+    def has_other_trainable(self) -> bool:
+        """Whether other parameters require a gradient than those that buckets hold."""
+        return any(p.requires_grad != (p in self.trainable) for p in self.parameters)
+
+    def is_first(self, key: str) -> bool:
+        """Whether ``key`` comes here for the first time."""
+        is_first = key not in self.warned
+        self.warned.add(key)
+        return is_first
+
+    def warn_once(self, key: str, message: str, rank: int) -> None:
+        """Warn, where this was not done for ``key`` before; on ``rank`` 0 only."""
+        if self.is_first(key):
+            warn(message, rank)
+
+    def unverify(self) -> None:
+        """Let the next step begin with a handshake."""
+        if self.sync is Sync.VERIFIED:
+            self.sync = Sync.UNVERIFIED
+
+    def check_sound(self) -> None:
+        """Raise where a step was applied in part."""
+        if isinstance(self.sync, Corrupt):
+            raise RuntimeError(
+                f"{self.sync.reason}: parameters and state no longer belong together. Load a "
+                "checkpoint, of the model and with load_state_dict() of this optimizer, on all "
+                "ranks."
+            )
+
+    # Buckets
+
+    def build_buckets(self) -> None:
+        """Lay out buckets and state for the current groups; copy in the state that is there."""
+        face, connection = self.face, self.connection
+        face.before_layout()
+        groups = self.option_groups
+        self.ops = choose_backend({p.device.type for group in groups for p in group["params"]})
+        self.stats = Stats(residual_norm=weakly(self.residual_norm))
+        self.bytes_reported = connection.bytes_sent if connection else 0
+        self.unverify()
+        self.verified_structure = ""
+        self.post_commit = PostCommitExchanges()
+        self.overlap = BackwardOverlap(self.post_commit)
+        self._note_parameters()
+        self.buckets = make_buckets(groups, face.is_compressed, self.trainable)
+        self.shelf = make_buckets(groups, face.is_compressed, self.parameters - self.trainable)
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        self.trial = trial(groups, self.buckets)
+        self.offload = Offload(OFFLOADED.get(face.offload or "", ()))
+        # inside FSDP the optimizer's own ranks hold the other parts
+        parted = () if face.reduces_inside else self.buckets
+        self.shard_comms = shard_comms(p for bucket in parted for p in bucket.params)
+        self.is_built = True
+        for bucket in self.buckets:
+            self._fill_bucket(bucket)
+        face.after_layout()
+
+    def _note_parameters(self) -> None:
+        """Note parameters that are new; those noted before stay in buckets, or not, whatever they
+        require now.
+        """
+        params = [p for group in self.option_groups for p in group["params"]]
+        new = {p for p in params if p not in self.parameters and p.requires_grad}
+        self.trainable = frozenset(new | self.trainable & set(params))
+        self.parameters = frozenset(params)
+
+    def _fill_bucket(self, bucket: Bucket) -> None:
+        face = self.face
+        bucket.alone = self.is_single_process
+        bucket.copies = copies_of(bucket.params[0], self.shard_comms)
+        bucket.offload = self.offload if self.offload.names else None
+        if face.sharded:
+            comm = self.comm
+            bucket.shards = Shards(bucket.lengths, bucket.compressed, comm.rank, comm.size)
+        bucket.job = self.ops.quantized_mean(bucket)
+        fill(bucket, self.layouts_of(bucket), face.state)
+        face.restore(bucket)
+
+    def rebuild_buckets(self) -> None:
+        """Lay out anew, over the same ranks."""
+        self.settle_state()
+        self.overlap.discard()
+        self.build_buckets()
+
+    def layouts_of(self, bucket: Bucket) -> dict[str, Layout]:
+        """The state of a bucket's tensors, by name."""
+        return self.face._specs(bucket)
+
+    def settle_state(self) -> None:
+        """Wait for what follows the last commit, and bring state into a readable form."""
+        self.post_commit.finish()
+        for bucket in self.buckets:
+            self.face.tidy(bucket)
+        self.offload.finish()
+
+    def residual_norm(self) -> float:
+        """The L2 norm of all residuals of this rank."""
+        self.settle_state()
+        flats = [b.flat["residual"] for b in self.buckets if "residual" in b.flat]
+        return float(sum(float(torch.linalg.vector_norm(flat)) ** 2 for flat in flats) ** 0.5)
+
+    def use_pytorch(self) -> None:
+        """Use PyTorch's operators from now on: ranks have chosen different backends."""
+        face = self.face
+        for bucket in self.buckets:
+            face.tidy(bucket)
+        self.ops = fall_back_to_torch(self.comm.rank)
+        for bucket in self.buckets:
+            bucket.job = self.ops.quantized_mean(bucket)
+            face.restore(bucket)
+        face.on_fallback()
+
+    def forget_masks(self) -> None:
+        """Choose masks anew in the next step, on all ranks alike."""
+        face = self.face
+        for bucket in self.buckets:
+            face.tidy(bucket)
+            for name in face.chosen_state:
+                bucket.flat[name].zero_()
+                bucket.cache.pop(name, None)
+
+    # Ranks
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks to average over; connected when first needed.
+
+        Without a process group this process is alone, until there is one: torch.distributed may be
+        initialised after a checkpoint was loaded.
+        """
+        if self._have_others_come():
+            self.settle_state()
+            self.overlap.discard()
+            self.connection = None  # state is cut for the ranks there are now
+            self.build_buckets()
+        if self.connection is None:
+            is_wrapped = self.role is Role.WRAPPED
+            self.connection = Comm(alone=True) if is_wrapped else connect(self.group)
+        return self.connection
+
+    def _have_others_come(self) -> bool:
+        if self.connection is None or self.group is not None or self.role is Role.WRAPPED:
+            return False
+        return has_met_others(self.connection)
+
+    def connect_ranks(self) -> Comm:
+        """Connect the ranks of the coming step; buckets learn whether there are others."""
+        comm = self.comm
+        self._warn_of_missing_group(comm)
+        for bucket in self.buckets:
+            if bucket.alone != self.is_single_process:
+                bucket.alone = self.is_single_process
+                bucket.cache.pop("owes", None)  # what rounding took off is owed too
+        return comm
+
+    def _warn_of_missing_group(self, comm: Comm) -> None:
+        """Warn once where a launcher has started several processes, and each trains by itself."""
+        size, is_wrapped = count_launched_ranks(), self.role is Role.WRAPPED
+        if size > 1 and comm.size == 1 and self.group is None and not is_wrapped:
+            self.warn_once(
+                "missing group",
+                f"WORLD_SIZE is {size}, but torch.distributed is not initialized: every process "
+                "trains by itself, and nothing is averaged. Add this line before training: "
+                "torch.distributed.init_process_group()",
+                rank_here(),
+            )
+
+    def connect_to(self, group: ProcessGroup | Comm | None) -> None:
+        """Average over another group from now on."""
+        self.group, self.connection = group, None
+        self.build_buckets()
+
+    def forget_in_flight(self) -> None:
+        """Give up everything that is in flight, without waiting: its group is gone."""
+        self.post_commit.forget()
+        self.overlap.forget()
+
+    def wrap(self) -> None:
+        """Another optimizer wraps this one, and averages for it."""
+        self.role, self.connection = Role.WRAPPED, None
+
+    def replace(self) -> None:
+        """Another optimizer has these parameters now: nothing more is sent from here."""
+        self.role = Role.REPLACED
+        self.overlap.discard()
+        self.post_commit.finish()
