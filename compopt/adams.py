@@ -22,8 +22,8 @@ from torch.optim.optimizer import ParamsT
 from ._engine.base import CompressedOptimizer
 from ._engine.face import Group
 from ._engine.options import check_adams, check_compress, take_torchs
-from ._ops.commits import count_steps
-from ._ops.pytorch import Ops
+from ._ops.operations import Ops
+from ._ops.updates import count_steps
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._state.masks import Mask
@@ -36,7 +36,7 @@ def adams(bucket: Bucket, ops: Ops) -> Asking[None]:
     sent = ops.encode(bucket, bucket.grads(), Mask(bucket), negate=bucket.group["maximize"])
     mean = yield AllReduceMean(sent)
     yield Agree(mean, "dense")  # from here on state changes
-    yield from ops.run_batched("adams.update", update, bucket, mean)
+    yield from ops.run_batched(update, bucket, mean)
 
 
 def update(bucket: Bucket, ops: Ops, mean: Payload) -> None:

@@ -23,7 +23,7 @@ from ._engine.options import check_compress, check_payload, ignore_capturable
 from ._engine.update import Update
 from ._engine.wrapper import Wrapper
 from ._ops.norms import clip_factor, scale_all_
-from ._ops.pytorch import Ops
+from ._ops.operations import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._state.masks import Mask

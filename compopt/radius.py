@@ -38,9 +38,9 @@ from ._engine.base import CompressedOptimizer
 from ._engine.face import Group
 from ._engine.options import check_adam, check_compression, require, take_torchs
 from ._engine.when import chosen, dense_steps
-from ._ops.commits import count_steps, update_magnitudes
 from ._ops.norms import clip_factor, scale_
-from ._ops.pytorch import Ops
+from ._ops.operations import Ops
+from ._ops.updates import count_steps, update_magnitudes
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Dense, Layout
 from ._state.masks import Mask, Tensors, selection_size, sizes_at_density
@@ -59,7 +59,7 @@ def radius(bucket: Bucket, ops: Ops) -> Asking[None]:
     norm = yield Agree(mean, phase)  # from here on state changes
     scale_(mean.body, clip_factor(norm, bucket.group["max_grad_norm"]))  # line 20
     # lines 10, 15, 16 and 21 to 25
-    masks = yield from ops.run_batched("radius.update", update, bucket, mean, phase, mask, grads)
+    masks = yield from ops.run_batched(update, bucket, mean, phase, mask, grads)
     note_residuals(bucket, mean, phase)
     if phase == "resample":
         yield from broadcast_mask(bucket, ops, mean, masks)  # line 22

@@ -40,9 +40,9 @@ from ._engine.stats import Stats
 from ._engine.turns import Turns
 from ._engine.weakly import weakly
 from ._engine.when import chosen
-from ._ops.commits import gradient_weight, keep_absent_momenta, moment_of_slice, resize_momenta
 from ._ops.norms import clip_factor, scale_
-from ._ops.pytorch import Ops
+from ._ops.operations import Ops
+from ._ops.updates import gradient_weight, keep_absent_momenta, moment_of_slice, resize_momenta
 from ._sharded.scape import add_common_residual, sharded_scape
 from ._sparse.scape_masks import (
     ScapeStats,
@@ -75,7 +75,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
     mask, shards = mask_to_send(bucket), next_mask_shards(bucket, ranks)
     h, grads = bucket.group, bucket.grads()
     is_delayed = h["mask_delay"] == 1
-    selection = ops.run("scape.selection", Selection, bucket, shards, rank) if shards else None
+    selection = ops.run(Selection, bucket, shards, rank) if shards else None
     if selection and not is_delayed:
         selection.select_all(grads)  # lines 10, 15
         messages = yield AllGather(selection.encode())
@@ -90,7 +90,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
         on_v = 1.0
     to_select = selection if is_delayed else None
     # lines 10, 11 and 15 to 21
-    yield from ops.run_batched("scape.update", update, bucket, mean, mask, on_v, to_select)
+    yield from ops.run_batched(update, bucket, mean, mask, on_v, to_select)
     yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 15
 
 

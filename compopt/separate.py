@@ -46,8 +46,8 @@ from ._engine.wrapper import Wrapper
 from ._lowrank.options import check_said, resolved
 from ._lowrank.projecting import Group, Projecting
 from ._lowrank.step import Projections
-from ._ops.commits import count_steps
-from ._ops.pytorch import Ops
+from ._ops.operations import Ops
+from ._ops.updates import count_steps
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._wire.comm import ProcessGroup
@@ -77,7 +77,7 @@ def separate(
     present = bucket.present(mean)
     if isinstance(update, AdamW) and projections.are_factors:
         yield from projections.ops.run_batched(  # lines 4 and 5
-            "separate.commit", commit, bucket, mean, projections, update, present, factor
+            commit, bucket, mean, projections, update, present, factor
         )
     else:
         commit(bucket, projections.ops, mean, projections, update, present, factor)

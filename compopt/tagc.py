@@ -44,7 +44,7 @@ from ._engine.stats import Stats
 from ._engine.update import AdamW
 from ._engine.when import chosen, dense_steps
 from ._ops.norms import clip_factor
-from ._ops.pytorch import Ops
+from ._ops.operations import Ops
 from ._sharded.adamw import commit, gather, updated
 from ._sharded.choice import ATTENTION, is_pattern
 from ._sharded.inside import averaged, keep_unsent, parcel_of

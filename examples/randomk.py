@@ -22,7 +22,7 @@ from compopt._engine.base import CompressedOptimizer
 from compopt._engine.options import check_adam, check_compression, require
 from compopt._engine.when import dense_steps
 from compopt._ops.norms import clip_factor
-from compopt._ops.pytorch import Ops
+from compopt._ops.operations import Ops
 from compopt._state.buckets import Bucket
 from compopt._state.layouts import Dense, Layout
 from compopt._state.masks import Mask, selection_size

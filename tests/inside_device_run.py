@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from compopt._engine.inside import Held
-from compopt._ops.pytorch import Ops
+from compopt._ops.operations import Ops
 from compopt._sharded.inside import averaged
 from compopt._sharded.parcels import Parcel
 from compopt._wire.requests import BitOr, Read, ReduceScatterMean, mean_of_rows

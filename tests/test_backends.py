@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
+import inspect
 import sys
 import types
 import warnings
@@ -15,10 +17,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
-from compopt._ops import apex as _ops_apex
-from compopt._ops import backends, norms, reference
+from compopt._ops import backends, norms, operations, reference
 from compopt._ops.native import build
-from compopt._ops.pytorch import Ops
+from compopt._ops.operations import Ops
 
 SHAPE = (64, 68)
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
@@ -158,7 +159,7 @@ def test_apex_is_taken_on_cuda_where_triton_is_not(monkeypatch, apex):
     plain = [x.clone() for x in (w, m, v)]
     step = torch.tensor(3.0)
     Ops().adamw(group, plain[0], g, *plain[1:], step)
-    monkeypatch.setattr(_ops_apex, "APEX", "cpu")
+    monkeypatch.setattr(backends, "APEX_DEVICE", "cpu")
     chosen.adamw(group, w, g, m, v, step)
     assert apex == [(1, 1, 3)]
     for ours, theirs in zip((w, m, v), plain, strict=True):
@@ -171,7 +172,7 @@ def test_a_back_end_that_is_installed_but_does_not_run_gives_way(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     pytest.importorskip("triton")
 
-    def broken(name: str, devices: set[str]) -> Ops:
+    def broken(name: str) -> Ops:
         if name != "torch":
             raise RuntimeError("Failed to find C compiler")
         return Ops()
@@ -180,6 +181,21 @@ def test_a_back_end_that_is_installed_but_does_not_run_gives_way(monkeypatch):
     monkeypatch.setattr(backends, "has_triton_driver", lambda: True)
     with pytest.warns(UserWarning, match="triton back end is installed but does not run.* Failed to find C compiler"):
         assert backends.choose_backend({"cuda"}).name == "torch"
+
+
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_a_fused_implementation_has_its_references_place_and_arguments(backend):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    module = importlib.import_module(f"compopt._ops.{backend}.backend")
+    fused = {"native": "NativeOps", "triton": "TritonOps"}[backend]
+    for key, implementation in getattr(module, fused).fused.items():
+        place, _, name = key.rpartition(".")
+        reference_function = getattr(importlib.import_module(f"compopt.{place}"), name)
+        assert operations.reference_key(reference_function) == key
+        if not implementation.is_batched:
+            expected, given = (list(inspect.signature(f).parameters) for f in (reference_function, implementation.run))
+            assert given == expected, key
 
 
 class Waits(TorchDispatchMode):

@@ -48,7 +48,7 @@ def test_a_step_calls_nothing_that_determinism_refuses(case, payload_dtype, monk
 
 
 def test_selection_by_a_sample_calls_nothing_that_determinism_refuses():
-    from compopt._ops.pytorch import Ops
+    from compopt._ops.operations import Ops
     from compopt._sparse.top_k import select_exact_top_k
 
     x, called = torch.randn(200_000, generator=torch.Generator().manual_seed(0)), Called()

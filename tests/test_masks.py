@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from compopt._ops import pytorch, reference
+from compopt._ops import operations, reference
 from compopt._sparse import top_k
 from compopt._state import bits as _bits
 from compopt._state import mask_shards, masks
 
-OPS = pytorch.Ops()
+OPS = operations.Ops()
 select_above = top_k.select_above
 LENGTHS = (4096, 0, 70 * 80 + 3, 100_003, 17)
 

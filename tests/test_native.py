@@ -13,8 +13,8 @@ import compopt
 from compopt._ops import reference
 from compopt._ops.native import build
 from compopt._ops.native.backend import NativeOps
+from compopt._ops.native.passes import Table
 from compopt._ops.native.selection import NativeSelection, code_table
-from compopt._ops.native.tables import Table
 from compopt._state import bits as _bits
 from compopt._state.mask_shards import code_layout, encode_mask, shard_mask
 from compopt._state.masks import Mask

@@ -10,9 +10,9 @@ from test_backends import assert_same
 from torch import nn
 
 import compopt
-from compopt._ops.native import build, tables
+from compopt._ops.native import build, passes
 from compopt._ops.native.backend import NativeOps
-from compopt._ops.pytorch import Ops
+from compopt._ops.operations import Ops
 from compopt._state import bits as _bits
 from compopt._state.masks import Mask
 
@@ -36,16 +36,16 @@ def bucket():
 
 def test_a_tensor_becomes_an_address_only_as_it_will_be_read():
     x = torch.zeros(4, 6)
-    assert tables.address("x", x, 24) == x.data_ptr() and tables.address("x", None, 24) == 0
-    assert tables.address("x", torch.zeros(0), 0) != 0
-    assert tables.address_in_turn("x", x, [3, 0, 5]) == [x.data_ptr() + 4 * before for before in (0, 3, 3)]
+    assert passes.address("x", x, 24) == x.data_ptr() and passes.address("x", None, 24) == 0
+    assert passes.address("x", torch.zeros(0), 0) != 0
+    assert passes.address_in_turn("x", x, [3, 0, 5]) == [x.data_ptr() + 4 * before for before in (0, 3, 3)]
     for wrong in (x.double(), x.t(), x[:, :3], x[:2], x.to("meta")):
         with pytest.raises(
             ValueError, match=r"reads 24 contiguous elements of torch.float32 on the CPU as x, and number"
         ):
-            tables.address("x", wrong, 24)
+            passes.address("x", wrong, 24)
     with pytest.raises(ValueError, match=r"reads 25 contiguous .* number 0 is torch.float32 of shape \(4, 6\)"):
-        tables.address_in_turn("x", x, [20, 5])
+        passes.address_in_turn("x", x, [20, 5])
 
 
 def test_positions_of_another_dtype_are_converted(ops, bucket):

@@ -90,7 +90,7 @@ def other_back_ends(rank: int) -> list[tuple[str, str, int]]:
 
 
 def named(name: str):
-    ops = backends.make_backend("torch", set())
+    ops = backends.make_backend("torch")
     ops.name, ops.reason = name, "a test"
     return ops
 
@@ -163,10 +163,10 @@ def test_an_error_that_grows(rank):
 
 
 def test_a_back_end_that_does_not_run(monkeypatch):
-    def fails(name, devices):
+    def fails(name):
         if name == "native":
             raise OSError("no such library")
-        return make(name, devices)
+        return make(name)
 
     make = backends.make_backend
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)

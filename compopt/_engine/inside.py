@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .._ops.norms import clip_factor, squared_norm
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
 from .._state.buckets import Bucket, local
 from .._wire.comm import Comm, ProcessGroup, connect
 from .._wire.meshes import is_cut_over

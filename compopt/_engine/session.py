@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._ops.backends import choose_backend, fall_back_to_torch
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
 from .._state.buckets import Bucket, make_buckets
 from .._state.layouts import Layout
 from .._state.offload import Offload

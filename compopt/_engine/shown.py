@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._wire.comm import Comm
 from .session import Session

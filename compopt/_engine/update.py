@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
 from .._state.buckets import Bucket, grad_dtype, local
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from .._engine.inside import Held, Unsent, place_of
 from .._engine.session import Session
 from .._engine.when import dense_steps
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._state.fsdp_rows import FsdpRows, Piece, columns_of
 from .._wire.requests import AllReduceMean, Asking, Payload, ReduceScatterMean

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._ops.norms import scale_
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
 from .._wire.requests import Payload
 from .projections import Projection, by_blocks
 

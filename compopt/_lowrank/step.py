@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .._ops.commits import Factored
 from .._ops.norms import clip_factor, stacked_squared_norms
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
+from .._ops.updates import Factored
 from .._state.buckets import Bucket, upload
 from .._state.masks import Mask
 from .._wire.requests import Asking, Payload, Together
@@ -125,7 +125,7 @@ class Projections:
         h = self.bucket.group
         return clip_factor(norm, h["max_grad_norm"]) if clips_average(h) else 1.0
 
-    # What a back end is told that does lines 4 and 5 at once (see ``_ops.commits``)
+    # What a back end is told that does lines 4 and 5 at once (see ``_ops.updates``)
 
     @property
     def are_factors(self) -> bool:

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._ops.commits import Factored
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
+from .._ops.updates import Factored
 from .._state.buckets import Bucket
 from .._wire.requests import AllReduceMean, Asking, Payload, Together
 from .orthonormal import orthonormal

@@ -1,5 +1,5 @@
-"""The backend of an optimizer: chosen when the optimizer is made, and shown as
-``optimizer.backend`` and ``backend_reason``.
+"""Which backend an optimizer runs: chosen when it is made, and shown as ``optimizer.backend`` and
+``backend_reason``.
 
 On an accelerator "triton" where triton is installed and has a driver for it, else, on CUDA devices,
 "apex" where NVIDIA's apex is; on the CPU "native" where there is a C compiler and the C passes have
@@ -15,14 +15,16 @@ import logging
 import os
 
 import torch
+from torch import Tensor
 
 from .._wire.comm import connect
 from .._wire.warning import warn
-from .makers import has_triton_driver, lacks
 from .native.build import UnknownISA, compiler
-from .pytorch import Ops
+from .operations import Group, Ops
 
 NAMES = ("auto", "torch", "native", "triton", "apex")
+# the type of device that apex is built for: NVIDIA's, and AMD's under the same name
+APEX_DEVICE = "cuda"
 log = logging.getLogger("compopt")
 
 
@@ -45,7 +47,7 @@ def choose_backend(devices: set[str]) -> Ops:
                 f"COMPOPT_BACKEND={asked} cannot run here: {missing}. Unset it, or name another "
                 "back end."
             )
-        backend = make_backend(asked, devices)
+        backend = make_backend(asked)
         backend.reason = _describe_choice(backend, "COMPOPT_BACKEND names it")
     backend.automatic = asked == "auto"
     log.info("back end: %s", backend.reason)
@@ -54,7 +56,7 @@ def choose_backend(devices: set[str]) -> Ops:
 
 def fall_back_to_torch(rank: int) -> Ops:
     """Return PyTorch's operators, where ranks have chosen different backends by themselves."""
-    backend = make_backend("torch", set())
+    backend = make_backend("torch")
     backend.automatic, backend.reason = True, "torch: ranks had chosen different back ends"
     warn(
         "ranks have chosen different back ends (a compiler or a processor differs), so all take "
@@ -74,7 +76,7 @@ def _choose_fastest(devices: set[str]) -> Ops:
             reasons.append(f"no {name}, {missing or 'it is interpreted'}")
             continue
         try:
-            backend = make_backend(name, devices)
+            backend = make_backend(name)
         except UnknownISA:  # COMPOPT_NATIVE_ISA is wrong: what was asked for is not ignored
             raise
         except Exception as error:  # no compiler, another driver: kernels are built here
@@ -92,7 +94,7 @@ def _choose_fastest(devices: set[str]) -> Ops:
             continue
         backend.reason = _describe_choice(backend, "the fastest that runs here")
         return backend
-    backend = make_backend("torch", devices)
+    backend = make_backend("torch")
     backend.reason = _describe_choice(backend, "; ".join(reasons))
     return backend
 
@@ -103,24 +105,26 @@ def _describe_choice(backend: Ops, reason: str) -> str:
 
 
 def is_slower_than_torch(backend: Ops) -> bool:
-    """Whether these are C passes without vectors, where PyTorch's operators have some."""
+    """True for C passes without vectors, where PyTorch's operators have some."""
     has_vectors = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
     return getattr(backend, "isa", "") == "portable" and has_vectors
 
 
 def is_interpreted(name: str) -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU and slowly: it is for tests."""
+    """True if kernels run in Triton's interpreter, on the CPU and slowly, for tests."""
     return name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def find_missing(name: str, devices: set[str]) -> str:
-    """Say what a backend needs that is not here; nothing where it can be tried."""
-    if not is_interpreted(name) and (missing := lacks(name, devices)):
-        return missing
-    if name == "native" and devices != {"cpu"}:
-        return "not all parameters are on the CPU"
-    if name == "native" and compiler() is None:
-        return "there is no C compiler ($CC, cc, gcc, clang)"
+    """Name what a backend needs that is not here; nothing where it can be tried."""
+    if name == "native":
+        if devices != {"cpu"}:
+            return "not all parameters are on the CPU"
+        return "" if compiler() else "there is no C compiler ($CC, cc, gcc, clang)"
+    if name == "apex" and APEX_DEVICE not in devices:
+        return "no parameter is on a CUDA device"
+    if name == "triton" and devices <= {"cpu"} and not is_interpreted(name):
+        return "no parameter is on an accelerator"
     needs = {"triton": ["triton"], "apex": ["amp_C", "apex", "apex.optimizers"]}.get(name, [])
     absent = [module for module in needs if not is_installed(module)]
     if absent:
@@ -131,25 +135,55 @@ def find_missing(name: str, devices: set[str]) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be imported. (PyPI's apex is another one: NVIDIA's has submodules.)"""
+    """True if a module can be imported. (PyPI's apex is another one: NVIDIA's has submodules.)"""
     try:
         return importlib.util.find_spec(module) is not None
     except (ModuleNotFoundError, ValueError):
         return False
 
 
-def make_backend(name: str, devices: set[str]) -> Ops:
+def has_triton_driver() -> bool:
+    """True if Triton, which is installed, has a driver for a device of this machine."""
+    from triton.backends import backends
+
+    return any(backend.driver.is_active() for backend in backends.values())
+
+
+def make_backend(name: str) -> Ops:
     """Import a backend and make it. (Triton need not be installed, and imports for a second.)"""
     if name == "triton":
         from .triton.backend import TritonOps
 
-        return TritonOps(devices)
+        return TritonOps()
     if name == "native":
         from .native.backend import NativeOps
 
-        return NativeOps(devices)
-    if name == "apex":
-        from .apex import ApexOps
+        return NativeOps()
+    return ApexOps() if name == "apex" else Ops()
 
-        return ApexOps(devices)
-    return Ops(devices)
+
+class ApexOps(Ops):
+    """Dense AdamW steps in float32 by NVIDIA apex's multi-tensor Adam, on CUDA; the rest is
+    PyTorch's.
+    """
+
+    name = "apex"
+
+    def __init__(self) -> None:
+        import amp_C
+        from apex.multi_tensor_apply import multi_tensor_applier
+
+        super().__init__()
+        self._adam, self._apply = amp_C.multi_tensor_adam, multi_tensor_applier
+
+    def adamw(self, group: Group, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
+        is_float32 = w.dtype == g.dtype == torch.float32
+        is_contiguous = w.is_contiguous() and g.is_contiguous()
+        if w.device.type != APEX_DEVICE or not is_float32 or not is_contiguous:
+            return super().adamw(group, w, g, m, v, step)
+        overflow = self.scratch(w, 1, torch.int32, "overflow").zero_()
+        lists = [[-g if group["maximize"] else g], [w], [m], [v]]
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        decoupled, corrected = 1, 1  # weight decay as in AdamW; moments divided by 1 - beta^t
+        hyper = (float(group["lr"]), beta1, beta2, group["eps"], int(step), decoupled, corrected)
+        self._apply(self._adam, overflow, lists, *hyper, decay)

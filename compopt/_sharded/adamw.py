@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
 from .._sparse.averaged import Average, Averaged
 from .._state.buckets import Bucket, local
 from .._state.shards import unshard

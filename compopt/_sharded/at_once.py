@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._ops.pytorch import adamw_batched_
+from .._ops.operations import adamw_batched_
 from .._sparse.averaged import Average
 from .._state.buckets import Bucket
 from .._wire.dtypes import dtype_of

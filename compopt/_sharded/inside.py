@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .._engine.inside import Held, Params, Unsent, place_of
 from .._engine.session import Session
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
 from .._sparse.sparsify import largest_of_shards
 from .._sparse.union import union_of
 from .._state.buckets import Bucket

@@ -28,9 +28,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from .._ops.commits import gradient_weight
 from .._ops.norms import clip_factor, squared_norm
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
+from .._ops.updates import gradient_weight
 from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_mask_shards
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .._engine.options import require
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._wire.dtypes import BITS, bits_of, name_of
 from .._wire.quantise import Chunk, code_bytes, layout

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._ops.norms import finite_marks
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
 from .._state.bits import per_tensor
 from .._state.buckets import Bucket
 from .._wire.dtypes import PayloadDtype

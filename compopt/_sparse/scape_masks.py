@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .._engine.stats import Stats
 from .._engine.when import dense_steps, ramp_of
-from .._ops.commits import moment_of_slice
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
+from .._ops.updates import moment_of_slice
 from .._state.bits import bits_at, count_shared, per_tensor, set_all_bits_
 from .._state.buckets import Bucket
 from .._state.mask_shards import MaskShards, assemble_mask, encode_mask, shard_mask
@@ -127,12 +127,10 @@ def exchange_masks(
         return
     # until the next mask has arrived the bucket has none
     bucket.cache.pop("next_mask", None)
-    yield from ops.run_batched("mask.clear", clear_mask, bucket, "next_mask")
+    yield from ops.run_batched(clear_mask, bucket, "next_mask")
     if selection:
         messages = yield AllGather(selection.encode())  # awaited when the next step needs it
-        next_mask = yield from ops.run_batched(
-            "scape.store_next_mask", store_next_mask, bucket, selection, messages
-        )
+        next_mask = yield from ops.run_batched(store_next_mask, bucket, selection, messages)
         bucket.cache["next_mask"] = next_mask
 
 
@@ -150,9 +148,7 @@ def _store_current_mask(bucket: Bucket, ops: Ops, mask: Mask, mean: Payload) -> 
     if bucket.group["mask_delay"] == 0:  # the mask of before is not kept
         _note_overlap(bucket, mask, held, present)
     if all(present) and mask.is_sparse:
-        bucket.cache["mask"] = yield from ops.run_batched(
-            "mask.store", store_mask, bucket, mask, "mask"
-        )
+        bucket.cache["mask"] = yield from ops.run_batched(store_mask, bucket, mask, "mask")
         return
     state, positions = bucket.state["mask"], [*held.positions]
     for i, bits in enumerate(mask.bits):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
 from .._state.bits import bits_at
 from .._state.buckets import Bucket
 from .._state.shards import Shards

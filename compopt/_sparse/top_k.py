@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._ops.pytorch import BLOCK, Ops
+from .._ops.operations import BLOCK, Ops
 from .._state.mask_shards import SLACK
 from .._wire.scratch import at_a_time
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops.pytorch import Ops
+from .._ops.operations import Ops
 from .._state.buckets import upload
 from .._state.shards import Shards
 from .._wire.requests import Asking, Read

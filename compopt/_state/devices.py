@@ -2,7 +2,7 @@
 Intel's, or one that its maker adds to PyTorch under a name of its own (PrivateUse1).
 
 Their modules in torch have the same few names, which are used here only. What some makers' devices
-alone can do stands in ``_ops/makers.py``.
+alone can do stands in ``_ops/backends.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// A bucket's payload, and whether gradients are finite; each gradient is read once. Reference: encode of compopt/_ops/pytorch.py.
+// A bucket's payload, and whether gradients are finite; each gradient is read once. Reference: encode of compopt/_ops/operations.py.
 
 #include "common.h"
 

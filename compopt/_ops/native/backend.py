@@ -18,20 +18,10 @@ from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask, Tensors
 from ..._wire.quantised_mean import QuantisedMean
 from ..._wire.requests import Payload
-from .. import pytorch
-from ..pytorch import Fused, Ops, empty_payload
+from .. import operations
+from ..operations import Fused, Ops, empty_payload
 from .build import isa_of, load
-from .commits import (
-    NativeUpdates,
-    mask_addresses,
-    raise_bad_row,
-    update_adams,
-    update_radius,
-    update_scape,
-)
-from .quantization import NativeMean, dequantize, quantize
-from .selection import NativeSelection, NativeTopK
-from .tables import (
+from .passes import (
     Table,
     address,
     address_in_turn,
@@ -40,6 +30,16 @@ from .tables import (
     fits,
     is_plain,
     run_over_rows,
+)
+from .quantization import NativeMean, dequantize, quantize
+from .selection import NativeSelection, NativeTopK
+from .updates import (
+    NativeUpdates,
+    mask_addresses,
+    raise_bad_row,
+    update_adams,
+    update_radius,
+    update_scape,
 )
 
 SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
@@ -50,8 +50,8 @@ class NativeOps(NativeUpdates, NativeTopK):
 
     name = "native"
 
-    def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
-        super().__init__(devices)
+    def __init__(self) -> None:
+        super().__init__()
         self.library = load()
         self.isa = isa_of(self.library)
         self.quantize = functools.partial(quantize, self.library)
@@ -125,7 +125,7 @@ def add_residuals(
     bucket: Bucket, ops: NativeOps, grads: Tensors, add: Tensors, out: Tensors
 ) -> Tensor:
     if not is_plain(*(x for x in (*grads, *add, *out) if x is not None)):
-        return pytorch.add_residuals(bucket, ops, grads, add, out)
+        return operations.add_residuals(bucket, ops, grads, add, out)
     lengths, library = bucket.lengths, ops.library
     marks = torch.empty(len(grads), dtype=torch.float32)
     none = torch.empty(0, dtype=torch.int32)  # the positions of a tensor without ``out``
@@ -182,10 +182,10 @@ def can_write(ops: Ops, bucket: Bucket) -> bool:
 
 
 NativeOps.fused = {
-    "encode": Fused(can_read, encode),
-    "add_residuals": Fused(is_on_cpu, add_residuals),
+    "_ops.operations.encode": Fused(can_read, encode),
+    "_ops.operations.add_residuals": Fused(is_on_cpu, add_residuals),
     "radius.update": Fused(can_write, update_radius),
-    "scape.update": Fused(can_write, update_scape),
-    "scape.selection": Fused(can_write, NativeSelection),
     "adams.update": Fused(can_write, update_adams),
+    "scape.update": Fused(can_write, update_scape),
+    "_sparse.scape_masks.Selection": Fused(can_write, NativeSelection),
 }

@@ -16,7 +16,7 @@ from ..._wire.quantise import ROW, Chunk, code_bytes, numbers, pack, place_of
 from ..._wire.quantised_mean import QuantisedMean
 from ..._wire.requests import Payload
 from ..._wire.scratch import Scratch
-from .tables import Table, address, is_plain, run_over_rows
+from .passes import Table, address, is_plain, run_over_rows
 
 
 class ChunkAddresses(NamedTuple):

@@ -13,9 +13,9 @@ from ..._state.buckets import Bucket
 from ..._state.mask_shards import MaskShard, MaskShards, code_layout
 from ..._state.masks import Mask, Tensors, bits_by_tensor
 from ..._wire.requests import CommunicationError
-from ..commits import moment_of_slice
-from ..pytorch import Ops
-from .tables import Table, address, address_in_turn, addresses, is_plain
+from ..operations import Ops
+from ..updates import moment_of_slice
+from .passes import Table, address, address_in_turn, addresses, is_plain
 
 # The end of scape.c's struct: a guess of the threshold, the slice, how many, and where the
 # positions go.

@@ -20,8 +20,7 @@ from ..._state.masks import Mask, Tensors
 from ..._wire.quantise import numbers, place_of
 from ..._wire.quantised_mean import QuantisedMean
 from ..._wire.requests import Payload
-from ..pytorch import Fused, Group, empty_payload
-from .commits import commit_separate, update_adams, update_radius, update_scape
+from ..operations import Fused, Group, empty_payload
 from .selection import TritonSelection, clear_masks, store_masks, store_next_masks
 from .tables import (
     KernelOps,
@@ -34,6 +33,7 @@ from .tables import (
     mask_key,
     payload_key,
 )
+from .updates import commit_separate, update_adams, update_radius, update_scape
 
 MAX_MESSAGE_BYTES = 2**31  # kernels count the bytes of messages in 32 bits
 
@@ -82,7 +82,7 @@ class TritonOps(KernelOps):
         )
 
     def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
-        return TritonMean if takes(self, bucket) else None
+        return TritonMean if is_supported(self, bucket) else None
 
 
 def encode(
@@ -178,19 +178,19 @@ class TritonMean(QuantisedMean):
         kernels.dequantize(self._programs, gathered, body, codes_at, self.bits)
 
 
-def takes(ops: TritonOps, bucket: Bucket) -> bool:
-    """Whether kernels can read and write this bucket."""
+def is_supported(ops: TritonOps, bucket: Bucket) -> bool:
+    """True if kernels can read and write this bucket; offloaded state is not on the device."""
     return bucket.device.type == ops.device and bucket.offload is None
 
 
 TritonOps.fused = {
-    "encode": Fused(takes, encode),
-    "scape.selection": Fused(takes, TritonSelection),
-    "adams.update": Fused(takes, update_adams, is_batched=True),
-    "radius.update": Fused(takes, update_radius, is_batched=True),
-    "scape.update": Fused(takes, update_scape, is_batched=True),
-    "separate.commit": Fused(takes, commit_separate, is_batched=True),
-    "scape.store_next_mask": Fused(takes, store_next_masks, is_batched=True),
-    "mask.store": Fused(takes, store_masks, is_batched=True),
-    "mask.clear": Fused(takes, clear_masks, is_batched=True),
+    "_ops.operations.encode": Fused(is_supported, encode),
+    "radius.update": Fused(is_supported, update_radius, is_batched=True),
+    "adams.update": Fused(is_supported, update_adams, is_batched=True),
+    "scape.update": Fused(is_supported, update_scape, is_batched=True),
+    "separate.commit": Fused(is_supported, commit_separate, is_batched=True),
+    "_sparse.scape_masks.Selection": Fused(is_supported, TritonSelection),
+    "_sparse.scape_masks.store_next_mask": Fused(is_supported, store_next_masks, is_batched=True),
+    "_state.masks.store_mask": Fused(is_supported, store_masks, is_batched=True),
+    "_state.masks.clear_mask": Fused(is_supported, clear_masks, is_batched=True),
 }

@@ -16,9 +16,8 @@ from torch import Tensor
 from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask, Tensors
 from ..._wire.requests import Payload, Together
-from ..commits import count_steps
-from ..makers import triton_device
-from ..pytorch import Ops
+from ..operations import Ops
+from ..updates import count_steps
 
 # Of one bucket contiguous weights and gradients: copies, where they were not contiguous. They have
 # to live until a kernel has been launched.
@@ -47,11 +46,21 @@ class TableCache:
         return made
 
 
+def triton_device() -> str:
+    """Return the type of device that Triton compiles for here: "cuda" for NVIDIA's and AMD's, or
+    "xpu". Raise what its driver raises where it cannot be built.
+    """
+    from triton.runtime import driver
+
+    kind: str = driver.active.get_active_torch_device().type
+    return kind
+
+
 class KernelOps(Ops):
     """What functions that launch kernels need: a device, and the cached tables of launches."""
 
-    def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
-        super().__init__(devices)
+    def __init__(self) -> None:
+        super().__init__()
         self.device = "cpu" if kernels.INTERPRETED else triton_device()
         self.tables = TableCache()
         # Raise now where no kernel can be built.

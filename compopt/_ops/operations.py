@@ -33,14 +33,22 @@ Result = TypeVar("Result")
 
 
 class Fused(NamedTuple):
-    """A backend's implementation of a reference function, and the buckets it takes.
+    """A backend's implementation of a reference function, for the buckets it ``supports``.
 
-    With ``is_batched`` it takes the requests of all buckets in one call (see ``Together``).
+    It has the reference's arguments. With ``is_batched`` it is given the requests of all buckets in
+    one call (see ``Together``).
     """
 
-    takes: Callable[[Any, Bucket], bool]
+    supports: Callable[[Any, Bucket], bool]
     run: Callable[..., Any]
     is_batched: bool = False
+
+
+def reference_key(reference: Callable[..., Any]) -> str:
+    """Return the key of a reference function in ``Ops.fused``: "radius.update" is ``update`` of
+    ``compopt/radius.py``.
+    """
+    return f"{reference.__module__.removeprefix('compopt.')}.{reference.__qualname__}"
 
 
 class Ops:
@@ -55,44 +63,42 @@ class Ops:
     name = "torch"
     reason = ""  # why it was chosen
     automatic = False  # chosen by itself, not by name
-    # by the names that algorithms give to ``run`` and ``run_batched``
-    fused: Mapping[str, Fused] = {}
+    fused: Mapping[str, Fused] = {}  # by the ``reference_key`` of what they replace
 
-    def __init__(self, devices: set[str] | frozenset[str] = frozenset()) -> None:
+    def __init__(self) -> None:
         self._scratch = Scratch()
 
     def run(
         self,
-        name: str,
         reference: Callable[Concatenate[Bucket, Any, Rest], Result],
         bucket: Bucket,
         *args: Rest.args,
         **options: Rest.kwargs,
     ) -> Result:
-        """Call ``reference(bucket, self, *args)``, or what is registered as ``name`` if it takes
-        the bucket.
+        """Call ``reference(bucket, self, *args)``, or its fused implementation if that supports the
+        bucket.
         """
-        fused = self.fused.get(name)
-        if fused is not None and not fused.is_batched and fused.takes(self, bucket):
+        fused = self.fused.get(reference_key(reference))
+        if fused is not None and not fused.is_batched and fused.supports(self, bucket):
             result: Result = fused.run(bucket, self, *args, **options)
             return result
         return reference(bucket, self, *args, **options)
 
     def run_batched(
         self,
-        name: str,
         reference: Callable[Concatenate[Bucket, Any, Rest], Result],
         bucket: Bucket,
         *args: Rest.args,
         **options: Rest.kwargs,
     ) -> Asking[Result]:
-        """Do as ``run``; what is registered as batched runs once for all buckets. Only after
+        """Do as ``run``; a batched implementation runs once for all buckets. Only after
         ``Agree``.
         """
-        fused = self.fused.get(name)
-        if fused is None or not fused.is_batched or not fused.takes(self, bucket):
-            return self.run(name, reference, bucket, *args, **options)
-        result: Result = yield Together(name, functools.partial(fused.run, self), bucket, args)
+        key = reference_key(reference)
+        fused = self.fused.get(key)
+        if fused is None or not fused.is_batched or not fused.supports(self, bucket):
+            return self.run(reference, bucket, *args, **options)
+        result: Result = yield Together(key, functools.partial(fused.run, self), bucket, args)
         return result
 
     def scratch(
@@ -119,7 +125,7 @@ class Ops:
         ``Mask(bucket)`` sends all elements. ``add`` are residuals, in an algorithm with error
         feedback.
         """
-        return self.run("encode", encode, bucket, grads, mask, add, scale, negate)
+        return self.run(encode, bucket, grads, mask, add, scale, negate)
 
     def write_header(self, payload: Payload, grads: Tensors) -> None:
         """Write into the header of which tensors this rank has a gradient, and a finite one."""
@@ -127,7 +133,7 @@ class Ops:
 
     def add_residuals(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
         """Write ``grad + add``, flat, into every ``out``; return the marks of all gradients."""
-        return self.run("add_residuals", add_residuals, bucket, grads, add, out)
+        return self.run(add_residuals, bucket, grads, add, out)
 
     def decode(self, values: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
         """Return averaged values at ``index`` (None: everywhere) as a dense tensor like ``like``, 0

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask, Tensors, selection_size
 from ..._wire.requests import Payload
-from ..commits import (
+from ..operations import Group, Ops
+from ..updates import (
     feed_back_rounding,
     gradient_weight,
     keep_absent_momenta,
@@ -24,9 +25,7 @@ from ..commits import (
     separate_momenta,
     update_magnitudes,
 )
-from ..pytorch import Group, Ops
-from .selection import SELECTION_FIELDS, NativeSelection
-from .tables import (
+from .passes import (
     Options,
     Table,
     address,
@@ -37,6 +36,7 @@ from .tables import (
     run_over_rows,
     sizes_of,
 )
+from .selection import SELECTION_FIELDS, NativeSelection
 
 # the fields of scape.c's struct
 SCAPE_FIELDS = (

@@ -13,7 +13,7 @@ from .._state.mask_shards import MaskSlice
 from .._state.masks import Mask
 from .._wire.requests import Payload
 from . import reference
-from .pytorch import Group, Ops
+from .operations import Group, Ops
 
 
 def count_steps(steps: list[Tensor], present: list[bool]) -> None:

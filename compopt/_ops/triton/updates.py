@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..._state.masks import Tensors, selection_size
 from ..._wire.requests import Together
-from ..commits import feed_back_rounding, keep_absent_momenta, resize_momenta, score_memory
-from ..pytorch import HYPER
+from ..operations import HYPER
+from ..updates import feed_back_rounding, keep_absent_momenta, resize_momenta, score_memory
 from .selection import SelectionInputs, select_all
 from .tables import (
     Copies,
