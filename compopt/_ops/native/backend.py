@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,25 +21,19 @@ from .. import operations
 from ..operations import Fused, Ops, empty_payload
 from .build import isa_of, load
 from .passes import (
-    Table,
+    PACK,
+    Memory,
     address,
     address_in_turn,
-    addresses,
     as_float32,
     fits,
     is_plain,
+    mask_sizes,
     run_over_rows,
 )
 from .quantization import NativeMean, dequantize, quantize
 from .selection import NativeSelection, NativeTopK
-from .updates import (
-    NativeUpdates,
-    mask_addresses,
-    raise_bad_row,
-    update_adams,
-    update_radius,
-    update_scape,
-)
+from .updates import NativeUpdates, raise_bad_row, update_adams, update_radius, update_scape
 
 SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
 
@@ -83,22 +76,20 @@ def encode(
     scale: float,
     negate: bool,
 ) -> Payload:
-    lengths, payload, own = bucket.lengths, empty_payload(bucket, mask), as_float32(grads)
-    residuals = list(add) if add else [None] * len(grads)
+    lengths, payload = bucket.lengths, empty_payload(bucket, mask)
     header, body = _float32_memory(bucket, ops, payload)
     bits, positions = bits_or_positions(mask)
     sizes = [part.numel() for part in payload.parts]
-    first, mark = address("a message", body, sum(sizes)), address("marks", header, len(grads))
-    table = Table(
+    table = PACK.table(
         len(grads),
         n=lengths,
-        g=addresses("gradients", own, lengths),
-        add=addresses("residuals", residuals, lengths),
-        index=addresses("positions", positions, sizes, torch.int32),
-        mask=mask_addresses(bits, lengths),
+        g=Memory(as_float32(grads), lengths),
+        add=Memory(list(add), lengths) if add else 0,
+        index=Memory(positions, sizes),
+        mask=Memory(bits, mask_sizes(lengths)),
         k=sizes,
-        out=[first + 4 * start for start in accumulate(sizes[:-1], initial=0)],
-        mark=[mark + 4 * i for i in range(len(grads))],
+        out=address_in_turn("a message", body, sizes),
+        mark=address_in_turn("marks", header, [1] * len(grads)),
     )
     sign, library = -1.0 if negate else 1.0, ops.library
     bad_row = run_over_rows(lengths, lambda a, b, _: library.pack(table, a, b, sign, scale))
@@ -129,16 +120,14 @@ def add_residuals(
     lengths, library = bucket.lengths, ops.library
     marks = torch.empty(len(grads), dtype=torch.float32)
     none = torch.empty(0, dtype=torch.int32)  # the positions of a tensor without ``out``
-    positions = [none if sums is None else None for sums in out]
-    table = Table(
+    table = PACK.table(
         len(grads),
         n=lengths,
-        g=addresses("gradients", grads, lengths),
-        add=addresses("residuals", add, lengths),
-        index=addresses("positions", positions, [0] * len(out), torch.int32),
-        mask=0,
+        g=Memory(grads, lengths),
+        add=Memory(add, lengths),
+        index=Memory([none if sums is None else None for sums in out], [0] * len(out)),
         k=[0 if sums is None else n for n, sums in zip(lengths, out, strict=True)],
-        out=addresses("sums", out, lengths),
+        out=Memory(out, lengths),
         mark=address_in_turn("marks", marks, [1] * len(grads)),
     )
     bad_row = run_over_rows(lengths, lambda a, b, _: library.pack(table, a, b, 1.0, 1.0))

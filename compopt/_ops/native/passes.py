@@ -1,4 +1,4 @@
-"""How tensors are handed to the C passes of kernels/native: tables of addresses, checked before C
+"""How the C passes of kernels/native are called: tables of numbers and addresses, checked before C
 reads them.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,32 @@ Tensors = Sequence[Tensor | None]
 
 
 def fits(t: Tensor, least: int, dtype: torch.dtype) -> bool:
-    """Whether a pass can read ``least`` elements of this dtype at the tensor's address."""
+    """True if a pass can read ``least`` elements of this dtype at the tensor's address."""
     return t.dtype is dtype and t.is_cpu and t.is_contiguous() and t.numel() >= least
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """True if passes can read and write these tensors without a copy."""
+    return all(fits(t, 0, torch.float32) for t in tensors)
+
+
+def as_float32(tensors: Tensors) -> list[Tensor | None]:
+    """Return the tensors as contiguous float32, which passes read; the others are copied."""
+    return [
+        t if t is None or fits(t, 0, torch.float32) else t.float().contiguous() for t in tensors
+    ]
+
+
+def sizes_of(tensors: Tensors) -> list[int]:
+    return [0 if t is None else t.numel() for t in tensors]
+
+
+def mask_sizes(lengths: Sequence[int]) -> list[int]:
+    """Return the bytes of packed masks of these lengths."""
+    return [(n + 7) // 8 for n in lengths]
+
+
+# Addresses
 
 
 def address(
@@ -67,26 +92,21 @@ def address_in_turn(
     return [first + dtype.itemsize * start for start in starts][: len(sizes)]
 
 
-def as_float32(tensors: Tensors) -> list[Tensor | None]:
-    """Return the tensors as contiguous float32, which passes read; the others are copied."""
-    return [
-        t if t is None or fits(t, 0, torch.float32) else t.float().contiguous() for t in tensors
-    ]
+# Tables
 
 
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether passes can read and write these tensors without a copy."""
-    return all(fits(t, 0, torch.float32) for t in tensors)
+class Memory(NamedTuple):
+    """A column of tensors: a pass reads or writes ``counts`` elements of each."""
+
+    tensors: Tensors
+    counts: Sequence[int]
 
 
-def sizes_of(tensors: Tensors) -> list[int]:
-    return [0 if t is None else t.numel() for t in tensors]
+Column = int | Sequence[int] | Memory  # one number for all rows, one for each, or tensors
 
 
 class Table:
-    """Rows of a C struct: the columns in the order of its fields, a number of 8 bytes a row or one
-    for all rows.
-    """
+    """Rows of a C struct: the columns in the order of its fields, 8 bytes a field."""
 
     def __init__(self, rows: int, **columns: Sequence[int] | int):
         width = len(columns)
@@ -97,6 +117,52 @@ class Table:
                     "q", [column] * rows if isinstance(column, int) else column
                 )
         self._as_parameter_ = ctypes.c_void_p(self._numbers.buffer_info()[0])
+        self.memory: object = None  # tensors, alive until the pass has read them
+
+
+class Struct:
+    """A C struct of kernels/native, by the names of its fields."""
+
+    def __init__(self, fields: str):
+        self._fields = fields.split()
+
+    def table(self, rows: int, **columns: Column) -> Table:
+        """Return a table of these columns; the other fields are 0."""
+        numbers: dict[str, Sequence[int] | int] = dict.fromkeys(self._fields, 0)
+        for name, column in columns.items():
+            if name not in numbers:
+                raise TypeError(f"the struct of a C pass has no field {name!r}.")
+            if isinstance(column, Memory):
+                column = addresses(NAMES.get(name, name), *column, DTYPES.get(name, torch.float32))
+            numbers[name] = column
+        table = Table(rows, **numbers)
+        table.memory = columns
+        return table
+
+
+PACK = Struct("n g add index mask k out mark")
+ADAMW = Struct("n w m v step mean mask index k residual g score ahead moments")
+SCAPE = Struct("n w e g held holding old index k mean m step guess start stop wanted chosen")
+# fields that are not float32, and what error messages call them
+DTYPES = {
+    **dict.fromkeys(("index", "held", "chosen"), torch.int32),
+    "mask": torch.uint8,
+    "guess": torch.float64,
+}
+NAMES = {
+    "w": "a parameter",
+    "g": "a gradient",
+    "m": "exp_avg",
+    "v": "exp_avg_sq",
+    "e": "a residual",
+    "add": "a residual",
+    "mean": "an averaged gradient",
+    "step": "a number of steps",
+    "mask": "a packed mask",
+    "index": "positions",
+    "held": "positions of the momentum",
+    "old": "the momentum of before",
+}
 
 
 class Options:
@@ -105,6 +171,9 @@ class Options:
     def __init__(self, *numbers: float):
         self._numbers = array("d", numbers)
         self._as_parameter_ = ctypes.c_void_p(self._numbers.buffer_info()[0])
+
+
+# Threads
 
 
 def run_over_rows(lengths: Sequence[int], run: Callable[[int, int, int], int]) -> int:

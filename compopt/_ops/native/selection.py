@@ -15,11 +15,7 @@ from ..._state.masks import Mask, Tensors, bits_by_tensor
 from ..._wire.requests import CommunicationError
 from ..operations import Ops
 from ..updates import moment_of_slice
-from .passes import Table, address, address_in_turn, addresses, is_plain
-
-# The end of scape.c's struct: a guess of the threshold, the slice, how many, and where the
-# positions go.
-SELECTION_FIELDS = ("guess", "start", "stop", "wanted", "chosen")
+from .passes import Column, Table, address, address_in_turn, addresses, is_plain
 
 
 class NativeTopK(Ops):
@@ -73,18 +69,21 @@ class NativeSelection:
             self.room = max(self.room, 2 * ops.library.room_for(piece.k))
         self.positions = torch.empty(total, dtype=torch.int32)
 
-    def columns(self, present: list[bool]) -> dict[str, list[int]]:
-        """Return the end of a commit's table, by which the pass selects."""
-        thresholds, none = self.bucket.state["threshold"], (0,) * len(SELECTION_FIELDS)
+    def columns(self, present: list[bool]) -> dict[str, Column]:
+        """Return what scape.c needs to select: a guess of the threshold, the slice, how many
+        elements, and memory for their positions; for tensors with a gradient on any rank.
+        """
+        thresholds = self.bucket.state["threshold"]
         guesses = addresses("thresholds", thresholds, [1] * len(thresholds), torch.float64)
-        chosen = dict(zip(self.slices, self._position_addresses(), strict=True))
-        rows = [
-            (guesses[i], piece.start, piece.stop, piece.k, chosen[i])
-            if is_present and (piece := self.slices.get(i))
-            else none
-            for i, is_present in enumerate(present)
-        ]
-        return {name: list(column) for name, *column in zip(SELECTION_FIELDS, *rows, strict=True)}
+        columns = {
+            name: [0] * len(present) for name in ("guess", "start", "stop", "wanted", "chosen")
+        }
+        for (i, piece), chosen in zip(self.slices.items(), self._position_addresses(), strict=True):
+            if present[i]:
+                row = (guesses[i], piece.start, piece.stop, piece.k, chosen)
+                for column, number in zip(columns.values(), row, strict=True):
+                    column[i] = number
+        return dict(columns)
 
     def _position_addresses(self) -> list[int]:
         """Return where each slice's positions go, counted from the first element of the slice."""

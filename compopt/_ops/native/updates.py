@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,37 +25,20 @@ from ..updates import (
     update_magnitudes,
 )
 from .passes import (
+    ADAMW,
+    SCAPE,
+    Column,
+    Memory,
     Options,
-    Table,
     address,
     address_in_turn,
-    addresses,
     as_float32,
     is_plain,
+    mask_sizes,
     run_over_rows,
     sizes_of,
 )
-from .selection import SELECTION_FIELDS, NativeSelection
-
-# the fields of scape.c's struct
-SCAPE_FIELDS = (
-    "n",
-    "w",
-    "e",
-    "g",
-    "held",
-    "holding",
-    "old",
-    "index",
-    "k",
-    "mean",
-    "m",
-    "step",
-    *SELECTION_FIELDS,
-)
-Columns = dict[str, Any]
-NO_SELECTION: Columns = dict.fromkeys(SELECTION_FIELDS, 0)
-NO_RESIDUAL: Columns = dict.fromkeys(("e", "g", "held", "holding", "index", "k"), 0)
+from .selection import NativeSelection
 
 
 class NativeUpdates(Ops):
@@ -108,20 +90,16 @@ class NativeUpdates(Ops):
     ) -> None:
         n, k = w.numel(), g.numel()
         index = None if index is None else index.int()
-        table = Table(
+        table = ADAMW.table(
             1,
             n=n,
-            w=address("a parameter", w, n),
-            m=address("exp_avg", m, n),
-            v=address("exp_avg_sq", v, n),
-            step=address("the number of steps", step, 1),
-            mean=address("an averaged gradient", g, n if index is None else k),
-            mask=0,
-            index=address("positions", index, k, torch.int32),
+            w=Memory([w], [n]),
+            m=Memory([m], [n]),
+            v=Memory([v], [n]),
+            step=Memory([step], [1]),
+            mean=Memory([g], [n if index is None else k]),
+            index=Memory([index], [k]),
             k=k,
-            residual=0,
-            g=0,
-            score=0,
             ahead=ahead,
             moments=moments,
         )
@@ -144,15 +122,10 @@ class NativeUpdates(Ops):
         if not is_plain(w, g, m):
             return super().adams(group, w, g, m, step, clip, decay)
         step_before, n = array("f", [float(step) - 1]), w.numel()  # the pass counts this step
-        columns = dict.fromkeys(SCAPE_FIELDS, 0) | {
-            "n": n,
-            "w": address("a parameter", w, n),
-            "old": address("exp_avg", m, n),
-            "mean": address("an averaged gradient", g, n),
-            "m": address("exp_avg", m, n),
-            "step": step_before.buffer_info()[0],
-        }
-        self.library.adams(Table(1, **columns), adams_options(group, clip, decay))
+        momentum, counted = Memory([m], [n]), step_before.buffer_info()[0]
+        columns = {"w": Memory([w], [n]), "old": momentum, "mean": Memory([g], [n]), "m": momentum}
+        table = SCAPE.table(1, n=n, step=counted, **columns)
+        self.library.adams(table, adams_options(group, clip, decay))
 
 
 def adamw_options(h: Group) -> Options:
@@ -178,25 +151,20 @@ def update_radius(
         if not present[i]:
             w, m, v = bucket.weight(i), state["exp_avg"][i], state["exp_avg_sq"][i]
             score.copy_(update_magnitudes(h, w, m, v, state["step"][i]).view(-1))
-    # what is copied has to live until the pass has read it
-    weights, own, averages = bucket.weights, as_float32(grads), averages_in_float32(mean)
     sizes = mask.sizes
-    table = Table(
+    table = ADAMW.table(
         len(grads),
         n=lengths,
-        w=addresses("parameters", weights, lengths),
+        w=Memory(bucket.weights, lengths),
         m=state_addresses(bucket, "exp_avg"),
         v=state_addresses(bucket, "exp_avg_sq"),
-        step=step_addresses(bucket, present),
-        mean=addresses("an averaged gradient", averages, sizes),
-        mask=mask_addresses(mask.bits, lengths) if mask.is_sparse else 0,
-        index=0,
+        step=step_memory(bucket, present),
+        mean=Memory(averages_in_float32(mean), sizes),
+        mask=Memory(mask.bits, mask_sizes(lengths)) if mask.is_sparse else 0,
         k=sizes,
         residual=state_addresses(bucket, "residual") if phase != "dense" else 0,
-        g=addresses("gradients", own, lengths),
-        score=addresses("scores", [scores.get(i) for i in range(len(grads))], lengths),
-        ahead=0,
-        moments=0,
+        g=Memory(as_float32(grads), lengths),
+        score=Memory([scores.get(i) for i in range(len(grads))], lengths),
     )
     hyper, library = adamw_options(h), ops.library
     bad_row = run_over_rows(lengths, lambda a, b, _: library.adamw(table, a, b, hyper))
@@ -216,25 +184,23 @@ def update_scape(
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with a selection."""
     lengths, present, held = bucket.lengths, bucket.present(mean), bucket.cache["mask"]
     old = resize_momenta(bucket, mean, mask)
-    new, own = bucket.state["exp_avg"], as_float32(bucket.grads())
     if mask.is_sparse or held.is_sparse:  # positions change: not in the same memory
         old = separate_momenta(bucket, old)
     holding, k = sizes_of(held.positions), sizes_of(mask.positions)
     rows = zip(held.positions, holding, lengths, strict=True)
-    old_sizes = [n if index is None else size for index, size, n in rows]
-    columns = {
+    columns: dict[str, Column] = {
         "e": state_addresses(bucket, "residual"),
-        "g": addresses("gradients", own, lengths),
-        "held": addresses("positions of the momentum", held.positions, holding, torch.int32),
+        "g": Memory(as_float32(bucket.grads()), lengths),
+        "held": Memory(held.positions, holding),
         "holding": holding,
-        "old": addresses("the momentum of before", old, old_sizes),
-        "index": addresses("positions", mask.positions, k, torch.int32),
+        "old": Memory(old, [n if index is None else size for index, size, n in rows]),
+        "index": Memory(mask.positions, k),
         "k": k,
-        **(selection.columns(present) if selection else NO_SELECTION),
+        **(selection.columns(present) if selection else {}),
     }
     room, longest = selection.room if selection else 0, max(k)
-    _run_scape(bucket, ops, mean, mask, on_v, room, longest, columns)
-    keep_absent_momenta(old, new, present)
+    _run_scape(bucket, ops, mean, mask, columns, on_v, room, longest)
+    keep_absent_momenta(old, bucket.state["exp_avg"], present)
     for i, is_present in enumerate(present):
         if not is_present and selection:
             selection.select(i, None)
@@ -243,8 +209,7 @@ def update_scape(
 
 def update_adams(bucket: Bucket, ops: NativeUpdates, mean: Payload) -> None:
     """Do AdamS for every tensor with a gradient on any rank."""
-    columns = NO_RESIDUAL | NO_SELECTION | {"old": state_addresses(bucket, "exp_avg")}
-    _run_scape(bucket, ops, mean, Mask(bucket), 1.0, 0, 0, columns)
+    _run_scape(bucket, ops, mean, Mask(bucket), {"old": state_addresses(bucket, "exp_avg")})
 
 
 def _run_scape(
@@ -252,34 +217,31 @@ def _run_scape(
     ops: NativeUpdates,
     mean: Payload,
     mask: Mask,
-    on_v: float,
-    room: int,
-    longest: int,
-    columns: Columns,
+    columns: dict[str, Column],
+    on_v: float = 1.0,
+    room: int = 0,
+    longest: int = 0,
 ) -> None:
     """Run the pass over all tensors; ``columns``: those that differ between algorithms.
 
     A thread has memory for ``room`` candidates, and for the ``longest`` list of exchanged elements.
     """
     state, lengths, present = bucket.state, bucket.lengths, bucket.present(mean)
-    weights = [local(p) for p in bucket.params]
     rows = zip(lengths, mask.positions, state["exp_avg"], present, strict=True)
     sizes = [
         m.numel() if not is_present else n if index is None else index.numel()
         for n, index, m, is_present in rows
     ]
-    values = [
-        value if is_present else None
-        for value, is_present in zip(averages_in_float32(mean), present, strict=True)
-    ]
-    columns = columns | {
-        "n": lengths,
-        "w": addresses("parameters", weights, lengths),
-        "mean": addresses("an averaged gradient", values, sizes),
-        "m": addresses("exp_avg", state["exp_avg"], sizes),
-        "step": step_addresses(bucket, present),
-    }
-    table = Table(len(present), **{name: columns[name] for name in SCAPE_FIELDS})
+    averages = zip(averages_in_float32(mean), present, strict=True)
+    table = SCAPE.table(
+        len(present),
+        n=lengths,
+        w=Memory([local(p) for p in bucket.params], lengths),
+        mean=Memory([values if is_present else None for values, is_present in averages], sizes),
+        m=Memory(state["exp_avg"], sizes),
+        step=step_memory(bucket, present),
+        **columns,
+    )
     hyper, like = adams_options(bucket.group, on_v), state["step"][0]
     threads = torch.get_num_threads()
     candidates = ops.scratch(like, threads * room, torch.int32, "candidates")
@@ -304,15 +266,11 @@ def state_addresses(bucket: Bucket, name: str) -> list[int]:
     return [0 if view is None else place for view, place in zip(views, places, strict=True)]
 
 
-def step_addresses(bucket: Bucket, present: list[bool]) -> list[int]:
-    """Return the addresses of the step counts of tensors that take part in a step; 0 for others."""
+def step_memory(bucket: Bucket, present: list[bool]) -> Memory:
+    """Return the step counts of tensors that take part in a step; 0 for others."""
     rows = zip(bucket.state["step"], present, strict=True)
     steps = [step if is_present else None for step, is_present in rows]
-    return addresses("numbers of steps", steps, [1] * len(steps))
-
-
-def mask_addresses(masks: Sequence[Tensor | None], lengths: list[int]) -> list[int]:
-    return addresses("packed masks", masks, [(n + 7) // 8 for n in lengths], torch.uint8)
+    return Memory(steps, [1] * len(steps))
 
 
 def averages_in_float32(payload: Payload) -> Sequence[Tensor]:
