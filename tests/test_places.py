@@ -258,7 +258,7 @@ def test_steady_steps_make_no_table(name, triton, monkeypatch):
             optimizer.param_groups[0]["lr"] *= 0.9
         job.step()
     # SCAPE's momenta that are held apart, what it selects of and its messages are in memory of their own
-    own = {"scape", "selection", "encode", "decode"} if name.startswith("SCAPE") else set()
+    own = {"scape_rows", "selection", "encode", "decode"} if name.startswith("SCAPE") else set()
     assert not set(made) - own
 
 

@@ -19,9 +19,6 @@ from ..._wire.requests import Payload, Together
 from ..operations import Ops
 from ..updates import count_steps
 
-# Of one bucket contiguous weights and gradients: copies, where they were not contiguous. They have
-# to live until a kernel has been launched.
-Copies = tuple[list[Tensor], Tensors]
 # What addresses follow from; None: from more than is known, so that nothing is cached.
 Key = tuple[object, ...] | None
 Made = TypeVar("Made")
@@ -245,15 +242,14 @@ def published_parameter(bucket: Bucket, i: int) -> Tensor | None:
     return p if "master" in bucket.state and p.is_contiguous() else None
 
 
-def copy_back(bucket: Bucket, weights: list[Tensor], present: Sequence[bool]) -> None:
-    """Copy contiguous copies of weights to where they came from, and masters to parameters, where
-    the kernel could not.
+def copy_back(bucket: Bucket, i: int, weight: Tensor) -> None:
+    """Copy a contiguous copy of weight i to where it came from, and its master to the parameter,
+    where the kernel could not.
     """
-    for i, (copy, weight) in enumerate(zip(weights, bucket.weights, strict=True)):
-        if present[i] and copy.data_ptr() != weight.data_ptr():
-            weight.copy_(copy)
-        if present[i] and published_parameter(bucket, i) is None:
-            bucket.publish(i)
+    if weight.data_ptr() != bucket.weight(i).data_ptr():
+        bucket.weight(i).copy_(weight)
+    if published_parameter(bucket, i) is None:
+        bucket.publish(i)
 
 
 def group_by_launch(requests: list[Together]) -> list[list[Together]]:

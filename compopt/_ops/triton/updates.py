@@ -1,8 +1,9 @@
-"""Commits by Triton kernels: of all buckets in one launch for each group of options and dtypes."""
+"""Updates by Triton kernels: of all buckets in one launch for each group of options and dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import compopt_kernels as kernels
 import torch
@@ -14,8 +15,8 @@ from ..operations import HYPER
 from ..updates import feed_back_rounding, keep_absent_momenta, resize_momenta, score_memory
 from .selection import SelectionInputs, select_all
 from .tables import (
-    Copies,
     KernelOps,
+    Key,
     OldMomenta,
     block_offsets_of_all,
     blocks_of_all,
@@ -31,6 +32,52 @@ from .tables import (
     published_parameter,
 )
 
+Row = Any  # kernels.AdamWRow or kernels.ScapeRow
+
+
+class Batch:
+    """Buckets with the same options and dtypes, which are updated in one launch."""
+
+    def __init__(self, ops: KernelOps, requests: list[Together]):
+        self.ops, self.requests = ops, requests
+        self.buckets = [request.bucket for request in requests]
+        self.group = self.buckets[0].group
+        self.blocks = blocks_of_all(self.buckets)
+        self.present = [one.bucket.present(one.args[0]) for one in requests]
+
+    def launch(
+        self,
+        kernel: Callable[[kernels.Table], None],
+        make_table: Callable[[kernels.Blocks, list[Row]], kernels.Table],
+        rows_of: Callable[..., Iterable[Row]],
+        *columns: Sequence[Any],
+        keys: Iterable[Key],
+    ) -> None:
+        """Count the steps, and launch the kernel on a table of ``rows_of(request, present, ...)``
+        of all buckets; ``columns`` are the further arguments, one for each bucket.
+
+        The table of the step before serves again if all that it holds is in the same place: a
+        bucket's state, parameters and average, and what its key tells.
+        """
+        rows: list[Row] = []  # copies in them have to live until the kernel was launched
+
+        def table() -> kernels.Table:
+            arguments = zip(self.requests, self.present, *columns, strict=True)
+            rows.extend(row for one in arguments for row in rows_of(*one))
+            return make_table(self.blocks, rows)
+
+        commits = zip(self.requests, self.present, keys, strict=True)
+        key = make_key(*(make_key(commit_key(one, own), key) for one, own, key in commits))
+        cached = self.ops.tables((rows_of.__name__, self.buckets[0].index), key, table)
+        count_all_steps(self.requests)
+        kernel(cached)
+        if key is None:
+            tensors = [(bucket, i) for bucket in self.buckets for i in range(len(bucket.lengths))]
+            for (bucket, i), row in zip(tensors, rows, strict=True):
+                if row.update:
+                    copy_back(bucket, i, row.w)
+
+
 # Radius
 
 
@@ -43,76 +90,52 @@ def update_radius(ops: KernelOps, requests: list[Together]) -> list[list[Tensor]
         groups = [[request] for request in requests]
     else:
         groups = group_by_launch(requests)
-    masks = {id(one): masks for group in groups for one, masks in _launch_radius(ops, group)}
+    masks = {id(one): masks for group in groups for one, masks in _update_radius(ops, group)}
     return [masks[id(request)] for request in requests]
 
 
-def _launch_radius(
+def _update_radius(
     ops: KernelOps, requests: list[Together]
 ) -> Iterator[tuple[Together, list[Tensor]]]:
-    buckets = [request.bucket for request in requests]
-    blocks, h = blocks_of_all(buckets), buckets[0].group
-    present = [one.bucket.present(one.args[0]) for one in requests]
+    batch, h = Batch(ops, requests), requests[0].bucket.group
     scores = [score_memory(one.bucket, ops, one.args[1]) for one in requests]
-    copies: list[Copies] = []
+    keys: list[Key] = []
+    for one, score in zip(requests, scores, strict=True):
+        _, phase, mask, grads = one.args
+        key = make_key(phase, mask_key(one.bucket, mask), gradients_key(grads))
+        keys.append(None if score else key)
 
-    def table() -> kernels.Table:
-        rows: list[kernels.AdamWRow] = []
-        for row in zip(requests, present, scores, strict=True):
-            rows += _radius_rows(*row, copies)
-        return kernels.adamw_table(blocks, rows)
+    def kernel(table: kernels.Table) -> None:
+        offsets = block_offsets_of_all(batch.buckets, [one.args[2] for one in requests])
+        hyper = {name: h[name] for name in HYPER}
+        kernels.adamw(batch.blocks, offsets, table, lr=float(h["lr"]), **hyper)
 
-    keys = [
-        make_key(
-            commit_key(one, own),
-            one.args[1],
-            mask_key(one.bucket, one.args[2]),
-            gradients_key(one.args[3]),
-        )
-        for one, own, score in zip(requests, present, scores, strict=True)
-        if not score
-    ]
-    key = make_key(*keys) if len(keys) == len(requests) else None
-    rows = ops.tables(("radius", requests[0].bucket.index), key, table)
-    count_all_steps(requests)
-    hyper = {name: h[name] for name in HYPER}
-    offsets = block_offsets_of_all(buckets, [one.args[2] for one in requests])
-    kernels.adamw(blocks, offsets, rows, lr=float(h["lr"]), **hyper)
-    for n, (one, score) in enumerate(zip(requests, scores, strict=True)):
-        bucket, (mean, _, mask, _) = one.bucket, one.args
-        if key is None:
-            copy_back(bucket, copies[n][0], present[n])
-        feed_back_rounding(bucket, ops, mean, mask)
+    batch.launch(kernel, kernels.adamw_table, radius_rows, scores, keys=keys)
+    for one, score in zip(requests, scores, strict=True):
+        feed_back_rounding(one.bucket, ops, one.args[0], one.args[2])
         ks = [selection_size(h["density"], len(x)) for x in score.values()]
         yield one, ops.top_k_masks(score.values(), ks)
 
 
-def _radius_rows(
-    request: Together, present: list[bool], score: dict[int, Tensor], copies: list[Copies]
-) -> list[kernels.AdamWRow]:
-    """Return the rows of one bucket; ``copies`` keeps what they read alive."""
+def radius_rows(
+    request: Together, present: list[bool], score: dict[int, Tensor]
+) -> Iterator[kernels.AdamWRow]:
+    """Yield the rows of one bucket."""
     bucket, (mean, phase, mask, grads) = request.bucket, request.args
-    state, parts = bucket.state, mean.parts
-    has_residual = [c and phase != "dense" for c in bucket.compressed]
-    weights, own = contiguous_weights(bucket), flatten(grads)
-    copies.append((weights, own))
-    return [
-        kernels.AdamWRow(
-            n,
-            mask.bits[i],
-            parts[i],
-            weights[i],
-            state["exp_avg"][i],
-            state["exp_avg_sq"][i],
-            state["step"][i],
-            int(present[i]),
-            state["residual"][i] if has_residual[i] else None,
-            own[i],
-            score.get(i),
-            published_parameter(bucket, i),
+    state, own = bucket.state, flatten(grads)
+    m, v, steps = state["exp_avg"], state["exp_avg_sq"], state["step"]
+    for i, weight in enumerate(contiguous_weights(bucket)):
+        tensors = mask.bits[i], mean.parts[i], weight, m[i], v[i], steps[i]
+        has_residual = bucket.compressed[i] and phase != "dense"
+        yield kernels.AdamWRow(
+            bucket.lengths[i],
+            *tensors,
+            update=int(present[i]),
+            residual=state["residual"][i] if has_residual else None,
+            grad=own[i],
+            score=score.get(i),
+            public=published_parameter(bucket, i),
         )
-        for i, n in enumerate(bucket.lengths)
-    ]
 
 
 # AdamS
@@ -121,53 +144,28 @@ def _radius_rows(
 def update_adams(ops: KernelOps, requests: list[Together]) -> list[None]:
     """Do AdamS (equation 2) for all tensors."""
     for group in group_by_launch(requests):
-        _launch_adams(ops, group)
+        _update_adams(Batch(ops, group))
     return [None] * len(requests)
 
 
-def _launch_adams(ops: KernelOps, requests: list[Together]) -> None:
-    buckets = [request.bucket for request in requests]
-    blocks, h = blocks_of_all(buckets), buckets[0].group
-    present = [one.bucket.present(one.args[0]) for one in requests]
-    copies: list[Copies] = []
+def _update_adams(batch: Batch) -> None:
+    h, blocks = batch.group, batch.blocks
 
-    def table() -> kernels.Table:
-        rows: list[kernels.ScapeRow] = []
-        for one, own in zip(requests, present, strict=True):
-            rows += _adams_rows(one, own, copies)
-        return kernels.scape_table(blocks, rows)
+    def kernel(table: kernels.Table) -> None:
+        hyper = {name: h[name] for name in ("betas", "eps", "weight_decay", "bias_correction")}
+        kernels.scape(blocks, blocks.firsts, blocks.firsts, table, lr=float(h["lr"]), **hyper)
 
-    key = make_key(*(commit_key(*pair) for pair in zip(requests, present, strict=True)))
-    rows = ops.tables(("adams", requests[0].bucket.index), key, table)
-    count_all_steps(requests)
-    hyper = {name: h[name] for name in ("betas", "eps", "weight_decay", "bias_correction")}
-    kernels.scape(blocks, blocks.firsts, blocks.firsts, rows, lr=float(h["lr"]), **hyper)
-    if key is None:
-        for one, (weights, _), own in zip(requests, copies, present, strict=True):
-            copy_back(one.bucket, weights, own)
+    batch.launch(kernel, kernels.scape_table, adams_rows, keys=[()] * len(batch.requests))
 
 
-def _adams_rows(
-    request: Together, present: list[bool], copies: list[Copies]
-) -> list[kernels.ScapeRow]:
+def adams_rows(request: Together, present: list[bool]) -> Iterator[kernels.ScapeRow]:
+    """Yield the rows of one bucket."""
     bucket, (mean,) = request.bucket, request.args
-    m, step, weights = bucket.state["exp_avg"], bucket.state["step"], contiguous_weights(bucket)
-    copies.append((weights, []))
-    return [
-        kernels.ScapeRow(
-            n,
-            None,
-            None,
-            m[i],
-            mean.parts[i],
-            weights[i],
-            m[i],
-            step[i],
-            int(present[i]),
-            public=published_parameter(bucket, i),
-        )
-        for i, n in enumerate(bucket.lengths)
-    ]
+    momenta, steps = bucket.state["exp_avg"], bucket.state["step"]
+    for i, (m, weight) in enumerate(zip(momenta, contiguous_weights(bucket), strict=True)):
+        tensors = None, None, m, mean.parts[i], weight, m, steps[i]
+        public = published_parameter(bucket, i)
+        yield kernels.ScapeRow(bucket.lengths[i], *tensors, update=int(present[i]), public=public)
 
 
 # SCAPE
@@ -184,11 +182,11 @@ def update_scape(ops: KernelOps, requests: list[Together]) -> list[None]:
         ]
         if inputs:
             select_all(inputs)
-        _launch_scape(ops, group, old)
-        for one, own in zip(group, old, strict=True):
-            present = one.bucket.present(one.args[0])
+        batch = Batch(ops, group)
+        _update_scape(batch, old)
+        for bucket, own, present in zip(batch.buckets, old, batch.present, strict=True):
             if not all(present):
-                keep_absent_momenta(own.tensors, one.bucket.state["exp_avg"], present)
+                keep_absent_momenta(own.tensors, bucket.state["exp_avg"], present)
     return [None] * len(requests)
 
 
@@ -211,80 +209,44 @@ def _old_momenta(requests: list[Together]) -> list[OldMomenta]:
     return old
 
 
-def _launch_scape(ops: KernelOps, requests: list[Together], old: list[OldMomenta]) -> None:
+def _update_scape(batch: Batch, old: list[OldMomenta]) -> None:
     """Do all but the selection."""
-    buckets = [request.bucket for request in requests]
-    blocks, h, on_v = blocks_of_all(buckets), buckets[0].group, requests[0].args[2]
-    present = [one.bucket.present(one.args[0]) for one in requests]
+    h, requests, buckets = batch.group, batch.requests, batch.buckets
+    masks, held = [one.args[1] for one in requests], [bucket.cache["mask"] for bucket in buckets]
     grads = [bucket.grads() for bucket in buckets]
-    copies: list[Copies] = []
+    keys = [
+        make_key(own.key, gradients_key(g), mask_key(bucket, mask), mask_key(bucket, mask_before))
+        for own, g, bucket, mask, mask_before in zip(old, grads, buckets, masks, held, strict=True)
+    ]
 
-    def table() -> kernels.Table:
-        rows: list[kernels.ScapeRow] = []
-        for row in zip(requests, old, present, grads, strict=True):
-            rows += _scape_rows(*row, copies)
-        return kernels.scape_table(blocks, rows)
+    def kernel(table: kernels.Table) -> None:
+        names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")
+        offsets = [block_offsets_of_all(buckets, chosen) for chosen in (masks, held)]
+        hyper = {name: h[name] for name in names} | {"clip": requests[0].args[2]}
+        kernels.scape(batch.blocks, *offsets, table, lr=float(h["lr"]), **hyper)
 
-    key = make_key(
-        *(
-            make_key(
-                commit_key(one, own),
-                momenta.key,
-                gradients_key(g),
-                mask_key(one.bucket, one.args[1]),
-                mask_key(one.bucket, one.bucket.cache["mask"]),
-            )
-            for one, momenta, own, g in zip(requests, old, present, grads, strict=True)
-        )
-    )
-    rows = ops.tables(("scape", requests[0].bucket.index), key, table)
-    count_all_steps(requests)
-    names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")
-    kernels.scape(
-        blocks,
-        block_offsets_of_all(buckets, [one.args[1] for one in requests]),
-        block_offsets_of_all(buckets, [bucket.cache["mask"] for bucket in buckets]),
-        rows,
-        lr=float(h["lr"]),
-        clip=on_v,
-        **{name: h[name] for name in names},
-    )
-    if key is None:
-        for one, (weights, _), own in zip(requests, copies, present, strict=True):
-            copy_back(one.bucket, weights, own)
+    batch.launch(kernel, kernels.scape_table, scape_rows, old, grads, keys=keys)
 
 
-def _scape_rows(
-    request: Together,
-    old: OldMomenta,
-    present: list[bool],
-    grads: Tensors,
-    copies: list[Copies],
-) -> list[kernels.ScapeRow]:
-    """Return the rows of one bucket; ``copies`` keeps what they read alive."""
+def scape_rows(
+    request: Together, present: list[bool], old: OldMomenta, grads: Tensors
+) -> Iterator[kernels.ScapeRow]:
+    """Yield the rows of one bucket."""
     bucket, (mean, mask, *_) = request.bucket, request.args
-    state, held, old_momenta = bucket.state, bucket.cache["mask"], old.tensors
-    weights, own = contiguous_weights(bucket), flatten(grads)
-    copies.append((weights, own))
+    state, held, own = bucket.state, bucket.cache["mask"], flatten(grads)
     dropped = mean.dropped_parts or [None] * len(own)
-    return [
-        kernels.ScapeRow(
-            n,
-            mask.bits[i],
-            held.bits[i],
-            old_momenta[i],
-            mean.parts[i],
-            weights[i],
-            state["exp_avg"][i],
-            state["step"][i],
-            int(present[i]),
-            state["residual"][i],
-            own[i],
-            published_parameter(bucket, i),
+    rows = zip(contiguous_weights(bucket), old.tensors, state["exp_avg"], strict=True)
+    for i, (weight, before, m) in enumerate(rows):
+        tensors = mask.bits[i], held.bits[i], before, mean.parts[i], weight, m, state["step"][i]
+        yield kernels.ScapeRow(
+            bucket.lengths[i],
+            *tensors,
+            update=int(present[i]),
+            residual=state["residual"][i],
+            grad=own[i],
+            public=published_parameter(bucket, i),
             dropped=dropped[i],
         )
-        for i, n in enumerate(bucket.lengths)
-    ]
 
 
 # SEPARATE with a tracked projection
@@ -296,40 +258,35 @@ def commit_separate(ops: KernelOps, requests: list[Together]) -> list[None]:
     """
     for group in group_by_launch(requests):
         count_all_steps(group)
-        _launch_factored(group)
-        _launch_whole(group)
+        _update_factored(group)
+        _update_whole(group)
     return [None] * len(requests)
 
 
-def _launch_factored(requests: list[Together]) -> None:
+def _update_factored(requests: list[Together]) -> None:
     rows: list[kernels.FactoredRow] = []
     updated = []
     for request in requests:
         bucket, (mean, factors, _, flags, _) = request.bucket, request.args
-        present = [i for i, is_present in enumerate(flags) if is_present]
         state, weights, grads = bucket.state, contiguous_weights(bucket), flatten(bucket.grads())
-        products = factors.factored(mean, present)
-        rows += [
-            kernels.FactoredRow(
-                own.rows,
-                own.columns,
-                own.R.shape[1],
+        for own in factors.factored(mean, _numbers_of(flags)):
+            i, shape = own.i, (own.rows, own.columns, own.R.shape[1])
+            moments = state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
+            row = kernels.FactoredRow(
+                *shape,
                 own.R,
                 *own.R.stride(),
                 own.p,
                 own.own,
-                weights[own.i],
-                state["exp_avg"][own.i],
-                state["exp_avg_sq"][own.i],
-                state["step"][own.i],
-                state["residual"][own.i],
+                weights[i],
+                *moments,
+                state["residual"][i],
                 own.dropped,
-                grads[own.i],
-                published_parameter(bucket, own.i),
+                grads[i],
+                published_parameter(bucket, i),
             )
-            for own in products
-        ]
-        updated.append((bucket, weights, [own.i for own in products]))
+            rows.append(row)
+            updated.append((bucket, i, weights[i]))
     if not rows:
         return
     h, factors, factor = requests[0].bucket.group, requests[0].args[1], requests[0].args[4]
@@ -344,42 +301,36 @@ def _launch_factored(requests: list[Together]) -> None:
         of_sent=share,
         of_grad=share * factors.clipped,
     )
-    for bucket, weights, tensors in updated:
-        copy_back(bucket, weights, [i in tensors for i in range(len(weights))])
+    for bucket, i, weight in updated:
+        copy_back(bucket, i, weight)
 
 
-def _launch_whole(requests: list[Together]) -> None:
+def _update_whole(requests: list[Together]) -> None:
     rows: list[kernels.AdamWRow] = []
     updated = []
     for request in requests:
         bucket, (mean, factors, _, flags, factor) = request.bucket, request.args
-        tensors = factors.whole([i for i, is_present in enumerate(flags) if is_present])
+        tensors = factors.whole(_numbers_of(flags))
         state, weights = bucket.state, contiguous_weights(bucket)
         if factor != 1 and tensors:
             torch._foreach_mul_([mean.parts[i] for i in tensors], factor)
-        rows += [
-            kernels.AdamWRow(
-                bucket.lengths[i],
-                None,
-                mean.parts[i],
-                weights[i],
-                state["exp_avg"][i],
-                state["exp_avg_sq"][i],
-                state["step"][i],
-                1,
-                public=published_parameter(bucket, i),
-            )
-            for i in tensors
-        ]
-        updated.append((bucket, weights, tensors))
+        for i in tensors:
+            moments = state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
+            public = published_parameter(bucket, i)
+            row = (bucket.lengths[i], None, mean.parts[i], weights[i], *moments, 1)
+            rows.append(kernels.AdamWRow(*row, public=public))
+            updated.append((request, i, weights[i]))
     if not rows:
         return
     h, device = requests[0].bucket.group, rows[0].w.device
     blocks = kernels.make_blocks(tuple(row.n for row in rows), device)
     hyper = {name: h[name] for name in HYPER}
     kernels.adamw(blocks, blocks.firsts, rows, lr=float(h["lr"]), **hyper)
-    for (bucket, weights, tensors), request in zip(updated, requests, strict=True):
-        copy_back(bucket, weights, [i in tensors for i in range(len(weights))])
+    for request, i, weight in updated:
         mean, factors, _, _, factor = request.args
-        for i in tensors:
-            factors.feed_back(i, mean, factor)
+        copy_back(request.bucket, i, weight)
+        factors.feed_back(i, mean, factor)
+
+
+def _numbers_of(flags: list[bool]) -> list[int]:
+    return [i for i, is_set in enumerate(flags) if is_set]
