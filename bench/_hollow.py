@@ -25,11 +25,11 @@ from torch.optim import optimizer as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import compopt._engine.stepping as stepping
 from device_calls import COPIES, aten, bytes_of, launches, moves, place, waits
 
 import compopt._engine.base as base
 import compopt._engine.decision as decision
+import compopt._engine.step as step
 import compopt._ops.backends as backends
 from compopt._engine.exchange import Exchange
 from compopt._engine.session import Session
@@ -346,7 +346,7 @@ def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
             (Tensor, "data_ptr", _data_ptr if addresses else data_ptr),
             (torchs, "_get_fused_kernels_supported_devices", lambda: [DEVICE.type]),
             (base, "check_tensors", lambda group: None),  # which refuses tensors without memory
-            (stepping, "verify_peers", _greet),
+            (step, "verify_peers", _greet),
             (decision, "read_numbers", _read_numbers),
             (triton.JITFunction, "run", run_kernel),
             (backends, "has_triton_driver", lambda: True),
