@@ -78,6 +78,24 @@ def test_rows_out_of_the_ordinary():
     assert wide[1].isnan().all(), "beyond float32 it is not finite"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_whose_scale_is_too_small_becomes_zeros(dtype):
+    """Its values are normal numbers; the scale, a third of the largest, would not be one."""
+    x = torch.zeros(2, ROW, dtype=dtype)
+    x[0, :2], x[1, :2] = 2 * torch.finfo(torch.float32).tiny, 4 * torch.finfo(torch.float32).tiny
+    x[:, 1] *= -1
+    got, _, dropped = rounded(x)
+    assert not got[0].any() and torch.equal(dropped[0], x[0])
+    assert got[1].any() and not torch.equal(dropped[1], x[1])
+
+
+def test_zeros_have_the_level_of_their_sign():
+    x = torch.tensor([[5.0, -5.0, 0.0, -0.0] * (ROW // 4)])
+    got, codes, dropped = rounded(x)
+    assert codes.view(-1, 4).unique(dim=0).tolist() == [[3, -3, 1, -1]]
+    assert got[0, 2] == -got[0, 3] > 0 and torch.equal(dropped, x - got)
+
+
 @every_length
 def test_four_codes_lie_in_a_byte(n):
     codes = 2 * torch.randint(-2, 2, (n,), dtype=torch.int8, generator=torch.Generator().manual_seed(n)) + 1

@@ -136,6 +136,16 @@ def test_the_mean_and_what_was_dropped_are_what_was_sent(ranks, dtype, bits):
     assert 0 < lost.abs().max() < 12.7 / 2 ** (bits - 1)
 
 
+def test_words_travel_in_float32_and_are_averaged_in_the_payloads_dtype():
+    sent = payloads(3, [256], torch.float64)
+    said = torch.tensor([[1.0, 0.1], [0.0, 0.1], [0.0, 1e8]], dtype=torch.float64)
+    for payload, words in zip(sent, said, strict=True):
+        payload.control.copy_(words)
+    answer(sent)
+    wanted = said.float().double().sum(0) / 3
+    assert all(torch.equal(payload.control, wanted) for payload in sent)
+
+
 @of_bits
 def test_bytes(bits):
     (payload,) = payloads(1, [100_000, 301], bits=bits)
