@@ -22,8 +22,7 @@ from compopt._engine import peers
 from compopt._state.bits import bits_of, set_bits_
 from compopt._state.buckets import Bucket
 from compopt._state.mask_shards import encode_mask, shard_mask
-from compopt._wire.comm import Comm
-from compopt._wire.pending import Pending
+from compopt._wire.collectives import Communicator, PendingCollective
 from compopt._wire.requests import Agree, AllGather, AllReduceMean, BitOr, Broadcast, Commit, ReduceScatterMean, Request
 
 KINDS = {AllReduceMean: "payload", ReduceScatterMean: "payload", Broadcast: "masks", BitOr: "masks"}
@@ -50,7 +49,7 @@ def fleet(ranks: int, left_by_others: float = 0.0) -> Iterator[Fleet]:
         dist.destroy_process_group()
 
 
-class Fleet(Comm):
+class Fleet(Communicator):
     """All ranks of a fake group. Give it to an optimizer as ``process_group``, then call ``follow(optimizer)``.
 
     ``handed``, ``sent`` and ``received`` count bytes since ``reset``, by kind: payload, header (marks of presence and
@@ -86,7 +85,7 @@ class Fleet(Comm):
 
         optimizer._session.algorithm = noted
 
-    def start(self, request: Request) -> Pending:
+    def start(self, request: Request) -> PendingCollective:
         bucket, self.bucket = self.bucket, None
         mask = isinstance(request, AllGather) and request.tensor.dtype == torch.uint8
         self.kind = KINDS.get(type(request), "masks" if mask else "gathered")
@@ -97,7 +96,7 @@ class Fleet(Comm):
             others = _random_bits(request.tensor.numel(), self.left_by_others)
             request.tensor.bitwise_or_(others.to(request.tensor.device))
         if mask and bucket and self.size > 1:
-            return Pending(pending.what, None, lambda: self._with_masks(pending.wait(), bucket))
+            return PendingCollective(pending.description, None, lambda: self._with_masks(pending.wait(), bucket))
         return pending
 
     def counted(self, collective: Callable) -> Callable:

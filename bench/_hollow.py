@@ -35,7 +35,7 @@ from compopt._engine.exchange import Exchange
 from compopt._engine.session import Session
 from compopt._engine.turns import Turns
 from compopt._ops.triton import tables as triton_tables
-from compopt._wire.comm import Comm
+from compopt._wire.collectives import Communicator
 
 DEVICE = torch.device("meta")
 
@@ -339,7 +339,7 @@ def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for target, name, new in [
             (torch, "get_device_module", lambda device=None: Module),
-            (Comm, "backend_of", lambda comm, device: "nccl"),
+            (Communicator, "get_backend", lambda comm, device: "nccl"),
             (Tensor, "pin_memory", _pin),
             (Tensor, "tolist", _to_list),
             (Tensor, "__float__", _number),

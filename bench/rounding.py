@@ -24,10 +24,9 @@ from torch import Tensor
 
 from compopt._ops.native import build
 from compopt._ops.native.quantization import NativeMean
-from compopt._wire.quantise import LARGEST, ROW, code_bytes, pack, quantise
-from compopt._wire.quantised_mean import QuantisedMean
-from compopt._wire.requests import Payload
-from compopt._wire.scratch import Scratch
+from compopt._wire.payload import ROW, Payload, Scratch, packed_bytes
+from compopt._wire.quantization import LARGEST, pack_int4, quantize_rows
+from compopt._wire.quantized_mean import QuantizedMean
 
 FILE = Path(__file__).parent / "results" / "rounding.csv"
 ROWS = (16, 32, 64, 128, 256, 512, 4096)
@@ -84,26 +83,26 @@ def works(bits: int) -> list[Callable[[], None]]:
     scratch = Scratch()
     x = torch.randn(N // ROW, ROW)
     codes, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
-    out = torch.empty(code_bytes(N, bits), dtype=torch.int8)
+    out = torch.empty(packed_bytes(N, bits), dtype=torch.int8)
 
     def rounding() -> None:
-        quantise(x, codes, scales, dropped, (1,), scratch, bits)
+        quantize_rows(x, (), codes, scales, dropped, (1,), scratch, bits)
         if bits == 8:
             out.copy_(codes.view(-1))
         else:
-            pack(codes.view(-1), out)
+            pack_int4(codes.view(-1), out)
 
     flat = torch.cat([torch.ones(5), x.view(-1)])
     payload = Payload(flat, 3, 2, [N], (1,), dropped.view(-1), scratch, bits)
 
-    def mean(make: Callable[[Payload, int, int], QuantisedMean]) -> None:
-        job = make(payload, 0, 2)
-        received = job.first()
-        mine = job.second(received)
-        job.finish(torch.stack([mine, mine]))
+    def mean(make: Callable[[Payload, int, int], QuantizedMean]) -> None:
+        part = make(payload, 0, 2)
+        received = part.encode_for_owners()
+        mine = part.average_own_chunk(received)
+        part.decode_mean(torch.stack([mine, mine]))
 
     passes = functools.partial(NativeMean, build.load())
-    return [rounding, functools.partial(mean, QuantisedMean), functools.partial(mean, passes)]
+    return [rounding, functools.partial(mean, QuantizedMean), functools.partial(mean, passes)]
 
 
 def main() -> None:

@@ -27,11 +27,12 @@ from ._ops.updates import count_steps
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._state.masks import Mask
-from ._wire.comm import ProcessGroup
-from ._wire.requests import Agree, AllReduceMean, Asking, Payload
+from ._wire.collectives import ProcessGroup
+from ._wire.payload import Payload
+from ._wire.requests import Agree, AllReduceMean, RequestGenerator
 
 
-def adams(bucket: Bucket, ops: Ops) -> Asking[None]:
+def adams(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Equation 2, one bucket, one step."""
     sent = ops.encode(bucket, bucket.grads(), Mask(bucket), negate=bucket.group["maximize"])
     mean = yield AllReduceMean(sent)
@@ -114,5 +115,5 @@ class AdamS(CompressedOptimizer):
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {"exp_avg": Dense(dtype)}
 
-    def algorithm(self, bucket: Bucket) -> Asking[None]:
+    def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         return adams(bucket, self.ops)

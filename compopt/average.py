@@ -27,12 +27,12 @@ from ._ops.operations import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._state.masks import Mask
-from ._wire.comm import ProcessGroup
-from ._wire.dtypes import PayloadDtype
-from ._wire.requests import Agree, AllReduceMean, Asking
+from ._wire.collectives import ProcessGroup
+from ._wire.payload import PayloadDtype
+from ._wire.requests import Agree, AllReduceMean, RequestGenerator
 
 
-def average(bucket: Bucket, ops: Ops, update: Update) -> Asking[None]:
+def average(bucket: Bucket, ops: Ops, update: Update) -> RequestGenerator[None]:
     """Lines 1 to 5, one bucket, one step; ``update`` takes G."""
     rounds = bucket.rounds
     residual: list[Tensor | None] = [*bucket.state["residual"]]
@@ -117,7 +117,7 @@ class Average(Wrapper):
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {"residual": Dense(dtype)}
 
-    def algorithm(self, bucket: Bucket) -> Asking[None]:
+    def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         return average(bucket, self.ops, self._update)
 
 

@@ -65,11 +65,9 @@ from ._ops.norms import clip_factor, scale_all_
 from ._state.buckets import Bucket, local
 from ._state.devices import HOST
 from ._state.layouts import Dense, Layout, Prefix
-from ._wire.comm import Comm, ProcessGroup
-from ._wire.dtypes import PayloadDtype
-from ._wire.meshes import copies_of
-from ._wire.pending import Pending
-from ._wire.requests import Asking, CommunicationError
+from ._wire.collectives import Communicator, PendingCollective, ProcessGroup, count_copies
+from ._wire.payload import PayloadDtype
+from ._wire.requests import CommunicationError, RequestGenerator
 from ._wire.warning import warn
 from .average import average, outer_sgd
 
@@ -188,7 +186,7 @@ class LocalSteps(Wrapper):
 
     # The averaged start
 
-    def algorithm(self, bucket: Bucket) -> Asking[None]:
+    def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         return average(bucket, self.ops, self._update)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
@@ -217,7 +215,7 @@ class LocalSteps(Wrapper):
 
     # A step
 
-    def step_in_turns(self) -> Generator[Pending, None, None]:
+    def step_in_turns(self) -> Generator[PendingCollective, None, None]:
         if self.averages_gradients:
             yield from super().step_in_turns()
             return
@@ -265,7 +263,7 @@ class LocalSteps(Wrapper):
             self._cancel_exchange()
             self._anchors, h["begun"] = None, h["step"] + 1  # a round begins after this step
             return
-        if self.offload and not session.comm.carries(HOST):
+        if self.offload and not session.comm.can_exchange(HOST):
             raise ValueError(
                 "offload='outer' exchanges tensors in host memory, and the process group has no "
                 "backend for those: init_process_group('cpu:gloo,cuda:nccl'), or without a "
@@ -285,7 +283,7 @@ class LocalSteps(Wrapper):
         outer, comm = anchors.outer, self._session.comm
         outer.simulate = self.simulate
         if h["delay"]:  # what runs beside training has a process group of its own
-            comm = comm.apart()
+            comm = comm.with_own_group()
         if outer._session.group is not comm and not self._session.is_single_process:
             outer._session.connect_to(comm)
             self._bytes_sent = comm.bytes_sent
@@ -330,10 +328,10 @@ class LocalSteps(Wrapper):
 
     def _gradient_norm(self, grads: dict[Tensor, Tensor]) -> Turns[float]:
         """The norm over all shards of the replica; NaN where a GradScaler has found an inf."""
-        shards = self._session.shard_comms
+        shards = self._session.make_shard_communicators
         by_copies: dict[int, list[Tensor]] = {}
         for p, g in grads.items():
-            by_copies.setdefault(copies_of(p, shards), []).append(g)
+            by_copies.setdefault(count_copies(p, shards), []).append(g)
         norms = {n: float(torch.nn.utils.get_total_norm(gs)) for n, gs in by_copies.items()}
         squared = sum(norm**2 / copies for copies, norm in norms.items())
         if getattr(self, "found_inf", None):
@@ -375,7 +373,9 @@ class LocalSteps(Wrapper):
         fragments, session = self._due, self._session
         try:
             squared = anchors.set_pseudo_gradients(fragments)  # line 2
-            (squared,) = yield from sum_over(session.shard_comms, [squared], session.device)
+            (squared,) = yield from sum_over(
+                session.make_shard_communicators, [squared], session.device
+            )
         except BaseException:
             anchors.cancel(fragments)
             raise
@@ -414,7 +414,9 @@ class LocalSteps(Wrapper):
         try:
             outcome = yield from exchange.turns.finish()
             apart = [outcome.squared, outcome.product]
-            own, product = yield from sum_over(session.shard_comms, apart, session.device)
+            own, product = yield from sum_over(
+                session.make_shard_communicators, apart, session.device
+            )
             with defer_signals():
                 is_applied = self._apply(exchange, outcome.decision)
         except BaseException as error:
@@ -479,7 +481,7 @@ class LocalSteps(Wrapper):
         for _ in self.end_round_in_turns():
             pass
 
-    def end_round_in_turns(self) -> Generator[Pending, None, None]:
+    def end_round_in_turns(self) -> Generator[PendingCollective, None, None]:
         h, anchors, last, is_applied = self._options, self._anchors, self._session.stats, False
         if anchors is None:
             return
@@ -552,8 +554,8 @@ class LocalSteps(Wrapper):
 
     @torch.no_grad()
     def rebind_in_turns(
-        self, process_group: ProcessGroup | Comm | None = None
-    ) -> Generator[Pending, None, None]:
+        self, process_group: ProcessGroup | Communicator | None = None
+    ) -> Generator[PendingCollective, None, None]:
         session, is_new = self._session, self._anchors is None
         before = session.connection.size if session.connection else 0
         self._cancel_exchange()
@@ -606,7 +608,7 @@ class LocalSteps(Wrapper):
 
     # Checkpoints
 
-    def consolidate_in_turns(self) -> Generator[Pending, None, None]:
+    def consolidate_in_turns(self) -> Generator[PendingCollective, None, None]:
         """Beside residuals, what the inner optimizer keeps becomes its mean over ranks."""
         if self._exchange is not None:
             yield from self._exchange.turns.finish()
@@ -699,7 +701,7 @@ class LocalSteps(Wrapper):
         return {**super()._contents(), **outer}
 
     @torch.no_grad()
-    def _revive(self, contents: dict[str, Any], group: ProcessGroup | Comm | None) -> None:
+    def _revive(self, contents: dict[str, Any], group: ProcessGroup | Communicator | None) -> None:
         contents = dict(contents)
         saved = contents.pop("_outer_state")
         super()._revive(contents, group)

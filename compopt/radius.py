@@ -44,12 +44,12 @@ from ._ops.updates import count_steps, update_magnitudes
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Dense, Layout
 from ._state.masks import Mask, Tensors, selection_size, sizes_at_density
-from ._wire.comm import ProcessGroup
-from ._wire.dtypes import PayloadDtype
-from ._wire.requests import Agree, AllReduceMean, Asking, Broadcast, Payload
+from ._wire.collectives import ProcessGroup
+from ._wire.payload import Payload, PayloadDtype
+from ._wire.requests import Agree, AllReduceMean, Broadcast, RequestGenerator
 
 
-def radius(bucket: Bucket, ops: Ops) -> Asking[None]:
+def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
     phase, grads = phase_of(bucket), bucket.grads()  # lines 3, 7, 12
     mask = bucket.cache["mask"] if phase == "sparse" else Mask(bucket)
@@ -147,7 +147,9 @@ def note_residuals(bucket: Bucket, mean: Payload, phase: str) -> None:
     bucket.cache["owes"] = phase == "sparse" or (bucket.owes and not all(present))
 
 
-def broadcast_mask(bucket: Bucket, ops: Ops, mean: Payload, masks: list[Tensor]) -> Asking[None]:
+def broadcast_mask(
+    bucket: Bucket, ops: Ops, mean: Payload, masks: list[Tensor]
+) -> RequestGenerator[None]:
     """Make rank 0's new mask that of all ranks (line 22); the next step waits for it.
 
     A tensor without a gradient on any rank keeps its mask: its residual is 0 on that one, and not
@@ -300,7 +302,7 @@ class RadiusAdamW(CompressedOptimizer):
             "mask": Bits(compressed_only=True),
         }
 
-    def algorithm(self, bucket: Bucket) -> Asking[None]:
+    def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         return radius(bucket, self.ops)
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:

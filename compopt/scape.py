@@ -59,9 +59,9 @@ from ._sparse.scape_masks import (
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Dense, Layout, OnMask, Scalar, Sharded
 from ._state.masks import Mask, sizes_at_density
-from ._wire.comm import ProcessGroup
-from ._wire.dtypes import PayloadDtype, bits_of
-from ._wire.requests import Agree, AllGather, AllReduceMean, Asking, Payload
+from ._wire.collectives import ProcessGroup
+from ._wire.payload import Payload, PayloadDtype, quantized_bits
+from ._wire.requests import Agree, AllGather, AllReduceMean, RequestGenerator
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "mask_delay": (0, 1),
@@ -70,7 +70,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
-def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> Asking[None]:
+def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
     mask, shards = mask_to_send(bucket), next_mask_shards(bucket, ranks)
     h, grads = bucket.group, bucket.grads()
@@ -310,7 +310,7 @@ class ScapeAdamS(CompressedOptimizer):
             require(group[name] in choices, name, group[name], words)
         if self.sharded:
             require(
-                bits_of(group["payload_dtype"]) is None,
+                quantized_bits(group["payload_dtype"]) is None,
                 "payload_dtype",
                 group["payload_dtype"],
                 "None or a floating-point dtype where state is sharded",
@@ -355,7 +355,7 @@ class ScapeAdamS(CompressedOptimizer):
             bucket.flat["threshold"].zero_()
             add_common_residual(bucket)
 
-    def algorithm(self, bucket: Bucket) -> Asking[None]:
+    def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.sharded:
             return sharded_scape(bucket, self.ops)
         return scape(bucket, self.ops, self.comm.rank, self.comm.size)

@@ -50,16 +50,16 @@ from ._ops.operations import Ops
 from ._ops.updates import count_steps
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
-from ._wire.comm import ProcessGroup
-from ._wire.dtypes import PayloadDtype
-from ._wire.requests import Agree, AllReduceMean, Asking, Payload
+from ._wire.collectives import ProcessGroup
+from ._wire.payload import Payload, PayloadDtype
+from ._wire.requests import Agree, AllReduceMean, RequestGenerator
 
 
 def separate(
     bucket: Bucket,
     projections: Projections,
     update: Update,
-) -> Asking[None]:
+) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step; ``update`` takes the averaged gradients."""
     yield from projections.track()
     projections.draw()
@@ -248,7 +248,7 @@ class SeparateAdam(Projecting):
             **super().state_specs(dtype),
         }
 
-    def algorithm(self, bucket: Bucket) -> Asking[None]:
+    def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         update = AdamW(self.ops)
         if self.inside is not None:
             return applied(bucket, self.ops, self.inside, update, self.scales(bucket))
@@ -325,7 +325,7 @@ class Separate(Wrapper, Projecting):
         check_said(group, self._wrapper_defaults)
         return super()._options_for(group)
 
-    def algorithm(self, bucket: Bucket) -> Asking[None]:
+    def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.inside is not None:
             return applied(bucket, self.ops, self.inside, self._update, self.scales(bucket))
         return separate(bucket, self.projections(bucket), self._update)

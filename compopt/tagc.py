@@ -57,15 +57,15 @@ from ._sparse.union import union_of
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Sharded, Unsharded
 from ._state.masks import sizes_at_density
-from ._wire.comm import ProcessGroup
-from ._wire.dtypes import PayloadDtype, bits_of, bytes_of_value
-from ._wire.requests import Agree, Asking, BitOr, Commit, ReduceScatterMean
+from ._wire.collectives import ProcessGroup
+from ._wire.payload import PayloadDtype, bytes_per_value, quantized_bits
+from ._wire.requests import Agree, BitOr, Commit, ReduceScatterMean, RequestGenerator
 
 
 def tagc(
     bucket: Bucket,
     ops: Ops,
-) -> Asking[None]:
+) -> RequestGenerator[None]:
     """Algorithm 1, all shards of one bucket, one step."""
     max_norm = bucket.group["max_grad_norm"]
     sent = Rows(bucket, ops)
@@ -212,7 +212,7 @@ class TagcAdamW(CompressedOptimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         check_adam(group)
         check_compression(group)
-        if bits_of(group["payload_dtype"]):
+        if quantized_bits(group["payload_dtype"]):
             raise ValueError(
                 f"payload_dtype={group['payload_dtype']!r} is not for TagcAdamW: its payload must "
                 "be exact; use 'bfloat16'."
@@ -270,7 +270,7 @@ class TagcAdamW(CompressedOptimizer):
             specs["update_residual"] = Sharded(dtype, optional=True)
         return specs
 
-    def algorithm(self, bucket: Bucket) -> Asking[None]:
+    def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.inside is not None:
             return applied(bucket, self.ops, self.inside, AdamW(self.ops))
         return tagc(bucket, self.ops)
@@ -281,8 +281,8 @@ class TagcAdamW(CompressedOptimizer):
         compressed = sum(bucket.compressed_lengths)
         back = bucket.numel / ranks if self.sharded else 0.0  # else FSDP gathers them
         if rounded := bucket.group["update_dtype"]:
-            payload = bytes_of_value(bucket.group["payload_dtype"], bucket.grad_dtype)
-            back *= bytes_of_value(rounded, bucket.grad_dtype) / payload
+            payload = bytes_per_value(bucket.group["payload_dtype"], bucket.grad_dtype)
+            back *= bytes_per_value(rounded, bucket.grad_dtype) / payload
         return sum(sizes_at_density(bucket, union)) + compressed / 32 + back
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:

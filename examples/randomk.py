@@ -26,12 +26,12 @@ from compopt._ops.operations import Ops
 from compopt._state.buckets import Bucket
 from compopt._state.layouts import Dense, Layout
 from compopt._state.masks import Mask, selection_size
-from compopt._wire.comm import ProcessGroup
-from compopt._wire.dtypes import PayloadDtype
-from compopt._wire.requests import Agree, AllReduceMean, Asking
+from compopt._wire.collectives import ProcessGroup
+from compopt._wire.payload import PayloadDtype
+from compopt._wire.requests import Agree, AllReduceMean, RequestGenerator
 
 
-def randomk(bucket: Bucket, ops: Ops) -> Asking[None]:
+def randomk(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Lines 1 to 6, one bucket, one step."""
     h, state, grads = bucket.group, bucket.state, bucket.grads()
     t = h["step"] + 1
@@ -108,7 +108,7 @@ class RandomK(CompressedOptimizer):
         residual = Dense(dtype, compressed_only=True)
         return {"exp_avg": Dense(dtype), "exp_avg_sq": Dense(dtype), "residual": residual}
 
-    def algorithm(self, bucket: Bucket) -> Asking[None]:
+    def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         return randomk(bucket, self.ops)
 
 

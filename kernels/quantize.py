@@ -1,7 +1,7 @@
 """int8 and int4 payloads: rounding into messages, the mean of all ranks' messages, and back.
 
-References: ``quantise``, ``dequantise``, ``pack``, ``unpack`` of ``compopt/_wire/quantise.py``,
-between which ``quantised_mean.QuantisedMean`` moves rows. The bits are the same, except where the
+References: ``quantize``, ``dequantize``, ``pack``, ``unpack`` of ``compopt/_wire/quantization.py``,
+between which ``quantized_mean.QuantizedMean`` moves rows. The bits are the same, except where the
 reference adds ranks * x in one rounding.
 """
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compopt._lowrank.options import forgets
 from compopt._ops.norms import clip_factor
-from compopt._wire.dtypes import name_of
+from compopt._wire.payload import dtype_name
 
 Optimizers = list[torch.optim.Optimizer]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}  # of what ``Ledger.check`` returns
@@ -96,7 +96,7 @@ class Ledger:
         adams = [group for group in first.param_groups for _ in group["params"]]
         after = zip(everywhere(first), moments(optimizers), owed(optimizers), strict=True)
         for n, (p, m, r) in enumerate(after):
-            rounds = bool(groups[n].get("payload_dtype")) and groups[n]["payload_dtype"] != name_of(p.dtype)
+            rounds = bool(groups[n].get("payload_dtype")) and groups[n]["payload_dtype"] != dtype_name(p.dtype)
             if p.numel() and ("residual" in first.state[p] or not rounds):
                 left, right = self._sides(n, groups[n], adams[n], m, r, rounds)
                 sizes = [float(x.abs().max()) for x in (self.m[n], self.r[n], m, r, left, right)]

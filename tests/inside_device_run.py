@@ -24,7 +24,7 @@ from compopt._engine.inside import Held
 from compopt._ops.operations import Ops
 from compopt._sharded.inside import averaged
 from compopt._sharded.parcels import Parcel
-from compopt._wire.requests import BitOr, Read, ReduceScatterMean, mean_of_rows
+from compopt._wire.requests import BitOr, ReadToHost, ReduceScatterMean, average_rows
 
 SHAPES = [(96, 70), (33,), (130, 65)]  # the second is sent as it is
 CASES: dict[str, dict[str, Any]] = {
@@ -49,12 +49,12 @@ def exchange(flows: list[Generator[Any, Any, None]]) -> None:
         match asked[0]:
             case BitOr():
                 answers = [asked[0].tensor | asked[1].tensor] * RANKS
-            case Read():
+            case ReadToHost():
                 reads.update(read=RANKS)
                 answers = [one.tensor.tolist() for one in asked]
             case ReduceScatterMean():
                 cut = [one.tensor.split(one.sizes) for one in asked]
-                answers = [mean_of_rows(torch.stack([own[rank] for own in cut])) for rank in range(RANKS)]
+                answers = [average_rows(torch.stack([own[rank] for own in cut])) for rank in range(RANKS)]
         asked = [request for flow, answer in zip(flows, answers, strict=True) if (request := sent(flow, answer))]
 
 

@@ -11,19 +11,19 @@ from collections.abc import Callable, Generator, Iterator
 import torch
 from torch import Tensor, nn
 
-from compopt._wire.comm import Comm
-from compopt._wire.quantised_mean import job_of
+from compopt._wire.collectives import Communicator
+from compopt._wire.payload import Payload
+from compopt._wire.quantized_mean import make_quantized_mean
 from compopt._wire.requests import (
     AllGather,
     AllReduceMean,
     BitOr,
     Broadcast,
     CommunicationError,
-    Payload,
     ReduceScatterMean,
     Request,
-    bytes_of,
-    mean_of_rows,
+    average_rows,
+    count_bytes,
 )
 
 
@@ -36,11 +36,11 @@ class SimPending:
 
     in_turns = True  # ranks run one after the other here: none may wait for another in its backward
 
-    def __init__(self, world: World, number: int, rank: int, more: bool):
-        self.world, self.number, self.rank, self.more = world, number, rank, more
+    def __init__(self, world: World, number: int, rank: int, has_next: bool):
+        self.world, self.number, self.rank, self.has_next = world, number, rank, has_next
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return self.number in self.world.answers
 
     def forget(self) -> None:
@@ -52,7 +52,7 @@ class SimPending:
     def wait(self) -> object:
         if (self.rank, self.number) in self.world.failing or self.number in self.world.failing_everywhere:
             raise CommunicationError(f"collective {self.number} was made to fail")
-        if not self.ready:
+        if not self.is_ready:
             raise Deadlock(
                 f"rank {self.rank} waits for collective {self.number}; "
                 f"ranks that started it: {sorted(self.world.asked.get(self.number, {}))}"
@@ -60,7 +60,7 @@ class SimPending:
         return self.world.answers[self.number][self.rank]
 
 
-class SimComm(Comm):
+class SimCommunicator(Communicator):
     """One rank's view of the world; what an optimizer takes as ``process_group``."""
 
     def __init__(self, world: World, rank: int):
@@ -69,17 +69,19 @@ class SimComm(Comm):
         self.unfinished: set[str] = set()
 
     def start(self, request: Request) -> SimPending:
-        self.bytes_sent += bytes_of(request)
+        self.bytes_sent += count_bytes(request)
         number, self.started = self.started, self.started + 1
         self.world.ask(number, self.rank, request)
-        return SimPending(self.world, number, self.rank, isinstance(request, BitOr) or getattr(request, "more", False))
+        return SimPending(
+            self.world, number, self.rank, isinstance(request, BitOr) or getattr(request, "has_next", False)
+        )
 
-    def apart(self) -> SimComm:
+    def with_own_group(self) -> SimCommunicator:
         """On a world beside this one, whose collectives have numbers of their own."""
         self.world.beside = self.world.beside or World(self.size)
         return self.world.beside.comms[self.rank]
 
-    def __deepcopy__(self, memo: dict) -> SimComm:
+    def __deepcopy__(self, memo: dict) -> SimCommunicator:
         return self
 
 
@@ -88,7 +90,7 @@ class World:
 
     def __init__(self, size: int):
         self.size = size
-        self.comms = [SimComm(self, rank) for rank in range(size)]
+        self.comms = [SimCommunicator(self, rank) for rank in range(size)]
         self.asked: dict[int, dict[int, Request]] = {}
         self.answers: dict[int, list[object]] = {}
         self.failing: set[tuple[int, int]] = set()
@@ -112,7 +114,7 @@ class World:
         if self.record:
             self.log.append((type(requests[0]).__name__, [r.tensor.clone() for r in requests]))
         if isinstance(requests[0], AllReduceMean) and getattr(requests[0].message, "seed", None):
-            return self._quantised([r.message for r in requests])
+            return self._quantized([r.message for r in requests])
         stacked = torch.stack([r.tensor for r in requests])
         match requests[0]:
             case AllReduceMean():
@@ -127,7 +129,7 @@ class World:
                     r.tensor.copy_(stacked[source])
                 return [r.tensor for r in requests]
             case ReduceScatterMean(_, sizes):
-                return [mean_of_rows(rows) for rows in stacked.split(sizes, dim=1)]
+                return [average_rows(rows) for rows in stacked.split(sizes, dim=1)]
             case BitOr():
                 union = functools.reduce(torch.bitwise_or, stacked.unbind())
                 for r in requests:
@@ -135,16 +137,16 @@ class World:
                 return [r.tensor for r in requests]
         raise AssertionError(f"unknown request {requests[0]}")
 
-    def _quantised(self, payloads: list[Payload]) -> list[object]:
+    def _quantized(self, payloads: list[Payload]) -> list[object]:
         """As real ranks do it, the messages handed over directly."""
-        jobs = [job_of(payload, rank, self.size) for rank, payload in enumerate(payloads)]
+        means = [make_quantized_mean(payload, rank, self.size) for rank, payload in enumerate(payloads)]
         if self.size == 1:
-            jobs[0].alone()
+            means[0].round_payload()
             return payloads
-        sent = torch.stack([job.first() for job in jobs])
-        gathered = torch.stack([job.second(sent[:, rank]) for rank, job in enumerate(jobs)])
-        for job in jobs:
-            job.finish(gathered)
+        sent = torch.stack([mean.encode_for_owners() for mean in means])
+        gathered = torch.stack([mean.average_own_chunk(sent[:, rank]) for rank, mean in enumerate(means)])
+        for mean in means:
+            mean.decode_mean(gathered)
         return payloads
 
     def step(self, optimizers: list) -> None:
@@ -162,7 +164,7 @@ class World:
         while waiting:
             moved = False
             for rank, pending in list(waiting.items()):
-                if pending is not None and not pending.ready and not self._fails(pending):
+                if pending is not None and not pending.is_ready and not self._fails(pending):
                     continue
                 moved = True
                 try:

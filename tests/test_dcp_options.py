@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._pytree import tree_flatten
 
 import compopt
-from compopt._wire.dtypes import BITS
+from compopt._wire.payload import QUANTIZED_BITS
 
 OPTIONS = {
     "none": {},
@@ -31,7 +31,7 @@ OPTIONS = {
     "flat": dict(flatten_optimizer_state_dict=True),
     "flat, offload": dict(flatten_optimizer_state_dict=True, cpu_offload=True),
 }  # flat and full together torch 2.13 cannot load, of its own AdamW either
-DTYPES = [None, torch.int8, torch.bfloat16, "float16", "float32", *({"int4"} & BITS.keys())]
+DTYPES = [None, torch.int8, torch.bfloat16, "float16", "float32", *({"int4"} & QUANTIZED_BITS.keys())]
 
 
 def around(base):

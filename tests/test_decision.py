@@ -15,7 +15,7 @@ from compopt._engine.decision import StepDecision, combine_decisions
 from compopt._engine.staleness import StalenessCheck
 from compopt._state import buckets as _buckets
 from compopt._state.buckets import Bucket
-from compopt._wire.control import bits, differ, place_bits
+from compopt._wire.payload import bits_differ, encode_bits, encode_position
 
 
 @pytest.fixture
@@ -208,9 +208,9 @@ def mean(*words: list[float]) -> list[float]:
 def test_numbers_that_differ_in_any_bit_are_told_apart():
     for a in range(8):
         for b in range(8):
-            assert differ(mean(bits(a, 3), bits(b, 3))) == (a != b)
-    places = [place_bits(index, step) for index in range(4) for step in range(4)]
+            assert bits_differ(mean(encode_bits(a, 3), encode_bits(b, 3))) == (a != b)
+    places = [encode_position(index, step) for index in range(4) for step in range(4)]
     for a in places:
         for b in places:
-            assert differ(mean(a, b)) == (a != b)
+            assert bits_differ(mean(a, b)) == (a != b)
     assert len(set(map(tuple, places))) == 16

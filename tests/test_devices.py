@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from compopt._ops import backends
 from compopt._state import devices, offload
-from compopt._wire.comm import Comm
+from compopt._wire.collectives import Communicator
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -28,12 +28,12 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 )
 def test_what_a_group_can_do_follows_from_the_backend_of_the_tensors_device(monkeypatch, said, device, backend):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: said)
-    comm, device = Comm(alone=True), torch.device(device)
-    assert comm.backend_of(device) == backend
-    assert comm.has_or(device) == (backend in ("gloo", "mpi"))
-    assert not comm.can_look_up(device)  # without a store
+    comm, device = Communicator(single_process=True), torch.device(device)
+    assert comm.get_backend(device) == backend
+    assert comm.has_bitwise_or(device) == (backend in ("gloo", "mpi"))
+    assert not comm.can_poll_store(device)  # without a store
     comm.store = object()
-    assert comm.can_look_up(device) == (backend == "gloo")
+    assert comm.can_poll_store(device) == (backend == "gloo")
 
 
 def test_the_cpu_and_tensors_without_numbers_are_no_accelerators():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from watched import FEW, noise, watch
 
-from compopt._wire.comm import Comm
+from compopt._wire.collectives import Communicator
 from compopt.planning.candidates import CANDIDATES, Candidate, CandidateRuns, adam_options
 from compopt.planning.diagnosis import weighted_mean
 from compopt.planning.gradient_statistics import (
@@ -104,7 +104,7 @@ def test_two_batches_stand_for_two_ranks():
     a[0, 0], b[0, 0], b[0, 1] = 1.0, 0.6, 0.8  # of length 1, at a cosine of 0.6
     for step in range(6):
         meter.record_step([meter.subsample(0, (a, b)[step % 2])])
-    ((cosine, ratio),) = meter.compute(Comm(alone=True), CPU)
+    ((cosine, ratio),) = meter.compute(Communicator(single_process=True), CPU)
     assert cosine == pytest.approx(0.6) and ratio == pytest.approx(1 / math.sqrt(0.8))
 
 

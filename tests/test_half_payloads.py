@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import conformance
 import pytest
-import test_quantised as quantised
+import test_quantized as quantized
 import torch
 from sim import Ranks
 from table import CASES, projecting
@@ -35,14 +35,14 @@ def at_half(monkeypatch):
 @BACKENDS
 def test_radius_conserves(dtype, backend, at_half, monkeypatch):
     at_half(backend, dtype)
-    quantised.test_radius_conserves_what_rounding_drops(1, backend, monkeypatch, "int8")
+    quantized.test_radius_conserves_what_rounding_drops(1, backend, monkeypatch, "int8")
 
 
 @HALVES
 @BACKENDS
 def test_scape_conserves(dtype, backend, at_half):
     at_half(backend, dtype)
-    quantised.test_scape_conserves_what_rounding_drops(1, "int8")
+    quantized.test_scape_conserves_what_rounding_drops(1, "int8")
 
 
 @HALVES
@@ -57,20 +57,20 @@ def test_sharded_scape_conserves(delay, size, dtype, backend, monkeypatch):
     )
 
     def owed() -> list[torch.Tensor]:
-        own = quantised.mean_of(ranks, lambda rank: [ranks.optimizers[rank].state[p]["residual"].double().view(-1)
-                                                for p in quantised.matrices(ranks.models[rank])])  # fmt: skip
+        own = quantized.mean_of(ranks, lambda rank: [ranks.optimizers[rank].state[p]["residual"].double().view(-1)
+                                                for p in quantized.matrices(ranks.models[rank])])  # fmt: skip
         return [a + c for a, c in zip(own, shared("common"), strict=True)]
 
     def shared(name: str) -> list[torch.Tensor]:
         return [
-            torch.cat([o.state[quantised.matrices(model)[i]][name].double() for _, model, o in ranks]) for i in range(2)
+            torch.cat([o.state[quantized.matrices(model)[i]][name].double() for _, model, o in ranks]) for i in range(2)
         ]
 
     for _ in range(7):
         before, m = owed(), shared("exp_avg")
-        gradient = [g.view(-1) for g in quantised.one_step(ranks)]
+        gradient = [g.view(-1) for g in quantized.one_step(ranks)]
         came = [0.9 * a + 0.1 * g + e for a, g, e in zip(m, gradient, before, strict=True)]
-        quantised.assert_conserved(came, shared("exp_avg"), owed())
+        quantized.assert_conserved(came, shared("exp_avg"), owed())
     assert ranks.optimizers[0].stats.phase == "sparse"
 
 
@@ -85,17 +85,17 @@ def test_tagc_conserves(size, codec, dtype, backend, monkeypatch):
         by_name["TagcAdamW"], size, betas=(0.0, 0.999), codec=codec, payload_dtype=dtype, sketch_ratio=4
     )
     for step in range(6):
-        before = quantised.residual_of(ranks)
+        before = quantized.residual_of(ranks)
         if step == 4:
             for optimizer in ranks.optimizers:  # a dense start taken up again
                 optimizer.param_groups[0]["warmup_steps"] = 5
-        came = [(g + e).view(-1) for g, e in zip(quantised.one_step(ranks), before, strict=True)]
+        came = [(g + e).view(-1) for g, e in zip(quantized.one_step(ranks), before, strict=True)]
         given = [
-            torch.cat([o.state[quantised.matrices(model)[i]]["exp_avg"].double() for _, model, o in ranks])
+            torch.cat([o.state[quantized.matrices(model)[i]]["exp_avg"].double() for _, model, o in ranks])
             for i in range(2)
         ]
-        quantised.assert_conserved(came, given, [e.view(-1) for e in quantised.residual_of(ranks)])
-    assert any(e.any() for e in quantised.residual_of(ranks))
+        quantized.assert_conserved(came, given, [e.view(-1) for e in quantized.residual_of(ranks)])
+    assert any(e.any() for e in quantized.residual_of(ranks))
 
 
 @HALVES
@@ -112,16 +112,16 @@ def test_separate_feeds_back_what_was_sent(projection, dtype, backend, monkeypat
     ranks = Ranks(1, conformance.Small, make)
     for t in range(6):
         before, weights = (
-            quantised.residual_of(ranks),
-            [p.detach().double() for p in quantised.matrices(ranks.models[0])],
+            quantized.residual_of(ranks),
+            [p.detach().double() for p in quantized.matrices(ranks.models[0])],
         )
-        h = [g + e for g, e in zip(quantised.one_step(ranks), before, strict=True)]
-        after = [p.detach().double() for p in quantised.matrices(ranks.models[0])]
+        h = [g + e for g, e in zip(quantized.one_step(ranks), before, strict=True)]
+        after = [p.detach().double() for p in quantized.matrices(ranks.models[0])]
         beta = 0.8 if t >= 2 else 0.0  # the dense start owes all that was rounded
-        for e, x, w, p, got in zip(before, h, weights, after, quantised.residual_of(ranks), strict=True):
+        for e, x, w, p, got in zip(before, h, weights, after, quantized.residual_of(ranks), strict=True):
             torch.testing.assert_close(got, beta * e + (1 - beta) * (x - (w - p)), rtol=1e-3, atol=1e-6)
         if t < 2:
-            assert all(e.any() for e in quantised.residual_of(ranks)), "a dense start rounds too"
+            assert all(e.any() for e in quantized.residual_of(ranks)), "a dense start rounds too"
 
 
 @BACKENDS
@@ -135,15 +135,15 @@ def test_every_rank_owes_what_it_sent_too_little(name, scale, model, backend, mo
     ranks = conformance.make_ranks(by_name[name], 2, model, warmup_steps=9, payload_dtype=payload)
     ranks.world.record = True
     bucket = ranks.optimizers[0]._buckets[0]
-    before = [[torch.zeros(p.shape, dtype=torch.float64) for p in quantised.matrices(model)] for model in ranks.models]
+    before = [[torch.zeros(p.shape, dtype=torch.float64) for p in quantized.matrices(model)] for model in ranks.models]
     owed = 0.0
     for _ in range(4):
         ranks.world.log.clear()
-        quantised.one_step(ranks)
+        quantized.one_step(ranks)
         ((_, messages),) = [entry for entry in ranks.world.log if entry[0] == "AllReduceMean"]
         for rank, module, optimizer in ranks:
             body = messages[rank][-bucket.numel :].double().split(bucket.lengths)
-            for i, p in enumerate(quantised.matrices(module)):
+            for i, p in enumerate(quantized.matrices(module)):
                 sent = body[[q is p for q in optimizer._buckets[0].params].index(True)].view(p.shape)
                 after = optimizer.state[p]["residual"].double()
                 came = p.grad.double() + scale * before[rank][i]

@@ -6,13 +6,20 @@ import pytest
 import torch
 from problems import replicas, step
 from test_int4 import LENGTHS
-from test_quantised import answer, payloads
+from test_quantized import answer, payloads
 
 import compopt
-from compopt._wire import two_bits
-from compopt._wire.quantise import ROW, code_bytes, dequantise
-from compopt._wire.quantised_mean import QuantisedMean
-from compopt._wire.scratch import Scratch
+from compopt._wire.payload import Scratch
+from compopt._wire.quantization import (
+    ROW,
+    RowSpan,
+    dequantize_rows,
+    pack_int2,
+    packed_bytes,
+    quantize_rows,
+    unpack_int2,
+)
+from compopt._wire.quantized_mean import QuantizedMean
 
 every_length = pytest.mark.parametrize("n", LENGTHS)
 
@@ -24,12 +31,11 @@ def by_definition(x: torch.Tensor) -> torch.Tensor:
     return (x @ level) / (level @ level) * level
 
 
-def rounded(x: torch.Tensor, values: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What arrives of rows of x, the codes, and what was dropped."""
     codes, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
-    values = torch.full((len(x),), float(ROW), dtype=x.dtype) if values is None else values
-    two_bits.quantise(x, values, codes, scales, dropped, Scratch())
-    return dequantise(codes, scales, torch.empty_like(x)), codes, dropped
+    quantize_rows(x, (RowSpan(0, 0, x.numel()),), codes, scales, dropped, (), Scratch(), 2)
+    return dequantize_rows(codes, scales, torch.empty_like(x)), codes, dropped
 
 
 def gaussian(rows: int) -> torch.Tensor:
@@ -81,9 +87,8 @@ def test_rows_out_of_the_ordinary():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_row_whose_scale_is_too_small_becomes_zeros(dtype):
     """Its values are normal numbers; the scale, a third of the largest, would not be one."""
-    x = torch.zeros(2, ROW, dtype=dtype)
-    x[0, :2], x[1, :2] = 2 * torch.finfo(torch.float32).tiny, 4 * torch.finfo(torch.float32).tiny
-    x[:, 1] *= -1
+    tiny = torch.finfo(torch.float32).tiny
+    x = torch.tensor([[2 * tiny], [4 * tiny]], dtype=dtype) * torch.tensor([1, -1] * (ROW // 2), dtype=dtype)
     got, _, dropped = rounded(x)
     assert not got[0].any() and torch.equal(dropped[0], x[0])
     assert got[1].any() and not torch.equal(dropped[1], x[1])
@@ -99,19 +104,19 @@ def test_zeros_have_the_level_of_their_sign():
 @every_length
 def test_four_codes_lie_in_a_byte(n):
     codes = 2 * torch.randint(-2, 2, (n,), dtype=torch.int8, generator=torch.Generator().manual_seed(n)) + 1
-    packed = torch.full((code_bytes(n, 2),), 99, dtype=torch.int8)
+    packed = torch.full((packed_bytes(n, 2),), 99, dtype=torch.int8)
     assert len(packed) == -(-n // 4)
-    two_bits.pack(codes, packed)
+    pack_int2(codes, packed)
     byte, quarter = packed.view(torch.uint8).tolist(), len(packed)
     assert codes.tolist() == [2 * (byte[i % quarter] // 4 ** (i // quarter) % 4) - 3 for i in range(n)]
-    assert torch.equal(two_bits.unpack(packed, torch.full((n,), 99, dtype=torch.int8)), codes)
+    assert torch.equal(unpack_int2(packed, torch.full((n,), 99, dtype=torch.int8)), codes)
 
 
 def test_every_byte():
     packed = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8)
-    codes = two_bits.unpack(packed, torch.empty(1024, dtype=torch.int8))
+    codes = unpack_int2(packed, torch.empty(1024, dtype=torch.int8))
     back = torch.empty_like(packed)
-    two_bits.pack(codes, back)
+    pack_int2(codes, back)
     assert torch.equal(back, packed)
 
 
@@ -124,7 +129,7 @@ def test_the_mean_beside_every_length(n, ranks):
     meant = [payload.body.clone() for payload in sent]
     rows = [row for part in meant[0].split(lengths) for row in part.split(ROW) if len(row)]
     if ranks > 1:
-        QuantisedMean(sent[0], 0, ranks).first()
+        QuantizedMean(sent[0], 0, ranks).encode_for_owners()
         wanted = torch.cat([by_definition(row) for row in rows]).float()
         share = ((meant[0] - sent[0].dropped - wanted).abs() <= 1e-5).float().mean()
         assert share > 0.999, "but for values a last bit from a level's edge"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_quantised import answer, payloads
+from test_quantized import answer, payloads
 
-from compopt._wire.quantise import ROW, code_bytes, pack, rows_of, unpack
-from compopt._wire.quantised_mean import QuantisedMean
-from compopt._wire.requests import Payload
+from compopt._wire.payload import Payload
+from compopt._wire.quantization import ROW, count_rows, pack_int4, packed_bytes, unpack_int4
+from compopt._wire.quantized_mean import QuantizedMean
 
 LENGTHS = [0, 1, 2, 3, 127, 128, 129, 255, 65535, 65536, 65537]
 every_length = pytest.mark.parametrize("n", LENGTHS)
@@ -27,29 +27,29 @@ def decoded(packed: torch.Tensor, n: int) -> torch.Tensor:
 @every_length
 def test_two_codes_lie_in_a_byte(n):
     codes = torch.randint(-7, 8, (n,), dtype=torch.int8, generator=torch.Generator().manual_seed(n))
-    packed = torch.full((code_bytes(n, 4),), 99, dtype=torch.int8)
+    packed = torch.full((packed_bytes(n, 4),), 99, dtype=torch.int8)
     assert len(packed) == (n + 1) // 2
-    pack(codes, packed)
+    pack_int4(codes, packed)
     assert torch.equal(decoded(packed, n), codes)
-    assert torch.equal(unpack(packed, torch.full((n,), 99, dtype=torch.int8)), codes)
+    assert torch.equal(unpack_int4(packed, torch.full((n,), 99, dtype=torch.int8)), codes)
 
 
 def test_every_pair_of_codes():
     first, second = torch.cartesian_prod(*2 * [torch.arange(-7, 8, dtype=torch.int8)]).t()
     codes, packed = torch.cat([first, second]), torch.empty(225, dtype=torch.int8)
-    pack(codes, packed)
-    assert len(packed.unique()) == 225 and torch.equal(unpack(packed, torch.empty_like(codes)), codes)
+    pack_int4(codes, packed)
+    assert len(packed.unique()) == 225 and torch.equal(unpack_int4(packed, torch.empty_like(codes)), codes)
 
 
-def arrived(message: torch.Tensor, job: QuantisedMean, number: int) -> torch.Tensor:
+def arrived(message: torch.Tensor, mean: QuantizedMean, number: int) -> torch.Tensor:
     """The values of one chunk in a first message, read by its definition: words, scales, bytes."""
-    chunk, words = job.layout.chunks[number], job.words
-    numbers = message[: 4 * (words + job.layout.scales)].view(torch.float32)
+    chunk, words = mean.layout.chunks[number], mean.fields
+    numbers = message[: 4 * (words + mean.layout.max_rows)].view(torch.float32)
     n = chunk.stop - chunk.start
-    codes = decoded(message[4 * (words + job.layout.scales) :].view(torch.int8)[: code_bytes(n, 4)], n)
+    codes = decoded(message[4 * (words + mean.layout.max_rows) :].view(torch.int8)[: packed_bytes(n, 4)], n)
     values = torch.empty(n)
-    for at, row, length in chunk.pieces:
-        scales = numbers[words + row : words + row + rows_of(length)].repeat_interleave(ROW)[:length]
+    for at, row, length in chunk.spans:
+        scales = numbers[words + row : words + row + count_rows(length)].repeat_interleave(ROW)[:length]
         values[at : at + length] = codes[at : at + length] * scales
     return values
 
@@ -60,9 +60,9 @@ def test_what_a_message_says_and_what_was_dropped_are_what_was_meant(n, ranks):
     lengths = [n, 5, 130]
     payload = payloads(1, lengths, bits=4)[0]
     meant = payload.body.clone()
-    job = QuantisedMean(payload, ranks - 1, ranks)
-    sent = job.first()
-    got = torch.cat([arrived(message, job, number) for number, message in enumerate(sent)])
+    mean = QuantizedMean(payload, ranks - 1, ranks)
+    sent = mean.encode_for_owners()
+    got = torch.cat([arrived(message, mean, number) for number, message in enumerate(sent)])
     torch.testing.assert_close(got + payload.dropped, meant)
     largest = torch.cat(
         [row.abs().max().repeat(len(row)) for part in meant.split(lengths) for row in part.split(ROW) if len(row)]

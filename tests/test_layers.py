@@ -33,7 +33,7 @@ FLOORS = [
     ["_wire"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-TALKS = {"_wire/comm.py", "integrations", "activations", "planning"}  # with torch.distributed
+TALKS = {"_wire/collectives.py", "integrations", "activations", "planning"}  # with torch.distributed
 
 
 def imported(path: Path, root: Path) -> list[tuple[str, ...]]:
@@ -63,7 +63,7 @@ def broken_rules(root: Path) -> list[str]:
             if other != room and FLOOR_OF.get(other, FLOOR_OF[room] + 1) <= FLOOR_OF[room]:
                 found.append(f"{here} imports {'.'.join(name)}, which does not stand below it")
             if name[:2] == ("torch", "distributed") and not TALKS & {str(here), here.parts[0]}:
-                found.append(f"{here} imports torch.distributed: only _wire/comm.py and the tools do")
+                found.append(f"{here} imports torch.distributed: only _wire/collectives.py and the tools do")
     return found
 
 
@@ -74,7 +74,7 @@ def test_imports_go_down():
 @pytest.mark.parametrize(
     "file, line",
     [
-        ("_wire/comm.py", "from .._state.buckets import Bucket"),
+        ("_wire/collectives.py", "from .._state.buckets import Bucket"),
         ("_state/masks.py", "from .._ops import reference"),
         ("_ops/native/backend.py", "from ..._engine import when"),
         ("_engine/base.py", "import compopt._sparse.top_k"),

@@ -123,9 +123,9 @@ def test_ddp_collects_gradients_only_where_somebody_averages_them():
 
 
 def waits_apart(rank: int) -> float:
-    from compopt._wire.comm import Comm, timeout_of
+    from compopt._wire.collectives import Communicator, get_timeout
 
-    return timeout_of(Comm().apart().group).total_seconds()
+    return get_timeout(Communicator().with_own_group().group).total_seconds()
 
 
 def test_what_runs_beside_others_waits_as_long_as_they_do():

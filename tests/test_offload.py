@@ -236,7 +236,7 @@ def test_the_device_keeps_what_the_paper_says_and_what_is_selected():
     buffers = sum(x.nbytes for double in optimizer._session.offload.buffers.values() for x in double.buffers)
     assert (masks, buffers) == (n / 4, 8 * largest)
     selected = 4 * 4 * density * n
-    scratch = sum(x.nbytes for x in optimizer.ops._scratch.held)
+    scratch = sum(x.nbytes for x in optimizer.ops._scratch.tensors)
     assert scratch < 5 * largest
     assert masks + buffers <= sum(held.values()) - scratch <= n / 4 + 10 * largest + 1.1 * selected
     assert 4 * n > 2 * sum(held.values())  # which the residual alone would take

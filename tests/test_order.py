@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
 from compopt._state import buckets as _buckets
-from compopt._wire.pending import Pending
+from compopt._wire.collectives import PendingCollective
 
 SPARSE = dict(lr=1e-2, density=0.3, interval=3, warmup_steps=1)
 TRACKED = projecting("tracked", lr=1e-2)
@@ -138,11 +138,11 @@ def test_only_what_torch_distributed_raises_is_a_failed_collective():
     """Gloo raises RuntimeError, too; what we make of the result is no business of the wire's."""
     for error in (RuntimeError("Connection closed by peer"), dist.DistBackendError("NCCL"), dist.DistNetworkError("")):
         with pytest.raises(compopt.CommunicationError, match="a mean failed"):
-            Pending("a mean", Work(error), lambda: None).wait()
+            PendingCollective("a mean", Work(error), lambda: None).wait()
 
     def ours():
         raise RuntimeError("self.size(-1) must be divisible by 4")
 
     with pytest.raises(RuntimeError, match="divisible by 4") as caught:
-        Pending("a mean", Work(None), ours).wait()
+        PendingCollective("a mean", Work(None), ours).wait()
     assert not isinstance(caught.value, compopt.CommunicationError)

@@ -19,17 +19,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import compopt
-from compopt._wire.dtypes import BITS, FLOATS
+from compopt._wire.payload import FLOAT_DTYPES, QUANTIZED_BITS
 
 SENDING = [case for case in CASES + FORMS if "payload_dtype" in inspect.signature(case.cls).parameters]
 every = pytest.mark.parametrize("case", SENDING, ids=lambda case: case.name)
-NAMES = [*BITS, *FLOATS]
+NAMES = [*QUANTIZED_BITS, *FLOAT_DTYPES]
 
 
 def takes(case, name: str) -> bool:
     if name == "int2":
         return case.cls in (compopt.Average, compopt.LocalSteps)
-    return name not in BITS or not case.sharded
+    return name not in QUANTIZED_BITS or not case.sharded
 
 
 def names_in(optimizer) -> list[object]:

@@ -15,7 +15,7 @@ import compopt
 from compopt._engine import session
 from compopt._state import buckets
 from compopt._state.shards import Shards
-from compopt._wire.comm import Comm
+from compopt._wire.collectives import Communicator
 from compopt._wire.requests import BitOr, ReduceScatterMean
 
 CLASSES = {
@@ -44,7 +44,7 @@ def sent() -> int:
 
 
 def requests(rank: int) -> dict:
-    comm, found = Comm(), {}
+    comm, found = Communicator(), {}
     sizes = [5, 0, 3]
     row = comm.start(ReduceScatterMean(torch.arange(8.0) * (rank + 1), sizes)).wait()
     found["row"] = row.tolist()
@@ -52,7 +52,7 @@ def requests(rank: int) -> dict:
     found["in float32"] = low.dtype == torch.float32
     bits = torch.randint(0, 256, (1001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
     union = comm.start(BitOr(bits.clone())).wait()
-    Comm.has_or = lambda self, device: False  # as on NCCL
+    Communicator.has_bitwise_or = lambda self, device: False  # as on NCCL
     pending = comm.start(BitOr(bits.clone())).wait()  # the first of two collectives leads to the second
     found["or"] = torch.equal(union, pending.wait())
     rows = [
@@ -87,10 +87,10 @@ def trained(rank: int) -> dict[str, list]:
     for name, make in CLASSES.items():
         model = DDP(Net())
         if name == "early":  # made when there were no other ranks yet
-            session.connect, connect = lambda group: Comm(alone=True), session.connect
-            session.has_met_others, has_met_others = lambda comm: False, session.has_met_others
+            session.connect, connect = lambda group: Communicator(single_process=True), session.connect
+            session.is_outdated, is_outdated = lambda comm: False, session.is_outdated
             optimizer = make(model.named_parameters(), lr=1e-2)
-            session.connect, session.has_met_others = connect, has_met_others
+            session.connect, session.is_outdated = connect, is_outdated
         else:
             optimizer = make(model.named_parameters(), lr=1e-2)
         losses = []

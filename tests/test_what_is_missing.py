@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 from conformance import every, loss, make_ranks, through_a_file
-from sim import SimComm
+from sim import SimCommunicator
 
 import compopt
 
@@ -76,19 +76,19 @@ def test_what_is_missing_is_said_once_by_the_rank_that_saves(case):
 def test_a_state_dict_never_communicates(case, monkeypatch):
     """Whenever it is asked for: also with masks on their way, in a trial, after a consolidation."""
     ranks = make_ranks(case, 2)
-    started = SimComm.start
+    started = SimCommunicator.start
 
     def refused(comm, request):
         raise AssertionError(f"state_dict() started {type(request).__name__}")
 
     def save() -> None:
-        monkeypatch.setattr(SimComm, "start", refused)
+        monkeypatch.setattr(SimCommunicator, "start", refused)
         for optimizer in ranks.optimizers:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 saved = copy.deepcopy(optimizer.state_dict())
                 optimizer.load_state_dict(saved)
-        monkeypatch.setattr(SimComm, "start", started)
+        monkeypatch.setattr(SimCommunicator, "start", started)
 
     save()
     for _ in range(8):

@@ -12,9 +12,9 @@ int64_t pack(const void *rows, int64_t first, int64_t last, double sign, double 
 int64_t adamw(const void *rows, int64_t first, int64_t last, const void *hyper);
 int64_t scape(const void *rows, int64_t first, int64_t last, const void *hyper, int32_t *scratch, float *gathered,
               int64_t most);
-int64_t quantise(const void *pieces, int64_t first, int64_t last, const void *how);
+int64_t quantize(const void *pieces, int64_t first, int64_t last, const void *how);
 int64_t mean_of_codes(const void *pieces, int64_t first, int64_t last, const void *how, const void *from);
-int64_t dequantise(const void *pieces, int64_t first, int64_t last, int64_t bits);
+int64_t dequantize(const void *pieces, int64_t first, int64_t last, int64_t bits);
 
 static uint64_t state = 1, sum = 14695981039346656037u;
 
@@ -105,7 +105,7 @@ static void codes(int64_t n, int64_t bits) {
         for (int64_t i = 0; i < n; i++) x[i] = i / ROW == 1 ? 0 : i / ROW == 2 ? 1e-38f * number() : number();
         const int64_t how[3] = {(int64_t)u, 60000 + rank, bits};
         const int64_t sent[8] = {(int64_t)x, (int64_t)message, (int64_t)own, (int64_t)rest, 0, 0, n, n};
-        quantise(sent, 0, 1, how);
+        quantize(sent, 0, 1, how);
         add(own, n), add(rest, 4 * n), add(message, 4 * rows);
         put(own, n, bits, (int8_t *)message + codes_at);
     }
@@ -116,7 +116,7 @@ static void codes(int64_t n, int64_t bits) {
     add(own, n), add(rest, 4 * n), add(scales, 4 * rows);
     put(own, n, bits, (int8_t *)messages + codes_at);
     mean[2] = (int64_t)(messages + codes_at);
-    dequantise(mean, 0, 1, bits);
+    dequantize(mean, 0, 1, bits);
     add(x, 4 * n);
 }
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from .._wire.comm import Comm, ProcessGroup
-from .._wire.pending import Pending
+from .._wire.collectives import Communicator, PendingCollective, ProcessGroup
 from . import frozen, loading, missing_ranks, recovery, saving
 from .face import Face, Group
 from .options import check_tensors, refuse
@@ -56,7 +55,7 @@ class CompressedOptimizer(Optimizer, Face, Shown):
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
-        process_group: ProcessGroup | Comm | None = None,
+        process_group: ProcessGroup | Communicator | None = None,
         simulate: bool = False,
     ):
         self.simulate = simulate
@@ -94,14 +93,14 @@ class CompressedOptimizer(Optimizer, Face, Shown):
             tell()
         return loss
 
-    def step_in_turns(self) -> Generator[Pending, None, None]:
+    def step_in_turns(self) -> Generator[PendingCollective, None, None]:
         """The step as a generator, which yields each collective it is about to wait for."""
         yield from step_in_turns(self._session)
 
     # GradScaler then leaves unscaling and skipping to step(): all ranks agree
     _step_supports_amp_scaling = True
 
-    def rebind(self, process_group: ProcessGroup | Comm | None = None) -> None:
+    def rebind(self, process_group: ProcessGroup | Communicator | None = None) -> None:
         """Go on over another group, from memory: after ranks were lost, or the group was made anew.
 
         All ranks of the new group call it. What was on its way is given up: masks on the wire are
@@ -118,8 +117,8 @@ class CompressedOptimizer(Optimizer, Face, Shown):
 
     @torch.no_grad()
     def rebind_in_turns(
-        self, process_group: ProcessGroup | Comm | None = None
-    ) -> Generator[Pending, None, None]:
+        self, process_group: ProcessGroup | Communicator | None = None
+    ) -> Generator[PendingCollective, None, None]:
         yield from recovery.rebind(self._session, process_group)
 
     # What the integrations say
@@ -251,7 +250,7 @@ class CompressedOptimizer(Optimizer, Face, Shown):
         """
         self.consolidate_state()
 
-    def consolidate_in_turns(self) -> Generator[Pending, None, None]:
+    def consolidate_in_turns(self) -> Generator[PendingCollective, None, None]:
         yield from saving.consolidate(self._session)
 
     # Copies
@@ -272,7 +271,7 @@ class CompressedOptimizer(Optimizer, Face, Shown):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._revive(state, None)
 
-    def _revive(self, contents: dict[str, Any], group: ProcessGroup | Comm | None) -> None:
+    def _revive(self, contents: dict[str, Any], group: ProcessGroup | Communicator | None) -> None:
         """Become a copy of what had these contents."""
         contents = dict(contents)
         self._session = Session(self, group, contents.pop("_met"), contents.pop("_trained"))

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from .._ops.norms import squared_norms, stacked_squared_norms
-from .._wire.comm import Comm
-from .._wire.control import differ
-from .._wire.pending import profiler_range
+from .._wire.collectives import Communicator, profiler_range
+from .._wire.payload import bits_differ
 from .._wire.requests import AllReduceMean
 from .exchange import Exchange
 from .turns import Turns, ask
@@ -83,16 +82,16 @@ def read_decision(exchanges: list[Exchange]) -> StepDecision:
     for exchange, squared in zip(exchanges, squares, strict=True):
         bucket, payload = exchange.bucket, exchange.agreement.payload
         payload.marks = marks = list(islice(numbers, len(payload.header)))
-        control = exchange.control.read(list(islice(numbers, len(exchange.control))))
+        control = exchange.control.split(list(islice(numbers, len(exchange.control))))
         decision.agreed = control
         pairs = zip(bucket.names, marks, strict=True)
         decision.non_finite += [name for name, mark in pairs if mark != mark]
         decision.unsent |= control["failed"][0] > 0
-        decision.misplaced += [bucket.index] if differ(control["place"]) else []
+        decision.misplaced += [bucket.index] if bits_differ(control["place"]) else []
         total += squared / bucket.copies
         if any(bucket.compressed):
             decision.phase_of[bucket.index] = exchange.agreement.phase
-    decision.mismatched = differ(decision.agreed["settings"])
+    decision.mismatched = bits_differ(decision.agreed["settings"])
     decision.norm = total**0.5
     if total != total or total == float("inf"):
         decision.non_finite = decision.non_finite or ["the average over ranks"]
@@ -100,7 +99,7 @@ def read_decision(exchanges: list[Exchange]) -> StepDecision:
 
 
 def combine_decisions(
-    decision: StepDecision, groups: Sequence[Comm], device: torch.device
+    decision: StepDecision, groups: Sequence[Communicator], device: torch.device
 ) -> Turns[None]:
     """Make ``decision`` that of all ranks of these groups, each of which has averaged another part
     of the gradient; the norm is that of all parts.

@@ -16,26 +16,24 @@ import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket
-from .._wire.comm import Comm
-from .._wire.control import Control, Words, place_bits
-from .._wire.pending import Pending, profiler_range
+from .._wire.collectives import Communicator, PendingCollective, profiler_range
+from .._wire.payload import ControlFields, FieldValues, Payload, encode_position
 from .._wire.requests import (
     Agree,
     AllReduceMean,
     Answer,
-    Asking,
     Commit,
     CommunicationError,
-    NotSent,
-    Payload,
-    Read,
+    EncodeError,
+    ReadToHost,
     Request,
-    Together,
+    RequestGenerator,
+    RunBatched,
 )
 from .staleness import StalenessCheck
 from .turns import Turns
 
-Algorithm = Callable[[Bucket], Asking[None]]
+Algorithm = Callable[[Bucket], RequestGenerator[None]]
 
 
 @dataclass
@@ -43,10 +41,10 @@ class Terms:
     """What exchanges start with."""
 
     algorithm: Algorithm
-    comm: Comm
+    comm: Communicator
     in_backward: bool = False
     # control fields of the last bucket's payload
-    fields: dict[str, Words] = field(default_factory=dict)
+    fields: dict[str, FieldValues] = field(default_factory=dict)
     # why this rank cannot send its gradients
     problem: Exception | None = None
 
@@ -62,24 +60,24 @@ class Exchange:
     def __init__(self, bucket: Bucket, terms: Terms, is_last: bool):
         self.bucket, self.algorithm, self.comm = bucket, terms.algorithm, terms.comm
         self.in_backward = terms.in_backward
-        place = place_bits(bucket.index, bucket.group["step"] + 1)
+        place = encode_position(bucket.index, bucket.group["step"] + 1)
         self.fields = {"place": place, **(terms.fields if is_last else {})}
-        self.control = Control()
-        self.pending: Pending | None = None
+        self.control = ControlFields()
+        self.pending: PendingCollective | None = None
         self.request: Request | None = None
         self.agree: Agree | None = None
         self.is_ready_to_commit = False  # what a sharded step gathers after Agree has arrived
         self.error: Exception | None = None
         self.staleness: StalenessCheck | None = None
         self._answers: list[Answer] = []  # to the requests of the generator so far
-        self._generator: Asking[None] | None = None
+        self._generator: RequestGenerator[None] | None = None
         if terms.problem is None:
             self._encode(self._begin)
         else:
             self._take_part_without_gradients(terms.problem)
 
     @property
-    def in_flight(self) -> Pending:
+    def in_flight(self) -> PendingCollective:
         """The collective that the generator waits for."""
         assert self.pending is not None
         return self.pending
@@ -95,17 +93,17 @@ class Exchange:
         """Whether the collective in flight leads to another one that need not wait for
         ``step()``.
         """
-        return self.pending is not None and self.pending.more
+        return self.pending is not None and self.pending.has_next
 
     @property
     def numbers_to_read(self) -> Tensor | None:
         """The numbers of the device that the generator waits for, if it does."""
-        return self.request.tensor if isinstance(self.request, Read) else None
+        return self.request.tensor if isinstance(self.request, ReadToHost) else None
 
     def complete_stage(self) -> None:
         """Wait for the collective in flight; start its second stage, or resume the generator."""
         answer = self.in_flight.wait()
-        if isinstance(answer, Pending):
+        if isinstance(answer, PendingCollective):
             self.pending = answer
         else:
             self._answers.append(answer)
@@ -173,7 +171,7 @@ class Exchange:
             return
         try:
             self._start(request)
-        except NotSent as error:
+        except EncodeError as error:
             cause = error.__cause__
             self._take_part_without_gradients(cause if isinstance(cause, Exception) else error)
 
@@ -196,7 +194,7 @@ class Exchange:
         """The request of a new generator that has had these answers."""
         self.close()
         failed = [float(self.error is not None)]
-        self.control = self.bucket.control = Control(failed=failed, **self.fields)
+        self.control = self.bucket.control = ControlFields(failed=failed, **self.fields)
         self._generator = self._make_generator()
         request = self._send(None)
         for answer in answers:
@@ -206,7 +204,7 @@ class Exchange:
             request = self._send(answer)
         return request
 
-    def _make_generator(self) -> Asking[None]:
+    def _make_generator(self) -> RequestGenerator[None]:
         """Make a generator; some classes read gradients here already."""
         self.bucket.withheld = self.error is not None
         try:
@@ -227,7 +225,7 @@ class Exchange:
         self.is_ready_to_commit = isinstance(request, Commit)
         if isinstance(request, Agree):
             self.agree = request
-        is_local = isinstance(request, Read | Agree | Commit | Together)
+        is_local = isinstance(request, ReadToHost | Agree | Commit | RunBatched)
         self.pending = None if is_local else self.comm.start(request)
 
 
@@ -238,13 +236,13 @@ class ExchangeSchedule:
     ``step()`` runs the rest. So ranks still agree when one of them has come further in backward.
     """
 
-    def __init__(self, buckets: list[Bucket], algorithm: Algorithm, comm: Comm):
+    def __init__(self, buckets: list[Bucket], algorithm: Algorithm, comm: Communicator):
         self.buckets = buckets
         self.exchanges: list[Exchange] = []
         self.terms = Terms(algorithm, comm)
         self.error: CommunicationError | None = None  # of backward; raised by the step
         self._order = _in_order(buckets, self.exchanges, self.terms)
-        self._next: Bucket | Pending | None = next(self._order)
+        self._next: Bucket | PendingCollective | None = next(self._order)
 
     def run_in_backward(self, is_ready: Callable[[Bucket], bool]) -> None:
         """Run as far as gradients are ready, waiting for collectives that have started; the step
@@ -302,7 +300,7 @@ class ExchangeSchedule:
 
 def _in_order(
     buckets: list[Bucket], exchanges: list[Exchange], terms: Terms
-) -> Generator[Bucket | Pending, None, None]:
+) -> Generator[Bucket | PendingCollective, None, None]:
     """Start the collectives of a step in the order that all ranks share.
 
     Bucket after bucket starts. After each one, the exchanges before it that have another early

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._state.buckets import Bucket, is_compressed
 from .._state.layouts import Dense, Layout, Sharded
-from .._wire.requests import Asking
+from .._wire.requests import RequestGenerator
 from .decision import StepDecision
 from .settings import Setting, settings_of_class
 from .stats import Stats
@@ -72,7 +72,7 @@ class Face:
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         raise NotImplementedError
 
-    def algorithm(self, bucket: Bucket) -> Asking[None]:
+    def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         raise NotImplementedError
 
     def check_group(self, group: Group) -> None:

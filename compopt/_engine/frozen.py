@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .._wire.comm import Comm
+from .._wire.collectives import Communicator
 from . import moving
 from .turns import Turns
 
@@ -40,7 +40,7 @@ def meet(session: Session) -> None:
     session.parameters = frozenset(params)
 
 
-def follow(session: Session, comm: Comm) -> Turns[None]:
+def follow(session: Session, comm: Communicator) -> Turns[None]:
     """Lay out what requires a gradient now, which is the same on all ranks."""
     session.settle_state()
     state = session.face.state
@@ -60,7 +60,7 @@ def follow(session: Session, comm: Comm) -> Turns[None]:
         bucket.renew_masters()
 
 
-def consolidate(session: Session, comm: Comm) -> Turns[None]:
+def consolidate(session: Session, comm: Communicator) -> Turns[None]:
     """Residuals of frozen parameters become their mean over ranks too."""
     face = session.face
     for bucket in session.shelf:

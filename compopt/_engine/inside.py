@@ -22,10 +22,14 @@ from torch import Tensor
 from .._ops.norms import clip_factor, squared_norm
 from .._ops.operations import Ops
 from .._state.buckets import Bucket, local
-from .._wire.comm import Comm, ProcessGroup, connect
-from .._wire.meshes import is_cut_over
-from .._wire.pending import Pending
-from .._wire.requests import Agree, AllReduceMean, Asking, Commit, Read
+from .._wire.collectives import (
+    Communicator,
+    PendingCollective,
+    ProcessGroup,
+    connect,
+    is_sharded_over,
+)
+from .._wire.requests import Agree, AllReduceMean, Commit, ReadToHost, RequestGenerator
 from .session import Session
 from .update import Update
 
@@ -85,7 +89,7 @@ class Inside(Generic[R]):
         self,
         session: Session,
         lay_out: Callable[[Params, torch.dtype], R],
-        averaged: Callable[[R, Ops, Tensor, Tensor, Held], Asking[None]],
+        averaged: Callable[[R, Ops, Tensor, Tensor, Held], RequestGenerator[None]],
         on_commit: Callable[[Bucket, int, Unsent, float], None],
     ):
         self.session, self.lay_out = session, lay_out
@@ -186,15 +190,15 @@ class Inside(Generic[R]):
 class Flow:
     """One reduce-scatter on its way."""
 
-    def __init__(self, asking: Asking[None], comm: Comm):
+    def __init__(self, asking: RequestGenerator[None], comm: Communicator):
         self.asking, self.comm = asking, comm
-        self.pending: Pending | None = comm.start(next(asking))
+        self.pending: PendingCollective | None = comm.start(next(asking))
 
     def proceed(self) -> None:
         """Wait for the collective on its way, and start the next, if any."""
         assert self.pending is not None
         answer = self.pending.wait()
-        if isinstance(answer, Pending):
+        if isinstance(answer, PendingCollective):
             self.pending = answer
             return
         try:
@@ -202,8 +206,8 @@ class Flow:
         except StopIteration:
             self.pending = None
             return
-        if isinstance(request, Read):
-            self.pending = Pending("a number of the device", None, request.tensor.tolist)
+        if isinstance(request, ReadToHost):
+            self.pending = PendingCollective("a number of the device", None, request.tensor.tolist)
         else:
             self.pending = self.comm.start(request)
 
@@ -214,7 +218,7 @@ def applied(
     inside: Inside[R],
     update: Update,
     scales: Sequence[float] | None = None,
-) -> Asking[None]:
+) -> RequestGenerator[None]:
     """The step: ``update`` takes this rank's shards of the gradient that backward has left.
 
     ``scales``: what is multiplied with the squared norm of each, where that is larger than of what
@@ -252,7 +256,7 @@ def place_of(p: Tensor, session: Session) -> tuple[Bucket, int]:
     return bucket, next(i for i, other in enumerate(bucket.params) if other is p)
 
 
-def is_inside(params: Sequence[Tensor], group: ProcessGroup | Comm | None) -> bool:
+def is_inside(params: Sequence[Tensor], group: ProcessGroup | Communicator | None) -> bool:
     """Whether FSDP cuts the parameters over the ranks of ``group``, to average with.
 
     Raises ValueError where it does so with some, and the rest are not FSDP's.
@@ -260,7 +264,7 @@ def is_inside(params: Sequence[Tensor], group: ProcessGroup | Comm | None) -> bo
     if not any(hasattr(p, "device_mesh") for p in params):
         return False
     comm = connect(group)
-    cut = [is_cut_over(p, comm) for p in params]
+    cut = [is_sharded_over(p, comm) for p in params]
     if any(cut) and not all(cut):
         raise ValueError(
             f"{cut.count(False)} of {len(cut)} parameters are not among those that FSDP cuts over "

@@ -91,10 +91,10 @@ def run_step(session: Session, turns: Turns[None]) -> None:
     withdraw_note(session)
     try:
         for pending in turns:
-            if not session.comm.can_look_up(session.device):
+            if not session.comm.can_poll_store(session.device):
                 continue
             try:
-                while not pending.ends_within(LOOK_AFTER):
+                while not pending.completes_within(LOOK_AFTER):
                     if sentence := find_missing_rank(session):
                         post_note(session, Note.LEFT, sentence)
                         raise RankLeft(sentence)

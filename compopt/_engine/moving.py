@@ -11,18 +11,18 @@ from torch.optim import Optimizer
 
 from .._state.buckets import Bucket, local
 from .._state.shards import unshard
-from .._wire.comm import Comm
+from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .turns import Turns, ask
 
 
-def average(tensor: Tensor, device: torch.device, comm: Comm) -> Turns[None]:
+def average(tensor: Tensor, device: torch.device, comm: Communicator) -> Turns[None]:
     """Replace a state by its mean over ranks."""
     request = AllReduceMean(local(tensor).to(device, copy=True))
     local(tensor).copy_((yield from ask(comm, request)))
 
 
-def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Comm) -> Turns[None]:
+def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Communicator) -> Turns[None]:
     """Replace what another optimizer keeps of parameters by its mean over ranks; what is no float
     of the parameter's shape, as counts of steps, by that of rank 0.
 
@@ -50,7 +50,7 @@ def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Comm) -> Turn
 
 
 def gather(
-    bucket: Bucket, name: str, comm: Comm, owners: list[int] | None = None
+    bucket: Bucket, name: str, comm: Communicator, owners: list[int] | None = None
 ) -> Turns[list[Tensor | None]]:
     """One sharded state of a bucket, whole and in host memory, a vector a tensor that has it.
 
@@ -70,7 +70,7 @@ def gather(
     return whole
 
 
-def move(old: list[Bucket], new: list[Bucket], comm: Comm) -> Turns[None]:
+def move(old: list[Bucket], new: list[Bucket], comm: Communicator) -> Turns[None]:
     """Cut the shards of ``old`` buckets as the ``new`` ones are cut, over the ranks that are left.
 
     Each says which rank it was before.

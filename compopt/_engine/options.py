@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._wire.comm import rank_here
-from .._wire.dtypes import KNOWN, bits_of, known, name_of
+from .._wire.collectives import get_rank
+from .._wire.payload import PAYLOAD_DTYPE_NAMES, dtype_name, is_payload_dtype, quantized_bits
 from .._wire.warning import warn
 from .when import OPTIONS
 
@@ -65,7 +65,7 @@ def take_torchs(
         warn(
             f"{', '.join(names)} {verb} nothing here: a step runs on compopt's own kernels, "
             "optimizer.backend says which. Leave it out.",
-            rank_here(),
+            get_rank(),
         )
 
 
@@ -75,7 +75,7 @@ def ignore_capturable(capturable: bool) -> None:
         warn(
             "capturable=True changes nothing here: the host waits for the device once a step. "
             "Leave it out.",
-            rank_here(),
+            get_rank(),
         )
 
 
@@ -138,9 +138,14 @@ def check_payload(group: dict[str, Any], owed: bool = False) -> None:
     """
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")
-    group["payload_dtype"] = name_of(dtype)
-    require(known(dtype), "payload_dtype", dtype, f"None, {KNOWN} or the torch.dtype of that name")
-    if not owed and bits_of(dtype) == 2:
+    group["payload_dtype"] = dtype_name(dtype)
+    require(
+        is_payload_dtype(dtype),
+        "payload_dtype",
+        dtype,
+        f"None, {PAYLOAD_DTYPE_NAMES} or the torch.dtype of that name",
+    )
+    if not owed and quantized_bits(dtype) == 2:
         raise ValueError(
             f"payload_dtype={dtype!r} is for Average and LocalSteps: what 2 bits take off would be "
             "missing from tensors that are not compressed, and is owed only there. Use 'int4'."

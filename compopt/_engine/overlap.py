@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket
-from .._wire.comm import Comm
-from .._wire.requests import AllReduceMean, Answer, Broadcast, CommunicationError, Together
+from .._wire.collectives import Communicator
+from .._wire.requests import AllReduceMean, Answer, Broadcast, CommunicationError, RunBatched
 from .exchange import Algorithm, Exchange, ExchangeSchedule
 from .turns import Turns, ask
 
@@ -49,7 +49,7 @@ class PostCommitExchanges:
             exchange.close()
             self.lost = True
         else:
-            if not isinstance(exchange.request, Together):
+            if not isinstance(exchange.request, RunBatched):
                 self.exchanges.append(exchange)
         request = exchange.request
         self.unconfirmed |= isinstance(request, Broadcast) and request.confirm
@@ -73,7 +73,7 @@ class PostCommitExchanges:
             yield exchange.in_flight
         self.finish()
 
-    def confirm(self, comm: Comm, device: torch.device) -> Turns[None]:
+    def confirm(self, comm: Communicator, device: torch.device) -> Turns[None]:
         """Let all ranks know whether any has lost what they rely on each other to have."""
         if self.unconfirmed and comm.size > 1:
             lost = torch.tensor([float(self.lost)], dtype=torch.float32, device=device)
@@ -94,7 +94,7 @@ def resume_together(
     """Run what buckets want done together, until none wants more; ``resume`` hands an answer to its
     exchange.
     """
-    while pairs := [(e, e.request) for e in exchanges if isinstance(e.request, Together)]:
+    while pairs := [(e, e.request) for e in exchanges if isinstance(e.request, RunBatched)]:
         name = pairs[0][1].name
         waiting = [(exchange, request) for exchange, request in pairs if request.name == name]
         answers = waiting[0][1].run([request for _, request in waiting])
@@ -127,7 +127,7 @@ class BackwardOverlap:
         """Whether backward has finished all gradients of ``bucket``."""
         return len(self._finished.get(bucket.index, ())) == len(bucket.params)
 
-    def start_ready(self, buckets: list[Bucket], algorithm: Algorithm, comm: Comm) -> None:
+    def start_ready(self, buckets: list[Bucket], algorithm: Algorithm, comm: Communicator) -> None:
         """Start the exchanges that can start, in the order that all ranks share.
 
         Where the first bucket is complete again, a later backward replaces all payloads.
@@ -150,7 +150,7 @@ class BackwardOverlap:
         failed = self.schedule is not None and self.schedule.error is not None
         return self._post_commit.lost or failed
 
-    def _start_anew(self, buckets: list[Bucket], algorithm: Algorithm, comm: Comm) -> None:
+    def _start_anew(self, buckets: list[Bucket], algorithm: Algorithm, comm: Communicator) -> None:
         self._post_commit.finish()
         if self._post_commit.lost or self._post_commit.unconfirmed:
             return
@@ -170,7 +170,7 @@ class BackwardOverlap:
                 exchange.staleness.accept_filled()
 
     def take_schedule(
-        self, buckets: list[Bucket], algorithm: Algorithm, comm: Comm
+        self, buckets: list[Bucket], algorithm: Algorithm, comm: Communicator
     ) -> ExchangeSchedule:
         """The schedule for ``step()`` to run: the started one, else a new one."""
         schedule, self.schedule = self.schedule, None

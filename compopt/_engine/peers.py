@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .._state.buckets import local
-from .._wire.comm import Comm
+from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, CommunicationError
 from .decision import StepDecision
 from .settings import list_settings
@@ -55,7 +55,7 @@ class Fact(NamedTuple):
 # Between steps
 
 
-def verify_peers(session: Session, comm: Comm, has_problem: bool = False) -> Turns[bool]:
+def verify_peers(session: Session, comm: Communicator, has_problem: bool = False) -> Turns[bool]:
     """Compare this rank's optimizer with those of all ranks.
 
     Returns whether any rank had gradients to compare. ``has_problem``: this rank cannot send its
@@ -99,7 +99,7 @@ def _differ(numbers: Iterator[int]) -> bool:
     return len(set(numbers)) > 1
 
 
-def _report_equal_gradients(session: Session, comm: Comm) -> None:
+def _report_equal_gradients(session: Session, comm: Communicator) -> None:
     """Warn once that ranks train on the same data, where DDP handed their own gradients over; else
     raise RuntimeError.
     """
@@ -228,7 +228,7 @@ def _checksum_masks(session: Session) -> int:
 # What all ranks raise
 
 
-def raise_mismatch(session: Session, comm: Comm) -> Turns[NoReturn]:
+def raise_mismatch(session: Session, comm: Communicator) -> Turns[NoReturn]:
     """Gather the descriptions, and raise a ValueError that names the first difference."""
     gathered = yield from _gather_json(describe_optimizer(session), session.device, comm)
     descriptions = [[Fact(*fact) for fact in facts] for facts in gathered]
@@ -270,7 +270,7 @@ def _advise(name: str) -> str:
     return "Make them equal."
 
 
-def raise_failure(session: Session, comm: Comm, failure: str) -> Turns[NoReturn]:
+def raise_failure(session: Session, comm: Communicator, failure: str) -> Turns[NoReturn]:
     """Gather why ranks could not send their gradients, and raise a CommunicationError that quotes
     all of them.
 
@@ -288,12 +288,12 @@ def raise_failure(session: Session, comm: Comm, failure: str) -> Turns[NoReturn]
 # Collectives
 
 
-def gather_rows(tensor: Tensor, comm: Comm) -> Turns[Tensor]:
+def gather_rows(tensor: Tensor, comm: Communicator) -> Turns[Tensor]:
     """Gather ``tensor`` of every rank, a row for each."""
     return (yield from ask(comm, AllGather(tensor)))
 
 
-def _gather_json(value: object, device: torch.device, comm: Comm) -> Turns[list[Any]]:
+def _gather_json(value: object, device: torch.device, comm: Communicator) -> Turns[list[Any]]:
     """Gather what every rank passes."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = torch.tensor([text.numel()], dtype=torch.int64, device=device)

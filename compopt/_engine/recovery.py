@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._state.buckets import local
-from .._wire.comm import Comm, ProcessGroup, connect
+from .._wire.collectives import Communicator, ProcessGroup, connect
 from .._wire.requests import Broadcast
 from .._wire.warning import warn
 from . import moving
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .session import Session
 
 
-def rebind(session: Session, group: ProcessGroup | Comm | None) -> Turns[None]:
+def rebind(session: Session, group: ProcessGroup | Communicator | None) -> Turns[None]:
     """Continue over another group, as ``CompressedOptimizer.rebind`` says."""
     size_before = session.connection.size if session.connection else 0
     sharded = session.face.sharded
@@ -52,7 +52,7 @@ def rebind(session: Session, group: ProcessGroup | Comm | None) -> Turns[None]:
     warn_of_lost_residuals(session, size_before, session.comm.size)
 
 
-def catch_up(session: Session, comm: Comm, is_new: bool = False) -> Turns[None]:
+def catch_up(session: Session, comm: Communicator, is_new: bool = False) -> Turns[None]:
     """Bring ranks that are one step behind, or new, to where the others are.
 
     Their own residuals are lost: these may have been sent with the step that the others applied,
@@ -114,7 +114,9 @@ def _shared_tensors(saved: dict[str, Any], own: set[str]) -> Iterator[Tensor]:
             )
 
 
-def _broadcast_into(tensor: Tensor, source: int, comm: Comm, device: torch.device) -> Turns[None]:
+def _broadcast_into(
+    tensor: Tensor, source: int, comm: Communicator, device: torch.device
+) -> Turns[None]:
     """Overwrite ``tensor`` with that of the rank ``source``."""
     numbers = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
     message = numbers.to(device).contiguous()

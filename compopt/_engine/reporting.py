@@ -13,8 +13,8 @@ import os
 import sys
 from typing import Any
 
-from .._wire.comm import Comm, rank_here
-from .._wire.dtypes import bytes_of_value
+from .._wire.collectives import Communicator, get_rank
+from .._wire.payload import bytes_per_value
 from .._wire.requests import CommunicationError
 from .decision import StepDecision
 from .session import Session
@@ -73,10 +73,10 @@ def error_of_skips(session: Session, applied: bool) -> FloatingPointError | None
     )
 
 
-def describe_compression(session: Session, comm: Comm) -> None:
+def describe_compression(session: Session, comm: Communicator) -> None:
     """Show the line of the first step, on rank 0, where the class compresses at all."""
     groups = session.option_groups
-    if comm.rank == 0 == rank_here() and groups and all("when" in group for group in groups):
+    if comm.rank == 0 == get_rank() and groups and all("when" in group for group in groups):
         show_line(f"{session.name}: {' '.join(sentences(session, comm))}")
 
 
@@ -90,7 +90,7 @@ def show_line(text: str) -> None:
         print(f"compopt: {text}", file=sys.stderr, flush=True)
 
 
-def sentences(session: Session, comm: Comm) -> list[str]:
+def sentences(session: Session, comm: Communicator) -> list[str]:
     tensors = sum(len(bucket.params) for bucket in session.buckets)
     compressing = [bucket for bucket in session.buckets if any(bucket.compressed)]
     compressed = sum(sum(bucket.compressed) for bucket in session.buckets)
@@ -120,7 +120,7 @@ def when(starts: list[int], ramp: int) -> str:
     return f"from {said} on" + (f", falling to their density over {ramp} steps" if ramp else "")
 
 
-def share(session: Session, comm: Comm) -> list[str]:
+def share(session: Session, comm: Communicator) -> list[str]:
     """How much a step sends when the start is over, where the class can say that."""
     sent = [session.face.values_sent(bucket, comm.size) for bucket in session.buckets]
     if None in sent:
@@ -130,7 +130,7 @@ def share(session: Session, comm: Comm) -> list[str]:
     if not dense:  # no tensor has elements
         return []
     usual = "a reduce-scatter" if session.face.reduces_inside else "an all-reduce"
-    values = [bytes_of_value(b.group["payload_dtype"], b.grad_dtype) for b, _ in pairs]
+    values = [bytes_per_value(b.group["payload_dtype"], b.grad_dtype) for b, _ in pairs]
     then = sum(n * size for (_, n), size in zip(pairs, values, strict=True) if n is not None)
     first = sum(bucket.numel * size for (bucket, _), size in zip(pairs, values, strict=True))
     return [

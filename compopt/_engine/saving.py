@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .._wire.dtypes import name_of
+from .._wire.payload import dtype_name
 from .._wire.warning import warn
 from . import checkpoint, frozen, moving
 from .face import Group
@@ -46,7 +46,7 @@ def signature(session: Session, group: Group) -> dict[str, Any]:
         "format": checkpoint.FORMAT,
     }
     if "payload_dtype" in group:  # which may be set by hand
-        said["payload_dtype"] = name_of(group["payload_dtype"])
+        said["payload_dtype"] = dtype_name(group["payload_dtype"])
     without = frozen.without_state(session, group)
     return {**said, "without_state": without} if without else said
 

@@ -22,15 +22,16 @@ from .._state.buckets import Bucket, make_buckets
 from .._state.layouts import Layout
 from .._state.offload import Offload
 from .._state.shards import Shards
-from .._wire.comm import (
-    Comm,
+from .._wire.collectives import (
+    Communicator,
     ProcessGroup,
     connect,
+    count_copies,
     count_launched_ranks,
-    has_met_others,
-    rank_here,
+    get_rank,
+    is_outdated,
+    make_shard_communicators,
 )
-from .._wire.meshes import copies_of, shard_comms
 from .._wire.warning import warn
 from .checkpoint import fill
 from .face import Face, Group
@@ -70,7 +71,7 @@ class Session:
     def __init__(
         self,
         face: Face,
-        group: ProcessGroup | Comm | None,
+        group: ProcessGroup | Communicator | None,
         parameters: frozenset[Tensor] = frozenset(),
         trainable: frozenset[Tensor] = frozenset(),
     ):
@@ -80,12 +81,12 @@ class Session:
 
         # the other ranks
         self.group = group
-        self.connection: Comm | None = None
+        self.connection: Communicator | None = None
         self.sync: Sync | Corrupt = Sync.UNVERIFIED
         # the options that decide what is sent, which all ranks had in the last step
         self.verified_structure = ""
         # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
-        self.shard_comms: list[Comm] = []
+        self.make_shard_communicators: list[Communicator] = []
         self.posted_note = ""  # the kind of note that this rank has left for the others
 
         # buckets and backend
@@ -206,7 +207,9 @@ class Session:
         self.offload = Offload(OFFLOADED.get(face.offload or "", ()))
         # inside FSDP the optimizer's own ranks hold the other parts
         parted = () if face.reduces_inside else self.buckets
-        self.shard_comms = shard_comms(p for bucket in parted for p in bucket.params)
+        self.make_shard_communicators = make_shard_communicators(
+            p for bucket in parted for p in bucket.params
+        )
         self.is_built = True
         for bucket in self.buckets:
             self._fill_bucket(bucket)
@@ -224,12 +227,12 @@ class Session:
     def _fill_bucket(self, bucket: Bucket) -> None:
         face = self.face
         bucket.alone = self.is_single_process
-        bucket.copies = copies_of(bucket.params[0], self.shard_comms)
+        bucket.copies = count_copies(bucket.params[0], self.make_shard_communicators)
         bucket.offload = self.offload if self.offload.names else None
         if face.sharded:
             comm = self.comm
             bucket.shards = Shards(bucket.lengths, bucket.compressed, comm.rank, comm.size)
-        bucket.job = self.ops.quantized_mean(bucket)
+        bucket.make_mean = self.ops.quantized_mean(bucket)
         fill(bucket, self.layouts_of(bucket), face.state)
         face.restore(bucket)
 
@@ -263,7 +266,7 @@ class Session:
             face.tidy(bucket)
         self.ops = fall_back_to_torch(self.comm.rank)
         for bucket in self.buckets:
-            bucket.job = self.ops.quantized_mean(bucket)
+            bucket.make_mean = self.ops.quantized_mean(bucket)
             face.restore(bucket)
         face.on_fallback()
 
@@ -279,7 +282,7 @@ class Session:
     # Ranks
 
     @property
-    def comm(self) -> Comm:
+    def comm(self) -> Communicator:
         """The ranks to average over; connected when first needed.
 
         Without a process group this process is alone, until there is one: torch.distributed may be
@@ -292,15 +295,17 @@ class Session:
             self.build_buckets()
         if self.connection is None:
             is_wrapped = self.role is Role.WRAPPED
-            self.connection = Comm(alone=True) if is_wrapped else connect(self.group)
+            self.connection = (
+                Communicator(single_process=True) if is_wrapped else connect(self.group)
+            )
         return self.connection
 
     def _have_others_come(self) -> bool:
         if self.connection is None or self.group is not None or self.role is Role.WRAPPED:
             return False
-        return has_met_others(self.connection)
+        return is_outdated(self.connection)
 
-    def connect_ranks(self) -> Comm:
+    def connect_ranks(self) -> Communicator:
         """Connect the ranks of the coming step; buckets learn whether there are others."""
         comm = self.comm
         self._warn_of_missing_group(comm)
@@ -310,7 +315,7 @@ class Session:
                 bucket.cache.pop("owes", None)  # what rounding took off is owed too
         return comm
 
-    def _warn_of_missing_group(self, comm: Comm) -> None:
+    def _warn_of_missing_group(self, comm: Communicator) -> None:
         """Warn once where a launcher has started several processes, and each trains by itself."""
         size, is_wrapped = count_launched_ranks(), self.role is Role.WRAPPED
         if size > 1 and comm.size == 1 and self.group is None and not is_wrapped:
@@ -319,10 +324,10 @@ class Session:
                 f"WORLD_SIZE is {size}, but torch.distributed is not initialized: every process "
                 "trains by itself, and nothing is averaged. Add this line before training: "
                 "torch.distributed.init_process_group()",
-                rank_here(),
+                get_rank(),
             )
 
-    def connect_to(self, group: ProcessGroup | Comm | None) -> None:
+    def connect_to(self, group: ProcessGroup | Communicator | None) -> None:
         """Average over another group from now on."""
         self.group, self.connection = group, None
         self.build_buckets()

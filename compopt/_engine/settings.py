@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._wire.control import bits
+from .._wire.payload import encode_bits
 
 if TYPE_CHECKING:
     from .session import Session
@@ -99,4 +99,4 @@ def bits_of(settings: object) -> list[float]:
     """16 bits of a checksum and their complements, as numbers whose mean over ranks shows any
     difference.
     """
-    return bits(zlib.crc32(repr(settings).encode()), 16)
+    return encode_bits(zlib.crc32(repr(settings).encode()), 16)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
-from .._wire.comm import Comm
+from .._wire.collectives import Communicator
 from .session import Session
 from .stats import Stats
 
@@ -22,7 +22,7 @@ class Shown:
         return self._session.stats
 
     @property
-    def comm(self) -> Comm:
+    def comm(self) -> Communicator:
         """The ranks this optimizer averages over; connected when first needed."""
         return self._session.comm
 

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from .._state.buckets import Bucket
-from .._wire.comm import Comm
-from .._wire.control import Words
-from .._wire.pending import profiler_range
+from .._wire.collectives import Communicator, profiler_range
+from .._wire.payload import FieldValues
 from .._wire.requests import CommunicationError
 from . import frozen, gradients
 from .decision import StepDecision, combine_decisions, read_decision
@@ -97,7 +96,11 @@ class Step:
     """The step that is running, of all parameter groups or of some ``groups``."""
 
     def __init__(
-        self, session: Session, comm: Comm, number: int, groups: Sequence[Group] | None = None
+        self,
+        session: Session,
+        comm: Communicator,
+        number: int,
+        groups: Sequence[Group] | None = None,
     ):
         self.session, self.comm, self.number, self._groups = session, comm, number, groups
         # why this rank cannot send its gradients
@@ -220,7 +223,11 @@ class Step:
             decision = yield from self._run_schedule(schedules)
             is_sharded = any(exchange.agreement.sharded for exchange in decision.exchanges)
             _note_late_error(decision, is_sharded)
-            groups = [comm, *session.shard_comms] if is_sharded else session.shard_comms
+            groups = (
+                [comm, *session.make_shard_communicators]
+                if is_sharded
+                else session.make_shard_communicators
+            )
             yield from combine_decisions(decision, groups, buckets[-1].device)
             session.overlap.is_stopped |= decision.resent
             if decision.applied and is_sharded:
@@ -244,7 +251,7 @@ class Step:
         """Run the schedule, and one more where what was sent in backward is stale on any rank."""
         (schedule,) = schedules
         stale = schedule.measure_staleness()
-        any_stale: Words = [0.0]
+        any_stale: FieldValues = [0.0]
         if stale:
             device = schedule.buckets[-1].device
             any_stale = torch.cat([one.to(device) for one in stale]).amax(0, keepdim=True)
@@ -265,13 +272,13 @@ class Step:
         decision.resent = True
         return decision
 
-    def _control_fields(self, schedule: ExchangeSchedule) -> dict[str, Words]:
+    def _control_fields(self, schedule: ExchangeSchedule) -> dict[str, FieldValues]:
         """What ranks agree on beside the gradients, by name."""
         session, every = self.session, self.session.face.check_replicas_every
         settings: list[object] = [*list_settings(session)]
         if every and self.number % every == 0:
             settings += describe_optimizer(session)
-        fields: dict[str, Words] = {"settings": bits_of(settings)}
+        fields: dict[str, FieldValues] = {"settings": bits_of(settings)}
         is_unfrozen = session.has_other_trainable
         fields["unfrozen"] = [float(is_unfrozen)]
         if is_unfrozen:  # all ranks learn of a problem, and nothing is applied

@@ -10,15 +10,14 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .._wire.comm import Comm
-from .._wire.pending import Pending
+from .._wire.collectives import Communicator, PendingCollective
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 
 Result = TypeVar("Result")
-Turns = Generator[Pending, None, Result]
+Turns = Generator[PendingCollective, None, Result]
 
 
-def ask(comm: Comm, request: AllGather | AllReduceMean | Broadcast) -> Turns[Tensor]:
+def ask(comm: Communicator, request: AllGather | AllReduceMean | Broadcast) -> Turns[Tensor]:
     """The answer to one request of a tensor."""
     pending = comm.start(request)
     yield pending
@@ -32,14 +31,14 @@ class Background(Generic[Result]):
 
     def __init__(self, turns: Turns[Result]):
         self._turns = turns
-        self._waiting: Pending | None = None
+        self._waiting: PendingCollective | None = None
         self._results: list[Result] = []
         self._error: Exception | None = None
 
     def poll(self) -> None:
         """Go on as far as possible without waiting; ``finish`` raises the error there was."""
         while not self._results and self._error is None:
-            if self._waiting is not None and not self._waiting.ready:
+            if self._waiting is not None and not self._waiting.is_ready:
                 return
             try:
                 self._advance()
@@ -67,7 +66,7 @@ class Background(Generic[Result]):
 
 
 def sum_over(
-    comms: Sequence[Comm], numbers: Sequence[float], device: torch.device
+    comms: Sequence[Communicator], numbers: Sequence[float], device: torch.device
 ) -> Turns[list[float]]:
     """The sums over the ranks of one communicator after another, as of a mesh's dimensions."""
     if not comms:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from .._state.buckets import Bucket
 from .._state.devices import is_accelerator
 from .._state.layouts import Layout
-from .._wire.comm import ProcessGroup
+from .._wire.collectives import ProcessGroup
 from .base import CompressedOptimizer
 from .face import Group
 from .loading import NOT_OPTIONS

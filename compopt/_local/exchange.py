@@ -27,8 +27,8 @@ from .._engine.step import Step
 from .._engine.turns import Background, Turns
 from .._state.bits import bits_of, flags_of
 from .._state.buckets import local
-from .._wire.comm import Comm
-from .._wire.quantise import place_of
+from .._wire.collectives import Communicator
+from .._wire.quantization import noise_offset
 from .._wire.requests import AllGather, CommunicationError
 from .anchors import Anchored, Anchors
 from .rounds import is_count
@@ -151,7 +151,7 @@ def make_message(source: Session, anchors: Anchors, step: Step, squared: float) 
     return torch.cat([numbers.view(torch.uint8).to(signs.device), signs])
 
 
-def compare_ranks(source: Session, comm: Comm, numbers: list[list[float]]) -> Turns[None]:
+def compare_ranks(source: Session, comm: Communicator, numbers: list[list[float]]) -> Turns[None]:
     """Raise where ranks cannot average what they moved."""
     steps, exchanges, settings, _ = zip(*numbers, strict=True)
     if len(set(steps)) > 1:
@@ -201,7 +201,7 @@ def signs_of(vector: Sequence[Tensor], ranks: int, seed: int, device: torch.devi
     at = 0
     for part in parts * max(1, -(-TERMS * count // max(1, size))):
         for piece in part.split(count):
-            place, start = place_of((seed, at)), at % count
+            place, start = noise_offset((seed, at)), at % count
             factors = random_factors(device)[place : place + len(piece)]
             fits = min(len(piece), count - start)
             sums[start : start + fits].addcmul_(piece[:fits], factors[:fits])

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from .._wire.comm import Comm
+from .._wire.collectives import Communicator
 from .._wire.warning import user_location, warn_at
 
 
@@ -23,7 +23,7 @@ class OpenRound:
         self._location = user_location()
         weakref.finalize(optimizer, self._on_end)
 
-    def update(self, round_is_open: bool, comm: Comm) -> None:
+    def update(self, round_is_open: bool, comm: Communicator) -> None:
         """Count a local step, or note that parameters are equal on all ranks."""
         self.steps = self.steps + 1 if round_is_open else 0
         is_distributed = getattr(comm, "group", None) is not None  # not so in a simulation

@@ -28,7 +28,8 @@ from .._engine.when import dense_steps
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._state.fsdp_rows import FsdpRows, Piece, columns_of
-from .._wire.requests import AllReduceMean, Asking, Payload, ReduceScatterMean
+from .._wire.payload import Payload
+from .._wire.requests import AllReduceMean, ReduceScatterMean, RequestGenerator
 from .sent import Projected
 from .step import Projections
 from .tracking import next_bases
@@ -110,7 +111,9 @@ class Parcel(FsdpRows):
             one.bucket.params[i].grad = None
 
 
-def averaged(parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, held: Held) -> Asking[None]:
+def averaged(
+    parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, held: Held
+) -> RequestGenerator[None]:
     """One reduce-scatter: average this rank's row of ``rows`` over ranks into ``out``."""
     projected = [one for one in parcel.whole if not one.dense]
     for one in projected:
@@ -152,6 +155,6 @@ def uncut(pieces: list[Piece], session: Session, dtype: torch.dtype, before: int
         bucket = Bucket(index, first.group, tensors, names, lambda *_: True, first.scratch)
         for name in first.state.keys() & {"residual", "basis"}:
             bucket.state[name] = [other.state[name][i] for other, i in held]
-        bucket.job = session.ops.quantized_mean(bucket)
+        bucket.make_mean = session.ops.quantized_mean(bucket)
         found.append(Whole(bucket, own, held))
     return found

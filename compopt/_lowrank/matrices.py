@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket
-from .._wire.scratch import Scratch
+from .._wire.payload import Scratch
 from .kinds import KINDS
 from .orthonormal import columns_of
 from .projections import Projection

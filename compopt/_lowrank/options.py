@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from .._engine.options import check_compression, require
 from .._engine.when import chosen
-from .._wire.dtypes import PayloadDtype
+from .._wire.payload import PayloadDtype
 from .kinds import KINDS
 from .projections import is_sharded
 

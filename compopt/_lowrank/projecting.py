@@ -19,7 +19,7 @@ from .._engine.when import dense_steps
 from .._ops.norms import clip_factor
 from .._state.buckets import Bucket, local
 from .._state.layouts import Dense, Layout, Prefix, Unsharded
-from .._wire.comm import connect
+from .._wire.collectives import connect
 from .._wire.warning import warn
 from . import options
 from .adaptation import Adaptation, current

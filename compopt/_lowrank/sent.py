@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._ops.norms import scale_
 from .._ops.operations import Ops
-from .._wire.requests import Payload
+from .._wire.payload import Payload
 from .projections import Projection, by_blocks
 
 

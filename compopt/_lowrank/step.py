@@ -14,7 +14,8 @@ from .._ops.operations import Ops
 from .._ops.updates import Factored
 from .._state.buckets import Bucket, upload
 from .._state.masks import Mask
-from .._wire.requests import Asking, Payload, Together
+from .._wire.payload import Payload
+from .._wire.requests import RequestGenerator, RunBatched
 from .options import clips_average, forgets
 from .sent import Projected, Sent, Whole, keep, write
 from .tracking import Tracked, follow, follow_all, next_bases, track
@@ -61,7 +62,7 @@ class Projections:
         pairs = enumerate(self.tensors)
         return {i: tensor for i, tensor in pairs if isinstance(tensor, Tracked)}
 
-    def track(self) -> Asking[None]:
+    def track(self) -> RequestGenerator[None]:
         """Find the columns of what is tracked, by an exchange before."""
         if self.tracked:
             self.agreed = yield from track(self.bucket, self.ops, self.grads, self.tracked)
@@ -151,13 +152,13 @@ class Projections:
         """Whether the errors are forgotten after this step."""
         return forgets(self.bucket.group, self.bucket.group["step"] + 1)
 
-    def commit(self, mean: Payload, present: list[bool], factor: float) -> Asking[None]:
+    def commit(self, mean: Payload, present: list[bool], factor: float) -> RequestGenerator[None]:
         """What the next step begins with."""
         bucket, tracked = self.bucket, self.tracked
         if bucket.device.type == "cpu":
             follow(bucket, tracked, self.bases, present)
         elif tracked:
-            yield Together("separate.follow", follow_all, bucket, (tracked, mean, present))
+            yield RunBatched("separate.follow", follow_all, bucket, (tracked, mean, present))
         waits = not all(present) or (self.sends and factor != 1)
         bucket.cache["owes"] = self.projects or (bucket.owes and waits)
         if self.found:

@@ -29,7 +29,8 @@ from torch import Tensor
 from .._ops.operations import Ops
 from .._ops.updates import Factored
 from .._state.buckets import Bucket
-from .._wire.requests import AllReduceMean, Asking, Payload, Together
+from .._wire.payload import Payload
+from .._wire.requests import AllReduceMean, RequestGenerator, RunBatched
 from .orthonormal import orthonormal
 from .sent import Projected
 
@@ -61,7 +62,7 @@ class Tracked(Projected):
 
 def track(
     bucket: Bucket, ops: Ops, grads: list[Tensor | None], tracked: dict[int, Tracked]
-) -> Asking[Payload]:
+) -> RequestGenerator[Payload]:
     """Lines 1 and 2: R for each of these tensors of the bucket, by their numbers.
 
     Returns the payload, whose header all ranks have agreed on.
@@ -73,7 +74,7 @@ def track(
     ops.write_header(payload, grads)
     for i, tensor in tracked.items():
         tensor.times(tensor.Q, tensor.P(payload.exact[i]), across=True)
-    mean: Payload = yield AllReduceMean(payload.round(), more=True)  # line 1
+    mean: Payload = yield AllReduceMean(payload.round(), has_next=True)  # line 1
     P = [tensor.P(mean.parts[i]).to(tensor.Q.dtype) for i, tensor in tracked.items()]
     for tensor, R in zip(tracked.values(), orthonormal(P), strict=True):  # line 2
         tensor.R = R
@@ -95,7 +96,7 @@ def follow(
             bucket.cache["warm"][i] = True
 
 
-def follow_all(asked: list[Together]) -> list[None]:
+def follow_all(asked: list[RunBatched]) -> list[None]:
     """Find the next Q of all buckets, and keep those of tensors that have had a gradient."""
     parts, bases = [], []
     for one in asked:

@@ -17,7 +17,7 @@ import os
 import torch
 from torch import Tensor
 
-from .._wire.comm import connect
+from .._wire.collectives import connect
 from .._wire.warning import warn
 from .native.build import UnknownISA, compiler
 from .operations import Group, Ops

@@ -18,10 +18,10 @@ from torch import Tensor
 from .._state.bits import positions_of
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
-from .._wire import coded
-from .._wire.quantised_mean import QuantisedMean
-from .._wire.requests import Asking, Payload, Together
-from .._wire.scratch import Scratch, at_a_time
+from .._wire import quantization
+from .._wire.payload import Payload, Scratch, block_size
+from .._wire.quantized_mean import QuantizedMean
+from .._wire.requests import RequestGenerator, RunBatched
 from . import norms, reference
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
@@ -36,7 +36,7 @@ class Fused(NamedTuple):
     """A backend's implementation of a reference function, for the buckets it ``supports``.
 
     It has the reference's arguments. With ``is_batched`` it is given the requests of all buckets in
-    one call (see ``Together``).
+    one call (see ``RunBatched``).
     """
 
     supports: Callable[[Any, Bucket], bool]
@@ -90,7 +90,7 @@ class Ops:
         bucket: Bucket,
         *args: Rest.args,
         **options: Rest.kwargs,
-    ) -> Asking[Result]:
+    ) -> RequestGenerator[Result]:
         """Do as ``run``; a batched implementation runs once for all buckets. Only after
         ``Agree``.
         """
@@ -98,7 +98,7 @@ class Ops:
         fused = self.fused.get(key)
         if fused is None or not fused.is_batched or not fused.supports(self, bucket):
             return self.run(reference, bucket, *args, **options)
-        result: Result = yield Together(key, functools.partial(fused.run, self), bucket, args)
+        result: Result = yield RunBatched(key, functools.partial(fused.run, self), bucket, args)
         return result
 
     def scratch(
@@ -167,11 +167,14 @@ class Ops:
 
     # int8 and int4
 
-    def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
-        """Return what averages the bucket's int8 and int4 payloads; None: ``QuantisedMean``."""
+    def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantizedMean] | None:
+        """Return what averages the bucket's int8 and int4 payloads; None: ``QuantizedMean``."""
         return None
 
-    quantize, dequantize = staticmethod(coded.encode), staticmethod(coded.decode)
+    quantize, dequantize = (
+        staticmethod(quantization.quantize_chunk),
+        staticmethod(quantization.dequantize_chunk),
+    )
 
     # Updates
 
@@ -246,7 +249,7 @@ class Ops:
             return reference.adams_(w, g, m, float(step), clip=clip, **hyper)
         hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
         # of its own: g may be scratch memory too
-        block = at_a_time(BLOCK, m.view(-1))
+        block = block_size(BLOCK, m.view(-1))
         square = self.scratch(m, min(block, m.numel()), use="square")
         for w_, g_, m_ in zip(*(x.view(-1).split(block) for x in (w, g, m)), strict=True):
             v = torch.mul(m_, m_, out=square[: m_.numel()])

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._state.buckets import Bucket
 from .._state.mask_shards import MaskSlice
 from .._state.masks import Mask
-from .._wire.requests import Payload
+from .._wire.payload import Payload
 from . import reference
 from .operations import Group, Ops
 

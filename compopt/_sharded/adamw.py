@@ -12,7 +12,7 @@ from .._ops.operations import Ops
 from .._sparse.averaged import Average, Averaged
 from .._state.buckets import Bucket, local
 from .._state.shards import unshard
-from .._wire.requests import AllGather, Asking
+from .._wire.requests import AllGather, RequestGenerator
 from .at_once import ahead_at_once, commit_at_once, sends_updates
 from .updates import Codes, add_owed, keep_owed, update_bits
 
@@ -60,7 +60,7 @@ def step_ahead(bucket: Bucket, ops: Ops, i: int, average: Averaged, out: Tensor)
         out.copy_(ahead)
 
 
-def gather(bucket: Bucket, ops: Ops, new: Tensor) -> Asking[Tensor]:
+def gather(bucket: Bucket, ops: Ops, new: Tensor) -> RequestGenerator[Tensor]:
     """All ranks' ``new``, a row each.
 
     Where updates are rounded ``new`` is left with what that takes off.

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._ops.operations import adamw_batched_
 from .._sparse.averaged import Average
 from .._state.buckets import Bucket
-from .._wire.dtypes import dtype_of
+from .._wire.payload import float_dtype
 from .updates import update_bits
 
 
@@ -21,7 +21,7 @@ def sends_updates(bucket: Bucket) -> bool:
     All ranks add the same, its owner too, so replicas stay equal; an update is rounded to 8 bits, a
     parameter is not.
     """
-    sent = dtype_of(bucket.group["payload_dtype"])
+    sent = float_dtype(bucket.group["payload_dtype"])
     low = sent == torch.bfloat16 and not bucket.alone
     return update_bits(bucket) is not None or (low and bucket.dtype == torch.float32)
 

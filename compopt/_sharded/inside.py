@@ -28,7 +28,7 @@ from .._sparse.sparsify import largest_of_shards
 from .._sparse.union import union_of
 from .._state.buckets import Bucket
 from .._state.fsdp_rows import columns_of
-from .._wire.requests import Asking, BitOr, ReduceScatterMean
+from .._wire.requests import BitOr, ReduceScatterMean, RequestGenerator
 from .parcels import Parcel, same_options
 from .sending import AtUnion, Everything
 
@@ -36,7 +36,9 @@ from .sending import AtUnion, Everything
 ALIKE = ("sparsity", "codec", "sketch_ratio", "payload_dtype", "warmup_steps", "total_steps")
 
 
-def averaged(parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, held: Held) -> Asking[None]:
+def averaged(
+    parcel: Parcel, ops: Ops, rows: Tensor, out: Tensor, held: Held
+) -> RequestGenerator[None]:
     """One reduce-scatter: average this rank's row of ``rows`` over ranks into ``out``."""
     x = parcel.add_up(rows, held)  # line 1
     plain = columns_of(rows, parcel.as_they_are)

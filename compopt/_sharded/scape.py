@@ -34,10 +34,11 @@ from .._ops.updates import gradient_weight
 from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_mask_shards
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
-from .._wire.requests import Agree, AllGather, Asking, Commit, Payload, ReduceScatterMean
+from .._wire.payload import Payload
+from .._wire.requests import Agree, AllGather, Commit, ReduceScatterMean, RequestGenerator
 
 
-def sharded_scape(bucket: Bucket, ops: Ops) -> Asking[None]:
+def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 2, one bucket, one step."""
     grads, mask, shards = bucket.grads(), mask_to_send(bucket), bucket.shards
     is_delayed = bucket.group["mask_delay"] == 1

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._sparse.codes import CODES, Code
 from .._sparse.union import Union
 from .._state.bits import ones_at
-from .._wire.dtypes import dtype_of
+from .._wire.payload import float_dtype
 from .parcels import Parcel
 
 
@@ -48,7 +48,7 @@ class Everything:
         for row, own in zip(rows, plain, strict=True):
             row[:begin] = own
         self.write([row[begin:] for row in rows])
-        dtype = dtype_of(self.parcel.group["payload_dtype"]) or given
+        dtype = float_dtype(self.parcel.group["payload_dtype"]) or given
         if self.exact or self.parcel.exact:
             dtype = torch.promote_types(given, torch.float32)
         sent = exact.to(dtype)

@@ -22,8 +22,8 @@ from torch import Tensor
 from .._engine.options import require
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
-from .._wire.dtypes import BITS, bits_of, name_of
-from .._wire.quantise import Chunk, code_bytes, layout
+from .._wire.payload import QUANTIZED_BITS, dtype_name, packed_bytes, quantized_bits
+from .._wire.quantization import Chunk, row_layout
 
 UpdateDtype: TypeAlias = torch.dtype | Literal["int8", "int4", "int2"] | None
 
@@ -32,9 +32,14 @@ USE = 1_000_001  # in seeds: apart from those of payloads
 
 def check_updates(group: dict[str, Any]) -> None:
     """Raise ValueError where ``update_dtype`` is none, or parameters cannot keep what it sends."""
-    given = name_of(group["update_dtype"])
-    known = given is None or given in BITS
-    require(known, "update_dtype", group["update_dtype"], f"None or {', '.join(map(repr, BITS))}")
+    given = dtype_name(group["update_dtype"])
+    known = given is None or given in QUANTIZED_BITS
+    require(
+        known,
+        "update_dtype",
+        group["update_dtype"],
+        f"None or {', '.join(map(repr, QUANTIZED_BITS))}",
+    )
     group["update_dtype"] = given
     low = [p.dtype for p in group["params"] if p.dtype.itemsize < 4]
     if given is not None and low:
@@ -68,7 +73,7 @@ def update_bits(bucket: Bucket) -> int | None:
             f"update_dtype={given!r} was set in a group of an optimizer that was made without it, "
             "and keeps no update_residual: give it to the constructor, or to one group of it."
         )
-    return bits_of(given)
+    return quantized_bits(given)
 
 
 def add_owed(bucket: Bucket, updates: list[Tensor], present: list[bool]) -> None:
@@ -99,9 +104,9 @@ class Codes:
     def __init__(self, bucket: Bucket, ops: Ops, bits: int):
         self.bucket, self.ops, self.bits, self.shards = bucket, ops, bits, bucket.shards
         sizes = [tuple(self.shards.sizes(rank)) for rank in range(self.shards.ranks)]
-        self.chunks = [layout(parts, 1).chunks[0] for parts in sizes]
+        self.chunks = [row_layout(parts, 1).chunks[0] for parts in sizes]
         self.codes_at = 4 * max(chunk.rows for chunk in self.chunks)
-        codes = code_bytes(max(chunk.stop for chunk in self.chunks), bits)
+        codes = packed_bytes(max(chunk.stop for chunk in self.chunks), bits)
         self.size = max(4, self.codes_at + codes + -codes % 4)
 
     def message(self, updates: Tensor) -> Tensor:

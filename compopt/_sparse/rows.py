@@ -9,8 +9,7 @@ from .._ops.norms import finite_marks
 from .._ops.operations import Ops
 from .._state.bits import per_tensor
 from .._state.buckets import Bucket
-from .._wire.dtypes import PayloadDtype
-from .._wire.requests import Payload
+from .._wire.payload import Payload, PayloadDtype
 from .at_once import hold_back_at_once
 from .averaged import Average, Scattered
 from .codes import CODES, Code

@@ -23,7 +23,8 @@ from .._state.bits import bits_at, count_shared, per_tensor, set_all_bits_
 from .._state.buckets import Bucket
 from .._state.mask_shards import MaskShards, assemble_mask, encode_mask, shard_mask
 from .._state.masks import Mask, Tensors, bits_by_tensor, clear_mask, store_mask
-from .._wire.requests import AllGather, Asking, Payload
+from .._wire.payload import Payload
+from .._wire.requests import AllGather, RequestGenerator
 from .top_k import select_top_k
 
 # Who selects what
@@ -116,7 +117,7 @@ def mask_to_send(bucket: Bucket) -> Mask:
 
 def exchange_masks(
     bucket: Bucket, ops: Ops, mask: Mask, mean: Payload, selection: Selection | None
-) -> Asking[None]:
+) -> RequestGenerator[None]:
     """After the commit: store this step's mask, on which momenta are now; with a delay gather what
     was selected as the next step's (line 15).
     """
@@ -139,7 +140,9 @@ def store_next_mask(bucket: Bucket, ops: Ops, selection: Selection, messages: Te
     return store_mask(bucket, ops, selection.assemble(messages), "next_mask")
 
 
-def _store_current_mask(bucket: Bucket, ops: Ops, mask: Mask, mean: Payload) -> Asking[None]:
+def _store_current_mask(
+    bucket: Bucket, ops: Ops, mask: Mask, mean: Payload
+) -> RequestGenerator[None]:
     """Note that the momenta of tensors with a gradient on any rank are on this mask now."""
     present, held = bucket.present(mean), bucket.cache["mask"]
     for i, is_present in enumerate(present):

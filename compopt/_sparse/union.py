@@ -16,7 +16,7 @@ from torch import Tensor
 from .._ops.operations import Ops
 from .._state.buckets import upload
 from .._state.shards import Shards
-from .._wire.requests import Asking, Read
+from .._wire.requests import ReadToHost, RequestGenerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ class Tables:
     edges: Tensor
 
 
-def union_of(shards: Shards, bits: Tensor, ops: Ops, cache: dict[str, Any]) -> Asking[Union]:
+def union_of(
+    shards: Shards, bits: Tensor, ops: Ops, cache: dict[str, Any]
+) -> RequestGenerator[Union]:
     """The index, from its ``bits``. ``cache`` keeps what follows from ``shards``."""
     if bits.device.type == "cpu":
         index = ops.set_bits_of(bits)
@@ -61,7 +63,7 @@ def union_of(shards: Shards, bits: Tensor, ops: Ops, cache: dict[str, Any]) -> A
     before = counts.new_empty(len(counts) + 1, dtype=torch.int64)
     before[:1].zero_()
     torch.cumsum(counts, 0, out=before[1:])
-    told = yield Read(before.index_select(0, tables.edges))
+    told = yield ReadToHost(before.index_select(0, tables.edges))
     cuts, edges = told[: shards.ranks + 1], told[shards.ranks + 1 :]
     sizes = [b - a for a, b in itertools.pairwise(cuts)]
     own = [b - a for a, b in zip(edges[::2], edges[1::2], strict=True)]

@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._wire.control import Control
-from .._wire.dtypes import PayloadDtype, bits_of, dtype_of
-from .._wire.requests import Payload
-from .._wire.scratch import Scratch
+from .._wire.payload import (
+    ControlFields,
+    Payload,
+    PayloadDtype,
+    Scratch,
+    float_dtype,
+    quantized_bits,
+)
 from .devices import pinned
 from .kept import Kept
 from .tensors import Chosen, grad_dtype, is_compressed, local, upload
@@ -57,11 +61,13 @@ class Bucket(Kept):
         super().__init__(group, params, names, chosen)
         self.index = index
         self.scratch = scratch or Scratch()  # all buckets of an optimizer share it
-        self.control = Control()  # what its payloads carry beside the header; set by the runtime
+        self.control = (
+            ControlFields()
+        )  # what its payloads carry beside the header; set by the runtime
         self.parameter_bytes = 0  # handed over in the last step to gather updated parameters
         self.withheld = False  # this rank takes part in an exchange without its gradients
         # the back end's way to average int8 and int4, where it has one
-        self.job: Callable[[Payload, int, int], Any] | None = None
+        self.make_mean: Callable[[Payload, int, int], Any] | None = None
         self._held: dict[str, Tensor] = {}
 
     @property
@@ -78,8 +84,8 @@ class Bucket(Kept):
         if self.alone or all(e is None for e in self.state.get("residual", ())):
             return False
         given = self.group.get("payload_dtype")
-        sent = dtype_of(given) or self.grad_dtype
-        return bits_of(given) is not None or torch.promote_types(sent, self.wide) != sent
+        sent = float_dtype(given) or self.grad_dtype
+        return quantized_bits(given) is not None or torch.promote_types(sent, self.wide) != sent
 
     def sent_as(self, asked: PayloadDtype) -> PayloadDtype:
         """On the wire. Where there is no wire what is owed is added without rounding."""
@@ -109,20 +115,20 @@ class Bucket(Kept):
         header, if any.
 
         The next one for this ``use`` has its memory. ``sent_as``: on the wire; as the gradients
-        where it is None. int8 and int4 are for the wire only, see ``quantised_mean``.
+        where it is None. int8 and int4 are for the wire only, see ``quantized_mean``.
         """
         sent_as = self.sent_as(sent_as)
         size = len(self.params) + len(self.control) + sum(lengths)
-        bits = bits_of(sent_as)
+        bits = quantized_bits(sent_as)
         seed = (self.group["step"], self.index, use) if bits else None
-        dtype = self.wide if seed else dtype_of(sent_as) or self.grad_dtype
+        dtype = self.wide if seed else float_dtype(sent_as) or self.grad_dtype
         message = self._memory(f"message {use}", size, dtype)
         dropped = None
         if seed or self.rounds:
             dropped = self._memory(f"dropped {use}", sum(lengths), self.wide)
         words = len(self.params), len(self.control)
         payload = Payload(
-            message, *words, lengths, seed, dropped, self.scratch, bits or 8, self.job
+            message, *words, lengths, seed, dropped, self.scratch, bits or 8, self.make_mean
         )
         self._write_control(payload, marks)
         return payload
@@ -134,7 +140,7 @@ class Bucket(Kept):
 
         That for rank r has ``lengths[r]`` elements.
         """
-        dtype = dtype_of(self.sent_as(sent_as)) or self.grad_dtype
+        dtype = float_dtype(self.sent_as(sent_as)) or self.grad_dtype
         header, control = len(self.params), len(self.control)
         bodies = [sum(row) for row in lengths]
         sizes = [header + control + body for body in bodies]

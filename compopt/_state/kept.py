@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._wire.scratch import at_a_time
+from .._wire.payload import block_size
 from .devices import pinned
 from .layouts import Layout, Member, Sharded
 from .offload import Offload
@@ -244,7 +244,7 @@ class Kept:
         self.wait_for_host()
         for i, master in enumerate(self.state["master"]):
             p = self.layouts["master"].part(local(self.params[i].detach()), self.member(i))
-            shown_, block = p.reshape(-1), at_a_time(BLOCK, p.reshape(-1))
+            shown_, block = p.reshape(-1), block_size(BLOCK, p.reshape(-1))
             for own, shown in zip(master.view(-1).split(block), shown_.split(block), strict=True):
                 take_over(own, shown.to(own.device))
 

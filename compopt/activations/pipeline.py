@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from .._wire.comm import ProcessGroup
+from .._wire.collectives import ProcessGroup
 from .codecs import Compressor, applied
 from .pair import Pair, ReturnBeside, SendBeside
 

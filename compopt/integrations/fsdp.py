@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._engine import base
 from .._engine.base import CompressedOptimizer
 from .._state.buckets import local
-from .._wire.comm import mesh_groups
+from .._wire.collectives import list_mesh_groups
 from .._wire.requests import Broadcast
 from ._fsdp_inside import HOOKS, go_inside
 from ._watch import call_after_backward
@@ -58,7 +58,7 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
 
 
 def _check_mesh(p: Tensor, mesh: DeviceMesh, name: str, ours: set[int]) -> None:
-    for dim, (group, placement) in enumerate(mesh_groups(p)):
+    for dim, (group, placement) in enumerate(list_mesh_groups(p)):
         shared = sorted(ours.intersection(dist.get_process_group_ranks(group)))
         if len(shared) < 2:
             continue

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._engine.base import CompressedOptimizer, without_integrations
-from .._wire.comm import Comm
+from .._wire.collectives import Communicator
 from ..adams import AdamS
 from ..radius import RadiusAdamW
 from ..scape import ScapeAdamS
@@ -88,7 +88,7 @@ class Candidate:
 def construct_silently(make: Callable[..., Any], params: Any, **options: Any) -> Any:
     """An optimizer of this package without other ranks, hooks or messages."""
     with without_integrations():
-        made = make(params, process_group=Comm(alone=True), **options)
+        made = make(params, process_group=Communicator(single_process=True), **options)
     made._session.warned.add("compression")
     return made
 

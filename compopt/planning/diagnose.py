@@ -33,7 +33,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .._wire.comm import ProcessGroup
+from .._wire.collectives import ProcessGroup
 from .diagnosis import Diagnosis
 from .diagnosis_report import Row
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .._engine.base import CompressedOptimizer
 from .._ops.reference import one_thread
 from .._state.tensors import local
-from .._wire.comm import Comm, ProcessGroup
+from .._wire.collectives import Communicator, ProcessGroup
 from .._wire.requests import AllGather, AllReduceMean
 from . import diagnosis_report
 from .advice import advise
@@ -81,7 +81,7 @@ class Diagnosis:
         self._work = Workload.of(
             (names.get(id(p), ""), local(p)) for group in groups for p in group["params"]
         )
-        self._comm = Comm(process_group)
+        self._comm = Communicator(process_group)
         self._is_ours = isinstance(self.optimizer, CompressedOptimizer)
         self._recorder: Recorder | None = None
         self._local_rows: list[Tensor | None] = [None] * len(self.sampled)
@@ -130,10 +130,10 @@ class Diagnosis:
         return self._comm.size > 1 and not self._is_ours
 
     @property
-    def _compared_ranks(self) -> Comm:
+    def _compared_ranks(self) -> Communicator:
         """The ranks whose gradients are compared; none under FSDP, which shows no rank's own."""
         is_sharded = any(tensor.param is not local(tensor.param) for tensor in self.sampled)
-        return Comm(alone=True) if is_sharded and not self._is_ours else self._comm
+        return Communicator(single_process=True) if is_sharded and not self._is_ours else self._comm
 
     # Hooks
 
@@ -344,7 +344,7 @@ class Recorder:
         norms = self.gradient_norms[self.start :]
         return sum(norms) / len(norms)
 
-    def collect_findings(self, comm: Comm, compared: Comm) -> Findings:
+    def collect_findings(self, comm: Communicator, compared: Communicator) -> Findings:
         """All findings, the same on all ranks of ``comm``; collective.
 
         Gradients are compared over the ranks of ``compared``.
@@ -440,7 +440,7 @@ def summarize_spread(
 
 
 def check_same_on_all_ranks(
-    names: Iterable[str], steps: int, comm: Comm, device: torch.device
+    names: Iterable[str], steps: int, comm: Communicator, device: torch.device
 ) -> None:
     """Raise RuntimeError on all ranks where they have recorded different things."""
     code = zlib.crc32("\n".join(names).encode()) % 2**23  # float32 holds it exactly.
@@ -460,7 +460,7 @@ def check_same_on_all_ranks(
         )
 
 
-def average_findings(found: Findings, comm: Comm, device: torch.device) -> Findings:
+def average_findings(found: Findings, comm: Communicator, device: torch.device) -> Findings:
     """The mean of each finding over ranks."""
     names = sorted(found)
     numbers = torch.tensor([found[name] for name in names], dtype=torch.float32, device=device)

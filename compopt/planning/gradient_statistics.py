@@ -20,7 +20,7 @@ from torch import Tensor
 from .._lowrank.orthonormal import orthonormal
 from .._lowrank.projections import as_matrix
 from .._state.tensors import is_compressed, local
-from .._wire.comm import Comm
+from .._wire.collectives import Communicator
 from .._wire.requests import AllReduceMean
 
 # Elements of the smallest tensor that is compressed, and of the smallest sample.
@@ -297,7 +297,7 @@ class GradientSpread:
     def subsample(self, i: int, grad: Tensor) -> Tensor:
         return grad.reshape(-1)[:: self.strides[i]].cpu().clone()
 
-    def compute(self, comm: Comm, device: torch.device) -> list[tuple[float, float]]:
+    def compute(self, comm: Communicator, device: torch.device) -> list[tuple[float, float]]:
         """Cosine and norm ratio of each tensor; collective, after equally many steps."""
         if len(self.rows) < 2:
             return []
@@ -308,7 +308,7 @@ class GradientSpread:
 
 
 def cosine_and_norm_ratio(
-    steps: list[Tensor], comm: Comm, device: torch.device
+    steps: list[Tensor], comm: Communicator, device: torch.device
 ) -> tuple[float, float]:
     """Cosine and norm ratio of one tensor's gradients, means over steps."""
     rows = torch.stack(steps).double()
@@ -326,7 +326,7 @@ def cosine_and_norm_ratio(
     return cosine, (of_one / of_mean) ** 0.5
 
 
-def mean_over_ranks(tensor: Tensor, comm: Comm, device: torch.device) -> Tensor:
+def mean_over_ranks(tensor: Tensor, comm: Communicator, device: torch.device) -> Tensor:
     sent = tensor.float().to(device).contiguous()
     comm.start(AllReduceMean(sent)).wait()
     return sent.to(tensor)

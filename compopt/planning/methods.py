@@ -16,7 +16,7 @@ import torch
 
 from .._local import rounds
 from .._local.exchange import message_bytes
-from .._wire.quantise import ROW as VALUES_PER_SCALE
+from .._wire.payload import ROW as VALUES_PER_SCALE
 
 # Bytes of a number: gradients, payloads and optimizer state are float32.
 FLOAT = 4

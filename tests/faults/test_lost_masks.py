@@ -9,20 +9,20 @@ from torch import nn
 
 import compopt
 from compopt._engine import missing_ranks
-from compopt._wire.pending import Pending
+from compopt._wire.collectives import PendingCollective
 
 
 def lose_a_mask(rank: int) -> dict:
     """Rank 1's wait for the broadcast of step 3 fails, after the message itself has gone its way."""
-    wait = Pending.wait
+    wait = PendingCollective.wait
 
     def failing(self):
         answer = wait(self)
-        if rank == 1 and self.what.startswith("Broadcast") and optimizer.stats.step == 3:
-            raise compopt.CommunicationError(f"{self.what} was made to fail")
+        if rank == 1 and self.description.startswith("Broadcast") and optimizer.stats.step == 3:
+            raise compopt.CommunicationError(f"{self.description} was made to fail")
         return answer
 
-    Pending.wait = failing
+    PendingCollective.wait = failing
     torch.manual_seed(0)
     model = nn.Linear(96, 64)
     optimizer = compopt.RadiusAdamW(model.parameters(), density=0.25, interval=100, warmup_steps=3)
@@ -41,12 +41,12 @@ def lose_a_gathered_mask(rank: int) -> dict:
     """SCAPE's: the ranks do not ask each other. One raises where the other would wait for ever."""
     missing_ranks.LOOK_AFTER = 0.3
     groups = [dist.new_group(timeout=FOREVER) for _ in range(2)]
-    wait = Pending.wait
+    wait = PendingCollective.wait
 
     def failing(self):
         answer = wait(self)
-        if rank == 1 and self.what.startswith("AllGather") and optimizer.stats.step == 4:
-            raise compopt.CommunicationError(f"{self.what} was made to fail")
+        if rank == 1 and self.description.startswith("AllGather") and optimizer.stats.step == 4:
+            raise compopt.CommunicationError(f"{self.description} was made to fail")
         return answer
 
     torch.manual_seed(0)
@@ -62,12 +62,12 @@ def lose_a_gathered_mask(rank: int) -> dict:
             optimizer.step()
 
     train(range(4))
-    Pending.wait, before, said = failing, model.weight.clone(), ""
+    PendingCollective.wait, before, said = failing, model.weight.clone(), ""
     try:
         train(range(4, 5))
     except compopt.CommunicationError as error:
         said = str(error)
-    Pending.wait = wait
+    PendingCollective.wait = wait
     same = torch.equal(before, model.weight)
     optimizer.rebind(groups[1])
     train(range(4, 8))

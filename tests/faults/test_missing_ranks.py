@@ -26,7 +26,7 @@ from compopt._engine.missing_ranks import (
     post_note,
     run_step,
 )
-from compopt._wire.pending import Pending
+from compopt._wire.collectives import PendingCollective
 from compopt._wire.store import GroupStore, RanksMissing
 
 by_name = by_name | {case.name: case for case in FORMS}
@@ -186,20 +186,20 @@ def interrupted(rank: int, name: str) -> dict:
     groups = [dist.new_group(timeout=FOREVER) for _ in range(2)]
     run = Run(rank, name, process_group=groups[0])
     run.train(3)
-    ends_within, said = Pending.ends_within, ""
+    completes_within, said = PendingCollective.completes_within, ""
 
-    def interrupt(pending: Pending, seconds: float) -> bool:
+    def interrupt(pending: PendingCollective, seconds: float) -> bool:
         signal.raise_signal(signal.SIGINT)
-        return ends_within(pending, seconds)
+        return completes_within(pending, seconds)
 
     if rank == 1:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        Pending.ends_within = interrupt
+        PendingCollective.completes_within = interrupt
     try:
         run.train(9)
     except (compopt.CommunicationError, KeyboardInterrupt) as error:
         said = f"{type(error).__name__}: {error}"
-    Pending.ends_within = ends_within
+    PendingCollective.completes_within = completes_within
     run.optimizer.rebind(groups[1])
     run.t = run.optimizer._session.steps
     run.train(4)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask, Tensors
-from ..._wire.quantised_mean import QuantisedMean
-from ..._wire.requests import Payload
+from ..._wire.payload import Payload
+from ..._wire.quantized_mean import QuantizedMean
 from .. import operations
 from ..operations import Fused, Ops, empty_payload
 from .build import isa_of, load
@@ -50,7 +50,7 @@ class NativeOps(NativeUpdates, NativeTopK):
         self.quantize = functools.partial(quantize, self.library)
         self.dequantize = functools.partial(dequantize, self.library)
 
-    def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
+    def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantizedMean] | None:
         return functools.partial(NativeMean, self.library) if is_on_cpu(self, bucket) else None
 
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:

@@ -22,7 +22,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-from ..._wire.comm import connect
+from ..._wire.collectives import connect
 from ..._wire.warning import warn
 
 # No contraction: whether a processor has fused multiply-add must not show in the bits, which all

@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._wire import coded
-from ..._wire.quantise import ROW, Chunk, code_bytes, numbers, pack, place_of
-from ..._wire.quantised_mean import QuantisedMean
-from ..._wire.requests import Payload
-from ..._wire.scratch import Scratch
+from ..._wire import quantization
+from ..._wire.payload import ROW, Payload, Scratch, packed_bytes
+from ..._wire.quantization import Chunk, noise_offset, noise_table, pack_int4
+from ..._wire.quantized_mean import QuantizedMean
 from .passes import Table, address, is_plain, run_over_rows
 
 
@@ -32,7 +31,7 @@ class ChunkAddresses(NamedTuple):
     row: int = 0
 
 
-class NativeMean(QuantisedMean):
+class NativeMean(QuantizedMean):
     """The reference's stages, with the same messages; int2 and values in float64 are left to it."""
 
     def __init__(self, library: ctypes.CDLL, payload: Payload, rank: int, ranks: int):
@@ -40,12 +39,12 @@ class NativeMean(QuantisedMean):
         self.library = library
         self.fits = can_quantize(self.bits, payload.flat)
 
-    def first(self) -> Tensor:
+    def encode_for_owners(self) -> Tensor:
         if not self.fits:
-            return super().first()
+            return super().encode_for_owners()
         body, dropped, chunks = self._body_address(), self._dropped_address(), self.layout.chunks
-        out, words, scales, codes = self._empty_messages(chunks, self.words)
-        words.copy_(self.payload.flat[: self.words])
+        out, words, scales, codes = self._empty_messages(chunks, self.fields)
+        words.copy_(self.payload.flat[: self.fields])
         own = code_memory(list(codes), chunks, self.bits, self.scratch)
         parts = []
         for chunk, scale, code in zip(chunks, scales, own, strict=True):
@@ -58,11 +57,11 @@ class NativeMean(QuantisedMean):
         pack_codes(own, list(codes), self.bits)
         return out
 
-    def second(self, received: Tensor) -> Tensor:
+    def average_own_chunk(self, received: Tensor) -> Tensor:
         if not self.fits:
-            return super().second(received)
+            return super().average_own_chunk(received)
         received, chunk = received.contiguous(), self.layout.chunks[self.rank]
-        self._average_words(self._fields(received, self.words)[0])
+        self._average_fields(self._split_messages(received, self.fields)[0])
         out, _, scales, codes = self._empty_messages([chunk], 0)
         own = code_memory(list(codes), [chunk], self.bits, self.scratch)
         rest = self._dropped_address() + 4 * chunk.start
@@ -72,8 +71,8 @@ class NativeMean(QuantisedMean):
             1,
             messages=address("messages", received, received.numel(), torch.uint8),
             stride=received.shape[1],
-            scales_at=4 * self.words,
-            codes_at=4 * (self.words + self.layout.scales),
+            scales_at=4 * self.fields,
+            codes_at=4 * (self.fields + self.layout.max_rows),
             ranks=self.ranks,
         )
         rounding = rounding_table((*self.seed, self.rank, 2), self.bits)
@@ -82,11 +81,11 @@ class NativeMean(QuantisedMean):
         pack_codes(own, list(codes), self.bits)
         return out[0]
 
-    def finish(self, gathered: Tensor) -> None:
+    def decode_mean(self, gathered: Tensor) -> None:
         if not self.fits:
-            return super().finish(gathered)
+            return super().decode_mean(gathered)
         gathered, body = gathered.contiguous(), self._body_address()
-        _, scales, codes = self._fields(gathered, 0)
+        _, scales, codes = self._split_messages(gathered, 0)
         rows = zip(self.layout.chunks, scales, codes, strict=True)
         table, lengths = chunk_table(
             (chunk, ChunkAddresses(body + 4 * chunk.start, scale.data_ptr(), code.data_ptr()))
@@ -100,10 +99,10 @@ class NativeMean(QuantisedMean):
         """Return one message for each chunk, and its fields. The rest of a short chunk is zero: old
         contents of that memory are never sent.
         """
-        out = torch.empty(len(chunks), self._size(words), dtype=torch.uint8)
-        first, scales, codes = self._fields(out, words)
+        out = torch.empty(len(chunks), self._message_bytes(words), dtype=torch.uint8)
+        first, scales, codes = self._split_messages(out, words)
         for chunk, scale, code in zip(chunks, scales, codes, strict=True):
-            ends = chunk.rows, code_bytes(chunk.stop - chunk.start, self.bits)
+            ends = chunk.rows, packed_bytes(chunk.stop - chunk.start, self.bits)
             for part, end in zip((scale, code), ends, strict=True):
                 if end < len(part):
                     part[end:] = 0
@@ -131,9 +130,9 @@ def quantize(
     scratch: Scratch,
     bits: int,
 ) -> None:
-    """The counterpart of ``coded.encode``."""
+    """The counterpart of ``quantization.quantize_chunk``."""
     if not can_quantize(bits, x):
-        return coded.encode(x, chunk, scales, out, seed, scratch, bits)
+        return quantization.quantize_chunk(x, chunk, scales, out, seed, scratch, bits)
     (own,) = code_memory([out], [chunk], bits, scratch)
     values = address("values", x, chunk.stop - chunk.start)
     scale = address("scales", scales, chunk.rows)
@@ -153,14 +152,14 @@ def dequantize(
     scratch: Scratch,
     bits: int,
 ) -> None:
-    """The counterpart of ``coded.decode``."""
+    """The counterpart of ``quantization.dequantize_chunk``."""
     if not can_quantize(bits, out):
-        return coded.decode(scales, message, chunk, out, scratch, bits)
+        return quantization.dequantize_chunk(scales, message, chunk, out, scratch, bits)
     size = chunk.stop - chunk.start
     where = ChunkAddresses(
         address("values", out, size),
         address("scales", scales, chunk.rows),
-        address("codes", message, code_bytes(size, bits), torch.int8),
+        address("codes", message, packed_bytes(size, bits), torch.int8),
     )
     table, lengths = chunk_table([(chunk, where)])
     run_over_rows(lengths, lambda a, b, _: library.dequantize(table, a, b, bits))
@@ -168,8 +167,10 @@ def dequantize(
 
 def rounding_table(seed: tuple[int, ...], bits: int) -> Table:
     """Return how the values of a message are rounded, as quantize.c reads it."""
-    u = numbers(torch.float32, torch.device("cpu"))
-    return Table(1, numbers=address("random numbers", u, len(u)), place=place_of(seed), bits=bits)
+    u = noise_table(torch.float32, torch.device("cpu"))
+    return Table(
+        1, numbers=address("random numbers", u, len(u)), place=noise_offset(seed), bits=bits
+    )
 
 
 def code_memory(
@@ -188,14 +189,14 @@ def pack_codes(own: list[Tensor], messages: list[Tensor], bits: int) -> None:
     """Pack int4 codes, one a byte, into their messages."""
     if bits == 4:
         for codes, out in zip(own, messages, strict=True):
-            pack(codes, out[: code_bytes(len(codes), 4)])
+            pack_int4(codes, out[: packed_bytes(len(codes), 4)])
 
 
 def chunk_table(chunks: Iterable[tuple[Chunk, ChunkAddresses]]) -> tuple[Table, list[int]]:
     """Return the table of these chunks, some rows for each thread, and how many values each row
     has.
     """
-    cuts = [(chunk, where, piece) for chunk, where in chunks for piece in chunk.pieces]
+    cuts = [(chunk, where, piece) for chunk, where in chunks for piece in chunk.spans]
     per_thread = -(-sum(piece.n for _, _, piece in cuts) // torch.get_num_threads())
     step = max(ROW, -(-per_thread // ROW) * ROW)
     rows = [

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask, Tensors, selection_size
-from ..._wire.requests import Payload
+from ..._wire.payload import Payload
 from ..operations import Group, Ops
 from ..updates import (
     feed_back_rounding,

@@ -17,9 +17,9 @@ from torch import Tensor
 from ..._state.buckets import Bucket
 from ..._state.devices import pinned
 from ..._state.masks import Mask, Tensors
-from ..._wire.quantise import numbers, place_of
-from ..._wire.quantised_mean import QuantisedMean
-from ..._wire.requests import Payload
+from ..._wire.payload import Payload
+from ..._wire.quantization import noise_offset, noise_table
+from ..._wire.quantized_mean import QuantizedMean
 from ..operations import Fused, Group, empty_payload
 from .selection import TritonSelection, clear_masks, store_masks, store_next_masks
 from .tables import (
@@ -81,7 +81,7 @@ class TritonOps(KernelOps):
             clip=clip,
         )
 
-    def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantisedMean] | None:
+    def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantizedMean] | None:
         return TritonMean if is_supported(self, bucket) else None
 
 
@@ -114,50 +114,50 @@ def encode(
     return payload.round()
 
 
-class TritonMean(QuantisedMean):
+class TritonMean(QuantizedMean):
     """The mean of an int8 or int4 payload, a launch or two for each stage, with the reference's
     messages; int2 and values in float64 are left to it.
     """
 
     def __init__(self, payload: Payload, rank: int, ranks: int):
         super().__init__(payload, rank, ranks)
-        size = max(payload.body.numel(), ranks * self._size(self.words))
+        size = max(payload.body.numel(), ranks * self._message_bytes(self.fields))
         is_supported = self.bits in (8, 4) and payload.flat.dtype == torch.float32
         self.fits = is_supported and size < MAX_MESSAGE_BYTES
 
     @property
     def _programs(self) -> kernels.Programs:
         cuts = tuple(
-            (c.start, c.first_row, c.stop - c.start, tuple(map(tuple, c.pieces)))
+            (c.start, c.first_row, c.stop - c.start, tuple(map(tuple, c.spans)))
             for c in self.layout.chunks
         )
         return kernels.make_programs(cuts, self.payload.flat.device)
 
     def _noise(self, stage: int) -> tuple[Tensor, int]:
-        table = numbers(torch.float32, self.payload.flat.device)
-        return table, place_of((*self.seed, self.rank, stage))
+        table = noise_table(torch.float32, self.payload.flat.device)
+        return table, noise_offset((*self.seed, self.rank, stage))
 
     def _offsets(self, words: int) -> tuple[int, int]:
         """Return the bytes of a message in front of its scales, and of its codes."""
-        return 4 * words, 4 * (words + self.layout.scales)
+        return 4 * words, 4 * (words + self.layout.max_rows)
 
-    def first(self) -> Tensor:
+    def encode_for_owners(self) -> Tensor:
         if not self.fits:
-            return super().first()
+            return super().encode_for_owners()
         flat, body, dropped = self.payload.flat, self.payload.body, self.dropped
-        shape = self.ranks, self._size(self.words)
+        shape = self.ranks, self._message_bytes(self.fields)
         out = torch.empty(shape, dtype=torch.uint8, device=flat.device)
-        self._fields(out, self.words)[0].copy_(flat[: self.words])
-        noise, offsets = self._noise(1), self._offsets(self.words)
+        self._split_messages(out, self.fields)[0].copy_(flat[: self.fields])
+        noise, offsets = self._noise(1), self._offsets(self.fields)
         kernels.quantize(self._programs, body, dropped, *noise, out, *offsets, self.bits)
         return out
 
-    def second(self, received: Tensor) -> Tensor:
+    def average_own_chunk(self, received: Tensor) -> Tensor:
         if not self.fits:
-            return super().second(received)
+            return super().average_own_chunk(received)
         received = received.contiguous()
-        kernels.mean_of_headers(received, self.payload.flat[: self.words])
-        out = torch.empty(self._size(0), dtype=torch.uint8, device=received.device)
+        kernels.mean_of_headers(received, self.payload.flat[: self.fields])
+        out = torch.empty(self._message_bytes(0), dtype=torch.uint8, device=received.device)
         kernels.mean_of_codes(
             self._programs,
             self.rank,
@@ -165,15 +165,15 @@ class TritonMean(QuantisedMean):
             self.dropped,
             *self._noise(2),
             out,
-            *self._offsets(self.words),
+            *self._offsets(self.fields),
             self._offsets(0)[1],
             self.bits,
         )
         return out
 
-    def finish(self, gathered: Tensor) -> None:
+    def decode_mean(self, gathered: Tensor) -> None:
         if not self.fits:
-            return super().finish(gathered)
+            return super().decode_mean(gathered)
         body, codes_at = self.payload.body, self._offsets(0)[1]
         kernels.dequantize(self._programs, gathered, body, codes_at, self.bits)
 

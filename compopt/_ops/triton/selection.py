@@ -13,7 +13,7 @@ from torch import Tensor
 from ..._state.buckets import Bucket
 from ..._state.mask_shards import MaskShard, MaskShards, code_layout
 from ..._state.masks import Mask, Tensors, bits_by_tensor
-from ..._wire.requests import Together
+from ..._wire.requests import RunBatched
 from .tables import (
     KernelOps,
     Key,
@@ -286,12 +286,12 @@ def _split(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 # Masks of all buckets, a launch for each operation
 
 
-def store_masks(ops: KernelOps, requests: list[Together]) -> list[Mask]:
+def store_masks(ops: KernelOps, requests: list[RunBatched]) -> list[Mask]:
     """Do as ``masks.store_mask``."""
     return _store([(request, *request.args) for request in requests])
 
 
-def _store(requests: list[tuple[Together, Mask, str]]) -> list[Mask]:
+def _store(requests: list[tuple[RunBatched, Mask, str]]) -> list[Mask]:
     pairs: list[tuple[Tensor, Tensor]] = []
     for request, mask, name in requests:
         state, flat = request.bucket.state, request.bucket.flat
@@ -310,16 +310,16 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([to for to, _ in pairs], [bits for _, bits in pairs])
 
 
-def clear_masks(ops: KernelOps, requests: list[Together]) -> list[None]:
+def clear_masks(ops: KernelOps, requests: list[RunBatched]) -> list[None]:
     """Do as ``masks.clear_mask``."""
     torch._foreach_zero_([request.bucket.flat[request.args[0]] for request in requests])
     return [None] * len(requests)
 
 
-def store_next_masks(ops: KernelOps, requests: list[Together]) -> list[Mask]:
+def store_next_masks(ops: KernelOps, requests: list[RunBatched]) -> list[Mask]:
     """Do as ``scape_masks.store_next_mask``."""
     masks: dict[int, Mask] = {}
-    by_device: dict[torch.device, list[Together]] = {}
+    by_device: dict[torch.device, list[RunBatched]] = {}
     for request in requests:
         selection, messages = request.args
         if isinstance(selection, TritonSelection):

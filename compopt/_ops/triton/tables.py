@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask, Tensors
-from ..._wire.requests import Payload, Together
+from ..._wire.payload import Payload
+from ..._wire.requests import RunBatched
 from ..operations import Ops
 from ..updates import count_steps
 
@@ -142,7 +143,7 @@ def payload_key(payload: Payload) -> Key:
     return flat.data_ptr(), flat.dtype, dropped_address, tuple(payload.lengths)
 
 
-def commit_key(request: Together, present: Sequence[bool]) -> Key:
+def commit_key(request: RunBatched, present: Sequence[bool]) -> Key:
     """Return what determines the addresses that a commit writes, and those of the average."""
     return make_key(bucket_key(request.bucket), payload_key(request.args[0]), tuple(present))
 
@@ -252,9 +253,9 @@ def copy_back(bucket: Bucket, i: int, weight: Tensor) -> None:
         bucket.publish(i)
 
 
-def group_by_launch(requests: list[Together]) -> list[list[Together]]:
+def group_by_launch(requests: list[RunBatched]) -> list[list[RunBatched]]:
     """Group the buckets that one launch can take: same options, dtypes and device."""
-    groups: dict[object, list[Together]] = {}
+    groups: dict[object, list[RunBatched]] = {}
     for request in requests:
         bucket, mean = request.bucket, request.args[0]
         key = id(bucket.group), bucket.dtype, bucket.grad_dtype, mean.flat.dtype, bucket.device
@@ -262,7 +263,7 @@ def group_by_launch(requests: list[Together]) -> list[list[Together]]:
     return list(groups.values())
 
 
-def count_all_steps(requests: list[Together]) -> None:
+def count_all_steps(requests: list[RunBatched]) -> None:
     """Count one step more of each tensor that any rank has a gradient of."""
     present = [flag for request in requests for flag in request.bucket.present(request.args[0])]
     counts = [request.bucket.counts for request in requests]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._state.masks import Tensors, selection_size
-from ..._wire.requests import Together
+from ..._wire.requests import RunBatched
 from ..operations import HYPER
 from ..updates import feed_back_rounding, keep_absent_momenta, resize_momenta, score_memory
 from .selection import SelectionInputs, select_all
@@ -38,7 +38,7 @@ Row = Any  # kernels.AdamWRow or kernels.ScapeRow
 class Batch:
     """Buckets with the same options and dtypes, which are updated in one launch."""
 
-    def __init__(self, ops: KernelOps, requests: list[Together]):
+    def __init__(self, ops: KernelOps, requests: list[RunBatched]):
         self.ops, self.requests = ops, requests
         self.buckets = [request.bucket for request in requests]
         self.group = self.buckets[0].group
@@ -81,7 +81,7 @@ class Batch:
 # Radius
 
 
-def update_radius(ops: KernelOps, requests: list[Together]) -> list[list[Tensor]]:
+def update_radius(ops: KernelOps, requests: list[RunBatched]) -> list[list[Tensor]]:
     """Do Radius's lines 10, 15, 16 and 21 to 25 for all tensors; return the masks of line 22.
 
     A resample step goes bucket by bucket: memory for scores is reused.
@@ -95,8 +95,8 @@ def update_radius(ops: KernelOps, requests: list[Together]) -> list[list[Tensor]
 
 
 def _update_radius(
-    ops: KernelOps, requests: list[Together]
-) -> Iterator[tuple[Together, list[Tensor]]]:
+    ops: KernelOps, requests: list[RunBatched]
+) -> Iterator[tuple[RunBatched, list[Tensor]]]:
     batch, h = Batch(ops, requests), requests[0].bucket.group
     scores = [score_memory(one.bucket, ops, one.args[1]) for one in requests]
     keys: list[Key] = []
@@ -118,7 +118,7 @@ def _update_radius(
 
 
 def radius_rows(
-    request: Together, present: list[bool], score: dict[int, Tensor]
+    request: RunBatched, present: list[bool], score: dict[int, Tensor]
 ) -> Iterator[kernels.AdamWRow]:
     """Yield the rows of one bucket."""
     bucket, (mean, phase, mask, grads) = request.bucket, request.args
@@ -141,7 +141,7 @@ def radius_rows(
 # AdamS
 
 
-def update_adams(ops: KernelOps, requests: list[Together]) -> list[None]:
+def update_adams(ops: KernelOps, requests: list[RunBatched]) -> list[None]:
     """Do AdamS (equation 2) for all tensors."""
     for group in group_by_launch(requests):
         _update_adams(Batch(ops, group))
@@ -158,7 +158,7 @@ def _update_adams(batch: Batch) -> None:
     batch.launch(kernel, kernels.scape_table, adams_rows, keys=[()] * len(batch.requests))
 
 
-def adams_rows(request: Together, present: list[bool]) -> Iterator[kernels.ScapeRow]:
+def adams_rows(request: RunBatched, present: list[bool]) -> Iterator[kernels.ScapeRow]:
     """Yield the rows of one bucket."""
     bucket, (mean,) = request.bucket, request.args
     momenta, steps = bucket.state["exp_avg"], bucket.state["step"]
@@ -171,7 +171,7 @@ def adams_rows(request: Together, present: list[bool]) -> Iterator[kernels.Scape
 # SCAPE
 
 
-def update_scape(ops: KernelOps, requests: list[Together]) -> list[None]:
+def update_scape(ops: KernelOps, requests: list[RunBatched]) -> list[None]:
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with selections."""
     for group in group_by_launch(requests):
         old = _old_momenta(group)
@@ -190,7 +190,7 @@ def update_scape(ops: KernelOps, requests: list[Together]) -> list[None]:
     return [None] * len(requests)
 
 
-def _old_momenta(requests: list[Together]) -> list[OldMomenta]:
+def _old_momenta(requests: list[RunBatched]) -> list[OldMomenta]:
     """Resize momenta; return those before this step, in other memory where positions change."""
     momenta = [resize_momenta(one.bucket, *one.args[:2]) for one in requests]
     old = [OldMomenta(one.bucket, own) for one, own in zip(requests, momenta, strict=True)]
@@ -229,7 +229,7 @@ def _update_scape(batch: Batch, old: list[OldMomenta]) -> None:
 
 
 def scape_rows(
-    request: Together, present: list[bool], old: OldMomenta, grads: Tensors
+    request: RunBatched, present: list[bool], old: OldMomenta, grads: Tensors
 ) -> Iterator[kernels.ScapeRow]:
     """Yield the rows of one bucket."""
     bucket, (mean, mask, *_) = request.bucket, request.args
@@ -252,7 +252,7 @@ def scape_rows(
 # SEPARATE with a tracked projection
 
 
-def commit_separate(ops: KernelOps, requests: list[Together]) -> list[None]:
+def commit_separate(ops: KernelOps, requests: list[RunBatched]) -> list[None]:
     """Do lines 4 and 5 and AdamW's step: tensors whose average is a product in one launch, tensors
     that were sent whole in another.
     """
@@ -263,7 +263,7 @@ def commit_separate(ops: KernelOps, requests: list[Together]) -> list[None]:
     return [None] * len(requests)
 
 
-def _update_factored(requests: list[Together]) -> None:
+def _update_factored(requests: list[RunBatched]) -> None:
     rows: list[kernels.FactoredRow] = []
     updated = []
     for request in requests:
@@ -305,7 +305,7 @@ def _update_factored(requests: list[Together]) -> None:
         copy_back(bucket, i, weight)
 
 
-def _update_whole(requests: list[Together]) -> None:
+def _update_whole(requests: list[RunBatched]) -> None:
     rows: list[kernels.AdamWRow] = []
     updated = []
     for request in requests:

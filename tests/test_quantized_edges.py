@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_quantised import answer, rounded
+from test_quantized import answer, rounded
 
-import compopt._wire.quantise as codes_of
-from compopt._wire.quantise import BLOCK, ROW
-from compopt._wire.requests import Payload
-from compopt._wire.scratch import Scratch
+from compopt._wire import quantization
+from compopt._wire.payload import Payload, Scratch
+from compopt._wire.quantization import BLOCK, ROW
 
 
 def test_the_largest_of_a_row_is_exact_whatever_number_it_is_rounded_with():
@@ -74,9 +73,9 @@ def test_a_device_rounds_all_rows_at_once_as_a_cpu_does_in_blocks(monkeypatch, b
 
     def rounded() -> list[torch.Tensor]:
         codes, scales, rest = torch.empty_like(x, dtype=torch.int8), torch.empty(rows), torch.empty_like(x)
-        codes_of.quantise(x.clone(), codes, scales, rest, (7, 1), Scratch(), bits)
+        quantization.quantize_rows(x.clone(), (), codes, scales, rest, (7, 1), Scratch(), bits)
         return [codes, scales, rest]
 
     blocked = rounded()
-    monkeypatch.setattr(codes_of, "at_a_time", lambda block, x: len(x))
+    monkeypatch.setattr(quantization, "block_size", lambda block, x: len(x))
     assert all(torch.equal(a, b) for a, b in zip(blocked, rounded(), strict=True))

@@ -12,11 +12,10 @@ import torch
 
 from compopt._ops.native import build
 from compopt._ops.native import quantization as native
-from compopt._wire import coded
-from compopt._wire.quantise import BLOCK, ROW, code_bytes, layout
-from compopt._wire.quantised_mean import QuantisedMean
-from compopt._wire.requests import Payload
-from compopt._wire.scratch import Scratch
+from compopt._wire import quantization
+from compopt._wire.payload import ROW, Payload, Scratch, packed_bytes
+from compopt._wire.quantization import BLOCK, row_layout
+from compopt._wire.quantized_mean import QuantizedMean
 
 LENGTHS = [(), (0,), (1,), (5, 0, 3), (ROW,), (ROW - 1, ROW + 1), (300, 0, 128, 4000, 1), (BLOCK * ROW + 129, 70)]
 WORDS = 3, 2  # of header and control
@@ -25,7 +24,7 @@ NATIVE = ("", "portable")  # all that this processor has, and none; what is betw
 
 @pytest.fixture(params=["triton", *NATIVE], ids=["triton", "native", "portable"])
 def mean(request, device) -> Callable:
-    """What is held against ``QuantisedMean``: on a GPU Triton's kernels alone."""
+    """What is held against ``QuantizedMean``: on a GPU Triton's kernels alone."""
     if request.param == "triton":
         pytest.importorskip("compopt_kernels", reason="needs triton")
         from compopt._ops.triton.backend import TritonMean
@@ -54,11 +53,11 @@ def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, 
             body[8 * ROW :] *= 1e-37  # the scale, and not the values, has no inverse
         dropped = torch.empty(sum(lengths), device=device)
         payloads.append(Payload(flat.to(device), *WORDS, list(lengths), (5, 1), dropped, None, bits))
-    jobs = [make(payload, rank, ranks) for rank, payload in enumerate(payloads)]
-    sent = torch.stack([job.first() for job in jobs])
-    gathered = torch.stack([job.second(sent[:, rank]) for rank, job in enumerate(jobs)])
-    for job in jobs:
-        job.finish(gathered)
+    parts = [make(payload, rank, ranks) for rank, payload in enumerate(payloads)]
+    sent = torch.stack([part.encode_for_owners() for part in parts])
+    gathered = torch.stack([part.average_own_chunk(sent[:, rank]) for rank, part in enumerate(parts)])
+    for part in parts:
+        part.decode_mean(gathered)
     return [payload.flat for payload in payloads], [payload.dropped for payload in payloads], (sent, gathered)
 
 
@@ -66,7 +65,7 @@ def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_the_mean_has_the_references_bits(mean, device, lengths, ranks, bits):
-    (ours, rest, _), (theirs, dropped, _) = (exchanged(c, device, lengths, ranks, bits) for c in (mean, QuantisedMean))
+    (ours, rest, _), (theirs, dropped, _) = (exchanged(c, device, lengths, ranks, bits) for c in (mean, QuantizedMean))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     for a, b in zip(rest, dropped, strict=True):  # the reference adds 3 x in one rounding
         assert torch.equal(a, b) if ranks != 3 else torch.allclose(a, b, rtol=1e-6, atol=1e-6)
@@ -85,14 +84,14 @@ def memory_is_full():
 @pytest.mark.parametrize("isa", NATIVE, ids=["native", "portable"])
 def test_messages_have_the_references_bytes(isa, memory_is_full, lengths, bits):
     """Also where a rank has less to send than another: what is left over of its message is zero."""
-    makes = functools.partial(native.NativeMean, library_of(isa)), QuantisedMean
+    makes = functools.partial(native.NativeMean, library_of(isa)), QuantizedMean
     ours, theirs = (exchanged(make, torch.device("cpu"), lengths, 3, bits)[2] for make in makes)
     assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rows_out_of_the_ordinary(mean, device, bits):
-    makes = mean, QuantisedMean
+    makes = mean, QuantizedMean
     (ours, rest, _), (theirs, dropped, _) = (exchanged(make, device, (9 * ROW,), 2, bits, True) for make in makes)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.nan_to_num(7), b.nan_to_num(7)) and a.isnan().any() and (a[sum(WORDS) :][:ROW] == 0).all()
@@ -127,15 +126,15 @@ def test_what_they_cannot_take_is_left_to_the_reference(mean, device):
 def test_a_chunk_alone_has_the_references_codes(isa, lengths, dtype, bits):
     """What is left is written over the values."""
     library = library_of(isa)
-    (chunk,) = layout(lengths, 1).chunks
+    (chunk,) = row_layout(lengths, 1).chunks
     values = torch.randn(chunk.stop, generator=torch.Generator().manual_seed(2)).to(dtype)
     found = []
     for encode, decode in (
-        (coded.encode, coded.decode),
+        (quantization.quantize_chunk, quantization.dequantize_chunk),
         (functools.partial(native.quantize, library), functools.partial(native.dequantize, library)),
     ):
         x, out, scratch = values.clone(), torch.empty_like(values), Scratch()
-        scales, codes = torch.zeros(chunk.rows), torch.zeros(code_bytes(chunk.stop, bits), dtype=torch.int8)
+        scales, codes = torch.zeros(chunk.rows), torch.zeros(packed_bytes(chunk.stop, bits), dtype=torch.int8)
         encode(x, chunk, scales, codes, (3, 1), scratch, bits)
         decode(scales, codes, chunk, out, scratch, bits)
         found.append((x, scales, codes, out))

@@ -17,9 +17,17 @@ from table import CASES, projecting
 from torch import nn
 
 import compopt
-from compopt._wire.quantise import ROW, dequantise, join, layout, quantise, rows_of, spread
-from compopt._wire.requests import AllReduceMean, Payload, bytes_of
-from compopt._wire.scratch import Scratch
+from compopt._wire.payload import Payload, Scratch
+from compopt._wire.quantization import (
+    ROW,
+    count_rows,
+    dequantize_rows,
+    quantize_rows,
+    row_layout,
+    rows_to_values,
+    values_to_rows,
+)
+from compopt._wire.requests import AllReduceMean, count_bytes
 
 CASES_OF = {
     payload: [
@@ -47,9 +55,9 @@ of_bits = pytest.mark.parametrize("bits", [8, 4])
 def rounded(x: torch.Tensor, *seed: int, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What arrives of rows of x, its scales, and what was dropped."""
     codes, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
-    quantise(x, codes, scales, dropped, seed, Scratch(), bits)
+    quantize_rows(x, (), codes, scales, dropped, seed, Scratch(), bits)
     assert int(codes.abs().max()) == 2 ** (bits - 1) - 1, "the largest of a row is the largest code"
-    return dequantise(codes, scales, torch.empty_like(x)), scales, dropped
+    return dequantize_rows(codes, scales, torch.empty_like(x)), scales, dropped
 
 
 @of_bits
@@ -90,18 +98,18 @@ def test_rows_out_of_the_ordinary(bits):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 @pytest.mark.parametrize("lengths", [(), (0, 1), (128, 256), (5, 300, 0, 1, 127, 1000), (100_000,)], ids=str)
 def test_chunks_hold_every_value_once_in_rows_of_one_tensor(lengths, ranks):
-    whole = layout(lengths, ranks)
+    whole = row_layout(lengths, ranks)
     n, flat = sum(lengths), torch.arange(float(sum(lengths)))
-    assert whole.rows == sum(map(rows_of, lengths)) == sum(chunk.rows for chunk in whole.chunks)
+    assert whole.rows == sum(map(count_rows, lengths)) == sum(chunk.rows for chunk in whole.chunks)
     assert [chunk.start for chunk in whole.chunks[1:]] + [n] == [chunk.stop for chunk in whole.chunks]
-    assert whole.values <= n / ranks + ROW
-    rows = spread(flat, whole.pieces, whole.rows, "test", Scratch()).clone()
+    assert whole.max_values <= n / ranks + ROW
+    rows = values_to_rows(flat, whole.spans, whole.rows, "test", Scratch()).clone()
     back = torch.empty(n)
     for chunk in whole.chunks:
         own = rows[chunk.first_row : chunk.first_row + chunk.rows].clone()
-        again = spread(flat[chunk.start : chunk.stop], chunk.pieces, chunk.rows, "other", Scratch())
+        again = values_to_rows(flat[chunk.start : chunk.stop], chunk.spans, chunk.rows, "other", Scratch())
         assert torch.equal(own, again)
-        join(own, chunk.pieces, back[chunk.start : chunk.stop])
+        rows_to_values(own, chunk.spans, back[chunk.start : chunk.stop])
     assert torch.equal(back, flat)
 
 
@@ -149,15 +157,15 @@ def test_words_travel_in_float32_and_are_averaged_in_the_payloads_dtype():
 @of_bits
 def test_bytes(bits):
     (payload,) = payloads(1, [100_000, 301], bits=bits)
-    scales, codes = 4 * (rows_of(100_000) + rows_of(301)), {8: 100_301, 4: 50_151}
-    assert bytes_of(AllReduceMean(payload)) == codes[bits] + scales + 4 * 5  # header and control words are float32
+    scales, codes = 4 * (count_rows(100_000) + count_rows(301)), {8: 100_301, 4: 50_151}
+    assert count_bytes(AllReduceMean(payload)) == codes[bits] + scales + 4 * 5  # header and control words are float32
 
 
 def real_mean(rank: int, bits: int) -> list[list[float]]:
-    from compopt._wire.comm import Comm
+    from compopt._wire.collectives import Communicator
 
     payload = payloads(3, [1000, 3, 0, 640], bits=bits)[rank]
-    pending = Comm().start(AllReduceMean(payload))
+    pending = Communicator().start(AllReduceMean(payload))
     pending.wait().wait()
     return [payload.flat.tolist(), payload.dropped.tolist()]
 

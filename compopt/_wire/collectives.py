@@ -1,0 +1,482 @@
+"""Collectives of ``torch.distributed``; no other file calls them.
+
+``Communicator.start`` never blocks; ``PendingCollective.wait`` does. All ranks must start
+collectives in the same order, each from one thread at a time: two threads on one gloo group
+silently mix results.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .payload import Payload
+from .quantized_mean import make_quantized_mean
+from .requests import (
+    AllGather,
+    AllReduceMean,
+    BitOr,
+    Broadcast,
+    CommunicationError,
+    EncodeError,
+    ReduceScatterMean,
+    Request,
+    average_rows,
+    count_bytes,
+)
+from .store import GroupStore
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
+# An alias, because torch may be built without torch.distributed.
+ProcessGroup: TypeAlias = "dist.ProcessGroup"
+
+# Backends that compute a mean, and those that gather into one tensor without copies.
+AVERAGING, GATHERING = ("nccl",), ("nccl", "xccl")
+
+
+# Collectives in flight
+
+
+class Work(Protocol):
+    """The handle that torch.distributed returns for a collective."""
+
+    def wait(self, timeout: timedelta = ..., /) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class PendingCollective:
+    """A collective in flight. ``wait`` returns its result, or raises CommunicationError.
+
+    The result may be another PendingCollective: the second of two collectives that together answer
+    a request. ``has_next``: another collective follows before the step decision.
+    """
+
+    # True once any collective was started in this process.
+    started = False
+    # True for ranks that take turns in one process: backward must not wait.
+    in_turns = False
+
+    def __init__(
+        self,
+        description: str,
+        work: Work | None,
+        on_completion: Callable[[], object],
+        has_next: bool = False,
+    ):
+        self.description, self.work, self.has_next = description, work, has_next
+        self._on_completion = on_completion
+        if work is not None:
+            PendingCollective.started = True
+            _in_flight.add(self)
+
+    def wait(self) -> object:
+        if self.work is not None:
+            try:
+                with profiler_range("compopt::exchange"):
+                    self.work.wait()
+            # gloo raises RuntimeError, of which torch.distributed's own errors are subclasses.
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"{self.description} failed: {_first_line(error)}"
+                ) from error
+            finally:
+                self.forget()
+        return self._on_completion()
+
+    @property
+    def is_ready(self) -> bool:
+        """True if ``wait`` would return or raise immediately."""
+        return self.work is None or self.work.is_completed()
+
+    def completes_within(self, seconds: float) -> bool:
+        """Wait for at most so long. Return True if the collective has completed or failed.
+
+        Only gloo allows another wait afterwards: on NCCL a wait that times out ends the group.
+        """
+        if self.work is None:
+            return True
+        try:
+            self.work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            return self.work.is_completed()
+        return True
+
+    def drain(self) -> None:
+        """Wait until the collective no longer uses its memory; ignore its result and its error."""
+        if self.work is not None:
+            with contextlib.suppress(RuntimeError):
+                self.work.wait()
+            self.forget()
+
+    def forget(self) -> None:
+        """Do not wait for this collective at exit: it has ended, or its group has."""
+        _in_flight.discard(self)
+
+
+_in_flight: set[PendingCollective] = set()
+
+
+@atexit.register
+def _wait_before_exit() -> None:
+    """Wait for collectives in flight: a gloo thread that frees a tensor after the interpreter has
+    ended aborts the process.
+    """
+    for pending in list(_in_flight):
+        if pending.work is not None:
+            with contextlib.suppress(RuntimeError):
+                pending.work.wait(timedelta(seconds=5))
+    if PendingCollective.started:
+        # gloo frees the tensors of a collective shortly after the wait for it returns.
+        time.sleep(0.05)
+
+
+def profiler_range(name: str) -> contextlib.AbstractContextManager[object]:
+    """Return a named range for the traces of torch.profiler; nothing while no profiler runs."""
+    if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
+        return torch.autograd.profiler.record_function(name)
+    return contextlib.nullcontext()
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+# Communicators
+
+
+class Communicator:
+    """The ranks of one process group. Without a group, or with ``single_process``, one rank."""
+
+    def __init__(self, group: ProcessGroup | None = None, single_process: bool = False):
+        single_process = single_process or not _is_initialized()
+        if single_process and group is not None:
+            raise ValueError(
+                "process_group was given, but torch.distributed is not initialised: call "
+                "init_process_group first."
+            )
+        self.group: ProcessGroup | None = None if single_process else group or dist.group.WORLD
+        # Exchanges that may still be in flight when this communicator is deleted.
+        self.unfinished: set[str] = set()
+        self.rank = 0 if single_process else dist.get_rank(self.group)
+        self.size = 1 if single_process else dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError(
+                "process_group does not contain this rank: give every rank the group it belongs to."
+            )
+        self.bytes_sent = 0
+        self._own_group: Communicator | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks of the group."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    def with_own_group(self) -> Communicator:
+        """Return a communicator of the same ranks over another process group, for collectives that
+        run beside others. All ranks must call this.
+
+        The group is made once and destroyed with this communicator. A group of only some of all
+        ranks is not destroyed: torch would reuse its name for the next one, whose ranks then wait
+        for each other forever.
+        """
+        if self.size == 1:
+            return self
+        if self._own_group is None:
+            limit, is_world = get_timeout(self.group), self.size == dist.get_world_size()
+            group = dist.new_group(
+                self.ranks, timeout=limit, use_local_synchronization=not is_world
+            )
+            self._own_group = Communicator(group)
+            if is_world:
+                unfinished = self._own_group.unfinished
+                weakref.finalize(self, _destroy, group, unfinished).atexit = False
+        return self._own_group
+
+    def start(self, request: Request) -> PendingCollective:
+        """Start the collective that answers ``request``, and count its bytes."""
+        size = count_bytes(request)
+        self.bytes_sent += size
+        description = f"{type(request).__name__} of {size} bytes over {self.size} ranks"
+        match request:
+            case AllReduceMean():
+                return self._all_reduce_mean(request, description)
+            case AllGather(tensor, into):
+                return self._all_gather(tensor, into, description)
+            case Broadcast(tensor, source):
+                return self._broadcast(tensor, source, description)
+            case ReduceScatterMean(tensor, sizes):
+                return self._reduce_scatter_mean(tensor, sizes, description)
+            case BitOr(tensor):
+                return self._bit_or(tensor, description)
+        raise TypeError(f"{type(request).__name__} is not a request a communicator can answer.")
+
+    def _all_reduce_mean(self, request: AllReduceMean, description: str) -> PendingCollective:
+        if isinstance(request.message, Payload) and request.message.seed is not None:
+            return self._quantized_mean(request.message, description, request.has_next)
+        tensor = request.tensor
+        if self.size == 1:
+            return PendingCollective(description, None, lambda: request.message)
+        if self.get_backend(tensor.device) in AVERAGING:
+            work = self._call(dist.all_reduce, description, tensor, dist.ReduceOp.AVG)
+            return PendingCollective(description, work, lambda: request.message, request.has_next)
+        work = self._call(dist.all_reduce, description, tensor)
+
+        def divide() -> object:
+            torch.div(tensor, self.size, out=tensor)
+            return request.message
+
+        return PendingCollective(description, work, divide, request.has_next)
+
+    def _quantized_mean(
+        self, payload: Payload, description: str, has_next: bool
+    ) -> PendingCollective:
+        """Send every rank its chunk, which it averages; then gather the averages."""
+        mean = make_quantized_mean(payload, self.rank, self.size)
+        if self.size == 1:
+            mean.round_payload()
+            return PendingCollective(description, None, lambda: payload)
+        try:
+            with profiler_range("compopt::encode"):
+                sent = mean.encode_for_owners()
+            received = torch.empty_like(sent)
+        except Exception as error:
+            raise EncodeError(description) from error
+        work = self._call(dist.all_to_all_single, description, received, sent)
+
+        def gather_averages() -> PendingCollective:
+            average = mean.average_own_chunk(received)
+            rows = average.new_empty((self.size, *average.shape))
+            work = self._gather(description, rows, average)
+
+            def decode() -> Payload:
+                mean.decode_mean(rows)
+                return payload
+
+            return PendingCollective(description, work, decode, has_next)
+
+        return PendingCollective(description, work, gather_averages, has_next=True)
+
+    def _all_gather(
+        self, tensor: Tensor, into: Tensor | None, description: str
+    ) -> PendingCollective:
+        if self.size == 1:
+            return PendingCollective(description, None, lambda: tensor.unsqueeze(0))
+        rows = tensor.new_empty((self.size, *tensor.shape)) if into is None else into
+        work = self._gather(description, rows, tensor.contiguous())
+        return PendingCollective(description, work, lambda: rows)
+
+    def _broadcast(self, tensor: Tensor, source: int, description: str) -> PendingCollective:
+        if self.group is None or self.size == 1:
+            return PendingCollective(description, None, lambda: tensor)
+        source = dist.get_global_rank(self.group, source)
+        work = self._call(dist.broadcast, description, tensor, source)
+        return PendingCollective(description, work, lambda: tensor)
+
+    def _reduce_scatter_mean(
+        self, tensor: Tensor, sizes: list[int], description: str
+    ) -> PendingCollective:
+        """Use all_to_all and a sum, which move (N-1)/N of the tensor's bytes; gloo's reduce_scatter
+        moves as many as an all-reduce.
+        """
+        if self.size == 1:
+            return PendingCollective(description, None, lambda: tensor.clone())
+        received = tensor.new_empty(self.size * sizes[self.rank])
+        counts = [sizes[self.rank]] * self.size
+        work = self._call(dist.all_to_all_single, description, received, tensor, counts, sizes)
+        rows = received.view(self.size, -1)
+        return PendingCollective(description, work, lambda: average_rows(rows))
+
+    def _bit_or(self, tensor: Tensor, description: str) -> PendingCollective:
+        """All-reduce, where the backend has bitwise or; otherwise every rank combines a segment."""
+        if self.size == 1:
+            return PendingCollective(description, None, lambda: tensor)
+        if self.has_bitwise_or(tensor.device):
+            work = self._call(dist.all_reduce, description, tensor, dist.ReduceOp.BOR)
+            return PendingCollective(description, work, lambda: tensor, has_next=True)
+        segment = -(-tensor.numel() // self.size)
+        sent = torch.nn.functional.pad(tensor, (0, segment * self.size - tensor.numel()))
+        received = torch.empty_like(sent)
+        work = self._call(dist.all_to_all_single, description, received, sent)
+
+        def gather_segments() -> object:
+            combined = bitwise_or_rows(received.view(self.size, segment))
+            work = self._gather(description, sent.view(self.size, segment), combined)
+            copy = functools.partial(tensor.copy_, sent[: tensor.numel()])
+            return PendingCollective(description, work, copy, has_next=True)
+
+        return PendingCollective(description, work, gather_segments, has_next=True)
+
+    def _gather(self, description: str, rows: Tensor, tensor: Tensor) -> dist.Work | None:
+        """Gather every rank's tensor into ``rows``."""
+        if self.get_backend(tensor.device) not in GATHERING:
+            return self._call(dist.all_gather, description, list(rows.unbind()), tensor)
+        # The second is the name before torch 2.13.
+        single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return self._call(single, description, rows, tensor)
+
+    def _call(
+        self, collective: Callable[..., dist.Work | None], description: str, *args: object
+    ) -> dist.Work | None:
+        try:
+            with profiler_range("compopt::exchange"):
+                return collective(*args, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"{description} could not start: {_first_line(error)}"
+            ) from error
+
+    @functools.cached_property
+    def store(self) -> GroupStore | None:
+        """The store of the group; None if there is none."""
+        group = getattr(self, "group", None)  # the tests' simulator has none
+        if group is None or self.size == 1 or dist.get_backend(group) == "mpi":
+            return None
+        return GroupStore(group.get_group_store(), self.rank, self.size)
+
+    def get_backend(self, device: torch.device) -> str:
+        """Return the backend for tensors of this device; "" if there is none.
+
+        A group may have several, as in "cpu:gloo,cuda:nccl".
+        """
+        for pair in dist.get_backend_config(self.group).split(","):
+            kind, _, backend = pair.partition(":")
+            if kind == device.type:
+                return backend
+        return ""
+
+    def can_exchange(self, device: torch.device) -> bool:
+        """True if a collective can be started for tensors of this device."""
+        # A single process, or the tests' simulator, needs no backend.
+        return getattr(self, "group", None) is None or bool(self.get_backend(device))
+
+    def can_poll_store(self, device: torch.device) -> bool:
+        """True if a wait may be interrupted to look into the store, and resumed: on gloo only."""
+        return self.store is not None and self.get_backend(device) == "gloo"
+
+    def has_bitwise_or(self, device: torch.device) -> bool:
+        """True if the backend has ReduceOp.BOR; NCCL and the backends that copy it do not."""
+        return self.get_backend(device) in ("gloo", "mpi")
+
+
+def connect(group: ProcessGroup | Communicator | None) -> Communicator:
+    """Return a communicator over ``group``, which may be one already."""
+    return group if isinstance(group, Communicator) else Communicator(group)
+
+
+def _destroy(group: ProcessGroup, unfinished: set[str]) -> None:
+    # gloo would wait for collectives that other ranks may have given up.
+    if unfinished:
+        _abandoned.append(group)
+        return
+    with contextlib.suppress(ValueError):  # all groups have been destroyed already
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+# Groups with a collective in flight for which nobody waits.
+_abandoned: list[ProcessGroup] = []
+
+
+def bitwise_or_rows(rows: Tensor) -> Tensor:
+    """Return the bitwise or of all rows, computed by halves."""
+    while len(rows) > 1:
+        half = len(rows) // 2
+        both = rows[:half] | rows[-half:]
+        rows = torch.cat([both, rows[half:-half]]) if len(rows) % 2 else both
+    return rows[0]
+
+
+# Processes
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_outdated(comm: Communicator) -> bool:
+    """True if ``comm`` is of a single process, and torch.distributed was initialized since."""
+    return getattr(comm, "group", comm) is None and _is_initialized()
+
+
+def get_rank() -> int:
+    """Return the global rank of this process; before initialization, the one torchrun gave it."""
+    if _is_initialized():
+        return dist.get_rank()
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdigit() else 0
+
+
+def count_launched_ranks() -> int:
+    """Return how many processes a launcher such as torchrun has started, while torch.distributed is
+    not initialized; else 1.
+    """
+    if "RANK" not in os.environ or _is_initialized():
+        return 1
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdigit() else 1
+
+
+def get_timeout(group: ProcessGroup | None) -> timedelta | None:
+    """Return the timeout of the group's collectives, which torch has under a private name only;
+    None if it cannot be read.
+    """
+    try:
+        device = group._device_types[0]  # type: ignore[union-attr]
+        limit = group._get_backend(device).options._timeout  # type: ignore[union-attr]
+    except (AttributeError, IndexError, RuntimeError):
+        return None
+    return limit if isinstance(limit, timedelta) else None
+
+
+# Device meshes of DTensors
+
+
+def list_mesh_groups(p: Tensor) -> list[tuple[ProcessGroup, Placement]]:
+    """Return the group of each mesh dimension of a DTensor, and the placement of ``p`` on it."""
+    mesh = getattr(p, "device_mesh", None)
+    if mesh is None:
+        return []
+    return list(zip(mesh.get_all_groups(), getattr(p, "placements", ()), strict=True))
+
+
+def is_sharded_over(p: Tensor, comm: Communicator) -> bool:
+    """True if ``p`` is a DTensor that is sharded over exactly these ranks."""
+    groups = list_mesh_groups(p)
+    if len(groups) != 1 or comm.group is None or comm.size == 1 or not groups[0][1].is_shard():
+        return False
+    return Communicator(groups[0][0]).ranks == comm.ranks
+
+
+def make_shard_communicators(params: Iterable[Tensor]) -> list[Communicator]:
+    """Return a communicator for each mesh dimension of the DTensors: together, the ranks that hold
+    one model.
+    """
+    meshes = dict.fromkeys(getattr(p, "device_mesh", None) for p in params)
+    groups: dict[str, ProcessGroup] = {}
+    for mesh in filter(None, meshes):
+        for group in mesh.get_all_groups():
+            groups.setdefault(group.group_name, group)
+    return [comm for comm in map(Communicator, groups.values()) if comm.size > 1]
+
+
+def count_copies(p: Tensor, shards: list[Communicator]) -> int:
+    """Return how many of the ranks that hold one model have the same part of ``p``."""
+    sharded = {group.group_name for group, where in list_mesh_groups(p) if not where.is_replicate()}
+    return math.prod(
+        comm.size for comm in shards if comm.group is None or comm.group.group_name not in sharded
+    )

@@ -1,0 +1,282 @@
+"""Payloads: messages of a bucket's tensors, their control fields, dtypes, sizes and memory.
+
+A payload is averaged over ranks, perhaps over many and in low precision. So whatever ranks agree on
+is encoded for a mean: a flag is 0 or 1, and its mean is above 0 where any rank has set it; an
+integer is its bits and their complements, and where ranks differ the means of some bit and of its
+complement are both above 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+# Values rounded at a time: they stay in a core's cache.
+BLOCK = 131072
+# Quantized values that share a scale: its 4 bytes are 3 % of theirs, with 4 bits 6 %.
+ROW = 128
+
+
+# Reused memory
+
+
+class Scratch:
+    """Memory that is reused, because new pages cost more than the computation on them.
+
+    It belongs to one owner, who works on one thread at a time: two optimizers never share it.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def __call__(self, use: str, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return n elements with undefined contents, valid until the next call for this ``use``."""
+        key = (use, dtype, device)
+        memory = self._memory.get(key)
+        if memory is None or memory.numel() < n:
+            memory = self._memory[key] = torch.empty(n, dtype=dtype, device=device)
+        return memory[:n]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory allocated so far."""
+        return list(self._memory.values())
+
+
+def block_size(block: int, x: Tensor) -> int:
+    """Return how many elements or rows of x to process at a time: ``block`` on a CPU, where they
+    stay in a core's cache; on other devices all.
+    """
+    return block if x.device.type == "cpu" else max(1, len(x))
+
+
+# Messages
+
+
+class Payload:
+    """One flat message: a header, control fields, and a body with a part for every tensor.
+
+    The header has, for each tensor, 1 if this rank has a gradient for it, 0 if not, NaN if the
+    gradient is not finite; averaging makes it a decision that all ranks share. ``control`` has the
+    control fields (see ``ControlFields``).
+
+    ``dropped``, as long as the body, is the rounding error of what this rank sends, if compressed
+    tensors are rounded. With a ``seed`` the body is quantized to ``bits`` bits (see
+    ``quantized_mean``) with random numbers that follow from it; ``dropped`` is then known once the
+    payload has been averaged. In a dtype that is too narrow, values are written to ``exact``, and
+    ``round`` makes the message of them.
+    """
+
+    def __init__(
+        self,
+        flat: Tensor,
+        tensors: int,
+        control: int,
+        lengths: list[int],
+        seed: tuple[int, ...] | None = None,
+        dropped: Tensor | None = None,
+        scratch: Scratch | None = None,
+        bits: int = 8,
+        make_mean: Callable[[Payload, int, int], Any] | None = None,
+    ):
+        self.flat, self.seed, self.dropped, self.bits = flat, seed, dropped, bits
+        # The back end's own ``QuantizedMean``, if it has one.
+        self.make_mean = make_mean
+        self.scratch = scratch or Scratch()
+        self.header = flat[:tensors]
+        self.control = flat[tensors : tensors + control]
+        self.body = flat[tensors + control :]
+        self.lengths = lengths
+        # The averaged header, once the host has read it.
+        self.marks: list[float] | None = None
+
+    # Views are made lazily: kernels use the body as it is.
+
+    @cached_property
+    def parts(self) -> list[Tensor]:
+        """The body, a tensor at a time."""
+        return list(self.body.split(self.lengths))
+
+    @cached_property
+    def dropped_parts(self) -> list[Tensor]:
+        """``dropped``, a tensor at a time; an empty list where nothing is rounded."""
+        return [] if self.dropped is None else list(self.dropped.split(self.lengths))
+
+    @property
+    def exact(self) -> list[Tensor]:
+        """The parts to which values are written, in the gradients' precision."""
+        return self.dropped_parts if self.is_rounded_later else self.parts
+
+    @property
+    def is_rounded_later(self) -> bool:
+        """True if ``round`` makes the message of ``exact``, which is then ``dropped_parts``."""
+        return self.dropped is not None and self.seed is None
+
+    def round(self) -> Payload:
+        """Round ``exact`` to the message; its rounding error takes its place."""
+        if self.is_rounded_later and self.dropped is not None:
+            block = block_size(BLOCK, self.body)
+            for sent, rest in zip(self.body.split(block), self.dropped.split(block), strict=True):
+                sent.copy_(rest)
+                rest.sub_(sent)
+        return self
+
+    def over(self, flat: Tensor) -> Payload:
+        """Return a payload of the same layout in other memory."""
+        return Payload(flat, len(self.header), len(self.control), self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that cross the network."""
+        if self.seed is None:
+            return self.flat.numel() * self.flat.element_size()
+        fields = len(self.flat) - len(self.body)
+        return quantized_bytes(self.lengths, fields, self.bits)
+
+
+# Control fields
+
+# As a tensor: the host need not know them, and does not wait for the device.
+FieldValues = list[float] | Tensor
+
+
+class ControlFields:
+    """Named groups of numbers beside a payload's header, by whose mean ranks agree on a step.
+
+    Names and lengths are the same on all ranks.
+    """
+
+    def __init__(self, **fields: FieldValues):
+        self.fields = fields
+
+    def __len__(self) -> int:
+        return sum(map(len, self.fields.values()))
+
+    @property
+    def numbers(self) -> list[float]:
+        """All fields, with 0 for those on the device."""
+        return [
+            number
+            for values in self.fields.values()
+            for number in ([0.0] * len(values) if isinstance(values, Tensor) else values)
+        ]
+
+    @property
+    def on_device(self) -> list[tuple[slice, Tensor]]:
+        """The fields on the device, and where they belong."""
+        return [
+            (at, values)
+            for (_, at), values in zip(self.slices, self.fields.values(), strict=True)
+            if isinstance(values, Tensor)
+        ]
+
+    def split(self, mean: list[float]) -> dict[str, list[float]]:
+        """Return the mean over ranks of all fields by name."""
+        return {name: mean[at] for name, at in self.slices}
+
+    @property
+    def lengths(self) -> list[tuple[str, int]]:
+        """The names of the fields, and how many numbers each has."""
+        return [(name, len(values)) for name, values in self.fields.items()]
+
+    @property
+    def slices(self) -> list[tuple[str, slice]]:
+        """The names of the fields, and where they are."""
+        slices, start = [], 0
+        for name, values in self.fields.items():
+            slices.append((name, slice(start, start + len(values))))
+            start += len(values)
+        return slices
+
+
+def encode_bits(number: int, count: int) -> list[float]:
+    """Return the lowest bits of ``number``, then their complements."""
+    low = [float(number >> i & 1) for i in range(count)]
+    return low + [1 - bit for bit in low]
+
+
+def bits_differ(mean: list[float]) -> bool:
+    """True if ranks had different ``encode_bits``, of which this is the mean."""
+    half = len(mean) // 2
+    return any(a > 0 and b > 0 for a, b in zip(mean[:half], mean[half:], strict=True))
+
+
+def encode_position(index: int, step: int) -> list[float]:
+    """Encode which bucket and which step a payload belongs to: the lowest four bits of each."""
+    return encode_bits(index % 16 + 16 * (step % 16), 8)
+
+
+# Payload dtypes
+
+# Users write a torch.dtype or its name. A group keeps the name, which any checkpoint can hold.
+PayloadDtype: TypeAlias = (
+    torch.dtype
+    | Literal["float64", "float32", "bfloat16", "float16", "int8", "int4", "int2"]
+    | None
+)
+
+# Quantized to so many bits, with a scale for every row: on the network only.
+QUANTIZED_BITS = {"int8": 8, "int4": 4, "int2": 2}
+FLOAT_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+PAYLOAD_DTYPE_NAMES = ", ".join(map(repr, [*QUANTIZED_BITS, *list(FLOAT_DTYPES)[::-1]]))
+
+
+def dtype_name(given: object) -> object:
+    """Return the name of a torch.dtype; anything else is returned unchanged."""
+    return str(given).removeprefix("torch.") if isinstance(given, torch.dtype) else given
+
+
+def is_payload_dtype(given: object) -> bool:
+    """True if values can be sent in this dtype; None is that of the gradients."""
+    name = dtype_name(given)
+    return name is None or (
+        isinstance(name, str) and (name in QUANTIZED_BITS or name in FLOAT_DTYPES)
+    )
+
+
+def quantized_bits(given: object) -> int | None:
+    """Return the bits that values are quantized to; None where they are sent as floating-point
+    numbers.
+    """
+    name = dtype_name(given)
+    return QUANTIZED_BITS.get(name) if isinstance(name, str) else None
+
+
+def bytes_per_value(given: object, gradient_dtype: torch.dtype) -> float:
+    """Return the bytes of a value on the network, with its share of a scale if quantized."""
+    bits = quantized_bits(given)
+    if bits is None:
+        return (float_dtype(given) or gradient_dtype).itemsize
+    return bits / 8 + 4 / ROW
+
+
+def float_dtype(given: object) -> torch.dtype | None:
+    """Return the dtype that values are sent in, if it is a floating-point one."""
+    name = dtype_name(given)
+    return FLOAT_DTYPES.get(name) if isinstance(name, str) else None
+
+
+def count_rows(n: int) -> int:
+    """Return how many rows n quantized values fill."""
+    return -(-n // ROW)
+
+
+def packed_bytes(n: int, bits: int) -> int:
+    """Return the bytes of n quantized values."""
+    return -(-n * bits // 8)
+
+
+def quantized_bytes(lengths: list[int], fields: int, bits: int) -> int:
+    """Return the bytes that a rank sends of a quantized payload, each way: quantized values, scales
+    and so many header and control ``fields`` in float32.
+    """
+    return packed_bytes(sum(lengths), bits) + 4 * (sum(map(count_rows, lengths)) + fields)

@@ -1,0 +1,381 @@
+"""Quantization of flat values to 8, 4 or 2 bits: rows of 128 values share a scale.
+
+With 8 and 4 bits the unit is the largest magnitude of the row / 127 or / 7, and x becomes
+floor(x / unit + u), u uniform in [0, 1): stochastic rounding, which is unbiased. u comes from a
+table that is entered at an offset derived from a seed, so a run rounds the same way on every
+machine.
+
+With 2 bits the levels are -3, -1, 1 and 3 times the scale. There is no level for 0 and no room for
+unbiased rounding, so a value takes the level beside it: 3 where it is at least the root mean square
+of its row, else 1. For normally distributed values no four levels have a much smaller error (Max,
+1960: 0.1175 of their square; evenly spaced ones 0.1188). The scale is the one of least squares, so
+the error of a row is shorter than the row: with error feedback it dies out. Without error feedback
+the result is biased. Sums over a row depend in their last bit on the processor; all ranks read the
+same quantized values and scales.
+
+With any number of bits a row of zeros dequantizes to zeros, so does a row whose scale is below
+1.2e-38 (of 2 bits: its largest value), and a row that is not finite becomes NaN.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .payload import ROW, Scratch, block_size, count_rows, packed_bytes
+
+LARGEST = {8: 127.0, 4: 7.0}
+# Of scales: 1 / scale is finite.
+SMALLEST = torch.finfo(torch.float32).tiny
+# Numbers u, one of each 65536th.
+NOISE_TABLE = 65536
+# Rows at a time: they stay in a core's cache from one pass to the next.
+BLOCK = NOISE_TABLE // ROW
+# From the table offset of one block to that of the next.
+NOISE_STRIDE = 40503
+
+
+# How a message is cut into rows, and rows into chunks
+
+
+class RowSpan(NamedTuple):
+    """``n`` values that fill rows without a gap, ``at`` in the body or chunk, from ``row`` on."""
+
+    at: int
+    row: int
+    n: int
+
+
+class Chunk(NamedTuple):
+    """The part of a body that one rank averages: values ``start`` to ``stop``, ``rows`` rows."""
+
+    start: int
+    stop: int
+    first_row: int
+    rows: int
+    spans: tuple[RowSpan, ...]
+
+
+class RowLayout(NamedTuple):
+    """Rows and chunks of a body; ``max_values`` and ``max_rows`` are those of the largest chunk."""
+
+    rows: int
+    spans: tuple[RowSpan, ...]
+    chunks: tuple[Chunk, ...]
+    max_values: int
+    max_rows: int
+
+
+@lru_cache(maxsize=256)
+def row_layout(lengths: tuple[int, ...], ranks: int) -> RowLayout:
+    """Cut a body of tensors with these lengths into rows, and the rows into a chunk for each rank.
+
+    Every tensor begins a new row, so that no two tensors share a scale. Chunks are cut between
+    rows.
+    """
+    ends, row_ends = list(accumulate(lengths)), list(accumulate(map(count_rows, lengths)))
+    values, rows = (ends[-1], row_ends[-1]) if lengths else (0, 0)
+    tensors = (
+        RowSpan(end - n, row - count_rows(n), n)
+        for n, end, row in zip(lengths, ends, row_ends, strict=True)
+        if n
+    )
+    spans = tuple(_merge_full_rows(tensors))
+    cuts = [
+        (0, 0),
+        *(_first_row_from(values * rank // ranks, spans) for rank in range(1, ranks)),
+        (values, rows),
+    ]
+    chunks = tuple(
+        Chunk(start, stop, first, last - first, tuple(_spans_between(spans, start, stop, first)))
+        for (start, first), (stop, last) in pairwise(cuts)
+    )
+    max_values = max(chunk.stop - chunk.start for chunk in chunks)
+    return RowLayout(rows, spans, chunks, max_values, max(chunk.rows for chunk in chunks))
+
+
+def _merge_full_rows(spans: Iterable[RowSpan]) -> Iterator[RowSpan]:
+    """Merge each span that ends with a full row with the next one."""
+    last: RowSpan | None = None
+    for span in spans:
+        if last is not None and last.n % ROW == 0:
+            last = RowSpan(last.at, last.row, last.n + span.n)
+            continue
+        if last is not None:
+            yield last
+        last = span
+    if last is not None:
+        yield last
+
+
+def _first_row_from(value: int, spans: tuple[RowSpan, ...]) -> tuple[int, int]:
+    """Return the first value from ``value`` on that begins a row, and the number of that row."""
+    i = bisect_left([span.at + span.n for span in spans], value)
+    if i == len(spans):
+        return 0, 0
+    span = spans[i]
+    row = count_rows(max(0, value - span.at))
+    return span.at + min(ROW * row, span.n), span.row + row
+
+
+def _spans_between(
+    spans: tuple[RowSpan, ...], start: int, stop: int, first_row: int
+) -> Iterator[RowSpan]:
+    for at, row, n in spans:
+        a, b = max(at, start), min(at + n, stop)
+        if a < b:
+            yield RowSpan(a - start, row + (a - at) // ROW - first_row, b - a)
+
+
+def values_to_rows(
+    values: Tensor, spans: tuple[RowSpan, ...], rows: int, use: str, scratch: Scratch
+) -> Tensor:
+    """Return flat values as (rows, 128), with zeros behind a tensor that ends within a row.
+
+    The result is a view of ``values`` where all rows are full.
+    """
+    if len(values) == rows * ROW and values.is_contiguous():
+        return values.view(rows, ROW)
+    out = scratch(use, rows * ROW, values.dtype, values.device)
+    for at, row, n in spans:
+        out[ROW * row : ROW * row + n] = values[at : at + n]
+        out[ROW * row + n : ROW * (row + count_rows(n))] = 0
+    return out.view(rows, ROW)
+
+
+def rows_to_values(rows: Tensor, spans: tuple[RowSpan, ...], out: Tensor) -> None:
+    """Copy rows to flat ``out``, without what is behind the end of a tensor.
+
+    Nothing is copied where ``rows`` is a view of ``out``.
+    """
+    if rows.data_ptr() == out.data_ptr():
+        return
+    flat = rows.view(-1)
+    for at, row, n in spans:
+        out[at : at + n] = flat[ROW * row : ROW * row + n]
+
+
+# Rounding rows
+
+
+def quantize_rows(
+    x: Tensor,
+    spans: tuple[RowSpan, ...],
+    quantized: Tensor,
+    scales: Tensor,
+    dropped: Tensor,
+    seed: tuple[int, ...],
+    scratch: Scratch,
+    bits: int,
+) -> None:
+    """Quantize (rows, 128) values, which ``spans`` fill, to ``quantized`` (int8, one value each) in
+    units of ``scales`` (float32).
+
+    ``dropped``, which may be x itself, gets the rounding error x - quantized * scale. Rounding to 2
+    bits is not random and ignores ``seed``.
+    """
+    if bits == 2:
+        values = _values_per_row(len(x), spans, x)
+        _round_to_four_levels(x, values, quantized, scales, dropped, scratch)
+    else:
+        _round_stochastically(x, quantized, scales, dropped, seed, scratch, bits)
+
+
+def _round_stochastically(
+    x: Tensor,
+    quantized: Tensor,
+    scales: Tensor,
+    dropped: Tensor,
+    seed: tuple[int, ...],
+    scratch: Scratch,
+    bits: int,
+) -> None:
+    offset, noise, most = noise_offset(seed), noise_table(x.dtype, x.device), LARGEST[bits]
+    block = block_size(BLOCK, x)
+    for number, a in enumerate(range(0, len(x), block)):
+        x_, scale, drop = x[a : a + block], scales[a : a + block], dropped[a : a + block]
+        t = scratch("block", x_.numel(), x.dtype, x.device).view(x_.shape)
+        unit = torch.abs(x_, out=t).amax(1).div_(most)
+        scale.copy_(unit.masked_fill_(unit < SMALLEST, 0))
+        # inf becomes NaN.
+        scale.add_(scale - scale)
+        unit = scale.to(x.dtype).unsqueeze(1)
+        torch.mul(x_, torch.where(unit > 0, 1 / unit, 0), out=t)
+        u = _noise_of(noise, offset + NOISE_STRIDE * number, x_.numel())
+        t.add_(u.view(x_.shape)).floor_().clamp_(-most, most)
+        quantized[a : a + block].copy_(t)
+        torch.sub(x_, t.mul_(unit), out=drop)
+
+
+def _round_to_four_levels(
+    x: Tensor, values: Tensor, quantized: Tensor, scales: Tensor, dropped: Tensor, scratch: Scratch
+) -> None:
+    """``values``: how many values each row holds, before its zeros."""
+    block = block_size(BLOCK, x)
+    for a in range(0, len(x), block):
+        x_, n, level, scale, drop = (
+            rows[a : a + block] for rows in (x, values, quantized, scales, dropped)
+        )
+        t, q = (
+            scratch(use, x_.numel(), x.dtype, x.device).view(x_.shape) for use in ("block", "level")
+        )
+        largest = torch.abs(x_, out=t).amax(1)
+        inverse = torch.where(largest >= SMALLEST, 1 / largest, largest - largest)
+        torch.mul(x_, inverse.unsqueeze(1), out=t)  # squares of values up to 1 are finite
+        square = torch.mul(t, t, out=q).sum(1)
+        rms = (square / n).sqrt_().unsqueeze(1)
+        torch.abs(t, out=q).ge_(rms).mul_(2).add_(1)
+        q.copysign_(t)
+        level.copy_(q)
+        along = t.mul_(q).sum(1)
+        across = q.mul_(q).sum(1).sub_(ROW - n)  # a zero behind the values has level 1
+        scale.copy_(along.div_(across).mul_(largest))
+        scale.masked_fill_(scale < SMALLEST, 0)
+        # inf becomes NaN.
+        scale.add_(scale - scale)
+        torch.sub(x_, torch.mul(level, scale.to(x.dtype).unsqueeze(1), out=t), out=drop)
+
+
+def _values_per_row(rows: int, spans: Iterable[RowSpan], like: Tensor) -> Tensor:
+    """Return how many values each row holds: 128, or fewer where a tensor ends within it."""
+    values = like.new_full((rows,), ROW)
+    for _, row, n in spans:
+        if n % ROW:
+            values[row + count_rows(n) - 1] = n % ROW
+    return values
+
+
+def dequantize_rows(quantized: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """Return quantized * scale of each row, in ``out``."""
+    return out.copy_(quantized).mul_(scales.unsqueeze(1))
+
+
+def noise_offset(seed: tuple[int, ...]) -> int:
+    """Return where the table of numbers u is entered."""
+    digest = hashlib.blake2b(repr(seed).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % NOISE_TABLE
+
+
+def _noise_of(table: Tensor, offset: int, n: int) -> Tensor:
+    """Return the numbers u of n values; the first block begins at ``offset``."""
+    offset %= NOISE_TABLE
+    if n <= NOISE_TABLE:
+        return table[offset : offset + n]
+    offsets = torch.arange(count_rows(n) // BLOCK + 1, dtype=torch.int64, device=table.device)
+    offsets.mul_(NOISE_STRIDE).add_(offset).remainder_(NOISE_TABLE)
+    return table.unfold(0, NOISE_TABLE, 1).index_select(0, offsets).view(-1)[:n]
+
+
+@lru_cache(maxsize=8)
+def noise_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the numbers u in a random order, twice: NOISE_TABLE of them follow any offset."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(NOISE_TABLE, dtype=torch.int64, generator=generator)
+    return torch.cat([order, order]).add(0.5).div_(NOISE_TABLE).to(device, dtype)
+
+
+# Packing quantized values into bytes
+
+
+def pack_int4(values: Tensor, out: Tensor) -> None:
+    """Pack values of 4 bits, each in an int8, into half as many bytes: a value of the first half
+    + 16 times one of the second.
+    """
+    half = len(out)
+    out.copy_(values[:half])
+    out[: len(values) - half].add_(values[half:], alpha=16)
+
+
+def unpack_int4(packed: Tensor, out: Tensor) -> Tensor:
+    """Invert ``pack_int4``. Values are in -7 to 7, so that rounding a 16th of a byte gives the one
+    of the second half.
+    """
+    half = len(packed)
+    first, second = out[:half].copy_(packed), out[half:]
+    torch.add(packed[: len(second)], 8, out=second).bitwise_right_shift_(4)
+    first[: len(second)].sub_(second, alpha=16)
+    return out
+
+
+def pack_int2(levels: Tensor, out: Tensor) -> None:
+    """Pack levels, each in an int8, into a quarter as many bytes: the lowest two bits of a byte are
+    a level of the first quarter, the next two one of the second.
+    """
+    quarter = len(out)
+    out.zero_()
+    for number, part in enumerate(levels.split(quarter) if quarter else ()):
+        index = (part + 3).bitwise_right_shift_(1)  # 0 to 3
+        out[: len(part)].add_(index, alpha=(1, 4, 16, 64)[number])
+
+
+def unpack_int2(packed: Tensor, out: Tensor) -> Tensor:
+    """Invert ``pack_int2``."""
+    quarter = len(packed)
+    for number, part in enumerate(out.split(quarter) if quarter else ()):
+        torch.bitwise_right_shift(packed[: len(part)], 2 * number, out=part)
+        part.bitwise_and_(3).mul_(2).sub_(3)
+    return out
+
+
+# A chunk of rows in a message
+
+
+def write_chunk(rows: Tensor, chunk: Chunk, out: Tensor, scratch: Scratch, bits: int) -> None:
+    """Write quantized rows of a chunk to its place in a message, int8."""
+    if bits == 8:
+        rows_to_values(rows, chunk.spans, out)
+        return
+    n = chunk.stop - chunk.start
+    values = rows.view(-1)[:n]
+    if len(chunk.spans) > 1:  # with gaps between them
+        values = scratch("quantized chunk", n, torch.int8, rows.device)
+        rows_to_values(rows, chunk.spans, values)
+    packed = out[: packed_bytes(n, bits)]
+    if bits == 4:
+        pack_int4(values, packed)
+    else:
+        pack_int2(values, packed)
+
+
+def read_chunk(message: Tensor, chunk: Chunk, scratch: Scratch, bits: int) -> Tensor:
+    """Return the quantized rows of a chunk in a message; they are valid until the next call."""
+    n = chunk.stop - chunk.start
+    values = message[: packed_bytes(n, bits)]
+    if bits < 8:
+        out = scratch("quantized chunk", n, torch.int8, message.device)
+        values = unpack_int4(values, out) if bits == 4 else unpack_int2(values, out)
+    return values_to_rows(values, chunk.spans, chunk.rows, "quantized", scratch)
+
+
+def quantize_chunk(
+    x: Tensor,
+    chunk: Chunk,
+    scales: Tensor,
+    out: Tensor,
+    seed: tuple[int, ...],
+    scratch: Scratch,
+    bits: int,
+) -> None:
+    """Quantize a chunk of flat values into its place in a message; x becomes the rounding error."""
+    rows = values_to_rows(x, chunk.spans, chunk.rows, "value", scratch)
+    quantized = scratch("quantized", chunk.rows * ROW, torch.int8, x.device).view(-1, ROW)
+    quantize_rows(rows, chunk.spans, quantized, scales, rows, seed, scratch, bits)
+    rows_to_values(rows, chunk.spans, x)
+    write_chunk(quantized, chunk, out, scratch, bits)
+
+
+def dequantize_chunk(
+    scales: Tensor, message: Tensor, chunk: Chunk, out: Tensor, scratch: Scratch, bits: int
+) -> None:
+    """Read a chunk from its place in a message into its flat values."""
+    quantized = read_chunk(message, chunk, scratch, bits)
+    is_full = len(out) == chunk.rows * ROW
+    value = out if is_full else scratch("value", chunk.rows * ROW, out.dtype, out.device)
+    rows_to_values(dequantize_rows(quantized, scales, value.view(-1, ROW)), chunk.spans, out)
