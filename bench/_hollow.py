@@ -282,11 +282,7 @@ def _read_numbers(exchanges: list[Exchange]) -> list[float]:
     norms = (exchange.agreement.squared_norm for exchange in exchanges)
     told[:] = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
     for exchange in exchanges:
-        words = exchange.control.words
-        control = [
-            number for own in words.values() for number in ([0.0] * len(own) if isinstance(own, Tensor) else own)
-        ]
-        told.extend([*[1.0] * len(exchange.agreement.payload.header), *control])
+        told.extend([*[1.0] * len(exchange.agreement.payload.header), *exchange.control.numbers])
     return read_numbers(exchanges)
 
 

@@ -43,12 +43,6 @@ from .settings import bits_of, list_settings, structure_of
 from .signals import defer_signals
 from .turns import Turns
 
-STALE = (
-    "gradients were changed between backward and step() (a clip, an unscale, another backward?), "
-    "so what was sent during backward had to be sent again. From now on nothing is sent before "
-    "step(): clip with max_grad_norm= instead to keep communication behind backward."
-)
-
 
 def step_in_turns(session: Session) -> Turns[None]:
     """Take a step, as a generator that yields each collective it is about to wait for."""
@@ -143,7 +137,14 @@ class Step:
                 return None
             decision = yield from self._exchange_buckets()
         if decision.resent:
-            session.warn_once("stale gradients", STALE, self.comm.rank)
+            session.warn_once(
+                "stale gradients",
+                "gradients were changed between backward and step() (a clip, an unscale, another "
+                "backward?), so what was sent during backward had to be sent again. From now on "
+                "nothing is sent before step(): clip with max_grad_norm= instead to keep "
+                "communication behind backward.",
+                self.comm.rank,
+            )
         yield from self._raise_if_failed(decision)
         return decision
 
