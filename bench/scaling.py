@@ -93,7 +93,7 @@ def unions(ranks: int) -> float:
         first.step()
     with fleet(ranks) as comm:
         optimizer = METHODS["TagcAdamW 0.9875"](list(model.named_parameters()), comm)
-        found = [torch.zeros(bucket.shards.offsets[-1], dtype=torch.uint8) for bucket in optimizer._buckets]
+        found = [torch.zeros(bucket.shards.mask_bytes, dtype=torch.uint8) for bucket in optimizer._buckets]
         for rank in range(ranks):
             model.zero_grad()
             model(*Batches(rank).next()).backward()

@@ -13,7 +13,7 @@ compression has left over::
 With ``projection="orthonormal"`` R is replaced by orthonormal columns Q that span the same space,
 and 1/r by 1; with "tracked" by columns that follow the gradient, which takes an exchange more (see
 ``tracking``). What these kinds differ in is in ``kinds``; lines 1, 2, 4 and 5 of one matrix are
-methods of ``sent.Projected``, and Algorithm 3, which moves the ratios, is ``adaptation``.
+methods of ``ProjectedTensor``, and Algorithm 3, which moves the ratios, is ``adaptation``.
 
 Where we differ from the paper: beta weights the *old* error. As printed it weights the new one, and
 with w = (d + 1) / r, about the ratio, the squared error grows by beta_old^2 + (1 - beta_old)^2 w a
@@ -38,66 +38,55 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._engine.inside import applied
+from ._engine.inside import apply_shards
 from ._engine.options import check_adam, ignore_capturable, take_torchs
 from ._engine.update import AdamW, Update
 from ._engine.when import OPTIONS
 from ._engine.wrapper import Wrapper
 from ._lowrank.options import check_said, resolved
 from ._lowrank.projecting import Group, Projecting
-from ._lowrank.step import Projections
+from ._lowrank.reducer import ProjectionReducer
 from ._ops.operations import Ops
 from ._ops.updates import count_steps
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
-from ._wire.requests import Agree, AllReduceMean, RequestGenerator
+from ._wire.requests import Agree, RequestGenerator
 
 
 def separate(
-    bucket: Bucket,
-    projections: Projections,
-    update: Update,
+    bucket: Bucket, ops: Ops, reducer: ProjectionReducer, update: Update
 ) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step; ``update`` takes the averaged gradients."""
-    yield from projections.track()
-    projections.draw()
-    sent = projections.pack()  # lines 1 and 2
-    projections.keep(sent)
-
-    mean = yield AllReduceMean(sent)  # line 3
-    projections.find_bases(mean)
-    squared = projections.squared_norm(mean)
-    norm = yield Agree(mean, projections.phase, squared)
+    mean = yield from reducer.reduce()  # lines 1 to 3
+    norm = yield Agree(mean, reducer.phase, reducer.squared_norm())
 
     # from here on state changes; large matrices are not kept while a payload travels
-    projections.draw()
-    factor = projections.factor(norm)
+    reducer.draw_matrices()
+    factor = reducer.clip_factor(norm)
     present = bucket.present(mean)
-    if isinstance(update, AdamW) and projections.are_factors:
-        yield from projections.ops.run_batched(  # lines 4 and 5
-            commit, bucket, mean, projections, update, present, factor
+    if isinstance(update, AdamW) and reducer.has_factors:
+        yield from ops.run_batched(  # lines 4 and 5
+            commit, bucket, mean, reducer, update, present, factor
         )
     else:
-        commit(bucket, projections.ops, mean, projections, update, present, factor)
-    if projections.forgets:
-        bucket.flat["residual"].zero_()
-    yield from projections.commit(mean, present, factor)
+        commit(bucket, ops, mean, reducer, update, present, factor)
+    reducer.commit_state(present, factor)
 
 
 def commit(
     bucket: Bucket,
     ops: Ops,
     mean: Payload,
-    projections: Projections,
+    reducer: ProjectionReducer,
     update: Update,
     present: list[bool],
     factor: float,
 ) -> None:
     """Lines 4 and 5 of the tensors that any rank has a gradient of, and their update."""
     count_steps(bucket.state["step"], present)
-    for i, (tensor, is_present) in enumerate(zip(projections.tensors, present, strict=True)):
+    for i, (tensor, is_present) in enumerate(zip(reducer.tensors, present, strict=True)):
         if not is_present:
             continue
         part = mean.parts[i]
@@ -251,8 +240,8 @@ class SeparateAdam(Projecting):
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         update = AdamW(self.ops)
         if self.inside is not None:
-            return applied(bucket, self.ops, self.inside, update, self.scales(bucket))
-        return separate(bucket, self.projections(bucket), update)
+            return apply_shards(bucket, self.ops, self.inside, update, self.scales(bucket))
+        return separate(bucket, self.ops, self.reducer(bucket), update)
 
 
 class Separate(Wrapper, Projecting):
@@ -327,5 +316,5 @@ class Separate(Wrapper, Projecting):
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.inside is not None:
-            return applied(bucket, self.ops, self.inside, self._update, self.scales(bucket))
-        return separate(bucket, self.projections(bucket), self._update)
+            return apply_shards(bucket, self.ops, self.inside, self._update, self.scales(bucket))
+        return separate(bucket, self.ops, self.reducer(bucket), self._update)

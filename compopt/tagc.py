@@ -28,8 +28,11 @@ or nothing here too.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -38,63 +41,208 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
 from ._engine.decision import StepDecision
-from ._engine.inside import Inside, applied, check_inside, is_inside
+from ._engine.inside import Inside, Unsent, apply_shards, check_inside, is_inside
 from ._engine.options import check_adam, check_compression, require, take_torchs
+from ._engine.reducer import WholeReducer
 from ._engine.stats import Stats
 from ._engine.update import AdamW
+from ._engine.weakly import weakly
 from ._engine.when import chosen, dense_steps
 from ._ops.norms import clip_factor
 from ._ops.operations import Ops
-from ._sharded.adamw import commit, gather, updated
-from ._sharded.choice import ATTENTION, is_pattern
-from ._sharded.inside import averaged, keep_unsent, parcel_of
-from ._sharded.stats import tagc_stats
+from ._sharded.adamw import ShardedAdamW
+from ._sharded.codecs import CODECS, Codec
 from ._sharded.updates import UpdateDtype, check_gathers, check_updates
-from ._sparse.codes import CODES
-from ._sparse.rows import CodedRows, Rows
-from ._sparse.sparsify import sparsify
-from ._sparse.union import union_of
+from ._sparse.top_k import select_top_k_of_each
+from ._state.bits import bits_at, flags_of
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Sharded, Unsharded
 from ._state.masks import sizes_at_density
 from ._wire.collectives import ProcessGroup
-from ._wire.payload import PayloadDtype, bytes_per_value, quantized_bits
-from ._wire.requests import Agree, BitOr, Commit, ReduceScatterMean, RequestGenerator
+from ._wire.payload import Payload, PayloadDtype, bytes_per_value, quantized_bits
+from ._wire.requests import Agree, BitOr, ReadToHost, RequestGenerator
+
+# The projections to queries, keys and values, by the names that are customary. What follows the
+# attention is a linear layer like any other (section 3.2).
+ATTENTION = re.compile(
+    r"(^|[._])"
+    r"((w?(q|k|v|kv|qk|qkv)|query|key|value|query_key_value|c_attn)(_proj|_lin)?(\.weight)?"
+    r"|in_proj_weight)$",
+    re.IGNORECASE,
+)
 
 
-def tagc(
-    bucket: Bucket,
-    ops: Ops,
-) -> RequestGenerator[None]:
-    """Algorithm 1, all shards of one bucket, one step."""
-    max_norm = bucket.group["max_grad_norm"]
-    sent = Rows(bucket, ops)
-    if sparsifies(bucket):
-        left = sparsify(bucket, ops)  # lines 1 and 2
-        bits = yield BitOr(left.bits)  # lines 3 and 4
-        union = yield from union_of(bucket.shards, bits, ops, bucket.cache)
-        sent = CodedRows(bucket, ops, left, union)
+def tagc(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
+    """Algorithm 1 with AdamW, all shards of one bucket, one step."""
+    reducer, update = UnionReducer(bucket, ops), ShardedAdamW(bucket, ops)
+    mean = yield from reducer.reduce()  # lines 1 to 10
+    norm = yield Agree(mean, reducer.phase, reducer.squared_norm(), sharded=True)
 
-    sent.pack()  # line 5
-    row = yield ReduceScatterMean(sent.flat, sent.sizes)  # lines 6 and 9
-    mean = sent.mean(row)
-    average = sent.decode(mean)  # line 10
-    norm = yield Agree(mean, sent.phase, average.squared_norm(), sharded=True)
-
-    average.clip(clip_factor(norm, max_norm))
     present = bucket.present(mean)
-    new = updated(bucket, ops, average, present)
-    gathered = yield from gather(bucket, ops, new)
-    yield Commit()
+    reducer.clip(clip_factor(norm, bucket.group["max_grad_norm"]))
+    update.compute(reducer.own_parts(update.dtype), present)
+    yield from update.gather()
     # from here on state changes
-    commit(bucket, ops, average, present, new, gathered)
-    sent.hold_back(present)  # line 2
+    update.commit(present)
+    reducer.feed_back(present)  # line 2
 
 
-def sparsifies(bucket: Bucket) -> bool:
-    """Whether the dense start is over, and there is anything to compress."""
-    h = bucket.group
-    return h["step"] >= dense_steps(bucket) and bucket.shards.offsets[-1] > 0
+class UnionReducer(WholeReducer):
+    """Lines 1 to 10, all shards of one bucket: compressed tensors are sent at the union of what
+    ranks select, the others whole. Everything is sent whole in the dense start.
+    """
+
+    def __init__(self, bucket: Bucket, ops: Ops):
+        super().__init__(bucket, ops)
+        self.is_sparse = bucket.group["step"] >= dense_steps(bucket) and self.layout.mask_bytes > 0
+        if self.is_sparse:
+            self.sent_whole = [i for i, c in enumerate(bucket.compressed) if not c]
+
+    @property
+    def phase(self) -> str:
+        return "sparse" if self.is_sparse else "dense"
+
+    def reduce(self) -> RequestGenerator[Payload]:
+        if not self.is_sparse:
+            return (yield from super().reduce())
+        x, marks = self.add_residuals()  # line 1
+        bits = self.select_largest(x)  # lines 2 and 3
+        yield from self.find_union(bits)  # line 4
+        flat = self.encode(marks)  # line 5
+        mean = yield from self.exchange(flat)  # lines 6 and 9
+        self.decode(mean)  # line 10
+        return mean
+
+    def add_residuals(self) -> tuple[Tensor, Tensor]:
+        """Line 1, in the order of the mask, and the marks of all gradients."""
+        x = self._scratch()
+        for gap in self.layout.gaps:
+            gap.of(x).zero_()
+        residual: list[Tensor | None] = [*self.bucket.state["residual"]]
+        sums = self.layout.views_in_mask_order(x)
+        return x, self.ops.add_residuals(self.bucket, self.grads, residual, sums)
+
+    def select_largest(self, x: Tensor) -> Tensor:
+        """Lines 2 and 3: where in the mask the largest of each shard are, and their values; returns
+        the bits of those that are not 0.
+
+        On a device positions are in no order within a shard, and some values may be 0.
+        """
+        layout, sparsity = self.layout, self.bucket.group["sparsity"]
+        shards = [x[8 * first : 8 * last] for first, last in itertools.pairwise(layout.cuts)]
+        pairs = zip(shards, layout.owned, strict=True)
+        ks = [most_left(sparsity, n) if sparsity else len(shard) for shard, n in pairs]
+        positions = select_top_k_of_each(shards, ks, self.ops)
+        values = x.index_select(0, positions)
+        # gradients of embeddings are mostly zeros; and so is what is between tensors
+        wanted = None
+        if x.device.type != "cpu":  # how many are not 0 is not asked: those that are set no bit
+            wanted = values != 0
+        elif not values.all():
+            positions, values = positions[values != 0], values[values != 0]
+        self.positions, self.selected = positions, values
+        return bits_at(positions, layout.mask_bytes, wanted)
+
+    def find_union(self, bits: Tensor) -> RequestGenerator[None]:
+        """Line 4: the positions in the mask at which any rank has left something, ascending, and
+        how many of them each rank owns. The length of a payload follows, so the host has to know.
+        """
+        layout = self.layout
+        bits = yield BitOr(bits)
+        if bits.device.type == "cpu":
+            self.union = self.ops.set_bits_of(bits)
+            self.counts = layout.count_by_rank(self.union)
+            return
+        flags = flags_of(bits)
+        sizes = [8 * (last - first) for first, last in itertools.pairwise(layout.cuts)]
+        self.counts = yield ReadToHost(torch.stack([own.sum() for own in flags.split(sizes)]))
+        self.union = flags.nonzero_static(size=sum(self.counts)).view(-1)
+
+    def encode(self, marks: Tensor) -> Tensor:
+        """Line 5: this rank's values at the union, 0 at what only others have left. Returns the
+        memory of the rows.
+        """
+        h, union = self.bucket.group, self.union
+        seed = 1_000_003 * h["step"] + self.bucket.index  # drawn anew for every bucket and step
+        codec = CODECS[h["codec"]]
+        self.codec: Codec = codec(self.layout, union, self.counts, h["sketch_ratio"], seed)
+        flat = self.pack_rows(marks, self.codec.sizes)
+        self.write_whole_tensors()
+        own = self._scratch().index_fill_(0, union, 0).scatter_(0, self.positions, self.selected)
+        self.codec.encode([row.exact[-1] for row in self.rows], own.index_select(0, union))
+        return flat
+
+    @property
+    def payload_dtype(self) -> PayloadDtype:
+        exact = self.is_sparse and self.codec.exact
+        return self.bucket.wide if exact else super().payload_dtype
+
+    def decode(self, mean: Payload) -> None:
+        """Line 10, of this rank's shard."""
+        *whole, coded = mean.parts
+        self.values = [*whole, self.codec.decode(coded)]
+
+    def own_parts(self, dtype: torch.dtype) -> list[Tensor]:
+        if not self.is_sparse:
+            return super().own_parts(dtype)
+        layout, (begin, end) = self.layout, self.layout.own_bits
+        *values, at_union = self.values
+        first = sum(self.counts[: layout.rank])
+        own = self.union[first : first + len(at_union)] - begin
+        average = self.bucket.memory("average", end - begin, dtype).zero_()
+        average.index_copy_(0, own, at_union.to(dtype))
+        whole = iter(values)
+        parts = layout.own_parts_of_mask
+        return [next(whole).to(dtype) if at is None else average[slice(*at)] for at in parts]
+
+    def feed_back(self, present: list[bool]) -> None:
+        """Line 2: the residual is what was not sent, and what rounding took off what was."""
+        bucket, grads = self.bucket, self.grads
+        if not self.is_sparse:
+            bucket.cache["counts"] = None, 0
+            super().feed_back(present)
+            return
+        bucket.cache["counts"] = len(self.union), self.codec.leftovers
+        some = [i for i in range(len(grads)) if i not in self.sent_whole and present[i]]
+        pairs = [(bucket.state["residual"][i], g) for i in some if (g := grads[i]) is not None]
+        if pairs:
+            torch._foreach_add_([e for e, _ in pairs], [g for _, g in pairs])
+        sent = self.selected
+        if self.rows[0].dropped is not None:
+            rest = self._scratch().index_fill_(0, self.positions, 0)
+            rest.index_copy_(0, self.union, torch.cat([row.dropped_parts[-1] for row in self.rows]))
+            sent = sent - rest.index_select(0, self.positions)
+        if not all(present):
+            is_present = torch.tensor(present, device=sent.device)
+            sent = sent * is_present.index_select(0, self.layout.tensors_at(self.positions))
+        at = self.layout.places_of(self.positions)
+        bucket.flat["residual"].index_add_(0, at, sent, alpha=-1)
+        bucket.cache["owes"] = True
+
+    def _scratch(self) -> Tensor:
+        """A number for each bit of the mask."""
+        like = torch.empty(0, dtype=self.bucket.wide, device=self.bucket.device)
+        return self.ops.scratch(like, 8 * self.layout.mask_bytes, use="x")
+
+
+def most_left(sparsity: float, n: int) -> int:
+    """How many of n elements may be left where at least ``sparsity`` of them are zeroed; one where
+    there are any.
+    """
+    return min(n, max(1, n - math.ceil(round(sparsity * n, 6))))
+
+
+@dataclass
+class TagcStats(Stats):
+    """Adds what TAGC did in the last step.
+
+    ``density``: share of the compressed elements at which some rank had something to send.
+    ``leftovers``: elements, over all shards, that the sketch could not have given back and that
+    were sent as they are.
+    """
+
+    density: float = 1.0
+    leftovers: int = 0
 
 
 class TagcAdamW(CompressedOptimizer):
@@ -221,10 +369,10 @@ class TagcAdamW(CompressedOptimizer):
         require(0 <= group["sparsity"] < 1, "sparsity", group["sparsity"], "in [0, 1)")
         require(group["sketch_ratio"] >= 1, "sketch_ratio", group["sketch_ratio"], ">= 1")
         require(
-            group["codec"] in CODES,
+            group["codec"] in CODECS,
             "codec",
             group["codec"],
-            " or ".join(map(repr, CODES)),
+            " or ".join(map(repr, CODECS)),
         )
         require(
             group["select"] is None or is_pattern(group["select"]),
@@ -252,27 +400,28 @@ class TagcAdamW(CompressedOptimizer):
         self.reduces_inside, self.sharded = inside, not inside
 
     def after_layout(self) -> None:
-        if not self.reduces_inside:
-            return
-        if self.inside is None:
-            session = self._session
-            self.inside = Inside(session, partial(parcel_of, session), averaged, keep_unsent)
-        self.inside.forget_layouts()
+        if self.reduces_inside and self.inside is None:
+            self.inside = Inside(self._session, weakly(self.reducer), keep_unsent)
+        if self.inside is not None:
+            self.inside.forget_layouts()
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        moments, owed = (Sharded, Dense) if self.sharded else (Dense, Unsharded)
+        moments, residual = (Sharded, Dense) if self.sharded else (Dense, Unsharded)
         specs: dict[str, Layout] = {
             "exp_avg": moments(dtype),
             "exp_avg_sq": moments(dtype),
-            "residual": owed(dtype, compressed_only=True),
+            "residual": residual(dtype, compressed_only=True),
         }
         if any(group["update_dtype"] for group in self.param_groups):
             specs["update_residual"] = Sharded(dtype, optional=True)
         return specs
 
+    def reducer(self, bucket: Bucket) -> UnionReducer:
+        return UnionReducer(bucket, self.ops)
+
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.inside is not None:
-            return applied(bucket, self.ops, self.inside, AdamW(self.ops))
+            return apply_shards(bucket, self.ops, self.inside, AdamW(self.ops))
         return tagc(bucket, self.ops)
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
@@ -286,11 +435,30 @@ class TagcAdamW(CompressedOptimizer):
         return sum(sizes_at_density(bucket, union)) + compressed / 32 + back
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
+        stats, buckets = super().add_to_stats(stats, decision), self._buckets
         if self.inside is not None:
-            return tagc_stats(
-                super().add_to_stats(stats, decision),
-                (one.count for one in self.inside.of_step.values()),
-            )
-        counts = [bucket.cache.get("counts", (None, 0)) for bucket in self._buckets]
-        lengths = [sum(bucket.compressed_lengths) for bucket in self._buckets]
-        return tagc_stats(stats, ((n, *c) for n, c in zip(lengths, counts, strict=True)))
+            buckets = [bucket for bucket, _ in self.inside.reduced.values()]
+        return add_density(stats, buckets)
+
+
+def keep_unsent(bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
+    """Line 2, where a step inside FSDP is applied. A clip takes nothing from what was sent."""
+    unsent.replace_residual(bucket.state["residual"][i], 1.0)
+
+
+def add_density(stats: Stats, buckets: Iterable[Bucket]) -> TagcStats:
+    """``stats`` with what these buckets have sent in the last step."""
+    total = sent = leftovers = 0
+    for bucket in buckets:
+        n = sum(bucket.shards.owned)
+        union, left = bucket.cache.get("counts", (None, 0))
+        total, sent = total + n, sent + (n if union is None else union)
+        leftovers += left
+    return TagcStats(**vars(stats), density=sent / max(1, total), leftovers=leftovers)
+
+
+def is_pattern(given: Any) -> bool:
+    try:
+        return bool(re.compile(given))
+    except (TypeError, re.error):
+        return False

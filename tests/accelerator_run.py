@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from compopt._lowrank import kinds, matrices, orthonormal, sent
+from compopt._lowrank import kinds, matrices, orthonormal, tensors
 from compopt._wire.requests import CommunicationError
 
 CPU = torch.device("cpu")
@@ -338,7 +338,7 @@ def main(names: list[str]) -> None:
     for module in [module for name, module in sys.modules.items() if name.startswith("compopt")]:
         for name in {"squared_norm", "reproducible_squared_norm"} & vars(module).keys():
             setattr(module, name, norm_of_devices)
-    sent.sums_products = lambda e: True
+    tensors.sums_products = lambda e: True
     for module in (kinds, matrices, orthonormal):
         module.columns_of = columns_of_devices
     found = {}

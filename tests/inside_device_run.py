@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,11 +21,12 @@ from fake_device import Device, OnDevice
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compopt._engine.inside import Held
+from compopt._engine.inside import Held, RowBucket
 from compopt._ops.operations import Ops
-from compopt._sharded.inside import averaged
-from compopt._sharded.parcels import Parcel
+from compopt._state.buckets import Bucket
+from compopt._state.fsdp_rows import lay_out
 from compopt._wire.requests import BitOr, ReadToHost, ReduceScatterMean, average_rows
+from compopt.tagc import UnionReducer
 
 SHAPES = [(96, 70), (33,), (130, 65)]  # the second is sent as it is
 CASES: dict[str, dict[str, Any]] = {
@@ -37,9 +39,38 @@ RANKS, STEPS = 2, 2
 reads: Counter[str] = Counter()
 
 
-def rows_of(parcel: Parcel, rank: int, few: bool) -> Tensor:
-    rows = torch.randn(RANKS, parcel.length, generator=torch.Generator().manual_seed(rank))
-    return rows * (torch.arange(parcel.length) % 50 == 0) if few else rows
+class Rank:
+    """One rank's parameters and residuals, and its reduce-scatter."""
+
+    def __init__(self, rank: int, device: torch.device, h: dict[str, Any]):
+        self.rank, names = rank, [f"tensor {i}" for i in range(len(SHAPES))]
+        params = [torch.zeros(shape).to(device) for shape in SHAPES]
+        self.held: Held = {}
+        self.kept = Bucket(0, h, params, names)
+        self.kept.state["residual"] = [None if p.dim() == 1 else torch.zeros_like(p) for p in params]
+        comm, pieces = SimpleNamespace(rank=rank, size=RANKS), lay_out([(p, 0) for p in params], RANKS)
+        engine = SimpleNamespace(option_groups=[h], comm=comm, ops=Ops())
+        places = [(self.kept, i) for i in range(len(params))]
+        self.bucket = RowBucket(0, engine, pieces, places, [False] * len(params), torch.float32)
+        self.length = sum(piece.size for piece in pieces)
+
+    def rows(self, few: bool) -> Tensor:
+        rows = torch.randn(RANKS, self.length, generator=torch.Generator().manual_seed(self.rank))
+        return rows * (torch.arange(self.length) % 50 == 0) if few else rows
+
+    def average(self, rows: Tensor, out: Tensor) -> Generator[Any, Any, None]:
+        self.bucket.fill(rows, self.held)
+        reducer = UnionReducer(self.bucket, Ops())
+        yield from reducer.reduce()
+        self.bucket.deliver(reducer, out)
+        self.bucket.hold_back(reducer, self.held)
+
+    def commit(self) -> list[Tensor]:
+        """What is owed then."""
+        for one in self.held.values():
+            one.replace_residual(one.residual, 1.0)
+        self.held.clear()
+        return [e for e in self.kept.state["residual"] if e is not None]
 
 
 def exchange(flows: list[Generator[Any, Any, None]]) -> None:
@@ -68,23 +99,14 @@ def sent(flow: Generator[Any, Any, None], answer: object) -> Any:
 def run(device: torch.device, few: bool = False, **options: Any) -> list[Tensor]:
     """Two steps: averaged gradients, and what is owed."""
     h = dict(sparsity=0.9, codec="compact", sketch_ratio=10, payload_dtype=None, step=1, warmup_steps=0,
-             total_steps=None, when="always") | options  # fmt: skip
-    found, parcels = [], []
-    for rank in range(RANKS):
-        params = [torch.zeros(shape).to(device) for shape in SHAPES]
-        given = [(p, 0, None if p.dim() == 1 else torch.zeros_like(p)) for p in params]
-        parcels.append(Parcel(given, h, rank, RANKS))
+             total_steps=None, when="always", compress=None) | options  # fmt: skip
+    found, ranks = [], [Rank(rank, device, h) for rank in range(RANKS)]
     for _ in range(STEPS):
-        rows = [rows_of(parcel, rank, few).to(device) for rank, parcel in enumerate(parcels)]
-        outs = [torch.zeros(parcel.length).to(device) for parcel in parcels]
-        work = zip(parcels, rows, outs, strict=True)
-        held: list[Held] = [{} for _ in parcels]
-        averages = zip(work, held, strict=True)
-        exchange([averaged(parcel, Ops(), mine, out, unsent) for (parcel, mine, out), unsent in averages])
-        for parcel, out, unsent in zip(parcels, outs, held, strict=True):
-            for one in unsent.values():
-                one.replace_residual(one.residual, 1.0)
-            found += [out, *(piece.residual for piece in parcel.pieces if piece.residual is not None)]
+        rows = [one.rows(few).to(device) for one in ranks]
+        outs = [torch.zeros(one.length).to(device) for one in ranks]
+        exchange([one.average(mine, out) for one, mine, out in zip(ranks, rows, outs, strict=True)])
+        for one, out in zip(ranks, outs, strict=True):
+            found += [out, *one.commit()]
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 from problems import gradients, replicas, step, weights
 
 import compopt
-from compopt._sparse.rows import CodedRows
+from compopt.tagc import UnionReducer
 
 SHAPES = [(64, 65), (80,), (64, 66), (10, 10)]
 
@@ -42,15 +42,15 @@ def test_what_only_one_rank_finds_too_late_to_say_keeps_all_from_stepping(monkey
     """Its own part of the average cannot be decoded at first: everything has been sent by then."""
     world, params, optimizers = make()
     step(world, params, optimizers, gradients(3, 0, SHAPES, torch.float32))
-    before, decode, raised = snapshot(params, optimizers), CodedRows.decode, []
+    before, decode, raised = snapshot(params, optimizers), UnionReducer.decode, []
 
     def broken(rows, mean):
-        if rows.shards.rank == 1 and not raised:
+        if rows.layout.rank == 1 and not raised:
             raised.append(rows)
             raise OverflowError("of rank 1")
         return decode(rows, mean)
 
-    monkeypatch.setattr(CodedRows, "decode", broken)
+    monkeypatch.setattr(UnionReducer, "decode", broken)
     for own, mine in zip(params, gradients(3, 1, SHAPES, torch.float32), strict=True):
         for p, g in zip(own, mine, strict=True):
             p.grad = g

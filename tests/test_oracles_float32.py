@@ -71,7 +71,7 @@ def separate(start: list[Tensor], optimizers: list, options: dict[str, Any]):
 
 def tracked(start: list[Tensor], optimizers: list, options: dict[str, Any]):
     (bucket,) = optimizers[0]._buckets
-    tracked = optimizers[0].projections(bucket).tracked
+    tracked = optimizers[0].reducer(bucket).tracked
     bases = {len(start) - 1 - i: tensor.Q.double() for i, tensor in tracked.items()}
     return PowerSGDOracle([w.clone() for w in start], len(optimizers), adamw, bases.get)
 

@@ -201,7 +201,7 @@ def test_each_group_is_clipped_where_it_says():
         p.grad = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
     optimizer.before_exchange()
     norm = math.hypot(*(float(p.grad.norm()) for p in params))
-    factors = {bucket.group["clip"]: optimizer.projections(bucket).clipped for bucket in optimizer._buckets}
+    factors = {bucket.group["clip"]: optimizer.reducer(bucket).clipped for bucket in optimizer._buckets}
     assert factors == {"local": pytest.approx(1 / norm, rel=1e-4), "average": 1.0}
 
 

@@ -14,8 +14,8 @@ from table import CASES, FORMS, projecting
 from torch import nn
 
 import compopt
-from compopt._sparse.sparsify import most_left
 from compopt._sparse.top_k import select_exact_top_k
+from compopt.tagc import most_left
 
 # Compressed at all; topk in place of a threshold; the table of rounding; a block of a pass; pages of a block.
 SIZES = [4096, 16384, 65536, 131072, 2**20]
@@ -103,7 +103,7 @@ def test_tagc_leaves_as_many_as_it_says_in_every_shard(size, sparsity, backend, 
             for shard in range(2):
                 own = bits[bucket.shards.cuts[shard] : bucket.shards.cuts[shard + 1]]
                 left = int((own.unsqueeze(1) >> torch.arange(8) & 1).sum())
-                assert left == most_left(sparsity, bucket.shards.compressed_in(shard))
+                assert left == most_left(sparsity, bucket.shards.owned[shard])
 
 
 @on_each

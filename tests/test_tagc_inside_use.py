@@ -155,7 +155,8 @@ def refused(rank: int) -> dict[str, str]:
     names = dict(model.named_parameters())
     groups = [{"params": [("down", names.pop("down.weight"))], "sparsity": 0.5}, {"params": list(names.items())}]
     mixed = compopt.TagcAdamW(groups, lr=1e-2)
-    found["options"] = said(ValueError, lambda: train(model, mixed, range(1), rank))
+    train(model, mixed, range(1), rank)  # nor within one
+    found["options"] = mixed.stats.phase
 
     model = fully_shard(make())
     found["auto"] = said(ValueError, lambda: tagc(model, when="auto"))
@@ -242,8 +243,7 @@ def test_nothing_is_lost_in_mixed_precision(runs):
 
 def test_refusals_say_what_to_do(runs):
     for found in (rank["refused"] for rank in runs):
-        assert found["fine"] == found["zeros"] == "sparse"
-        assert "sparsity is 0.9875 and 0.5" in found["options"] and "sharded apart" in found["options"]
+        assert found["fine"] == found["zeros"] == found["options"] == "sparse"
         assert "when='auto'" in found["auto"] and "compare two runs" in found["auto"]
         assert "update_dtype='int4' cannot be followed inside FSDP" in found["updates"]
         assert "not among those that FSDP cuts" in found["part"] and "fully_shard on the whole model" in found["part"]

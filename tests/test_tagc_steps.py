@@ -11,7 +11,7 @@ from problems import gradients, replicas, step, weights
 from torch import Tensor
 
 import compopt
-from compopt._sparse.sparsify import most_left
+from compopt.tagc import most_left
 
 SHAPES = {
     torch.float32: [(64, 80), (80,), (260, 520), (70, 300)],
@@ -137,7 +137,7 @@ def test_every_shard_leaves_its_share(dtype):
         for rank in range(2):
             own = bits[cuts[rank] : cuts[rank + 1]]
             left = int((own.unsqueeze(1) >> torch.arange(8) & 1).sum())
-            assert left == most_left(0.75, bucket.shards.compressed_in(rank))
+            assert left == most_left(0.75, bucket.shards.owned[rank])
 
 
 @each_dtype
@@ -150,16 +150,3 @@ def test_the_norm_that_is_clipped_is_of_all_shards(dtype):
     assert run.optimizers[0].stats.grad_norm == pytest.approx(norm, rel=1e-5)
     for i in COMPRESSED:
         torch.testing.assert_close(run.whole("exp_avg", i), 0.1 * mean[i] / norm, rtol=1e-4, atol=1e-7)
-
-
-def test_positions_outside_a_part_end_in_words():
-    """What an owner is told to update is not trusted with memory."""
-    run = Run(torch.float32, ranks=1)
-    ops, group = run.optimizers[0].ops, run.optimizers[0].param_groups[0]
-    if ops.name != "native":
-        pytest.skip("PyTorch's operators look for themselves")
-    w, m, v = (torch.zeros(1000) for _ in range(3))
-    for positions in ([1, 5, 1000], [600, 5, 7], [-1, 2, 3]):
-        index = torch.tensor(positions, dtype=torch.int32)
-        with pytest.raises(RuntimeError, match="not ascending within a tensor of 1000"):
-            ops.adamw_moments(group, w, torch.ones(3), index, m, v, torch.zeros(()))

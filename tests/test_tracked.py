@@ -40,7 +40,7 @@ def first_bases(optimizer) -> dict[int, torch.Tensor]:
     """The random Q that the first step begins with, for each matrix."""
     (bucket,) = optimizer._buckets
     optimizer._wrapper_groups[0]["step"], t = 0, optimizer._wrapper_groups[0]["step"]
-    bases = {i: tensor.Q.clone() for i, tensor in optimizer.projections(bucket).tracked.items()}
+    bases = {i: tensor.Q.clone() for i, tensor in optimizer.reducer(bucket).tracked.items()}
     optimizer._wrapper_groups[0]["step"] = t
     last = len(SHAPES) - 1  # a bucket holds its tensors in reverse
     return {i: bases[last - i] for i in MATRICES}

@@ -45,7 +45,7 @@ class Face:
     # FSDP cuts the parameters over the ranks to average with, and this optimizer averages in place
     # of its reduce-scatter
     reduces_inside = False
-    inside: Inside[Any] | None = None  # what it then does in backward
+    inside: Inside | None = None  # what it then does in backward
     # though state is sharded: every rank updates all masters
     whole_masters = False
     # what of the state lives in host memory: "residual", "all" (masters too), or nothing
@@ -74,6 +74,12 @@ class Face:
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         raise NotImplementedError
+
+    def reduces_as_matrix(self, bucket: Bucket, i: int) -> bool:
+        """Whether the coming step's reducer needs tensor i in its shape; else it takes a vector,
+        whatever the order of its elements.
+        """
+        return False
 
     def check_group(self, group: Group) -> None:
         raise NotImplementedError

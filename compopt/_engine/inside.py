@@ -4,17 +4,21 @@
     optimizer = compopt.TagcAdamW(model.named_parameters(), lr=3e-4)
 
 Where FSDP cuts the parameters over the optimizer's own ranks, each of its reduce-scatters comes
-here as soon as backward has the gradients, and what comes of it are FSDP's gradients: whoever clips
-or looks at them when backward has ended does so as ever. In ``step()`` all ranks agree, and this
-rank's shards are updated. Residuals change then: of a step that is not applied, or a gradient that
-is discarded, they stay as they were. FSDP gathers parameters itself.
+here as soon as backward has the gradients. Those of one parameter group become a bucket, whose
+shards are FSDP's, and the method's reducer averages it as it does elsewhere. What comes of it are
+FSDP's gradients: whoever clips or looks at them when backward has ended does so as ever. In
+``step()`` all ranks agree, and this rank's shards are updated. Residuals change then: of a step
+that is not applied, or a gradient that is discarded, they stay as they were. FSDP gathers
+parameters itself.
+
+In a further backward of the same step residuals are left out: they have been sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +26,9 @@ from torch import Tensor
 from .._ops.norms import clip_factor, squared_norm
 from .._ops.operations import Ops
 from .._state.buckets import Bucket, local
+from .._state.fsdp_rows import Piece, lay_out
+from .._state.layouts import Prefix
+from .._state.shards import cut_by_rows
 from .._wire.collectives import (
     Communicator,
     PendingCollective,
@@ -30,32 +37,25 @@ from .._wire.collectives import (
     is_sharded_over,
 )
 from .._wire.requests import Agree, AllReduceMean, Commit, ReadToHost, RequestGenerator
+from .reducer import Reducer
 from .session import Session
 from .update import Update
 
 # whose gradients a row holds, in order, and along which dimension each is cut
-Params = list[tuple[Tensor, int]]
-
-
-class Reduced(Protocol):
-    """The parameters of one reduce-scatter, as a method sees them."""
-
-    @property
-    def phase(self) -> str:
-        """The phase of the coming step."""
+Params = Sequence[tuple[Tensor, int]]
 
 
 @dataclass
 class Unsent:
     """What the backwards of one step have not sent of a parameter's gradient.
 
-    ``rest``: what becomes of ``residual`` where the step is applied. ``basis``: what a tracked
-    projection then begins with.
+    ``rest``: what becomes of ``residual`` where the step is applied. ``state``: what other state
+    becomes then, by name.
     """
 
     rest: Tensor
     residual: Tensor
-    basis: Tensor | None = None
+    state: dict[str, Tensor] = field(default_factory=dict)
 
     def replace_residual(self, current: Tensor, factor: float) -> None:
         """Commit ``rest``; ``factor`` of the difference where the average was clipped by that.
@@ -71,40 +71,153 @@ class Unsent:
             current.lerp_(self.rest, factor)
 
 
-R = TypeVar("R", bound=Reduced)
 Held = dict[Tensor, Unsent]  # of each parameter whose gradient a backward has reduced
 
 
-class Inside(Generic[R]):
+class RowBucket(Bucket):
+    """The gradients of one parameter group in one reduce-scatter.
+
+    Its tensors are the parameters' gradients, whole, and have no other memory. A matrix that the
+    reducer needs ``as_matrix`` has the parameter's shape, and FSDP's ranges of it; any other is a
+    vector in the order of FSDP's shards, all equally long. ``places`` are those of the parameters
+    in the session's buckets, which hold their state; None where they are unknown there: they were
+    unfrozen since the last step, and nothing would hold back what rounding takes off.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        session: Session,
+        pieces: list[Piece],
+        places: list[tuple[Bucket, int] | None],
+        as_matrix: list[bool],
+        dtype: torch.dtype,
+    ):
+        self.pieces, self.places, self.as_matrix = pieces, places, as_matrix
+        self.rank, ranks = session.comm.rank, session.comm.size
+        first, device = places[0], pieces[0].p.device
+        group = {**session.option_groups[0], "payload_dtype": None}
+        names, compressed = ["unfrozen"] * len(pieces), [False] * len(pieces)
+        if first is not None:
+            known, group = [at for at in places if at is not None], first[0].group
+            names = [bucket.names[i] for bucket, i in known]
+            compressed = [bucket.compressed[i] for bucket, i in known]
+        tensors = [
+            torch.empty(1, dtype=dtype, device=device).expand(
+                piece.p.shape if matrix else (ranks * piece.size,)
+            )
+            for piece, matrix in zip(pieces, as_matrix, strict=True)
+        ]
+        is_compressed = dict(zip(tensors, compressed, strict=True))
+        scratch = None if first is None else first[0].scratch
+        super().__init__(index, group, tensors, names, lambda p, *_: is_compressed[p], scratch)
+        self.origins = [piece.p for piece in pieces]
+        pairs = [*zip(pieces, as_matrix, strict=True)]
+        ranges = [[piece.range_of(r, matrix) for piece, matrix in pairs] for r in range(ranks)]
+        own = [piece for piece, c in zip(pieces, compressed, strict=True) if c]
+        owned = [sum(piece.filled(r) for piece in own) for r in range(ranks)]
+        self.shards = cut_by_rows(ranges, owned, compressed, self.rank)
+        self.job = session.ops.quantized_mean(self)
+
+    def fill(self, rows: Tensor, held: Held) -> None:
+        """Take this rank's gradients from ``rows``, and copies of the residuals to be sent."""
+        for p, piece, matrix in zip(self.params, self.pieces, self.as_matrix, strict=True):
+            own = rows[:, piece.columns].reshape(-1)
+            p.grad = piece.in_shape(own) if matrix else own
+        parts = [self._residual_to_send(i, held) for i in range(len(self.pieces))]
+        vectors = [vector for part in parts for vector in part]
+        flat = torch.cat(vectors) if vectors else torch.empty(0, device=self.device)
+        views: list[Any] = list(flat.split([sum(map(len, part)) for part in parts]))
+        for i, (p, compressed) in enumerate(zip(self.params, self.compressed, strict=True)):
+            views[i] = views[i].view(p.shape) if compressed else None
+        self.flat, self.state = {"residual": flat}, {"residual": views}
+        for name in self.other_state:
+            self.state[name] = [bucket.state[name][i] for bucket, i in filter(None, self.places)]
+        self.cache["owes"] = True
+
+    def _residual_to_send(self, i: int, held: Held) -> list[Tensor]:
+        """Of tensor i, as vectors to be copied one after the other."""
+        e = self.residual(i)
+        if e is None:
+            return []
+        if self.origins[i] in held:
+            return [e.new_zeros(self.lengths[i])]
+        return [e.reshape(-1)] if self.as_matrix[i] else self.pieces[i].in_shard_order(e)
+
+    def residual(self, i: int) -> Tensor | None:
+        """The optimizer's own, of tensor i."""
+        at = self.places[i]
+        return None if at is None else at[0].state["residual"][at[1]]
+
+    @property
+    def other_state(self) -> list[str]:
+        """The names of what else is kept of whole tensors."""
+        first = self.places[0]
+        layouts = {} if first is None else first[0].layouts
+        prefixes = (name for name, layout in layouts.items() if isinstance(layout, Prefix))
+        return list(prefixes)
+
+    def deliver(self, reducer: Reducer, out: Tensor) -> None:
+        """This rank's averaged parts, where FSDP wants them."""
+        parts = zip(self.pieces, self.as_matrix, reducer.own_parts(out.dtype), strict=True)
+        for piece, matrix, part in parts:
+            if matrix and piece.dim:
+                part = piece.own_part(part.view(piece.p.shape), self.rank)
+            out[piece.begin : piece.begin + len(part)] = part
+
+    def hold_back(self, reducer: Reducer, held: Held) -> None:
+        """Note what is not sent."""
+        reducer.feed_back([True] * len(self.pieces))
+        for i, (p, piece) in enumerate(zip(self.origins, self.pieces, strict=True)):
+            rest, residual = self.state["residual"][i], self.residual(i)
+            if residual is not None:
+                rest = rest if self.as_matrix[i] else piece.in_shape(rest)
+                if p in held:
+                    held[p].rest.add_(rest)
+                else:
+                    held[p] = Unsent(rest, residual)
+                held[p].state.update(reducer.next_state(i))
+        for p in self.params:
+            p.grad = None
+        self.flat, self.state = {}, {}
+
+
+@dataclass
+class RowLayout:
+    """One reduce-scatter: whose gradients, where their state is, and the buckets they are in."""
+
+    pieces: list[Piece]
+    places: list[tuple[Bucket, int] | None]
+    as_matrix: list[bool] = field(default_factory=list)
+    buckets: list[RowBucket] = field(default_factory=list)
+
+
+class Inside:
     """What an optimizer does in the backward of FSDP, between two steps.
 
-    ``lay_out`` lays out one reduce-scatter's parameters, of gradients in a dtype.
-    ``averaged(those, ops, rows, out, held)`` averages this rank's row of ``rows`` over ranks into
-    ``out``. It sends the residual too, but of parameters that are ``held`` by an earlier backward
-    of this step, and notes there what it has not sent. ``on_commit(bucket, i, unsent, factor)``
-    keeps that, where the step is applied.
+    ``make_reducer`` makes that of a bucket. ``on_commit(bucket, i, unsent, factor)`` keeps what was
+    not sent, where the step is applied.
     """
 
     def __init__(
         self,
         session: Session,
-        lay_out: Callable[[Params, torch.dtype], R],
-        averaged: Callable[[R, Ops, Tensor, Tensor, Held], RequestGenerator[None]],
+        make_reducer: Callable[[Bucket], Reducer],
         on_commit: Callable[[Bucket, int, Unsent, float], None],
     ):
-        self.session, self.lay_out = session, lay_out
-        self.averaged, self.on_commit = averaged, on_commit
+        self.session, self.make_reducer, self.on_commit = session, make_reducer, on_commit
         # whatever is laid out anew between a backward and its step, this is committed
         self.held: Held = {}
-        self.of_step: dict[tuple[Tensor, ...], R] = {}  # reduced since the last step
+        self.reduced: dict[int, tuple[Bucket, str]] = {}  # buckets since the last step, and phases
         self.flows: list[Flow] = []
-        self._layouts: dict[tuple[Tensor, ...], R] = {}
+        self._layouts: dict[tuple[Tensor, ...], RowLayout] = {}
+        self._count = 0  # of buckets
         self._backward = -1  # the running one
 
     @property
     def phase(self) -> str:
         """The phase of the coming step."""
-        phases = [one.phase for one in self.of_step.values()]
+        phases = [phase for _, phase in self.reduced.values()]
         return next((phase for phase in phases if phase != "dense"), "dense")
 
     @property
@@ -115,7 +228,7 @@ class Inside(Generic[R]):
 
     def forget_layouts(self) -> None:
         """Lay out anew: parameters came, were frozen, or have their state elsewhere."""
-        self._layouts = {}
+        self._layouts, self._count = {}, 0
 
     def reduce(
         self, params: Params, rows: Tensor, out: Tensor, at_once: bool, backward: int
@@ -126,22 +239,57 @@ class Inside(Generic[R]):
         ``backward``: the number of the running one. Collectives start in the order of calls, which
         is the same on all ranks: with each call those before it come one further.
         """
-        session = self.session
         key = tuple(p for p, _ in params)
         if backward != self._backward:
             self._backward = backward
             self.finish()  # what a backward has left that raised
             self._forget_discarded()
-        if key not in self._layouts:
-            self._layouts[key] = self.lay_out(params, rows.dtype)
-        self.of_step[key] = self._layouts[key]
+        buckets = self._buckets_of(params, key, rows.dtype)
         for flow in self.flows:
             flow.proceed()
-        asking = self.averaged(self._layouts[key], session.ops, rows, out, self.held)
-        self.flows.append(Flow(asking, session.comm))
+        for bucket in buckets:
+            self.flows.append(Flow(self._average(bucket, rows, out), self.session.comm))
         self.flows = [flow for flow in self.flows if flow.pending is not None]
         if at_once or any(p.grad is not None for p in key):
             self.finish()
+
+    def _average(self, bucket: RowBucket, rows: Tensor, out: Tensor) -> RequestGenerator[None]:
+        """The gradients of one group, from ``rows`` into ``out``."""
+        bucket.fill(rows, self.held)
+        reducer = self.make_reducer(bucket)
+        self.reduced[bucket.index] = bucket, reducer.phase
+        yield from reducer.reduce()
+        bucket.deliver(reducer, out)
+        bucket.hold_back(reducer, self.held)
+
+    def _buckets_of(
+        self, params: Params, key: tuple[Tensor, ...], dtype: torch.dtype
+    ) -> list[RowBucket]:
+        """One for each parameter group, laid out anew where a reducer needs other shapes now."""
+        if key not in self._layouts:
+            pieces = lay_out(params, self.session.comm.size)
+            places = [place_of(p, self.session) for p in key]
+            self._layouts[key] = RowLayout(pieces, places)
+        layout, needs = self._layouts[key], self.session.face.reduces_as_matrix
+        as_matrix = [at is not None and needs(*at) for at in layout.places]
+        if layout.as_matrix != as_matrix:
+            by_group: dict[int, list[int]] = {}
+            for n, at in enumerate(layout.places):
+                by_group.setdefault(id(at and at[0].group), []).append(n)
+            layout.as_matrix = as_matrix
+            layout.buckets = [
+                RowBucket(
+                    self._count + number,
+                    self.session,
+                    [layout.pieces[n] for n in own],
+                    [layout.places[n] for n in own],
+                    [as_matrix[n] for n in own],
+                    dtype,
+                )
+                for number, own in enumerate(by_group.values())
+            ]
+            self._count += len(layout.buckets)
+        return layout.buckets
 
     def _forget_discarded(self) -> None:
         """A backward begins: gradients that are gone since the one before will not be applied, and
@@ -184,11 +332,11 @@ class Inside(Generic[R]):
 
     def drop(self) -> None:
         """The step has ended: what was not applied is not held back."""
-        self.held, self.of_step = {}, {}
+        self.held, self.reduced = {}, {}
 
 
 class Flow:
-    """One reduce-scatter on its way."""
+    """One bucket's reducer on its way."""
 
     def __init__(self, asking: RequestGenerator[None], comm: Communicator):
         self.asking, self.comm = asking, comm
@@ -212,12 +360,8 @@ class Flow:
             self.pending = self.comm.start(request)
 
 
-def applied(
-    bucket: Bucket,
-    ops: Ops,
-    inside: Inside[R],
-    update: Update,
-    scales: Sequence[float] | None = None,
+def apply_shards(
+    bucket: Bucket, ops: Ops, inside: Inside, update: Update, scales: Iterable[float] | None = None
 ) -> RequestGenerator[None]:
     """The step: ``update`` takes this rank's shards of the gradient that backward has left.
 
@@ -250,9 +394,11 @@ def applied(
         update.apply(bucket, i, ghat)
 
 
-def place_of(p: Tensor, session: Session) -> tuple[Bucket, int]:
+def place_of(p: Tensor, session: Session) -> tuple[Bucket, int] | None:
     """The bucket that holds its state, and which of the bucket's tensors it is."""
-    bucket = session.bucket_of[p]
+    bucket = session.bucket_of.get(p)
+    if bucket is None:
+        return None
     return bucket, next(i for i, other in enumerate(bucket.params) if other is p)
 
 

@@ -21,7 +21,7 @@ from .._ops.operations import Ops
 from .._state.buckets import Bucket, make_buckets
 from .._state.layouts import Layout
 from .._state.offload import Offload
-from .._state.shards import Shards
+from .._state.shards import cut_evenly
 from .._wire.collectives import (
     Communicator,
     ProcessGroup,
@@ -231,7 +231,7 @@ class Session:
         bucket.offload = self.offload if self.offload.names else None
         if face.sharded:
             comm = self.comm
-            bucket.shards = Shards(bucket.lengths, bucket.compressed, comm.rank, comm.size)
+            bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, comm.rank, comm.size)
         bucket.make_mean = self.ops.quantized_mean(bucket)
         fill(bucket, self.layouts_of(bucket), face.state)
         face.restore(bucket)

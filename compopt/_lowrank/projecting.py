@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .._engine.base import CompressedOptimizer
-from .._engine.inside import Inside, Params, Unsent, check_inside, is_inside, place_of
+from .._engine.inside import Inside, Unsent, check_inside, is_inside
+from .._engine.reducer import WholeReducer
 from .._engine.settings import Setting
 from .._engine.weakly import weakly
 from .._engine.when import dense_steps
@@ -23,13 +24,12 @@ from .._wire.collectives import connect
 from .._wire.warning import warn
 from . import options
 from .adaptation import Adaptation, current
-from .inside import Parcel, averaged, uncut
 from .kinds import KINDS
 from .matrices import Drawn, Matrices, fingerprint
 from .projections import Plan, Projection, is_sharded, projection
-from .sent import Projected, Sent, Whole
-from .step import Projections
-from .tracking import Tracked
+from .reducer import Encoding, ProjectionReducer
+from .tensors import ProjectedTensor, WholeTensor
+from .tracking import TrackedTensor
 
 Group = dict[str, Any]
 
@@ -65,6 +65,7 @@ class Projecting(CompressedOptimizer):
     def before_layout(self) -> None:
         self._matrices = Matrices()
         self._adaptation = Adaptation()
+        self._with_basis: set[Tensor] = set()  # of which a step has found one
         self._norm = 0.0  # of the local gradient, where that is clipped
         places = [
             (p, place) for group in self._option_groups for place, p in enumerate(group["params"])
@@ -81,11 +82,9 @@ class Projecting(CompressedOptimizer):
 
     def after_layout(self) -> None:
         if self.reduces_inside and self.inside is None:
-            lay_out = weakly(self._parcel_of)
-            self.inside = Inside(self._session, lay_out, averaged, keep_unsent)
+            self.inside = Inside(self._session, weakly(self.reducer), weakly(self._keep_unsent))
         if self.inside is not None:
             self.inside.forget_layouts()
-            self._laid_out = 0
         self._warn_of_beta()
 
     def _warn_of_beta(self) -> None:
@@ -117,22 +116,34 @@ class Projecting(CompressedOptimizer):
 
     # How a bucket is projected at the step that comes
 
-    def projections(self, bucket: Bucket) -> Projections:
+    def reducer(self, bucket: Bucket) -> ProjectionReducer:
         h, plan = bucket.group, self._plan(bucket)
         clips = options.clips_locally(h)
-        clipped = clip_factor(self._norm, h["max_grad_norm"]) if clips else 1.0
-        sends = bucket.rounds or (bucket.owes and KINDS[h["projection"]].owes)
+        local_factor = clip_factor(self._norm, h["max_grad_norm"]) if clips else 1.0
+        sends_residuals = bucket.rounds or (bucket.owes and KINDS[h["projection"]].owes)
+        others = None
+        if bucket.cut:
+            others = WholeReducer(bucket, self.ops)
+            others.sent_whole = [i for i, q in enumerate(plan) if q is None]
+            others.sends_residuals = sends_residuals
         adapts = any(plan) and options.adapts(h, h["step"] + 1)
-        return Projections(
-            bucket=bucket,
-            ops=self.ops,
-            tensors=self._sent(bucket, plan, clipped, sends),
+        encoding = Encoding(
+            tensors=self._tensors(bucket, plan, local_factor, sends_residuals),
             draw_matrices=self._drawing(bucket, [drawn(q) for q in plan]),
-            clipped=clipped,
-            sends=sends,
-            found=self._adaptation.take if adapts else None,
-            alike=any(map(options.clips_average, self._option_groups)),
+            local_factor=local_factor,
+            sends_residuals=sends_residuals,
+            norm_is_exact=any(map(options.clips_average, self._option_groups)),
+            with_basis=self._with_basis,
+            on_cosines=self._adaptation.take if adapts else None,
+            others=others,
         )
+        return ProjectionReducer(bucket, self.ops, encoding)
+
+    def reduces_as_matrix(self, bucket: Bucket, i: int) -> bool:
+        if not bucket.compressed[i] or bucket.group["step"] < dense_steps(bucket):
+            return False
+        p = bucket.params[i]
+        return projection_of(p, bucket.group, self._numbers[p][1], whole=True) is not None
 
     def _plan(self, bucket: Bucket) -> Plan:
         if bucket.group["step"] < dense_steps(bucket):
@@ -144,27 +155,32 @@ class Projecting(CompressedOptimizer):
         group, numbers, whole = bucket.group, self._numbers, self.reduces_inside
         return [
             projection_of(p, group, numbers[p][1], whole) if compressed else None
-            for p, compressed in zip(bucket.params, bucket.compressed, strict=True)
+            for p, compressed in zip(bucket.origins, bucket.compressed, strict=True)
         ]
 
-    def _sent(self, bucket: Bucket, plan: Plan, clipped: float, sends: bool) -> list[Sent]:
+    def _tensors(
+        self, bucket: Bucket, plan: Plan, local_factor: float, sends_residuals: bool
+    ) -> list[WholeTensor | ProjectedTensor]:
         """How each tensor is sent."""
         grads, residual = bucket.grads(), bucket.state["residual"]
         bases = self.bases(bucket, plan)
-        tensors: list[Sent] = []
+        tensors: list[WholeTensor | ProjectedTensor] = []
         for i, (q, g, e) in enumerate(zip(plan, grads, residual, strict=True)):
-            if q is None or e is None:
-                length = bucket.lengths[i]
-                tensors.append(Whole(g, e, clipped, self.ops, length, bucket.owes, sends))
-            elif q.kind.follows:
-                tensors.append(Tracked(g, e, clipped, q, self.ops, bases[i]))
+            if q is not None and e is not None and q.kind.follows:
+                tensors.append(TrackedTensor(g, e, local_factor, q, self.ops, bases[i]))
+            elif q is not None and e is not None:
+                tensors.append(ProjectedTensor(g, e, local_factor, q, self.ops))
+            elif bucket.cut:  # sent by another reducer
+                tensors.append(WholeTensor(None, None, 1.0, 0, False, False))
             else:
-                tensors.append(Projected(g, e, clipped, q, self.ops))
+                length = bucket.lengths[i]
+                whole = WholeTensor(g, e, local_factor, length, bucket.owes, sends_residuals)
+                tensors.append(whole)
         return tensors
 
     def _drawing(self, bucket: Bucket, plan: Plan, keep: bool = True) -> Callable[[], Drawn]:
         """What draws the matrices of the coming step; it does not keep the optimizer."""
-        numbers = [self._numbers[p][0] for p in bucket.params]
+        numbers = [self._numbers[p][0] for p in bucket.origins]
         seed, t = bucket.group["seed"], bucket.group["step"] + 1
         draw = self._matrices.draw_once if keep else self._matrices.draw
         return lambda: draw(bucket, numbers, plan, seed, t)
@@ -177,7 +193,7 @@ class Projecting(CompressedOptimizer):
         tracked = {i: q for i, q in enumerate(plan) if q is not None and q.kind.follows}
         if not tracked:
             return {}
-        warm = bucket.cache["warm"]
+        warm = [p in self._with_basis for p in bucket.origins]
         first: Plan = [None] * len(plan)
         for i, q in tracked.items():
             first[i] = None if warm[i] else replace(q, rows=q.m, columns=q.d)
@@ -188,8 +204,11 @@ class Projecting(CompressedOptimizer):
 
     def restore(self, bucket: Bucket) -> None:
         """A basis that is not zero has been found by a step."""
-        bases = bucket.state.get("basis", [None] * len(bucket.params))
-        bucket.cache["warm"] = [basis is not None and bool(basis.any()) for basis in bases]
+        for p, basis in zip(bucket.params, bucket.state.get("basis", ()), strict=False):
+            if basis is not None and bool(basis.any()):
+                self._with_basis.add(p)
+            else:
+                self._with_basis.discard(p)
 
     def committed(self) -> None:
         super().committed()
@@ -203,23 +222,17 @@ class Projecting(CompressedOptimizer):
         """
         return [1.0 if q is None else 1 / q.inflation for q in self._plan(bucket)]
 
-    def _parcel_of(self, params: Params, dtype: torch.dtype) -> Parcel:
-        """The parameters of one reduce-scatter, of gradients in this dtype."""
-        session, given = self._session, []
-        for p, dim in params:
-            residual = None
-            if p in session.bucket_of:
-                bucket, i = place_of(p, session)
-                if self._projections_of(bucket)[i] is not None:
-                    residual = bucket.state["residual"][i]
-            given.append((p, dim, residual))
-        parcel = Parcel(given, session.comm.rank, session.comm.size, weakly(self.projections))
-        parcel.whole = uncut(parcel.to_compress, session, dtype, self._laid_out)
-        self._laid_out += len(parcel.whole)
-        for one in parcel.whole:
-            for p, piece in zip(one.bucket.params, one.pieces, strict=True):
-                self._numbers[p] = self._numbers[piece.p]
-        return parcel
+    def _keep_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
+        """Line 5 of tensor i; ``factor``: that clipped the average, and so what has arrived of the
+        error.
+        """
+        residual, h = bucket.state["residual"][i], bucket.group
+        unsent.replace_residual(residual, factor if options.clips_average(h) else 1.0)
+        if options.forgets(h, h["step"] + 1):
+            residual.zero_()
+        for name, value in unsent.state.items():
+            bucket.state[name][i].copy_(value.reshape(-1))
+            self._with_basis.add(bucket.params[i])
 
     # Clipping the local gradient: one norm over all buckets, so none of them can be sent before
     # backward has ended
@@ -236,19 +249,6 @@ class Projecting(CompressedOptimizer):
         if self._clips_locally():
             grads = [g for bucket in self._buckets for g in bucket.grads() if g is not None]
             self._norm = float(torch.nn.utils.get_total_norm(grads))
-
-
-def keep_unsent(bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
-    """Line 5 of tensor i, inside FSDP; ``factor``: that clipped the average, and so what has
-    arrived of the error.
-    """
-    residual, h = bucket.state["residual"][i], bucket.group
-    unsent.replace_residual(residual, factor if options.clips_average(h) else 1.0)
-    if options.forgets(h, h["step"] + 1):
-        residual.zero_()
-    if unsent.basis is not None:
-        bucket.state["basis"][i].view(unsent.basis.shape).copy_(unsent.basis)
-        bucket.cache["warm"][i] = bucket.cache["begun"] = True
 
 
 def projection_of(p: Tensor, h: Group, place: int, whole: bool) -> Projection | None:

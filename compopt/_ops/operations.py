@@ -28,6 +28,7 @@ HYPER = ("betas", "eps", "weight_decay", "maximize")
 # elements: a few vectors of this length stay in a core's own cache from one pass to the next
 BLOCK = 131072
 Group = dict[str, Any]
+Moments = tuple[list[Tensor], list[Tensor]]  # exp_avg and exp_avg_sq of several tensors
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
 
@@ -132,7 +133,7 @@ class Ops:
         payload.header.copy_(norms.finite_marks(grads, payload.header))
 
     def add_residuals(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
-        """Write ``grad + add``, flat, into every ``out``; return the marks of all gradients."""
+        """Write ``grad + add`` into every ``out``; return the marks of all gradients."""
         return self.run(add_residuals, bucket, grads, add, out)
 
     def decode(self, values: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
@@ -188,39 +189,37 @@ class Ops:
     def adamw_ahead(
         self,
         group: Group,
-        w: Tensor,
-        g: Tensor,
-        index: Tensor | None,
-        m: Tensor,
-        v: Tensor,
-        step: Tensor,
-        out: Tensor,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        moments: Moments,
+        steps: list[Tensor],
+        out: list[Tensor],
     ) -> None:
-        """Write to ``out`` what AdamW makes of ``w`` by ``g`` at ``index``; leave w, m, v and
-        ``step``.
+        """Write to ``out`` what an AdamW step makes of vectors of one dtype, and nothing else.
+        ``steps`` are those before it.
         """
-        copies = [
-            self.scratch(x, x.numel(), use=use).copy_(x)
-            for x, use in ((w, "w"), (m, "m"), (v, "v"))
-        ]
-        w, m, v = copies
-        self.adamw(group, w, self.decode(g, index, w), m, v, step + 1)
-        out.copy_(w)
+        m = self._scratch_like(moments[0], "exp_avg ahead")
+        v = self._scratch_like(moments[1], "exp_avg_sq ahead")
+        for new, old in zip((out, m, v), (weights, *moments), strict=True):
+            torch._foreach_copy_(new, old)
+        adamw_batched_(group, out, grads, m, v, list(torch._foreach_add(steps, 1)))
 
     def adamw_moments(
         self,
         group: Group,
-        w: Tensor,
-        g: Tensor,
-        index: Tensor | None,
-        m: Tensor,
-        v: Tensor,
-        step: Tensor,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        moments: Moments,
+        steps: list[Tensor],
     ) -> None:
-        """Do all of such a step but the update of ``w``."""
-        step += 1
-        copy = self.scratch(w, w.numel(), use="w")
-        self.adamw(group, copy, self.decode(g, index, w), m, v, step)
+        """Do all of such a step but the update of ``weights``."""
+        torch._foreach_add_(steps, 1)
+        adamw_batched_(group, self._scratch_like(weights, "ahead"), grads, *moments, steps)
+
+    def _scratch_like(self, tensors: list[Tensor], use: str) -> list[Tensor]:
+        """Return scratch memory for vectors of these sizes."""
+        sizes = [x.numel() for x in tensors]
+        return list(self.scratch(tensors[0], sum(sizes), use=use).split(sizes))
 
     def adams(
         self,
@@ -319,7 +318,7 @@ def encode(
 def add_residuals(bucket: Bucket, ops: Ops, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
     """The reference of ``Ops.add_residuals``."""
     rows = [
-        (sums, residual.reshape(-1), None if g is None else g.reshape(-1))
+        (sums, residual.reshape(sums.shape), None if g is None else g.reshape(sums.shape))
         for g, residual, sums in zip(grads, add, out, strict=True)
         if sums is not None and residual is not None
     ]

@@ -137,7 +137,7 @@ class Factors(Protocol):
     def whole(self, present: Sequence[int]) -> list[int]:
         """Return the others."""
 
-    def feed_back(self, i: int, mean: Payload, factor: float) -> None:
+    def feed_back_whole(self, i: int, mean: Payload, factor: float) -> None:
         """Update the residual of a tensor that was sent whole."""
 
     def share(self, factor: float) -> float:

@@ -1,116 +1,120 @@
 """AdamW on this rank's shard of a bucket, and its updated parameters on all ranks.
 
-What the parameters will be is computed before anything is written, so that they can be gathered
-first: twice the work on 1/N of the elements, for steps that are all or nothing.
+A step is computed into buffers and gathered before anything is written, so that it is applied on
+all ranks or on none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from .._ops.operations import Ops
-from .._sparse.averaged import Average, Averaged
+from .._ops.operations import Moments, Ops, adamw_batched_
 from .._state.buckets import Bucket, local
 from .._state.shards import unshard
-from .._wire.requests import AllGather, RequestGenerator
-from .at_once import ahead_at_once, commit_at_once, sends_updates
-from .updates import Codes, add_owed, keep_owed, update_bits
+from .._wire.payload import float_dtype
+from .._wire.requests import AllGather, Commit, RequestGenerator
+from .updates import UpdateCodec, update_bits
 
 
-def moments(bucket: Bucket, i: int) -> tuple[Tensor, Tensor, Tensor]:
-    state = bucket.state
-    return state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
+class ShardedAdamW:
+    """One step of AdamW on the shards of one bucket.
 
-
-def updated(bucket: Bucket, ops: Ops, average: Average, present: list[bool]) -> Tensor:
-    """What this rank's shard of the parameters will be, in their dtype, or the updates, with what
-    is owed of them; nothing else is written.
+    What is gathered are the parameters; or, rounded to ``update_dtype`` or bfloat16, the updates,
+    which all ranks then add, the owner too, so that replicas stay equal.
     """
-    shards = bucket.shards
-    sizes = shards.sizes(shards.rank)
-    new = bucket.memory("new", shards.most, bucket.dtype)
-    new[sum(sizes) :].zero_()
-    outs = list(new[: sum(sizes)].split(sizes))
-    if bucket.device.type != "cpu":
-        ahead_at_once(bucket, average, present, outs)
-    else:
-        for i, out in enumerate(outs):
-            w = bucket.weight(i)
-            if present[i] and w.numel():
-                step_ahead(bucket, ops, i, average.parts[i], out)
-            else:
-                out.copy_(w)
-            if sends_updates(bucket):
-                out.sub_(w)
-    if update_bits(bucket):
-        add_owed(bucket, outs, present)
-    elif sends_updates(bucket):
-        return new.bfloat16()
-    return new
+
+    def __init__(self, bucket: Bucket, ops: Ops):
+        self.bucket, self.ops, self.shards = bucket, ops, bucket.shards
+        self.weights = bucket.weights
+        bits, payload = update_bits(bucket), float_dtype(bucket.group["payload_dtype"])
+        self.codec = None if bits is None else UpdateCodec(bucket, ops, bits)
+        in_half = payload == torch.bfloat16 and bucket.dtype == torch.float32
+        self.sends_halves = bits is None and in_half and not bucket.alone
+        self.sends_updates = self.codec is not None or self.sends_halves
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of gradients: that of what is updated."""
+        return self.weights[0].dtype
+
+    def compute(self, grads: Sequence[Tensor], present: list[bool]) -> None:
+        """Compute from averaged ``grads`` what is gathered; nothing else is written."""
+        bucket, self.grads = self.bucket, grads
+        owned = [i for i, w in enumerate(self.weights) if w.numel()]
+        self.stepped = [i for i in owned if present[i]]
+        stay = [i for i in owned if not present[i]]
+        sizes = self.shards.sizes(self.shards.rank)
+        self.gathered = bucket.memory("new parameters", self.shards.most, bucket.dtype)
+        self.gathered[sum(sizes) :].zero_()
+        outs = self.gathered[: sum(sizes)].split(sizes)
+        if self.stepped:
+            new = to = [outs[i] for i in self.stepped]
+            if bucket.dtype != self.dtype:
+                n = sum(sizes[i] for i in self.stepped)
+                memory = self.ops.scratch(self.weights[0], n, use="new masters")
+                new = list(memory.split([sizes[i] for i in self.stepped]))
+            self.ops.adamw_ahead(bucket.group, *self._tensors(), new)
+            if new is not to:
+                torch._foreach_copy_(to, new)
+        if stay:
+            torch._foreach_copy_([outs[i] for i in stay], [self.weights[i] for i in stay])
+        if self.sends_updates and owned:
+            torch._foreach_sub_([outs[i] for i in owned], [self.weights[i] for i in owned])
+        if self.codec is not None:
+            self.codec.add_residual(outs, present)
+
+    def gather(self) -> RequestGenerator[None]:
+        """Hand this rank's shard to all others; resumed when all ranks are to write theirs."""
+        bucket, message = self.bucket, self.gathered
+        if self.codec is not None:
+            message = self.codec.encode(self.gathered)
+        elif self.sends_halves:
+            message = self.gathered.bfloat16()
+        self.rows = message.unsqueeze(0)
+        if self.shards.ranks > 1:
+            bucket.parameter_bytes = message.nbytes
+            memory = bucket.memory("gathered", self.shards.ranks * message.numel(), message.dtype)
+            self.rows = yield AllGather(message, memory.view(self.shards.ranks, -1))
+        if self.codec is not None:
+            self.rows = self.codec.decode(self.rows)
+        yield Commit()
+
+    def commit(self, present: list[bool]) -> None:
+        """Write moments and masters of this rank's shard, step counts, and all parameters."""
+        bucket, state = self.bucket, self.bucket.state
+        elsewhere = [i for i, is_present in enumerate(present) if is_present]
+        elsewhere = [i for i in elsewhere if i not in self.stepped]
+        if elsewhere:
+            torch._foreach_add_([state["step"][i] for i in elsewhere], 1)
+        if self.stepped:
+            weights, grads, moments, steps = self._tensors()
+            if "master" in state:
+                torch._foreach_add_(steps, 1)
+                adamw_batched_(bucket.group, weights, grads, *moments, steps)
+            else:  # the parameters themselves are gathered
+                self.ops.adamw_moments(bucket.group, weights, grads, moments, steps)
+        if self.codec is not None:
+            self.codec.keep_residual(self.gathered, present)
+        publish(bucket, self.rows, add=self.sends_updates)
+
+    def _tensors(self) -> tuple[list[Tensor], list[Tensor], Moments, list[Tensor]]:
+        """Weights, gradients, moments and step counts of what is updated here."""
+        state, stepped = self.bucket.state, self.stepped
+        columns = (self.weights, self.grads, state["exp_avg"], state["exp_avg_sq"], state["step"])
+        weights, grads, m, v, steps = ([column[i] for i in stepped] for column in columns)
+        return weights, grads, (m, v), steps
 
 
-def step_ahead(bucket: Bucket, ops: Ops, i: int, average: Averaged, out: Tensor) -> None:
-    """What this rank's part of parameter i will be, in any dtype."""
-    w, (g, index), (m, v, step) = bucket.weight(i), average, moments(bucket, i)
-    if w.dtype == out.dtype:
-        ops.adamw_ahead(bucket.group, w, g, index, m, v, step, out)
-    else:
-        ahead = ops.scratch(w, w.numel(), use="ahead")
-        ops.adamw_ahead(bucket.group, w, g, index, m, v, step, ahead)
-        out.copy_(ahead)
-
-
-def gather(bucket: Bucket, ops: Ops, new: Tensor) -> RequestGenerator[Tensor]:
-    """All ranks' ``new``, a row each.
-
-    Where updates are rounded ``new`` is left with what that takes off.
-    """
-    bits, ranks, shards = update_bits(bucket), bucket.shards.ranks, bucket.shards
-    codes = None if bits is None else Codes(bucket, ops, bits)
-    own = new if codes is None else codes.message(new[: sum(shards.sizes(shards.rank))])
-    rows = own.unsqueeze(0)
-    if ranks > 1:
-        bucket.parameter_bytes = own.nbytes
-        memory = bucket.memory("gathered", ranks * own.numel(), own.dtype)
-        rows = yield AllGather(own, memory.view(ranks, -1))
-    return rows if codes is None else codes.read(rows)
-
-
-def commit(
-    bucket: Bucket, ops: Ops, average: Average, present: list[bool], new: Tensor, rows: Tensor
-) -> None:
-    """Moments and masters of this rank's shard, step counts, what rounding ``new`` has left, and
-    all parameters, from the gathered ``rows``.
-    """
-    if bucket.device.type != "cpu":
-        commit_at_once(bucket, average, present)
-    else:
-        commit_each(bucket, ops, average, present)
-    if update_bits(bucket):
-        keep_owed(bucket, new, present)
-    publish(bucket, rows)
-
-
-def commit_each(bucket: Bucket, ops: Ops, average: Average, present: list[bool]) -> None:
-    h = bucket.group
-    for i in (i for i, here in enumerate(present) if here):
-        w, (g, index), (m, v, step) = bucket.weight(i), average.parts[i], moments(bucket, i)
-        if not w.numel():
-            step += 1
-        elif "master" in bucket.state:
-            step += 1
-            ops.adamw(h, w, ops.decode(g, index, w), m, v, step)
-        else:  # the parameters themselves are gathered
-            ops.adamw_moments(h, w, g, index, m, v, step)
-
-
-def publish(bucket: Bucket, rows: Tensor) -> None:
-    """Gathered shards into the parameters."""
+def publish(bucket: Bucket, rows: Tensor, add: bool) -> None:
+    """Gathered shards into the parameters; ``add``: they are updates."""
     tensors = [local(p.detach()) for p in bucket.params]
     flats: list[Tensor | None] = []
     for w in tensors:
         flats.append(w.view(-1) if w.is_contiguous() else w.reshape(-1).clone())
-    unshard(bucket.shards, rows, flats, add=sends_updates(bucket))
+    unshard(bucket.shards, rows, flats, add=add)
     for w, flat in zip(tensors, flats, strict=True):
         if flat is not None and not w.is_contiguous():
             w.copy_(flat.view(w.shape))

@@ -13,7 +13,7 @@ So parameters are the unrounded ones less e: never further from them than one ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -76,29 +76,9 @@ def update_bits(bucket: Bucket) -> int | None:
     return quantized_bits(given)
 
 
-def add_owed(bucket: Bucket, updates: list[Tensor], present: list[bool]) -> None:
-    """What earlier steps have left of the tensors that this one updates."""
-    owed, here = bucket.state["update_residual"], which(present)
-    if here:
-        torch._foreach_add_([updates[i] for i in here], [owed[i] for i in here])
-
-
-def keep_owed(bucket: Bucket, rest: Tensor, present: list[bool]) -> None:
-    """What rounding took off: ``rest``, which begins with this rank's shard."""
-    sizes = bucket.shards.sizes(bucket.shards.rank)
-    owed, here = bucket.state["update_residual"], which(present)
-    parts = rest[: sum(sizes)].split(sizes)
-    if here:
-        torch._foreach_copy_([owed[i] for i in here], [parts[i] for i in here])
-
-
-def which(present: list[bool]) -> list[int]:
-    return [i for i, here in enumerate(present) if here]
-
-
-class Codes:
-    """How the shards of a bucket travel: each rank's scales, then its codes, in as many bytes for
-    all.
+class UpdateCodec:
+    """Rounds the shards of updates of one bucket: each rank's message holds its scales, then its
+    codes, in as many bytes for all.
     """
 
     def __init__(self, bucket: Bucket, ops: Ops, bits: int):
@@ -109,16 +89,24 @@ class Codes:
         codes = packed_bytes(max(chunk.stop for chunk in self.chunks), bits)
         self.size = max(4, self.codes_at + codes + -codes % 4)
 
-    def message(self, updates: Tensor) -> Tensor:
-        """This rank's shard of updates; ``updates`` is left with what rounding took off."""
+    def add_residual(self, updates: Sequence[Tensor], present: list[bool]) -> None:
+        """Add what earlier steps have left of the tensors that this one updates."""
+        residual = self.bucket.state["update_residual"]
+        some = [i for i, is_present in enumerate(present) if is_present]
+        if some:
+            torch._foreach_add_([updates[i] for i in some], [residual[i] for i in some])
+
+    def encode(self, updates: Tensor) -> Tensor:
+        """This rank's message; its shard of ``updates`` is left with what rounding took off."""
         bucket, chunk = self.bucket, self.chunks[self.shards.rank]
+        own = updates[: sum(self.shards.sizes(self.shards.rank))]
         out = bucket.memory("codes of updates", self.size, torch.uint8)
         seed = (bucket.group["step"], bucket.index, USE, self.shards.rank)
         scales, codes = self._fields(out, chunk)
-        self.ops.quantize(updates, chunk, scales, codes, seed, bucket.scratch, self.bits)
+        self.ops.quantize(own, chunk, scales, codes, seed, bucket.scratch, self.bits)
         return out
 
-    def read(self, messages: Tensor) -> Tensor:
+    def decode(self, messages: Tensor) -> Tensor:
         """All ranks' updates, a row each, as long as the largest shard."""
         bucket, most = self.bucket, self.shards.most
         rows = bucket.memory("updates", len(messages) * most, bucket.dtype)
@@ -127,6 +115,15 @@ class Codes:
             scales, codes = self._fields(message, chunk)
             self.ops.dequantize(scales, codes, chunk, out[: chunk.stop], bucket.scratch, self.bits)
         return rows
+
+    def keep_residual(self, rest: Tensor, present: list[bool]) -> None:
+        """Commit what ``encode`` has left of tensors that were updated."""
+        sizes = self.shards.sizes(self.shards.rank)
+        parts = rest[: sum(sizes)].split(sizes)
+        residual = self.bucket.state["update_residual"]
+        some = [i for i, is_present in enumerate(present) if is_present]
+        if some:
+            torch._foreach_copy_([residual[i] for i in some], [parts[i] for i in some])
 
     def _fields(self, message: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """A rank's scales, and its codes as bytes."""

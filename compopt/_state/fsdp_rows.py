@@ -6,102 +6,75 @@ a parameter as long as its longest, filled up with zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
 class Piece(NamedTuple):
-    """One parameter's part of a row.
-
-    ``begin`` and ``size``: where it lies in FSDP's rows, in elements. ``place``: where it lies
-    among what is compressed of a row, or among what is sent as it is. ``dim``: along which FSDP
-    cuts it. ``residual``: what this rank owes of it, whole; None where it is sent as it is.
+    """One parameter's part of every row: ``size`` elements from ``begin`` on. FSDP cuts it along
+    ``dim`` over this number of ``ranks``.
     """
 
     p: Tensor
     dim: int
     begin: int
     size: int
-    place: int
-    residual: Tensor | None
+    ranks: int
 
     @property
-    def end(self) -> int:
-        return self.begin + self.size
+    def columns(self) -> slice:
+        return slice(self.begin, self.begin + self.size)
 
-    def filled(self, rank: int, ranks: int) -> int:
-        """How much of it ``rank`` has; zeros follow."""
+    def filled(self, rank: int) -> int:
+        """How many of its elements ``rank`` has; zeros follow."""
         if self.dim:
             return self.size
         return min(self.size, max(0, self.p.numel() - rank * self.size))
 
-    def span(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Which of its rows ``rank`` has: the first, and the first after them."""
-        here, each = self.p.shape[0], -(-self.p.shape[0] // ranks)
-        return min(rank * each, here), min((rank + 1) * each, here)
+    def range_of(self, rank: int, matrix: bool) -> tuple[int, int]:
+        """Which elements ``rank`` owns of a vector in the order of shards; of a ``matrix``, in the
+        parameter's shape, all where FSDP does not cut its rows.
+        """
+        if matrix and self.dim:
+            return 0, self.p.numel()
+        start, stop = rank * self.size, (rank + 1) * self.size
+        return (min(start, self.p.numel()), min(stop, self.p.numel())) if matrix else (start, stop)
 
-    def gather(self, rows: Tensor) -> Tensor:
-        """The whole of it, from all ranks' rows: a copy."""
-        own, shape = rows[:, self.begin : self.end], self.p.shape
+    # A tensor in the order of its shards: all ranks' parts, one after the other, each filled up
+
+    def in_shape(self, sharded: Tensor) -> Tensor:
+        """A tensor in the order of its shards, in the parameter's shape."""
+        shape = self.p.shape
         if not self.dim:
-            return own.reshape(-1)[: self.p.numel()].view(shape)
-        cut = [*shape[: self.dim], -1, *shape[self.dim + 1 :]]
-        return torch.cat([row.view(cut) for row in own], self.dim)
+            return sharded[: self.p.numel()].view(shape)
+        parts = sharded.view(self.ranks, *shape[: self.dim], -1, *shape[self.dim + 1 :])
+        return parts.movedim(0, self.dim).reshape(shape)
 
-    def views(self, rows: Tensor, begin: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of its elements in ``rows``, from column ``begin`` on, each with that of the residual."""
-        if self.residual is None or not self.p.numel():
-            return
-        own = rows[:, begin : begin + self.size]
+    def in_shard_order(self, tensor: Tensor) -> list[Tensor]:
+        """A tensor of the parameter's shape in the order of its shards: vectors, one after the
+        other.
+        """
         if self.dim:
-            whole = self.residual.unflatten(self.dim, (len(rows), -1)).movedim(self.dim, 0)
-            yield own.unflatten(1, whole.shape[1:]), whole
-            return
-        flat = self.residual.view(-1)
-        full, rest = divmod(flat.numel(), self.size)
-        yield own[:full], flat[: full * self.size].view(full, self.size)
-        if rest:
-            yield own[full, :rest], flat[full * self.size :]
+            return [tensor.unflatten(self.dim, (self.ranks, -1)).movedim(self.dim, 0).flatten()]
+        padding = self.ranks * self.size - tensor.numel()
+        return [tensor.reshape(-1), tensor.new_zeros(padding)]
+
+    def own_part(self, tensor: Tensor, rank: int) -> Tensor:
+        """What ``rank`` has of a tensor of the parameter's shape, as a vector."""
+        chunks = tensor.chunk(self.ranks, self.dim)
+        return chunks[rank].reshape(-1) if rank < len(chunks) else tensor.new_empty(0)
 
 
-class FsdpRows:
-    """The parameters of one reduce-scatter over ``ranks``, in its order.
-
-    ``given``: each with the dimension that FSDP cuts, and its residual where it is compressed.
-    """
-
-    def __init__(self, given: Iterable[tuple[Tensor, int, Tensor | None]], rank: int, ranks: int):
-        self.rank, self.ranks = rank, ranks
-        self.pieces: list[Piece] = []
-        # elements of a row: all, what is sent as it is, what is compressed
-        self.length = self.plain = self.compressed = 0
-        for p, dim, residual in given:
-            size = part_of(p, dim, ranks)
-            place = self.plain if residual is None else self.compressed
-            self.pieces.append(Piece(p, dim, self.length, size, place, residual))
-            self.length += size
-            if residual is None:
-                self.plain += size
-            else:
-                self.compressed += size
-
-    @property
-    def as_they_are(self) -> list[Piece]:
-        """What is not compressed."""
-        return [piece for piece in self.pieces if piece.residual is None]
-
-    @property
-    def to_compress(self) -> list[Piece]:
-        return [piece for piece in self.pieces if piece.residual is not None]
-
-
-def columns_of(rows: Tensor, pieces: Sequence[Piece]) -> Tensor:
-    """These pieces of all ranks' rows, one after the other."""
-    own = [rows[:, piece.begin : piece.end] for piece in pieces]
-    return torch.cat(own, 1) if own else rows[:, :0]
+def lay_out(params: Iterable[tuple[Tensor, int]], ranks: int) -> list[Piece]:
+    """Where parameters lie in a row, in this order, each with the dimension that FSDP cuts."""
+    pieces, begin = [], 0
+    for p, dim in params:
+        size = part_of(p, dim, ranks)
+        pieces.append(Piece(p, dim, begin, size, ranks))
+        begin += size
+    return pieces
 
 
 def part_of(p: Tensor, dim: int, ranks: int) -> int:

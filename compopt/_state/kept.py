@@ -16,7 +16,7 @@ from .._wire.payload import block_size
 from .devices import pinned
 from .layouts import Layout, Member, Sharded
 from .offload import Offload
-from .shards import Shards
+from .shards import ShardLayout
 from .tensors import Chosen, grad_dtype, is_compressed, local
 
 # elements: a few vectors of them stay in a core's own cache between one pass and the next
@@ -36,6 +36,7 @@ class Kept:
         chosen: Chosen | None = None,
     ):
         self.group, self.params, self.names = group, params, names
+        self.origins = params  # whose gradients theirs are: others' inside FSDP
         chosen = chosen or is_compressed
         self.compressed = [chosen(p, group, name) for p, name in zip(params, names, strict=True)]
         self.lengths = [local(p).numel() for p in params]
@@ -49,7 +50,7 @@ class Kept:
         self.alone = False
         # ranks that hold the same shards, among those that hold the other shards of the model
         self.copies = 1
-        self._shards: Shards | None = None
+        self._shards: ShardLayout | None = None
         self.offload: Offload | None = None  # what of the state is in host memory
         self.layouts: dict[str, Layout] = {}
         self.made = 0  # how often storage was made: where it lies follows from that
@@ -83,14 +84,14 @@ class Kept:
         return self._shards is not None
 
     @property
-    def shards(self) -> Shards:
+    def shards(self) -> ShardLayout:
         """Which part of each tensor this rank owns."""
         if self._shards is None:
             raise RuntimeError("this bucket is not cut into shards: set `shards` first.")
         return self._shards
 
     @shards.setter
-    def shards(self, shards: Shards) -> None:
+    def shards(self, shards: ShardLayout) -> None:
         self._shards = shards
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask, Tensors, selection_size
 from ..._wire.payload import Payload
-from ..operations import Group, Ops
+from ..operations import Group, Moments, Ops
 from ..updates import (
     feed_back_rounding,
     gradient_weight,
@@ -49,65 +49,53 @@ class NativeUpdates(Ops):
     def adamw_ahead(
         self,
         group: Group,
-        w: Tensor,
-        g: Tensor,
-        index: Tensor | None,
-        m: Tensor,
-        v: Tensor,
-        step: Tensor,
-        out: Tensor,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        moments: Moments,
+        steps: list[Tensor],
+        out: list[Tensor],
     ) -> None:
-        if not is_plain(w, g, m, v, out, step):
-            return super().adamw_ahead(group, w, g, index, m, v, step, out)
-        ahead = address("what parameters become", out, w.numel())
-        self._adamw_part(group, w, g, index, m, v, step, ahead=ahead)
+        if not is_plain(*weights, *grads, *moments[0], *moments[1], *steps, *out):
+            return super().adamw_ahead(group, weights, grads, moments, steps, out)
+        self._adamw(group, weights, grads, moments, steps, out)
 
     def adamw_moments(
         self,
         group: Group,
-        w: Tensor,
-        g: Tensor,
-        index: Tensor | None,
-        m: Tensor,
-        v: Tensor,
-        step: Tensor,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        moments: Moments,
+        steps: list[Tensor],
     ) -> None:
-        if not is_plain(w, g, m, v, step):
-            return super().adamw_moments(group, w, g, index, m, v, step)
-        self._adamw_part(group, w, g, index, m, v, step, moments=1)
+        if not is_plain(*weights, *grads, *moments[0], *moments[1], *steps):
+            return super().adamw_moments(group, weights, grads, moments, steps)
+        self._adamw(group, weights, grads, moments, steps, None)
 
-    def _adamw_part(
+    def _adamw(
         self,
         group: Group,
-        w: Tensor,
-        g: Tensor,
-        index: Tensor | None,
-        m: Tensor,
-        v: Tensor,
-        step: Tensor,
-        ahead: int = 0,
-        moments: int = 0,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        moments: Moments,
+        steps: list[Tensor],
+        out: list[Tensor] | None,
     ) -> None:
-        n, k = w.numel(), g.numel()
-        index = None if index is None else index.int()
+        """Write updated parameters to ``out``; without it, moments and steps only."""
+        lengths = [w.numel() for w in weights]
         table = ADAMW.table(
-            1,
-            n=n,
-            w=Memory([w], [n]),
-            m=Memory([m], [n]),
-            v=Memory([v], [n]),
-            step=Memory([step], [1]),
-            mean=Memory([g], [n if index is None else k]),
-            index=Memory([index], [k]),
-            k=k,
-            ahead=ahead,
-            moments=moments,
+            len(weights),
+            n=lengths,
+            w=Memory(weights, lengths),
+            m=Memory(moments[0], lengths),
+            v=Memory(moments[1], lengths),
+            step=Memory(steps, [1] * len(steps)),
+            mean=Memory(grads, lengths),
+            k=lengths,
+            ahead=0 if out is None else Memory(out, lengths),
+            moments=int(out is None),
         )
-        if self.library.adamw(table, 0, 1, adamw_options(group)) >= 0:
-            raise RuntimeError(
-                f"positions of an averaged gradient are not ascending within a tensor of {n} "
-                "elements."
-            )
+        options = adamw_options(group)
+        run_over_rows(lengths, lambda a, b, _: self.library.adamw(table, a, b, options))
 
     def adams(
         self,

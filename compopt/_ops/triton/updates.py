@@ -329,7 +329,7 @@ def _update_whole(requests: list[RunBatched]) -> None:
     for request, i, weight in updated:
         mean, factors, _, _, factor = request.args
         copy_back(request.bucket, i, weight)
-        factors.feed_back(i, mean, factor)
+        factors.feed_back_whole(i, mean, factor)
 
 
 def _numbers_of(flags: list[bool]) -> list[int]:

@@ -1,24 +1,73 @@
-"""A count sketch (Li et al. 2024, section 2.2 of TAGC), as a code for values at an index.
+"""TAGC's codecs: how values at an index that all ranks know cross the network, a line of ``CODECS``
+each.
 
-An element is added, with a sign, to three cells of its shard's table. A cell that holds one element
-gives it away; that is taken off its other two cells, and so on: peeling. Whether it ends well
-depends on the index alone, not on values. So every rank knows beforehand which elements would not
-come out, and these *leftovers* travel as they are, behind the table, instead of in a second round.
-Nothing is ever estimated.
+A codec is made for all shards of a bucket at once. Codes are linear, so the mean of codes is the
+code of the mean.
+
+The count sketch (Li et al. 2024, section 2.2 of TAGC) adds an element, with a sign, to three cells
+of its shard's table. A cell that holds one element gives it away; that is taken off its other two
+cells, and so on: peeling. Whether it ends well depends on the index alone, not on values. So every
+rank knows beforehand which elements would not come out, and these *leftovers* travel as they are,
+behind the table, instead of in a second round. Nothing is ever estimated.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .._state.shards import Shards
+from .._state.shards import ShardLayout
 from .._state.tensors import upload
 
 # 2^64 / golden ratio and splitmix64's first factor, signed
 GOLDEN, ODD = -0x61C8864680B583EB, -0x40A7B892E31B1A47
+
+
+class Codec(Protocol):
+    """Encodes values at an ``index``, ascending, in a bucket's mask.
+
+    ``counts``: how many of it each rank owns. ``ratio``: how many compressed elements there are for
+    a number sent, where a codec can choose; ``seed`` draws what is random in it, the same on all
+    ranks.
+    """
+
+    exact: bool  # it must travel in float32 at least
+    counts: list[int]
+    sizes: list[int]  # how many numbers go to each rank
+    leftovers: int  # elements, over all shards, that are sent as they are though they were coded
+
+    def __init__(
+        self, layout: ShardLayout, index: Tensor, counts: list[int], ratio: float, seed: int
+    ): ...
+
+    def encode(self, parts: list[Tensor], values: Tensor) -> None:
+        """Write for every owner its part of ``values``, this rank's at the index."""
+
+    def decode(self, code: Tensor) -> Tensor:
+        """Values at the index of this rank's shard, from the mean of what its owner was sent."""
+        ...
+
+
+class Compact:
+    """The values themselves, in the order of the index."""
+
+    exact = False
+    leftovers = 0
+
+    def __init__(
+        self, layout: ShardLayout, index: Tensor, counts: list[int], ratio: float, seed: int
+    ):
+        self.counts = self.sizes = counts
+
+    def encode(self, parts: list[Tensor], values: Tensor) -> None:
+        torch._foreach_copy_(parts, list(values.split(self.sizes)))
+
+    def decode(self, code: Tensor) -> Tensor:
+        return code
 
 
 class Sketch:
@@ -30,11 +79,11 @@ class Sketch:
 
     exact = True  # peeling adds and subtracts
 
-    def __init__(self, shards: Shards, index: Tensor, counts: list[int], ratio: float, seed: int):
-        self.shards, self.index, self.counts = shards, index, counts
-        self.thirds = [
-            math.ceil(shards.compressed_in(r) / (3 * ratio)) for r in range(shards.ranks)
-        ]
+    def __init__(
+        self, layout: ShardLayout, index: Tensor, counts: list[int], ratio: float, seed: int
+    ):
+        self.layout, self.index, self.counts = layout, index, counts
+        self.thirds = [math.ceil(owned / (3 * ratio)) for owned in layout.owned]
         self.tables = [3 * third for third in self.thirds]
         self.cells, self.signs = self._draw(seed)
         self.rounds, left = peel(self.cells, sum(self.tables))
@@ -51,7 +100,7 @@ class Sketch:
         size, counts = sum(self.counts), upload(self.counts, torch.int64, device)
         third, base = (
             upload(numbers, torch.int64, device).repeat_interleave(counts, output_size=size)
-            for numbers in (self.thirds, [sum(self.tables[:r]) for r in range(self.shards.ranks)])
+            for numbers in (self.thirds, [sum(self.tables[:r]) for r in range(self.layout.ranks)])
         )
         three = torch.arange(3, dtype=torch.int64, device=device)
         salts = three.add(3 * seed).mul_(GOLDEN).unsqueeze(1)
@@ -60,7 +109,7 @@ class Sketch:
         cells = number % third.clamp(min=1) + third * three.unsqueeze(1) + base
         return cells, 1 - 2 * (hashed & 1)
 
-    def fill(self, parts: list[Tensor], values: Tensor) -> None:
+    def encode(self, parts: list[Tensor], values: Tensor) -> None:
         """Write for every owner the table and the leftovers of ``values``, this rank's at the
         index.
         """
@@ -76,7 +125,7 @@ class Sketch:
         """Values at the index of this rank's shard, peeled out of its table in the order found
         before.
         """
-        rank = self.shards.rank
+        rank = self.layout.rank
         first, base = sum(self.counts[:rank]), sum(self.tables[:rank])
         own = slice(first, first + self.counts[rank])
         table = code[: self.tables[rank]].clone()
@@ -132,3 +181,6 @@ def peel(cells: Tensor, total: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor
         touched = cells[:, element].reshape(-1)
         degree.index_add_(0, touched, torch.full_like(touched, -1))
         held.index_add_(0, touched, -element.repeat(3))
+
+
+CODECS: Mapping[str, type[Codec]] = {"compact": Compact, "sketch": Sketch}

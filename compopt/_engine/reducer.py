@@ -1,0 +1,160 @@
+"""Reducers: what is sent for a bucket, and how the average is read back.
+
+A reducer encodes this rank's gradients and residuals, exchanges what it has encoded, decodes the
+average, and feeds back into the residuals what was not sent. It is used wherever gradients are
+averaged: under DistributedDataParallel, with sharded state, and inside FSDP2. What is done with the
+average is an update's business.
+
+Where the bucket is cut into shards a reducer may send each rank only what that rank owns; the
+average is then this rank's part of every tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .._ops.norms import finite_marks, squared_norm, stacked_squared_norms
+from .._ops.operations import Ops
+from .._state.buckets import Bucket
+from .._wire.payload import Payload, PayloadDtype
+from .._wire.requests import ReduceScatterMean, RequestGenerator
+
+
+class Reducer(Protocol):
+    """Averages the gradients of one bucket, once."""
+
+    @property
+    def phase(self) -> str:
+        """What ``stats`` call a step that sends this."""
+
+    def reduce(self) -> RequestGenerator[Payload]:
+        """Encode, exchange and decode. Returns the averaged message, whose header says which
+        gradients there are.
+        """
+
+    def own_parts(self, dtype: torch.dtype) -> Sequence[Tensor]:
+        """The averaged gradient of what this rank owns of every tensor, as vectors."""
+
+    def feed_back(self, present: list[bool]) -> None:
+        """Replace the bucket's residuals by what was not sent of gradient and residual; of tensors
+        that are not ``present`` they stay.
+        """
+
+    def next_state(self, i: int) -> dict[str, Tensor]:
+        """What other state of tensor i becomes where the step is applied, by name."""
+
+
+class WholeReducer:
+    """Sends gradients whole, with the residuals of those that have any; each rank gets its shard.
+
+    A residual is then what rounding to the payload's dtype has taken off.
+    """
+
+    def __init__(self, bucket: Bucket, ops: Ops):
+        self.bucket, self.ops, self.layout = bucket, ops, bucket.shards
+        self.grads = bucket.grads()
+        self.sent_whole = list(range(len(self.grads)))
+        self.sends_residuals = bucket.owes
+        self.values: list[Tensor] = []  # the average, once it is there
+
+    @property
+    def phase(self) -> str:
+        return "dense"
+
+    def reduce(self) -> RequestGenerator[Payload]:
+        flat = self.pack_rows(finite_marks(self.grads, self._like()))
+        self.write_whole_tensors()
+        mean = yield from self.exchange(flat)
+        self.values = list(mean.parts)
+        return mean
+
+    def squared_norm(self) -> Tensor:
+        """|G|^2 of this rank's shard; on a device one number for each tensor."""
+        if self.bucket.device.type != "cpu":
+            values = [own for own in self.values if own.numel()]
+            return stacked_squared_norms(values or self.values[:1])
+        first, *others = map(squared_norm, self.values)
+        return sum(others, first)
+
+    def clip(self, factor: float) -> None:
+        if factor < 1:
+            torch._foreach_mul_(self.values, factor)
+
+    def own_parts(self, dtype: torch.dtype) -> list[Tensor]:
+        return [own.to(dtype) for own in self.values]
+
+    def feed_back(self, present: list[bool]) -> None:
+        bucket, rounds = self.bucket, self.rows[0].dropped is not None
+        for part, i in enumerate(self.sent_whole):
+            e = bucket.state["residual"][i]
+            if e is None or not present[i]:
+                continue
+            if rounds:
+                e.view(-1).copy_(torch.cat([row.dropped_parts[part] for row in self.rows]))
+            elif bucket.owes:
+                e.zero_()
+        bucket.cache["owes"] = rounds or (bucket.owes and not all(present))
+
+    def next_state(self, i: int) -> dict[str, Tensor]:
+        return {}
+
+    # A row for every owner
+
+    @property
+    def payload_dtype(self) -> PayloadDtype:
+        dtype: PayloadDtype = self.bucket.group["payload_dtype"]
+        return dtype
+
+    def pack_rows(self, marks: Tensor, coded: Sequence[int] = ()) -> Tensor:
+        """Make a row for every rank, of what it owns of tensors that are sent whole, then
+        ``coded[rank]`` numbers. Returns the memory they lie in.
+        """
+        ranks = range(self.layout.ranks)
+        sizes = [self.layout.sizes(rank) for rank in ranks]
+        lengths = [[sizes[rank][i] for i in self.sent_whole] for rank in ranks]
+        for own, size in zip(lengths, coded, strict=False):
+            own.append(size)
+        self.rows, flat = self.bucket.payloads(lengths, self.payload_dtype)
+        torch._foreach_copy_([row.header for row in self.rows], [marks] * len(self.rows))
+        return flat
+
+    def write_whole_tensors(self) -> None:
+        """Into each row its rank's elements of the tensors that are sent whole."""
+        residual = self.bucket.state["residual"]
+        flat = [None if g is None else g.reshape(-1) for g in self.grads]
+        absent, to, grads, with_residual, residuals = [], [], [], [], []
+        for rank, row in enumerate(self.rows):
+            for part, i in zip(row.exact, self.sent_whole, strict=False):
+                if not part.numel():
+                    continue
+                g, e, owned = flat[i], residual[i], slice(*self.layout.ranges[rank][i])
+                if g is None:
+                    absent.append(part)
+                else:
+                    to.append(part)
+                    grads.append(g[owned])
+                if self.sends_residuals and e is not None:
+                    with_residual.append(part)
+                    residuals.append(e.reshape(-1)[owned])
+        if absent:
+            torch._foreach_zero_(absent)
+        if to:
+            torch._foreach_copy_(to, grads)
+        if with_residual:
+            torch._foreach_add_(with_residual, residuals)
+
+    def exchange(self, flat: Tensor) -> RequestGenerator[Payload]:
+        """Round the rows, send each to its owner; returns the mean of this rank's."""
+        for row in self.rows:
+            row.round()
+        sizes = [row.flat.numel() for row in self.rows]
+        received = yield ReduceScatterMean(flat, sizes)
+        return self.rows[self.layout.rank].over(received)
+
+    def _like(self) -> Tensor:
+        """Of the dtype in which the header is made."""
+        return torch.empty(0, dtype=self.bucket.wide, device=self.bucket.device)
