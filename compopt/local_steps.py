@@ -5,21 +5,21 @@ Rank k has parameters w_k, in fragments p = 0 to P - 1; anchors a_p are the same
 round has H steps::
 
     1  inner.step()                                     # every step, on the rank's own gradients
-    at step p * H // P of a round (0: its last), ``prepare_sync``
+    at step p * H // P of a round (0: its last), prepare_sync
     2  d_k <- a_p - w_k                                 # the pseudo-gradient
-    3  d <- mean over ranks of d_k, as the outer optimizer's class averages gradients
-    ``delay`` steps later, on all ranks or on none, ``perform_sync``
+    3  d <- mean over ranks of d_k                      # as the outer optimizer averages gradients
+    ``delay`` steps later, on all ranks or on none, perform_sync
     4  a_p <- the outer optimizer steps a_p by d        # v <- mu v + d;  a_p <- a_p - lr (d + mu v)
     5  w_k <- mix (w_k of line 2) + (1 - mix) a_p + what the rank moved since
 
 At first all gradients are averaged for ``warmup_steps``, as ``Average(inner)`` does, and rounds
 grow from 1 step to H over ``every_warmup_steps``, mu and lr from 0 and 1 with them.
 
-The outer optimizer has the anchors for its parameters, and its own groups and buckets for each
-fragment; an exchange is one step of the fragments that are due. Where we differ: the papers lose
-what a rank moved while an exchange was on its way, in part (mix = .5) or whole (0). And d_k is
-taken from where the rank began: of parameters below float32 that is a_p as they show it, else
-rounding would pull anchors to what is shown of them.
+There is one outer optimizer; anchors are its parameters, fragments its groups. An exchange is one
+step of it, of the fragments that are due, cut in two: up to the decision of all ranks, and the
+commit. Where we differ: the papers lose what a rank moved while an exchange was on its way, in part
+(mix = .5) or whole (0). And d_k is taken from where the rank began: of parameters below float32
+that is a_p as they show it, else rounding would pull anchors to what is shown of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ._engine.missing_ranks import RankLeft
 from ._engine.moving import average_base
 from ._engine.peers import gather_rows, warn_without_gradients
 from ._engine.recovery import catch_up, warn_of_lost_residuals
-from ._engine.reporting import error_of_skips
+from ._engine.reporting import error_of_skips, report
 from ._engine.saving import warn_of_what_is_missing
 from ._engine.session import Corrupt, Sync
 from ._engine.signals import defer_signals
@@ -48,19 +48,11 @@ from ._engine.step import Step, check_can_step
 from ._engine.turns import Background, Turns, sum_over
 from ._engine.weakly import weakly
 from ._engine.wrapper import Wrapper
-from ._local.anchors import Anchors, MakeOuter, deal, mend_moments
-from ._local.exchange import Exchange, check_saved, communicate, distances
+from ._local import rounds
+from ._local.anchors import Anchors, MakeOuter, deal, reset_moments
+from ._local.distances import cosine_and_spread
+from ._local.exchange import Exchange, Outcome, communicate
 from ._local.open_round import OpenRound
-from ._local.rounds import (
-    LocalStats,
-    check_counts,
-    check_options,
-    delay_within,
-    is_due,
-    outer_share,
-    round_length,
-    with_rounds,
-)
 from ._ops.norms import clip_factor, scale_all_
 from ._state.buckets import Bucket, local
 from ._state.devices import HOST
@@ -68,7 +60,6 @@ from ._state.layouts import Dense, Layout, Prefix
 from ._wire.collectives import Communicator, PendingCollective, ProcessGroup, count_copies
 from ._wire.payload import PayloadDtype
 from ._wire.requests import CommunicationError, RequestGenerator
-from ._wire.warning import warn
 from .average import average, outer_sgd
 
 
@@ -122,14 +113,12 @@ class LocalSteps(Wrapper):
     """
 
     averaged_state = ("residual",)
-    # from the first local step on, where there are other ranks
-    _anchors: Anchors | None = None
+    _anchors: Anchors | None = None  # from the first local step on, where there are other ranks
     _exchange: Exchange | None = None  # on its way
     _due: frozenset[int] = frozenset()  # fragments that wait for an exchange
     _distances = (0.0, 0.0)  # cosine and spread, of the last exchange
     _bytes_sent = 0  # before the running step
-    _warned_of_loss = False
-    _open_round: OpenRound | None = None  # before the first local step
+    _open_round: OpenRound | None = None
 
     def __init__(
         self,
@@ -178,7 +167,7 @@ class LocalSteps(Wrapper):
         return self._wrapper_groups[0]
 
     def check_group(self, group: Group) -> None:
-        check_options(group, self.offload)
+        rounds.check_options(group, self.offload)
 
     def after_layout(self) -> None:
         super().after_layout()
@@ -226,7 +215,7 @@ class LocalSteps(Wrapper):
             yield from Step(session, session.comm, session.steps + 1).verify_peers()
         self._connect()
         if self._anchors is not None:
-            self._anchors.note_training()
+            self._anchors.note_training(self._params)
         norm = yield from self._step_inner()  # line 1
         try:
             is_applied = yield from self._synchronize()
@@ -239,12 +228,16 @@ class LocalSteps(Wrapper):
                 f"step {session.steps} was taken on rank {session.comm.rank}, but not the exchange "
                 f"that follows it: {error}. {advice}"
             ) from error
-        finally:  # the rank's own step stands, whatever became of the exchange
+        finally:
             session.has_local_gradients = False
             self._note_open_round()
         self._report(norm, is_applied)
         if too_many := error_of_skips(session, math.isfinite(norm)):
             raise too_many
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _look_around(self) -> None:
         """See which ranks and groups there are, and keep nothing of the averaged start."""
@@ -257,32 +250,36 @@ class LocalSteps(Wrapper):
             session.rebuild_buckets()
 
     def _connect(self) -> None:
-        """Make anchors once there are other ranks."""
-        session, h = self._session, self._options
-        if session.is_single_process:
-            self._cancel_exchange()
-            self._anchors, h["begun"] = None, h["step"] + 1  # a round begins after this step
-            return
+        """Make anchors once there are other ranks, and something to train."""
+        session, options = self._session, self._options
         if self.offload and not session.comm.can_exchange(HOST):
             raise ValueError(
                 "offload='outer' exchanges tensors in host memory, and the process group has no "
                 "backend for those: init_process_group('cpu:gloo,cuda:nccl'), or without a "
                 "backend, has one."
             )
+        if session.is_single_process:
+            self._cancel_exchange()
+            self._anchors = None
         if self._anchors is None:
-            h["begun"] = max(h["begun"], h["warmup_steps"])
-            self._anchors = self._make_anchors(h, *deal(self.param_groups, h["fragments"]))
-        self._connect_outer(self._anchors, h)
+            options["begun"] = max(options["begun"], options["warmup_steps"])
+            fragments = deal(self.param_groups, options["fragments"])
+            if session.is_single_process or set(fragments) == {-1}:
+                options["begun"] = options["step"] + 1  # a round begins after this step
+                return
+            self._anchors = self._make_anchors(options, fragments)
+        self._connect_outer(self._anchors, options)
 
-    def _make_anchors(self, h: Group, params: list[Tensor], fragments: list[int]) -> Anchors:
-        make_outer = self._make_outer or partial(outer_sgd, h)
-        return Anchors(params, fragments, h["fragments"], make_outer, self.offload == "outer")
+    def _make_anchors(self, options: Group, fragments: list[int]) -> Anchors:
+        make_outer = self._make_outer or partial(outer_sgd, options)
+        count, on_host = options["fragments"], self.offload == "outer"
+        return Anchors(self._params, fragments, count, make_outer, on_host)
 
-    def _connect_outer(self, anchors: Anchors, h: Group) -> None:
+    def _connect_outer(self, anchors: Anchors, options: Group) -> None:
         """Exchange anchors over the ranks there are."""
         outer, comm = anchors.outer, self._session.comm
         outer.simulate = self.simulate
-        if h["delay"]:  # what runs beside training has a process group of its own
+        if options["delay"]:  # what runs beside training has a process group of its own
             comm = comm.with_own_group()
         if outer._session.group is not comm and not self._session.is_single_process:
             outer._session.connect_to(comm)
@@ -297,12 +294,7 @@ class LocalSteps(Wrapper):
         session = self._session
         gradients.check(session)
         scale = gradients.unscale(session)
-        grads = {
-            p: local(p.grad)
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        }
+        grads = {p: local(p.grad) for p in self._params if p.grad is not None}
         if not grads and session.comm.size > 1 and session.trainable:
             step = self._options["step"] + 1
             warn_without_gradients(session, step, "adds nothing to the average of its round")
@@ -312,12 +304,9 @@ class LocalSteps(Wrapper):
             if scale is not None:
                 gradients.scale_back(session, scale)
             raise
-        is_taken = math.isfinite(norm)
-        if is_taken:
-            factor = clip_factor(norm, self._options["max_grad_norm"])
-            scale_all_([*grads.values()], factor)
         with defer_signals():
-            if is_taken:
+            if math.isfinite(norm):
+                scale_all_([*grads.values()], clip_factor(norm, self._options["max_grad_norm"]))
                 self.base.step()
                 entries = [self.state.get(p, {}) for p in grads]
                 if counts := [entry["step"] for entry in entries if "step" in entry]:
@@ -328,7 +317,7 @@ class LocalSteps(Wrapper):
 
     def _gradient_norm(self, grads: dict[Tensor, Tensor]) -> Turns[float]:
         """The norm over all shards of the replica; NaN where a GradScaler has found an inf."""
-        shards = self._session.make_shard_communicators
+        shards = self._session.shard_communicators
         by_copies: dict[int, list[Tensor]] = {}
         for p, g in grads.items():
             by_copies.setdefault(count_copies(p, shards), []).append(g)
@@ -343,20 +332,20 @@ class LocalSteps(Wrapper):
 
     def _synchronize(self) -> Turns[bool]:
         """Perform and prepare what is due after a step. Returns whether an exchange was applied."""
-        h, anchors, is_applied = self._options, self._anchors, False
+        options, anchors, is_applied = self._options, self._anchors, False
         if anchors is None:
             return False
-        t = h["step"]
-        steps = round_length(h, h["begun"] - h["warmup_steps"])
-        at, delay = t - h["begun"], delay_within(h, steps)
-        self._due |= {n for n in anchors.fragments if is_due(n, at, steps, h["fragments"])}
-        if at >= steps:
-            h.update(round=h["round"] + 1, begun=t)
+        t, begun, count = options["step"], options["begun"], options["fragments"]
+        steps = rounds.round_length(options, begun - options["warmup_steps"])
+        self._due |= {n for n in anchors.fragments if rounds.is_due(n, t - begun, steps, count)}
+        if t - begun >= steps:
+            options.update(round=options["round"] + 1, begun=t)
         if self._exchange is not None and (self._due or t >= (self._exchange.apply_at or 0)):
             is_applied = yield from self._perform_sync(self._exchange)
         if self._due:
-            share, apply_at = outer_share(h, steps), t + delay if delay else None
-            exchange = yield from self._prepare_sync(anchors, share, apply_at, h["mix"])
+            share, delay = rounds.outer_share(options, steps), rounds.delay_within(options, steps)
+            apply_at = t + delay if delay else None
+            exchange = yield from self._prepare_sync(anchors, share, apply_at, options["mix"])
             if delay:
                 exchange.turns.poll()
             else:
@@ -367,20 +356,20 @@ class LocalSteps(Wrapper):
     def _prepare_sync(
         self, anchors: Anchors, share: float, apply_at: int | None, mix: float
     ) -> Turns[Exchange]:
-        """Make the exchange of the fragments that are due; rate and momentum of the outer optimizer
-        have this ``share`` of their own.
+        """Begin the exchange of the fragments that are due; rate and momentum of the outer
+        optimizer have this ``share`` of their own.
         """
         fragments, session = self._due, self._session
         try:
-            squared = anchors.set_pseudo_gradients(fragments)  # line 2
-            (squared,) = yield from sum_over(
-                session.make_shard_communicators, [squared], session.device
-            )
+            squared = anchors.set_pseudo_gradients(fragments, anchors.outer._session.device)
+            if session.shard_communicators:  # a replica is lost where one of its shards is
+                (total,) = yield from sum_over(
+                    session.shard_communicators, [float(squared)], session.device
+                )
+                squared = squared if math.isfinite(total) else squared.fill_(math.nan)
         except BaseException:
             anchors.cancel(fragments)
             raise
-        if not math.isfinite(squared):
-            anchors.clear_gradients()  # this rank takes the average of the others
         anchors.set_outer_share(share)
         self._due = frozenset()
         return self._begin_exchange(anchors, fragments, apply_at, mix, squared)
@@ -388,12 +377,12 @@ class LocalSteps(Wrapper):
     def _begin_exchange(
         self,
         anchors: Anchors,
-        fragments: frozenset[int],
+        fragments: Iterable[int],
         apply_at: int | None,
         mix: float,
-        squared: float,
+        squared: Tensor,
     ) -> Exchange:
-        session = anchors.outer._session
+        session, fragments = anchors.outer._session, frozenset(fragments)
         groups = anchors.groups_of(fragments)
         step = Step(session, session.connect_ranks(), anchors.exchanges + 1, groups)
         turns = communicate(self._session, anchors, step, squared, apply_at is not None)  # line 3
@@ -406,57 +395,53 @@ class LocalSteps(Wrapper):
     @torch.no_grad()
     def _perform_sync(self, exchange: Exchange) -> Turns[bool]:
         """Wait for an exchange, and apply it. Returns whether it was: not where the average is not
-        finite.
-
-        Where it fails, on all ranks, nothing is applied, and it is due again.
+        finite. Where it fails, on all ranks, nothing is applied, and it is due again.
         """
         session = self._session
         try:
             outcome = yield from exchange.turns.finish()
             apart = [outcome.squared, outcome.product]
-            own, product = yield from sum_over(
-                session.make_shard_communicators, apart, session.device
+            squared, product = yield from sum_over(
+                session.shard_communicators, apart, session.device
             )
             with defer_signals():
-                is_applied = self._apply(exchange, outcome.decision)
+                is_applied = self._apply(exchange, outcome)
         except BaseException as error:
             exchange.step.undo(error)
             self._cancel_exchange()
             raise
         self._exchange = None
         exchange.step.comm.unfinished.clear()
-        if outcome.ranks > 1 and own > 0:
-            self._distances = distances(own, product, outcome.ranks)
-        if exchange.is_lost and is_applied:
-            mend_moments(self.base, exchange.tensors)
-            if not self._warned_of_loss:
-                self._warned_of_loss = True
-                warn(
-                    f"rank {session.comm.rank} had parameters that are not finite after step "
-                    f"{session.steps}: it took the other ranks' average, and its moments begin "
-                    "anew. Lower the learning rate, or clip (max_grad_norm=).",
-                    0,  # on this rank, whichever it is
-                )
+        if outcome.ranks > 1 and squared > 0:
+            self._distances = cosine_and_spread(squared, product, outcome.ranks)
+        if outcome.is_lost and is_applied:
+            reset_moments(self.base, exchange.list_received(is_lost=True))
+            session.warn_once(
+                "lost",
+                f"rank {session.comm.rank} had parameters that are not finite after step "
+                f"{session.steps}: it took the other ranks' average, and its moments begin anew. "
+                "Lower the learning rate, or clip (max_grad_norm=).",
+                0,  # on this rank, whichever it is
+            )
         return is_applied
 
-    def _apply(self, exchange: Exchange, decision: StepDecision | None) -> bool:
-        """Lines 4 and 5, as a whole."""
-        anchors, session = exchange.anchors, self._session
+    def _apply(self, exchange: Exchange, outcome: Outcome) -> bool:
+        """Apply lines 4 and 5, as a whole."""
+        anchors, session, decision = exchange.anchors, self._session, outcome.decision
         if decision is not None and not decision.applied:
             exchange.step.commit(decision)  # which counts and reports what is skipped
             anchors.cancel(exchange.fragments)
             return False
-        sent, mix = exchange.tensors, exchange.mix
-        since = [t.moved_since() if exchange.apply_at else None for t in sent]
-        if exchange.is_lost:
-            since, mix = [None] * len(sent), 0.0
+        received = exchange.list_received(outcome.is_lost)
+        is_late = exchange.apply_at is not None and not outcome.is_lost
+        since = [t.moved_since() if is_late else None for t in received]
         sync = session.sync
         session.sync = Corrupt(f"the exchange before step {session.steps + 1} was interrupted")
         if decision is not None:
             exchange.step.commit(decision)  # line 4
-        for t, moved in zip(sent, since, strict=True):
-            t.write_back(moved, mix)  # line 5
-            t.has_moved |= mix > 0
+        for t, moved in zip(received, since, strict=True):
+            t.write_back(moved, 0.0 if outcome.is_lost else exchange.mix)  # line 5
+            t.has_moved |= exchange.mix > 0
         session.sync = sync
         anchors.outer._session.consolidated_at = None
         anchors.clear_gradients()
@@ -482,87 +467,74 @@ class LocalSteps(Wrapper):
             pass
 
     def end_round_in_turns(self) -> Generator[PendingCollective, None, None]:
-        h, anchors, last, is_applied = self._options, self._anchors, self._session.stats, False
+        options, anchors, last = self._options, self._anchors, self._session.stats
         if anchors is None:
             return
-        t, begun = h["step"], h["begun"]
+        t, begun, is_applied = options["step"], options["begun"], False
         if self._exchange is not None:
             self._exchange.mix = 0.0
             is_applied = yield from self._perform_sync(self._exchange)
         if t > begun:
-            h.update(round=h["round"] + 1, begun=t)
+            options.update(round=options["round"] + 1, begun=t)
         self._due |= {moved.fragment for moved in anchors.tensors if moved.has_moved}
         if self._due:
-            share = outer_share(h, max(1, t - begun))
+            share = rounds.outer_share(options, max(1, t - begun))
             exchange = yield from self._prepare_sync(anchors, share, None, 0.0)
             is_applied = yield from self._perform_sync(exchange)
-        if is_applied:
+        self._note_open_round()
+        if is_applied or t > begun:
             self._report(last.grad_norm, is_applied)
             self._session.stats.bytes_sent += last.bytes_sent
-        self._note_open_round()
+
+    # Reports
 
     @property
     def round_is_open(self) -> bool:
         """True if parameters may differ from rank to rank: after a local step, until all fragments
-        have been exchanged or ``end_round()`` is called.
+        have been exchanged, or ``end_round()`` is called.
         """
-        if self._anchors is None:
-            return False
-        return self._exchange is not None or any(t.has_moved for t in self._anchors.tensors)
+        anchors = self._anchors
+        has_moved = anchors is not None and any(t.has_moved for t in anchors.tensors)
+        return has_moved or self._exchange is not None
 
     def _note_open_round(self) -> None:
-        if self._open_round is None and self.round_is_open:
-            self._open_round = OpenRound(self)
-        if self._open_round is not None:
-            self._open_round.update(self.round_is_open, self.comm)
-
-    # Reports
-
-    def add_to_stats(self, stats: Stats, decision: StepDecision | None = None) -> LocalStats:
-        return with_rounds(stats, self._options, *self._distances)
+        if self._anchors is not None:
+            step = self._options["step"]
+            self._open_round = self._open_round or OpenRound(self, step - 1)
+            self._open_round.update(self.round_is_open, step, self.comm)
 
     def _report(self, norm: float, is_applied: bool) -> None:
         """Renew ``stats``, after a step or the end of a round."""
-        session, anchors, is_taken = self._session, self._anchors, math.isfinite(norm)
+        session, anchors, sent = self._session, self._anchors, 0
         phase = "exchanged" if is_applied else "dense" if session.is_single_process else "local"
-        stats = Stats(
-            step=session.steps,
-            phase=phase if is_taken else "skipped",
-            bytes_dense=sum(bucket.dense_bytes for bucket in session.buckets),
-            grad_norm=norm,
-            buckets=len(session.buckets),
-            skipped=session.stats.skipped + (not is_taken),
-            reason="" if is_taken else "non-finite gradient on this rank",
-        )
         if anchors is not None:
-            outer = anchors.outer._session
-            stats.bytes_sent = outer.comm.bytes_sent - self._bytes_sent
-            self._bytes_sent += stats.bytes_sent
-            stats.residual_norm = weakly(outer.residual_norm)
-        session.stats = self.add_to_stats(stats)
+            before, self._bytes_sent = self._bytes_sent, anchors.outer._session.comm.bytes_sent
+            sent = self._bytes_sent - before
+        non_finite = [] if math.isfinite(norm) else ["of this rank"]
+        decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)
+        report(session, decision, sent, session.steps)
 
-    # Groups and ranks
+    def add_to_stats(self, stats: Stats, decision: StepDecision | None = None) -> Stats:
+        if self._anchors is not None:
+            stats.residual_norm = weakly(self._anchors.outer._session.residual_norm)
+        return rounds.with_rounds(stats, self._options, *self._distances)
 
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group to the inner optimizer; it is a fragment of its own.
-
-        All ranks must do so at the same step.
-        """
-        super().add_param_group(param_group)
-        if self._anchors is not None and self.param_groups[-1]["params"]:
-            self._anchors.add(self.param_groups[-1]["params"])
+    # Other ranks
 
     @torch.no_grad()
     def rebind_in_turns(
         self, process_group: ProcessGroup | Communicator | None = None
     ) -> Generator[PendingCollective, None, None]:
-        session, is_new = self._session, self._anchors is None
+        session = self._session
         before = session.connection.size if session.connection else 0
         self._cancel_exchange()
         session.forget_in_flight()
         session.connect_to(process_group)
-        if (yield from self._adopt_counts()):
+        fragments = yield from self._adopt_counts()
+        if fragments:
             self._look_around()
+            is_new = self._anchors is None
+            self._anchors = self._anchors or self._make_anchors(self._options, fragments)
             self._connect()
             if self._anchors is not None:
                 yield from self._rejoin(self._anchors, is_new)
@@ -572,17 +544,23 @@ class LocalSteps(Wrapper):
         session.stats.residual_norm = weakly(driver.residual_norm)
         warn_of_lost_residuals(session, before, session.comm.size, driver.residual_norm)
 
-    def _adopt_counts(self) -> Turns[bool]:
-        """Where any rank is past the averaged start, adopt the counts of the one that is furthest.
-        Returns whether any is.
+    def _adopt_counts(self) -> Turns[list[int]]:
+        """Where ranks have anchors, adopt the counts of the one that is furthest. Returns its
+        fragments; none where no rank has anchors.
         """
-        session, h = self._session, self._options
-        counts = [self._anchors is not None, h["step"], h["round"], h["begun"]]
-        message = torch.tensor(counts, dtype=torch.int64, device=session.device)
-        is_past, *furthest = max((yield from gather_rows(message, session.comm)).tolist())
-        for group in self._wrapper_groups if is_past else ():
-            group.update(zip(("step", "round", "begun"), furthest, strict=True))
-        return bool(is_past)
+        session, options, names = self._session, self._options, ("step", "round", "begun")
+        fragments = (
+            self._anchors.fragments_of(self._params) if self._anchors else [-1] * len(self._params)
+        )
+        numbers = [self._anchors is not None, *(options[name] for name in names), *fragments]
+        message = torch.tensor(numbers, dtype=torch.int64, device=session.device)
+        rows: list[list[int]] = (yield from gather_rows(message, session.comm)).tolist()
+        has_anchors, *numbers = max(rows)
+        if not has_anchors:
+            return []
+        for group in self._wrapper_groups:
+            group.update(zip(names, numbers, strict=False))
+        return numbers[len(names) :]
 
     def _rejoin(self, anchors: Anchors, is_new: bool) -> Turns[None]:
         """Bring anchors, and parameters of ranks that are new or lack an exchange, to where those
@@ -598,9 +576,7 @@ class LocalSteps(Wrapper):
                 t.write_back(None, 0.0)
                 t.has_moved = False
         fragments = sorted(anchors.fragments)
-        due = torch.tensor(
-            [n in self._due for n in fragments], dtype=torch.int64, device=outer.device
-        )
+        due = torch.tensor([n in self._due for n in fragments], device=outer.device).long()
         due_anywhere = (yield from gather_rows(due, outer.comm)).any(0).tolist()
         self._due = frozenset(
             n for n, is_due in zip(fragments, due_anywhere, strict=True) if is_due
@@ -621,21 +597,22 @@ class LocalSteps(Wrapper):
         """As torch's, of our own options, with the inner optimizer's under "base", and under
         "outer" anchors, the outer optimizer's, and what is on its way. No communication.
         """
-        saved = super().state_dict()
+        saved = self._saved()
         for entry in saved["state"].values() if not self.averages_gradients else ():
             entry.pop("residual", None)
-        if self._anchors is not None:
+        outer = [] if self._anchors is None else [self._anchors.outer._session]
+        if outer:
             saved["outer"] = self._outer_state()
-            warn_of_what_is_missing(self._session, [self._anchors.outer._session])
+        warn_of_what_is_missing(self._session, outer)
         return saved
 
     def _outer_state(self) -> dict[str, Any] | None:
-        if self._anchors is None:
+        anchors, exchange = self._anchors, self._exchange
+        if anchors is None:
             return None
-        saved = {**self._anchors.state_dict(), "due": sorted(self._due), "exchange": None}
-        if self._exchange is not None:
-            saved["exchange"] = self._exchange.state_dict()
-        return saved
+        now = {"fragments": anchors.fragments_of(self._params), "due": sorted(self._due)}
+        on_its_way = None if exchange is None else exchange.state_dict()
+        return {**anchors.state_dict(), **now, "exchange": on_its_way}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -646,50 +623,47 @@ class LocalSteps(Wrapper):
         """
         groups = self._groups_of(state_dict)
         for group in groups:
-            check_counts(group)
-        saved = state_dict.get("outer")
-        name = type(self).__name__
-        writer = groups[0].get("class", name) if groups else name
-        if saved is not None and writer != name:
-            raise ValueError(
-                f"loaded state dict is of {writer}, and {name} does not go on from that: build "
-                f"{writer}, or load a checkpoint of {name} or of its inner optimizer."
-            )
-        h = {**self._options, **groups[0]}
-        anchors = None if saved is None else self._anchors_of(saved, h)
+            rounds.check_counts(group)
+        saved, options = state_dict.get("outer"), {**self._options, **groups[0]}
+        anchors = None if saved is None else self._restore_anchors(saved, options)
         super().load_state_dict(state_dict)
-        self._take_over_anchors(anchors, saved)
+        self._resume(anchors, saved)
 
-    def _anchors_of(self, saved: Any, h: Group) -> Anchors:
-        """Anchors as they were saved, with their outer optimizer, by the options ``h``."""
+    def _restore_anchors(self, saved: Any, options: Group) -> Anchors:
+        """Anchors as they were saved, with their outer optimizer."""
         if isinstance(saved, list):
             raise ValueError(
-                "loaded state dict is of LocalSteps as written by compopt 0.1.0, with an outer "
+                "loaded state dict is of an earlier version of LocalSteps, with an outer "
                 "optimizer for every fragment: call end_round() there, and load what its "
                 'state_dict() has under "base". Outer momentum then begins anew.'
             )
-        params = [p for group in self.param_groups for p in group["params"]]
         try:
-            check_saved(saved, len(params))
-            anchors = self._make_anchors(h, params, saved["fragments"])
+            exchange = saved["exchange"] or {"fragments": (), "apply_at": 0, "mix": 0}
+            counts = [*saved["due"], *exchange["fragments"], exchange["apply_at"] or 0]
+            counts += [n + 1 for n in saved["fragments"]]
+            if not all(rounds.is_count(n, 0) for n in [*counts, exchange["mix"] // 1]):
+                raise TypeError(f"fragments or steps {counts}")
+            anchors = self._make_anchors(options, saved["fragments"])
             self._session.connect_ranks()
-            self._connect_outer(anchors, h)
+            self._connect_outer(anchors, options)
             anchors.load_state_dict(saved)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise ValueError(
-                f"loaded state dict has an outer optimizer that is damaged: {error!r}."
+                f"loaded state dict has an outer optimizer that is damaged, or of other "
+                f"parameters: {error}."
             ) from error
         return anchors
 
-    def _take_over_anchors(self, anchors: Anchors | None, saved: Any) -> None:
+    def _resume(self, anchors: Anchors | None, saved: Any) -> None:
         """Go on with anchors that were saved, and with the exchange that was on its way."""
         if self._exchange is not None:
             self._exchange.drain()
         self._cancel_exchange()
         self._anchors, self._due = anchors, frozenset(saved["due"] if saved else ())
-        if anchors is not None and saved["exchange"]:
-            fragments = frozenset(saved["exchange"]["fragments"])
-            self._begin_exchange(anchors, **{**saved["exchange"], "fragments": fragments})
+        if anchors is not None and (exchange := saved["exchange"]):
+            device = anchors.outer._session.device
+            squared = torch.tensor(exchange["squared"], dtype=torch.float64, device=device)
+            self._begin_exchange(anchors, **{**exchange, "squared": squared})
 
     def _begin_anew(self) -> None:
         for group in self._wrapper_groups:
@@ -706,4 +680,4 @@ class LocalSteps(Wrapper):
         saved = contents.pop("_outer_state")
         super()._revive(contents, group)
         if saved is not None:
-            self._take_over_anchors(self._anchors_of(saved, self._options), saved)
+            self._resume(self._restore_anchors(saved, self._options), saved)

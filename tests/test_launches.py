@@ -27,7 +27,7 @@ MOST = {
     "tracked 16, int8": (152, 1),
     "Average, int8": (46, 1),
     "LocalSteps, between": (42, 1),
-    "LocalSteps, exchange": (468, 6),  # with the message in front of its payloads: signs, counts and settings
+    "LocalSteps, exchange": (302, 3),  # with the message in front of its payloads
 }
 
 

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from local_runs import adamw, end_round, train
+from local_runs import adamw, are_equal, end_round, train
 from problems import SHAPES, gradients, step, weights
 from sim import World
 
@@ -101,12 +101,22 @@ def test_ranks_that_differ_are_told_at_the_end_of_a_round():
 
 
 def test_ranks_that_took_unequal_numbers_of_steps_are_told_so():
+    params, optimizers = train(2, 3)
+    world = optimizers[0].comm.world
+    for group in optimizers[1]._option_groups:
+        group.update(step=group["step"] + 4, begun=group["begun"] + 4)
+    message = r"Rank 0 has taken 4 steps, rank 1 has taken 8 \(group 0\): call step\(\) equally often"
+    with pytest.raises(ValueError, match=message):
+        step(world, params, optimizers, gradients(2, 3))
+
+
+def test_ranks_that_end_a_round_after_unequal_numbers_of_steps_are_told_so():
     params, optimizers = train(2, 2, every=100)
     world = optimizers[0].comm.world
     for p, g in zip(params[1], gradients(2, 2)[1], strict=True):
         p.grad = g
     world.run([optimizers[1].step_in_turns()])
-    with pytest.raises(ValueError, match=r"unequal numbers of steps: 2 on rank 0, 3 on rank 1"):
+    with pytest.raises(ValueError, match=r"Rank 0 has taken 2 steps, rank 1 has taken 3 \(group 0\)"):
         end_round(optimizers)
 
 
@@ -223,3 +233,141 @@ def test_ranks_that_move_alike_by_gradients_that_differ_are_not():
     params, optimizers = train(2, 0, every=1, shapes=[()])
     step(optimizers[0].comm.world, params, optimizers, grads)
     assert torch.equal(*(own[0] for own in params)) and optimizers[0].stats.round == 1
+
+
+def exchanges_of(optimizer) -> int:
+    """How often fragments were exchanged."""
+    return sum(group["step"] for group in optimizer.state_dict()["outer"]["optimizer"]["param_groups"])
+
+
+@pytest.mark.parametrize("failing_at", [4, 6])
+def test_a_delayed_exchange_that_failed_is_applied_before_the_next_begins(failing_at):
+    """Fragment 1 is exchanged after steps 2 and 6, fragment 0 after 4 and 8, each applied two steps later."""
+    params, optimizers = train(2, 0, every=4, fragments=2, delay=2)
+    world = optimizers[0].comm.world
+    for t in range(12):
+        if t + 1 == failing_at:
+            for optimizer in 3 * optimizers:  # what is applied there has all been sent
+                optimizer.gradients_ready([])
+            world.beside.failing_everywhere |= set(world.beside.answers)
+        try:
+            step(world, params, optimizers, gradients(2, t))
+        except compopt.CommunicationError:
+            assert t + 1 == failing_at
+            world.beside.failing_everywhere.clear()
+    assert exchanges_of(optimizers[0]) == exchanges_of(optimizers[1]) == 5
+    end_round(optimizers)
+    assert are_equal(params)
+
+
+def test_a_frozen_layer_follows_until_ranks_are_equal_where_they_keep_a_share_of_their_own():
+    params, optimizers = train(2, 6, mix=0.5)
+    for rank in params:
+        rank[2].requires_grad_(False)
+    apart = []
+    for t in range(6, 16):
+        grads = gradients(2, t)
+        for given in grads:
+            given[2] = None
+        step(optimizers[0].comm.world, params, optimizers, grads)
+        apart.append(float((params[0][2] - params[1][2]).abs().max()))
+    assert apart[-1] < 0.3 * apart[0] and apart[-1] > 0, "each of three exchanges halves what is between them"
+    end_round(optimizers)
+    assert are_equal(params)
+
+
+def rebind(optimizers, world) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pairs = zip(optimizers, world.comms, strict=True)
+        world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in pairs])
+
+
+def test_a_rank_that_lacks_an_exchange_takes_it_over_and_does_not_repeat_it():
+    """Rank 1 did not hear the last word of an exchange that rank 0 has applied."""
+    params, optimizers = train(2, 3)
+    world = optimizers[0].comm.world
+    world.failing.add((1, world.comms[1].started + 2))  # behind the message in front, and the handshake
+    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the exchange"):
+        step(world, params, optimizers, gradients(2, 3))
+    assert [exchanges_of(optimizer) for optimizer in optimizers] == [1, 0]
+    rebind(optimizers, World(2))
+    assert [exchanges_of(optimizer) for optimizer in optimizers] == [1, 1] and are_equal(params)
+    step(optimizers[0].comm.world, params, optimizers, gradients(2, 4))
+    assert optimizers[0].stats.phase == optimizers[1].stats.phase == "local"
+
+
+def test_ranks_an_exchange_apart_are_told_to_rebind():
+    params, optimizers = train(2, 3, every=1)
+    world = optimizers[0].comm.world
+    world.failing.add((1, world.comms[1].started + 1))  # behind the message in front
+    with pytest.raises(compopt.CommunicationError, match="step 4 was taken on rank 1"):
+        step(world, params, optimizers, gradients(2, 3))
+    with pytest.raises(compopt.CommunicationError, match=r"rank 1 lacks an exchange .* call rebind\(\)"):
+        step(world, params, optimizers, gradients(2, 4))
+
+
+def test_a_rank_that_joins_in_the_first_round_begins_at_the_anchors():
+    start = weights()
+    params, optimizers = train(2, 2)
+    new = [torch.nn.Parameter(torch.zeros_like(w)) for w in start]
+    options = dict(every=4, every_warmup_steps=0, payload_dtype=None)
+    optimizers.append(compopt.LocalSteps(adamw(new), process_group=World(1).comms[0], **options))
+    params.append(new)
+    world = World(3)
+    rebind(optimizers, world)
+    assert all(map(torch.equal, new, start)), "no exchange has moved them yet"
+    for t in range(2, 8):
+        step(world, params, optimizers, gradients(3, t))
+    assert are_equal(params) and optimizers[2].stats.round == 2
+
+
+def test_a_rank_that_joins_has_the_fragments_of_the_others():
+    """A group that they added is one."""
+    params, optimizers = train(2, 5, fragments=2)
+    for rank, optimizer in zip(params, optimizers, strict=True):
+        rank.append(torch.nn.Parameter(torch.ones(64, 80, dtype=torch.float64)))
+        optimizer.add_param_group({"params": rank[5:]})
+    world, shapes = optimizers[0].comm.world, [*SHAPES, (64, 80)]
+    for t in range(5, 9):
+        step(world, params, optimizers, gradients(2, t, shapes))
+    new = [torch.nn.Parameter(torch.zeros_like(p)) for p in params[0]]
+    inner = torch.optim.AdamW([{"params": new[:5]}, {"params": new[5:]}], lr=1e-2)
+    options = dict(every=4, every_warmup_steps=0, payload_dtype=None, fragments=2)
+    optimizers.append(compopt.LocalSteps(inner, process_group=World(1).comms[0], **options))
+    params.append(new)
+    world = World(3)
+    rebind(optimizers, world)
+    for t in range(9, 13):
+        step(world, params, optimizers, gradients(3, t, shapes))
+    end_round(optimizers)
+    assert are_equal(params)
+
+
+def test_options_that_change_are_compared_where_ranks_exchange():
+    params, optimizers = train(2, 5)
+    world = optimizers[0].comm.world
+    optimizers[1]._option_groups[0]["mix"] = 0.25
+    with pytest.raises(ValueError, match=r"group 0, mix: rank 0 has 0\.0, rank 1 has 0\.25"):
+        for t in range(5, 8):
+            step(world, params, optimizers, gradients(2, t))
+
+
+def test_ranks_that_begin_with_other_weights_are_told_before_a_step_is_taken():
+    params, optimizers = train(2, 0)
+    params[1][2].data.add_(1)
+    with pytest.raises(ValueError, match="checksum of its values"):
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, 0))
+    assert optimizers[0]._option_groups[0]["step"] == 0
+
+
+def test_all_ranks_but_one_are_lost():
+    """There is nobody to compare with, and the last distances stand."""
+    params, optimizers = train(2, 7)
+    before = optimizers[0].stats.cosine, optimizers[0].stats.spread
+    params[1][2].data[0, 0] = float("inf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, 7))
+    assert (optimizers[0].stats.cosine, optimizers[0].stats.spread) == before
+    assert are_equal(params) and optimizers[0].stats.round == 2

@@ -71,6 +71,27 @@ def one_replica(rank: int) -> dict[str, object]:
     return found
 
 
+def one_replica_with_a_replicated_parameter(rank: int) -> float:
+    """The norm that the step has clipped by, of which the replicated parameter is a part once."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    params, _ = sharded(mesh)
+    plain = nn.Parameter(torch.zeros(30))
+    sgd = torch.optim.SGD([*params, plain], lr=1.0)
+    optimizer = compopt.LocalSteps(sgd, 2, every_warmup_steps=0, process_group=mesh.get_group("replicate"))
+    give(params, gradients(1))
+    plain.grad = torch.full((30,), 2.0)
+    optimizer.step()
+    return optimizer.stats.grad_norm
+
+
+def test_a_parameter_that_all_shards_hold_counts_once():
+    squared = sum(float(g.square().sum()) for g in gradients(1)) + 4 * 30
+    for norm in run_ranks(one_replica_with_a_replicated_parameter, 2):
+        assert norm == pytest.approx(squared**0.5, rel=1e-5)
+
+
 def test_shards_of_a_replica_take_its_step_together_or_not_at_all():
     for found in run_ranks(one_replica, 2):
         assert found["skipped"], "a gradient that is not finite in one shard"

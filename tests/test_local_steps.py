@@ -12,6 +12,7 @@ from problems import gradients, replicas, step, weights
 from table import projecting
 
 import compopt
+from compopt._local.anchors import deal
 
 PARTS = [[0, 1, 2], [3, 4]]  # of SHAPES: those whose middle is in the first half of all elements, and the others
 
@@ -173,3 +174,21 @@ def test_low_precision_has_float32_anchors():
     for p, anchor in zip(params[0], anchors, strict=True):
         assert anchor.dtype == torch.float32 and torch.equal(anchor.bfloat16(), p)
     assert any(not torch.equal(a, a.bfloat16().float()) for a in anchors)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fragments", "expected"),
+    [
+        ([4, 4], 2, [0, 1]),
+        ([6, 4, 2], 2, [0, 1, 1]),  # the middle of the second is behind the half
+        ([5, 6, 5], 2, [0, 0, 1]),
+        ([1, 1, 8], 2, [0, 0, 1]),
+        ([3, 3, 3, 3, 3, 3], 3, [0, 0, 1, 1, 2, 2]),
+    ],
+)
+def test_fragments_are_of_about_equal_bytes(sizes, fragments, expected):
+    """A tensor is in the part in which its middle is; what is frozen is in none, and counts nothing."""
+    params = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    frozen = torch.nn.Parameter(torch.zeros(100), requires_grad=False)
+    assert deal([{"params": [params[0], frozen, *params[1:]]}], fragments) == [expected[0], -1, *expected[1:]]
+    assert deal([{"params": params}, {"params": params}], fragments) == expected * 2, "every group is dealt alike"

@@ -75,7 +75,11 @@ def warn_of_what_is_missing(session: Session, owned: Iterable[Session] = ()) -> 
     if "saving" in session.warned:
         return
     partly = [one for one in (session, *owned) if whose_residuals(one) != "mean"]
-    found = (said for one in partly for said in _shards_elsewhere(one) + _owed_elsewhere(one))
+    found = (
+        said
+        for one in partly
+        for said in _shards_elsewhere(one) + _owed_elsewhere(one) + _base_elsewhere(one)
+    )
     if missing := list(dict.fromkeys(found)):
         session.warned.add("saving")
         warn(
@@ -105,6 +109,15 @@ def _owed_elsewhere(session: Session) -> list[str]:
     comm = session.comm
     others = "the other rank holds" if comm.size == 2 else f"the other {comm.size - 1} ranks hold"
     return [f"it lacks what {others} back ({', '.join(names)})"]
+
+
+def _base_elsewhere(session: Session) -> list[str]:
+    """The state of the inner optimizers of other ranks, where each has stepped by itself."""
+    if session.face.has_equal_replicas:
+        return []
+    others = session.comm.size - 1
+    ranks = "the other rank" if others == 1 else f"the other {others} ranks"
+    return [f"it lacks the inner optimizer's state of {ranks}"]
 
 
 def contents(session: Session) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Session:
         # the options that decide what is sent, which all ranks had in the last step
         self.verified_structure = ""
         # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
-        self.make_shard_communicators: list[Communicator] = []
+        self.shard_communicators: list[Communicator] = []
         self.posted_note = ""  # the kind of note that this rank has left for the others
 
         # buckets and backend
@@ -207,7 +207,7 @@ class Session:
         self.offload = Offload(OFFLOADED.get(face.offload or "", ()))
         # inside FSDP the optimizer's own ranks hold the other parts
         parted = () if face.reduces_inside else self.buckets
-        self.make_shard_communicators = make_shard_communicators(
+        self.shard_communicators = make_shard_communicators(
             p for bucket in parted for p in bucket.params
         )
         self.is_built = True
@@ -227,7 +227,7 @@ class Session:
     def _fill_bucket(self, bucket: Bucket) -> None:
         face = self.face
         bucket.alone = self.is_single_process
-        bucket.copies = count_copies(bucket.params[0], self.make_shard_communicators)
+        bucket.copies = count_copies(bucket.params[0], self.shard_communicators)
         bucket.offload = self.offload if self.offload.names else None
         if face.sharded:
             comm = self.comm

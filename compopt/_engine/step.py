@@ -225,9 +225,7 @@ class Step:
             is_sharded = any(exchange.agreement.sharded for exchange in decision.exchanges)
             _note_late_error(decision, is_sharded)
             groups = (
-                [comm, *session.make_shard_communicators]
-                if is_sharded
-                else session.make_shard_communicators
+                [comm, *session.shard_communicators] if is_sharded else session.shard_communicators
             )
             yield from combine_decisions(decision, groups, buckets[-1].device)
             session.overlap.is_stopped |= decision.resent

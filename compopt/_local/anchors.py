@@ -1,7 +1,8 @@
-"""Anchors: what parameters were when ranks were last equal, and the optimizer that steps them.
+"""Anchors: parameters as of the last exchange, the same on all ranks, and the outer optimizer that
+steps them.
 
 An anchor has its parameter's shape, in float32 where the parameter is of lower precision, on its
-device or in host memory. The anchor of a parameter that was never trained is the parameter itself.
+device or in host memory. A parameter has one from its first local step on.
 """
 
 from __future__ import annotations
@@ -30,25 +31,26 @@ class Anchored:
     param: Tensor
     fragment: int
     anchor: nn.Parameter
-    owns_anchor: bool  # else the anchor is the parameter itself
     has_moved: bool = False  # or may have, since its last exchange
 
     def start(self) -> Tensor:
-        """Where the rank began: the anchor, as the parameter shows it."""
+        """Return where the rank began: the anchor, in the parameter's dtype."""
         return local(self.anchor.detach()).to(self.param.dtype)
 
     def value(self) -> Tensor:
-        """The parameter, on its anchor's device."""
+        """Return the parameter, on its anchor's device."""
         return local(self.param.detach()).to(local(self.anchor).device)
 
     def moved_since(self) -> Tensor:
-        """The difference to what the parameter was when the exchange began."""
+        """Return the difference to the parameter as of the beginning of the exchange."""
         wide = local(self.anchor).dtype
         moved = self.value().to(wide) - self.start().to(wide)
         return moved if self.anchor.grad is None else moved.add_(local(self.anchor.grad))
 
     def write_back(self, since: Tensor | None, mix: float) -> None:
-        """Line 5 of the module ``local_steps``; ``since``: what the rank moved since line 2."""
+        """Write the parameter: line 5 of the module ``local_steps``; ``since``: what the rank moved
+        since line 2.
+        """
         w, new = local(self.param.detach()), local(self.anchor.detach())
         if mix:
             value = self.value().to(new.dtype)
@@ -57,11 +59,11 @@ class Anchored:
 
 
 class Anchors:
-    """The anchors of all parameters, and the outer optimizer that has them for its parameters.
+    """The anchors of parameters, and the outer optimizer that has them for its parameters.
 
-    ``fragments[i]`` is the fragment of parameter i. ``make_outer`` is given the anchors of the
-    first ``count`` fragments; those of later ones, of groups that were added, join afterwards. The
-    outer optimizer's groups are cut where fragments end, so that it can step one fragment alone.
+    ``fragments[i]`` is the fragment of parameter i, -1 where it has no anchor yet. Each fragment is
+    a group of the outer optimizer, which can so step one alone. Parameters that are added or
+    trained later are in fragments from number ``count`` on.
     """
 
     def __init__(
@@ -73,38 +75,32 @@ class Anchors:
         on_host: bool,
     ):
         self.count, self._on_host = count, on_host
-        self.tensors = [self._anchor(p, n) for p, n in zip(params, fragments, strict=True)]
-        first: list[Tensor] = [t.anchor for t in self.tensors if t.fragment < count]
-        with without_integrations():
-            self.outer = make_outer(first)
-        check_outer(self.outer, first)
-        cut_groups(self.outer, {t.anchor: t.fragment for t in self.tensors})
+        self.tensors: list[Anchored] = []
+        self._rates: list[tuple[float, float]] = []  # of the outer optimizer's groups
+        for fragment in sorted(set(fragments) - {-1}):
+            members = [p for p, n in zip(params, fragments, strict=True) if n == fragment]
+            anchors = self._anchor(members, fragment)
+            if len(anchors) == len(self.tensors):
+                with without_integrations():
+                    self.outer = make_outer(anchors)
+                check_outer(self.outer, anchors)
+            else:
+                self.outer.add_param_group({"params": anchors})
+            self._begin_momentum(anchors)
         self.outer._session.has_pseudo_gradients = True
-        self._rates: list[tuple[float, float]] = []
-        self._begin_momentum(self.tensors)
-        for late in sorted(set(fragments) - set(range(count))):
-            self._extend_outer([t for t in self.tensors if t.fragment == late])
 
-    def _anchor(self, p: Tensor, fragment: int) -> Anchored:
-        if p.requires_grad:
-            return Anchored(p, fragment, nn.Parameter(wide_copy(p, self._on_host)), True)
-        shown = p.detach().to(HOST if self._on_host else p.device)
-        return Anchored(p, fragment, nn.Parameter(shown, requires_grad=False), False)
+    def _anchor(self, params: Iterable[Tensor], fragment: int) -> list[Tensor]:
+        """Return new anchors of these parameters, which are a new fragment."""
+        anchors: list[Tensor] = []
+        for p in params:
+            anchor = nn.Parameter(copy_wide(p, self._on_host))
+            self.tensors.append(Anchored(p, fragment, anchor))
+            anchors.append(anchor)
+        return anchors
 
-    def add(self, params: Sequence[Tensor]) -> None:
-        """Anchor the parameters of a group that was added: a fragment of their own."""
-        number = max([self.count - 1, *(t.fragment for t in self.tensors)]) + 1
-        new = [self._anchor(p, number) for p in params]
-        self.tensors += new
-        self._extend_outer(new)
-
-    def _extend_outer(self, tensors: list[Anchored]) -> None:
-        self.outer.add_param_group({"params": [t.anchor for t in tensors]})
-        self._begin_momentum(tensors)
-
-    def _begin_momentum(self, tensors: Iterable[Anchored]) -> None:
-        """Make the momentum of SGD, which makes it in its first step: a rank that joins later has
-        as many tensors as the others. Note rates and momenta of new groups.
+    def _begin_momentum(self, anchors: Iterable[Tensor]) -> None:
+        """Create SGD's momentum, which it creates in its first step: a rank that joins later has as
+        many tensors as the others. Note rates and momenta of new groups.
         """
         base = getattr(self.outer, "base", None)
         if not isinstance(base, torch.optim.SGD):
@@ -112,10 +108,8 @@ class Anchors:
         for group in base.param_groups[len(self._rates) :]:
             self._rates.append((group["lr"], group["momentum"]))
         if base.defaults["momentum"] and not base.defaults["dampening"]:
-            for t in tensors:
-                if t.owns_anchor:
-                    zeros = torch.zeros_like(t.anchor.detach())
-                    base.state[t.anchor].setdefault("momentum_buffer", zeros)
+            for anchor in anchors:
+                base.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor.detach())
 
     def set_outer_share(self, share: float) -> None:
         """Set rate and momentum of an outer optimizer around SGD, from those that average
@@ -126,40 +120,48 @@ class Anchors:
             least = torch.finfo(torch.float64).tiny if momentum else 0.0
             group.update(lr=1 + (lr - 1) * share, momentum=max(momentum * share, least))
 
+    @torch.no_grad()
+    def note_training(self, params: Sequence[Tensor]) -> None:
+        """Note that those of all ``params`` that are trainable may move. Those that are trained for
+        the first time become a fragment.
+        """
+        known = {t.param for t in self.tensors}
+        if new := [p for p in params if p.requires_grad and p not in known]:
+            anchors = self._anchor(new, max(self.count, 1 + max(self.fragments)))
+            self.outer.add_param_group({"params": anchors})
+            self._begin_momentum(anchors)
+        for t in self.tensors:
+            t.has_moved |= t.param.requires_grad
+
     # Fragments
 
     @property
     def fragments(self) -> set[int]:
         return {t.fragment for t in self.tensors}
 
+    def fragments_of(self, params: Iterable[Tensor]) -> list[int]:
+        """Return the fragment of every parameter, -1 where it has no anchor."""
+        fragment_of = {t.param: t.fragment for t in self.tensors}
+        return [fragment_of.get(p, -1) for p in params]
+
     def within(self, fragments: Collection[int]) -> list[Anchored]:
         return [t for t in self.tensors if t.fragment in fragments]
 
     def groups_of(self, fragments: Collection[int]) -> list[Group]:
-        """The groups of the outer optimizer that hold these fragments."""
+        """Return the groups of the outer optimizer that hold these fragments."""
         anchors = {t.anchor for t in self.within(fragments)}
         return [g for g in self.outer._option_groups if not anchors.isdisjoint(g["params"])]
 
     @property
     def exchanges(self) -> int:
-        """The number of exchanges that anchors have taken in, counted by fragment."""
+        """The number of exchanges that were applied to anchors, counted by group."""
         return sum(group["step"] for group in self.outer._option_groups)
-
-    @torch.no_grad()
-    def note_training(self) -> None:
-        """Note that trainable parameters may move; from then on they have anchors of their own."""
-        for t in self.tensors:
-            if t.param.requires_grad:
-                t.has_moved = True
-                if not t.owns_anchor:
-                    t.anchor.data, t.owns_anchor = wide_copy(t.param, self._on_host), True
-                    self._begin_momentum([t])
 
     # An exchange
 
-    def set_pseudo_gradients(self, fragments: Collection[int]) -> float:
-        """Line 2: d, into the anchors' ``grad``. What cannot have moved has none, and its anchor
-        requires none. Returns the squared norm.
+    def set_pseudo_gradients(self, fragments: Collection[int], device: torch.device) -> Tensor:
+        """Set the anchors' ``grad`` to d, line 2, and return its squared norm. An anchor whose
+        parameter cannot have moved has no ``grad``, and requires none.
         """
         moved = []
         for t in self.within(fragments):
@@ -167,89 +169,75 @@ class Anchors:
             if t.has_moved:
                 moved.append(t.start().to(local(t.anchor).dtype) - t.value())
                 t.anchor.grad, t.has_moved = laid_out_as(t.anchor.detach(), moved[-1]), False
-        return float(torch.nn.utils.get_total_norm(moved)) ** 2 if moved else 0.0
+        return torch.nn.utils.get_total_norm(moved).to(device, torch.float64).square()
 
     def sent(self, fragments: Collection[int]) -> list[Anchored]:
-        """The parameters of these fragments that are part of their last exchange."""
+        """Return the parameters of these fragments that are part of their last exchange."""
         return [t for t in self.within(fragments) if t.anchor.requires_grad]
-
-    def cancel(self, fragments: Collection[int]) -> None:
-        """Their exchange is not applied."""
-        for t in self.sent(fragments):
-            t.has_moved = True
-        self.clear_gradients()
 
     def clear_gradients(self) -> None:
         for t in self.tensors:
             t.anchor.grad = None
 
+    def cancel(self, fragments: Collection[int]) -> None:
+        """Note that their exchange is not applied."""
+        for t in self.sent(fragments):
+            t.has_moved = True
+        self.clear_gradients()
+
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
+        """Return lists with an entry for every anchor, and the outer optimizer's state."""
         return {
-            "fragments": [t.fragment for t in self.tensors],
-            "anchors": [t.anchor.detach() if t.owns_anchor else None for t in self.tensors],
+            "anchors": [t.anchor.detach() for t in self.tensors],
+            "pseudo_gradients": [t.anchor.grad for t in self.tensors],
             "moved": [t.has_moved for t in self.tensors],
             "sent": [t.anchor.requires_grad for t in self.tensors],
-            "pseudo_gradients": [t.anchor.grad for t in self.tensors],
             "optimizer": self.outer._saved(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned.
-
-        Raises ValueError where it is of other tensors.
-        """
+        """Load what ``state_dict`` returned. Raises ValueError where it is of other tensors."""
         names = "anchors", "pseudo_gradients", "moved", "sent"
         for t, anchor, d, moved, sent in zip(self.tensors, *(saved[n] for n in names), strict=True):
-            for value in (anchor, d):
-                if value is not None and value.shape != t.param.shape:
+            for value in (anchor, anchor if d is None else d):
+                if value.shape != t.param.shape:
                     raise ValueError(
-                        f"loaded state dict has an anchor of shape {tuple(value.shape)} for a "
-                        f"parameter of shape {tuple(t.param.shape)}."
+                        f"an anchor has shape {tuple(value.shape)}, its parameter "
+                        f"{tuple(t.param.shape)}"
                     )
-            if anchor is not None:
-                t.anchor.data, t.owns_anchor = wide_copy(t.param, self._on_host), True
-                t.anchor.copy_(anchor)
+            t.anchor.copy_(anchor)
+            t.anchor.grad = None if d is None else laid_out_as(t.anchor.detach(), local(d).clone())
             t.has_moved = bool(moved)
             t.anchor.requires_grad_(bool(sent))
-            t.anchor.grad = None if d is None else laid_out_as(t.anchor.detach(), local(d).clone())
         self.outer.load_state_dict(saved["optimizer"])
 
 
-def mend_moments(inner: Optimizer, tensors: Iterable[Anchored]) -> None:
-    """Zero what an optimizer keeps of these parameters and is not finite."""
-    for t in tensors:
-        for value in inner.state.get(t.param, {}).values():
-            if isinstance(value, Tensor) and not bool(local(value).isfinite().all()):
-                value.zero_()
-
-
-def wide_copy(p: Tensor, on_host: bool) -> Tensor:
-    """A copy in at least float32."""
+def copy_wide(p: Tensor, on_host: bool) -> Tensor:
+    """Return a copy in at least float32."""
     wide = torch.promote_types(p.dtype, torch.float32)
     if on_host:
         return pinned(p.detach().to(HOST, copy=True).to(wide), p.device)
     return p.detach().to(wide, copy=True)
 
 
-def deal(groups: list[Group], fragments: int) -> tuple[list[Tensor], list[int]]:
-    """All parameters, and the fragment of each: every group is dealt in order, in parts of about
-    equal bytes.
+def deal(groups: list[Group], fragments: int) -> list[int]:
+    """Return the fragment of every parameter, -1 of what is frozen: every group is dealt in order,
+    in parts of about equal bytes.
 
     Those of all groups at the same place are together: groups mostly divide layers in two.
     """
-    params: list[Tensor] = []
     dealt: list[int] = []
     for group in groups:
-        sizes = [p.numel() * p.element_size() for p in group["params"]]
+        sizes = [p.numel() * p.element_size() * p.requires_grad for p in group["params"]]
         total, before = max(1, sum(sizes)), 0
         for p, size in zip(group["params"], sizes, strict=True):
-            params.append(p)
-            dealt.append((2 * before + size) * fragments // (2 * total + 1))
+            place = (2 * before + size) * fragments // (2 * total + 1)
+            dealt.append(place if p.requires_grad else -1)
             before += size
-    return params, dealt
+    return dealt
 
 
 def check_outer(outer: object, anchors: list[Tensor]) -> None:
@@ -264,16 +252,9 @@ def check_outer(outer: object, anchors: list[Tensor]) -> None:
         raise ValueError("outer must step all parameters that it is given, in their order.")
 
 
-def cut_groups(outer: CompressedOptimizer, fragment_of: dict[Tensor, int]) -> None:
-    """Cut each group of an optimizer into one for every fragment in it."""
-    if len(set(fragment_of.values())) == 1:
-        return
-    for groups in {
-        id(groups): groups for groups in (outer.param_groups, outer._option_groups)
-    }.values():
-        groups[:] = [
-            {**group, "params": [p for p in group["params"] if fragment_of[p] == fragment]}
-            for group in groups
-            for fragment in sorted({fragment_of[p] for p in group["params"]})
-        ]
-    outer._session.rebuild_buckets()
+def reset_moments(inner: Optimizer, tensors: Iterable[Anchored]) -> None:
+    """Zero what an optimizer keeps of these parameters and is not finite."""
+    for t in tensors:
+        for value in inner.state.get(t.param, {}).values():
+            if isinstance(value, Tensor) and not bool(local(value).isfinite().all()):
+                value.zero_()

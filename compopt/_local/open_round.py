@@ -1,4 +1,4 @@
-"""The round that is running: how many local steps ranks took since their parameters were equal."""
+"""The warning where nobody ended the round that was running."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from .._wire.warning import user_location, warn_at
 
 
 class OpenRound:
-    """Counts local steps, and warns on rank 0 where the optimizer goes, or the process ends, before
-    the round does.
-    """
+    """Warns on rank 0 when the optimizer or the process ends before the round does."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self.steps = 0
+    def __init__(self, optimizer: torch.optim.Optimizer, equal_at: int):
+        self._equal_at = equal_at  # the last step after which parameters were equal
+        self._steps = 0  # local steps since then
         self._warns = False
         self._name = type(optimizer).__name__
         self._location = user_location()
         weakref.finalize(optimizer, self._on_end)
 
-    def update(self, round_is_open: bool, comm: Communicator) -> None:
-        """Count a local step, or note that parameters are equal on all ranks."""
-        self.steps = self.steps + 1 if round_is_open else 0
+    def update(self, is_open: bool, step: int, comm: Communicator) -> None:
+        """Note whether parameters may differ from rank to rank after a step."""
+        if not is_open:
+            self._equal_at = step
+        self._steps = step - self._equal_at
         is_distributed = getattr(comm, "group", None) is not None  # not so in a simulation
         self._warns = is_distributed and comm.rank == 0 and comm.size > 1
 
     def _on_end(self) -> None:
         # An error that ends the process has a message of its own.
-        if not self.steps or not self._warns or hasattr(sys, "last_value"):
+        if not self._steps or not self._warns or hasattr(sys, "last_value"):
             return
-        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        steps = "1 step" if self._steps == 1 else f"{self._steps} steps"
         warn_at(
             self._location,
             f"{self._name} ended within a round: ranks took {steps} since parameters were last "

@@ -21,9 +21,6 @@ Group = dict[str, Any]
 LEAST = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0, "delay": 0}
 
 
-# Options
-
-
 def check_options(group: Group, offload: str | None) -> None:
     """Raise where an option of a group is out of its range."""
     check_payload(group, owed=True)
@@ -34,30 +31,25 @@ def check_options(group: Group, offload: str | None) -> None:
         require(0 <= group[name] < 1, name, group[name], "in [0, 1)")
     require(group["outer_lr"] > 0, "outer_lr", group["outer_lr"], "> 0")
     is_sharded = any(hasattr(p, "device_mesh") for p in group["params"])
-    for name, value in (("delay", group["delay"]), ("offload", offload)):
-        wanted = f"{0 if name == 'delay' else None} where parameters are sharded"
-        require(not (is_sharded and value), name, value, wanted)
-    require(offload in (None, "outer"), "offload", offload, "None or 'outer'")
     delay, limit = group["delay"], group["every"] // group["fragments"]
+    require(not (is_sharded and delay), "delay", delay, "0 where parameters are sharded")
     require(delay <= limit, "delay", delay, f"at most every / fragments, {limit}")
+    require(offload in (None, "outer"), "offload", offload, "None or 'outer'")
+    require(not (is_sharded and offload), "offload", offload, "None where parameters are sharded")
 
 
 def check_counts(group: Group) -> None:
     """Raise ValueError where the counts of a loaded group cannot be."""
     for name in ("step", "round", "begun"):
-        most = group.get("step") if name == "begun" else None
-        value = group.get(name, 0)
-        if not is_count(value, 0) or (is_count(most, 0) and value > most):
-            raise ValueError(f"loaded state dict has {name} {value!r}: it is damaged.")
+        count = group.get(name, 0)
+        if not is_count(count, 0) or (name == "begun" and count > group.get("step", count)):
+            raise ValueError(f"loaded state dict has {name}={count!r}: it is damaged.")
 
 
 def is_count(number: Any, least: int) -> bool:
     """Whether it is a whole number of at least this much."""
     is_number = isinstance(number, Real) and not isinstance(number, bool)
     return is_number and bool(number >= least and int(number) == number)
-
-
-# The schedule
 
 
 def round_length(options: Group, since: int) -> int:
@@ -79,9 +71,8 @@ def outer_share(options: Group, steps: int) -> float:
 
 
 def is_due(fragment: int, at: int, steps: int, fragments: int) -> bool:
-    """Whether ``fragment`` is exchanged at step ``at``, from 1, of a round of ``steps``.
-
-    Fragments beyond ``fragments``, of groups that were added later, are exchanged with the first.
+    """Whether ``fragment`` is exchanged at step ``at``, from 1, of a round of ``steps``. Those that
+    came later than the first ``fragments`` are exchanged at its last.
     """
     place = fragment if fragment < fragments else 0
     return at == (place * steps // fragments or steps)
@@ -94,19 +85,16 @@ def delay_within(options: Group, steps: int) -> int:
     return min(int(options["delay"]), steps // int(options["fragments"]))
 
 
-# Reports
-
-
 @dataclass
 class LocalStats(Stats):
     """The last step, and the rounds so far.
 
     ``round`` of them have ended, and the running one is ``steps_into_round`` old. Of the last
-    exchange: ``spread``, how far ranks were apart, as the root mean square over ranks of their
-    pseudo-gradients less the mean of these, by the norm of the mean; ``cosine``, of the angle
-    between the pseudo-gradients of two ranks, the mean over pairs. Both are estimated, to about
-    .01. ``phase`` is "local", "exchanged" (an exchange was applied), "skipped" (this rank's
-    gradient was not finite), "dense" on one process, or in the start that of :class:`Average`.
+    exchange: ``spread``, how far ranks were apart, as the norm of their pseudo-gradients less the
+    mean of these, by the norm of the mean; ``cosine``, between the pseudo-gradients of two ranks,
+    the mean over pairs. Both are estimated, to about .01. ``phase`` is "local", "exchanged" (an
+    exchange was applied), "skipped" (this rank's gradient was not finite), "dense" on one process,
+    or in the start that of :class:`Average`.
     """
 
     round: int = 0
@@ -115,8 +103,9 @@ class LocalStats(Stats):
     cosine: float = 0.0
 
 
-def with_rounds(stats: Stats, h: Group, cosine: float, spread: float) -> LocalStats:
-    """``stats``, with the rounds as the options ``h`` count them, and how far ranks were apart."""
+def with_rounds(stats: Stats, options: Group, cosine: float, spread: float) -> LocalStats:
+    """``stats``, with the rounds that ``options`` count, and how far ranks were apart."""
     known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
-    at = max(0, h["step"] - max(h["begun"], h["warmup_steps"]))
-    return LocalStats(**known, round=h["round"], steps_into_round=at, cosine=cosine, spread=spread)
+    at = max(0, options["step"] - max(options["begun"], options["warmup_steps"]))
+    counts = {"round": options["round"], "steps_into_round": at}
+    return LocalStats(**known, **counts, cosine=cosine, spread=spread)
