@@ -76,6 +76,7 @@ def parse():
     cli.add_argument("--warmup-share", type=float, default=0.15, help="share of the steps sent dense at the start")
     cli.add_argument("--data", help="a file to train on (default: the Python standard library's source)")
     cli.add_argument("--out", help="a JSON file for the results")
+    cli.add_argument("--checkpoint", help="a file: continued from if it is there, written at every evaluation")
     sizes = dict(batch=8, context=64, steps=1500, layers=4, heads=4, width=128, bf16=0, seed=0, eval_every=100)
     for name, default in dict(lr=2e-3, interval=100, every=10, ratio=16.0, **sizes).items():
         cli.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
@@ -115,8 +116,14 @@ def main():
         dist.all_reduce(total)
         return {"train_loss": (total[0] / total[1]).item(), "val_loss": (total[2] / total[3]).item()}
 
-    evals, losses, seconds, sent, phases = [], [], [], {"dense": [], "compressed": []}, Counter()
-    bar = tqdm(range(1, args.steps + 1), desc=args.optimizer, disable=None if rank == 0 else True)
+    first, evals, losses, seconds, sent, phases = 1, [], [], [], {"dense": [], "compressed": []}, Counter()
+    if args.checkpoint and os.path.exists(args.checkpoint):  # on all ranks, whose number may have changed
+        saved = torch.load(args.checkpoint, map_location=device, weights_only=True)
+        for target, name in ((model, "model"), (optimizer, "optimizer"), (schedule, "schedule")):
+            target.load_state_dict(saved[name])
+        first, (evals, losses, seconds, sent, phases) = saved["step"] + 1, saved["run"]
+        data = islice(data, saved["step"], None)  # what these steps have read
+    bar = tqdm(range(first, args.steps + 1), desc=args.optimizer, disable=None if rank == 0 else True)
     for step in bar:
         begin = time.perf_counter()
         loss = ddp(*(part.to(device) for part in next(data)))
@@ -137,6 +144,13 @@ def main():
             bar.set_postfix(evals[-1])
             if bar.disable and rank == 0:  # no terminal, so no bar: a line instead
                 print(args.optimizer, *(f"{name} {value:.4g}" for name, value in evals[-1].items()), flush=True)
+            if args.checkpoint:
+                for prepare in ("end_round", "consolidate_state"):  # on all ranks: the checkpoint is one for all
+                    getattr(optimizer, prepare, lambda: None)()
+                if rank == 0:
+                    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                    saved |= {"schedule": schedule.state_dict(), "run": (evals, losses, seconds, sent, phases)}
+                    torch.save(saved, args.checkpoint)
 
     if rank == 0 and args.out:
         result = {"config": vars(args) | {"ranks": world, "device": device.type}, "evals": evals, "phases": phases}

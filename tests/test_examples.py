@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from in_place import EXAMPLES, as_torchrun_would, example
 from ranks import HANG_GUARD, run_ranks
 
@@ -109,6 +111,69 @@ def test_train_gpt_in_processes_that_are_there(ranks, optimizers, tmp_path):
     run_ranks(one_after_the_other, ranks, str(tmp_path), ranks, optimizers)
     for optimizer in optimizers:
         check(tmp_path, optimizer, ranks)
+
+
+def in_two_parts(rank: int, folder: str, name: str, whole: list[str], first: list[str], then: list[str]) -> None:
+    """A run, and the same in two parts; what each has printed."""
+    as_torchrun_would(rank, 2)
+    printed = []
+    for options in (whole, first, then):
+        printed.append(example(name, *options))
+        dist.barrier()  # rank 0 has written its checkpoint
+    Path(folder, f"{rank}").write_text(json.dumps(printed))
+
+
+def printed_losses(folder: Path) -> list[list[str]]:
+    """Of the whole run, the first part and the second, the lines of rank 0 with validation losses."""
+    printed = json.loads((folder / "0").read_text())
+    return [[line for line in text.splitlines() if "val" in line] for text in printed]
+
+
+@pytest.mark.parametrize("optimizer", ["SeparateAdam", "LocalSteps", "AdamW"])
+def test_nanogpt_resumes_where_it_stopped(optimizer, tmp_path):
+    write_text(tmp_path)
+    small = "--n_layer=1 --n_head=2 --n_embd=64 --block_size=16 --eval_interval=10 --warmup_iters=2 --eval_iters=2"
+    same = [*small.split(), f"--optimizer={optimizer}", f"--data={tmp_path / 'text'}", "--min_lr=2e-3"]
+    whole, parts = ([*same, f"--out_dir={tmp_path / name}"] for name in ("whole", "parts"))
+    runs = [*whole, "--max_iters=20"], [*parts, "--max_iters=10"], [*parts, "--max_iters=20", "--init_from=resume"]
+    run_ranks(in_two_parts, 2, str(tmp_path), "nanogpt", *runs)
+    undisturbed, first, then = printed_losses(tmp_path)
+    assert [line.split()[1] for line in undisturbed] == ["0:", "10:", "20:"]
+    assert undisturbed[:2] == first and undisturbed[1:] == then
+    saved = [torch.load(tmp_path / name / "ckpt.pt")["model"] for name in ("whole", "parts")]
+    torch.testing.assert_close(*saved, rtol=0, atol=0)
+
+
+SMALL = "--layers 1 --width 64 --heads 2 --context 16 --batch 4 --steps 8 --eval-every 4 --every 3"
+
+
+def stop_and_resume(rank: int, folder: str, whole: list[str], rest: list[str]) -> None:
+    """A run, and again what follows its first checkpoint."""
+    as_torchrun_would(rank, 2)
+    save, first = torch.save, Path(folder, "rest")
+
+    def save_and_keep_first(saved, path):
+        save(saved, path)
+        if not first.exists():
+            save(saved, first)
+
+    with mock.patch.object(torch, "save", save_and_keep_first):
+        example("train_gpt", *whole)
+    dist.barrier()
+    example("train_gpt", *rest)
+
+
+@pytest.mark.parametrize("optimizer", ["tracked", "local", "adamw"])
+def test_train_gpt_resumes_where_it_stopped(optimizer, tmp_path):
+    write_text(tmp_path)
+    same = ["--optimizer", optimizer, "--data", str(tmp_path / "text"), *SMALL.split()]
+    names = "whole", "rest"
+    run_ranks(stop_and_resume, 2, str(tmp_path), *([*same, "--checkpoint", str(tmp_path / name)] for name in names))
+    whole, resumed = (torch.load(tmp_path / name) for name in names)
+    torch.testing.assert_close(resumed["model"], whole["model"], rtol=0, atol=0)
+    losses, again = ([now["val_loss"] for now in run["run"][0]] for run in (whole, resumed))
+    assert len(losses) == 2 and again == losses
+    assert [len(run["run"][2]) for run in (whole, resumed)] == [8, 8]  # seconds of steps
 
 
 def test_corpus_is_the_same_everywhere_and_its_parts_are_apart(tmp_path):
