@@ -8,7 +8,6 @@ and does not know which backend there is.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -99,7 +98,14 @@ class Ops:
         fused = self.fused.get(key)
         if fused is None or not fused.is_batched or not fused.supports(self, bucket):
             return self.run(reference, bucket, *args, **options)
-        result: Result = yield RunBatched(key, functools.partial(fused.run, self), bucket, args)
+
+        def run(requests: list[RunBatched]) -> list[Any]:
+            results: list[Any] = fused.run(
+                self, [(request.bucket, *request.args) for request in requests]
+            )
+            return results
+
+        result: Result = yield RunBatched(key, run, bucket, args)
         return result
 
     def scratch(

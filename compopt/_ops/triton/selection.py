@@ -13,7 +13,6 @@ from torch import Tensor
 from ..._state.buckets import Bucket
 from ..._state.mask_shards import MaskShard, MaskShards, code_layout
 from ..._state.masks import Mask, Tensors, bits_by_tensor
-from ..._wire.requests import RunBatched
 from .tables import (
     KernelOps,
     Key,
@@ -24,6 +23,7 @@ from .tables import (
     gradients_key,
     make_key,
     mask_key,
+    state_name_of,
     store_block_offsets,
 )
 
@@ -286,51 +286,40 @@ def _split(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 # Masks of all buckets, a launch for each operation
 
 
-def store_masks(ops: KernelOps, requests: list[RunBatched]) -> list[Mask]:
-    """Do as ``masks.store_mask``."""
-    return _store([(request, *request.args) for request in requests])
-
-
-def _store(requests: list[tuple[RunBatched, Mask, str]]) -> list[Mask]:
+def store_masks(ops: KernelOps, calls: list[tuple[Bucket, Mask, str]]) -> list[Mask]:
+    """The counterpart of ``masks.store_mask``."""
     pairs: list[tuple[Tensor, Tensor]] = []
-    for request, mask, name in requests:
-        state, flat = request.bucket.state, request.bucket.flat
-        source = next((held for held in flat if mask.bits is state.get(held)), None)
+    for bucket, mask, name in calls:
+        source = state_name_of(bucket, mask)
         if source is not None:  # its bits follow each other as these do
-            pairs.append((flat[name], flat[source]))
+            pairs.append((bucket.flat[name], bucket.flat[source]))
             continue
-        rows = zip(state[name], mask.bits, strict=True)
+        rows = zip(bucket.state[name], mask.bits, strict=True)
         pairs += [(to, bits) for to, bits in rows if to is not None and bits is not None]
-    _copy(pairs)
-    return [mask.with_bits(request.bucket.state[name]) for request, mask, name in requests]
-
-
-def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     if pairs:
         torch._foreach_copy_([to for to, _ in pairs], [bits for _, bits in pairs])
+    return [mask.with_bits(bucket.state[name]) for bucket, mask, name in calls]
 
 
-def clear_masks(ops: KernelOps, requests: list[RunBatched]) -> list[None]:
-    """Do as ``masks.clear_mask``."""
-    torch._foreach_zero_([request.bucket.flat[request.args[0]] for request in requests])
-    return [None] * len(requests)
+def clear_masks(ops: KernelOps, calls: list[tuple[Bucket, str]]) -> list[None]:
+    """The counterpart of ``masks.clear_mask``."""
+    torch._foreach_zero_([bucket.flat[name] for bucket, name in calls])
+    return [None] * len(calls)
 
 
-def store_next_masks(ops: KernelOps, requests: list[RunBatched]) -> list[Mask]:
-    """Do as ``scape_masks.store_next_mask``."""
-    masks: dict[int, Mask] = {}
-    by_device: dict[torch.device, list[RunBatched]] = {}
-    for request in requests:
-        selection, messages = request.args
-        if isinstance(selection, TritonSelection):
-            by_device.setdefault(request.bucket.device, []).append(request)
-        else:  # PyTorch's operators have selected
-            (masks[id(request)],) = _store([(request, selection.assemble(messages), "next_mask")])
-    for group in by_device.values():
-        flats = assemble_bits([request.args for request in group])
-        buckets = [request.bucket for request in group]
-        _copy([(b.flat["next_mask"], flat) for b, flat in zip(buckets, flats, strict=True)])
-        own = [one.args[0].mask_over(one.bucket.state["next_mask"]) for one in group]
-        store_block_offsets(ops.tables, buckets, own)
-        masks |= zip(map(id, group), own, strict=True)
-    return [masks[id(request)] for request in requests]
+def store_next_masks(
+    ops: KernelOps, calls: list[tuple[Bucket, TritonSelection, Tensor]]
+) -> list[Mask]:
+    """The counterpart of ``scape_masks.store_next_mask``."""
+    stored: dict[int, Mask] = {}
+    for device in dict.fromkeys(bucket.device for bucket, _, _ in calls):
+        group = [call for call in calls if call[0].device == device]
+        buckets, selections, messages = zip(*group, strict=True)
+        flats = assemble_bits([*zip(selections, messages, strict=True)])
+        torch._foreach_copy_([bucket.flat["next_mask"] for bucket in buckets], flats)
+        masks = [
+            selection.mask_over(selection.bucket.state["next_mask"]) for selection in selections
+        ]
+        store_block_offsets(ops.tables, buckets, masks)
+        stored |= zip(map(id, buckets), masks, strict=True)
+    return [stored[id(bucket)] for bucket, _, _ in calls]

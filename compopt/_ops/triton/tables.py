@@ -16,9 +16,7 @@ from torch import Tensor
 from ..._state.buckets import Bucket, local
 from ..._state.masks import Mask, Tensors
 from ..._wire.payload import Payload
-from ..._wire.requests import RunBatched
 from ..operations import Ops
-from ..updates import count_steps
 
 # What addresses follow from; None: from more than is known, so that nothing is cached.
 Key = tuple[object, ...] | None
@@ -143,11 +141,6 @@ def payload_key(payload: Payload) -> Key:
     return flat.data_ptr(), flat.dtype, dropped_address, tuple(payload.lengths)
 
 
-def commit_key(request: RunBatched, present: Sequence[bool]) -> Key:
-    """Return what determines the addresses that a commit writes, and those of the average."""
-    return make_key(bucket_key(request.bucket), payload_key(request.args[0]), tuple(present))
-
-
 class OldMomenta:
     """The momenta of one bucket before this step: in flat memory, or one by one."""
 
@@ -251,25 +244,3 @@ def copy_back(bucket: Bucket, i: int, weight: Tensor) -> None:
         bucket.weight(i).copy_(weight)
     if published_parameter(bucket, i) is None:
         bucket.publish(i)
-
-
-def group_by_launch(requests: list[RunBatched]) -> list[list[RunBatched]]:
-    """Group the buckets that one launch can take: same options, dtypes and device."""
-    groups: dict[object, list[RunBatched]] = {}
-    for request in requests:
-        bucket, mean = request.bucket, request.args[0]
-        key = id(bucket.group), bucket.dtype, bucket.grad_dtype, mean.flat.dtype, bucket.device
-        groups.setdefault(key, []).append(request)
-    return list(groups.values())
-
-
-def count_all_steps(requests: list[RunBatched]) -> None:
-    """Count one step more of each tensor that any rank has a gradient of."""
-    present = [flag for request in requests for flag in request.bucket.present(request.args[0])]
-    counts = [request.bucket.counts for request in requests]
-    flat = [count for count in counts if count is not None]
-    if len(flat) == len(requests) and all(present):
-        torch._foreach_add_(flat, 1)
-        return
-    steps = [step for request in requests for step in request.bucket.state["step"]]
-    count_steps(steps, present)
