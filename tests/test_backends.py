@@ -198,6 +198,22 @@ def test_a_fused_implementation_has_its_references_place_and_arguments(backend):
             assert given == expected, key
 
 
+def test_a_batched_implementation_names_the_arguments_of_its_reference():
+    pytest.importorskip("triton")
+    from compopt import adams, radius, scape, separate
+    from compopt._ops.triton import updates
+
+    calls = {
+        radius.update: updates.RadiusCall,
+        adams.update: updates.AdamsCall,
+        scape.update: updates.ScapeCall,
+        separate.commit: updates.SeparateCall,
+    }
+    for reference_function, call in calls.items():
+        names = [name for name in inspect.signature(reference_function).parameters if name != "ops"]
+        assert list(call._fields) == names
+
+
 class Waits(TorchDispatchMode):
     """Counts the operators that make the host wait for a GPU: those whose result, or its size, it has to know."""
 

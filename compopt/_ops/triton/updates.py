@@ -303,7 +303,7 @@ def scape_rows(
 class SeparateCall(NamedTuple):
     bucket: Bucket
     mean: Payload
-    projections: Any  # _lowrank.step.Projections
+    reducer: Any  # _lowrank.reducer.ProjectionReducer
     update: Any
     present: list[bool]
     factor: float
@@ -326,7 +326,7 @@ def _update_factored(batch: Batch) -> None:
     for call in batch.calls:
         bucket, state, grads = call.bucket, call.bucket.state, flatten(call.bucket.grads())
         weights = contiguous_weights(bucket)
-        for product in call.projections.factored(call.mean, _numbers_of(call.present)):
+        for product in call.reducer.factored(call.mean, _numbers_of(call.present)):
             i, R = product.i, product.R
             row = kernels.FactoredRow(
                 *(product.rows, product.columns, R.shape[1]),
@@ -342,7 +342,7 @@ def _update_factored(batch: Batch) -> None:
     if not rows:
         return
     h, calls, factor = batch.group, batch.calls, batch.calls[0].factor
-    share = max(call.projections.share(factor) for call in calls)
+    share = max(call.reducer.share(factor) for call in calls)
     kernels.factored(
         rows,
         lr=float(h["lr"]),
@@ -351,7 +351,7 @@ def _update_factored(batch: Batch) -> None:
         weight_decay=h["weight_decay"],
         of_average=-factor if h["maximize"] else factor,
         of_sent=share,
-        of_grad=share * calls[0].projections.clipped,
+        of_grad=share * calls[0].reducer.clipped,
     )
     for bucket, i, weight in updated:
         copy_back(bucket, i, weight)
@@ -363,7 +363,7 @@ def _update_whole(batch: Batch) -> None:
     for call in batch.calls:
         bucket, mean, state = call.bucket, call.mean, call.bucket.state
         weights = contiguous_weights(bucket)
-        tensors = call.projections.whole(_numbers_of(call.present))
+        tensors = call.reducer.whole(_numbers_of(call.present))
         if call.factor != 1 and tensors:
             torch._foreach_mul_([mean.parts[i] for i in tensors], call.factor)
         for i in tensors:
@@ -379,7 +379,7 @@ def _update_whole(batch: Batch) -> None:
     kernels.adamw(blocks, blocks.firsts, rows, lr=float(h["lr"]), **hyper)
     for call, i, weight in updated:
         copy_back(call.bucket, i, weight)
-        call.projections.feed_back_whole(i, call.mean, call.factor)
+        call.reducer.feed_back_whole(i, call.mean, call.factor)
 
 
 def _numbers_of(flags: list[bool]) -> list[int]:
