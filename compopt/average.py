@@ -19,49 +19,77 @@ import torch
 from torch import Tensor
 
 from ._engine.face import Group
+from ._engine.inside import ReducingOptimizer, apply_shards
 from ._engine.options import check_compress, check_payload, ignore_capturable
+from ._engine.reducer import Reducer, WholeReducer
 from ._engine.update import Update
 from ._engine.wrapper import Wrapper
 from ._ops.norms import clip_factor, scale_all_
 from ._ops.operations import Ops
+from ._ops.updates import count_steps
 from ._state.buckets import Bucket
-from ._state.layouts import Dense, Layout
+from ._state.layouts import Dense, Layout, Unsharded
 from ._state.masks import Mask
 from ._wire.collectives import ProcessGroup
-from ._wire.payload import PayloadDtype
+from ._wire.payload import Payload, PayloadDtype, quantized_bits
 from ._wire.requests import Agree, AllReduceMean, RequestGenerator
 
 
 def average(bucket: Bucket, ops: Ops, update: Update) -> RequestGenerator[None]:
     """Lines 1 to 5, one bucket, one step; ``update`` takes G."""
-    rounds = bucket.rounds
-    residual: list[Tensor | None] = [*bucket.state["residual"]]
-    owed = residual if rounds or bucket.owes else None
-    sent = ops.encode(bucket, bucket.grads(), Mask(bucket), owed)  # lines 1 and 2
-    mean = yield AllReduceMean(sent)  # line 3
-    norm = yield Agree(mean, "rounded" if rounds else "dense")
+    reducer = MeanReducer(bucket, ops)
+    mean = yield from reducer.reduce()  # lines 1 to 3
+    norm = yield Agree(mean, reducer.phase)
 
     # from here on state changes
-    factor, steps = clip_factor(norm, bucket.group["max_grad_norm"]), bucket.state["step"]
-    present = [i for i, is_present in enumerate(bucket.present(mean)) if is_present]
+    factor = clip_factor(norm, bucket.group["max_grad_norm"])
+    flags = bucket.present(mean)
+    count_steps(bucket.state["step"], flags)
+    present = [i for i, is_present in enumerate(flags) if is_present]
     if present:
-        torch._foreach_add_([steps[i] for i in present], 1)
         to = [update.memory_for(bucket, i, mean.parts[i]) for i in present]
         means = [mean.parts[i].view(g.shape) for i, g in zip(present, to, strict=True)]
         torch._foreach_copy_(to, means)
         scale_all_(to, factor)  # line 4
         for i, g in zip(present, to, strict=True):
             update.apply(bucket, i, g)
-    for i in present:
-        e = residual[i]
-        if e is not None and rounds:
-            e.view(-1).copy_(mean.dropped_parts[i])  # line 5
-        elif e is not None:
-            e.zero_()
-    bucket.cache["owes"] = rounds or (owed is not None and len(present) < len(steps))
+    reducer.feed_back(flags)  # line 5
 
 
-class Average(Wrapper):
+class MeanReducer:
+    """Lines 1, 2, 3 and 5, of all tensors of one bucket by one all-reduce."""
+
+    def __init__(self, bucket: Bucket, ops: Ops):
+        self.bucket, self.ops, self.rounds = bucket, ops, bucket.rounds
+        self.residual: list[Tensor | None] = [*bucket.state["residual"]]
+        self.sends_residuals = bucket.rounds or bucket.owes
+
+    @property
+    def phase(self) -> str:
+        return "rounded" if self.rounds else "dense"
+
+    def reduce(self) -> RequestGenerator[Payload]:
+        bucket, add = self.bucket, self.residual if self.sends_residuals else None
+        sent = self.ops.encode(bucket, bucket.grads(), Mask(bucket), add)
+        mean: Payload = yield AllReduceMean(sent)
+        self.mean = mean
+        return mean
+
+    def own_parts(self, dtype: torch.dtype) -> list[Tensor]:
+        parts = zip(self.mean.parts, self.bucket.shards.own, strict=True)
+        return [part[start:stop].to(dtype) for part, (start, stop) in parts]
+
+    def feed_back(self, present: list[bool]) -> None:
+        for i, (e, is_present) in enumerate(zip(self.residual, present, strict=True)):
+            if e is not None and is_present:
+                e.view(-1).copy_(self.mean.dropped_parts[i]) if self.rounds else e.zero_()
+        self.bucket.cache["owes"] = self.rounds or (self.sends_residuals and not all(present))
+
+    def next_state(self, i: int) -> dict[str, Tensor]:
+        return {}
+
+
+class Average(Wrapper, ReducingOptimizer):
     """Any torch optimizer, on gradients that are averaged whole::
 
         adamw = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -115,9 +143,19 @@ class Average(Wrapper):
         check_compress(group)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        return {"residual": Dense(dtype)}
+        layout = Unsharded if self.reduces_inside else Dense
+        return {"residual": layout(dtype)}
+
+    def reducer(self, bucket: Bucket) -> Reducer:
+        """Return the reducer inside FSDP. Quantized values travel by an all-reduce: rows for shards
+        have floating-point values only.
+        """
+        is_quantized = quantized_bits(bucket.group["payload_dtype"]) is not None
+        return (MeanReducer if is_quantized else WholeReducer)(bucket, self.ops)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
+        if self.inside is not None:
+            return apply_shards(bucket, self.ops, self.inside, self._update)
         return average(bucket, self.ops, self._update)
 
 

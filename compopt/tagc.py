@@ -39,14 +39,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._engine.base import CompressedOptimizer
 from ._engine.decision import StepDecision
-from ._engine.inside import Inside, Unsent, apply_shards, check_inside, is_inside
+from ._engine.inside import ReducingOptimizer, apply_shards
 from ._engine.options import check_adam, check_compression, require, take_torchs
 from ._engine.reducer import WholeReducer
 from ._engine.stats import Stats
 from ._engine.update import AdamW
-from ._engine.weakly import weakly
 from ._engine.when import chosen, dense_steps
 from ._ops.norms import clip_factor
 from ._ops.operations import Ops
@@ -245,7 +243,7 @@ class TagcStats(Stats):
     leftovers: int = 0
 
 
-class TagcAdamW(CompressedOptimizer):
+class TagcAdamW(ReducingOptimizer):
     r"""AdamW with sharded state on gradients that are sparsified, and reduced to the owner of each
     shard (TAGC).
 
@@ -393,17 +391,9 @@ class TagcAdamW(CompressedOptimizer):
         return bool(re.search(group["select"], name))
 
     def before_layout(self) -> None:
-        params = [p for group in self.param_groups for p in group["params"]]
-        inside = is_inside(params, self._session.group)
-        check_inside("TagcAdamW", self.reduces_inside, inside, self.param_groups)
-        check_gathers(inside, self.param_groups)
-        self.reduces_inside, self.sharded = inside, not inside
-
-    def after_layout(self) -> None:
-        if self.reduces_inside and self.inside is None:
-            self.inside = Inside(self._session, weakly(self.reducer), keep_unsent)
-        if self.inside is not None:
-            self.inside.forget_layouts()
+        super().before_layout()
+        check_gathers(self.reduces_inside, self.param_groups)
+        self.sharded = not self.reduces_inside
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         moments, residual = (Sharded, Dense) if self.sharded else (Dense, Unsharded)
@@ -439,11 +429,6 @@ class TagcAdamW(CompressedOptimizer):
         if self.inside is not None:
             buckets = [bucket for bucket, _ in self.inside.reduced.values()]
         return add_density(stats, buckets)
-
-
-def keep_unsent(bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
-    """Line 2, where a step inside FSDP is applied. A clip takes nothing from what was sent."""
-    unsent.replace_residual(bucket.state["residual"][i], 1.0)
 
 
 def add_density(stats: Stats, buckets: Iterable[Bucket]) -> TagcStats:

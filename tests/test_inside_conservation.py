@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_map_only
 
 import compopt
 
-METHODS = ("tagc", "tagc, bfloat16", "tracked, int8", "orthonormal")
+METHODS = ("tagc", "tagc, bfloat16", "tracked, int8", "orthonormal", "average, bfloat16", "average, int8")
 
 
 def build(method: str, model: nn.Module) -> torch.optim.Optimizer:
     params, (kind, _, payload) = list(model.named_parameters()), method.partition(", ")
+    if kind == "average":
+        return compopt.Average(torch.optim.AdamW([p for _, p in params], lr=1e-2), payload_dtype=payload)
     options = {"lr": 1e-2, "warmup_steps": 0, "payload_dtype": payload or None}
     if kind == "tagc":
         return compopt.TagcAdamW(params, sparsity=0.9, **options)
@@ -81,7 +83,7 @@ class Run:
         between()
         before = self.owed()
         self.optimizer.step()
-        assert self.optimizer.stats.phase in ("sparse", "projected"), self.optimizer.stats.phase
+        assert self.optimizer.stats.phase in ("sparse", "projected", "rounded"), self.optimizer.stats.phase
         worst, applied, after = 0.0, self.applied(), self.owed()
         for name in wanted:
             if without in name:

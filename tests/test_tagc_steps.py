@@ -11,6 +11,7 @@ from problems import gradients, replicas, step, weights
 from torch import Tensor
 
 import compopt
+from compopt._sharded import codecs
 from compopt.tagc import most_left
 
 SHAPES = {
@@ -150,3 +151,27 @@ def test_the_norm_that_is_clipped_is_of_all_shards(dtype):
     assert run.optimizers[0].stats.grad_norm == pytest.approx(norm, rel=1e-5)
     for i in COMPRESSED:
         torch.testing.assert_close(run.whole("exp_avg", i), 0.1 * mean[i] / norm, rtol=1e-4, atol=1e-7)
+
+
+def test_a_sketch_draws_other_cells_in_every_step_and_bucket_and_the_same_on_all_ranks(monkeypatch):
+    """Cells that repeat would leave the same elements over in every step."""
+    drawn = []
+
+    class Recorded(codecs.Sketch):
+        def __init__(self, layout, index, counts, ratio, seed):
+            drawn.append((layout.rank, seed))
+            super().__init__(layout, index, counts, ratio, seed)
+
+    monkeypatch.setitem(codecs.CODECS, "sketch", Recorded)
+
+    def make(params, **options):
+        groups = [{"params": params[:2]}, {"params": params[2:]}]
+        return compopt.TagcAdamW(groups, codec="sketch", sparsity=0.9, **options)
+
+    shapes = SHAPES[torch.float64]
+    world, params, optimizers = replicas(2, weights(shapes, torch.float64), make)
+    for t in range(2):
+        step(world, params, optimizers, gradients(2, t, shapes, torch.float64))
+    of_rank = [[seed for rank, seed in drawn if rank == r] for r in range(2)]
+    assert sorted(of_rank[0]) == sorted(of_rank[1])
+    assert len(set(of_rank[0])) == 4, "2 steps of 2 buckets"

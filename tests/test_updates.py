@@ -72,6 +72,25 @@ def test_what_is_sent_and_what_is_owed_is_the_update_and_what_was_owed(kind, ran
         before = after
 
 
+def test_random_numbers_of_rounding_differ_between_steps_and_ranks():
+    """Two ranks own equal halves of a tensor, and every step updates by the same: only the random numbers differ."""
+    half = torch.linspace(0.1, 1, 4096, dtype=torch.float64)
+    both = torch.cat([half, half]).view(64, 128)
+    options = {"lr": 1e-2, "eps": 1.0, "weight_decay": 0.0, "sparsity": 0.0, "update_dtype": "int4"}
+    make = functools.partial(compopt.TagcAdamW, **options)
+    world, params, optimizers = replicas(2, [torch.zeros_like(both)], make)
+    rest = []
+    for _ in range(2):
+        step(world, params, optimizers, [[0.5 * both], [1.5 * both]])
+        for own, optimizer in zip(params, optimizers, strict=True):
+            residual = optimizer.state[own[0]]["update_residual"]
+            rest.append(residual.clone())
+            residual.zero_()
+    for i, one in enumerate(rest):
+        for other in rest[i + 1 :]:
+            assert (one - other).abs().gt(1e-6).float().mean() > 0.2
+
+
 @pytest.mark.parametrize("kind", ALL)
 def test_a_scale_is_of_128_elements_of_one_tensor_on_one_rank(kind):
     """Where gradients differ 1000-fold, what is owed of each row is of the size of its own updates."""

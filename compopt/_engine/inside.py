@@ -37,9 +37,11 @@ from .._wire.collectives import (
     is_sharded_over,
 )
 from .._wire.requests import Agree, AllReduceMean, Commit, ReadToHost, RequestGenerator
+from .base import CompressedOptimizer
 from .reducer import Reducer
 from .session import Session
 from .update import Update
+from .weakly import weakly
 
 # whose gradients a row holds, in order, and along which dimension each is cut
 Params = Sequence[tuple[Tensor, int]]
@@ -128,8 +130,8 @@ class RowBucket(Bucket):
         vectors = [vector for part in parts for vector in part]
         flat = torch.cat(vectors) if vectors else torch.empty(0, device=self.device)
         views: list[Any] = list(flat.split([sum(map(len, part)) for part in parts]))
-        for i, (p, compressed) in enumerate(zip(self.params, self.compressed, strict=True)):
-            views[i] = views[i].view(p.shape) if compressed else None
+        for i, (p, part) in enumerate(zip(self.params, parts, strict=True)):
+            views[i] = views[i].view(p.shape) if part else None
         self.flat, self.state = {"residual": flat}, {"residual": views}
         for name in self.other_state:
             self.state[name] = [bucket.state[name][i] for bucket, i in filter(None, self.places)]
@@ -420,14 +422,41 @@ def is_inside(params: Sequence[Tensor], group: ProcessGroup | Communicator | Non
     return all(cut)
 
 
-def check_inside(name: str, was: bool, inside: bool, groups: Sequence[dict[str, object]]) -> None:
-    """Raise ValueError where an optimizer cannot average inside FSDP, or cannot any more."""
-    if inside and any(group["when"] == "auto" for group in groups):
-        raise ValueError(
-            "when='auto' times dense steps of its own, and here FSDP reduces: compare two runs."
-        )
-    if was and not inside:
-        raise ValueError(
-            f"FSDP cuts the parameters over the ranks this {name} was made with: make FSDP and the "
-            "optimizer anew for others, and load a checkpoint."
-        )
+class ReducingOptimizer(CompressedOptimizer):
+    """An optimizer whose reducer averages gradients inside FSDP2 as well.
+
+    Where FSDP cuts the parameters over the optimizer's ranks, ``inside`` takes the place of its
+    reduce-scatter, and ``algorithm`` is ``apply_shards``.
+    """
+
+    def reducer(self, bucket: Bucket) -> Reducer:
+        """Return the reducer of a bucket for the coming step."""
+        raise NotImplementedError
+
+    def keep_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
+        """Commit the residual of tensor i inside FSDP; ``factor`` clipped the average, and takes
+        nothing from what was sent.
+        """
+        unsent.replace_residual(bucket.state["residual"][i], 1.0)
+
+    def before_layout(self) -> None:
+        super().before_layout()
+        params = [p for group in self._option_groups for p in group["params"]]
+        inside = is_inside(params, self._session.group)
+        if inside and any(group.get("when") == "auto" for group in self._option_groups):
+            raise ValueError(
+                "when='auto' times dense steps of its own, and here FSDP reduces: compare two runs."
+            )
+        if self.reduces_inside and not inside:
+            raise ValueError(
+                f"FSDP cuts the parameters over the ranks this {type(self).__name__} was made "
+                "with: make FSDP and the optimizer anew for others, and load a checkpoint."
+            )
+        self.reduces_inside = inside
+
+    def after_layout(self) -> None:
+        super().after_layout()
+        if self.reduces_inside and self.inside is None:
+            self.inside = Inside(self._session, weakly(self.reducer), weakly(self.keep_unsent))
+        if self.inside is not None:
+            self.inside.forget_layouts()

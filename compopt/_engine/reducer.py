@@ -11,7 +11,7 @@ average is then this rank's part of every tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -36,7 +36,7 @@ class Reducer(Protocol):
         gradients there are.
         """
 
-    def own_parts(self, dtype: torch.dtype) -> Sequence[Tensor]:
+    def own_parts(self, dtype: torch.dtype) -> Iterable[Tensor]:
         """The averaged gradient of what this rank owns of every tensor, as vectors."""
 
     def feed_back(self, present: list[bool]) -> None:
@@ -63,7 +63,7 @@ class WholeReducer:
 
     @property
     def phase(self) -> str:
-        return "dense"
+        return "rounded" if self.bucket.rounds else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
         flat = self.pack_rows(finite_marks(self.grads, self._like()))

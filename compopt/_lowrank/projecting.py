@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._engine.base import CompressedOptimizer
-from .._engine.inside import Inside, Unsent, check_inside, is_inside
+from .._engine.inside import ReducingOptimizer, Unsent
 from .._engine.reducer import WholeReducer
 from .._engine.settings import Setting
-from .._engine.weakly import weakly
 from .._engine.when import dense_steps
 from .._ops.norms import clip_factor
 from .._state.buckets import Bucket, local
@@ -34,7 +32,7 @@ from .tracking import TrackedTensor
 Group = dict[str, Any]
 
 
-class Projecting(CompressedOptimizer):
+class Projecting(ReducingOptimizer):
     """An optimizer on gradients that are averaged through a projection."""
 
     averaged_state = ("residual",)
@@ -72,19 +70,14 @@ class Projecting(CompressedOptimizer):
         ]
         # of each tensor its number in all, and in its group
         self._numbers = {p: (number, place) for number, (p, place) in enumerate(places)}
-        inside = is_inside([p for p, _ in places], self._session.group)
-        check_inside(type(self).__name__, self.reduces_inside, inside, self._option_groups)
-        if inside:
+        super().before_layout()
+        if self.reduces_inside:
             options.check_inside(self._option_groups)
-        self.reduces_inside = inside
 
     _warned_of_beta = False
 
     def after_layout(self) -> None:
-        if self.reduces_inside and self.inside is None:
-            self.inside = Inside(self._session, weakly(self.reducer), weakly(self._keep_unsent))
-        if self.inside is not None:
-            self.inside.forget_layouts()
+        super().after_layout()
         self._warn_of_beta()
 
     def _warn_of_beta(self) -> None:
@@ -222,7 +215,7 @@ class Projecting(CompressedOptimizer):
         """
         return [1.0 if q is None else 1 / q.inflation for q in self._plan(bucket)]
 
-    def _keep_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
+    def keep_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
         """Line 5 of tensor i; ``factor``: that clipped the average, and so what has arrived of the
         error.
         """
