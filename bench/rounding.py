@@ -23,7 +23,7 @@ from _model import GPT, Batches
 from torch import Tensor
 
 from compopt._ops.native import build
-from compopt._ops.native.quantization import NativeMean
+from compopt._ops.native.quantization import make_mean
 from compopt._wire.payload import ROW, Payload, Scratch, packed_bytes
 from compopt._wire.quantization import LARGEST, pack_int4, quantize_rows
 from compopt._wire.quantized_mean import QuantizedMean
@@ -101,7 +101,7 @@ def works(bits: int) -> list[Callable[[], None]]:
         mine = part.average_own_chunk(received)
         part.decode_mean(torch.stack([mine, mine]))
 
-    passes = functools.partial(NativeMean, build.load())
+    passes = functools.partial(make_mean, build.load())
     return [rounding, functools.partial(mean, QuantizedMean), functools.partial(mean, passes)]
 
 

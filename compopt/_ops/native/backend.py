@@ -31,7 +31,7 @@ from .passes import (
     mask_sizes,
     run_over_rows,
 )
-from .quantization import NativeMean, dequantize, quantize
+from .quantization import dequantize, make_mean, quantize
 from .selection import NativeSelection, NativeTopK
 from .updates import NativeUpdates, raise_bad_row, update_adams, update_radius, update_scape
 
@@ -51,7 +51,7 @@ class NativeOps(NativeUpdates, NativeTopK):
         self.dequantize = functools.partial(dequantize, self.library)
 
     def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantizedMean] | None:
-        return functools.partial(NativeMean, self.library) if is_on_cpu(self, bucket) else None
+        return functools.partial(make_mean, self.library) if is_on_cpu(self, bucket) else None
 
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
         if not fits(bits, 0, torch.uint8) or n >= 2**31:

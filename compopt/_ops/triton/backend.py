@@ -82,7 +82,7 @@ class TritonOps(KernelOps):
         )
 
     def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantizedMean] | None:
-        return TritonMean if is_supported(self, bucket) else None
+        return make_mean if is_supported(self, bucket) else None
 
 
 def encode(
@@ -114,16 +114,22 @@ def encode(
     return payload.round()
 
 
-class TritonMean(QuantizedMean):
-    """The mean of an int8 or int4 payload, a launch or two for each stage, with the reference's
-    messages; int2 and values in float64 are left to it.
+def make_mean(payload: Payload, rank: int, ranks: int) -> QuantizedMean:
+    """Return this rank's part in the mean of a payload; int2, values in float64 and messages too
+    large for kernels are left to the reference.
     """
+    mean = TritonMean(payload, rank, ranks)
+    return mean if mean.is_supported else QuantizedMean(payload, rank, ranks)
 
-    def __init__(self, payload: Payload, rank: int, ranks: int):
-        super().__init__(payload, rank, ranks)
-        size = max(payload.body.numel(), ranks * self._message_bytes(self.fields))
-        is_supported = self.bits in (8, 4) and payload.flat.dtype == torch.float32
-        self.fits = is_supported and size < MAX_MESSAGE_BYTES
+
+class TritonMean(QuantizedMean):
+    """The reference's stages with the same messages, in a launch or two for each stage."""
+
+    @property
+    def is_supported(self) -> bool:
+        size = max(self.payload.body.numel(), self.ranks * self._message_bytes(self.fields))
+        is_float32 = self.payload.flat.dtype == torch.float32
+        return self.bits in (8, 4) and is_float32 and size < MAX_MESSAGE_BYTES
 
     @property
     def _programs(self) -> kernels.Programs:
@@ -142,8 +148,6 @@ class TritonMean(QuantizedMean):
         return 4 * words, 4 * (words + self.layout.max_rows)
 
     def encode_for_owners(self) -> Tensor:
-        if not self.fits:
-            return super().encode_for_owners()
         flat, body, dropped = self.payload.flat, self.payload.body, self.dropped
         shape = self.ranks, self._message_bytes(self.fields)
         out = torch.empty(shape, dtype=torch.uint8, device=flat.device)
@@ -153,8 +157,6 @@ class TritonMean(QuantizedMean):
         return out
 
     def average_own_chunk(self, received: Tensor) -> Tensor:
-        if not self.fits:
-            return super().average_own_chunk(received)
         received = received.contiguous()
         kernels.mean_of_headers(received, self.payload.flat[: self.fields])
         out = torch.empty(self._message_bytes(0), dtype=torch.uint8, device=received.device)
@@ -172,8 +174,6 @@ class TritonMean(QuantizedMean):
         return out
 
     def decode_mean(self, gathered: Tensor) -> None:
-        if not self.fits:
-            return super().decode_mean(gathered)
         body, codes_at = self.payload.body, self._offsets(0)[1]
         kernels.dequantize(self._programs, gathered, body, codes_at, self.bits)
 
