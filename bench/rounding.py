@@ -101,7 +101,7 @@ def works(bits: int) -> list[Callable[[], None]]:
         mine = part.average_own_chunk(received)
         part.decode_mean(torch.stack([mine, mine]))
 
-    passes = functools.partial(make_mean, build.load())
+    passes = functools.partial(make_mean, build.load_library())
     return [rounding, functools.partial(mean, QuantizedMean), functools.partial(mean, passes)]
 
 
@@ -121,7 +121,8 @@ def main() -> None:
         times = {"rounding ms": f"{alone:.1f}", "mean ms": f"{mean:.1f}", "by C passes": f"{passes:.1f}"}
         table.append({"what": f"10 M values, {isa}", "bits": bits, "row": ROW, **times})
         print(f"int{bits}, 10 M values, {isa}: rounded and packed in {alone:.1f} ms,")
-        print(f"    a mean of two ranks {mean:.1f} ms, by C passes ({build.isa_of(build.load())}) {passes:.1f} ms")
+        used = build.isa_of_library(build.load_library())
+        print(f"    a mean of two ranks {mean:.1f} ms, by C passes ({used}) {passes:.1f} ms")
     with FILE.open("w", newline="") as file:
         writer = csv.DictWriter(file, list({key: None for line in table for key in line}))
         writer.writeheader()

@@ -23,7 +23,7 @@ CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 def missing() -> str:
     """What is not here and is needed."""
     if platform.machine() == "aarch64":
-        return "" if build.compiler() else "a C compiler"
+        return "" if build.find_compiler() else "a C compiler"
     return ", ".join(name for name in (CROSS, EMULATOR) if not shutil.which(name))
 
 
@@ -40,7 +40,7 @@ def said(cc: str, target: list[str], before: list[str], folder: Path) -> tuple[s
 
 def checksums(isas: list[str]) -> dict[str, str]:
     """Of these instruction sets of this machine, and of NEON."""
-    own, found = build.compiler(), {}
+    own, found = build.find_compiler(), {}
     with tempfile.TemporaryDirectory() as folder:
         for isa in isas:
             built, found[isa] = said(own, build.TARGETS[isa][0], [], Path(folder))
@@ -54,7 +54,7 @@ def checksums(isas: list[str]) -> dict[str, str]:
 def main() -> None:
     if missing():
         sys.exit(f"not here: {missing()}")
-    found = checksums(build.isas(build.compiler()))
+    found = checksums(build.list_isas(build.find_compiler()))
     print("\n".join(f"{isa:<16}{checksum}" for isa, checksum in found.items()))
     if len(set(found.values())) > 1:
         sys.exit("they differ")

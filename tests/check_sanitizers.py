@@ -89,7 +89,7 @@ def example(seed: int) -> None:
 def inside(seconds: float) -> None:
     """In a process with the sanitizer."""
     build.FLAGS[:] = [*build.FLAGS, *SANITIZERS]
-    build.load()
+    build.load_library()
     example(0)  # builds it, and imports what is slow to import
     start, seed = time.monotonic(), 1
     while time.monotonic() - start < seconds:
@@ -113,9 +113,9 @@ def runtime_of(cc: str) -> str:
 def main() -> None:
     if os.environ.get("COMPOPT_SANITIZED"):
         return inside(float(os.environ["COMPOPT_SANITIZED"]))
-    seconds, cc = sys.argv[1] if len(sys.argv) > 1 else "20", build.compiler()
+    seconds, cc = sys.argv[1] if len(sys.argv) > 1 else "20", build.find_compiler()
     with tempfile.TemporaryDirectory() as cache:
-        for isa in build.isas(cc):
+        for isa in build.list_isas(cc):
             environment = {
                 **os.environ, "COMPOPT_SANITIZED": seconds, "COMPOPT_NATIVE_ISA": isa, "COMPOPT_BACKEND": "native",
                 "LD_PRELOAD": runtime_of(cc), "XDG_CACHE_HOME": cache, "ASAN_OPTIONS": "detect_leaks=0",

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 STEP = """
 import torch, compopt
-from compopt._ops.native.build import compiler
+from compopt._ops.native.build import find_compiler
 p = torch.nn.Parameter(torch.randn(64, 64))
 optimizer = compopt.RadiusAdamW([p], lr=0.1, warmup_steps=0, interval=100, simulate=True)
 before = p.detach().clone()
@@ -19,7 +19,7 @@ for _ in range(2):
     p.square().sum().backward()
     optimizer.step()
 assert optimizer.stats.phase == "sparse", optimizer.stats
-assert optimizer.backend == ("native" if compiler() else "torch"), optimizer.backend
+assert optimizer.backend == ("native" if find_compiler() else "torch"), optimizer.backend
 assert not torch.equal(p, before) and "site-packages" in compopt.__file__, compopt.__file__
 print("wheel", compopt.__version__, "trains:", optimizer.stats.phase)
 """

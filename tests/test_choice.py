@@ -13,7 +13,7 @@ import compopt
 from compopt._ops import backends
 from compopt._ops.native import build
 
-needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
+needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def by_itself(monkeypatch) -> None:
 def test_it_is_taken_on_the_cpu_where_there_is_a_compiler(monkeypatch):
     assert backends.choose_backend({"cpu"}).name == "native"
     assert backends.choose_backend({"cpu", "meta"}).name == "torch"
-    monkeypatch.setattr(backends, "compiler", lambda: None)
+    monkeypatch.setattr(backends, "find_compiler", lambda: None)
     assert backends.choose_backend({"cpu"}).name == "torch"
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
     with pytest.raises(RuntimeError, match="native cannot run here: there is no C compiler"):
@@ -35,13 +35,13 @@ def test_it_is_taken_on_the_cpu_where_there_is_a_compiler(monkeypatch):
 @needs_compiler
 def test_one_line_of_log_says_what_and_why(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "compopt")
-    isa = build.isas(build.compiler())[0]
+    isa = build.list_isas(build.find_compiler())[0]
     optimizer = compopt.AdamS(parameters())
     assert optimizer.backend_reason == f"native ({isa}): the fastest that runs here"
     monkeypatch.setenv("COMPOPT_BACKEND", "torch")
     assert compopt.AdamS(parameters()).backend_reason == "torch: COMPOPT_BACKEND names it"
     monkeypatch.delenv("COMPOPT_BACKEND")
-    monkeypatch.setattr(backends, "compiler", lambda: None)
+    monkeypatch.setattr(backends, "find_compiler", lambda: None)
     assert "there is no C compiler" in compopt.AdamS(parameters()).backend_reason
     assert [record.getMessage() for record in caplog.records] == [
         f"back end: native ({isa}): the fastest that runs here",
@@ -81,7 +81,7 @@ def test_ranks_for_which_another_back_end_was_named_are_refused(monkeypatch):
 def lame(monkeypatch, make):
     """As ``make``, on a machine without a compiler."""
     with monkeypatch.context() as patch:
-        patch.setattr(backends, "compiler", lambda: None)
+        patch.setattr(backends, "find_compiler", lambda: None)
         return make()
 
 
@@ -131,7 +131,7 @@ def test_ranks_that_chose_differently_by_themselves_all_take_pytorchs_operators(
 @needs_compiler
 @pytest.mark.parametrize("name", CLASSES)
 def test_ranks_with_different_instruction_sets_train_together(monkeypatch, name):
-    here = build.isas(build.compiler())
+    here = build.list_isas(build.find_compiler())
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
 
     def make(params, process_group):

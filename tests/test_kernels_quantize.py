@@ -36,9 +36,9 @@ def mean(request, device) -> Callable:
 
 
 def library_of(isa: str):
-    if build.compiler() is None:
+    if build.find_compiler() is None:
         pytest.skip("needs a C compiler")
-    return build._load(build.compiler(), isa)
+    return build._load(build.find_compiler(), isa)
 
 
 def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, bits: int, odd: bool = False) -> tuple:

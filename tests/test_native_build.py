@@ -15,7 +15,7 @@ from ranks import HANG_GUARD
 from compopt._ops import backends
 from compopt._ops.native import build
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 
 
 # A compiler in place of the real one, once that has built the library: it hands out the same file in no time, as
@@ -37,9 +37,9 @@ def program(path: Path, text: str) -> str:
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory) -> str:
     """A compiler that takes no time: what the real one builds, which is not for speed here, it builds once."""
-    folder, real = tmp_path_factory.mktemp("quick"), build.compiler()
+    folder, real = tmp_path_factory.mktemp("quick"), build.find_compiler()
     unoptimised = program(folder / "unoptimised", f'#!/bin/sh\nexec {real} "$@" -O0\n')
-    library = build.built(unoptimised, "", folder)
+    library = build.build_library(unoptimised, "", folder)
     return program(folder / "cc", COPIES.format(real=real, library=library))
 
 
@@ -56,7 +56,7 @@ def cache(monkeypatch, tmp_path, quick) -> Path:
 
 def built(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    return build.built(build.compiler(), "", folder)
+    return build.build_library(build.find_compiler(), "", folder)
 
 
 def test_a_compiler_that_fails_gives_way(monkeypatch, cache):
@@ -112,9 +112,9 @@ def test_what_cannot_be_loaded_or_kept_is_built_for_this_process_alone(monkeypat
 
 @pytest.mark.parametrize("part", ["compiler", "libc", "processor", "isa"])
 def test_the_name_says_what_it_was_made_of(monkeypatch, cache, part):
-    cc, first = build.compiler(), built(cache).name
+    cc, first = build.find_compiler(), built(cache).name
     if part == "isa":
-        assert build.built(cc, "portable", cache).name.startswith("native-portable-")
+        assert build.build_library(cc, "portable", cache).name.startswith("native-portable-")
         return
     if part == "compiler":
         said = '[ "$1" = --version ] && echo cc 99 && exit'
@@ -123,7 +123,7 @@ def test_the_name_says_what_it_was_made_of(monkeypatch, cache, part):
         monkeypatch.setattr(build.platform, "libc_ver", lambda: ("musl", "1.2"))
     else:
         monkeypatch.setattr(build, "_processor", lambda: b"flags: fpu")
-    assert build.built(cc, "", cache).name != first
+    assert build.build_library(cc, "", cache).name != first
 
 
 OTHER = 4242  # a user id that is not ours

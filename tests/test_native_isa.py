@@ -14,14 +14,14 @@ import compopt
 from compopt._ops.native import build
 from compopt._ops.native.backend import NativeOps
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 BLOCKS = (16, 512, 4096, 16384, 131072)  # sixteens, the passes' blocks, and what else the package cuts tensors by
 SIZES = [n for block in BLOCKS for n in (block - 1, block, block + 1)] + [1, 0, 40_007]
 
 
 @pytest.fixture(params=["avx512", "avx2", "neon"])
 def isa(request, monkeypatch) -> str:
-    here = build.isas(build.compiler())
+    here = build.list_isas(build.find_compiler())
     if request.param not in here:
         pytest.skip(f"this processor has no {request.param}, only {', '.join(here)}")
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
@@ -123,7 +123,7 @@ def test_less_than_there_is_can_be_asked_for_and_nothing_else(monkeypatch):
     monkeypatch.setenv("COMPOPT_NATIVE_ISA", "sse9")
     with pytest.raises(ValueError, match=r"COMPOPT_NATIVE_ISA must be one of avx512, .*portable, got 'sse9'"):
         compopt.AdamS([nn.Parameter(torch.zeros(3))])
-    here = build.isas(build.compiler())
+    here = build.list_isas(build.find_compiler())
     monkeypatch.setenv("COMPOPT_NATIVE_ISA", next(isa for isa in build.INCLUDED if isa not in here))
     with pytest.raises(ValueError, match=r"COMPOPT_NATIVE_ISA=\w+ cannot run here: this processor"):
         compopt.AdamS([nn.Parameter(torch.zeros(3))])

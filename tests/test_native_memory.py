@@ -16,7 +16,7 @@ from compopt._ops.operations import Ops
 from compopt._state import bits as _bits
 from compopt._state.masks import Mask
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 N = 5000
 
 

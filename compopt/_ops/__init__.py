@@ -1,1 +1,1 @@
-"""What a step computes. README.md in this folder says what lives here and what it may import."""
+"""Arithmetic of a step, and the backends that compute it: see README.md in this folder."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._wire.collectives import connect
 from .._wire.warning import warn
-from .native.build import UnknownISA, compiler
+from .native.build import UnknownISA, find_compiler
 from .operations import Group, Ops
 
 NAMES = ("auto", "torch", "native", "triton", "apex")
@@ -120,7 +120,7 @@ def find_missing(name: str, devices: set[str]) -> str:
     if name == "native":
         if devices != {"cpu"}:
             return "not all parameters are on the CPU"
-        return "" if compiler() else "there is no C compiler ($CC, cc, gcc, clang)"
+        return "" if find_compiler() else "there is no C compiler ($CC, cc, gcc, clang)"
     if name == "apex" and APEX_DEVICE not in devices:
         return "no parameter is on a CUDA device"
     if name == "triton" and devices <= {"cpu"} and not is_interpreted(name):

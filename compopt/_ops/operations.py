@@ -1,9 +1,9 @@
-"""The operations that algorithms call, by PyTorch's own operators; other backends derive from this.
+"""The operations that algorithms call, by PyTorch's operators; other backends derive from ``Ops``.
 
 A backend speeds an algorithm up in two ways. It overrides an operation on one tensor, such as
 ``adamw``. Or it registers a fused implementation of a reference function, such as a paper's
 ``update``, in its table ``fused``; the algorithm calls the reference by ``run`` or ``run_batched``
-and does not know which backend there is.
+and does not know which backend runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .._wire.requests import RequestGenerator, RunBatched
 from . import norms, reference
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
-# elements: a few vectors of this length stay in a core's own cache from one pass to the next
+# elements: a few vectors of this length stay in a core's cache from one pass to the next
 BLOCK = 131072
 Group = dict[str, Any]
 Moments = tuple[list[Tensor], list[Tensor]]  # exp_avg and exp_avg_sq of several tensors
@@ -52,7 +52,7 @@ def reference_key(reference: Callable[..., Any]) -> str:
 
 
 class Ops:
-    """PyTorch's own operators, ``torch._fused_adamw_`` among them.
+    """The torch backend: PyTorch's operators, ``torch._fused_adamw_`` among them.
 
     The reducer's side: ``encode`` makes a bucket's payload, ``decode`` reads the average, and
     ``write_at`` and ``clear_at`` change residuals. The update's side: ``adamw``, ``adams``.
@@ -253,7 +253,7 @@ class Ops:
             hyper |= {"betas": group["betas"], "bias_correction": correction}
             return reference.adams_(w, g, m, float(step), clip=clip, **hyper)
         hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
-        # of its own: g may be scratch memory too
+        # separate memory: g may be scratch memory too
         block = block_size(BLOCK, m.view(-1))
         square = self.scratch(m, min(block, m.numel()), use="square")
         for w_, g_, m_ in zip(*(x.view(-1).split(block) for x in (w, g, m)), strict=True):
@@ -298,7 +298,7 @@ def encode(
     scale: float,
     negate: bool,
 ) -> Payload:
-    """The reference of ``Ops.encode``."""
+    """Compute ``Ops.encode`` by PyTorch's operators."""
     payload = empty_payload(bucket, mask)
     ops.write_header(payload, grads)
     residuals = add or [None] * len(grads)
@@ -322,7 +322,7 @@ def encode(
 
 
 def add_residuals(bucket: Bucket, ops: Ops, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
-    """The reference of ``Ops.add_residuals``."""
+    """Compute ``Ops.add_residuals`` by PyTorch's operators."""
     rows = [
         (sums, residual.reshape(sums.shape), None if g is None else g.reshape(sums.shape))
         for g, residual, sums in zip(grads, add, out, strict=True)

@@ -1,4 +1,4 @@
-"""The specification, in plain PyTorch: every kernel has to reproduce it. It is slow where that is
+"""The specification in plain PyTorch, which every kernel reproduces. It is slow where that is
 clearer.
 
 Vectors are flat; n is the number of elements of a tensor, k how many of them are selected.
@@ -142,8 +142,8 @@ def moment(
     maximize: bool = False,
 ) -> Tensor:
     """Return SCAPE's line 10, ``b1 m + (1 - b1) g + e``, with m given at the positions ``held``."""
-    own = (betas[0] - 1) if maximize else (1 - betas[0])
-    x = residual.reshape(-1).add(g.reshape(-1), alpha=own)
+    weight = (betas[0] - 1) if maximize else (1 - betas[0])
+    x = residual.reshape(-1).add(g.reshape(-1), alpha=weight)
     return x.index_add_(0, held, m, alpha=betas[0])
 
 

@@ -1,4 +1,4 @@
-"""What the fused commits of several backends, and the papers' references, have in common."""
+"""Steps that the references of updates and their fused implementations share."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Factored(NamedTuple):
     """Tensor ``i``, as a contiguous matrix of ``rows`` rows.
 
     Its averaged gradient is ``R p^T``, R of shape (rows, r), p of (columns, r), stored column by
-    column; ``own`` is what this rank sent of p, ``dropped`` the rounding error of that.
+    column; ``sent`` is this rank's part of p, ``dropped`` its rounding error.
     """
 
     i: int
@@ -121,12 +121,12 @@ class Factored(NamedTuple):
     columns: int
     R: Tensor
     p: Tensor
-    own: Tensor
+    sent: Tensor
     dropped: Tensor | None
 
 
-class Factors(Protocol):
-    """The tensors of one bucket at one step."""
+class FactoredReducer(Protocol):
+    """The reducer of one bucket, as a fused implementation of lines 4 and 5 uses it."""
 
     # on this rank's gradient
     clipped: float

@@ -19,7 +19,7 @@ from ..._wire.payload import Payload
 from ..._wire.quantized_mean import QuantizedMean
 from .. import operations
 from ..operations import Fused, Ops, empty_payload
-from .build import isa_of, load
+from .build import isa_of_library, load_library
 from .passes import (
     PACK,
     Memory,
@@ -45,8 +45,8 @@ class NativeOps(NativeUpdates, NativeTopK):
 
     def __init__(self) -> None:
         super().__init__()
-        self.library = load()
-        self.isa = isa_of(self.library)
+        self.library = load_library()
+        self.isa = isa_of_library(self.library)
         self.quantize = functools.partial(quantize, self.library)
         self.dequantize = functools.partial(dequantize, self.library)
 
@@ -143,7 +143,7 @@ def bits_or_positions(mask: Mask) -> tuple[Sequence[Tensor | None], Sequence[Ten
         return [None] * len(mask.lengths), mask.positions
     rows = zip(mask.bits, mask.sizes, mask.lengths, strict=True)
     bits = [None if b is None or size * SPARSE <= n else b for b, size, n in rows]
-    if all(own is b for own, b in zip(bits, mask.bits, strict=True)):
+    if all(kept is b for kept, b in zip(bits, mask.bits, strict=True)):
         return bits, [None] * len(bits)
     return bits, [p if b is None else None for p, b in zip(mask.positions, bits, strict=True)]
 
@@ -153,8 +153,8 @@ def is_on_cpu(ops: Ops, bucket: Bucket) -> bool:
 
 
 def can_read(ops: Ops, bucket: Bucket) -> bool:
-    """Whether passes can read this bucket's gradients and state; offloaded state passes a tensor
-    at a time.
+    """True if passes can read this bucket's gradients and state; offloaded state is on the device
+    for one tensor at a time.
     """
     return (
         bucket.device.type == "cpu"
@@ -166,7 +166,7 @@ def can_read(ops: Ops, bucket: Bucket) -> bool:
 
 
 def can_write(ops: Ops, bucket: Bucket) -> bool:
-    """Whether passes can also write its parameters."""
+    """True if passes can also write its parameters."""
     return can_read(ops, bucket) and all(local(p).is_contiguous() for p in bucket.params)
 
 

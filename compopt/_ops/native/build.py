@@ -28,7 +28,7 @@ from ..._wire.warning import warn
 # No contraction: whether a processor has fused multiply-add must not show in the bits, which all
 # ranks share.
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]
-# ways to compile for an instruction set, tried in turn: some compilers know no native architecture
+# Ways to compile for an instruction set, tried in turn: some compilers know no native architecture.
 TARGETS = {
     "": [["-march=native"], []],  # all that this processor has
     "avx512": [["-march=native"]],
@@ -59,24 +59,24 @@ SIGNATURES = {  # what a function returns and takes: p memory, n a size, d a num
 
 
 class UnknownISA(ValueError):
-    """COMPOPT_NATIVE_ISA names what there is not, or not here."""
+    """COMPOPT_NATIVE_ISA names an unknown instruction set, or one that this processor lacks."""
 
 
 class UntrustedCache(Exception):
     """Another user may write the cache folder, or replace it."""
 
 
-def compiler() -> str | None:
-    """The C compiler: what $CC names, else cc, gcc or clang; None where there is none."""
+def find_compiler() -> str | None:
+    """Return the C compiler: $CC, else cc, gcc or clang; None where there is none."""
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         if name and shutil.which(name):
             return shutil.which(name)
     return None
 
 
-def asked_isa() -> str:
-    """The instruction set that COMPOPT_NATIVE_ISA names, to run with less than there is; "": what
-    the processor has.
+def requested_isa() -> str:
+    """Return the instruction set that COMPOPT_NATIVE_ISA names, to run with less than there is; "":
+    all that the processor has.
     """
     isa = os.environ.get("COMPOPT_NATIVE_ISA", "")
     if isa not in TARGETS:
@@ -85,24 +85,24 @@ def asked_isa() -> str:
     return isa
 
 
-def load() -> ctypes.CDLL:
-    """The library, built if it is not there yet.
+def load_library() -> ctypes.CDLL:
+    """Return the library, built if it is not there yet.
 
     Raises RuntimeError where there is no compiler, or it fails; ValueError where COMPOPT_NATIVE_ISA
     names what this processor does not have.
     """
-    cc = compiler()
+    cc = find_compiler()
     if cc is None:
         raise RuntimeError(
             "the native back end needs a C compiler: install gcc or clang, or name another back "
             "end."
         )
-    return _load(cc, asked_isa())
+    return _load(cc, requested_isa())
 
 
 @lru_cache(maxsize=8)
 def _load(cc: str, isa: str) -> ctypes.CDLL:
-    if isa not in ("", "portable") and isa not in (here := isas(cc)):
+    if isa not in ("", "portable") and isa not in (here := list_isas(cc)):
         raise UnknownISA(
             f"COMPOPT_NATIVE_ISA={isa} cannot run here: this processor, as {cc} compiles for it, "
             f"has {', '.join(here)}. Name one of these, or unset it."
@@ -118,21 +118,21 @@ def _load(cc: str, isa: str) -> ctypes.CDLL:
     return library
 
 
-def isas(cc: str) -> list[str]:
-    """The instruction sets that this machine can run."""
-    has = isa_of(_load(cc, ""))
+def list_isas(cc: str) -> list[str]:
+    """Return the instruction sets that this machine can run."""
+    has = isa_of_library(_load(cc, ""))
     return [isa for isa in TARGETS if isa in INCLUDED[has] or isa == "portable"]
 
 
-def isa_of(library: ctypes.CDLL) -> str:
-    """What a library was built for."""
+def isa_of_library(library: ctypes.CDLL) -> str:
+    """Return the instruction set that a library was built for."""
     isa: bytes = library.isa()
     return isa.decode()
 
 
 def _open(cc: str, isa: str) -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(str(built(cc, isa, _cache_folder())))
+        return ctypes.CDLL(str(build_library(cc, isa, _cache_folder())))
     except UntrustedCache as error:
         warn(
             f"the C passes are compiled anew in each process (about two seconds), because {error}, "
@@ -143,7 +143,7 @@ def _open(cc: str, isa: str) -> ctypes.CDLL:
     except OSError:  # the cache is not writable, or its library does not load on this machine
         pass
     with tempfile.TemporaryDirectory() as private:
-        return ctypes.CDLL(str(built(cc, isa, Path(private))))
+        return ctypes.CDLL(str(build_library(cc, isa, Path(private))))
 
 
 def _cache_folder() -> Path:
@@ -179,7 +179,7 @@ def _is_trusted(path: Path) -> bool:
     )
 
 
-def built(cc: str, isa: str, folder: Path) -> Path:
+def build_library(cc: str, isa: str, folder: Path) -> Path:
     """Return the library in this folder; compile it if there is none, or none to be trusted."""
     # Not imported: that would need triton.
     package = importlib.util.find_spec("compopt_kernels")
@@ -215,13 +215,13 @@ def _compile(cc: str, targets: list[list[str]], files: list[str], out: Path) -> 
 
 
 def _name_of(name: str, path: Path) -> str:
-    """What a library with these contents is called."""
+    """Return the file name of a library with these contents."""
     return f"{name}-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.so"
 
 
 def _machine(cc: str) -> list[bytes]:
-    """What tells machines apart that need libraries of their own: a home folder may be shared by
-    many.
+    """Return what distinguishes machines that need different libraries: they may share a home
+    folder.
     """
     version = subprocess.run([cc, "--version"], capture_output=True, timeout=600).stdout
     return [

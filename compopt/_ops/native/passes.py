@@ -64,21 +64,21 @@ def addresses(
 
     Raises ValueError where the pass cannot read ``least`` elements of a tensor.
     """
-    found: list[int] = []
+    places: list[int] = []
     for t, n in zip(tensors, least, strict=True):
         if t is None:
-            found.append(0)
+            places.append(0)
         # ``fits``, without a call
         elif t.dtype is dtype and t.is_cpu and t.is_contiguous() and t.numel() >= n:
-            found.append(t.data_ptr() or EMPTY)
+            places.append(t.data_ptr() or EMPTY)
         else:
             raise ValueError(
                 f"the native back end reads {n} contiguous elements of {dtype} on the CPU as "
-                f"{what}, and number {len(found)} is {t.dtype} of shape {tuple(t.shape)} and "
+                f"{what}, and number {len(places)} is {t.dtype} of shape {tuple(t.shape)} and "
                 f"strides {t.stride()} on {t.device}. Nothing was read. Was a parameter or its "
                 "state converted after the optimizer was made? Make the optimizer after that."
             )
-    return found
+    return places
 
 
 def address_in_turn(

@@ -19,7 +19,7 @@ from .passes import Column, Table, address, address_in_turn, addresses, is_plain
 
 
 class NativeTopK(Ops):
-    """The largest elements of single tensors."""
+    """Selection of the largest elements of single tensors."""
 
     library: ctypes.CDLL
 
@@ -54,8 +54,8 @@ class NativeTopK(Ops):
 
 
 class NativeSelection:
-    """What this rank selects in one step: exactly k of every slice, so that all sizes are known
-    beforehand.
+    """The elements that this rank selects in one step: exactly k of every slice, so that all sizes
+    are known beforehand.
     """
 
     def __init__(self, bucket: Bucket, ops: NativeTopK, shards: MaskShards, rank: int):
@@ -141,7 +141,7 @@ class NativeSelection:
             self._decode(rank, message, positions[first : first + k], shard_bits)
             first += k
         rows = zip(positions.split(sizes), bucket.compressed, strict=True)
-        index = [own if compressed else None for own, compressed in rows]
+        index = [selected if compressed else None for selected, compressed in rows]
         return Mask(bucket, bits=bits_by_tensor(bucket, bits), positions=index)
 
     def _decode(self, rank: int, message: Tensor, positions: Tensor, bits: Tensor) -> None:

@@ -49,10 +49,10 @@ class TritonOps(KernelOps):
             return super().write_header(payload, grads)
         marks = torch.tensor([float(g is not None) for g in grads], dtype=payload.header.dtype)
         payload.header.copy_(pinned(marks, device), non_blocking=True)
-        own = flatten(grads)
-        lengths = tuple(0 if g is None else g.numel() for g in own)
-        blocks, none = kernels.make_blocks(lengths, device), [None] * len(own)
-        kernels.compact(blocks, none, blocks.firsts, own, none, payload.header, none, 0.0, 1.0)
+        flat = flatten(grads)
+        lengths = tuple(0 if g is None else g.numel() for g in flat)
+        blocks, none = kernels.make_blocks(lengths, device), [None] * len(flat)
+        kernels.compact(blocks, none, blocks.firsts, flat, none, payload.header, none, 0.0, 1.0)
 
     def adams(
         self,
@@ -97,13 +97,12 @@ def encode(
     payload = empty_payload(bucket, mask, [float(g is not None) for g in grads])
     blocks, offsets = blocks_of(bucket), block_offsets(bucket, mask)
     residuals = [None] * len(grads) if add is None else list(add)
-    own: Tensors = grads
+    flat: list[Tensor | None] = []  # copies in it have to live until the kernel was launched
 
     def table() -> kernels.Table:
-        nonlocal own  # copies have to live until the kernel has been launched
-        own = flatten(grads)
+        flat.extend(flatten(grads))
         return kernels.compact_table(
-            blocks, mask.bits, own, payload.exact, payload.header, residuals
+            blocks, mask.bits, flat, payload.exact, payload.header, residuals
         )
 
     inputs = make_key(gradients_key(grads), mask_key(bucket, mask), addresses(residuals))

@@ -32,8 +32,8 @@ ALIGNMENT = 16  # bytes: of messages and masks in the memory that they share
 
 
 class TritonSelection:
-    """What this rank selects of one bucket in one step: exactly k of every slice, so that all sizes
-    are known.
+    """The elements that this rank selects of one bucket in one step: exactly k of every slice, so
+    that all sizes are known.
 
     The counterpart of ``scape_masks.Selection``, for all tensors of a bucket.
     """
@@ -84,7 +84,7 @@ def _sizes_of(bucket: Bucket, shards: MaskShards) -> list[int]:
 
 
 class SelectionInputs(NamedTuple):
-    """What a selection reads: gradients, and the momenta before this step."""
+    """A selection, and what it reads: gradients, and the momenta before this step."""
 
     selection: TritonSelection
     grads: Sequence[Tensor | None]
@@ -99,12 +99,12 @@ class SelectionInputs(NamedTuple):
     @property
     def key(self) -> Key:
         """Return what determines the addresses that the selection reads and writes."""
-        own, bucket = self.selection, self.selection.bucket
+        selection, bucket = self.selection, self.selection.bucket
         return make_key(
             bucket,
             bucket.made,
-            own.shard,
-            own.bits.data_ptr(),
+            selection.shard,
+            selection.bits.data_ptr(),
             self.old.key,
             gradients_key(self.grads[self.tensors]),
             mask_key(bucket, bucket.cache["mask"]),
@@ -170,12 +170,12 @@ def _moment_rows(
 ) -> list[kernels.ScapeRow]:
     """Return the rows of these tensors; ``xs``: where x goes, of each slice."""
     rows, remaining, ahead = [], iter(xs), 0
-    for one, own in zip(inputs, grads, strict=True):
+    for one, selected_grads in zip(inputs, grads, strict=True):
         bucket, slices = one.selection.bucket, {p.tensor: p for p in one.selection.shard.slices}
         held, residual, old = bucket.cache["mask"], bucket.state["residual"], one.old.tensors
         counts = blocks_of(bucket).per_tensor
         ahead += sum(counts[: one.tensors.start])
-        for i, grad in enumerate(own, one.tensors.start):
+        for i, grad in enumerate(selected_grads, one.tensors.start):
             piece = slices.get(i)
             rows.append(
                 kernels.ScapeRow(
@@ -215,18 +215,18 @@ def _encode(selections: list[TritonSelection]) -> None:
 
     def table() -> kernels.Table:
         rows = [
-            kernels.EncodeRow(8 * len(own.bits), own.bits, 8 * start, *code_layout(own.shard))
-            for own, start in zip(selections, _aligned_starts(sizes), strict=False)
+            kernels.EncodeRow(8 * len(one.bits), one.bits, 8 * start, *code_layout(one.shard))
+            for one, start in zip(selections, _aligned_starts(sizes), strict=False)
         ]
         return kernels.encode_table(rows, bucket.device)
 
-    key = tuple((own.shard, own.shards.message_bytes, own.bits.data_ptr()) for own in selections)
+    key = tuple((one.shard, one.shards.message_bytes, one.bits.data_ptr()) for one in selections)
     rows = ops.tables(("encode", bucket.index), key, table)
     words = _zeros(sizes, bucket.device)
-    lengths = tuple(8 * len(own.bits) for own in selections)
+    lengths = tuple(8 * len(one.bits) for one in selections)
     kernels.encode_masks(kernels.make_blocks(lengths, bucket.device), rows, words)
-    for own, code in zip(selections, _split(words, sizes), strict=True):
-        own.code = code
+    for selection, code in zip(selections, _split(words, sizes), strict=True):
+        selection.code = code
 
 
 def assemble_bits(pairs: Sequence[tuple[TritonSelection, Tensor]]) -> list[Tensor]:

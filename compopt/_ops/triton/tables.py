@@ -53,7 +53,7 @@ def triton_device() -> str:
 
 
 class KernelOps(Ops):
-    """What functions that launch kernels need: a device, and the cached tables of launches."""
+    """Operations on single tensors; the device of the kernels, and the tables of their launches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class KernelOps(Ops):
         blocks = kernels.make_blocks((n,), bits.device)
         size = int(kernels.unpack_bits(bits, n).sum()) if size is None else size
         offsets = kernels.block_offsets(blocks, [bits])
-        found: list[Tensor] = kernels.positions(blocks, [bits], offsets, [size])
-        return found[0]
+        positions: list[Tensor] = kernels.positions(blocks, [bits], offsets, [size])
+        return positions[0]
 
     def top_k_masks(self, xs: Iterable[Tensor], ks: Iterable[int]) -> list[Tensor]:
         """Return for each tensor the packed mask of its k elements of largest magnitude."""
@@ -101,15 +101,15 @@ def addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
     """Return where each begins, -1 for None; None where one is not contiguous: a kernel then reads
     a copy.
     """
-    found = []
+    places = []
     for t in tensors:
         if t is None:
-            found.append(-1)
+            places.append(-1)
         elif t.is_contiguous():
-            found.append(t.data_ptr())
+            places.append(t.data_ptr())
         else:
             return None
-    return found
+    return places
 
 
 def mask_key(bucket: Bucket, mask: Mask) -> Key:
@@ -212,8 +212,8 @@ def store_block_offsets(
     )
     offsets = kernels.block_offsets(blocks, table)
     counts = [blocks_of(bucket).count for bucket in buckets]
-    for n, (mask, own) in enumerate(zip(masks, offsets.split(counts), strict=True)):
-        mask.block_offsets, mask.batch_offsets = own, (offsets, n, len(masks))
+    for n, (mask, part) in enumerate(zip(masks, offsets.split(counts), strict=True)):
+        mask.block_offsets, mask.batch_offsets = part, (offsets, n, len(masks))
 
 
 # Tensors for rows, and what is done after a launch

@@ -17,6 +17,7 @@ from ..._state.masks import Mask, Tensors, selection_size
 from ..._wire.payload import Payload
 from ..operations import HYPER
 from ..updates import (
+    FactoredReducer,
     count_steps,
     feed_back_rounding,
     keep_absent_momenta,
@@ -303,7 +304,7 @@ def scape_rows(
 class SeparateCall(NamedTuple):
     bucket: Bucket
     mean: Payload
-    reducer: Any  # _lowrank.reducer.ProjectionReducer
+    reducer: FactoredReducer
     update: Any
     present: list[bool]
     factor: float
@@ -330,7 +331,7 @@ def _update_factored(batch: Batch) -> None:
             i, R = product.i, product.R
             row = kernels.FactoredRow(
                 *(product.rows, product.columns, R.shape[1]),
-                *(R, *R.stride(), product.p, product.own),
+                *(R, *R.stride(), product.p, product.sent),
                 *(weights[i], state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]),
                 residual=state["residual"][i],
                 dropped=product.dropped,
