@@ -21,7 +21,7 @@ from torch import Tensor
 from ._engine.face import Group
 from ._engine.inside import ReducingOptimizer, apply_shards
 from ._engine.options import check_compress, check_payload, ignore_capturable
-from ._engine.reducer import Reducer, WholeReducer
+from ._engine.reducer import MaskReducer, Reducer, WholeReducer
 from ._engine.update import Update
 from ._engine.wrapper import Wrapper
 from ._ops.norms import clip_factor, scale_all_
@@ -31,13 +31,13 @@ from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Unsharded
 from ._state.masks import Mask
 from ._wire.collectives import ProcessGroup
-from ._wire.payload import Payload, PayloadDtype, quantized_bits
-from ._wire.requests import Agree, AllReduceMean, RequestGenerator
+from ._wire.payload import PayloadDtype, quantized_bits
+from ._wire.requests import Agree, RequestGenerator
 
 
 def average(bucket: Bucket, ops: Ops, update: Update) -> RequestGenerator[None]:
     """Lines 1 to 5, one bucket, one step; ``update`` takes G."""
-    reducer = MeanReducer(bucket, ops)
+    reducer = MaskReducer(bucket, ops, Mask(bucket))
     mean = yield from reducer.reduce()  # lines 1 to 3
     norm = yield Agree(mean, reducer.phase)
 
@@ -54,39 +54,6 @@ def average(bucket: Bucket, ops: Ops, update: Update) -> RequestGenerator[None]:
         for i, g in zip(present, to, strict=True):
             update.apply(bucket, i, g)
     reducer.feed_back(flags)  # line 5
-
-
-class MeanReducer:
-    """Lines 1, 2, 3 and 5, of all tensors of one bucket by one all-reduce."""
-
-    def __init__(self, bucket: Bucket, ops: Ops):
-        self.bucket, self.ops, self.rounds = bucket, ops, bucket.rounds
-        self.residual: list[Tensor | None] = [*bucket.state["residual"]]
-        self.sends_residuals = bucket.rounds or bucket.owes
-
-    @property
-    def phase(self) -> str:
-        return "rounded" if self.rounds else "dense"
-
-    def reduce(self) -> RequestGenerator[Payload]:
-        bucket, add = self.bucket, self.residual if self.sends_residuals else None
-        sent = self.ops.encode(bucket, bucket.grads(), Mask(bucket), add)
-        mean: Payload = yield AllReduceMean(sent)
-        self.mean = mean
-        return mean
-
-    def own_parts(self, dtype: torch.dtype) -> list[Tensor]:
-        parts = zip(self.mean.parts, self.bucket.shards.own, strict=True)
-        return [part[start:stop].to(dtype) for part, (start, stop) in parts]
-
-    def feed_back(self, present: list[bool]) -> None:
-        for i, (e, is_present) in enumerate(zip(self.residual, present, strict=True)):
-            if e is not None and is_present:
-                e.view(-1).copy_(self.mean.dropped_parts[i]) if self.rounds else e.zero_()
-        self.bucket.cache["owes"] = self.rounds or (self.sends_residuals and not all(present))
-
-    def next_state(self, i: int) -> dict[str, Tensor]:
-        return {}
 
 
 class Average(Wrapper, ReducingOptimizer):
@@ -151,7 +118,9 @@ class Average(Wrapper, ReducingOptimizer):
         have floating-point values only.
         """
         is_quantized = quantized_bits(bucket.group["payload_dtype"]) is not None
-        return (MeanReducer if is_quantized else WholeReducer)(bucket, self.ops)
+        if is_quantized:
+            return MaskReducer(bucket, self.ops, Mask(bucket))
+        return WholeReducer(bucket, self.ops)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.inside is not None:

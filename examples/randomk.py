@@ -18,41 +18,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt._engine.base import CompressedOptimizer
+from compopt._engine.inside import ReducingOptimizer, apply_shards
 from compopt._engine.options import check_adam, check_compression, require
+from compopt._engine.reducer import MaskReducer
+from compopt._engine.update import AdamW
 from compopt._engine.when import dense_steps
 from compopt._ops.norms import clip_factor
-from compopt._ops.operations import Ops
+from compopt._ops.updates import count_steps
 from compopt._state.buckets import Bucket
-from compopt._state.layouts import Dense, Layout
+from compopt._state.layouts import Dense, Layout, Unsharded
 from compopt._state.masks import Mask, selection_size
 from compopt._wire.collectives import ProcessGroup
 from compopt._wire.payload import PayloadDtype
-from compopt._wire.requests import Agree, AllReduceMean, RequestGenerator
+from compopt._wire.requests import Agree, RequestGenerator
 
 
-def randomk(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
+def randomk(bucket: Bucket, reducer: MaskReducer, update: AdamW) -> RequestGenerator[None]:
     """Lines 1 to 6, one bucket, one step."""
-    h, state, grads = bucket.group, bucket.state, bucket.grads()
-    t = h["step"] + 1
-    dense = t <= dense_steps(bucket) or not any(bucket.compressed)
-    mask = Mask(bucket) if dense else draw(bucket, t)  # line 1
-    sent = ops.encode(bucket, grads, mask, add=state["residual"])  # line 2
-    mean = yield AllReduceMean(sent)  # line 3
-    norm = yield Agree(mean, "dense" if dense else "sparse")
+    mean = yield from reducer.reduce()  # line 2 and line 3
+    norm = yield Agree(mean, reducer.phase)
     # From here on state may change.
-    if (factor := clip_factor(norm, h["max_grad_norm"])) < 1:
+    if (factor := clip_factor(norm, bucket.group["max_grad_norm"])) < 1:
         mean.body.mul_(factor)  # line 4
     # Of a tensor without a gradient on any rank all stays as it was.
-    for i in (i for i, present in enumerate(bucket.present(mean)) if present):
-        e, g, at, part = state["residual"][i], grads[i], mask.positions[i], mean.parts[i]
-        if e is not None:  # of a compressed tensor, line 5
-            e.add_(0 if g is None else g)
-            ops.write_at(e, at, mean.dropped_parts[i] if mean.dropped_parts else torch.zeros_like(part))
-        w, m, v, step = bucket.weight(i), state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
-        step += 1
-        ops.adamw(h, w, ops.decode(part, at, w), m, v, step)  # line 6
-        bucket.publish(i)
+    present = bucket.present(mean)
+    count_steps(bucket.state["step"], present)
+    for i in (i for i, is_present in enumerate(present) if is_present):
+        update.apply(bucket, i, reducer.average(i, bucket.weight(i)))  # line 6
+    reducer.feed_back(present)  # line 5
 
 
 def draw(bucket: Bucket, t: int) -> Mask:
@@ -66,7 +59,7 @@ def draw(bucket: Bucket, t: int) -> Mask:
     return Mask(bucket, positions=found)
 
 
-class RandomK(CompressedOptimizer):
+class RandomK(ReducingOptimizer):
     """AdamW on gradients of which every step sends a random part; the rest is sent later.
 
     Args: params, lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`. density: share of a
@@ -105,11 +98,18 @@ class RandomK(CompressedOptimizer):
         require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        residual = Dense(dtype, compressed_only=True)
+        residual = (Unsharded if self.reduces_inside else Dense)(dtype, compressed_only=True)
         return {"exp_avg": Dense(dtype), "exp_avg_sq": Dense(dtype), "residual": residual}
 
+    def reducer(self, bucket: Bucket) -> MaskReducer:
+        t = bucket.group["step"] + 1
+        dense = t <= dense_steps(bucket) or not any(bucket.compressed)
+        return MaskReducer(bucket, self.ops, Mask(bucket) if dense else draw(bucket, t))  # line 1
+
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        return randomk(bucket, self.ops)
+        if self.inside is not None:
+            return apply_shards(bucket, self.ops, self.inside, AdamW(self.ops))
+        return randomk(bucket, self.reducer(bucket), AdamW(self.ops))
 
 
 if __name__ == "__main__":

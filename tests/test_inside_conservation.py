@@ -9,19 +9,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from inside import cut, loss, make
+from randomk import RandomK
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import compopt
 
-METHODS = ("tagc", "tagc, bfloat16", "tracked, int8", "orthonormal", "average, bfloat16", "average, int8")
+METHODS = (
+    "tagc",
+    "tagc, bfloat16",
+    "tracked, int8",
+    "orthonormal",
+    "average, bfloat16",
+    "average, int8",
+    "randomk, int8",
+)
 
 
 def build(method: str, model: nn.Module) -> torch.optim.Optimizer:
     params, (kind, _, payload) = list(model.named_parameters()), method.partition(", ")
     if kind == "average":
         return compopt.Average(torch.optim.AdamW([p for _, p in params], lr=1e-2), payload_dtype=payload)
+    if kind == "randomk":
+        return RandomK(params, lr=1e-2, density=0.1, payload_dtype=payload)
     options = {"lr": 1e-2, "warmup_steps": 0, "payload_dtype": payload or None}
     if kind == "tagc":
         return compopt.TagcAdamW(params, sparsity=0.9, **options)

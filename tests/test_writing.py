@@ -192,9 +192,9 @@ def test_what_the_page_calls_can_be_called(monkeypatch):
     p = optimizer.param_groups[0]["params"][0]
     p.grad, seen = torch.ones(64, 64), {}
 
-    def spied(bucket: object, ops: object) -> object:
-        seen.update(bucket=bucket, ops=ops, optimizer=optimizer)
-        return randomk(bucket, ops)
+    def spied(bucket: object, reducer: object, update: object) -> object:
+        seen.update(bucket=bucket, ops=reducer.ops, optimizer=optimizer)
+        return randomk(bucket, reducer, update)
 
     monkeypatch.setattr(f"{RandomK.__module__}.randomk", spied)
     optimizer.step()

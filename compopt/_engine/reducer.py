@@ -11,7 +11,7 @@ average is then this rank's part of every tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -20,8 +20,9 @@ from torch import Tensor
 from .._ops.norms import finite_marks, squared_norm, stacked_squared_norms
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
+from .._state.masks import Mask
 from .._wire.payload import Payload, PayloadDtype
-from .._wire.requests import ReduceScatterMean, RequestGenerator
+from .._wire.requests import AllReduceMean, ReduceScatterMean, RequestGenerator
 
 
 class Reducer(Protocol):
@@ -158,3 +159,59 @@ class WholeReducer:
     def _like(self) -> Tensor:
         """Of the dtype in which the header is made."""
         return torch.empty(0, dtype=self.bucket.wide, device=self.bucket.device)
+
+
+class MaskReducer:
+    """Sends gradients plus residuals on a mask that all ranks know, by one all-reduce.
+
+    Inside FSDP2 every rank then takes its shard of the average.
+    """
+
+    def __init__(self, bucket: Bucket, ops: Ops, mask: Mask):
+        self.bucket, self.ops, self.mask = bucket, ops, mask
+        self.grads = bucket.grads()
+        self.residual: list[Tensor | None] = [*bucket.state["residual"]]
+        self.is_whole = all(positions is None for positions in mask.positions)
+        self.sends_residuals = bucket.rounds or bucket.owes
+
+    @property
+    def phase(self) -> str:
+        if not self.is_whole:
+            return "sparse"
+        return "rounded" if self.bucket.rounds else "dense"
+
+    def reduce(self) -> RequestGenerator[Payload]:
+        add = self.residual if self.sends_residuals else None
+        sent = self.ops.encode(self.bucket, self.grads, self.mask, add)
+        mean: Payload = yield AllReduceMean(sent)
+        self.mean = mean
+        return mean
+
+    def average(self, i: int, like: Tensor) -> Tensor:
+        """Return the averaged gradient of tensor i, like ``like``; valid until the next call."""
+        return self.ops.decode(self.mean.parts[i], self.mask.positions[i], like)
+
+    def own_parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        for i, (start, stop) in enumerate(self.bucket.shards.own):
+            average = self.average(i, self.bucket.params[i])
+            yield average.reshape(-1)[start:stop].to(dtype)
+
+    def feed_back(self, present: list[bool]) -> None:
+        mean, rounds = self.mean, self.mean.dropped is not None
+        for i, (e, is_present) in enumerate(zip(self.residual, present, strict=True)):
+            if e is None or not is_present:
+                continue
+            g, at = self.grads[i], self.mask.positions[i]
+            if g is not None and at is not None:
+                e.add_(g)
+            if rounds:
+                self.ops.write_at(e, at, mean.dropped_parts[i])
+            elif at is not None:
+                self.ops.clear_at(e, at)
+            else:
+                e.zero_()
+        remains = rounds or not self.is_whole
+        self.bucket.cache["owes"] = remains or (self.sends_residuals and not all(present))
+
+    def next_state(self, i: int) -> dict[str, Tensor]:
+        return {}
