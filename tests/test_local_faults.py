@@ -297,6 +297,22 @@ def test_a_rank_that_lacks_an_exchange_takes_it_over_and_does_not_repeat_it():
     assert optimizers[0].stats.phase == optimizers[1].stats.phase == "local"
 
 
+def test_a_rank_that_lacks_an_exchange_of_the_second_fragment_takes_it_over():
+    """The first exchange of a round, which the outer optimizer's first group has no part in."""
+    params, optimizers = train(2, 1, fragments=2)
+    world = optimizers[0].comm.world
+    world.failing.add((1, world.comms[1].started + 2))
+    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the exchange"):
+        step(world, params, optimizers, gradients(2, 1))
+    assert [exchanges_of(optimizer) for optimizer in optimizers] == [1, 0]
+    rebind(optimizers, World(2))
+    assert [exchanges_of(optimizer) for optimizer in optimizers] == [1, 1]
+    for t in range(2, 6):
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
+    end_round(optimizers)
+    assert are_equal(params)
+
+
 def test_ranks_an_exchange_apart_are_told_to_rebind():
     params, optimizers = train(2, 3, every=1)
     world = optimizers[0].comm.world

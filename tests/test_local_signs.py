@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from compopt._local.distances import count_signs, estimate_products, project_signs
+from compopt._local.distances import BLOCK, count_signs, estimate_products, project_signs
 
 CPU = torch.device("cpu")
 
@@ -70,3 +70,12 @@ def test_the_cosine_of_matrices_whose_rows_are_alike(cosine, row):
         a, b = at_an_angle(cosine, 5_000, seed)
         vectors = [torch.outer(v, common).view(-1) / common.norm() for v in (a, b)]
         assert abs(estimated(vectors, seed) - cosine) < 0.02
+
+
+@pytest.mark.parametrize(("first", "second", "cosine"), [("vu", "uv", 0.0), ("vv", "vu", 0.5)])
+def test_the_cosine_of_blocks_that_are_alike(first, second, cosine):
+    """Blocks are projected one after another, by signs of their own."""
+    drawn = dict(zip("vu", at_an_angle(0.0, BLOCK, 0), strict=True))
+    signs = [project_signs([drawn[name] for name in names], 2, 0, CPU) for names in (first, second)]
+    squared, product = estimate_products(torch.tensor([2.0, 2.0]).double(), torch.stack(signs))
+    assert abs(product / squared - cosine) < 0.02

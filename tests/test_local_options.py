@@ -1,0 +1,51 @@
+"""Options of LocalSteps that do not go together, and what ``stats`` counts of rounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from local_runs import adamw, end_round, train
+from problems import gradients, step, weights
+
+import compopt
+
+
+def test_a_delay_ends_before_the_next_exchange_of_its_fragment():
+    params = [torch.nn.Parameter(w) for w in weights()]
+    compopt.LocalSteps(adamw(params), 30, fragments=2, delay=15)
+    with pytest.raises(ValueError, match=r"delay.*at most every / fragments, 15"):
+        compopt.LocalSteps(adamw(params), 30, fragments=2, delay=16)
+
+
+def test_stats_count_rounds_from_the_end_of_the_averaged_start():
+    params, optimizers = train(2, 0, warmup_steps=3, every=4)
+    found = []
+    for t in range(9):
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
+        stats = optimizers[0].stats
+        found.append((stats.round, stats.steps_into_round))
+    assert found == [(0, 0), (0, 0), (0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]
+
+
+def test_stats_count_the_bytes_of_a_step():
+    params, optimizers = train(2, 0, every=2)
+    found = []
+    for t in range(7):
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
+        found.append(optimizers[0].stats.bytes_sent)
+    end_round(optimizers)
+    found.append(optimizers[0].stats.bytes_sent)
+    exchange = found[3]
+    # the first exchange begins with a handshake; a round that is ended counts to the step before
+    assert found[:1] + found[2:] == [0, 0, exchange, 0, exchange, 0, exchange] and found[1] > exchange > 0
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_ending_a_round_after_an_exchange_leaves_stats_as_they_were(at):
+    params, optimizers = train(2, 2, every=2)
+    if at == 3:
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, 2))
+        end_round(optimizers)
+    before = {name: value for name, value in vars(optimizers[0].stats).items() if not callable(value)}
+    end_round(optimizers)
+    assert before == {name: value for name, value in vars(optimizers[0].stats).items() if not callable(value)}
