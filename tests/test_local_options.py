@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from local_runs import adamw, end_round, train
+from local_runs import adamw, are_equal, end_round, train
 from problems import gradients, step, weights
 
 import compopt
@@ -40,6 +40,24 @@ def test_stats_count_the_bytes_of_a_step():
     assert found[:1] + found[2:] == [0, 0, exchange, 0, exchange, 0, exchange] and found[1] > exchange > 0
 
 
+def test_the_bytes_of_a_round_that_is_ended_count_to_those_of_the_step_before():
+    params, optimizers = train(2, 10, every=8, fragments=2)
+    step(optimizers[0].comm.world, params, optimizers, gradients(2, 10))
+    step(optimizers[0].comm.world, params, optimizers, gradients(2, 11))  # fragment 1 is exchanged
+    sent = optimizers[0].stats.bytes_sent
+    total = optimizers[0].comm.bytes_sent
+    end_round(optimizers)
+    assert sent > 0 and optimizers[0].stats.bytes_sent == sent + optimizers[0].comm.bytes_sent - total > sent
+
+
+def test_rounds_too_short_for_a_delay_have_none():
+    """Of one step, with two fragments: they are exchanged together, and applied at once."""
+    params, optimizers = train(2, 0, every=8, fragments=2, delay=2, every_warmup_steps=100)
+    for t in range(3):
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
+        assert optimizers[0].stats.phase == "exchanged" and are_equal(params)
+
+
 @pytest.mark.parametrize("at", [2, 3])
 def test_ending_a_round_after_an_exchange_leaves_stats_as_they_were(at):
     params, optimizers = train(2, 2, every=2)
@@ -49,3 +67,18 @@ def test_ending_a_round_after_an_exchange_leaves_stats_as_they_were(at):
     before = {name: value for name, value in vars(optimizers[0].stats).items() if not callable(value)}
     end_round(optimizers)
     assert before == {name: value for name, value in vars(optimizers[0].stats).items() if not callable(value)}
+
+
+def test_an_exchange_sends_its_fragment_alone():
+    """Two of about equal bytes; a message in front has 8 KB."""
+    sent = {}
+    for fragments in (1, 2):
+        params, optimizers = train(2, 8, every=8, fragments=fragments)
+        before = optimizers[0].comm.bytes_sent
+        for t in range(8, 16):
+            step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
+            sent.setdefault(fragments, []).append(optimizers[0].stats.bytes_sent)
+        assert sum(sent[fragments]) == optimizers[0].comm.bytes_sent - before
+    (whole,) = filter(None, sent[1])
+    parts = [n for n in sent[2] if n]
+    assert len(parts) == 2 and sum(parts) < whole + 10_000 and max(parts) < 0.8 * whole

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import struct
+import time
 
 import torch
 from ranks import FOREVER, run_ranks
@@ -168,3 +169,30 @@ def test_delayed_exchanges_have_one_process_group_which_goes_with_the_optimizer(
     for before, once, often, after in run_ranks(loads_again_and_again, 2):
         assert once[2] == often[2] == before[2] + 1 and after[2] == before[2]
         assert often[0] <= once[0] + 2 and often[1] <= once[1] + 2, "ten loads open no files, and start no threads"
+
+
+def loads_while_an_exchange_is_on_its_way(rank: int) -> torch.Tensor:
+    p = torch.nn.Parameter(torch.ones(50, 100))
+    sgd = torch.optim.SGD([p], lr=1e-2)
+    optimizer = compopt.LocalSteps(sgd, 4, delay=3, every_warmup_steps=0)
+
+    def train_on(steps) -> None:
+        for t in steps:
+            p.grad = torch.randn(50, 100, generator=torch.Generator().manual_seed(100 * t + rank))
+            optimizer.step()
+
+    train_on(range(4))  # the exchange has begun
+    torch.distributed.barrier()
+    time.sleep(0.2)
+    if rank == 1:  # has come further than rank 0
+        optimizer.gradients_ready([p])
+    torch.distributed.barrier()
+    optimizer.load_state_dict(optimizer.state_dict())
+    train_on(range(4, 9))
+    optimizer.end_round()
+    return p.detach()
+
+
+def test_a_load_waits_for_what_is_on_the_wire():
+    first, second = run_ranks(loads_while_an_exchange_is_on_its_way, 2)
+    assert torch.equal(first, second) and not torch.equal(first, torch.ones(50, 100))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 
 import pytest
@@ -278,3 +279,52 @@ def test_an_exchange_in_trouble_is_resumed_as_it_goes_on(trouble, options):
             step(world2, params2, optimizers2, single(2, t))
     assert all(map(torch.equal, params[0], params2[0])) and all(map(torch.equal, params[1], params2[1]))
     assert all(bool(p.isfinite().all()) for p in params[0])
+
+
+def test_what_is_done_to_a_frozen_layer_stays_where_an_exchange_is_resumed():
+    """The layer is not part of the exchange that is on its way."""
+    params, optimizers = train(2, 6, torch.float32, delay=2)
+    world = optimizers[0].comm.world
+    for rank in params:
+        rank[2].requires_grad_(False)
+    for t in range(6, 13):  # once more it follows the others, and from step 12 on another exchange is on its way
+        grads = single(2, t)
+        for given in grads:
+            given[2] = None
+        step(world, params, optimizers, grads)
+    for rank in params:
+        rank[2].data.add_(1)
+    after = params[0][2].detach().clone()
+
+    def make(params, process_group):
+        params[2].requires_grad_(False)
+        options = dict(every=4, every_warmup_steps=0, payload_dtype=None, delay=2)
+        return compopt.LocalSteps(adamw(params), process_group=process_group, **options)
+
+    world2, params2, optimizers2 = resumed(params, optimizers, make)
+    grads = single(2, 13)
+    for given in grads:
+        given[2] = None
+    step(world2, params2, optimizers2, grads)
+    assert optimizers2[0].stats.phase == "exchanged" and torch.equal(params2[0][2], after)
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 2, "fragments": 2}])
+def test_a_copy_goes_on_as_the_original(options):
+    params, optimizers = train(2, 7, torch.float32, **options)
+    expected, _ = train(2, 12, torch.float32, **options)
+    twins = copy.deepcopy(list(zip(params, optimizers, strict=True)))
+    params, optimizers = zip(*twins, strict=True)
+    for t in range(7, 12):
+        step(optimizers[0].comm.world, params, optimizers, single(2, t))
+    for rank, other in zip(params, expected, strict=True):
+        assert all(map(torch.equal, rank, other))
+
+
+def test_residuals_of_the_averaged_start_are_saved_in_it_alone():
+    for steps, is_saved in ((2, True), (4, False)):
+        _, optimizers = train(2, steps, torch.float32, warmup_steps=3, payload_dtype="int8")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            entries = optimizers[0].state_dict()["state"].values()
+        assert any("residual" in entry for entry in entries) == is_saved

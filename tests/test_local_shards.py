@@ -77,6 +77,9 @@ def one_replica_with_a_replicated_parameter(rank: int) -> float:
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     params, _ = sharded(mesh)
+    for option in ({"delay": 1}, {"offload": "outer"}):
+        with pytest.raises(ValueError, match="where parameters are sharded"):
+            sharded(mesh, **option)
     plain = nn.Parameter(torch.zeros(30))
     sgd = torch.optim.SGD([*params, plain], lr=1.0)
     optimizer = compopt.LocalSteps(sgd, 2, every_warmup_steps=0, process_group=mesh.get_group("replicate"))
@@ -131,7 +134,9 @@ def two_replicas(rank: int) -> dict[str, object]:
 
 
 def test_replicas_of_two_shards_exchange_and_lose_a_replica_as_a_whole():
-    for found in run_ranks(two_replicas, 4):
+    ranks = run_ranks(two_replicas, 4)
+    assert len({found["cosine"][0] for found in ranks}) == 1, "it is that of all shards"
+    for found in ranks:
         assert found["far"] < 1e-5 and found["equal"]
         reported, true, _ = found["cosine"]
         assert abs(reported - true) < 0.02
