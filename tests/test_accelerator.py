@@ -33,10 +33,8 @@ LOOKS = {
     # in compressed steps of some classes
     "_engine.exchange _read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
     "local_steps _gradient_norm": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),
-    "_local.anchors set_pseudo_gradients": ("LocalSteps, rounds", "a round's end: the norm of the pseudo-gradient"),
-    "_local.exchange communicate": ("LocalSteps, rounds", "a round's end: counts and settings of all ranks"),
-    "_local.exchange inner_products": ("LocalSteps, rounds", "a round's end: how far ranks are apart"),
-    "_local.anchors mend_moments": ("LocalSteps, rounds", "parameters that were not finite: which moments too"),
+    "_local.exchange communicate": ("LocalSteps, rounds", "a round's end: counts, settings, norms and signs of all ranks"),
+    "_local.anchors reset_moments": ("LocalSteps, rounds", "parameters that were not finite: which moments too"),
     "_engine.moving average_base": ("LocalSteps, rounds", "consolidate_state(): the inner moments' mean"),
     "_lowrank.reducer _cosines": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),
     "_ops.operations adams": ("AdamS, its authors'", "bias_correction='adams', or clip='scape': a step count"),
@@ -61,7 +59,7 @@ LOOKS = {
     "_state.kept renew_masters": ("ScapeAdamS", "offload='all': parameters below float32 are compared with masters"),
     "_state.kept fetch": ("ScapeAdamS, sharded", "offloaded masters at positions that were found on the device"),
     "_engine.checkpoint fill": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
-    "_local.anchors wide_copy": ("LocalSteps, offloaded", "when they are made: anchors are the parameters"),
+    "_local.anchors copy_wide": ("LocalSteps, offloaded", "when they are made: anchors are the parameters"),
     "_local.anchors value": ("LocalSteps, offloaded", "a round's end: parameters, on their way to their anchors"),
     # at the first step, and after state was loaded, lost or moved
     "_engine.peers verify_peers": ("AdamS", "the handshake: checksums of all ranks, compared on the host"),

@@ -283,7 +283,7 @@ def test_an_exchange_in_trouble_is_resumed_as_it_goes_on(trouble, options):
 
 def test_what_is_done_to_a_frozen_layer_stays_where_an_exchange_is_resumed():
     """The layer is not part of the exchange that is on its way."""
-    params, optimizers = train(2, 6, torch.float32, delay=2)
+    params, optimizers = train(2, 6, torch.float32, delay=2, payload_dtype="int4")
     world = optimizers[0].comm.world
     for rank in params:
         rank[2].requires_grad_(False)
@@ -298,14 +298,16 @@ def test_what_is_done_to_a_frozen_layer_stays_where_an_exchange_is_resumed():
 
     def make(params, process_group):
         params[2].requires_grad_(False)
-        options = dict(every=4, every_warmup_steps=0, payload_dtype=None, delay=2)
+        options = dict(every=4, every_warmup_steps=0, payload_dtype="int4", delay=2)
         return compopt.LocalSteps(adamw(params), process_group=process_group, **options)
 
     world2, params2, optimizers2 = resumed(params, optimizers, make)
     grads = single(2, 13)
     for given in grads:
         given[2] = None
+    step(world, params, optimizers, grads)
     step(world2, params2, optimizers2, grads)
+    assert all(map(torch.equal, params[0], params2[0]))
     assert optimizers2[0].stats.phase == "exchanged" and torch.equal(params2[0][2], after)
 
 
