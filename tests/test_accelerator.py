@@ -33,7 +33,7 @@ LOOKS = {
     # in compressed steps of some classes
     "_engine.exchange _read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
     "local_steps _gradient_norm": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),
-    "_local.exchange communicate": ("LocalSteps, rounds", "a round's end: counts, settings, norms and signs of all ranks"),
+    "_local.exchange communicate": ("LocalSteps, rounds", "a round's end: the messages of all ranks"),
     "_local.anchors reset_moments": ("LocalSteps, rounds", "parameters that were not finite: which moments too"),
     "_engine.moving average_base": ("LocalSteps, rounds", "consolidate_state(): the inner moments' mean"),
     "_lowrank.reducer _cosines": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),
