@@ -37,7 +37,7 @@ LOOKS = {
     "_local.exchange communicate": ("LocalSteps, rounds", "a round's end: counts and settings of all ranks"),
     "_local.exchange inner_products": ("LocalSteps, rounds", "a round's end: how far ranks are apart"),
     "_local.anchors mend_moments": ("LocalSteps, rounds", "parameters that were not finite: which moments too"),
-    "_engine.moving average_base": ("LocalSteps, rounds", "consolidate_state(): the inner moments' mean"),
+    "_engine.resharding average_base": ("LocalSteps, rounds", "consolidate_state(): the inner moments' mean"),
     "_lowrank.reducer _cosines": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),
     "_ops.operations adams": ("AdamS, its authors'", "bias_correction='adams', or clip='scape': a step count"),
     "_ops.updates update_magnitudes": ("RadiusAdamW", "a resample: AdamW's bias correction, by a step count"),
@@ -60,7 +60,7 @@ LOOKS = {
     # of state in host memory
     "_state.kept renew_masters": ("ScapeAdamS", "offload='all': parameters below float32 are compared with masters"),
     "_state.kept fetch": ("ScapeAdamS, sharded", "offloaded masters at positions that were found on the device"),
-    "_engine.checkpoint fill": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
+    "_engine.session _fill_state": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
     "_local.anchors wide_copy": ("LocalSteps, offloaded", "when they are made: anchors are the parameters"),
     "_local.anchors value": ("LocalSteps, offloaded", "a round's end: parameters, on their way to their anchors"),
     # at the first step, and after state was loaded, lost or moved
@@ -76,9 +76,9 @@ LOOKS = {
     # when it is asked for
     "_engine.session residual_norm": ("RadiusAdamW", "stats.residual_norm()"),
     "_engine.gradients unscale": ("AdamS", "a GradScaler's scale"),
-    "_engine.moving average": ("RadiusAdamW", "consolidate_state() of a residual in host memory"),
-    "_engine.moving gather": ("TagcAdamW", "consolidate_state() of shards, which are gathered in host memory"),
-    "_engine.moving move": ("TagcAdamW", "ranks are lost: who owned which shard"),
+    "_engine.resharding average_state": ("RadiusAdamW", "consolidate_state() of a residual in host memory"),
+    "_engine.resharding gather_shards": ("TagcAdamW", "consolidate_state() of shards, gathered in host memory"),
+    "_engine.resharding reshard_state": ("TagcAdamW", "ranks are lost: who owned which shard"),
     "_engine.recovery catch_up": ("AdamS", "ranks are lost: how far each of the others is"),
     "local_steps _adopt_counts": ("LocalSteps", "ranks are lost: whether the start is over on any"),
 }  # fmt: skip
