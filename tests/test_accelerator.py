@@ -33,10 +33,8 @@ LOOKS = {
     # in compressed steps of some classes
     "_engine.exchange _read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
     "local_steps _gradient_norm": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),
-    "_local.anchors set_pseudo_gradients": ("LocalSteps, rounds", "a round's end: the norm of the pseudo-gradient"),
     "_local.exchange communicate": ("LocalSteps, rounds", "a round's end: counts and settings of all ranks"),
-    "_local.exchange inner_products": ("LocalSteps, rounds", "a round's end: how far ranks are apart"),
-    "_local.anchors mend_moments": ("LocalSteps, rounds", "parameters that were not finite: which moments too"),
+    "_local.anchors reset_moments": ("LocalSteps, rounds", "parameters that were not finite: which moments too"),
     "_engine.resharding average_base": ("LocalSteps, rounds", "consolidate_state(): the inner moments' mean"),
     "_lowrank.reducer _cosines": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),
     "_ops.operations adams": ("AdamS, its authors'", "bias_correction='adams', or clip='scape': a step count"),
