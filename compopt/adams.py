@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
-from ._engine.face import Group
-from ._engine.options import check_adams, check_compress, take_torchs
+from ._engine.options import Group, check_adams, check_compress, take_torchs
 from ._ops.operations import Ops
 from ._ops.updates import count_steps
 from ._state.buckets import Bucket

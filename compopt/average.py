@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._engine.face import Group
 from ._engine.inside import ReducingOptimizer, apply_shards
-from ._engine.options import check_compress, check_payload, ignore_capturable
+from ._engine.options import Group, check_compress, check_payload, ignore_capturable
 from ._engine.reducer import MaskReducer, Reducer, WholeReducer
 from ._engine.update import Update
 from ._engine.wrapper import Wrapper

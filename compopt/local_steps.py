@@ -32,21 +32,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ._engine import frozen, gradients
+from ._engine import gradients
 from ._engine.decision import StepDecision
-from ._engine.face import Group
 from ._engine.missing_ranks import RankLeft
-from ._engine.moving import average_base
+from ._engine.options import Group
 from ._engine.peers import gather_rows, warn_without_gradients
 from ._engine.recovery import catch_up, warn_of_lost_residuals
-from ._engine.reporting import error_of_skips, report
+from ._engine.resharding import average_base
 from ._engine.saving import warn_of_what_is_missing
-from ._engine.session import Corrupt, Sync
+from ._engine.session import Corrupt, Sync, weak_method
 from ._engine.signals import defer_signals
 from ._engine.stats import Stats
 from ._engine.step import Step, check_can_step
 from ._engine.turns import Background, Turns, sum_over
-from ._engine.weakly import weakly
 from ._engine.wrapper import Wrapper
 from ._local import rounds
 from ._local.anchors import Anchors, MakeOuter, deal, reset_moments
@@ -232,8 +230,7 @@ class LocalSteps(Wrapper):
             session.has_local_gradients = False
             self._note_open_round()
         self._report(norm, is_applied)
-        if too_many := error_of_skips(session, math.isfinite(norm)):
-            raise too_many
+        session.count_skips(math.isfinite(norm))
 
     @property
     def _params(self) -> list[Tensor]:
@@ -243,7 +240,7 @@ class LocalSteps(Wrapper):
         """See which ranks and groups there are, and keep nothing of the averaged start."""
         session = self._session
         session.connect_ranks()
-        if frozen.reset_from_outside(session):
+        if session.has_foreign_state:
             session.rebuild_buckets()
         self.add_groups_of_base()
         if any(bucket.flat["residual"].numel() for bucket in session.buckets):
@@ -512,11 +509,11 @@ class LocalSteps(Wrapper):
             sent = self._bytes_sent - before
         non_finite = [] if math.isfinite(norm) else ["of this rank"]
         decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)
-        report(session, decision, sent, session.steps)
+        session.update_stats(decision, sent)
 
     def add_to_stats(self, stats: Stats, decision: StepDecision | None = None) -> Stats:
         if self._anchors is not None:
-            stats.residual_norm = weakly(self._anchors.outer._session.residual_norm)
+            stats.residual_norm = weak_method(self._anchors.outer._session.residual_norm)
         return rounds.with_rounds(stats, self._options, *self._distances)
 
     # Other ranks
@@ -541,7 +538,7 @@ class LocalSteps(Wrapper):
         else:
             yield from catch_up(session, session.comm)
         driver = session if self._anchors is None else self._anchors.outer._session
-        session.stats.residual_norm = weakly(driver.residual_norm)
+        session.stats.residual_norm = weak_method(driver.residual_norm)
         warn_of_lost_residuals(session, before, session.comm.size, driver.residual_norm)
 
     def _adopt_counts(self) -> Turns[list[int]]:

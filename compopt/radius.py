@@ -35,8 +35,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
-from ._engine.face import Group
-from ._engine.options import check_adam, check_compression, require, take_torchs
+from ._engine.options import Group, check_adam, check_compression, require, take_torchs
 from ._engine.when import chosen, dense_steps
 from ._ops.norms import clip_factor, scale_
 from ._ops.operations import Ops

@@ -34,11 +34,17 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
 from ._engine.decision import StepDecision
-from ._engine.face import Group
-from ._engine.options import check_adams, check_compression, check_steps, require, take_torchs
+from ._engine.options import (
+    Group,
+    check_adams,
+    check_compression,
+    check_steps,
+    require,
+    take_torchs,
+)
+from ._engine.session import weak_method
 from ._engine.stats import Stats
 from ._engine.turns import Turns
-from ._engine.weakly import weakly
 from ._engine.when import chosen
 from ._ops.norms import clip_factor, scale_
 from ._ops.operations import Ops
@@ -330,7 +336,7 @@ class ScapeAdamS(CompressedOptimizer):
         }
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> ScapeStats:
-        overlap, ranks = weakly(self._mask_overlap), self.comm.size
+        overlap, ranks = weak_method(self._mask_overlap), self.comm.size
         return scape_stats(stats, self._buckets, decision.applied, ranks, overlap)
 
     def _mask_overlap(self) -> float:

@@ -35,7 +35,7 @@ LOOKS = {
     "local_steps _gradient_norm": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),
     "_local.exchange communicate": ("LocalSteps, rounds", "a round's end: the messages of all ranks"),
     "_local.anchors reset_moments": ("LocalSteps, rounds", "parameters that were not finite: which moments too"),
-    "_engine.moving average_base": ("LocalSteps, rounds", "consolidate_state(): the inner moments' mean"),
+    "_engine.resharding average_base": ("LocalSteps, rounds", "consolidate_state(): the inner moments' mean"),
     "_lowrank.reducer _cosines": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),
     "_ops.operations adams": ("AdamS, its authors'", "bias_correction='adams', or clip='scape': a step count"),
     "_ops.updates update_magnitudes": ("RadiusAdamW", "a resample: AdamW's bias correction, by a step count"),
@@ -58,8 +58,8 @@ LOOKS = {
     # of state in host memory
     "_state.kept renew_masters": ("ScapeAdamS", "offload='all': parameters below float32 are compared with masters"),
     "_state.kept fetch": ("ScapeAdamS, sharded", "offloaded masters at positions that were found on the device"),
-    "_engine.checkpoint fill": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
     "_local.anchors copy_wide": ("LocalSteps, offloaded", "when they are made: anchors are the parameters"),
+    "_engine.session _fill_state": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
     "_local.anchors value": ("LocalSteps, offloaded", "a round's end: parameters, on their way to their anchors"),
     # at the first step, and after state was loaded, lost or moved
     "_engine.peers verify_peers": ("AdamS", "the handshake: checksums of all ranks, compared on the host"),
@@ -74,9 +74,9 @@ LOOKS = {
     # when it is asked for
     "_engine.session residual_norm": ("RadiusAdamW", "stats.residual_norm()"),
     "_engine.gradients unscale": ("AdamS", "a GradScaler's scale"),
-    "_engine.moving average": ("RadiusAdamW", "consolidate_state() of a residual in host memory"),
-    "_engine.moving gather": ("TagcAdamW", "consolidate_state() of shards, which are gathered in host memory"),
-    "_engine.moving move": ("TagcAdamW", "ranks are lost: who owned which shard"),
+    "_engine.resharding average_state": ("RadiusAdamW", "consolidate_state() of a residual in host memory"),
+    "_engine.resharding gather_shards": ("TagcAdamW", "consolidate_state() of shards, gathered in host memory"),
+    "_engine.resharding reshard_state": ("TagcAdamW", "ranks are lost: who owned which shard"),
     "_engine.recovery catch_up": ("AdamS", "ranks are lost: how far each of the others is"),
     "local_steps _adopt_counts": ("LocalSteps", "ranks are lost: whether the start is over on any"),
 }  # fmt: skip

@@ -14,7 +14,7 @@ from sim import Ranks
 from table import by_name
 from torch.optim.lr_scheduler import LambdaLR
 
-from compopt._engine.settings import plain, structure_of
+from compopt._engine.options import plain
 
 
 class Setting:
@@ -39,9 +39,9 @@ def test_a_group_may_hold_anything_and_ranks_do_not_differ_by_it(case):
         optimizer.param_groups[0].update(anything(rank))
     ranks.train(loss, 3)
     for rank, _, optimizer in ranks:  # changed, and no reason for a handshake
-        before = structure_of(optimizer._session)
+        before = optimizer._session.structure
         optimizer.param_groups[0].update(anything(rank + 1))
-        assert structure_of(optimizer._session) == before
+        assert optimizer._session.structure == before
     ranks.train(loss, 1)
     assert all(optimizer.stats.step == 4 and optimizer.stats.skipped == 0 for optimizer in ranks.optimizers)
     ranks.finish_round(loss)
@@ -94,7 +94,7 @@ def test_what_is_compared_reads_the_same_in_every_process():
     assert plain([1, 2]) == plain((1, 2)) and plain({"b": 1, "a": 2}) == plain({"a": 2, "b": 1})
     assert plain(torch.int8) == plain("int8") == "int8" and plain(torch.device("cpu")) == "cpu" and plain(None) is None
     assert "0x" not in repr(plain([Setting(), loss, Setting, lambda: 0]))
-    code = "from compopt._engine.settings import plain; print(plain({'a', 'b', 'c', 'd', ('e', 1)}))"
+    code = "from compopt._engine.options import plain; print(plain({'a', 'b', 'c', 'd', ('e', 1)}))"
     run = [
         subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True)
         for seed in "12"

@@ -71,6 +71,45 @@ def test_imports_go_down():
     assert broken_rules(ROOT) == []
 
 
+def imported_modules(root: Path) -> dict[str, set[str]]:
+    """For each module under ``root``, the modules there that it imports, for types too."""
+    name = {path: ".".join(path.relative_to(root.parent).with_suffix("").parts) for path in root.rglob("*.py")}
+    modules = {path: dotted.removesuffix(".__init__") for path, dotted in name.items()}
+    known, graph = set(modules.values()), {}
+    for path, module in modules.items():
+        parts = (names[:end] for names in imported(path, root) for end in (len(names), len(names) - 1))
+        graph[module] = ({".".join(names) for names in parts} & known) - {module, root.name}
+    return graph
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, directly or by way of others; empty where there are none."""
+    left = set(graph)
+    while ends := {m for m in left if not graph[m] & left or all(m not in graph[other] for other in left)}:
+        left -= ends
+    return sorted(left)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    assert find_cycle(imported_modules(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    "file, line",
+    [
+        ("_engine/hooks.py", "if TYPE_CHECKING:\n    from .session import Session"),
+        ("_engine/decision.py", "def f():\n    from .._engine import hooks"),
+        ("_engine/options.py", "import compopt._engine.base"),
+    ],
+)
+def test_a_cycle_is_found(tmp_path, file, line):
+    copy = shutil.copytree(ROOT, tmp_path / "compopt", ignore=shutil.ignore_patterns("__pycache__"))
+    with (copy / file).open("a") as source:
+        source.write(f"\n{line}\n")
+    module = "compopt." + file.removesuffix(".py").replace("/", ".")
+    assert module in find_cycle(imported_modules(copy))
+
+
 @pytest.mark.parametrize(
     "file, line",
     [

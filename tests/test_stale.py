@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt._engine.staleness import StalenessCheck
+from compopt._engine.exchange import StalenessCheck
 from compopt._state import buckets
 
 STEPS = 5

@@ -1,7 +1,7 @@
-"""What every optimizer here shares with torch.optim: groups, closure, hooks, state, checkpoints.
+"""The interface that every optimizer here shares with torch.optim: groups, closure, hooks, state,
+checkpoints.
 
-What differs between classes is in ``face``: which state one keeps (``state_specs``), how one bucket
-steps (``algorithm``), its options (``check_group``). The rest is the session's.
+Classes differ in their ``hooks``. The rest is in the session.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from .._ops.operations import Ops
+from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, PendingCollective, ProcessGroup
-from . import frozen, loading, missing_ranks, recovery, saving
-from .face import Face, Group
-from .options import check_tensors, refuse
+from . import loading, missing_ranks, recovery, saving
+from .hooks import OptimizerHooks
+from .options import Group, Setting, check_tensors, name_groups, refuse
 from .session import Role, Session, Sync
-from .shown import Shown
+from .stats import Stats
 from .step import start_in_backward, step_in_turns
 from .when import OPTIONS
 
@@ -43,13 +45,15 @@ def without_integrations() -> Iterator[None]:
         _has_integrations.reset(token)
 
 
-class CompressedOptimizer(Optimizer, Face, Shown):
+class CompressedOptimizer(Optimizer, OptimizerHooks):
     """Base of the optimizers that average their own gradients, compressed.
 
     A step is all or nothing: when any rank has a non-finite gradient all ranks skip it, and when a
     collective fails :class:`CommunicationError` is raised; parameters, state and step counts are
     then as they were.
     """
+
+    _session: Session
 
     def __init__(
         self,
@@ -71,6 +75,45 @@ class CompressedOptimizer(Optimizer, Face, Shown):
     def _check_defaults(self, defaults: dict[str, Any]) -> None:
         """Bad options are told before bad parameters, as torch does."""
         self.check_group({**defaults, "params": []})
+
+    # What users read
+
+    @property
+    def stats(self) -> Stats:
+        """What the last step did."""
+        return self._session.stats
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks this optimizer averages over; connected when first needed."""
+        return self._session.comm
+
+    @property
+    def ops(self) -> Ops:
+        """The kernels in use."""
+        return self._session.ops
+
+    @property
+    def backend(self) -> str:
+        """Their name; they are chosen once at construction."""
+        return self.ops.name
+
+    @property
+    def backend_reason(self) -> str:
+        """Why these, in words."""
+        return self.ops.reason
+
+    @property
+    def told_of_steps(self) -> list[Callable[[], None]]:
+        """Called after every step: integrations that wait for one."""
+        return self._session.step_callbacks
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return self._session.buckets
+
+    def _settle(self) -> None:
+        self._session.settle_state()
 
     # Stepping
 
@@ -145,6 +188,15 @@ class CompressedOptimizer(Optimizer, Face, Shown):
 
     # Groups
 
+    def _settings(self) -> list[Setting]:
+        sharded = " (sharded)" if self.sharded else ""
+        return [
+            ("class", type(self).__name__ + sharded),
+            *name_groups("group", self._option_groups, self._known_options),
+            # two backends round differently, and select differently among equals
+            ("backend", self.backend),
+        ]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its options are checked, its state created.
 
@@ -188,7 +240,7 @@ class CompressedOptimizer(Optimizer, Face, Shown):
     def _saved(self) -> dict[str, Any]:
         session = self._session
         saving.come_to_rest(session)
-        if frozen.reset_from_outside(session):
+        if session.has_foreign_state:
             session.rebuild_buckets()
         saved: dict[str, Any] = super().state_dict()
         saving.complete(session, saved)
@@ -274,7 +326,9 @@ class CompressedOptimizer(Optimizer, Face, Shown):
     def _revive(self, contents: dict[str, Any], group: ProcessGroup | Communicator | None) -> None:
         """Become a copy of what had these contents."""
         contents = dict(contents)
-        self._session = Session(self, group, contents.pop("_met"), contents.pop("_trained"))
+        self._session = Session(
+            self, group, contents.pop("_parameters"), contents.pop("_trainable")
+        )
         super().__setstate__(contents)
         self._session.build_buckets()
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from .._ops.norms import squared_norms, stacked_squared_norms
+from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, profiler_range
 from .._wire.payload import bits_differ
-from .._wire.requests import AllReduceMean
+from .._wire.requests import AllReduceMean, CommunicationError
 from .exchange import Exchange
 from .turns import Turns, ask
 
@@ -70,6 +71,19 @@ class StepDecision:
         for exchange in self.exchanges:
             exchange.error = None
         return known or (errors[0] if errors else None)
+
+
+def error_of_misplaced(decision: StepDecision, buckets: Sequence[Bucket]) -> CommunicationError:
+    """The error where payloads of different buckets or steps met."""
+    where = ", ".join(
+        f"bucket {i}, of {buckets[i].names[0]}" if i >= 0 else "another shard"
+        for i in decision.misplaced
+    )
+    return CommunicationError(
+        f"payloads of different buckets or steps met ({where}): ranks start their "
+        "collectives in different order, or are steps apart. Run backward and step() "
+        "equally often on all ranks."
+    )
 
 
 def read_decision(exchanges: list[Exchange]) -> StepDecision:

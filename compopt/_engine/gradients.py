@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from .._state.buckets import local
-from . import frozen
 from .session import Session
 
 
@@ -32,9 +31,9 @@ def unscale(session: Session) -> float | None:
     Returns that scale. With a scaler no bucket starts in backward: the gradients are not yet what
     will be sent.
     """
-    face = session.face
-    session.has_grad_scaler = hasattr(face, "found_inf")
-    scale = getattr(face, "grad_scale", None)
+    optimizer = session.optimizer
+    session.has_grad_scaler = hasattr(optimizer, "found_inf")
+    scale = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return None
     _scale_by(session, float(scale.double().reciprocal()))
@@ -54,11 +53,11 @@ def scale_back(session: Session, scale: float) -> None:
 def drop_scale(session: Session) -> None:
     """Take back what a GradScaler told the optimizer."""
     for name in ("grad_scale", "found_inf"):
-        if hasattr(session.face, name):
-            delattr(session.face, name)
+        if hasattr(session.optimizer, name):
+            delattr(session.optimizer, name)
 
 
 def _scale_by(session: Session, factor: float) -> None:
-    params = frozen.parameters(session)
+    params = [p for group in session.option_groups for p in group["params"]]
     grads = [local(p.grad) for p in params if p.requires_grad and p.grad is not None]
     torch._foreach_mul_(grads, factor)

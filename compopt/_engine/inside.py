@@ -39,9 +39,8 @@ from .._wire.collectives import (
 from .._wire.requests import Agree, AllReduceMean, Commit, ReadToHost, RequestGenerator
 from .base import CompressedOptimizer
 from .reducer import Reducer
-from .session import Session
+from .session import Session, weak_method
 from .update import Update
-from .weakly import weakly
 
 # whose gradients a row holds, in order, and along which dimension each is cut
 Params = Sequence[tuple[Tensor, int]]
@@ -272,7 +271,7 @@ class Inside:
             pieces = lay_out(params, self.session.comm.size)
             places = [place_of(p, self.session) for p in key]
             self._layouts[key] = RowLayout(pieces, places)
-        layout, needs = self._layouts[key], self.session.face.reduces_as_matrix
+        layout, needs = self._layouts[key], self.session.optimizer.reduces_as_matrix
         as_matrix = [at is not None and needs(*at) for at in layout.places]
         if layout.as_matrix != as_matrix:
             by_group: dict[int, list[int]] = {}
@@ -429,6 +428,8 @@ class ReducingOptimizer(CompressedOptimizer):
     reduce-scatter, and ``algorithm`` is ``apply_shards``.
     """
 
+    inside: Inside | None = None
+
     def reducer(self, bucket: Bucket) -> Reducer:
         """Return the reducer of a bucket for the coming step."""
         raise NotImplementedError
@@ -457,6 +458,8 @@ class ReducingOptimizer(CompressedOptimizer):
     def after_layout(self) -> None:
         super().after_layout()
         if self.reduces_inside and self.inside is None:
-            self.inside = Inside(self._session, weakly(self.reducer), weakly(self.keep_unsent))
+            self.inside = Inside(
+                self._session, weak_method(self.reducer), weak_method(self.keep_unsent)
+            )
         if self.inside is not None:
             self.inside.forget_layouts()

@@ -7,26 +7,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket
+from .._state.buckets import Bucket, local
 from .._state.layouts import Layout, Member
 from .._wire.warning import warn
-from .checkpoint import FORMAT, compact
-from .options import refuse
+from .options import Group, refuse
+from .saving import FORMAT
+from .session import Session
 from .when import as_now
-
-if TYPE_CHECKING:
-    from .session import Session
 
 # of a saved group: what it is, and who wrote it
 NOT_OPTIONS = {"params", "param_names", "without_state", "residuals", "class", "format"}
 OF_TORCH = {"step", "exp_avg", "exp_avg_sq"}  # what torch.optim.AdamW keeps
 
-Group = dict[str, Any]
 Layouts = Mapping[str, Layout]
 
 
@@ -60,7 +57,7 @@ def load(session: Session, state_dict: dict[str, Any]) -> None:
         group.update(kept)
         if "step" not in other:  # from torch.optim: count on from its parameters
             group["step"] = int(counted)
-    state = session.face.state
+    state = session.optimizer.state
     for tensor in tensors:
         state[tensor.member.param] = {k: as_tensor(v) for k, v in tensor.entry.items()}
     layouts = {tensor.member.param: tensor.layouts for tensor in tensors}
@@ -109,11 +106,24 @@ def _arriving(session: Session, state_dict: dict[str, Any], written_by: str) -> 
             entry = state_dict["state"].get(key, {})
             # torch.optim keeps nothing for what never had a gradient, and no residuals
             if entry or (ours and place not in other.get("without_state", ())):
-                compressed = ours and session.face.is_compressed(p, options, name)
+                compressed = ours and session.optimizer.is_compressed(p, options, name)
                 wanted = _wanted(layouts, compressed)
                 _check_names(called, entry, layouts, wanted, session.name)
             yield Arriving(called, member, layouts, compact(entry, layouts, member))
             number += 1
+
+
+def compact(entry: dict[str, Any], layouts: Mapping[str, Layout], member: Member) -> dict[str, Any]:
+    """What ``spread`` made, or another optimizer's state, as small as it is kept in memory."""
+    held = {
+        name: local(value) if isinstance(value, Tensor) else value
+        for name, value in entry.items()
+        if name in layouts or name == "step"
+    }
+    return {
+        name: layouts[name].compact(value, member, held) if name in layouts else value
+        for name, value in held.items()
+    }
 
 
 # Checks
@@ -194,7 +204,7 @@ def _options(session: Session, group: Group, other: Group) -> Group:
     options = {**group, **kept}
     refuse({name: kept[name] for name in kept.keys() & {"amsgrad"}})
     try:
-        session.face.check_group(options)
+        session.optimizer.check_group(options)
     except (TypeError, AttributeError) as error:
         raise ValueError(
             f"loaded state dict has an option of a wrong type ({error}): it is damaged."
@@ -263,9 +273,9 @@ def _lacks_something(session: Session, saved: list[Group], tensors: list[Arrivin
     """
     if not saved or saved[0].get("step", 0) == 0:
         return False
-    names = session.face.averaged_state
+    names = session.optimizer.averaged_state
     held = (t.entry[name] for t in tensors for name in names if name in t.entry)
-    return session.face.sharded or any(bool(value.any()) for value in held)
+    return session.optimizer.sharded or any(bool(value.any()) for value in held)
 
 
 def _warn_of_other_ranks(session: Session, residuals: str) -> None:

@@ -12,14 +12,11 @@ from __future__ import annotations
 import contextlib
 import json
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from .._wire.requests import CommunicationError
 from .._wire.store import RanksMissing
+from .session import Session
 from .turns import Turns
-
-if TYPE_CHECKING:
-    from .session import Session
 
 PATIENCE = 10.0  # seconds that rank 0 waits for the others in consolidate_state()
 PATIENCE_WITH_RANK_0 = 1800.0  # that the others wait for rank 0, which may evaluate before it comes
@@ -50,7 +47,7 @@ def meet_to_consolidate(session: Session, patience: float | None) -> None:
     seconds; ValueError where ranks have come for different optimizers.
     """
     store = session.comm.store
-    if store is None or not (session.face.averaged_state or session.face.sharded):
+    if store is None or not (session.optimizer.averaged_state or session.optimizer.sharded):
         return
     if patience is None:
         patience = PATIENCE if store.rank == 0 else PATIENCE_WITH_RANK_0
@@ -77,7 +74,7 @@ def meet_to_consolidate(session: Session, patience: float | None) -> None:
 
 
 def _describe_state(session: Session) -> str:
-    names = session.face.averaged_state
+    names = session.optimizer.averaged_state
     held = sum(bucket.flat[name].numel() for bucket in session.buckets for name in names)
     cut = sum(bucket.shards.most * len(bucket.sharded) for bucket in session.buckets if bucket.cut)
     return f"{session.name}, {held} elements of {', '.join(names) or 'nothing'}, {cut} in shards"

@@ -1,16 +1,35 @@
-"""Checks of options: every refusal names the argument and its value."""
+"""Options of parameter groups: their checks, and the form in which ranks compare them.
+
+Every error names the argument and its value. A group may hold anything beside the options of its
+class: what a scheduler put there, a name, a function. Ranks compare the options that the class
+knows, as text that is the same in every process, whatever the address of an object or the order in
+which a process walks through a set.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._wire.collectives import get_rank
 from .._wire.payload import PAYLOAD_DTYPE_NAMES, dtype_name, is_payload_dtype, quantized_bits
 from .._wire.warning import warn
 from .when import OPTIONS
+
+Group = dict[str, Any]  # one of torch's parameter groups: "params", and options by name
+# What a group, a class or a base is called in a message, and its options or its name.
+Setting = tuple[str, Any]
+
+# Options that may change from step to step without a handshake: they change no message's length.
+FREE = {"step", "lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
+
+# Most options are of these types. Whether a value is a number of another kind takes ten times as
+# long to tell, and every step looks at every option.
+PLAIN = {type(None), bool, int, float, str}
 
 # options of torch.optim.AdamW that nothing here can follow, and why
 NEVER = {
@@ -172,3 +191,49 @@ def check_adams(group: dict[str, Any]) -> None:
         group["bias_correction"],
         "'scape' or 'adams'",
     )
+
+
+# What ranks compare
+
+
+def name_groups(name: str, groups: list[Group], known: Iterable[str]) -> list[Setting]:
+    """List the ``known`` options of each group, as ``name`` and its number."""
+    return [(f"{name} {number}", known_of(group, known)) for number, group in enumerate(groups)]
+
+
+def structure_of(groups: list[Group], known: Iterable[str]) -> str:
+    """Describe the ``known`` options that decide what is sent, and so the lengths of messages."""
+    sizing = set(known) - FREE
+    return repr([known_of(group, sizing) for group in groups])
+
+
+def known_of(group: Group, known: Iterable[str]) -> dict[str, object]:
+    """Of a group the options that are ``known``, each plain."""
+    return {name: plain(group[name]) for name in sorted(known) if name in group}
+
+
+def plain(value: object) -> object:
+    """Numbers, text and tuples of them, whose ``repr`` is the same wherever ``value`` means the
+    same.
+    """
+    if type(value) in PLAIN or isinstance(value, str):
+        return value
+    if hasattr(value, "tolist"):  # tensors, and what is NumPy's
+        return plain(value.tolist())
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")  # as payload_dtype is kept
+    if isinstance(value, torch.device):
+        return str(value)
+    if isinstance(value, dict):
+        return tuple(sorted(((plain(k), plain(v)) for k, v in value.items()), key=repr))
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(map(plain, value), key=repr))
+    if isinstance(value, list | tuple):
+        return tuple(map(plain, value))
+    # a function or a class, else of which class it is
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -16,7 +16,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,11 +25,8 @@ from .._state.buckets import local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, CommunicationError
 from .decision import StepDecision
-from .settings import list_settings
+from .session import Session
 from .turns import Turns, ask
-
-if TYPE_CHECKING:
-    from .session import Session
 
 
 class Checksums(NamedTuple):
@@ -124,7 +121,7 @@ def _report_equal_gradients(session: Session, comm: Communicator) -> None:
 
 def warn_if_without_gradients(session: Session, decision: StepDecision) -> None:
     """Warn once on a rank that had no gradient in a step in which others had some."""
-    reads_grad = session.face.inside is None and not session.has_pseudo_gradients
+    reads_grad = session.optimizer.inside is None and not session.has_pseudo_gradients
     if session.comm.size == 1 or not reads_grad:
         return
     if any(p.grad is not None for bucket in session.buckets for p in bucket.params):
@@ -153,10 +150,10 @@ def describe_optimizer(session: Session) -> list[Fact]:
     differ with it.
     """
     facts = []
-    for subject, values in list_settings(session):
+    for subject, values in session.settings:
         plain = values if isinstance(values, dict) else {"": values}
         facts += [Fact(subject, name, repr(value)) for name, value in sorted(plain.items())]
-    facts.append(Fact("", "check_replicas_every", repr(session.face.check_replicas_every)))
+    facts.append(Fact("", "check_replicas_every", repr(session.optimizer.check_replicas_every)))
     names, layouts, checksums = [], [], []
     for i, (p, name, is_compressed) in enumerate(_list_parameters(session)):
         names.append(Fact(f"parameter {i}", "", name))
@@ -167,7 +164,7 @@ def describe_optimizer(session: Session) -> list[Fact]:
             compress=is_compressed,
         )
         layouts += [Fact(name, what, str(value)) for what, value in layout.items()]
-        if session.face.has_equal_replicas:
+        if session.optimizer.has_equal_replicas:
             checksums.append(Fact(name, VALUES, str(_checksum(local(p.detach())))))
     return facts + names + layouts + checksums
 
@@ -220,7 +217,7 @@ def _checksum_gradients(session: Session) -> int:
 
 def _checksum_masks(session: Session) -> int:
     """Compute a number that ranks share when they hold the same masks."""
-    names = session.face.chosen_state
+    names = session.optimizer.chosen_state
     flats = (bucket.flat[name] for bucket in session.buckets for name in names)
     return _checksum_text([_checksum(flat) for flat in flats])
 

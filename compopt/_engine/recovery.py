@@ -9,7 +9,7 @@ could prevent that. The ranks behind take the step over from one that is ahead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +18,16 @@ from .._state.buckets import local
 from .._wire.collectives import Communicator, ProcessGroup, connect
 from .._wire.requests import Broadcast
 from .._wire.warning import warn
-from . import moving
 from .peers import gather_rows
+from .resharding import reshard_state
+from .session import Session
 from .turns import Turns, ask
-
-if TYPE_CHECKING:
-    from .session import Session
 
 
 def rebind(session: Session, group: ProcessGroup | Communicator | None) -> Turns[None]:
     """Continue over another group, as ``CompressedOptimizer.rebind`` says."""
     size_before = session.connection.size if session.connection else 0
-    sharded = session.face.sharded
+    sharded = session.optimizer.sharded
     if sharded and (size := connect(group).size) > size_before:
         raise ValueError(
             f"rebind of {session.name} goes to as many ranks or fewer, got {size} after "
@@ -47,7 +45,7 @@ def rebind(session: Session, group: ProcessGroup | Communicator | None) -> Turns
     session.connect_to(group)
     yield from catch_up(session, session.comm)
     if sharded:
-        yield from moving.move(session.unmoved_buckets, session.buckets, session.comm)
+        yield from reshard_state(session.unmoved_buckets, session.buckets, session.comm)
     session.unmoved_buckets = None
     warn_of_lost_residuals(session, size_before, session.comm.size)
 
@@ -61,8 +59,8 @@ def catch_up(session: Session, comm: Communicator, is_new: bool = False) -> Turn
     Raises:
         ValueError: ranks are further apart than the failure of one step can bring them.
     """
-    face = session.face
-    saved = face._saved()
+    optimizer = session.optimizer
+    saved = optimizer._saved()
     shared = list(_shared_tensors(saved, _own_state(session)))
     # local steps step some of their groups, all other optimizers all
     counts = torch.tensor([group["step"] for group in session.option_groups], dtype=torch.int64)
@@ -81,7 +79,7 @@ def catch_up(session: Session, comm: Communicator, is_new: bool = False) -> Turn
             "first: load the same checkpoint on all of them."
         )
     source = totals.index(latest)
-    params = [local(p.detach()) for group in face.param_groups for p in group["params"]]
+    params = [local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
     for tensor in [counts, *params, *shared]:
         yield from _broadcast_into(tensor, source, comm, session.device)
     if totals[comm.rank] < latest:
@@ -97,7 +95,7 @@ def catch_up(session: Session, comm: Communicator, is_new: bool = False) -> Turn
 def _own_state(session: Session) -> set[str]:
     """The names of state that differs from rank to rank."""
     sharded = {name for bucket in session.buckets for name in bucket.sharded}
-    return sharded.union(session.face.averaged_state)
+    return sharded.union(session.optimizer.averaged_state)
 
 
 def _shared_tensors(saved: dict[str, Any], own: set[str]) -> Iterator[Tensor]:
@@ -125,15 +123,15 @@ def _broadcast_into(
 
 def _load_taken_over(session: Session, saved: dict[str, Any], steps: list[int]) -> None:
     """Load a state dict whose tensors are those of a rank that is ahead, with no residuals."""
-    face = session.face
+    optimizer = session.optimizer
     for group, step in zip(saved["param_groups"], steps, strict=True):
         group.update(step=step, residuals="mean")
     for entry in saved["state"].values():
-        for name in set(face.averaged_state) & entry.keys():
+        for name in set(optimizer.averaged_state) & entry.keys():
             entry[name] = torch.zeros_like(entry[name])
-    face.load_state_dict(saved)
+    optimizer.load_state_dict(saved)
     for bucket in session.unmoved_buckets or session.buckets:
-        for name in set(face.sent_once) & bucket.flat.keys():
+        for name in set(optimizer.sent_once) & bucket.flat.keys():
             bucket.flat[name].zero_()
 
 
@@ -147,9 +145,9 @@ def warn_of_lost_residuals(
 
     ``residual_norm``: the norm of this rank's residuals, where these are not all its session's.
     """
-    face = session.face
-    if face.averaged_state and size < size_before:
-        shards = " The moments of their shards begin again at zero." if face.sharded else ""
+    optimizer = session.optimizer
+    if optimizer.averaged_state and size < size_before:
+        shards = " The moments of their shards begin again at zero." if optimizer.sharded else ""
         norm = (residual_norm or session.residual_norm)()
         warn(
             f"{size_before - size} of {size_before} ranks are gone, and what they held back is "

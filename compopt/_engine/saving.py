@@ -1,16 +1,26 @@
-"""Checkpoints and copies of an optimizer whose state lives in buckets."""
+"""State dicts of an optimizer whose state lives in buckets.
+
+In memory masks are bits and a momentum that is zero off its mask keeps only what is on it. In a
+state dict every state has its parameter's shape, and is a DTensor where the parameter is one: so
+torch.distributed.checkpoint can cut and join it like the parameter, and a checkpoint loads under
+another wrapper or another number of ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .._state.buckets import Bucket
+from .._state.layouts import Layout
 from .._wire.payload import dtype_name
 from .._wire.warning import warn
-from . import checkpoint, frozen, moving
-from .face import Group
+from .options import Group
+from .resharding import average_state, gather_shards
 from .session import Session
 from .turns import Turns
+
+FORMAT = 1  # of state dicts; written into every group, beside the class. 0: none was written yet
 
 
 def come_to_rest(session: Session) -> None:
@@ -23,16 +33,32 @@ def complete(session: Session, saved: dict[str, Any]) -> None:
     """Give every state of torch's state dict its parameter's shape, and say in the groups what it
     is.
     """
-    groups = session.face.param_groups
+    groups = session.optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
     place = {p: n for n, p in enumerate(params)}
     for bucket in [*session.buckets, *session.shelf]:
         layouts = session.layouts_of(bucket)
         for i, p in enumerate(bucket.params):
             if entry := saved["state"].get(place[p]):
-                saved["state"][place[p]] = checkpoint.spread(bucket, i, layouts, entry)
+                saved["state"][place[p]] = spread(bucket, i, layouts, entry)
     for group, own in zip(saved["param_groups"], groups, strict=True):
         group.update(signature(session, own))
+
+
+def spread(
+    bucket: Bucket, i: int, layouts: Mapping[str, Layout], entry: dict[str, Any]
+) -> dict[str, Any]:
+    """The state of tensor i as a state dict has it: all in the tensor's shape."""
+    member, spread_out = bucket.member(i), dict(entry)
+    for name, layout in layouts.items():
+        if name not in entry:
+            continue
+        gathered = bucket.gathered[name][i] if name in bucket.gathered else None
+        if gathered is None:
+            spread_out[name] = layout.whole(entry[name], member, entry)
+        else:
+            spread_out[name] = member.laid_out(gathered.to(bucket.device))
+    return spread_out
 
 
 def signature(session: Session, group: Group) -> dict[str, Any]:
@@ -43,11 +69,13 @@ def signature(session: Session, group: Group) -> dict[str, Any]:
     said = {
         "residuals": whose_residuals(session),
         "class": session.name,
-        "format": checkpoint.FORMAT,
+        "format": FORMAT,
     }
     if "payload_dtype" in group:  # which may be set by hand
         said["payload_dtype"] = dtype_name(group["payload_dtype"])
-    without = frozen.without_state(session, group)
+    # the places of parameters without state: a checkpoint that lacks it is not damaged
+    state = session.optimizer.state
+    without = [place for place, p in enumerate(group["params"]) if not state.get(p)]
     return {**said, "without_state": without} if without else said
 
 
@@ -57,13 +85,18 @@ def consolidate(session: Session) -> Turns[None]:
     """
     come_to_rest(session)
     for bucket in session.buckets:
-        for name in session.face.averaged_state:
+        for name in session.optimizer.averaged_state:
             if bucket.flat[name].numel():
-                yield from moving.average(bucket.flat[name], bucket.device, session.comm)
+                yield from average_state(bucket.flat[name], bucket.device, session.comm)
         bucket.gathered = {}
         for name in bucket.sharded:
-            bucket.gathered[name] = yield from moving.gather(bucket, name, session.comm)
-    yield from frozen.consolidate(session, session.comm)
+            bucket.gathered[name] = yield from gather_shards(bucket, name, session.comm)
+    for bucket in session.shelf:
+        for p in bucket.params:
+            entry = session.optimizer.state.get(p, {})
+            for name in session.optimizer.averaged_state:
+                if name in entry:
+                    yield from average_state(entry[name], bucket.device, session.comm)
     session.consolidated_at = session.steps
 
 
@@ -103,7 +136,7 @@ def _shards_elsewhere(session: Session) -> list[str]:
 
 def _owed_elsewhere(session: Session) -> list[str]:
     """What other ranks hold back, where this one does: they do so in the same steps."""
-    names = session.face.averaged_state
+    names = session.optimizer.averaged_state
     if not any(bucket.flat[name].any() for bucket in session.buckets for name in names):
         return []
     comm = session.comm
@@ -113,7 +146,7 @@ def _owed_elsewhere(session: Session) -> list[str]:
 
 def _base_elsewhere(session: Session) -> list[str]:
     """The state of the inner optimizers of other ranks, where each has stepped by itself."""
-    if session.face.has_equal_replicas:
+    if session.optimizer.has_equal_replicas:
         return []
     others = session.comm.size - 1
     ranks = "the other rank" if others == 1 else f"the other {others} ranks"
@@ -122,15 +155,19 @@ def _base_elsewhere(session: Session) -> list[str]:
 
 def contents(session: Session) -> dict[str, Any]:
     """What a copy of an optimizer needs beside what torch copies; the rest is built again."""
-    face = session.face
-    own = {"sharded": face.sharded, "offload": face.offload, "simulate": face.simulate}
-    return {**own, "_met": session.parameters, "_trained": session.trainable}
+    optimizer = session.optimizer
+    own = {
+        "sharded": optimizer.sharded,
+        "offload": optimizer.offload,
+        "simulate": optimizer.simulate,
+    }
+    return {**own, "_parameters": session.parameters, "_trainable": session.trainable}
 
 
 def whose_residuals(session: Session) -> str:
     """Of which rank a state dict would hold the residuals now; "mean" where of all."""
-    face = session.face
-    if not (face.sharded or face.averaged_state):
+    optimizer = session.optimizer
+    if not (optimizer.sharded or optimizer.averaged_state):
         return "mean"
     whole = all(bucket.gathered or not bucket.sharded for bucket in session.buckets)
     comm = session.comm

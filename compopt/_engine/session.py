@@ -1,7 +1,7 @@
 """The session of one optimizer: its buckets and their state, the ranks it averages with, its
 backend, and what is in flight to other ranks.
 
-``CompressedOptimizer`` holds a session, which refers to the optimizer weakly, as a ``Face``: both
+``CompressedOptimizer`` holds a session, which refers to it weakly, by its ``OptimizerHooks``: both
 go when the optimizer is deleted. ``build_buckets`` lays everything out for the groups there are,
 and runs again when groups, ranks or a checkpoint come. What belongs to one step is in ``Step``.
 """
@@ -9,16 +9,18 @@ and runs again when groups, ranks or a checkpoint come. What belongs to one step
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._ops.backends import choose_backend, fall_back_to_torch
 from .._ops.operations import Ops
-from .._state.buckets import Bucket, make_buckets
+from .._state.buckets import Bucket, local, make_buckets
+from .._state.devices import is_accelerator
 from .._state.layouts import Layout
 from .._state.offload import Offload
 from .._state.shards import cut_evenly
@@ -33,11 +35,11 @@ from .._wire.collectives import (
     make_shard_communicators,
 )
 from .._wire.warning import warn
-from .checkpoint import fill
-from .face import Face, Group
+from .decision import StepDecision
+from .hooks import OptimizerHooks
+from .options import Group, Setting, structure_of
 from .overlap import BackwardOverlap, PostCommitExchanges
 from .stats import Stats
-from .weakly import weakly
 from .when import Trial, trial
 
 OFFLOADED = {"residual": ("residual",), "all": ("residual", "master")}
@@ -65,17 +67,37 @@ class Corrupt:
     reason: str
 
 
+def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method`` in a form that does not keep its object; a call after that is gone raises
+    ReferenceError.
+
+    It is for what the object holds itself. A strong reference would be a cycle, and an optimizer in
+    a cycle stays, with its model, until Python's collector runs, at another time on every rank.
+    """
+    ref, name = weakref.WeakMethod(method), method.__name__
+
+    def call(*args: Any) -> Any:
+        alive = ref()
+        if alive is None:
+            raise ReferenceError(
+                f"{name}() belongs to an optimizer that was deleted: ask while it lives."
+            )
+        return alive(*args)
+
+    return call
+
+
 class Session:
     """What one optimizer has between steps."""
 
     def __init__(
         self,
-        face: Face,
+        optimizer: OptimizerHooks,
         group: ProcessGroup | Communicator | None,
         parameters: frozenset[Tensor] = frozenset(),
         trainable: frozenset[Tensor] = frozenset(),
     ):
-        self._face = weakref.ref(face)
+        self._optimizer = weakref.ref(optimizer)
         self.role = Role.ACTIVE
         self.warned: set[str] = set()  # of what the user was told, by keys
 
@@ -102,7 +124,7 @@ class Session:
         self.unmoved_buckets: list[Bucket] | None = None
 
         # in flight
-        self.algorithm = weakly(face.algorithm)
+        self.algorithm = weak_method(optimizer.algorithm)
         self.post_commit = PostCommitExchanges()
         self.overlap = BackwardOverlap(self.post_commit)
         self.has_local_gradients = False  # DDP has left those of the coming step as they are
@@ -121,22 +143,22 @@ class Session:
         self.step_callbacks: list[Callable[[], None]] = []  # called after every step
 
     @property
-    def face(self) -> Face:
+    def optimizer(self) -> OptimizerHooks:
         """The optimizer."""
-        face = self._face()
-        if face is None:
+        optimizer = self._optimizer()
+        if optimizer is None:
             raise ReferenceError("this session's optimizer was deleted: use it while that lives.")
-        return face
+        return optimizer
 
     @property
     def name(self) -> str:
         """The optimizer's class."""
-        return type(self.face).__name__
+        return type(self.optimizer).__name__
 
     @property
     def option_groups(self) -> list[Group]:
         """The groups that hold the options of the class."""
-        return self.face._option_groups
+        return self.optimizer._option_groups
 
     @property
     def steps(self) -> int:
@@ -153,7 +175,32 @@ class Session:
     def is_single_process(self) -> bool:
         """Whether there are no other ranks, so that steps are the base optimizer's."""
         is_alone = self.connection is not None and self.connection.size == 1
-        return is_alone and not self.face.simulate
+        return is_alone and not self.optimizer.simulate
+
+    @property
+    def settings(self) -> list[Setting]:
+        """What must be the same on all ranks in every step."""
+        settings = self.optimizer._settings()
+        if not self.has_pseudo_gradients:
+            return settings
+        return [(f"outer optimizer, {subject}", value) for subject, value in settings]
+
+    @property
+    def structure(self) -> str:
+        """The options that decide what is sent, and so the lengths of messages."""
+        return structure_of(self.option_groups, self.optimizer._known_options)
+
+    @property
+    def has_foreign_state(self) -> bool:
+        """Whether ``optimizer.state`` was replaced, by a trainer that begins anew, and no longer
+        shows the buckets.
+        """
+        state = self.optimizer.state
+        return any(
+            state.get(p) is not entry
+            for bucket in self.buckets
+            for p, entry in zip(bucket.params, bucket.entries, strict=True)
+        )
 
     @property
     def has_other_trainable(self) -> bool:
@@ -185,35 +232,68 @@ class Session:
                 "ranks."
             )
 
+    def update_stats(self, decision: StepDecision, bytes_sent: int) -> None:
+        """Let ``stats`` be those of a step that was applied or skipped."""
+        applied, phases = decision.applied, sorted(set(decision.phase_of.values()))
+        stats = Stats(
+            step=self.steps,
+            phase=("+".join(phases) or "dense") if applied else "skipped",
+            bytes_sent=bytes_sent,
+            bytes_dense=sum(bucket.dense_bytes for bucket in self.buckets),
+            parameter_bytes=applied * sum(bucket.parameter_bytes for bucket in self.buckets),
+            grad_norm=decision.norm,
+            early_buckets=decision.early_buckets,
+            buckets=len(self.buckets),
+            resent=decision.resent,
+            skipped=self.stats.skipped + (not applied),
+            reason="" if applied else f"non-finite gradient: {', '.join(decision.non_finite[:3])}",
+            residual_norm=weak_method(self.residual_norm),
+            when=self.trial_result,
+        )
+        self.stats = self.optimizer.add_to_stats(stats, decision)
+
+    def count_skips(self, is_applied: bool) -> None:
+        """Count consecutive skipped steps.
+
+        Raises FloatingPointError where they are too many.
+        """
+        self.consecutive_skips = 0 if is_applied else self.consecutive_skips + 1
+        if self.consecutive_skips >= self.optimizer.max_skipped:
+            raise FloatingPointError(
+                f"{self.consecutive_skips} steps in a row were skipped, the last because of "
+                f"{self.stats.reason}: lower the learning rate or look for what makes the loss "
+                "overflow (max_skipped is the limit)."
+            )
+
     # Buckets
 
     def build_buckets(self) -> None:
         """Lay out buckets and state for the current groups; copy in the state that is there."""
-        face, connection = self.face, self.connection
-        face.before_layout()
+        optimizer, connection = self.optimizer, self.connection
+        optimizer.before_layout()
         groups = self.option_groups
         self.ops = choose_backend({p.device.type for group in groups for p in group["params"]})
-        self.stats = Stats(residual_norm=weakly(self.residual_norm))
+        self.stats = Stats(residual_norm=weak_method(self.residual_norm))
         self.bytes_reported = connection.bytes_sent if connection else 0
         self.unverify()
         self.verified_structure = ""
         self.post_commit = PostCommitExchanges()
         self.overlap = BackwardOverlap(self.post_commit)
         self._note_parameters()
-        self.buckets = make_buckets(groups, face.is_compressed, self.trainable)
-        self.shelf = make_buckets(groups, face.is_compressed, self.parameters - self.trainable)
+        self.buckets = make_buckets(groups, optimizer.is_compressed, self.trainable)
+        self.shelf = make_buckets(groups, optimizer.is_compressed, self.parameters - self.trainable)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.trial = trial(groups, self.buckets)
-        self.offload = Offload(OFFLOADED.get(face.offload or "", ()))
+        self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))
         # inside FSDP the optimizer's own ranks hold the other parts
-        parted = () if face.reduces_inside else self.buckets
+        parted = () if optimizer.reduces_inside else self.buckets
         self.shard_communicators = make_shard_communicators(
             p for bucket in parted for p in bucket.params
         )
         self.is_built = True
         for bucket in self.buckets:
             self._fill_bucket(bucket)
-        face.after_layout()
+        optimizer.after_layout()
 
     def _note_parameters(self) -> None:
         """Note parameters that are new; those noted before stay in buckets, or not, whatever they
@@ -225,16 +305,41 @@ class Session:
         self.parameters = frozenset(params)
 
     def _fill_bucket(self, bucket: Bucket) -> None:
-        face = self.face
+        optimizer = self.optimizer
         bucket.alone = self.is_single_process
         bucket.copies = count_copies(bucket.params[0], self.shard_communicators)
         bucket.offload = self.offload if self.offload.names else None
-        if face.sharded:
+        if optimizer.sharded:
             comm = self.comm
             bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, comm.rank, comm.size)
         bucket.make_mean = self.ops.quantized_mean(bucket)
-        fill(bucket, self.layouts_of(bucket), face.state)
-        face.restore(bucket)
+        self._fill_state(bucket)
+        optimizer.restore(bucket)
+
+    def _fill_state(self, bucket: Bucket) -> None:
+        """Allocate the bucket's state, copy in what ``optimizer.state`` holds so far, and make that
+        show views of it.
+        """
+        layouts, state = self.layouts_of(bucket), self.optimizer.state
+        held = [
+            {name: local(value) for name, value in state.get(p, {}).items()} for p in bucket.params
+        ]
+        for name, layout in layouts.items():
+            bucket.allocate(name, layout, held)
+        bucket.count(_count_steps(bucket, held))
+        for i, (p, old) in enumerate(zip(bucket.params, held, strict=True)):
+            member, entry = bucket.member(i), {"step": bucket.state["step"][i]}
+            if "master" in layouts:
+                old.setdefault("master", local(p.detach()))
+            for name, layout in layouts.items():
+                view = bucket.state[name][i]
+                if view is None:
+                    continue
+                if name in old:
+                    view.copy_(layout.part(old[name], member).view(view.shape))
+                entry[name] = layout.shown(view, member)
+            state[p] = entry
+        bucket.entries = [state[p] for p in bucket.params]
 
     def rebuild_buckets(self) -> None:
         """Lay out anew, over the same ranks."""
@@ -244,13 +349,13 @@ class Session:
 
     def layouts_of(self, bucket: Bucket) -> dict[str, Layout]:
         """The state of a bucket's tensors, by name."""
-        return self.face._specs(bucket)
+        return self.optimizer._specs(bucket)
 
     def settle_state(self) -> None:
         """Wait for what follows the last commit, and bring state into a readable form."""
         self.post_commit.finish()
         for bucket in self.buckets:
-            self.face.tidy(bucket)
+            self.optimizer.tidy(bucket)
         self.offload.finish()
 
     def residual_norm(self) -> float:
@@ -261,21 +366,21 @@ class Session:
 
     def use_pytorch(self) -> None:
         """Use PyTorch's operators from now on: ranks have chosen different backends."""
-        face = self.face
+        optimizer = self.optimizer
         for bucket in self.buckets:
-            face.tidy(bucket)
+            optimizer.tidy(bucket)
         self.ops = fall_back_to_torch(self.comm.rank)
         for bucket in self.buckets:
             bucket.make_mean = self.ops.quantized_mean(bucket)
-            face.restore(bucket)
-        face.on_fallback()
+            optimizer.restore(bucket)
+        optimizer.on_fallback()
 
     def forget_masks(self) -> None:
         """Choose masks anew in the next step, on all ranks alike."""
-        face = self.face
+        optimizer = self.optimizer
         for bucket in self.buckets:
-            face.tidy(bucket)
-            for name in face.chosen_state:
+            optimizer.tidy(bucket)
+            for name in optimizer.chosen_state:
                 bucket.flat[name].zero_()
                 bucket.cache.pop(name, None)
 
@@ -346,3 +451,13 @@ class Session:
         self.role = Role.REPLACED
         self.overlap.discard()
         self.post_commit.finish()
+
+
+def _count_steps(bucket: Bucket, held: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """How many steps each tensor has taken; as torch's own optimizers keep it, on the device."""
+    device = bucket.device if is_accelerator(bucket.device) else "cpu"
+    counts = torch.zeros(len(held), dtype=torch.float32, device=device)
+    for count, old in zip(counts.unbind(), held, strict=True):
+        if "step" in old:
+            count.copy_(old["step"])
+    return counts

@@ -11,19 +11,20 @@ then send all other buckets again. That takes no collective of its own, and no r
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from .._state.buckets import Bucket
-from .._wire.collectives import Communicator, profiler_range
-from .._wire.payload import FieldValues
+from .._wire.collectives import Communicator, get_rank, profiler_range
+from .._wire.payload import FieldValues, encode_bits
 from .._wire.requests import CommunicationError
-from . import frozen, gradients
-from .decision import StepDecision, combine_decisions, read_decision
+from . import gradients
+from .decision import StepDecision, combine_decisions, error_of_misplaced, read_decision
 from .exchange import Exchange, ExchangeSchedule
-from .face import Group
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
+from .options import Group
 from .overlap import resume_together
 from .peers import (
     describe_optimizer,
@@ -32,15 +33,10 @@ from .peers import (
     verify_peers,
     warn_if_without_gradients,
 )
-from .reporting import (
-    describe_compression,
-    error_of_misplaced,
-    error_of_skips,
-    report,
-)
+from .resharding import follow_requires_grad
 from .session import Corrupt, Role, Session, Sync
-from .settings import bits_of, list_settings, structure_of
 from .signals import defer_signals
+from .stats import describe_compression, show_line
 from .turns import Turns
 
 
@@ -121,7 +117,7 @@ class Step:
         exchange.
         """
         session = self.session
-        if frozen.reset_from_outside(session):
+        if session.has_foreign_state:
             session.rebuild_buckets()
         self.problem = self._prepare_gradients()
         yield from self._finish_post_commit()
@@ -174,7 +170,7 @@ class Step:
         try:
             gradients.check(session)
             self.scale = gradients.unscale(session)
-            session.face.before_exchange()
+            session.optimizer.before_exchange()
             for bucket in session.buckets:
                 bucket.renew_masters()
         except Exception as error:
@@ -192,7 +188,7 @@ class Step:
             bucket.gathered = {}
         # without buckets no payload could say so
         is_unfrozen = not self.buckets and session.has_other_trainable
-        has_new_structure = session.verified_structure != structure_of(session)
+        has_new_structure = session.verified_structure != session.structure
         if post_commit.lost or is_unfrozen or has_new_structure:
             post_commit.lost = False
             session.unverify()
@@ -203,10 +199,10 @@ class Step:
         session.overlap.discard()
         had_gradients = yield from verify_peers(session, self.comm, self.problem is not None)
         if session.has_other_trainable:  # and on all ranks alike
-            yield from frozen.follow(session, self.comm)
-            session.face.before_exchange()
+            yield from follow_requires_grad(session, self.comm)
+            session.optimizer.before_exchange()
         # without any gradient, the next step begins with a handshake too
-        is_exempt = session.face.reduces_inside or session.has_pseudo_gradients
+        is_exempt = session.optimizer.reduces_inside or session.has_pseudo_gradients
         is_verified = had_gradients or is_exempt
         session.sync = Sync.VERIFIED if is_verified else Sync.UNVERIFIED
 
@@ -273,11 +269,13 @@ class Step:
 
     def _control_fields(self, schedule: ExchangeSchedule) -> dict[str, FieldValues]:
         """What ranks agree on beside the gradients, by name."""
-        session, every = self.session, self.session.face.check_replicas_every
-        settings: list[object] = [*list_settings(session)]
+        session, every = self.session, self.session.optimizer.check_replicas_every
+        settings: list[object] = [*session.settings]
         if every and self.number % every == 0:
             settings += describe_optimizer(session)
-        fields: dict[str, FieldValues] = {"settings": bits_of(settings)}
+        checksum = zlib.crc32(repr(settings).encode())
+        # the mean over ranks of these bits shows any difference
+        fields: dict[str, FieldValues] = {"settings": encode_bits(checksum, 16)}
         is_unfrozen = session.has_other_trainable
         fields["unfrozen"] = [float(is_unfrozen)]
         if is_unfrozen:  # all ranks learn of a problem, and nothing is applied
@@ -289,7 +287,7 @@ class Step:
         """Raise, on all ranks, where these cannot go on as they are."""
         session = self.session
         if decision.misplaced:
-            raise error_of_misplaced(session, decision)
+            raise error_of_misplaced(decision, session.buckets)
         if decision.unsent:
             self.problem = problem = decision.take_error(self.problem)
             failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
@@ -322,7 +320,7 @@ class Step:
                         bucket.cache.clear()  # it is derived from state, and may be wrong
                     raise
                 session.sync = sync
-            session.verified_structure = structure_of(session)
+            session.verified_structure = session.structure
             self.is_complete = True
 
     def _commit(self, decision: StepDecision) -> None:
@@ -333,7 +331,7 @@ class Step:
             session.post_commit.commit_bucket(exchange, decision.norm)
         self.committing = None
         resume_together(decision.exchanges, session.post_commit.commit_bucket)
-        session.face.committed()
+        session.optimizer.committed()
         for group in self.groups:
             group["step"] += 1
         if session.trial is not None and session.trial.found:
@@ -353,17 +351,36 @@ class Step:
         )
 
     def _report(self, decision: StepDecision) -> None:
-        """Renew ``stats``, and tell the user what is due."""
-        session, comm = self.session, self.comm
-        if decision.applied and session.is_first("compression"):
-            describe_compression(session, comm)
-        sent, session.bytes_reported = comm.bytes_sent - session.bytes_reported, comm.bytes_sent
-        report(session, decision, sent, session.steps)
+        """Update ``stats``, and tell the user what is due."""
+        session, applied = self.session, decision.applied
+        if applied:
+            self._show_first_line()
+        sent = self.comm.bytes_sent - session.bytes_reported
+        session.bytes_reported = self.comm.bytes_sent
+        session.update_stats(decision, sent)
         trial = None if session.is_single_process else session.trial
-        if trial and trial.watch(decision.phase_of, decision.applied, session.device):
+        if trial and trial.watch(decision.phase_of, applied, session.device):
             session.unverify()  # with the next step's handshake all ranks compare their times
-        if too_many := error_of_skips(session, decision.applied):
-            raise too_many
+        session.count_skips(applied)
+
+    def _show_first_line(self) -> None:
+        """Show once, on rank 0, what is compressed, where the class compresses at all."""
+        session, comm, groups = self.session, self.comm, self.session.option_groups
+        compresses = bool(groups) and all("when" in group for group in groups)
+        is_due = session.is_first("compression") and compresses
+        if not (is_due and comm.rank == 0 == get_rank()):
+            return
+        if session.is_single_process:
+            text = (
+                "there are no other ranks, so every step is the base's and nothing is sent "
+                "(simulate=True compresses all the same)."
+            )
+        else:
+            optimizer, buckets = session.optimizer, session.buckets
+            values_sent = [optimizer.values_sent(bucket, comm.size) for bucket in buckets]
+            usual = "a reduce-scatter" if optimizer.reduces_inside else "an all-reduce"
+            text = describe_compression(buckets, values_sent, usual)
+        show_line(f"{session.name}: {text}")
 
 
 def _note_late_error(decision: StepDecision, is_sharded: bool) -> None:
@@ -403,7 +420,7 @@ def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
         return
     overlap = session.overlap
     if overlap.is_idle and (
-        session.verified_structure != structure_of(session) or session.has_other_trainable
+        session.verified_structure != session.structure or session.has_other_trainable
     ):
         return
     for p in params:

@@ -28,10 +28,9 @@ from .._state.devices import is_accelerator
 from .._state.layouts import Layout
 from .._wire.collectives import ProcessGroup
 from .base import CompressedOptimizer
-from .face import Group
 from .loading import NOT_OPTIONS
+from .options import Group, Setting, name_groups
 from .session import Sync
-from .settings import Setting, name_groups
 from .update import WrappedUpdate
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from .._engine.decision import StepDecision
 from .._engine.peers import raise_mismatch
 from .._engine.session import Session
-from .._engine.settings import list_settings
 from .._engine.step import Step
 from .._engine.turns import Background, Turns, ask
 from .._state.buckets import local
@@ -126,7 +125,7 @@ def communicate(
 def _make_message(source: Session, anchors: Anchors, step: Step, squared: Tensor) -> Tensor:
     """Return the bytes that a rank sends of itself."""
     device = step.session.device
-    counts = [anchors.exchanges, zlib.crc32(repr(list_settings(source)).encode())]
+    counts = [anchors.exchanges, zlib.crc32(repr(source.settings).encode())]
     fields = torch.tensor(counts, dtype=torch.float64).to(device)
     vector = [local(t.anchor.grad) for t in anchors.tensors if t.anchor.grad is not None]
     signs = project_signs(vector, step.comm.size, source.steps, device)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .._engine.inside import ReducingOptimizer, Unsent
+from .._engine.options import Setting
 from .._engine.reducer import WholeReducer
-from .._engine.settings import Setting
 from .._engine.when import dense_steps
 from .._ops.norms import clip_factor
 from .._state.buckets import Bucket, local

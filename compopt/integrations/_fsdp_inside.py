@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._engine.base import CompressedOptimizer
+from .._engine.inside import ReducingOptimizer
 from .._engine.session import Role
 from .._state.fsdp_rows import part_of
 from ._watch import ModuleWatch, call_after_backward
 
 
-def go_inside(optimizer: CompressedOptimizer) -> None:
+def go_inside(optimizer: ReducingOptimizer) -> None:
     """Find the FSDP modules of ``optimizer`` at their first forward.
 
     Raises ValueError where this PyTorch cannot let an optimizer reduce.
@@ -40,7 +41,7 @@ def go_inside(optimizer: CompressedOptimizer) -> None:
     ModuleWatch(optimizer, _hand_over)
 
 
-def _stepped(this: weakref.ref[CompressedOptimizer]) -> None:
+def _stepped(this: weakref.ref[ReducingOptimizer]) -> None:
     optimizer = this()
     if optimizer is not None and optimizer.inside is not None:
         optimizer.inside.drop()
@@ -50,6 +51,7 @@ def _hand_over(modules: list[nn.Module], optimizer: CompressedOptimizer) -> Sequ
     """Give the FSDP modules among ``modules`` that hold parameters of ``optimizer`` its
     reduce-scatter.
     """
+    assert isinstance(optimizer, ReducingOptimizer)
     ours = {p for group in optimizer.param_groups for p in group["params"]}
     found = []
     for module in modules:
@@ -78,7 +80,7 @@ def _param_groups(module: nn.Module) -> Iterable[Any]:
 class Reducing:
     """FSDP's reduce-scatter of one group of parameters, by the optimizer while there is one."""
 
-    def __init__(self, group: Any, optimizer: CompressedOptimizer):
+    def __init__(self, group: Any, optimizer: ReducingOptimizer):
         self._group, self._optimizer = group, weakref.ref(optimizer)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._engine import base
 from .._engine.base import CompressedOptimizer
+from .._engine.inside import ReducingOptimizer
 from .._state.buckets import local
 from .._wire.collectives import list_mesh_groups
 from .._wire.requests import Broadcast
@@ -136,7 +137,7 @@ def listen(optimizer: CompressedOptimizer) -> None:
 
 def _meet(optimizer: CompressedOptimizer) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if optimizer.reduces_inside:
+    if isinstance(optimizer, ReducingOptimizer) and optimizer.reduces_inside:
         go_inside(optimizer)
         return
     sharded = any(hasattr(p, "device_mesh") for p in params)

@@ -1,4 +1,9 @@
-"""State between ranks: averaged, gathered, and cut again for the ranks that are left."""
+"""Optimizer state across ranks: averaged, gathered, and resharded for the ranks that are left.
+
+State follows ``requires_grad``, too: parameters that require no gradient are in no bucket, have no
+state, and are never sent. State of a parameter that is frozen later stays in ``optimizer.state``,
+in tensors of its own, is saved like all state, and is used again when the parameter is unfrozen.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,11 @@ from .._state.buckets import Bucket, local
 from .._state.shards import unshard
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
+from .session import Session
 from .turns import Turns, ask
 
 
-def average(tensor: Tensor, device: torch.device, comm: Communicator) -> Turns[None]:
+def average_state(tensor: Tensor, device: torch.device, comm: Communicator) -> Turns[None]:
     """Replace a state by its mean over ranks."""
     request = AllReduceMean(local(tensor).to(device, copy=True))
     local(tensor).copy_((yield from ask(comm, request)))
@@ -49,7 +55,7 @@ def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Communicator)
                 value.copy_(part.view(value.shape))
 
 
-def gather(
+def gather_shards(
     bucket: Bucket, name: str, comm: Communicator, owners: list[int] | None = None
 ) -> Turns[list[Tensor | None]]:
     """One sharded state of a bucket, whole and in host memory, a vector a tensor that has it.
@@ -70,7 +76,7 @@ def gather(
     return whole
 
 
-def move(old: list[Bucket], new: list[Bucket], comm: Communicator) -> Turns[None]:
+def reshard_state(old: list[Bucket], new: list[Bucket], comm: Communicator) -> Turns[None]:
     """Cut the shards of ``old`` buckets as the ``new`` ones are cut, over the ranks that are left.
 
     Each says which rank it was before.
@@ -79,9 +85,32 @@ def move(old: list[Bucket], new: list[Bucket], comm: Communicator) -> Turns[None
     owners = (yield from ask(comm, AllGather(was))).view(-1).tolist()
     for before, after in zip(old, new, strict=True):
         for name in before.sharded:
-            whole = yield from gather(before, name, comm, owners)
+            whole = yield from gather_shards(before, name, comm, owners)
             for vector, own, (start, stop) in zip(
                 whole, after.state[name], after.shards.own, strict=True
             ):
                 if vector is not None:
                     own.copy_(vector[start:stop])
+
+
+def follow_requires_grad(session: Session, comm: Communicator) -> Turns[None]:
+    """Lay out the parameters that require a gradient now, which are the same on all ranks.
+
+    Sharded state of a parameter that is frozen is gathered, and kept whole.
+    """
+    session.settle_state()
+    state = session.optimizer.state
+    for bucket in session.buckets:
+        for name in bucket.sharded:
+            whole = yield from gather_shards(bucket, name, comm)
+            for entry, vector in zip(bucket.entries, whole, strict=True):
+                if vector is not None:
+                    entry[name] = vector.to(bucket.device)
+        for p, entry in zip(bucket.params, bucket.entries, strict=True):
+            if not p.requires_grad:
+                held = {name: t.clone() for name, t in entry.items() if isinstance(t, Tensor)}
+                state[p] = held
+    session.trainable = frozenset(p for p in session.parameters if p.requires_grad)
+    session.rebuild_buckets()
+    for bucket in session.buckets:
+        bucket.renew_masters()

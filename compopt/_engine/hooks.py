@@ -1,13 +1,13 @@
-"""What the session asks of the optimizer that it drives.
+"""The hooks through which a session drives its optimizer.
 
-A class of optimizers says which state it keeps (``state_specs``), how one bucket steps
-(``algorithm``), and checks its options (``check_group``). All else has a default.
+A class of optimizers defines which state it keeps (``state_specs``), how one bucket steps
+(``algorithm``), and checks its options (``check_group``). All other hooks have a default.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,20 +16,24 @@ from .._state.buckets import Bucket, is_compressed
 from .._state.layouts import Dense, Layout, Sharded
 from .._wire.requests import RequestGenerator
 from .decision import StepDecision
-from .settings import Setting, settings_of_class
+from .options import Group, Setting
 from .stats import Stats
 
-if TYPE_CHECKING:
-    from .inside import Inside
-    from .session import Session
 
-Group = dict[str, Any]  # one of torch's parameter groups: "params", and options by name
+class Averager(Protocol):
+    """Averages gradients in backward, in place of FSDP's reduce-scatter: see ``inside``."""
+
+    @property
+    def dense_bytes(self) -> int:
+        """The bytes that FSDP would send in a step."""
+
+    def check(self) -> None:
+        """Raise where the gradients of this step are not what backward averaged."""
 
 
-class Face:
-    """What a class of optimizers says of itself; beside it torch's groups and state."""
+class OptimizerHooks:
+    """What a class of optimizers defines, beside torch's groups and state."""
 
-    _session: Session
     defaults: dict[str, Any]
     param_groups: list[Group]
     state: defaultdict[Tensor, Any]
@@ -45,7 +49,7 @@ class Face:
     # FSDP cuts the parameters over the ranks to average with, and this optimizer averages in place
     # of its reduce-scatter
     reduces_inside = False
-    inside: Inside | None = None  # what it then does in backward
+    inside: Averager | None = None  # which then averages in backward
     # though state is sharded: every rank updates all masters
     whole_masters = False
     # what of the state lives in host memory: "residual", "all" (masters too), or nothing
@@ -144,7 +148,7 @@ class Face:
 
     def _settings(self) -> list[Setting]:
         """What must be the same on all ranks, step for step; more of it where a class has more."""
-        return settings_of_class(self._session)
+        raise NotImplementedError
 
     def _specs(self, bucket: Bucket) -> dict[str, Layout]:
         """The state of a bucket's tensors: the class's, and masters of low precision."""
