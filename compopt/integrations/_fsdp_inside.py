@@ -44,7 +44,7 @@ def go_inside(optimizer: ReducingOptimizer) -> None:
 def _stepped(this: weakref.ref[ReducingOptimizer]) -> None:
     optimizer = this()
     if optimizer is not None and optimizer.inside is not None:
-        optimizer.inside.drop()
+        optimizer.inside.discard_unsent()
 
 
 def _hand_over(modules: list[nn.Module], optimizer: CompressedOptimizer) -> Sequence[nn.Module]:
