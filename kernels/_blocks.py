@@ -198,7 +198,7 @@ def load_block(where, table, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: t
 
 @inlined
 def is_set(cell, i):
-    """Whether a cell of the table is not 0, as a block like i, which the interpreter requires."""
+    """Compare a cell of the table with 0, as a block like i, which the interpreter requires."""
     return tl.full(i.shape, 0, tl.int64) + cell != 0
 
 

@@ -35,8 +35,8 @@ Result = TypeVar("Result")
 class Fused(NamedTuple):
     """A backend's implementation of a reference function, for the buckets it ``supports``.
 
-    It has the reference's arguments. With ``is_batched`` it is given the requests of all buckets in
-    one call (see ``RunBatched``).
+    It has the reference's arguments. With ``is_batched`` it is called once for all buckets, with
+    the backend and the arguments of each bucket in a list, and returns the list of results.
     """
 
     supports: Callable[[Any, Bucket], bool]

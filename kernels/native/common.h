@@ -28,7 +28,7 @@ static inline uint32_t magnitude(float x) {  // as an integer that grows with |x
     return bits & 0x7fffffffu;
 }
 
-// Whether i is one of the `size` positions from `a` on.
+// True if i is one of the `size` positions from `a` on.
 static inline int within(int64_t i, int64_t a, int64_t size) { return i >= a && i < a + size; }
 
 static inline int on(const uint8_t *mask, int64_t i) { return mask[i / 8] >> i % 8 & 1; }

@@ -1,5 +1,5 @@
-"""How the C passes of kernels/native are called: tables of numbers and addresses, checked before C
-reads them.
+"""Calls of the C passes of kernels/native: tables of numbers and addresses, checked before C reads
+them.
 """
 
 from __future__ import annotations
