@@ -42,7 +42,7 @@ from ._engine.resharding import average_base
 from ._engine.saving import warn_of_what_is_missing
 from ._engine.session import Corrupt, Sync, weak_method
 from ._engine.signals import defer_signals
-from ._engine.stats import Stats
+from ._engine.stats import Stats, show_line
 from ._engine.step import Step, check_can_step
 from ._engine.turns import Background, Turns, sum_over
 from ._engine.wrapper import Wrapper
@@ -55,7 +55,13 @@ from ._ops.norms import clip_factor, scale_all_
 from ._state.buckets import Bucket, local
 from ._state.devices import HOST
 from ._state.layouts import Dense, Layout, Prefix
-from ._wire.collectives import Communicator, PendingCollective, ProcessGroup, count_copies
+from ._wire.collectives import (
+    Communicator,
+    PendingCollective,
+    ProcessGroup,
+    count_copies,
+    get_rank,
+)
 from ._wire.payload import PayloadDtype
 from ._wire.requests import CommunicationError, RequestGenerator
 from .average import average, outer_sgd
@@ -279,6 +285,7 @@ class LocalSteps(Wrapper):
         if options["delay"]:  # what runs beside training has a process group of its own
             comm = comm.with_own_group()
         if outer._session.group is not comm and not self._session.is_single_process:
+            outer._session.waits = self._session.waits
             outer._session.connect_to(comm)
             self._bytes_sent = comm.bytes_sent
 
@@ -480,7 +487,7 @@ class LocalSteps(Wrapper):
             is_applied = yield from self._perform_sync(exchange)
         self._note_open_round()
         if is_applied or t > begun:
-            self._report(last.grad_norm, is_applied)
+            self._report(last.grad_norm, is_applied, is_step=False)
             self._session.stats.bytes_sent += last.bytes_sent
 
     # Reports
@@ -500,7 +507,7 @@ class LocalSteps(Wrapper):
             self._open_round = self._open_round or OpenRound(self, step - 1)
             self._open_round.update(self.round_is_open, step, self.comm)
 
-    def _report(self, norm: float, is_applied: bool) -> None:
+    def _report(self, norm: float, is_applied: bool, is_step: bool = True) -> None:
         """Renew ``stats``, after a step or the end of a round."""
         session, anchors, sent = self._session, self._anchors, 0
         phase = "exchanged" if is_applied else "dense" if session.is_single_process else "local"
@@ -509,7 +516,12 @@ class LocalSteps(Wrapper):
             sent = self._bytes_sent - before
         non_finite = [] if math.isfinite(norm) else ["of this rank"]
         decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)
-        session.update_stats(decision, sent)
+        session.update_stats(decision, sent, is_step)
+        is_shown = is_applied and session.comm.rank == 0 == get_rank() and session.comm.size > 1
+        if is_shown and session.is_first("compression"):
+            stats = session.stats
+            text = rounds.describe_rounds(self._options, stats.bytes_sent / stats.bytes_dense)
+            show_line(f"{session.name}: {text}")
 
     def add_to_stats(self, stats: Stats, decision: StepDecision | None = None) -> Stats:
         if self._anchors is not None:

@@ -36,13 +36,13 @@ def dataset():
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def trainer(folder: Path, model, callbacks=(), steps: int = STEPS, **options):
+def trainer(folder: Path, model, callbacks=(), steps: int = STEPS, report_to=(), **options):
     import transformers
 
     transformers.logging.set_verbosity_error()
     args = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, save_steps=AT, logging_steps=2,
-        use_cpu=True, report_to=[], disable_tqdm=True, seed=0, learning_rate=1e-2, max_grad_norm=0.5,
+        use_cpu=True, report_to=list(report_to), disable_tqdm=True, seed=0, learning_rate=1e-2, max_grad_norm=0.5,
         lr_scheduler_type="linear",
     )  # fmt: skip
     return transformers.Trainer(model=model, args=args, train_dataset=dataset(), callbacks=list(callbacks), **options)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -39,7 +39,7 @@ from .decision import StepDecision
 from .hooks import OptimizerHooks
 from .options import Group, Setting, structure_of
 from .overlap import BackwardOverlap, PostCommitExchanges
-from .stats import Stats
+from .stats import RunTotals, Stats, WaitRecord, show_summary
 from .when import Trial, trial
 
 OFFLOADED = {"residual": ("residual",), "all": ("residual", "master")}
@@ -134,6 +134,8 @@ class Session:
 
         # what was done
         self.stats = Stats()
+        self.run = RunTotals()
+        self.waits = WaitRecord()
         self.bytes_reported = 0  # of those that the connection has sent
         self.consecutive_skips = 0
         # the step at which residuals became their mean over ranks
@@ -232,13 +234,18 @@ class Session:
                 "ranks."
             )
 
-    def update_stats(self, decision: StepDecision, bytes_sent: int) -> None:
-        """Let ``stats`` be those of a step that was applied or skipped."""
+    def update_stats(self, decision: StepDecision, bytes_sent: int, is_step: bool = True) -> None:
+        """Let ``stats`` be those of a step that was applied or skipped, or without ``is_step`` of
+        an exchange after it, and add them to the run's totals.
+        """
         applied, phases = decision.applied, sorted(set(decision.phase_of.values()))
+        # an outer optimizer's waits are reported by its LocalSteps
+        is_outer = self.has_pseudo_gradients
+        waited, waited_for_ranks = (0.0, 0.0) if is_outer else self.waits.take_step()
         stats = Stats(
             step=self.steps,
             phase=("+".join(phases) or "dense") if applied else "skipped",
-            bytes_sent=bytes_sent,
+            bytes_sent=0 if self.is_single_process else bytes_sent,
             bytes_dense=sum(bucket.dense_bytes for bucket in self.buckets),
             parameter_bytes=applied * sum(bucket.parameter_bytes for bucket in self.buckets),
             grad_norm=decision.norm,
@@ -249,8 +256,20 @@ class Session:
             reason="" if applied else f"non-finite gradient: {', '.join(decision.non_finite[:3])}",
             residual_norm=weak_method(self.residual_norm),
             when=self.trial_result,
+            wait_seconds=waited,
+            straggler_seconds=waited_for_ranks,
         )
-        self.stats = self.optimizer.add_to_stats(stats, decision)
+        stats = self.optimizer.add_to_stats(stats, decision)
+        if is_step:
+            self.run.add(stats)
+        else:
+            self.run.add_exchange(stats)
+        stats.run = replace(self.run)
+        self.stats = stats
+        is_shown = get_rank() == 0 and self.comm.size > 1 and not is_outer
+        if is_shown and self.is_first("summary"):
+            # when the optimizer is deleted, or the program ends
+            weakref.finalize(self.optimizer, show_summary, self.name, self.run)
 
     def count_skips(self, is_applied: bool) -> None:
         """Count consecutive skipped steps.
@@ -273,7 +292,7 @@ class Session:
         optimizer.before_layout()
         groups = self.option_groups
         self.ops = choose_backend({p.device.type for group in groups for p in group["params"]})
-        self.stats = Stats(residual_norm=weak_method(self.residual_norm))
+        self.stats = Stats(run=self.stats.run, residual_norm=weak_method(self.residual_norm))
         self.bytes_reported = connection.bytes_sent if connection else 0
         self.unverify()
         self.verified_structure = ""
@@ -403,6 +422,7 @@ class Session:
             self.connection = (
                 Communicator(single_process=True) if is_wrapped else connect(self.group)
             )
+            self.connection.on_wait = self.waits.add
         return self.connection
 
     def _have_others_come(self) -> bool:

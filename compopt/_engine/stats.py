@@ -1,9 +1,9 @@
-"""What users learn of steps: ``stats``, and a line at the first step.
+"""Stats of steps and of the run, a line at the first step and a summary at the end.
 
-The line says what is compressed, from when on, and how much is sent then. A warning would be wrong,
-because nothing is; and a logger alone is not seen, because Python shows no INFO unless asked. So it
-goes to the logger "compopt" where that shows INFO, else to stderr. COMPOPT_QUIET=1 silences it, and
-so does a level above INFO on the logger.
+The first line says what is compressed, from when on, and how much is sent then. A warning would be
+wrong, because nothing is; and a logger alone is not seen, because Python shows no INFO unless
+asked. So it goes to the logger "compopt" where that shows INFO, else to stderr. COMPOPT_QUIET=1
+silences it, and so does a level above INFO on the logger.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from .._state.buckets import Bucket
 from .._wire.payload import bytes_per_value
@@ -22,15 +22,53 @@ log = logging.getLogger("compopt")
 
 
 @dataclass
+class RunTotals:
+    """Sums over all steps of this optimizer in this process, of this rank.
+
+    ``share`` is ``bytes_sent`` over ``bytes_dense``. The other fields are sums of those of
+    :class:`Stats`.
+    """
+
+    steps: int = 0
+    skipped: int = 0
+    bytes_sent: int = 0
+    bytes_dense: int = 0
+    wait_seconds: float = 0.0
+    straggler_seconds: float = 0.0
+
+    @property
+    def share(self) -> float:
+        return self.bytes_sent / self.bytes_dense if self.bytes_dense else 0.0
+
+    def add(self, stats: Stats) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.skipped = stats.skipped
+        self.bytes_dense += stats.bytes_dense
+        self.add_exchange(stats)
+
+    def add_exchange(self, stats: Stats) -> None:
+        """Count what was sent without a step."""
+        self.bytes_sent += stats.bytes_sent
+        self.wait_seconds += stats.wait_seconds
+        self.straggler_seconds += stats.straggler_seconds
+
+
+@dataclass
 class Stats:
     """The last step, as this rank saw it.
 
     ``bytes_sent`` is what this rank handed to collectives since the step before, ``bytes_dense``
     what DDP would have. ``parameter_bytes`` is the part of it that went into gathering updated
     parameters, where state is sharded. ``grad_norm`` is the number that ``max_grad_norm`` clips by:
-    of the average over ranks, before the clip. ``when`` is what ``when="auto"`` has found out, with
-    the seconds of a step of each kind. ``phase`` is what the compressed tensors did: "dense",
-    "skipped" (nothing was applied), or a phase of the class.
+    of the average over ranks, before the clip. ``when`` is the result of the trial of
+    ``when="auto"``, with the seconds of a step of each kind. ``phase`` is what the compressed
+    tensors did: "dense", "skipped" (nothing was applied), or a phase of the class.
+
+    ``wait_seconds`` is how long this rank's host waited for collectives. ``straggler_seconds`` is
+    the part of it that the rank which waits least did not have to wait: it was spent on slower
+    ranks, not on the network. Ranks tell each other their waits in turns, one rank per step, so the
+    latter is 0 at first. ``run`` has the totals.
     """
 
     step: int = 0
@@ -45,7 +83,54 @@ class Stats:
     skipped: int = 0
     reason: str = ""
     when: str = ""
+    wait_seconds: float = 0.0
+    straggler_seconds: float = 0.0
+    run: RunTotals = field(default_factory=RunTotals, repr=False)
     residual_norm: Callable[[], float] = field(default=lambda: 0.0, repr=False)
+
+    def as_dict(self) -> dict[str, int | float | str]:
+        """Return all of it flat, for loggers and ``json.dumps``: numbers and texts, the totals as
+        "run_bytes_sent" and so on. Computes what is a function here, as ``residual_norm``.
+        """
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "run"}
+        values = {name: value() if callable(value) else value for name, value in values.items()}
+        totals = {f.name: getattr(self.run, f.name) for f in fields(self.run)}
+        values |= {f"run_{name}": value for name, value in totals.items()}
+        return values | {"run_share": self.run.share}
+
+
+class WaitRecord:
+    """How long ranks wait for collectives. They tell each other in turns, one rank per exchange."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # waited by this rank in all
+        self.reported = 0.0  # of these, those that `take_step` has returned
+        self.steps = 0  # with collectives, since this rank's last turn
+        self.since_turn = 0.0
+        self.mean_of_rank: dict[int, float] = {}  # seconds per step, as told last
+
+    def add(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def field_for(self, step: int, rank: int, size: int) -> list[float]:
+        """The control field of a step: this rank's seconds per step when it is its turn."""
+        if step % size != rank or not self.steps:
+            return [0.0]
+        mean, self.steps, self.since_turn = self.since_turn / self.steps, 0, 0.0
+        return [mean]
+
+    def note_field(self, step: int, size: int, mean: float) -> None:
+        """Note what the rank whose turn it was has told; ``mean`` is over all ranks."""
+        if mean > 0:
+            self.mean_of_rank[step % size] = mean * size
+
+    def take_step(self) -> tuple[float, float]:
+        """Return the seconds waited since the last call, and the part due to slower ranks."""
+        waited, self.reported = self.seconds - self.reported, self.seconds
+        self.steps += waited > 0  # local steps wait for no one
+        self.since_turn += waited
+        least = min(self.mean_of_rank.values(), default=waited)
+        return waited, max(0.0, waited - least)
 
 
 def show_line(text: str) -> None:
@@ -56,6 +141,25 @@ def show_line(text: str) -> None:
         log.info(text)
     else:
         print(f"compopt: {text}", file=sys.stderr, flush=True)
+
+
+def show_summary(name: str, run: RunTotals) -> None:
+    """Show a line about the whole run."""
+    skipped = f", {run.skipped} skipped" if run.skipped else ""
+    sent, dense = (format_bytes(count) for count in (run.bytes_sent, run.bytes_dense))
+    for_ranks = run.straggler_seconds
+    slower = f", {for_ranks:.1f} s of them for slower ranks" if for_ranks >= 0.05 else ""
+    show_line(
+        f"{name}: {run.steps} steps{skipped}. Rank 0 sent {sent}, {run.share:.1%} of DDP's "
+        f"{dense}, and waited {run.wait_seconds:.1f} s for collectives{slower}."
+    )
+
+
+def format_bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"
 
 
 def describe_compression(

@@ -276,6 +276,8 @@ class Step:
         checksum = zlib.crc32(repr(settings).encode())
         # the mean over ranks of these bits shows any difference
         fields: dict[str, FieldValues] = {"settings": encode_bits(checksum, 16)}
+        comm = self.comm
+        fields["waits"] = session.waits.field_for(self.number, comm.rank, comm.size)
         is_unfrozen = session.has_other_trainable
         fields["unfrozen"] = [float(is_unfrozen)]
         if is_unfrozen:  # all ranks learn of a problem, and nothing is applied
@@ -357,6 +359,7 @@ class Step:
             self._show_first_line()
         sent = self.comm.bytes_sent - session.bytes_reported
         session.bytes_reported = self.comm.bytes_sent
+        session.waits.note_field(self.number, self.comm.size, decision.agreed["waits"][0])
         session.update_stats(decision, sent)
         trial = None if session.is_single_process else session.trial
         if trial and trial.watch(decision.phase_of, applied, session.device):

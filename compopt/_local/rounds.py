@@ -59,6 +59,17 @@ def round_length(options: Group, since: int) -> int:
     return every if since >= growth else 1 + (every - 1) * since // growth
 
 
+def describe_rounds(options: Group, share: float) -> str:
+    """Describe rounds, whose exchanges send this ``share`` of the bytes of an all-reduce."""
+    every, fragments, growth = (options[n] for n in ("every", "fragments", "every_warmup_steps"))
+    share *= fragments  # the exchange was of one of them
+    grown = f" once rounds have grown, over {growth} steps" if growth else ""
+    return (
+        f"ranks take {every} steps of their own between exchanges{grown}. An exchange sends "
+        f"{share:.1%} of the bytes of an all-reduce of the gradients, {share / every:.2%} per step."
+    )
+
+
 def outer_share(options: Group, steps: int) -> float:
     """How far the outer optimizer has come from averaging parameters, 0, to its own rate and
     momentum, 1, after a round of this many ``steps``: with the logarithm of its length.

@@ -14,7 +14,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -70,6 +70,8 @@ class PendingCollective:
     started = False
     # True for ranks that take turns in one process: backward must not wait.
     in_turns = False
+    # called with the seconds that the host was blocked
+    on_wait: Callable[[float], None] | None = None
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class PendingCollective:
     def wait(self) -> object:
         if self.work is not None:
             try:
-                with profiler_range("compopt::exchange"):
+                with profiler_range("compopt::exchange"), self._count_wait():
                     self.work.wait()
             # gloo raises RuntimeError, of which torch.distributed's own errors are subclasses.
             except RuntimeError as error:
@@ -96,7 +98,19 @@ class PendingCollective:
                 ) from error
             finally:
                 self.forget()
-        return self._on_completion()
+        answer = self._on_completion()
+        if isinstance(answer, PendingCollective):
+            answer.on_wait = self.on_wait
+        return answer
+
+    @contextlib.contextmanager
+    def _count_wait(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.on_wait is not None:
+                self.on_wait(time.perf_counter() - began)
 
     @property
     def is_ready(self) -> bool:
@@ -111,7 +125,8 @@ class PendingCollective:
         if self.work is None:
             return True
         try:
-            self.work.wait(timedelta(seconds=seconds))
+            with self._count_wait():
+                self.work.wait(timedelta(seconds=seconds))
         except RuntimeError:
             return self.work.is_completed()
         return True
@@ -179,6 +194,8 @@ class Communicator:
                 "process_group does not contain this rank: give every rank the group it belongs to."
             )
         self.bytes_sent = 0
+        # called with the seconds that the host was blocked in a collective
+        self.on_wait: Callable[[float], None] | None = None
         self._own_group: Communicator | None = None
 
     @property
@@ -202,6 +219,7 @@ class Communicator:
                 self.ranks, timeout=limit, use_local_synchronization=not is_world
             )
             self._own_group = Communicator(group)
+            self._own_group.on_wait = self.on_wait
             if is_world:
                 unfinished = self._own_group.unfinished
                 weakref.finalize(self, _destroy, group, unfinished).atexit = False
@@ -212,6 +230,11 @@ class Communicator:
         size = count_bytes(request)
         self.bytes_sent += size
         description = f"{type(request).__name__} of {size} bytes over {self.size} ranks"
+        pending = self._start(request, description)
+        pending.on_wait = self.on_wait
+        return pending
+
+    def _start(self, request: Request, description: str) -> PendingCollective:
         match request:
             case AllReduceMean():
                 return self._all_reduce_mean(request, description)

@@ -14,15 +14,19 @@ the same model.
 
 from __future__ import annotations
 
+import inspect
+from types import FrameType
 from typing import Any
 
 from .._engine.base import CompressedOptimizer
 from .._engine.saving import whose_residuals
+from .._engine.stats import Stats
 from .._wire.warning import warn
 from ._rounds import end_open_rounds, has_open_round
 
 try:
     from transformers import TrainerCallback
+    from transformers.trainer_callback import CallbackHandler
 except ImportError as error:
     raise ImportError(
         "compopt.integrations.hf needs Hugging Face's transformers: pip install transformers."
@@ -43,15 +47,16 @@ class CompoptCallback(TrainerCallback):
       and at the end of training: within a round every rank holds a model of its own.
     - The Trainer's logs gain ``grad_norm`` (of the averaged gradient), ``bytes_sent`` (by this
       rank, a step, averaged since the last log), ``bytes_dense`` (what DDP would have handed over),
-      ``phase``, ``skipped_steps`` (so far) and ``residual_norm`` (this rank's). They reach
-      ``trainer.state.log_history``, the console and callbacks that stand after this one; a reporter
-      that stands before it does not see them.
+      ``share`` (of DDP's bytes, over the whole run), ``wait_seconds`` (of this rank for
+      collectives, a step, averaged since the last log), ``straggler_seconds`` (the part of it spent
+      on slower ranks), ``phase``, ``skipped_steps`` (so far) and ``residual_norm`` (this rank's).
+      ``report_to`` gets them too: TensorBoard, W&B and the others.
 
     Raises ValueError where the Trainer's optimizer is not one of compopt's.
     """
 
     def __init__(self) -> None:
-        self._bytes: list[int] = []
+        self._steps: list[Stats] = []  # since the last log
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
@@ -63,12 +68,13 @@ class CompoptCallback(TrainerCallback):
                 if group["max_grad_norm"] is None:
                     group["max_grad_norm"] = args.max_grad_norm
             args.max_grad_norm = 0.0
+        move_before_reporters(LogStats(self), inspect.currentframe())
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         self._prepare(unwrap(optimizer), control)
-        self._bytes.append(unwrap(optimizer).stats.bytes_sent)
+        self._steps.append(unwrap(optimizer).stats)
 
     def on_epoch_end(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
@@ -111,29 +117,51 @@ class CompoptCallback(TrainerCallback):
                 int(not state.is_world_process_zero),
             )
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs is None or "loss" not in logs or not self._bytes:
+    def add_to_logs(self, state: Any, logs: dict[str, Any]) -> None:
+        """Add the values of the steps since the last log."""
+        if "loss" not in logs or not self._steps:
             return
-        stats = unwrap(optimizer).stats
+        stats, count = self._steps[-1], len(self._steps)
         ours = {
             "grad_norm": stats.grad_norm,
-            "bytes_sent": round(sum(self._bytes) / len(self._bytes)),
+            "bytes_sent": round(sum(one.bytes_sent for one in self._steps) / count),
             "bytes_dense": stats.bytes_dense,
+            "share": stats.run.share,
+            "wait_seconds": sum(one.wait_seconds for one in self._steps) / count,
+            "straggler_seconds": sum(one.straggler_seconds for one in self._steps) / count,
             "phase": stats.phase,
             "skipped_steps": stats.skipped,
             "residual_norm": stats.residual_norm(),
         }
-        self._bytes.clear()
+        self._steps.clear()
         logs.update(ours)
         state.log_history[-1].update(ours)
+
+
+class LogStats(TrainerCallback):
+    """Adds what a :class:`CompoptCallback` has seen to logs, before a reporter reads them."""
+
+    def __init__(self, source: CompoptCallback) -> None:
+        self._source = source
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs is not None:
+            self._source.add_to_logs(state, logs)
+
+
+def move_before_reporters(callback: LogStats, frame: FrameType | None) -> None:
+    """Put a callback first in the list of the handler that has called; once.
+
+    The Trainer appends a user's callbacks after its reporters, and no event passes the handler: it
+    is looked up in the callers' frames.
+    """
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler):
+            others = [c for c in handler.callbacks if not isinstance(c, LogStats)]
+            handler.callbacks[:] = [callback, *others]
+            return
+        frame = frame.f_back
 
 
 def unwrap(optimizer: Any) -> CompressedOptimizer:

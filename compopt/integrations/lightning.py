@@ -1,11 +1,11 @@
-"""Lightning's Trainer, for optimizers that take local steps.
+"""Lightning's Trainer: logs, and the rounds of local steps.
 
     from compopt.integrations.lightning import CompoptCallback
 
     Trainer(strategy="ddp", callbacks=[CompoptCallback()], ...)
 
-Other optimizers of this package need no callback: Lightning itself calls ``consolidate_state_dict``
-before it saves.
+Other optimizers than LocalSteps also train and save without the callback: Lightning itself calls
+``consolidate_state_dict`` before it saves.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .._engine.base import CompressedOptimizer
 from ._rounds import end_open_rounds
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ class CompoptCallback(Callback):
     """Ends the running round of :class:`compopt.LocalSteps` before each validation, before each
     checkpoint, and at the end of ``fit``: within a round every rank holds a model of its own.
 
-    Checkpoints of ``ModelCheckpoint`` and ``trainer.save_checkpoint`` alike.
+    Checkpoints of ``ModelCheckpoint`` and ``trainer.save_checkpoint`` alike. Every
+    ``trainer.log_every_n_steps`` steps the loggers get the numbers of ``optimizer.stats.as_dict()``
+    as "compopt/bytes_sent" and so on.
     """
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -48,6 +51,18 @@ class CompoptCallback(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         vars(trainer).pop("save_checkpoint", None)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step % trainer.log_every_n_steps:
+            return
+        for wrapped in trainer.optimizers:
+            optimizer = getattr(wrapped, "optimizer", wrapped)
+            if isinstance(optimizer, CompressedOptimizer):
+                values = optimizer.stats.as_dict()
+                numbers = {n: v for n, v in values.items() if isinstance(v, int | float)}
+                metrics = {f"compopt/{name}": value for name, value in numbers.items()}
+                for logger in trainer.loggers:
+                    logger.log_metrics(metrics, step=trainer.global_step)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         end_open_rounds(trainer.optimizers)

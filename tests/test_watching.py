@@ -1,0 +1,258 @@
+"""What users watch a run by: the totals of a run, its summary, and TensorBoard's event files, on two ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from in_place import as_torchrun_would
+from ranks import run_ranks
+from table import CASES, FORMS, by_name
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import compopt
+from compopt._engine.stats import RunTotals, WaitRecord, format_bytes
+
+NAMES = "bytes_sent", "run_bytes_sent", "run_share", "wait_seconds", "straggler_seconds"
+SLOW = 0.05  # seconds that rank 1 takes longer for a step
+
+
+def train(rank: int, optimizer, model, steps: int, seconds: float = 0.0) -> list:
+    """The stats of each step."""
+    seen = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        model(torch.randn(8, 96, generator=generator)).square().mean().backward()
+        time.sleep(seconds * rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(optimizer.stats)
+    return seen
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96))
+
+
+def totals_of_classes(rank: int) -> dict[str, tuple]:
+    found = {}
+    for case in [*CASES, *FORMS]:
+        model = DDP(net())
+        optimizer = case.make(model.parameters())
+        seen = train(rank, optimizer, model, 6)
+        found[case.name] = (
+            [one.bytes_sent for one in seen],
+            [one.bytes_dense for one in seen],
+            [one.wait_seconds for one in seen],
+            json.loads(json.dumps(optimizer.stats.as_dict())),
+        )
+    return found
+
+
+def test_every_class_has_flat_stats_and_totals_of_its_run():
+    for found in run_ranks(totals_of_classes, 2):
+        for name, (sent, dense, waited, stats) in found.items():
+            assert all(isinstance(value, int | float | str) for value in stats.values()), name
+            assert set(NAMES) <= stats.keys(), name
+            assert (stats["run_steps"], stats["run_bytes_sent"], stats["run_bytes_dense"]) == (6, sum(sent), sum(dense))
+            assert stats["run_share"] == sum(sent) / sum(dense) and sum(dense) > 0, name
+            assert stats["run_wait_seconds"] == pytest.approx(sum(waited)) and sum(waited) > 0, name
+
+
+def with_a_slow_rank(rank: int) -> RunTotals:
+    model = DDP(net())
+    optimizer = compopt.SeparateAdam(model.parameters())
+    return train(rank, optimizer, model, 24, SLOW)[-1].run
+
+
+def test_waiting_for_a_slow_rank_is_told_from_waiting_for_the_network():
+    fast, slow = run_ranks(with_a_slow_rank, 2)
+    assert fast.wait_seconds > 20 * SLOW > slow.straggler_seconds
+    assert fast.straggler_seconds > 0.75 * fast.wait_seconds
+
+
+def test_ranks_tell_each_other_their_waits_in_turns():
+    """Against the definition, over 12 steps of three ranks."""
+    waits = [0.5, 0.25, 1.0]
+    ranks = [WaitRecord() for _ in waits]
+    for step in range(1, 13):
+        told = [rank.field_for(step, i, 3)[0] for i, rank in enumerate(ranks)]
+        for rank, seconds in zip(ranks, waits, strict=True):
+            rank.note_field(step, 3, sum(told) / 3)
+            rank.add(seconds)
+            waited, for_ranks = rank.take_step()
+            assert waited == seconds
+            if step > 6:  # everyone has had a turn
+                assert for_ranks == seconds - 0.25
+    assert ranks[0].mean_of_rank == {0: 0.5, 1: 0.25, 2: 1.0}
+
+
+def test_skipped_steps_are_counted_and_a_rebuilt_session_goes_on_counting():
+    model = net()
+    optimizer = by_name["RadiusAdamW"].make(model.parameters())
+    train(0, optimizer, model, 2)
+    next(model.parameters()).grad = torch.full((96, 96), float("nan"))
+    optimizer.step()
+    assert (optimizer.stats.run.steps, optimizer.stats.run.skipped) == (3, 1)
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(0, optimizer, model, 1)
+    assert optimizer.stats.run.steps == 4
+
+
+def test_a_single_process_sends_nothing():
+    model = net()
+    optimizer = compopt.SeparateAdam(model.parameters())
+    stats = train(0, optimizer, model, 2)[-1]
+    assert (stats.bytes_sent, stats.run.bytes_sent, stats.run.share) == (0, 0, 0.0)
+
+
+def summary(rank: int) -> str:
+    os.environ["COMPOPT_QUIET"] = "0"
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        model = DDP(net())
+        optimizer = compopt.SeparateAdam(model.parameters())
+        train(rank, optimizer, model, 12)
+        del model, optimizer
+        gc.collect()
+    return printed.getvalue()
+
+
+def test_rank_0_sums_the_run_up_at_its_end():
+    first, second = run_ranks(summary, 2)
+    line = first.splitlines()[-1]
+    assert line.startswith("compopt: SeparateAdam: 12 steps. Rank 0 sent ") and "% of DDP's 894 kB" in line, line
+    assert second == ""
+
+
+def rounds(rank: int) -> str:
+    os.environ["COMPOPT_QUIET"] = "0"
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        model = DDP(net())
+        inner = torch.optim.AdamW(model.parameters())
+        optimizer = compopt.LocalSteps(inner, every=3, every_warmup_steps=0, payload_dtype=None)
+        train(rank, optimizer, model, 6)
+        assert optimizer.stats.run.bytes_sent < 0.42 * optimizer.stats.run.bytes_dense
+        assert optimizer.stats.run.wait_seconds > 0
+    return printed.getvalue()
+
+
+def test_local_steps_say_what_an_exchange_sends():
+    first, second = run_ranks(rounds, 2)
+    line = "ranks take 3 steps of their own between exchanges. An exchange sends 1"
+    assert line in first.splitlines()[0] and "of the gradients, 3" in first and second == ""
+
+
+@pytest.mark.parametrize("count, text", [(7, "7 bytes"), (1500, "1.5 kB"), (68_488_416, "68.5 MB"), (2e9, "2 GB")])
+def test_bytes_are_shown_with_three_digits(count, text):
+    assert format_bytes(count) == text
+
+
+# TensorBoard
+
+
+def scalars(folder: Path) -> dict[str, list[float]]:
+    """All scalars of a folder's event files, by name."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = {}
+    for file in folder.rglob("events.out.tfevents.*"):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            found[tag] = [event.value for event in events.Scalars(tag)]
+    return found
+
+
+def plain_loop(rank: int, folder: str) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    model = DDP(net())
+    optimizer = compopt.SeparateAdam(model.parameters())
+    writer = SummaryWriter(f"{folder}/{rank}")
+    for step in range(4):
+        train(rank, optimizer, model, 1)
+        for name, value in optimizer.stats.as_dict().items():
+            if not isinstance(value, str):
+                writer.add_scalar(f"compopt/{name}", value, step)
+    writer.close()
+
+
+def test_a_plain_loop_writes_event_files(tmp_path):
+    pytest.importorskip("tensorboard")
+    run_ranks(plain_loop, 2, str(tmp_path))
+    found = scalars(tmp_path / "0")
+    for name in NAMES:
+        assert len(found[f"compopt/{name}"]) == 4, name
+    assert min(found["compopt/bytes_sent"]) > 0 and 0 < found["compopt/run_share"][-1] < 1
+    assert min(found["compopt/wait_seconds"]) > 0
+
+
+def trainer_loop(rank: int, folder: str) -> None:
+    from test_hf import gpt2, trainer
+
+    from compopt.integrations.hf import CompoptCallback
+
+    as_torchrun_would(rank, 2)
+    os.environ["TENSORBOARD_LOGGING_DIR"] = f"{folder}/logs"
+    options = {"optimizer_cls_and_kwargs": (compopt.SeparateAdam, {"lr": 1e-3})}
+    run = trainer(Path(folder), gpt2(), [CompoptCallback()], steps=6, report_to=["tensorboard"], **options)
+    run.train()
+    assert "share" in run.state.log_history[-2]
+
+
+def test_the_trainer_reports_to_tensorboard(tmp_path):
+    for needed in ("tensorboard", "transformers", "accelerate"):
+        pytest.importorskip(needed)
+    run_ranks(trainer_loop, 2, str(tmp_path))
+    found = scalars(tmp_path / "logs")
+    for name in ("bytes_sent", "share", "wait_seconds", "straggler_seconds", "residual_norm"):
+        assert len(found[f"train/{name}"]) == 3, (name, found)
+    assert min(found["train/bytes_sent"]) > 0 and min(found["train/wait_seconds"]) > 0
+
+
+def lightning_loop(rank: int, folder: str) -> None:
+    import lightning.pytorch as pl
+    from in_place import in_place
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    from compopt.integrations.lightning import CompoptCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch, index):
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self):
+            return compopt.SeparateAdam(self.parameters())
+
+    as_torchrun_would(rank, 2)
+    data = torch.utils.data.DataLoader(torch.randn(64, 96), batch_size=4)
+    logger = TensorBoardLogger(folder, name="", version="run")
+    with in_place():
+        pl.Trainer(
+            max_steps=6, accelerator="cpu", devices=2, strategy="ddp", logger=logger, log_every_n_steps=2,
+            callbacks=[CompoptCallback()], enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(Module(), data)  # fmt: skip
+
+
+def test_lightning_s_logger_gets_them_too(tmp_path):
+    for needed in ("tensorboard", "lightning"):
+        pytest.importorskip(needed)
+    run_ranks(lightning_loop, 2, str(tmp_path))
+    found = scalars(tmp_path)
+    for name in NAMES:
+        assert len(found[f"compopt/{name}"]) == 3, (name, found.keys())
