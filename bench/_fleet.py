@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compopt._engine import peers
-from compopt._state.bits import bits_of, set_bits_
+from compopt._state.bits import pack_bits, set_bits_
 from compopt._state.buckets import Bucket
-from compopt._state.mask_shards import encode_mask, shard_mask
+from compopt._state.masks import encode_mask, shard_mask
 from compopt._wire.collectives import Communicator, PendingCollective
 from compopt._wire.requests import Agree, AllGather, AllReduceMean, BitOr, Broadcast, Commit, ReduceScatterMean, Request
 
@@ -149,4 +149,4 @@ def messages(lengths: tuple[int, ...], ranks: int, density: float) -> Tensor:
 
 
 def _random_bits(size: int, share: float) -> Tensor:
-    return bits_of(torch.rand(8 * size) < share)
+    return pack_bits(torch.rand(8 * size) < share)

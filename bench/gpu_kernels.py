@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import compopt
 from compopt._ops import reference
-from compopt._state.mask_shards import code_layout, shard_mask
+from compopt._state.masks import code_layout, shard_mask
 
 RESULTS = Path(__file__).parent / "results"
 REPEATS, SETTLE = 20, 5

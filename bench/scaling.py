@@ -34,8 +34,8 @@ from bytes import gpt
 
 import compopt
 from compopt._sparse.scape_masks import mask_shards_at
-from compopt._state.buckets import is_compressed
 from compopt._state.masks import selection_size
+from compopt._state.tensors import is_compressed
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = {"1M": (4, 128, 256, 64), "10M": SHAPES["10M"], "124M": SHAPES["124M"]}

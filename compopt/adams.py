@@ -48,7 +48,7 @@ def update(bucket: Bucket, ops: Ops, mean: Payload) -> None:
         if is_present:
             average = ops.decode(mean.parts[i], None, w)
             ops.adams(h, w, average, m[i], step[i])
-            bucket.publish(i)
+            bucket.publish_master(i)
 
 
 class AdamS(CompressedOptimizer):

@@ -52,9 +52,9 @@ from ._local.distances import cosine_and_spread
 from ._local.exchange import Exchange, Outcome, communicate
 from ._local.open_round import OpenRound
 from ._ops.norms import clip_factor, scale_all_
-from ._state.buckets import Bucket, local
-from ._state.devices import HOST
+from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Prefix
+from ._state.tensors import HOST, to_local
 from ._wire.collectives import (
     Communicator,
     PendingCollective,
@@ -188,7 +188,11 @@ class LocalSteps(Wrapper):
     def _specs(self, bucket: Bucket) -> dict[str, Layout]:
         if self.averages_gradients:
             return super()._specs(bucket)
-        return {"residual": Prefix(bucket.wide, lambda p: 0, compressed_only=True, optional=True)}
+        return {
+            "residual": Prefix(
+                bucket.compute_dtype, lambda p: 0, compressed_only=True, optional=True
+            )
+        }
 
     @property
     def averages_gradients(self) -> bool:
@@ -298,7 +302,7 @@ class LocalSteps(Wrapper):
         session = self._session
         gradients.check(session)
         scale = gradients.unscale(session)
-        grads = {p: local(p.grad) for p in self._params if p.grad is not None}
+        grads = {p: to_local(p.grad) for p in self._params if p.grad is not None}
         if not grads and session.comm.size > 1 and session.trainable:
             step = self._options["step"] + 1
             warn_without_gradients(session, step, "adds nothing to the average of its round")

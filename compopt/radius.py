@@ -81,11 +81,11 @@ def residuals_to_send(
     prolonged). Every step sends them where payloads are rounded: there they hold the rounding
     errors.
     """
-    if not (phase == "resample" or bucket.rounds or (phase == "dense" and bucket.owes)):
+    if not (phase == "resample" or bucket.is_rounded or (phase == "dense" and bucket.has_residual)):
         return None, 1.0
     clear_sent(bucket, ops)
     scale = bucket.group["residual_scale"] if phase == "resample" else 1.0
-    return bucket.each("residual"), scale
+    return bucket.iterate_state("residual"), scale
 
 
 def update(
@@ -98,7 +98,7 @@ def update(
     rounds, present = mean.dropped is not None, bucket.present(mean)
     residuals = iter(state["residual"])
     if rounds or phase != "dense":
-        residuals = bucket.each("residual", write=True)
+        residuals = bucket.iterate_state("residual", write=True)
     count_steps(state["step"], present)
     for i, (is_present, residual) in enumerate(zip(present, residuals, strict=True)):
         index, resamples = mask.positions[i], phase == "resample" and bucket.compressed[i]
@@ -116,7 +116,7 @@ def update(
                 residual.zero_()  # line 10
             elif index is not None and g is not None:
                 bucket.cache["sent"] = True  # line 16, "0 on the mask": clear_sent does it
-            bucket.publish(i)
+            bucket.publish_master(i)
         if resamples:
             u = update_magnitudes(h, before, m, v, step)
             masks.append(ops.top_k_mask(u, selection_size(h["density"], w.numel())))  # line 22
@@ -129,7 +129,7 @@ def clear_sent(bucket: Bucket, ops: Ops) -> None:
     """
     if not bucket.cache.get("sent", False):
         return
-    residuals, mask = bucket.each("residual", write=True), bucket.cache["mask"]
+    residuals, mask = bucket.iterate_state("residual", write=True), bucket.cache["mask"]
     for residual, index in zip(residuals, mask.positions, strict=True):
         if index is not None:
             ops.clear_at(residual, index)
@@ -139,11 +139,13 @@ def clear_sent(bucket: Bucket, ops: Ops) -> None:
 def note_residuals(bucket: Bucket, mean: Payload, phase: str) -> None:
     """Note whether any residual is left, beside rounding errors; a dense step has sent them all."""
     present = bucket.present(mean)
-    if phase == "dense" and bucket.owes and not bucket.rounds:
-        for residual, is_present in zip(bucket.each("residual", write=True), present, strict=True):
+    if phase == "dense" and bucket.has_residual and not bucket.is_rounded:
+        for residual, is_present in zip(
+            bucket.iterate_state("residual", write=True), present, strict=True
+        ):
             if is_present and residual is not None:
                 residual.zero_()
-    bucket.cache["owes"] = phase == "sparse" or (bucket.owes and not all(present))
+    bucket.cache["has_residual"] = phase == "sparse" or (bucket.has_residual and not all(present))
 
 
 def broadcast_mask(

@@ -86,7 +86,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[N
         selection.select_all(grads)  # lines 10, 15
         messages = yield AllGather(selection.encode())
         mask = selection.assemble(messages)
-    residuals, scale = bucket.each("residual"), 1 / (1 - h["betas"][0])
+    residuals, scale = bucket.iterate_state("residual"), 1 / (1 - h["betas"][0])
     sent = ops.encode(bucket, grads, mask, residuals, scale, negate=h["maximize"])  # line 10
     mean = yield AllReduceMean(sent)  # line 14
     norm = yield Agree(mean, mask.phase)  # from here on state changes
@@ -116,7 +116,7 @@ def update(
     held, present = bucket.cache["mask"].positions, bucket.present(mean)
     old = resize_momenta(bucket, mean, mask)
     keep_absent_momenta(old, state["exp_avg"], present)
-    residuals, weights = bucket.each("residual", write=True), bucket.each_weight()
+    residuals, weights = bucket.iterate_state("residual", write=True), bucket.iterate_weights()
     for i, (is_present, e, w) in enumerate(zip(present, residuals, weights, strict=True)):
         piece = selection.slices.get(i) if selection else None
         if not is_present:
@@ -138,7 +138,7 @@ def update(
         if e is not None and mean.dropped is not None:
             # The residual is 0 on the mask: the rounding error goes there.
             ops.write_at(e, index, mean.dropped_parts[i].mul_(1 - h["betas"][0]))
-        bucket.publish(i, w)
+        bucket.publish_master(i, w)
 
 
 def accumulate_x(

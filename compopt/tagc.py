@@ -52,7 +52,7 @@ from ._sharded.adamw import ShardedAdamW
 from ._sharded.codecs import CODECS, Codec
 from ._sharded.updates import UpdateDtype, check_gathers, check_updates
 from ._sparse.top_k import select_top_k_of_each
-from ._state.bits import bits_at, flags_of
+from ._state.bits import make_bits, unpack_bits
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Sharded, Unsharded
 from ._state.masks import sizes_at_density
@@ -139,7 +139,7 @@ class UnionReducer(WholeReducer):
         elif not values.all():
             positions, values = positions[values != 0], values[values != 0]
         self.positions, self.selected = positions, values
-        return bits_at(positions, layout.mask_bytes, wanted)
+        return make_bits(positions, layout.mask_bytes, wanted)
 
     def find_union(self, bits: Tensor) -> RequestGenerator[None]:
         """Line 4: the positions in the mask at which any rank has left something, ascending, and
@@ -151,7 +151,7 @@ class UnionReducer(WholeReducer):
             self.union = self.ops.set_bits_of(bits)
             self.counts = layout.count_by_rank(self.union)
             return
-        flags = flags_of(bits)
+        flags = unpack_bits(bits)
         sizes = [8 * (last - first) for first, last in itertools.pairwise(layout.cuts)]
         self.counts = yield ReadToHost(torch.stack([own.sum() for own in flags.split(sizes)]))
         self.union = flags.nonzero_static(size=sum(self.counts)).view(-1)
@@ -173,7 +173,7 @@ class UnionReducer(WholeReducer):
     @property
     def payload_dtype(self) -> PayloadDtype:
         exact = self.is_sparse and self.codec.exact
-        return self.bucket.wide if exact else super().payload_dtype
+        return self.bucket.compute_dtype if exact else super().payload_dtype
 
     def decode(self, mean: Payload) -> None:
         """Line 10, of this rank's shard."""
@@ -187,7 +187,7 @@ class UnionReducer(WholeReducer):
         *values, at_union = self.values
         first = sum(self.counts[: layout.rank])
         own = self.union[first : first + len(at_union)] - begin
-        average = self.bucket.memory("average", end - begin, dtype).zero_()
+        average = self.bucket.get_memory("average", end - begin, dtype).zero_()
         average.index_copy_(0, own, at_union.to(dtype))
         whole = iter(values)
         parts = layout.own_parts_of_mask
@@ -215,11 +215,11 @@ class UnionReducer(WholeReducer):
             sent = sent * is_present.index_select(0, self.layout.tensors_at(self.positions))
         at = self.layout.places_of(self.positions)
         bucket.flat["residual"].index_add_(0, at, sent, alpha=-1)
-        bucket.cache["owes"] = True
+        bucket.cache["has_residual"] = True
 
     def _scratch(self) -> Tensor:
         """A number for each bit of the mask."""
-        like = torch.empty(0, dtype=self.bucket.wide, device=self.bucket.device)
+        like = torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
         return self.ops.scratch(like, 8 * self.layout.mask_bytes, use="x")
 
 

@@ -1,5 +1,5 @@
 """Elias-Fano codes of masks. References: ``encode_mask``, ``decode_positions`` of
-``compopt/_state/mask_shards.py``.
+``compopt/_state/masks.py``.
 
 The high bits of the j-th selected position are one set bit, at their value plus j, in a first run
 of bits; each of its ``low`` low bits is the j-th bit of its own row. Bits are set by atomic OR into

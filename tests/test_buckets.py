@@ -8,8 +8,9 @@ from torch import nn
 
 import compopt
 from compopt._state import buckets as _buckets
-from compopt._state.buckets import Bucket, is_compressed, make_buckets
+from compopt._state.buckets import Bucket, make_buckets
 from compopt._state.layouts import Bits, Member
+from compopt._state.tensors import is_compressed
 
 
 def group(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **said) -> dict:
@@ -79,27 +80,27 @@ def one(dtype: torch.dtype, *shapes: tuple[int, ...], index: int = 0) -> Bucket:
 
 def test_payloads_are_of_the_dtype_that_is_asked_for():
     bucket = one(torch.float32, (3, 4))
-    assert bucket.payload([12], None).flat.dtype == torch.float32
-    assert bucket.payload([12], torch.bfloat16).flat.dtype == torch.bfloat16
-    again = bucket.payload([12], None)  # as many elements, in other memory
+    assert bucket.make_payload([12], None).flat.dtype == torch.float32
+    assert bucket.make_payload([12], torch.bfloat16).flat.dtype == torch.bfloat16
+    again = bucket.make_payload([12], None)  # as many elements, in other memory
     assert again.flat.dtype == torch.float32 and len(again.body) == 12
-    assert one(torch.bfloat16, (3, 4)).payload([12], torch.int8).flat.dtype == torch.float32
+    assert one(torch.bfloat16, (3, 4)).make_payload([12], torch.int8).flat.dtype == torch.float32
 
 
 def test_payloads_of_one_step_have_memory_and_random_numbers_of_their_own():
     bucket, other = one(torch.float32, (3, 4)), one(torch.float32, (3, 4), index=1)
-    payloads = [bucket.payload([12], torch.int8), bucket.payload([12], torch.int8, use=1)]
+    payloads = [bucket.make_payload([12], torch.int8), bucket.make_payload([12], torch.int8, use=1)]
     assert payloads[0].flat.data_ptr() != payloads[1].flat.data_ptr()
     assert payloads[0].dropped.data_ptr() != payloads[1].dropped.data_ptr()
-    payloads.append(other.payload([12], torch.int8))
+    payloads.append(other.make_payload([12], torch.int8))
     bucket.group["step"] = 1
-    payloads.append(bucket.payload([12], torch.int8))
+    payloads.append(bucket.make_payload([12], torch.int8))
     assert len({payload.seed for payload in payloads}) == 4
 
 
 def test_a_tensor_is_present_where_any_rank_has_a_gradient():
     bucket = one(torch.float32, (3,), (4,), (5,))
-    payload = bucket.payload([5, 4, 3], None)
+    payload = bucket.make_payload([5, 4, 3], None)
     payload.header.copy_(torch.tensor([0.0, 1.0 / 64, 1.0]))
     assert bucket.present(payload) == [False, True, True]
 
@@ -126,9 +127,9 @@ def test_masters_keep_what_parameters_cannot_hold_and_follow_what_is_set_from_ou
     optimizer.step()
     assert not torch.equal(master, master.bfloat16().float()) and torch.equal(master.bfloat16(), p)
     fine = master.clone()
-    bucket.renew_masters()
+    bucket.update_masters()
     assert torch.equal(master, fine)
     with torch.no_grad():
         p.fill_(3.0)
-    bucket.renew_masters()
+    bucket.update_masters()
     assert (master == 3.0).all()

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from compopt._ops import backends
-from compopt._state import devices, offload
+from compopt._state import offload
+from compopt._state import tensors as devices
 from compopt._wire.collectives import Communicator
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -41,13 +42,13 @@ def test_the_cpu_and_tensors_without_numbers_are_no_accelerators():
         assert not devices.is_accelerator(device) and not devices.has_streams(device)
         devices.synchronize(device)
         tensor = torch.ones(3)
-        assert devices.pinned(tensor, device) is tensor
+        assert devices.pin(tensor, device) is tensor
     assert devices.is_accelerator(torch.device("cuda")) and devices.has_streams(torch.device("xpu:1"))
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
 def test_without_an_accelerator_the_cpu_is_where_one_would_train():
-    assert devices.here() == CPU
+    assert devices.get_device() == CPU
 
 
 def test_where_there_is_none_it_is_not_asked_which(monkeypatch):
@@ -58,7 +59,7 @@ def test_where_there_is_none_it_is_not_asked_which(monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", raises)
-    assert devices.here() == CPU
+    assert devices.get_device() == CPU
 
 
 @pytest.mark.parametrize("kind", ["xpu", "cuda", "meta"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from compopt._ops import reference
-from compopt._state.mask_shards import code_layout, encode_mask, shard_mask
+from compopt._state.masks import code_layout, encode_mask, shard_mask
 
 kernels = pytest.importorskip("compopt_kernels", reason="needs triton")
 

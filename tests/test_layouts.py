@@ -44,36 +44,36 @@ def test_into_a_state_dict_and_back_nothing_is_lost(name):
     layout, _ = LAYOUTS[name]
     member = Member(PARAM, True, (4, 13))
     state = kept(name, member)
-    whole = layout.whole(state, member, {"mask": packed(MASK)})
+    whole = layout.expand(state, member, {"mask": packed(MASK)})
     assert whole.shape == (() if name == "scalar" else SHAPE)
     compact = layout.compact(whole, member, {"mask": MASK.view(SHAPE)})
-    assert compact.numel() == layout.wanted(compact, Member(PARAM, True), {"mask": packed(MASK)})
-    assert torch.equal(layout.part(compact, member), state)
-    again = layout.part(layout.compact(state, member, {"mask": packed(MASK)}), member)
+    assert compact.numel() == layout.expected_numel(compact, Member(PARAM, True), {"mask": packed(MASK)})
+    assert torch.equal(layout.cut_shard(compact, member), state)
+    again = layout.cut_shard(layout.compact(state, member, {"mask": packed(MASK)}), member)
     assert torch.equal(again, state)  # what is kept already stays as it is
 
 
 def test_what_is_whole_lies_where_it_belongs():
     member = Member(PARAM, True, (4, 13))
-    shard = LAYOUTS["sharded"][0].whole(kept("sharded", member), member, {}).view(-1)
+    shard = LAYOUTS["sharded"][0].expand(kept("sharded", member), member, {}).view(-1)
     assert shard[:4].eq(0).all() and shard[13:].eq(0).all() and shard[4] == 1 and shard[12] == 9
-    prefix = LAYOUTS["prefix"][0].whole(kept("prefix", member), member, {}).view(-1)
+    prefix = LAYOUTS["prefix"][0].expand(kept("prefix", member), member, {}).view(-1)
     assert prefix[:5].tolist() == [1, 2, 3, 4, 5] and prefix[5:].eq(0).all()
     momentum = LAYOUTS["on a mask"][0]
-    whole = momentum.whole(kept("on a mask", member), member, {"mask": packed(MASK)}).view(-1)
+    whole = momentum.expand(kept("on a mask", member), member, {"mask": packed(MASK)}).view(-1)
     assert torch.equal(whole.ne(0), MASK) and whole[1] == 1
-    assert torch.equal(Bits().whole(packed(MASK), member, {}).view(-1), MASK)
+    assert torch.equal(Bits().expand(packed(MASK), member, {}).view(-1), MASK)
 
 
 def test_a_momentum_of_what_is_not_compressed_and_a_shard_of_what_is_frozen_are_whole():
     momentum, plain = OnMask(torch.float32, "mask"), Member(PARAM, False)
     state = torch.rand(SHAPE)
-    assert momentum.full(plain) and momentum.numel(plain, torch.zeros(99)) == N
-    assert momentum.whole(state, plain, {}) is state and momentum.compact(state, plain, {}) is state
+    assert momentum.keeps_shape(plain) and momentum.numel(plain, torch.zeros(99)) == N
+    assert momentum.expand(state, plain, {}) is state and momentum.compact(state, plain, {}) is state
     shard = Sharded(torch.float32)
-    assert shard.numel(plain) == N and shard.whole(state.view(-1), plain, {}).shape == SHAPE
+    assert shard.numel(plain) == N and shard.expand(state.view(-1), plain, {}).shape == SHAPE
 
 
 def test_a_prefix_of_another_length_begins_anew():
     layout, n = LAYOUTS["prefix"]
-    assert layout.part(torch.ones(n + 1), Member(PARAM, True)).tolist() == [0.0] * n
+    assert layout.cut_shard(torch.ones(n + 1), Member(PARAM, True)).tolist() == [0.0] * n

@@ -10,7 +10,7 @@ import torch
 from compopt._ops import operations, reference
 from compopt._sparse import top_k
 from compopt._state import bits as _bits
-from compopt._state import mask_shards, masks
+from compopt._state import masks
 
 OPS = operations.Ops()
 select_above = top_k.select_above
@@ -21,7 +21,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def owned(shard: mask_shards.MaskShard, seed: int = 0) -> torch.Tensor:
+def owned(shard: masks.MaskShard, seed: int = 0) -> torch.Tensor:
     """Flags of a range, as many of each piece as are wanted."""
     flags = torch.zeros(8 * shard.nbytes, dtype=torch.bool)
     for piece in shard.slices:
@@ -33,7 +33,7 @@ def owned(shard: mask_shards.MaskShard, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("density", [0.5, 0.1, 0.01, 1e-5])
 def test_every_element_is_dealt_once_and_evenly_and_k_adds_up(ranks, density):
-    shards = mask_shards.shard_mask(LENGTHS, ranks, density).shards
+    shards = masks.shard_mask(LENGTHS, ranks, density).shards
     for i, n in enumerate(LENGTHS):
         pieces = [piece for shard in shards for piece in shard.slices if piece.tensor == i]
         assert sum(piece.stop - piece.start for piece in pieces) == n
@@ -51,9 +51,9 @@ def test_every_element_is_dealt_once_and_evenly_and_k_adds_up(ranks, density):
 def test_bits_flags_and_positions(n, density):
     flags = torch.rand(n, generator=generator(n)) < density
     bits = reference.pack_bits(flags)
-    assert torch.equal(_bits.bits_of(flags.clone()), bits)
-    assert torch.equal(_bits.flags_of(bits), flags)
-    assert torch.equal(_bits.positions_of(bits), flags.nonzero().view(-1))
+    assert torch.equal(_bits.pack_bits(flags.clone()), bits)
+    assert torch.equal(_bits.unpack_bits(bits), flags)
+    assert torch.equal(_bits.find_positions(bits), flags.nonzero().view(-1))
     again = torch.full_like(bits, 255)
     _bits.set_bits_(again, flags.nonzero().view(-1))
     assert torch.equal(again, bits)
@@ -63,21 +63,21 @@ def test_every_bit_of_a_word_is_found():
     for place in range(64):
         flags = torch.zeros(128, dtype=torch.bool)
         flags[[place, 127]] = True
-        assert _bits.positions_of(reference.pack_bits(flags)).tolist() == sorted({place, 127})
+        assert _bits.find_positions(reference.pack_bits(flags)).tolist() == sorted({place, 127})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
 @pytest.mark.parametrize("density", [0.5, 0.2, 0.1, 0.01, 1e-4])
 def test_what_the_ranks_send_is_what_all_assemble(ranks, density):
-    shards = mask_shards.shard_mask(LENGTHS, ranks, density)
+    shards = masks.shard_mask(LENGTHS, ranks, density)
     flags = [owned(shard, rank) for rank, shard in enumerate(shards.shards)]
     owns = [f.nonzero().view(-1) for f in flags]
-    messages = [mask_shards.encode_mask(owns[r], _bits.bits_of(f.clone()), shards, r) for r, f in enumerate(flags)]
+    messages = [masks.encode_mask(owns[r], _bits.pack_bits(f.clone()), shards, r) for r, f in enumerate(flags)]
     assert {len(message) for message in messages} == {shards.message_bytes}
-    bits, positions = mask_shards.assemble_mask(torch.stack(messages), shards, ranks - 1, owns[-1])
+    bits, positions = masks.assemble_mask(torch.stack(messages), shards, ranks - 1, owns[-1])
     whole = torch.cat(flags)
     assert torch.equal(bits, reference.pack_bits(whole)) and torch.equal(positions, whole.nonzero().view(-1))
-    local = _bits.per_tensor(positions, LENGTHS)
+    local = _bits.split_positions(positions, LENGTHS)
     start = 0
     for n, index in zip(LENGTHS, local, strict=True):
         if n:
@@ -89,7 +89,7 @@ def test_what_the_ranks_send_is_what_all_assemble(ranks, density):
 
 @pytest.mark.parametrize("density", [0.3, 0.1, 0.03, 0.01, 0.001])
 def test_the_code_is_the_smaller_and_near_the_entropy(density):
-    size = 2 * mask_shards.shard_mask((10_000_000,), 2, density).message_bytes
+    size = 2 * masks.shard_mask((10_000_000,), 2, density).message_bytes
     entropy = -(density * math.log2(density) + (1 - density) * math.log2(1 - density)) * 10_000_000 / 8
     assert entropy < size <= 10_000_064 / 8
     if density < 0.2:
@@ -97,14 +97,14 @@ def test_the_code_is_the_smaller_and_near_the_entropy(density):
 
 
 def test_as_many_as_may_ever_be_selected_fit():
-    shards = mask_shards.shard_mask((200_000,), 2, 0.01)
+    shards = masks.shard_mask((200_000,), 2, 0.01)
     shard = shards.shards[1]
     flags = torch.zeros(8 * shard.nbytes, dtype=torch.bool)
     most = sum(int(1.05 * piece.k) for piece in shard.slices)
     assert shard.max_k == most
     flags[-most:] = True  # the highest positions have the longest code
-    message = mask_shards.encode_mask(flags.nonzero().view(-1), _bits.bits_of(flags.clone()), shards, 1)
-    assert torch.equal(mask_shards.decode_positions(message, shard), flags.nonzero().view(-1))
+    message = masks.encode_mask(flags.nonzero().view(-1), _bits.pack_bits(flags.clone()), shards, 1)
+    assert torch.equal(masks.decode_positions(message, shard), flags.nonzero().view(-1))
 
 
 DISTRIBUTIONS = {
@@ -178,7 +178,7 @@ def test_shared_elements_are_counted_one_by_one():
     others = torch.rand(1000, generator=generator(7)) < 0.3
     bits, positions = reference.pack_bits(flags), others.nonzero().view(-1)
     for dtype in (torch.int32, torch.int64):
-        assert int(_bits.count_shared(bits, positions.to(dtype))) == int((flags & others).sum())
+        assert int(_bits.count_set_bits(bits, positions.to(dtype))) == int((flags & others).sum())
 
 
 def test_gradients_that_are_not_finite_select_something_all_the_same():

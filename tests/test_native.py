@@ -16,8 +16,7 @@ from compopt._ops.native.backend import NativeOps
 from compopt._ops.native.passes import Table
 from compopt._ops.native.selection import NativeSelection, code_table
 from compopt._state import bits as _bits
-from compopt._state.mask_shards import code_layout, encode_mask, shard_mask
-from compopt._state.masks import Mask
+from compopt._state.masks import Mask, code_layout, encode_mask, shard_mask
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 SHAPES = [(64, 68), (17,), (300, 70), (1, 5), (2500, 4)]  # blocks of 1024 elements end within tensors

@@ -114,8 +114,8 @@ def test_what_is_owed_is_read_when_it_has_arrived():
     optimizer = case.make(Small().parameters(), offload="residual")
     bucket = optimizer._buckets[0]
     optimizer._session.offload.streams[bucket.device] = Late()
-    for residual in bucket.each("residual", write=True):
+    for residual in bucket.iterate_state("residual", write=True):
         if residual is not None:
             residual.fill_(1.0)
-    bucket.cache.pop("owes", None)
-    assert bucket.owes
+    bucket.cache.pop("has_residual", None)
+    assert bucket.has_residual

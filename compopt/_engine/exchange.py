@@ -201,7 +201,7 @@ class Exchange:
     def leave(self) -> None:
         """Close the generator without waiting: the memory of what is in flight is not reused."""
         if self.pending is not None:
-            self.bucket.let_go()
+            self.bucket.release_memory()
         self.close()
         self.error = None
 
@@ -263,19 +263,19 @@ class Exchange:
 
     def _make_generator(self) -> RequestGenerator[None]:
         """Make a generator; some classes read gradients here already."""
-        self.bucket.withheld = self.error is not None
+        self.bucket.withholds_gradients = self.error is not None
         try:
             return self.algorithm(self.bucket)
         finally:
-            self.bucket.withheld = False
+            self.bucket.withholds_gradients = False
 
     def _send(self, answer: Answer) -> Request:
         assert self._generator is not None
-        self.bucket.withheld = self.error is not None
+        self.bucket.withholds_gradients = self.error is not None
         try:
             self.request = self._generator.send(answer)
         finally:
-            self.bucket.withheld = False
+            self.bucket.withholds_gradients = False
         return self.request
 
     def _start(self, request: Request) -> None:

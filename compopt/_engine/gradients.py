@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._state.buckets import local
+from .._state.tensors import to_local
 from .session import Session
 
 
@@ -12,9 +12,9 @@ def check(session: Session) -> None:
     """Raise TypeError where a tensor is not what the optimizer was made for."""
     for bucket in session.buckets:
         for p, n, name in zip(bucket.params, bucket.lengths, bucket.names, strict=True):
-            if p.dtype != bucket.dtype or p.device != bucket.device or local(p).numel() != n:
+            if p.dtype != bucket.dtype or p.device != bucket.device or to_local(p).numel() != n:
                 raise TypeError(
-                    f"{name} has {local(p).numel()} elements of {p.dtype} on {p.device} here, "
+                    f"{name} has {to_local(p).numel()} elements of {p.dtype} on {p.device} here, "
                     f"and had {n} of {bucket.dtype} on {bucket.device} when the optimizer was "
                     "made: make the optimizer after the model is converted, moved or resized."
                 )
@@ -59,5 +59,5 @@ def drop_scale(session: Session) -> None:
 
 def _scale_by(session: Session, factor: float) -> None:
     params = [p for group in session.option_groups for p in group["params"]]
-    grads = [local(p.grad) for p in params if p.requires_grad and p.grad is not None]
+    grads = [to_local(p.grad) for p in params if p.requires_grad and p.grad is not None]
     torch._foreach_mul_(grads, factor)

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket, is_compressed
+from .._state.buckets import Bucket
 from .._state.layouts import Dense, Layout, Sharded
+from .._state.tensors import is_compressed
 from .._wire.requests import RequestGenerator
 from .decision import StepDecision
 from .options import Group, Setting

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from .._ops.norms import clip_factor, squared_norm
 from .._ops.operations import Ops
-from .._state.buckets import Bucket, local
+from .._state.buckets import Bucket
 from .._state.fsdp_rows import Piece, lay_out
 from .._state.layouts import Prefix
 from .._state.shards import cut_by_rows
+from .._state.tensors import to_local
 from .._wire.collectives import (
     Communicator,
     PendingCollective,
@@ -134,7 +135,7 @@ class RowBucket(Bucket):
         self.flat, self.state = {"residual": flat}, {"residual": views}
         for name in self.other_state:
             self.state[name] = [bucket.state[name][i] for bucket, i in filter(None, self.places)]
-        self.cache["owes"] = True
+        self.cache["has_residual"] = True
 
     def _residual_to_send(self, i: int, unsent: UnsentByParam) -> list[Tensor]:
         """Return the residual of tensor i as vectors to be concatenated."""
@@ -301,7 +302,7 @@ class Inside:
         self.unsent = {p: unsent for p, unsent in self.unsent.items() if p.grad is not None}
         if self.unsent:
             session = self.session
-            some = any(bool(local(p.grad).any()) for p in self.unsent if p.grad is not None)
+            some = any(bool(to_local(p.grad).any()) for p in self.unsent if p.grad is not None)
             word = torch.tensor([float(some)], dtype=torch.float32, device=session.device)
             pending = session.comm.start(AllReduceMean(word))
             pending.wait()
@@ -370,7 +371,7 @@ def apply_shards(
     was averaged.
     """
     grads = bucket.grads()
-    message = bucket.payload([0] * len(grads), None)
+    message = bucket.make_payload([0] * len(grads), None)
     ops.write_header(message, grads)
     mean = yield AllReduceMean(message)
     squared = torch.zeros(1, dtype=torch.float64, device=bucket.device)

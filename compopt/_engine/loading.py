@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket, local
+from .._state.buckets import Bucket
 from .._state.layouts import Layout, Member
+from .._state.tensors import to_local
 from .._wire.warning import warn
 from .options import Group, refuse
 from .saving import FORMAT
@@ -116,7 +117,7 @@ def _arriving(session: Session, state_dict: dict[str, Any], written_by: str) -> 
 def compact(entry: dict[str, Any], layouts: Mapping[str, Layout], member: Member) -> dict[str, Any]:
     """What ``spread`` made, or another optimizer's state, as small as it is kept in memory."""
     held = {
-        name: local(value) if isinstance(value, Tensor) else value
+        name: to_local(value) if isinstance(value, Tensor) else value
         for name, value in entry.items()
         if name in layouts or name == "step"
     }
@@ -247,7 +248,7 @@ def _check(tensor: Arriving) -> None:
         if name not in tensor.layouts:
             continue
         layout = tensor.layouts[name]
-        want = layout.wanted(value, member, tensor.entry)
+        want = layout.expected_numel(value, member, tensor.entry)
         if value.numel() != want:
             raise ValueError(
                 f"loaded state {name!r} of {called} has {value.numel()} elements, "

@@ -76,7 +76,11 @@ def meet_to_consolidate(session: Session, patience: float | None) -> None:
 def _describe_state(session: Session) -> str:
     names = session.optimizer.averaged_state
     held = sum(bucket.flat[name].numel() for bucket in session.buckets for name in names)
-    cut = sum(bucket.shards.most * len(bucket.sharded) for bucket in session.buckets if bucket.cut)
+    cut = sum(
+        bucket.shards.most * len(bucket.sharded_names)
+        for bucket in session.buckets
+        if bucket.is_sharded
+    )
     return f"{session.name}, {held} elements of {', '.join(names) or 'nothing'}, {cut} in shards"
 
 

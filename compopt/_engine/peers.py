@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .._state.buckets import local
+from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, CommunicationError
 from .decision import StepDecision
@@ -165,7 +165,7 @@ def describe_optimizer(session: Session) -> list[Fact]:
         )
         layouts += [Fact(name, what, str(value)) for what, value in layout.items()]
         if session.optimizer.has_equal_replicas:
-            checksums.append(Fact(name, VALUES, str(_checksum(local(p.detach())))))
+            checksums.append(Fact(name, VALUES, str(_checksum(to_local(p.detach())))))
     return facts + names + layouts + checksums
 
 
@@ -209,7 +209,7 @@ def _checksum_gradients(session: Session) -> int:
         return 0
     sums = []
     for p in chain.from_iterable(bucket.params for bucket in session.buckets):
-        g = None if p.grad is None else local(p.grad)
+        g = None if p.grad is None else to_local(p.grad)
         counts = g is not None and bool(g.any()) and bool(g.isfinite().all())
         sums.append(_checksum(g) or 1 if counts and g is not None else 0)
     return _checksum_text(sums) + 1 if any(sums) else 0

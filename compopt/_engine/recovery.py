@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._state.buckets import local
+from .._state.tensors import to_local
 from .._wire.collectives import Communicator, ProcessGroup, connect
 from .._wire.requests import Broadcast
 from .._wire.warning import warn
@@ -39,7 +39,7 @@ def rebind(session: Session, group: ProcessGroup | Communicator | None) -> Turns
     session.offload.finish()
     for bucket in session.buckets:
         for entry in bucket.entries:
-            for name in bucket.sharded:
+            for name in bucket.sharded_names:
                 entry.pop(name, None)
     session.unmoved_buckets = session.unmoved_buckets or session.buckets
     session.connect_to(group)
@@ -79,7 +79,7 @@ def catch_up(session: Session, comm: Communicator, is_new: bool = False) -> Turn
             "first: load the same checkpoint on all of them."
         )
     source = totals.index(latest)
-    params = [local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
+    params = [to_local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
     for tensor in [counts, *params, *shared]:
         yield from _broadcast_into(tensor, source, comm, session.device)
     if totals[comm.rank] < latest:
@@ -94,7 +94,7 @@ def catch_up(session: Session, comm: Communicator, is_new: bool = False) -> Turn
 
 def _own_state(session: Session) -> set[str]:
     """The names of state that differs from rank to rank."""
-    sharded = {name for bucket in session.buckets for name in bucket.sharded}
+    sharded = {name for bucket in session.buckets for name in bucket.sharded_names}
     return sharded.union(session.optimizer.averaged_state)
 
 
@@ -106,7 +106,7 @@ def _shared_tensors(saved: dict[str, Any], own: set[str]) -> Iterator[Tensor]:
     for state in (saved["state"], saved.get("base", {}).get("state", {})):
         for key in sorted(state):
             yield from (
-                local(t)
+                to_local(t)
                 for name, t in sorted(state[key].items())
                 if name not in own and torch.is_tensor(t)
             )

@@ -59,12 +59,12 @@ class WholeReducer:
         self.bucket, self.ops, self.layout = bucket, ops, bucket.shards
         self.grads = bucket.grads()
         self.sent_whole = list(range(len(self.grads)))
-        self.sends_residuals = bucket.owes
+        self.sends_residuals = bucket.has_residual
         self.values: list[Tensor] = []  # the average, once it is there
 
     @property
     def phase(self) -> str:
-        return "rounded" if self.bucket.rounds else "dense"
+        return "rounded" if self.bucket.is_rounded else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
         flat = self.pack_rows(finite_marks(self.grads, self._like()))
@@ -96,9 +96,9 @@ class WholeReducer:
                 continue
             if rounds:
                 e.view(-1).copy_(torch.cat([row.dropped_parts[part] for row in self.rows]))
-            elif bucket.owes:
+            elif bucket.has_residual:
                 e.zero_()
-        bucket.cache["owes"] = rounds or (bucket.owes and not all(present))
+        bucket.cache["has_residual"] = rounds or (bucket.has_residual and not all(present))
 
     def next_state(self, i: int) -> dict[str, Tensor]:
         return {}
@@ -119,7 +119,7 @@ class WholeReducer:
         lengths = [[sizes[rank][i] for i in self.sent_whole] for rank in ranks]
         for own, size in zip(lengths, coded, strict=False):
             own.append(size)
-        self.rows, flat = self.bucket.payloads(lengths, self.payload_dtype)
+        self.rows, flat = self.bucket.make_payloads(lengths, self.payload_dtype)
         torch._foreach_copy_([row.header for row in self.rows], [marks] * len(self.rows))
         return flat
 
@@ -158,7 +158,7 @@ class WholeReducer:
 
     def _like(self) -> Tensor:
         """Of the dtype in which the header is made."""
-        return torch.empty(0, dtype=self.bucket.wide, device=self.bucket.device)
+        return torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
 
 
 class MaskReducer:
@@ -172,13 +172,13 @@ class MaskReducer:
         self.grads = bucket.grads()
         self.residual: list[Tensor | None] = [*bucket.state["residual"]]
         self.is_whole = all(positions is None for positions in mask.positions)
-        self.sends_residuals = bucket.rounds or bucket.owes
+        self.sends_residuals = bucket.is_rounded or bucket.has_residual
 
     @property
     def phase(self) -> str:
         if not self.is_whole:
             return "sparse"
-        return "rounded" if self.bucket.rounds else "dense"
+        return "rounded" if self.bucket.is_rounded else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
         add = self.residual if self.sends_residuals else None
@@ -211,7 +211,7 @@ class MaskReducer:
             else:
                 e.zero_()
         remains = rounds or not self.is_whole
-        self.bucket.cache["owes"] = remains or (self.sends_residuals and not all(present))
+        self.bucket.cache["has_residual"] = remains or (self.sends_residuals and not all(present))
 
     def next_state(self, i: int) -> dict[str, Tensor]:
         return {}

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._state.buckets import Bucket, local
+from .._state.buckets import Bucket
 from .._state.shards import unshard
+from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .session import Session
@@ -24,8 +25,8 @@ from .turns import Turns, ask
 
 def average_state(tensor: Tensor, device: torch.device, comm: Communicator) -> Turns[None]:
     """Replace a state by its mean over ranks."""
-    request = AllReduceMean(local(tensor).to(device, copy=True))
-    local(tensor).copy_((yield from ask(comm, request)))
+    request = AllReduceMean(to_local(tensor).to(device, copy=True))
+    to_local(tensor).copy_((yield from ask(comm, request)))
 
 
 def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Communicator) -> Turns[None]:
@@ -36,7 +37,9 @@ def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Communicator)
     """
     for bucket in buckets:
         held = [base.state.get(p, {}) for p in bucket.params]
-        tensors = [sorted((n, local(v)) for n, v in e.items() if torch.is_tensor(v)) for e in held]
+        tensors = [
+            sorted((n, to_local(v)) for n, v in e.items() if torch.is_tensor(v)) for e in held
+        ]
         kinds = [repr([(n, v.shape, v.dtype) for n, v in pairs]) for pairs in tensors]
         codes = torch.tensor(
             [zlib.crc32(kind.encode()) for kind in kinds], dtype=torch.int64, device=bucket.device
@@ -45,7 +48,7 @@ def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Communicator)
         messages: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
         for p, pairs, same in zip(bucket.params, tensors, rows.eq(rows[0]).all(0), strict=True):
             for _, value in pairs if same else ():
-                is_mean = value.is_floating_point() and value.shape == local(p).shape != ()
+                is_mean = value.is_floating_point() and value.shape == to_local(p).shape != ()
                 messages.setdefault((is_mean, value.dtype), []).append(value)
         for (is_mean, _), values in messages.items():
             flat = torch.cat([value.to(bucket.device).reshape(-1) for value in values])
@@ -69,7 +72,7 @@ def gather_shards(
     whole: list[Tensor | None] = []
     for p, n, part in zip(bucket.params, shards.lengths, bucket.state[name], strict=True):
         if name == "master":
-            whole.append(local(p.detach()).reshape(-1).to("cpu", flat.dtype, copy=True))
+            whole.append(to_local(p.detach()).reshape(-1).to("cpu", flat.dtype, copy=True))
         else:
             whole.append(None if part is None else torch.zeros(n, dtype=flat.dtype))
     unshard(shards, rows.cpu(), whole, owners)
@@ -84,7 +87,7 @@ def reshard_state(old: list[Bucket], new: list[Bucket], comm: Communicator) -> T
     was = torch.tensor([old[0].shards.rank], dtype=torch.int64, device=old[0].device)
     owners = (yield from ask(comm, AllGather(was))).view(-1).tolist()
     for before, after in zip(old, new, strict=True):
-        for name in before.sharded:
+        for name in before.sharded_names:
             whole = yield from gather_shards(before, name, comm, owners)
             for vector, own, (start, stop) in zip(
                 whole, after.state[name], after.shards.own, strict=True
@@ -101,7 +104,7 @@ def follow_requires_grad(session: Session, comm: Communicator) -> Turns[None]:
     session.settle_state()
     state = session.optimizer.state
     for bucket in session.buckets:
-        for name in bucket.sharded:
+        for name in bucket.sharded_names:
             whole = yield from gather_shards(bucket, name, comm)
             for entry, vector in zip(bucket.entries, whole, strict=True):
                 if vector is not None:
@@ -113,4 +116,4 @@ def follow_requires_grad(session: Session, comm: Communicator) -> Turns[None]:
     session.trainable = frozenset(p for p in session.parameters if p.requires_grad)
     session.rebuild_buckets()
     for bucket in session.buckets:
-        bucket.renew_masters()
+        bucket.update_masters()

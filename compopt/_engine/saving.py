@@ -49,13 +49,13 @@ def spread(
     bucket: Bucket, i: int, layouts: Mapping[str, Layout], entry: dict[str, Any]
 ) -> dict[str, Any]:
     """The state of tensor i as a state dict has it: all in the tensor's shape."""
-    member, spread_out = bucket.member(i), dict(entry)
+    member, spread_out = bucket.get_member(i), dict(entry)
     for name, layout in layouts.items():
         if name not in entry:
             continue
-        gathered = bucket.gathered[name][i] if name in bucket.gathered else None
+        gathered = bucket.gathered_state[name][i] if name in bucket.gathered_state else None
         if gathered is None:
-            spread_out[name] = layout.whole(entry[name], member, entry)
+            spread_out[name] = layout.expand(entry[name], member, entry)
         else:
             spread_out[name] = member.laid_out(gathered.to(bucket.device))
     return spread_out
@@ -88,9 +88,9 @@ def consolidate(session: Session) -> Turns[None]:
         for name in session.optimizer.averaged_state:
             if bucket.flat[name].numel():
                 yield from average_state(bucket.flat[name], bucket.device, session.comm)
-        bucket.gathered = {}
-        for name in bucket.sharded:
-            bucket.gathered[name] = yield from gather_shards(bucket, name, session.comm)
+        bucket.gathered_state = {}
+        for name in bucket.sharded_names:
+            bucket.gathered_state[name] = yield from gather_shards(bucket, name, session.comm)
     for bucket in session.shelf:
         for p in bucket.params:
             entry = session.optimizer.state.get(p, {})
@@ -124,12 +124,12 @@ def warn_of_what_is_missing(session: Session, owned: Iterable[Session] = ()) -> 
 
 def _shards_elsewhere(session: Session) -> list[str]:
     """What of the moments only other ranks have."""
-    cut = [bucket for bucket in session.buckets if bucket.sharded]
+    cut = [bucket for bucket in session.buckets if bucket.sharded_names]
     if not cut or session.steps == 0:
         return []
     own = sum(sum(bucket.shards.sizes(bucket.shards.rank)) for bucket in cut)
     share = own / max(1, sum(sum(bucket.lengths) for bucket in cut))
-    names = ", ".join(dict.fromkeys(name for bucket in cut for name in bucket.sharded))
+    names = ", ".join(dict.fromkeys(name for bucket in cut for name in bucket.sharded_names))
     rank = session.comm.rank
     return [f"it holds rank {rank}'s {share:.0%} of the moments ({names}) and zeros for the rest"]
 
@@ -169,7 +169,7 @@ def whose_residuals(session: Session) -> str:
     optimizer = session.optimizer
     if not (optimizer.sharded or optimizer.averaged_state):
         return "mean"
-    whole = all(bucket.gathered or not bucket.sharded for bucket in session.buckets)
+    whole = all(bucket.gathered_state or not bucket.sharded_names for bucket in session.buckets)
     comm = session.comm
     if comm.size == 1 or (whole and session.consolidated_at == session.steps):
         return "mean"

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from .._ops.backends import choose_backend, fall_back_to_torch
 from .._ops.operations import Ops
-from .._state.buckets import Bucket, local, make_buckets
-from .._state.devices import is_accelerator
+from .._state.buckets import Bucket, make_buckets
 from .._state.layouts import Layout
 from .._state.offload import Offload
 from .._state.shards import cut_evenly
+from .._state.tensors import is_accelerator, to_local
 from .._wire.collectives import (
     Communicator,
     ProcessGroup,
@@ -325,7 +325,7 @@ class Session:
 
     def _fill_bucket(self, bucket: Bucket) -> None:
         optimizer = self.optimizer
-        bucket.alone = self.is_single_process
+        bucket.is_single_process = self.is_single_process
         bucket.copies = count_copies(bucket.params[0], self.shard_communicators)
         bucket.offload = self.offload if self.offload.names else None
         if optimizer.sharded:
@@ -341,22 +341,23 @@ class Session:
         """
         layouts, state = self.layouts_of(bucket), self.optimizer.state
         held = [
-            {name: local(value) for name, value in state.get(p, {}).items()} for p in bucket.params
+            {name: to_local(value) for name, value in state.get(p, {}).items()}
+            for p in bucket.params
         ]
         for name, layout in layouts.items():
             bucket.allocate(name, layout, held)
-        bucket.count(_count_steps(bucket, held))
+        bucket.set_step_counts(_count_steps(bucket, held))
         for i, (p, old) in enumerate(zip(bucket.params, held, strict=True)):
-            member, entry = bucket.member(i), {"step": bucket.state["step"][i]}
+            member, entry = bucket.get_member(i), {"step": bucket.state["step"][i]}
             if "master" in layouts:
-                old.setdefault("master", local(p.detach()))
+                old.setdefault("master", to_local(p.detach()))
             for name, layout in layouts.items():
                 view = bucket.state[name][i]
                 if view is None:
                     continue
                 if name in old:
-                    view.copy_(layout.part(old[name], member).view(view.shape))
-                entry[name] = layout.shown(view, member)
+                    view.copy_(layout.cut_shard(old[name], member).view(view.shape))
+                entry[name] = layout.view_for_user(view, member)
             state[p] = entry
         bucket.entries = [state[p] for p in bucket.params]
 
@@ -435,9 +436,9 @@ class Session:
         comm = self.comm
         self._warn_of_missing_group(comm)
         for bucket in self.buckets:
-            if bucket.alone != self.is_single_process:
-                bucket.alone = self.is_single_process
-                bucket.cache.pop("owes", None)  # what rounding took off is owed too
+            if bucket.is_single_process != self.is_single_process:
+                bucket.is_single_process = self.is_single_process
+                bucket.cache.pop("has_residual", None)  # what rounding took off is owed too
         return comm
 
     def _warn_of_missing_group(self, comm: Communicator) -> None:

@@ -172,7 +172,7 @@ class Step:
             self.scale = gradients.unscale(session)
             session.optimizer.before_exchange()
             for bucket in session.buckets:
-                bucket.renew_masters()
+                bucket.update_masters()
         except Exception as error:
             return error
         return None
@@ -185,7 +185,7 @@ class Step:
             post_lost_masks(session)
         yield from post_commit.confirm(self.comm, session.device)
         for bucket in session.buckets:
-            bucket.gathered = {}
+            bucket.gathered_state = {}
         # without buckets no payload could say so
         is_unfrozen = not self.buckets and session.has_other_trainable
         has_new_structure = session.verified_structure != session.structure

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._ops.operations import Ops
-from .._state.buckets import Bucket, grad_dtype, local
+from .._state.buckets import Bucket
+from .._state.tensors import get_grad_dtype, to_local
 
 
 class Update(Protocol):
@@ -49,7 +50,7 @@ class AdamW:
         state, w = bucket.state, bucket.weight(i)
         m, v, step = state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
         self.ops.adamw(bucket.group, w, average, m, v, step)
-        bucket.publish(i)
+        bucket.publish_master(i)
 
 
 class WrappedUpdate:
@@ -67,9 +68,9 @@ class WrappedUpdate:
         p = bucket.params[i]
         if p not in self._averages:
             self._averages[p] = torch.empty_like(
-                p.detach(), dtype=grad_dtype(p), memory_format=torch.contiguous_format
+                p.detach(), dtype=get_grad_dtype(p), memory_format=torch.contiguous_format
             )
-        return local(self._averages[p])
+        return to_local(self._averages[p])
 
     def apply(self, bucket: Bucket, i: int, average: Tensor) -> None:
         self._applied.add(bucket.params[i])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._state.buckets import Bucket
-from .._state.devices import synchronize
+from .._state.tensors import synchronize
 
 # steps of each kind: not timed (buffers, hooks and masks are made in them), and timed
 SKIP, TIMED = 3, 8
@@ -34,7 +34,7 @@ OPTIONS = {
 
 def dense_steps(bucket: Bucket) -> int:
     """Steps of a bucket before compression starts; all where there is no other rank."""
-    return FOREVER if bucket.alone else start_of(bucket.group)
+    return FOREVER if bucket.is_single_process else start_of(bucket.group)
 
 
 def start_of(group: dict[str, Any]) -> int:

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._state.buckets import Bucket
-from .._state.devices import is_accelerator
 from .._state.layouts import Layout
+from .._state.tensors import is_accelerator
 from .._wire.collectives import ProcessGroup
 from .base import CompressedOptimizer
 from .loading import NOT_OPTIONS

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._engine.base import CompressedOptimizer, without_integrations
-from .._state.buckets import local
-from .._state.devices import HOST, pinned
-from .._state.tensors import laid_out_as
+from .._state.tensors import HOST, distribute_like, pin, to_local
 
 Group = dict[str, Any]
 MakeOuter = Callable[[list[Tensor]], CompressedOptimizer]
@@ -35,23 +33,23 @@ class Anchored:
 
     def start(self) -> Tensor:
         """Return where the rank began: the anchor, in the parameter's dtype."""
-        return local(self.anchor.detach()).to(self.param.dtype)
+        return to_local(self.anchor.detach()).to(self.param.dtype)
 
     def value(self) -> Tensor:
         """Return the parameter, on its anchor's device."""
-        return local(self.param.detach()).to(local(self.anchor).device)
+        return to_local(self.param.detach()).to(to_local(self.anchor).device)
 
     def moved_since(self) -> Tensor:
         """Return the difference to the parameter as of the beginning of the exchange."""
-        wide = local(self.anchor).dtype
+        wide = to_local(self.anchor).dtype
         moved = self.value().to(wide) - self.start().to(wide)
-        return moved if self.anchor.grad is None else moved.add_(local(self.anchor.grad))
+        return moved if self.anchor.grad is None else moved.add_(to_local(self.anchor.grad))
 
     def write_back(self, since: Tensor | None, mix: float) -> None:
         """Write the parameter: line 5 of the module ``local_steps``; ``since``: what the rank moved
         since line 2.
         """
-        w, new = local(self.param.detach()), local(self.anchor.detach())
+        w, new = to_local(self.param.detach()), to_local(self.anchor.detach())
         if mix:
             value = self.value().to(new.dtype)
             new = torch.lerp(new, value if since is None else value - since, mix)
@@ -167,8 +165,8 @@ class Anchors:
         for t in self.within(fragments):
             t.anchor.requires_grad_(t.has_moved)
             if t.has_moved:
-                moved.append(t.start().to(local(t.anchor).dtype) - t.value())
-                t.anchor.grad, t.has_moved = laid_out_as(t.anchor.detach(), moved[-1]), False
+                moved.append(t.start().to(to_local(t.anchor).dtype) - t.value())
+                t.anchor.grad, t.has_moved = distribute_like(t.anchor.detach(), moved[-1]), False
         return torch.nn.utils.get_total_norm(moved).to(device, torch.float64).square()
 
     def sent(self, fragments: Collection[int]) -> list[Anchored]:
@@ -209,7 +207,9 @@ class Anchors:
                         f"{tuple(t.param.shape)}"
                     )
             t.anchor.copy_(anchor)
-            t.anchor.grad = None if d is None else laid_out_as(t.anchor.detach(), local(d).clone())
+            t.anchor.grad = (
+                None if d is None else distribute_like(t.anchor.detach(), to_local(d).clone())
+            )
             t.has_moved = bool(moved)
             t.anchor.requires_grad_(bool(sent))
         self.outer.load_state_dict(saved["optimizer"])
@@ -219,7 +219,7 @@ def copy_wide(p: Tensor, on_host: bool) -> Tensor:
     """Return a copy in at least float32."""
     wide = torch.promote_types(p.dtype, torch.float32)
     if on_host:
-        return pinned(p.detach().to(HOST, copy=True).to(wide), p.device)
+        return pin(p.detach().to(HOST, copy=True).to(wide), p.device)
     return p.detach().to(wide, copy=True)
 
 
@@ -256,5 +256,5 @@ def reset_moments(inner: Optimizer, tensors: Iterable[Anchored]) -> None:
     """Zero what an optimizer keeps of these parameters and is not finite."""
     for t in tensors:
         for value in inner.state.get(t.param, {}).values():
-            if isinstance(value, Tensor) and not bool(local(value).isfinite().all()):
+            if isinstance(value, Tensor) and not bool(to_local(value).isfinite().all()):
                 value.zero_()

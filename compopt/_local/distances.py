@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .._state.bits import bits_of, flags_of
+from .._state.bits import pack_bits, unpack_bits
 from .._wire.quantization import NOISE_TABLE, noise_offset
 
 SIGNS = 131072  # of all ranks together
@@ -43,7 +43,7 @@ def project_signs(vector: Sequence[Tensor], ranks: int, seed: int, device: torch
         sums += signed.view(-1, count).sum(0)
     for place in (0, count):
         sums = _transform(sums * signs[place : place + count])
-    return bits_of(sums >= 0)
+    return pack_bits(sums >= 0)
 
 
 def _cut_blocks(vector: Sequence[Tensor], count: int) -> Iterator[Tensor]:
@@ -88,7 +88,7 @@ def estimate_products(squared: Tensor, bits: Tensor) -> tuple[float, float]:
     """Return the mean squared norm of vectors, and the mean inner product of two of them, from the
     squared norm of each and, in a row each, its signs.
     """
-    signs = flags_of(bits).double().mul_(2).sub_(1)
+    signs = unpack_bits(bits).double().mul_(2).sub_(1)
     norms, pairs = squared.sqrt(), len(squared) * (len(squared) - 1)
     cosines = torch.sin(math.pi / 2 * (signs @ signs.T) / max(1, signs.shape[1]))
     products = torch.outer(norms, norms) * cosines

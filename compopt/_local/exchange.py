@@ -20,7 +20,7 @@ from .._engine.peers import raise_mismatch
 from .._engine.session import Session
 from .._engine.step import Step
 from .._engine.turns import Background, Turns, ask
-from .._state.buckets import local
+from .._state.tensors import to_local
 from .._wire.requests import AllGather, CommunicationError
 from .anchors import Anchored, Anchors
 from .distances import count_signs, estimate_products, project_signs
@@ -127,7 +127,7 @@ def _make_message(source: Session, anchors: Anchors, step: Step, squared: Tensor
     device = step.session.device
     counts = [anchors.exchanges, zlib.crc32(repr(source.settings).encode())]
     fields = torch.tensor(counts, dtype=torch.float64).to(device)
-    vector = [local(t.anchor.grad) for t in anchors.tensors if t.anchor.grad is not None]
+    vector = [to_local(t.anchor.grad) for t in anchors.tensors if t.anchor.grad is not None]
     signs = project_signs(vector, step.comm.size, source.steps, device)
     return torch.cat([torch.cat([fields, squared.view(1)]).view(torch.uint8), signs])
 

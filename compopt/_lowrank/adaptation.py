@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._state.buckets import local
+from .._state.tensors import to_local
 from .projections import is_sharded, projection
 
 Group = dict[str, Any]
@@ -65,6 +65,6 @@ def adapted(p: Tensor, group: Group, old: Adapted, better: float) -> Adapted:
     ratio = max(2.0, ratio * (1 + better))
     if isinstance(beta, str):
         return ratio, beta
-    q = projection(local(p).shape, is_sharded(p), ratio, group["projection"], beta)
+    q = projection(to_local(p).shape, is_sharded(p), ratio, group["projection"], beta)
     least = q.least_beta if q else 0.0
     return ratio, max(min(beta * (1 + better), 0.99), 0.90, least)

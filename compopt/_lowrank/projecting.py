@@ -16,8 +16,9 @@ from .._engine.options import Setting
 from .._engine.reducer import WholeReducer
 from .._engine.when import dense_steps
 from .._ops.norms import clip_factor
-from .._state.buckets import Bucket, local
+from .._state.buckets import Bucket
 from .._state.layouts import Dense, Layout, Prefix, Unsharded
+from .._state.tensors import to_local
 from .._wire.collectives import connect
 from .._wire.warning import warn
 from . import options
@@ -113,9 +114,9 @@ class Projecting(ReducingOptimizer):
         h, plan = bucket.group, self._plan(bucket)
         clips = options.clips_locally(h)
         local_factor = clip_factor(self._norm, h["max_grad_norm"]) if clips else 1.0
-        sends_residuals = bucket.rounds or (bucket.owes and KINDS[h["projection"]].owes)
+        sends_residuals = bucket.is_rounded or (bucket.has_residual and KINDS[h["projection"]].owes)
         others = None
-        if bucket.cut:
+        if bucket.is_sharded:
             others = WholeReducer(bucket, self.ops)
             others.sent_whole = [i for i, q in enumerate(plan) if q is None]
             others.sends_residuals = sends_residuals
@@ -163,11 +164,13 @@ class Projecting(ReducingOptimizer):
                 tensors.append(TrackedTensor(g, e, local_factor, q, self.ops, bases[i]))
             elif q is not None and e is not None:
                 tensors.append(ProjectedTensor(g, e, local_factor, q, self.ops))
-            elif bucket.cut:  # sent by another reducer
+            elif bucket.is_sharded:  # sent by another reducer
                 tensors.append(WholeTensor(None, None, 1.0, 0, False, False))
             else:
                 length = bucket.lengths[i]
-                whole = WholeTensor(g, e, local_factor, length, bucket.owes, sends_residuals)
+                whole = WholeTensor(
+                    g, e, local_factor, length, bucket.has_residual, sends_residuals
+                )
                 tensors.append(whole)
         return tensors
 
@@ -250,7 +253,7 @@ def projection_of(p: Tensor, h: Group, place: int, whole: bool) -> Projection | 
     ``whole``: though this rank has a part of it only.
     """
     ratio, beta = current(h, place)
-    shape, sharded = (p.shape, False) if whole else (local(p).shape, is_sharded(p))
+    shape, sharded = (p.shape, False) if whole else (to_local(p).shape, is_sharded(p))
     return projection(shape, sharded, ratio, h["projection"], beta, h["rank"], h["block_rows"])
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .._state.buckets import local
+from .._state.tensors import to_local
 from .kinds import KINDS, NARROW, Kind
 
 # For each tensor of a bucket how it is projected; None: sent whole.
@@ -107,7 +107,7 @@ def projection(
     rank: int = 16,
     block_rows: int | str | None = None,
 ) -> Projection | None:
-    """How a tensor of this (local) shape is projected; None when it is sent whole."""
+    """How a tensor of this (to_local) shape is projected; None when it is sent whole."""
     if len(shape) < 2 or math.prod(shape) == 0:
         return None
     rows, columns = as_matrix(shape)
@@ -133,4 +133,4 @@ def as_matrix(shape: torch.Size) -> tuple[int, int]:
 
 
 def is_sharded(p: Tensor) -> bool:
-    return local(p) is not p
+    return to_local(p) is not p

@@ -13,8 +13,9 @@ from .._engine.reducer import WholeReducer
 from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.operations import Ops
 from .._ops.updates import Factored
-from .._state.buckets import Bucket, upload
+from .._state.buckets import Bucket
 from .._state.masks import Mask
+from .._state.tensors import upload
 from .._wire.payload import Payload
 from .._wire.requests import AllReduceMean, RequestGenerator
 from .options import clips_average, forgets
@@ -96,7 +97,7 @@ class ProjectionReducer:
             return self.ops.encode(bucket, bucket.grads(), Mask(bucket), add)
         lengths = [tensor.length for tensor in self.tensors]
         cosines = [len(lengths)] if how.on_cosines else []
-        payload = bucket.payload(lengths + cosines, bucket.group["payload_dtype"])
+        payload = bucket.make_payload(lengths + cosines, bucket.group["payload_dtype"])
         if agreed is None:
             self.ops.write_header(payload, bucket.grads())
         else:
@@ -196,7 +197,7 @@ class ProjectionReducer:
             torch._foreach_copy_(state, [self.bases[i] for i in kept])
             self.how.with_basis.update(bucket.origins[i] for i in kept)
         remains = not all(present) or (self.how.sends_residuals and factor != 1)
-        bucket.cache["owes"] = self.projects or (bucket.owes and remains)
+        bucket.cache["has_residual"] = self.projects or (bucket.has_residual and remains)
         if self.how.on_cosines:
             self.how.on_cosines(self._cosines(present))
 

@@ -69,7 +69,7 @@ def find_columns(
     lengths = [0] * len(bucket.params)
     for i, tensor in tracked.items():
         lengths[i] = tensor.first_length
-    payload = bucket.payload(lengths, bucket.group["payload_dtype"], use=1)
+    payload = bucket.make_payload(lengths, bucket.group["payload_dtype"], use=1)
     ops.write_header(payload, bucket.grads())
     for i, tensor in tracked.items():
         P = tensor.first_part(payload.exact[i])

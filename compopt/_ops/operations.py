@@ -14,7 +14,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .._state.bits import positions_of
+from .._state.bits import find_positions
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
 from .._wire import quantization
@@ -281,12 +281,12 @@ class Ops:
 
     def set_bits_of(self, bits: Tensor) -> Tensor:
         """Return the positions of all set bits, ascending, int64."""
-        return positions_of(bits)
+        return find_positions(bits)
 
 
 def empty_payload(bucket: Bucket, mask: Mask, marks: Sequence[float] = ()) -> Payload:
     """Return a payload for what is on the mask, with these ``marks`` in its header, if any."""
-    return bucket.payload(mask.sizes, bucket.group.get("payload_dtype"), marks=marks)
+    return bucket.make_payload(mask.sizes, bucket.group.get("payload_dtype"), marks=marks)
 
 
 def encode(

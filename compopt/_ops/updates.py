@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket
-from .._state.mask_shards import MaskSlice
-from .._state.masks import Mask
+from .._state.masks import Mask, MaskSlice
 from .._wire.payload import Payload
 from . import reference
 from .operations import Group, Ops
@@ -70,7 +69,7 @@ def moment_of_slice(bucket: Bucket, i: int, piece: MaskSlice, g: Tensor | None) 
     """
     held, m = bucket.cache["mask"].positions[i], bucket.state["exp_avg"][i]
     beta1, start, stop = bucket.group["betas"][0], piece.start, piece.stop
-    x = bucket.fetch("residual", i, slice(start, stop))
+    x = bucket.fetch_state("residual", i, slice(start, stop))
     if g is not None:
         x.add_(g.reshape(-1)[start:stop], alpha=gradient_weight(bucket.group))
     if held is None:
@@ -95,7 +94,7 @@ def separate_momenta(bucket: Bucket, old: list[Tensor]) -> list[Tensor]:
     if old is not bucket.state["exp_avg"]:
         return old
     flat = bucket.flat["exp_avg"]
-    before = bucket.memory("the momentum of before", flat.numel(), flat.dtype).copy_(flat)
+    before = bucket.get_memory("the momentum of before", flat.numel(), flat.dtype).copy_(flat)
     return list(before.split([m.numel() for m in old]))
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from .._ops.operations import Moments, Ops, adamw_batched_
-from .._state.buckets import Bucket, local
+from .._state.buckets import Bucket
 from .._state.shards import unshard
+from .._state.tensors import to_local
 from .._wire.payload import float_dtype
 from .._wire.requests import AllGather, Commit, RequestGenerator
 from .updates import UpdateCodec, update_bits
@@ -32,7 +33,7 @@ class ShardedAdamW:
         bits, payload = update_bits(bucket), float_dtype(bucket.group["payload_dtype"])
         self.codec = None if bits is None else UpdateCodec(bucket, ops, bits)
         in_half = payload == torch.bfloat16 and bucket.dtype == torch.float32
-        self.sends_halves = bits is None and in_half and not bucket.alone
+        self.sends_halves = bits is None and in_half and not bucket.is_single_process
         self.sends_updates = self.codec is not None or self.sends_halves
 
     @property
@@ -47,7 +48,7 @@ class ShardedAdamW:
         self.stepped = [i for i in owned if present[i]]
         stay = [i for i in owned if not present[i]]
         sizes = self.shards.sizes(self.shards.rank)
-        self.gathered = bucket.memory("new parameters", self.shards.most, bucket.dtype)
+        self.gathered = bucket.get_memory("new parameters", self.shards.most, bucket.dtype)
         self.gathered[sum(sizes) :].zero_()
         outs = self.gathered[: sum(sizes)].split(sizes)
         if self.stepped:
@@ -76,7 +77,9 @@ class ShardedAdamW:
         self.rows = message.unsqueeze(0)
         if self.shards.ranks > 1:
             bucket.parameter_bytes = message.nbytes
-            memory = bucket.memory("gathered", self.shards.ranks * message.numel(), message.dtype)
+            memory = bucket.get_memory(
+                "gathered", self.shards.ranks * message.numel(), message.dtype
+            )
             self.rows = yield AllGather(message, memory.view(self.shards.ranks, -1))
         if self.codec is not None:
             self.rows = self.codec.decode(self.rows)
@@ -110,7 +113,7 @@ class ShardedAdamW:
 
 def publish(bucket: Bucket, rows: Tensor, add: bool) -> None:
     """Gathered shards into the parameters; ``add``: they are updates."""
-    tensors = [local(p.detach()) for p in bucket.params]
+    tensors = [to_local(p.detach()) for p in bucket.params]
     flats: list[Tensor | None] = []
     for w in tensors:
         flats.append(w.view(-1) if w.is_contiguous() else w.reshape(-1).clone())

@@ -103,7 +103,7 @@ class OwnedElements:
 def owned_x(bucket: Bucket, i: int, g: Tensor | None) -> Tensor:
     """Return x_n + b1 m + c on this rank's shard of tensor i, in new memory."""
     state, (start, stop), beta1 = bucket.state, bucket.shards.own[i], bucket.group["betas"][0]
-    x = bucket.fetch("residual", i, slice(start, stop)).add_(state["common"][i])
+    x = bucket.fetch_state("residual", i, slice(start, stop)).add_(state["common"][i])
     if g is not None:
         x.add_(g.reshape(-1)[start:stop], alpha=gradient_weight(bucket.group))
     return x.add_(state["exp_avg"][i], alpha=beta1)
@@ -115,11 +115,11 @@ def encode_for_owners(
     """Return a payload for every owner, x_n / (1 - b1) at its elements, and the memory of all."""
     h, ranks = bucket.group, range(bucket.shards.ranks)
     lengths = [owned.sizes(rank) for rank in ranks]
-    payloads, flat = bucket.payloads(lengths, h["payload_dtype"])
+    payloads, flat = bucket.make_payloads(lengths, h["payload_dtype"])
     ops.write_header(payloads[0], grads)
     for payload in payloads[1:]:
         payload.header.copy_(payloads[0].header)
-    for i, (g, e) in enumerate(zip(grads, bucket.each("residual"), strict=True)):
+    for i, (g, e) in enumerate(zip(grads, bucket.iterate_state("residual"), strict=True)):
         for rank, payload in enumerate(payloads):
             elements, part = owned.of_tensor(i, rank), payload.exact[i]
             part.zero_() if g is None else part.copy_(g.reshape(-1)[elements])
@@ -188,7 +188,7 @@ def update(
         row.split([*sizes, len(row) - sum(sizes)])
         for row, sizes in zip(gathered, lengths, strict=True)
     ]
-    residuals, weights = bucket.each("residual", write=True), bucket.each_weight()
+    residuals, weights = bucket.iterate_state("residual", write=True), bucket.iterate_weights()
     for i, (m, e, w) in enumerate(zip(momenta, residuals, weights, strict=True)):
         selects = selection if selection and i in selection.slices else None
         if m is None:
@@ -200,7 +200,7 @@ def update(
             update_residuals(bucket, owned, sent, i, e.view(-1), grads[i], selects)
         state["exp_avg"][i].zero_()[owned.of_shard(i)] = m
         write_weights(bucket, w, torch.cat([row[i] for row in rows]), owned.positions[i])
-        bucket.publish(i, w)
+        bucket.publish_master(i, w)
 
 
 def write_weights(bucket: Bucket, w: Tensor, values: Tensor, index: Tensor | None) -> None:
@@ -254,7 +254,7 @@ def add_common_residual(bucket: Bucket) -> None:
     """Add the gathered common residual to each rank's own, and clear it; without sharded state
     there is none.
     """
-    for i, common in enumerate(bucket.gathered.get("common", [])):
+    for i, common in enumerate(bucket.gathered_state.get("common", [])):
         if common is not None:
             residual = bucket.state["residual"][i].view(-1)  # in host memory, where it is offloaded
             residual.add_(common.to(residual.device))

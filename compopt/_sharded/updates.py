@@ -66,7 +66,7 @@ def update_bits(bucket: Bucket) -> int | None:
     Raises ValueError where nothing is kept of what that takes off.
     """
     given = bucket.group["update_dtype"]
-    if bucket.alone or given is None:
+    if bucket.is_single_process or given is None:
         return None
     if "update_residual" not in bucket.state:
         raise ValueError(
@@ -100,7 +100,7 @@ class UpdateCodec:
         """This rank's message; its shard of ``updates`` is left with what rounding took off."""
         bucket, chunk = self.bucket, self.chunks[self.shards.rank]
         own = updates[: sum(self.shards.sizes(self.shards.rank))]
-        out = bucket.memory("codes of updates", self.size, torch.uint8)
+        out = bucket.get_memory("codes of updates", self.size, torch.uint8)
         seed = (bucket.group["step"], bucket.index, USE, self.shards.rank)
         scales, codes = self._fields(out, chunk)
         self.ops.quantize(own, chunk, scales, codes, seed, bucket.scratch, self.bits)
@@ -109,7 +109,7 @@ class UpdateCodec:
     def decode(self, messages: Tensor) -> Tensor:
         """All ranks' updates, a row each, as long as the largest shard."""
         bucket, most = self.bucket, self.shards.most
-        rows = bucket.memory("updates", len(messages) * most, bucket.dtype)
+        rows = bucket.get_memory("updates", len(messages) * most, bucket.dtype)
         rows = rows.view(len(messages), most)
         for message, chunk, out in zip(messages, self.chunks, rows, strict=True):
             scales, codes = self._fields(message, chunk)

@@ -19,10 +19,19 @@ from .._engine.stats import Stats
 from .._engine.when import dense_steps, ramp_of
 from .._ops.operations import Ops
 from .._ops.updates import moment_of_slice
-from .._state.bits import bits_at, count_shared, per_tensor, set_all_bits_
+from .._state.bits import count_set_bits, make_bits, set_all_bits_, split_positions
 from .._state.buckets import Bucket
-from .._state.mask_shards import MaskShards, assemble_mask, encode_mask, shard_mask
-from .._state.masks import Mask, Tensors, bits_by_tensor, clear_mask, store_mask
+from .._state.masks import (
+    Mask,
+    MaskShards,
+    Tensors,
+    assemble_mask,
+    bits_by_tensor,
+    clear_mask,
+    encode_mask,
+    shard_mask,
+    store_mask,
+)
 from .._wire.payload import Payload
 from .._wire.requests import AllGather, RequestGenerator
 from .top_k import select_top_k
@@ -96,13 +105,13 @@ class Selection:
 
     def encode(self) -> Tensor:
         """Return this rank's message."""
-        bits = bits_at(self.positions, self.shard.nbytes)
+        bits = make_bits(self.positions, self.shard.nbytes)
         return encode_mask(self.positions, bits, self.shards, self.rank)
 
     def assemble(self, messages: Tensor) -> Mask:
         """Return the mask that all ranks have selected."""
         bits, positions = assemble_mask(messages, self.shards, self.rank, self.positions)
-        index = per_tensor(positions, self.bucket.compressed_lengths)
+        index = split_positions(positions, self.bucket.compressed_lengths)
         return Mask(self.bucket, bits=bits_by_tensor(self.bucket, bits), positions=index)
 
 
@@ -111,7 +120,7 @@ class Selection:
 
 def mask_to_send(bucket: Bucket) -> Mask:
     """Return the mask that was selected one step ago; all ones, where there is none."""
-    selected = None if bucket.alone else bucket.cache.get("next_mask")
+    selected = None if bucket.is_single_process else bucket.cache.get("next_mask")
     return selected or Mask(bucket)
 
 
@@ -185,7 +194,7 @@ def restore_masks(bucket: Bucket, decode: Callable[[Tensor, int, int | None], Te
 
 
 def _has_dense_momentum(bucket: Bucket, i: int) -> bool:
-    if not bucket.cut:
+    if not bucket.is_sharded:
         return bucket.state["exp_avg"][i].numel() == bucket.lengths[i]
     return not bucket.state["mask"][i].any()
 
@@ -256,7 +265,7 @@ def count_overlaps(bucket: Bucket) -> dict[str, tuple[int, int]]:
         if noted := bucket.cache["overlap"][i]:
             overlaps[name] = noted
         elif newest and newest.bits[i] is not None and positions is not None:
-            overlaps[name] = int(count_shared(newest.bits[i], positions)), newest.sizes[i]
+            overlaps[name] = int(count_set_bits(newest.bits[i], positions)), newest.sizes[i]
     return overlaps
 
 
@@ -264,7 +273,7 @@ def _note_overlap(bucket: Bucket, mask: Mask, held: Mask, present: list[bool]) -
     for i, is_present in enumerate(present):
         bits, positions = mask.bits[i], held.positions[i]
         if is_present and bits is not None and positions is not None:
-            bucket.cache["overlap"][i] = int(count_shared(bits, positions)), mask.sizes[i]
+            bucket.cache["overlap"][i] = int(count_set_bits(bits, positions)), mask.sizes[i]
 
 
 def overlap_share(overlaps: dict[str, tuple[int, int]]) -> float:

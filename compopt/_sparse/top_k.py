@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._ops.operations import BLOCK, Ops
-from .._state.mask_shards import SLACK
+from .._state.masks import SLACK
 from .._wire.payload import block_size
 
 EXACT_BELOW = 16384  # elements: of fewer, topk costs less than the search for a threshold

@@ -21,9 +21,8 @@ from .._wire.payload import (
     float_dtype,
     quantized_bits,
 )
-from .devices import pinned
-from .kept import Kept
-from .tensors import Chosen, grad_dtype, is_compressed, local, upload
+from .buckets import Bucket
+from .tensors import CompressionRule, get_grad_dtype, is_compressed, pin, to_local, upload
 
 # with what papers ask of one tensor of a bucket
 __all__ = [
@@ -43,7 +42,7 @@ BUCKET_BYTES = 8 * 2**20
 DEVICE_BUCKET_BYTES = 128 * 2**20
 
 
-class Bucket(Kept):
+class Bucket(Bucket):
     """Tensors of one group, dtype and device, whose gradients travel together.
 
     ``index`` is its place in the order in which buckets are exchanged.
@@ -55,7 +54,7 @@ class Bucket(Kept):
         group: dict[str, Any],
         params: list[Tensor],
         names: list[str],
-        chosen: Chosen | None = None,
+        chosen: CompressionRule | None = None,
         scratch: Scratch | None = None,
     ):
         super().__init__(group, params, names, chosen)
@@ -100,7 +99,7 @@ class Bucket(Kept):
         grads = [p.grad for p in self.params]
         if not self.distributed:
             return grads
-        return [None if g is None else local(g) for g in grads]
+        return [None if g is None else to_local(g) for g in grads]
 
     # Messages
 
@@ -162,7 +161,7 @@ class Bucket(Kept):
         if marks or self.control:
             numbers = torch.tensor([*marks, *self.control.numbers], dtype=payload.flat.dtype)
             words = payload.flat[len(payload.header) - len(marks) :][: len(numbers)]
-            words.copy_(pinned(numbers, self.device), non_blocking=True)
+            words.copy_(pin(numbers, self.device), non_blocking=True)
         for at, words in self.control.on_device:
             payload.control[at].copy_(words)
 
@@ -203,7 +202,7 @@ Run = tuple[dict[str, Any], list[Tensor], list[str]]
 
 def make_buckets(
     groups: Iterable[dict[str, Any]],
-    chosen: Chosen | None = None,
+    chosen: CompressionRule | None = None,
     wanted: Container[Tensor] | None = None,
 ) -> list[Bucket]:
     """Deal the parameters of all groups into buckets, the last registered first: of about 8 MiB on
@@ -216,7 +215,7 @@ def make_buckets(
     for group, params, names in reversed(list(_uniform_runs(groups, wanted))):
         size = 0
         for p, name in zip(reversed(params), reversed(names), strict=True):
-            nbytes = local(p).numel() * p.element_size()
+            nbytes = to_local(p).numel() * p.element_size()
             if size == 0 or size + nbytes > bucket_bytes(p.device):
                 dealt.append((group, [], []))
                 size = 0
@@ -245,7 +244,7 @@ def _uniform_runs(
             if not (p.requires_grad if wanted is None else p in wanted):
                 continue
             mesh, placements = getattr(p, "device_mesh", None), getattr(p, "placements", None)
-            alike = (p.dtype, grad_dtype(p), p.device, mesh, placements)
+            alike = (p.dtype, get_grad_dtype(p), p.device, mesh, placements)
             run = runs.setdefault(alike, (group, [], []))
             run[1].append(p)
             run[2].append(name)

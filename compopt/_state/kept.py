@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from .._wire.payload import block_size
-from .devices import pinned
 from .layouts import Layout, Member, Sharded
 from .offload import Offload
 from .shards import ShardLayout
-from .tensors import Chosen, grad_dtype, is_compressed, local
+from .tensors import CompressionRule, get_grad_dtype, is_compressed, pin, to_local
 
 # elements: a few vectors of them stay in a core's own cache between one pass and the next
 BLOCK = 131072
@@ -33,17 +32,17 @@ class Kept:
         group: dict[str, Any],
         params: list[Tensor],
         names: list[str],
-        chosen: Chosen | None = None,
+        chosen: CompressionRule | None = None,
     ):
         self.group, self.params, self.names = group, params, names
         self.origins = params  # whose gradients theirs are: others' inside FSDP
         chosen = chosen or is_compressed
         self.compressed = [chosen(p, group, name) for p, name in zip(params, names, strict=True)]
-        self.lengths = [local(p).numel() for p in params]
+        self.lengths = [to_local(p).numel() for p in params]
         self.dtype, self.device = params[0].dtype, params[0].device
         # whether they are DTensors: all are, or none is
         self.distributed = any(hasattr(p, "to_local") for p in params)
-        self.grad_dtype = grad_dtype(params[0])
+        self.grad_dtype = get_grad_dtype(params[0])
         # of what is computed with gradients and state
         self.wide = torch.promote_types(self.dtype, torch.float32)
         # no other rank to exchange with: nothing is compressed, and nothing rounded
@@ -127,7 +126,7 @@ class Kept:
         if self.offload is None or name not in self.offload.names:
             return torch.zeros(size, dtype=dtype, device=self.device)
         flat = torch.zeros(size, dtype=dtype, device="cpu")
-        return pinned(flat, self.device)
+        return pin(flat, self.device)
 
     def resize(self, name: str, sizes: list[int]) -> list[Tensor]:
         """Storage of these sizes for state that lives on a mask, contents undefined.
@@ -146,7 +145,7 @@ class Kept:
             view.view(layout.shape(member)) for view, member in zip(views, members, strict=True)
         ]
         for entry, view, member in zip(self.entries, self.state[name], members, strict=False):
-            entry[name] = layout.shown(view, member)
+            entry[name] = layout.view_for_user(view, member)
         return self.state[name]
 
     def each(self, name: str, write: bool = False) -> Iterator[Tensor]:
@@ -173,11 +172,11 @@ class Kept:
     @property
     def owes(self) -> bool:
         """Whether a dense step has to send what compressed ones before it held back."""
-        if "owes" not in self.cache:
+        if "has_residual" not in self.cache:
             self.wait_for_host()
             residual = self.flat.get("residual")
-            self.cache["owes"] = residual is not None and bool(residual.any())
-        return bool(self.cache["owes"])
+            self.cache["has_residual"] = residual is not None and bool(residual.any())
+        return bool(self.cache["has_residual"])
 
     def count(self, counts: Tensor) -> None:
         """From now on these are the numbers of steps that tensors have taken."""
@@ -189,11 +188,11 @@ class Kept:
     @property
     def locals(self) -> list[Tensor]:
         """This rank's parts of parameters."""
-        return [local(p) for p in self.params] if self.distributed else self.params
+        return [to_local(p) for p in self.params] if self.distributed else self.params
 
     def own_part(self, i: int) -> Tensor:
         """What this rank owns of parameter i, flat; a copy of what is not contiguous."""
-        p = local(self.params[i].detach()).reshape(-1)
+        p = to_local(self.params[i].detach()).reshape(-1)
         if not self.cut:
             return p
         start, stop = self.shards.own[i]
@@ -212,19 +211,19 @@ class Kept:
         """What a step updates of tensor i."""
         if "master" in self.state:
             return self.state["master"][i]
-        return self.own_part(i) if self.cut else local(self.params[i].detach())
+        return self.own_part(i) if self.cut else to_local(self.params[i].detach())
 
     def each_weight(self) -> Iterator[Tensor]:
         """What a step updates, whole, a tensor at a time."""
         if "master" in self.state:
             return self.each("master", write=True)
-        return (local(p.detach()) for p in self.params)
+        return (to_local(p.detach()) for p in self.params)
 
     def fetch_weight(self, i: int, at: Tensor | slice) -> Tensor:
         """A copy of some elements of what a step updates of tensor i, whole."""
         if "master" in self.state:
             return self.fetch("master", i, at)
-        return local(self.params[i].detach()).reshape(-1)[at].clone()
+        return to_local(self.params[i].detach()).reshape(-1)[at].clone()
 
     def publish(self, i: int, master: Tensor | None = None) -> None:
         """Bring an updated master to its parameter.
@@ -232,9 +231,9 @@ class Kept:
         ``master`` is where it is while it is offloaded.
         """
         if "master" in self.state:
-            local(self.params[i].detach()).copy_(self.weight(i) if master is None else master)
+            to_local(self.params[i].detach()).copy_(self.weight(i) if master is None else master)
 
-    def renew_masters(self) -> None:
+    def update_masters(self) -> None:
         """Masters follow parameters that were set from outside: loaded, clamped, pruned, broadcast.
 
         A parameter is its master, rounded. Where it is not, element by element, the master takes
@@ -244,7 +243,7 @@ class Kept:
             return
         self.wait_for_host()
         for i, master in enumerate(self.state["master"]):
-            p = self.layouts["master"].part(local(self.params[i].detach()), self.member(i))
+            p = self.layouts["master"].part(to_local(self.params[i].detach()), self.member(i))
             shown_, block = p.reshape(-1), block_size(BLOCK, p.reshape(-1))
             for own, shown in zip(master.view(-1).split(block), shown_.split(block), strict=True):
                 take_over(own, shown.to(own.device))

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .bits import bits_of, flags_of
-from .tensors import laid_out_as, local
+from .bits import pack_bits, unpack_bits
+from .tensors import distribute_like, to_local
 
 VECTOR = (-1,)  # a shape, for Tensor.view
 
@@ -35,15 +35,15 @@ class Member:
 
     @property
     def shape(self) -> torch.Size:
-        return local(self.param).shape
+        return to_local(self.param).shape
 
     @property
     def numel(self) -> int:
-        return local(self.param).numel()
+        return to_local(self.param).numel()
 
     def laid_out(self, state: Tensor) -> Tensor:
         """State of all of this rank's elements, in the parameter's shape and its placements."""
-        return laid_out_as(self.param.detach(), state.view(self.shape))
+        return distribute_like(self.param.detach(), state.view(self.shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +142,13 @@ class Bits(Layout):
         return False
 
     def whole(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
-        return of.laid_out(flags_of(kept)[: of.numel])
+        return of.laid_out(unpack_bits(kept)[: of.numel])
 
     def compact(self, saved: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
         if saved.dtype != torch.bool:
             return saved
         flags = saved.reshape(-1)
-        return bits_of(torch.cat([flags, flags.new_zeros(-flags.numel() % 8)]))
+        return pack_bits(torch.cat([flags, flags.new_zeros(-flags.numel() % 8)]))
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class OnMask(Layout):
     def whole(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
         if not of.compressed:
             return kept
-        mask = flags_of(beside[self.mask])[: of.numel]
+        mask = unpack_bits(beside[self.mask])[: of.numel]
         whole = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
         return of.laid_out(whole.masked_scatter_(mask, kept))
 

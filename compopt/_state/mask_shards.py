@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bits import bits_of, cut_bytes, flags_of, offsets_of, positions_of, set_bits_
+from .bits import byte_offsets, find_positions, pack_bits, set_bits_, split_bytes, unpack_bits
 from .masks import selection_size
 
 SLACK = 0.05  # a selection by a threshold may miss the wanted count by this share of it
@@ -70,8 +70,8 @@ class MaskShards(NamedTuple):
 @lru_cache(maxsize=256)
 def shard_mask(lengths: tuple[int, ...], ranks: int, density: float) -> MaskShards:
     """Cut the mask of tensors of these lengths (0: not compressed) into one equal range a rank."""
-    offsets = offsets_of(lengths)
-    cuts = cut_bytes(offsets[-1], ranks)
+    offsets = byte_offsets(lengths)
+    cuts = split_bytes(offsets[-1], ranks)
     slices: list[list[MaskSlice]] = [[] for _ in range(ranks)]
     for i, (n, offset) in enumerate(zip(lengths, offsets, strict=False)):
         tensor_k, stop = selection_size(density, n), 0
@@ -142,17 +142,17 @@ def _encode_positions(positions: Tensor, shard: MaskShard) -> Tensor:
     low = torch.zeros(low_bits, row_bits, dtype=torch.bool, device=device)
     for bit, row in enumerate(low):
         row[:k] = (positions >> bit) & 1
-    return bits_of(torch.cat([high, low.view(-1)]))
+    return pack_bits(torch.cat([high, low.view(-1)]))
 
 
 def decode_positions(message: Tensor, shard: MaskShard) -> Tensor:
     """Return the positions in an encoded range, ascending, int64."""
     high_bits, row_bits, low_bits = code_layout(shard)
     high_bytes = high_bits // 8
-    positions = positions_of(message[:high_bytes])
+    positions = find_positions(message[:high_bytes])
     order = torch.arange(positions.numel(), dtype=torch.int64, device=message.device)
     positions.sub_(order).bitwise_left_shift_(low_bits)
-    low = flags_of(message[high_bytes : high_bytes + low_bits * row_bits // 8])
+    low = unpack_bits(message[high_bytes : high_bytes + low_bits * row_bits // 8])
     for bit, row in enumerate(low.view(low_bits, row_bits)):
         positions.add_(row[: positions.numel()], alpha=1 << bit)
     return positions
@@ -184,4 +184,4 @@ def assemble_mask(
 
 def _decode_bits(message: Tensor, shard: MaskShard) -> Tensor:
     """Return the positions in a range that was sent as bits, ascending, int64."""
-    return positions_of(message[: shard.nbytes])
+    return find_positions(message[: shard.nbytes])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .bits import bits_at, positions_dtype, positions_of
+from .bits import find_positions, make_bits, positions_dtype
 from .buckets import Bucket
 
 Tensors = list[Tensor | None]
@@ -74,7 +74,7 @@ class Mask:
     def bits(self) -> Sequence[Tensor | None]:
         if self._bits is None:
             pairs = zip(self.positions, self.lengths, strict=True)
-            self._bits = [None if p is None else bits_at(p, (n + 7) // 8) for p, n in pairs]
+            self._bits = [None if p is None else make_bits(p, (n + 7) // 8) for p, n in pairs]
         return self._bits
 
     @property
@@ -164,7 +164,7 @@ def _ascending_within(p: Tensor, n: int) -> bool:
 
 
 def _decode_bits(bits: Tensor, n: int, size: int | None) -> Tensor:
-    return positions_of(bits).to(positions_dtype([n]))
+    return find_positions(bits).to(positions_dtype([n]))
 
 
 def selection_size(density: float, n: int) -> int:

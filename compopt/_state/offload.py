@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .devices import has_streams, module_of
+from .tensors import get_device_module, has_streams
 
 
 class Streams(Protocol):
@@ -63,7 +63,7 @@ class DeviceStreams:
 
     @property
     def _module(self) -> Any:
-        return module_of(self.device)  # not kept: an optimizer is copied and pickled
+        return get_device_module(self.device)  # not kept: an optimizer is copied and pickled
 
     def copy(self, stream: str, to: Tensor, source: Tensor, after: Any) -> Any:
         own = self.streams[stream]

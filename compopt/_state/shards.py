@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bits import WORD, cut_bytes, offsets_of
+from .bits import WORD, byte_offsets, split_bytes
 from .tensors import upload
 
 Range = tuple[int, int]
@@ -227,10 +227,10 @@ def _offsets_and_cuts(
     """Bytes at which tensors begin, and ranks' parts, in a mask of those that are compressed, or
     are not.
     """
-    offsets = offsets_of(
+    offsets = byte_offsets(
         tuple(n if c is wanted else 0 for n, c in zip(lengths, compressed, strict=True))
     )
-    return offsets, cut_bytes(offsets[-1], ranks)
+    return offsets, split_bytes(offsets[-1], ranks)
 
 
 def _within(offset: int, first: int, last: int, n: int) -> Range:

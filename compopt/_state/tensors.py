@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .devices import pinned
+from .tensors import pin
 
 COMPRESS_FROM = 4096  # elements; smaller tensors, norm scales and biases are averaged dense
 Chosen = Callable[[Tensor, dict[str, Any], str], bool]
@@ -42,7 +42,7 @@ def laid_out_as(p: Tensor, view: Tensor) -> Tensor:
 def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a device. Nobody waits: a pinned copy is read when the device comes to it."""
     tensor = torch.tensor(numbers, dtype=dtype)
-    return tensor if device.type == "cpu" else pinned(tensor, device).to(device, non_blocking=True)
+    return tensor if device.type == "cpu" else pin(tensor, device).to(device, non_blocking=True)
 
 
 def grad_dtype(p: Tensor) -> torch.dtype:

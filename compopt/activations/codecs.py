@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._state.tensors import local
+from .._state.tensors import to_local
 
 
 def replicated(weight: Tensor) -> Tensor:
     """This rank's copy of a weight that is the same on all of them, in a DTensor or not, and so is
     its gradient.
     """
-    return local(weight)  # whose gradient is a DTensor with the weight's placements
+    return to_local(weight)  # whose gradient is a DTensor with the weight's placements
 
 
 def applied(function: type[torch.autograd.Function], *args: object) -> Tensor:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._engine import base
 from .._engine.base import CompressedOptimizer
 from .._engine.inside import ReducingOptimizer
-from .._state.buckets import local
+from .._state.tensors import to_local
 from .._wire.collectives import list_mesh_groups
 from .._wire.requests import Broadcast
 from ._fsdp_inside import HOOKS, go_inside
@@ -90,7 +90,7 @@ def broadcast_parameters(optimizer: CompressedOptimizer) -> None:
     comm = session.comm
     for bucket in [*session.buckets, *session.shelf]:
         for p in bucket.params:
-            comm.start(Broadcast(local(p.detach()))).wait()
+            comm.start(Broadcast(to_local(p.detach()))).wait()
 
 
 class Listener:

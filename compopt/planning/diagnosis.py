@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from .._engine.base import CompressedOptimizer
 from .._ops.reference import one_thread
-from .._state.tensors import local
+from .._state.tensors import to_local
 from .._wire.collectives import Communicator, ProcessGroup
 from .._wire.requests import AllGather, AllReduceMean
 from . import diagnosis_report
@@ -79,7 +79,7 @@ class Diagnosis:
                 "gradient and has 2 dimensions and 4096 elements, so none would be compressed."
             )
         self._work = Workload.of(
-            (names.get(id(p), ""), local(p)) for group in groups for p in group["params"]
+            (names.get(id(p), ""), to_local(p)) for group in groups for p in group["params"]
         )
         self._comm = Communicator(process_group)
         self._is_ours = isinstance(self.optimizer, CompressedOptimizer)
@@ -132,7 +132,7 @@ class Diagnosis:
     @property
     def _compared_ranks(self) -> Communicator:
         """The ranks whose gradients are compared; none under FSDP, which shows no rank's own."""
-        is_sharded = any(tensor.param is not local(tensor.param) for tensor in self.sampled)
+        is_sharded = any(tensor.param is not to_local(tensor.param) for tensor in self.sampled)
         return Communicator(single_process=True) if is_sharded and not self._is_ours else self._comm
 
     # Hooks

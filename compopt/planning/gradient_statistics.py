@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._lowrank.orthonormal import orthonormal
 from .._lowrank.projections import as_matrix
-from .._state.tensors import is_compressed, local
+from .._state.tensors import is_compressed, to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllReduceMean
 
@@ -51,7 +51,7 @@ class SampledTensor:
     @property
     def full_shape(self) -> tuple[int, int]:
         """Rows and columns of the tensor as a matrix."""
-        return as_matrix(local(self.param).shape)
+        return as_matrix(to_local(self.param).shape)
 
     @property
     def numel(self) -> int:
@@ -64,7 +64,7 @@ class SampledTensor:
     def extract(self, tensor: Tensor) -> Tensor:
         """Copy the sampled elements of a tensor of the parameter's shape, in float32."""
         rows, columns = self.full_shape
-        matrix = local(tensor.detach()).reshape(rows, columns)
+        matrix = to_local(tensor.detach()).reshape(rows, columns)
         cut = matrix[:: rows // self.rows, :: columns // self.columns]
         copy = torch.empty(self.rows, self.columns, dtype=torch.float32, device=cut.device)
         return copy.copy_(cut[: self.rows, : self.columns])
@@ -92,7 +92,7 @@ def find_eligible_tensors(
         for place, (p, own) in enumerate(zip(group["params"], given, strict=True)):
             name = names.get(id(p)) or own or f"group {number}, tensor {place}"
             name = strip_wrapper_prefixes(name)
-            is_large = p.dim() >= 2 and local(p).numel() >= LEAST_ELEMENTS
+            is_large = p.dim() >= 2 and to_local(p).numel() >= LEAST_ELEMENTS
             is_trainable = p.requires_grad and p.is_floating_point()
             if is_large and is_trainable and is_compressed(p, group, name):
                 found.append(EligibleTensor(name, p, number))
@@ -112,7 +112,7 @@ def sample_tensors(eligible: Sequence[EligibleTensor], elements: int) -> list[Sa
     """
     shapes: dict[tuple[int, int], list[EligibleTensor]] = {}
     for tensor in eligible:
-        shapes.setdefault(as_matrix(local(tensor.param).shape), []).append(tensor)
+        shapes.setdefault(as_matrix(to_local(tensor.param).shape), []).append(tensor)
     sampled, left = [], elements
     by_size = sorted(shapes.items(), key=lambda item: math.prod(item[0]))
     for number, ((rows, columns), same) in enumerate(by_size):

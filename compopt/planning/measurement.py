@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .._state.devices import here, synchronize
+from .._state.tensors import get_device, synchronize
 from .methods import Workload
 
 # Speeds
@@ -85,7 +85,7 @@ def profile_script(
     named: dict[int, tuple[str, torch.Tensor]] = {}
 
     def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        synchronize(here())
+        synchronize(get_device())
         moments.append(time.perf_counter())
         for group in optimizer.param_groups:
             names = group.get("param_names") or [""] * len(group["params"])

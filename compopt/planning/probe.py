@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import activations
-from .._state.devices import here, module_of
+from .._state.tensors import get_device, get_device_module
 from .measurement import (
     fit,
     fit_communication,
@@ -95,8 +95,8 @@ def collective_device() -> torch.device:
     """The device of this rank's tensors. Apple's devices have no collectives: there it is the
     CPU.
     """
-    device = here()
-    module = module_of(device)
+    device = get_device()
+    module = get_device_module(device)
     if module is None or not hasattr(module, "set_device"):
         return torch.device("cpu")
     module.set_device(int(os.environ.get("LOCAL_RANK", "0")))

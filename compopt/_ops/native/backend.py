@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket, local
+from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
+from ..._state.tensors import to_local
 from ..._wire.payload import Payload
 from ..._wire.quantized_mean import QuantizedMean
 from .. import operations
@@ -160,14 +161,14 @@ def can_read(ops: Ops, bucket: Bucket) -> bool:
         bucket.device.type == "cpu"
         and bucket.dtype == torch.float32
         and bucket.offload is None
-        and not bucket.cut
+        and not bucket.is_sharded
         and max(bucket.lengths) < 2**31
     )
 
 
 def can_write(ops: Ops, bucket: Bucket) -> bool:
     """True if passes can also write its parameters."""
-    return can_read(ops, bucket) and all(local(p).is_contiguous() for p in bucket.params)
+    return can_read(ops, bucket) and all(to_local(p).is_contiguous() for p in bucket.params)
 
 
 NativeOps.fused = {

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
-from ..._state.mask_shards import MaskShard, MaskShards, code_layout
-from ..._state.masks import Mask, Tensors, bits_by_tensor
+from ..._state.masks import Mask, MaskShard, MaskShards, Tensors, bits_by_tensor, code_layout
 from ..._wire.requests import CommunicationError
 from ..operations import Ops
 from ..updates import moment_of_slice
@@ -108,7 +107,7 @@ class NativeSelection:
     def encode(self) -> Tensor:
         """Return this rank's message."""
         slices, size = self.shard.slices, self.shards.message_bytes
-        message = self.bucket.memory("mask message", size, torch.uint8).zero_()
+        message = self.bucket.get_memory("mask message", size, torch.uint8).zero_()
         table = Table(
             len(slices),
             chosen=self._position_addresses(),
@@ -133,7 +132,7 @@ class NativeSelection:
         for piece in (piece for shard in shards for piece in shard.slices):
             sizes[piece.tensor] += piece.k
         positions = torch.empty(sum(sizes), dtype=torch.int32)
-        bits = bucket.memory("mask bits", shards[-1].last_byte, torch.uint8).zero_()
+        bits = bucket.get_memory("mask bits", shards[-1].last_byte, torch.uint8).zero_()
         first = 0
         for rank, (shard, message) in enumerate(zip(shards, messages, strict=True)):
             k = sum(piece.k for piece in shard.slices)

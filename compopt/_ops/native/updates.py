@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket, local
+from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors, selection_size
+from ..._state.tensors import to_local
 from ..._wire.payload import Payload
 from ..operations import Group, Moments, Ops
 from ..updates import (
@@ -224,7 +225,7 @@ def _run_scape(
     table = SCAPE.table(
         len(present),
         n=lengths,
-        w=Memory([local(p) for p in bucket.params], lengths),
+        w=Memory([to_local(p) for p in bucket.params], lengths),
         mean=Memory([values if is_present else None for values, is_present in averages], sizes),
         m=Memory(state["exp_avg"], sizes),
         step=step_memory(bucket, present),

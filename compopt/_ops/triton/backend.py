@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
-from ..._state.devices import pinned
 from ..._state.masks import Mask, Tensors
+from ..._state.tensors import pin
 from ..._wire.payload import Payload
 from ..._wire.quantization import noise_offset, noise_table
 from ..._wire.quantized_mean import QuantizedMean
@@ -48,7 +48,7 @@ class TritonOps(KernelOps):
         if device.type != self.device or {g.device for g in grads if g is not None} - {device}:
             return super().write_header(payload, grads)
         marks = torch.tensor([float(g is not None) for g in grads], dtype=payload.header.dtype)
-        payload.header.copy_(pinned(marks, device), non_blocking=True)
+        payload.header.copy_(pin(marks, device), non_blocking=True)
         flat = flatten(grads)
         lengths = tuple(0 if g is None else g.numel() for g in flat)
         blocks, none = kernels.make_blocks(lengths, device), [None] * len(flat)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
-from ..._state.mask_shards import MaskShard, MaskShards, code_layout
-from ..._state.masks import Mask, Tensors, bits_by_tensor
+from ..._state.masks import Mask, MaskShard, MaskShards, Tensors, bits_by_tensor, code_layout
 from .tables import (
     KernelOps,
     Key,
@@ -102,7 +101,7 @@ class SelectionInputs(NamedTuple):
         selection, bucket = self.selection, self.selection.bucket
         return make_key(
             bucket,
-            bucket.made,
+            bucket.storage_version,
             selection.shard,
             selection.bits.data_ptr(),
             self.old.key,

@@ -13,8 +13,9 @@ import compopt_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket, local
+from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
+from ..._state.tensors import to_local
 from ..._wire.payload import Payload
 from ..operations import Ops
 
@@ -115,7 +116,7 @@ def addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
 def mask_key(bucket: Bucket, mask: Mask) -> Key:
     """Return what determines the addresses of a mask's bits."""
     name = state_name_of(bucket, mask)
-    return make_key(addresses(mask.bits)) if name is None else (name, bucket.made)
+    return make_key(addresses(mask.bits)) if name is None else (name, bucket.storage_version)
 
 
 def state_name_of(bucket: Bucket, mask: Mask) -> str | None:
@@ -125,7 +126,7 @@ def state_name_of(bucket: Bucket, mask: Mask) -> str | None:
 
 def bucket_key(bucket: Bucket) -> Key:
     """Return what determines the addresses of a bucket's state and parameters."""
-    return make_key(bucket, bucket.made, addresses(bucket.locals))
+    return make_key(bucket, bucket.storage_version, addresses(bucket.local_params))
 
 
 def gradients_key(grads: Sequence[Tensor | None]) -> Key:
@@ -232,7 +233,7 @@ def published_parameter(bucket: Bucket, i: int) -> Tensor | None:
     """Return the parameter to which the kernel writes the updated master; None where there is no
     master, or ``copy_back`` writes it.
     """
-    p = local(bucket.params[i].detach())
+    p = to_local(bucket.params[i].detach())
     return p if "master" in bucket.state and p.is_contiguous() else None
 
 
@@ -243,4 +244,4 @@ def copy_back(bucket: Bucket, i: int, weight: Tensor) -> None:
     if weight.data_ptr() != bucket.weight(i).data_ptr():
         bucket.weight(i).copy_(weight)
     if published_parameter(bucket, i) is None:
-        bucket.publish(i)
+        bucket.publish_master(i)

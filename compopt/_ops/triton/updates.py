@@ -95,7 +95,7 @@ class Batch:
     def count_steps(self) -> None:
         """Count one step more of each tensor that any rank has a gradient of."""
         present = [is_present for bucket in self.present for is_present in bucket]
-        counts = [bucket.counts for bucket in self.buckets]
+        counts = [bucket.step_counts for bucket in self.buckets]
         flat = [count for count in counts if count is not None]
         if len(flat) == len(counts) and all(present):
             torch._foreach_add_(flat, 1)
