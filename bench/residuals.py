@@ -30,7 +30,7 @@ import corpus  # noqa: E402
 import train_gpt  # noqa: E402
 
 import compopt  # noqa: E402
-from compopt._state.tensors import is_compressed
+from compopt._state.tensors import is_compressed  # noqa: E402
 
 STEPS, DENSE, EVERY, LR = 400, 60, 5, 1e-3
 DENSITIES = (0.2, 0.1, 0.05, 0.01)

@@ -131,7 +131,7 @@ class Target:
 
 def test_streams_of_any_device_are_asked_in_torch_cudas_words(monkeypatch):
     module = Said()
-    monkeypatch.setattr(offload, "module_of", lambda device: module)
+    monkeypatch.setattr(offload, "get_device_module", lambda device: module)
     streams = offload.DeviceStreams(torch.device("xpu:1"))
     assert set(streams.streams) == {"in", "out"} and streams.streams["in"].name != streams.streams["out"].name
     into, out = (streams.streams[name].name for name in ("in", "out"))

@@ -1,13 +1,14 @@
-"""Buckets: the parameters whose gradients travel in one payload.
+"""Buckets: parameters whose gradients travel in one payload, with their state and their masters.
 
-A bucket holds parameters of one group, dtype and device, in reverse order of registration (the
-order in which backward finishes them). What is kept of them is in ``kept``; here are the memory and
-the messages of its steps, and how parameters are dealt into buckets.
+A bucket holds parameters of one group, dtype and device, in reverse order of registration, in which
+backward finishes them. Each kind of state is one flat tensor with a view for each parameter, which
+``optimizer.state[p]`` shows. If parameters have less precision than float32, one kind of state is
+their float32 master, which a step updates in their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,32 +19,28 @@ from .._wire.payload import (
     Payload,
     PayloadDtype,
     Scratch,
+    block_size,
     float_dtype,
     quantized_bits,
 )
-from .buckets import Bucket
-from .tensors import CompressionRule, get_grad_dtype, is_compressed, pin, to_local, upload
+from .layouts import Layout, Member, Sharded
+from .offload import Offload
+from .shards import ShardLayout
+from .tensors import CompressionRule, get_grad_dtype, is_compressed, pin, to_local
 
-# with what papers ask of one tensor of a bucket
-__all__ = [
-    "BUCKET_BYTES",
-    "Bucket",
-    "bucket_bytes",
-    "grad_dtype",
-    "is_compressed",
-    "local",
-    "make_buckets",
-    "upload",
-]
-
-# of parameters: large enough for the link's bandwidth, small enough to overlap with backward
+# Bytes of parameters: enough for the link's bandwidth, few enough to overlap with backward.
 BUCKET_BYTES = 8 * 2**20
-# on a device every bucket is launches and waits for its turn
+# On a device every bucket costs launches and host waits.
 DEVICE_BUCKET_BYTES = 128 * 2**20
+# Elements: a few vectors of them stay in a core's cache from one pass to the next.
+BLOCK = 131072
+
+# What the optimizer's state shows of one tensor.
+Entry = dict[str, Tensor]
 
 
-class Bucket(Bucket):
-    """Tensors of one group, dtype and device, whose gradients travel together.
+class Bucket:
+    """Tensors of one group, dtype and device, with their state.
 
     ``index`` is its place in the order in which buckets are exchanged.
     """
@@ -54,99 +51,319 @@ class Bucket(Bucket):
         group: dict[str, Any],
         params: list[Tensor],
         names: list[str],
-        chosen: CompressionRule | None = None,
+        is_chosen: CompressionRule | None = None,
         scratch: Scratch | None = None,
     ):
-        super().__init__(group, params, names, chosen)
         self.index = index
-        self.scratch = scratch or Scratch()  # all buckets of an optimizer share it
-        self.control = (
-            ControlFields()
-        )  # what its payloads carry beside the header; set by the runtime
-        self.parameter_bytes = 0  # handed over in the last step to gather updated parameters
-        self.withheld = False  # this rank takes part in an exchange without its gradients
-        # the back end's way to average int8 and int4, where it has one
+        self.group, self.params, self.names = group, params, names
+        # The tensors that have the gradients; other ones inside FSDP.
+        self.origins = params
+        rule = is_chosen or is_compressed
+        self.compressed = [rule(p, group, name) for p, name in zip(params, names, strict=True)]
+        self.lengths = [to_local(p).numel() for p in params]
+        self.dtype, self.device = params[0].dtype, params[0].device
+        # True if all are DTensors; otherwise none is.
+        self.is_dtensor = any(hasattr(p, "to_local") for p in params)
+        self.grad_dtype = get_grad_dtype(params[0])
+        self.compute_dtype = torch.promote_types(self.dtype, torch.float32)
+        # Then nothing is compressed and nothing rounded.
+        self.is_single_process = False
+        # Ranks with the same part of these tensors, among all that hold one model.
+        self.copies = 1
+        # True while this rank takes part in an exchange without its gradients.
+        self.withholds_gradients = False
+
+        # Storage of state: ``flat[name]``, and ``state[name]``, a view for each tensor. A tensor
+        # without such state has None, which the type omits: some kinds exist for compressed
+        # tensors only. ``sizes[name]`` are the elements of the views.
+        self.layouts: dict[str, Layout] = {}
+        self.flat: dict[str, Tensor] = {}
+        self.state: dict[str, list[Tensor]] = {}
+        self.sizes: dict[str, list[int]] = {}
+        # Counts allocations: a change of the version means that addresses have changed.
+        self.storage_version = 0
+        # The steps each tensor has taken: ``state["step"]`` as a vector.
+        self.step_counts: Tensor | None = None
+        # The optimizer's state of each tensor, which shows the views.
+        self.entries: list[Entry] = []
+        self._shards: ShardLayout | None = None
+        self.offload: Offload | None = None
+        # Unsharded copies of sharded state, from consolidate_state to the next step.
+        self.gathered_state: dict[str, list[Tensor | None]] = {}
+        # Derived from state: recomputed if absent, never saved.
+        self.cache: dict[str, Any] = {}
+
+        # Messages and memory of a step. All buckets of an optimizer share the scratch memory.
+        self.scratch = scratch or Scratch()
+        # Control fields of the next payload, set by the exchange.
+        self.control = ControlFields()
+        # Bytes of updated parameters that the last step gathered.
+        self.parameter_bytes = 0
+        # The backend's own ``QuantizedMean``, if it has one.
         self.make_mean: Callable[[Payload, int, int], Any] | None = None
-        self._held: dict[str, Tensor] = {}
+        self._memory: dict[str, Tensor] = {}
+
+    @property
+    def numel(self) -> int:
+        return sum(self.lengths)
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the bucket's gradient uncompressed: what DDP would hand to its all-reduce."""
+        """Bytes of the uncompressed gradient, which DDP would all-reduce."""
         return self.numel * self.grad_dtype.itemsize
 
     @property
-    def rounds(self) -> bool:
-        """Whether what is sent of tensors that have a residual is rounded.
-
-        They owe again what that takes off.
-        """
-        if self.alone or all(e is None for e in self.state.get("residual", ())):
-            return False
-        given = self.group.get("payload_dtype")
-        sent = float_dtype(given) or self.grad_dtype
-        return quantized_bits(given) is not None or torch.promote_types(sent, self.wide) != sent
-
-    def sent_as(self, asked: PayloadDtype) -> PayloadDtype:
-        """On the wire. Where there is no wire what is owed is added without rounding."""
-        if not self.alone:
-            return asked
-        return self.wide if self.owes else None
+    def compressed_lengths(self) -> tuple[int, ...]:
+        """The elements of each compressed tensor, 0 for the others."""
+        pairs = zip(self.lengths, self.compressed, strict=True)
+        return tuple(n if compressed else 0 for n, compressed in pairs)
 
     def grads(self) -> list[Tensor | None]:
-        """This rank's gradients; None where backward left none."""
-        if self.withheld:
+        """Return this rank's gradients; None for a tensor without one."""
+        if self.withholds_gradients:
             return [None] * len(self.params)
         grads = [p.grad for p in self.params]
-        if not self.distributed:
+        if not self.is_dtensor:
             return grads
         return [None if g is None else to_local(g) for g in grads]
 
+    # State
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if each rank owns the state of a part of each tensor."""
+        return self._shards is not None
+
+    @property
+    def shards(self) -> ShardLayout:
+        """The layout of the shards."""
+        if self._shards is None:
+            raise RuntimeError("this bucket is not cut into shards: set `shards` first.")
+        return self._shards
+
+    @shards.setter
+    def shards(self, shards: ShardLayout) -> None:
+        self._shards = shards
+
+    @property
+    def sharded_names(self) -> list[str]:
+        """The names of sharded state."""
+        return [name for name, layout in self.layouts.items() if isinstance(layout, Sharded)]
+
+    @property
+    def has_residual(self) -> bool:
+        """True if a dense step has to send a residual that compressed steps left."""
+        if "has_residual" not in self.cache:
+            self.wait_for_host()
+            residual = self.flat.get("residual")
+            self.cache["has_residual"] = residual is not None and bool(residual.any())
+        return bool(self.cache["has_residual"])
+
+    def get_member(self, i: int) -> Member:
+        """Return tensor i as layouts see it."""
+        own = self.shards.own[i] if self.is_sharded else None
+        return Member(self.params[i], self.compressed[i], own)
+
+    def allocate(self, name: str, layout: Layout, entries: Sequence[Mapping[str, Tensor]]) -> None:
+        """Allocate one kind of state, zeros, with a view for every tensor that has it.
+
+        ``entries`` are the previous ones: a state on a mask keeps its size.
+        """
+        self.layouts[name] = layout
+        self.storage_version += 1
+        members = [self.get_member(i) for i in range(len(self.params))]
+        has = [member.compressed or not layout.compressed_only for member in members]
+        sizes = [
+            layout.numel(member, old.get(name)) if here else 0
+            for member, here, old in zip(members, has, entries, strict=True)
+        ]
+        self.sizes[name] = sizes
+        if self._is_offloaded(name):
+            zeros = torch.zeros(sum(sizes), dtype=layout.dtype, device="cpu")
+            self.flat[name] = pin(zeros, self.device)
+        else:
+            self.flat[name] = torch.zeros(sum(sizes), dtype=layout.dtype, device=self.device)
+        views: list[Any] = list(torch.split(self.flat[name], sizes))
+        for i, (member, here) in enumerate(zip(members, has, strict=True)):
+            views[i] = views[i].view(layout.shape(member)) if here else None
+        self.state[name] = views
+
+    def resize(self, name: str, sizes: list[int]) -> list[Tensor]:
+        """Allocate state on a mask with other sizes, contents undefined; return its views.
+
+        The previous views remain readable.
+        """
+        if self.sizes[name] == sizes:
+            return self.state[name]
+        layout = self.layouts[name]
+        self.storage_version += 1
+        self.sizes[name] = sizes
+        self.flat[name] = self.flat[name].new_empty(sum(sizes))
+        views = torch.split(self.flat[name], sizes)
+        members = [self.get_member(i) for i in range(len(self.params))]
+        self.state[name] = [
+            view.view(layout.shape(member)) for view, member in zip(views, members, strict=True)
+        ]
+        for entry, view, member in zip(self.entries, self.state[name], members, strict=False):
+            entry[name] = layout.view_for_user(view, member)
+        return self.state[name]
+
+    def set_step_counts(self, counts: Tensor) -> None:
+        """Set the number of steps that each tensor has taken."""
+        self.storage_version += 1
+        self.step_counts, self.state["step"] = counts, list(counts.unbind())
+
+    # Offloaded state
+
+    def iterate_state(self, name: str, write: bool = False) -> Iterator[Tensor]:
+        """Iterate over one kind of state on the bucket's device, a tensor at a time.
+
+        An offloaded tensor is valid until the next one is requested; with ``write`` it is then
+        stored.
+        """
+        if self.offload is None or not self._is_offloaded(name):
+            return iter(self.state[name])
+        return self.offload.each(name, self.state[name], self.device, write)
+
+    def fetch_state(self, name: str, i: int, at: Tensor | slice) -> Tensor:
+        """Return a copy, on the bucket's device, of some elements of a state of tensor i."""
+        self.wait_for_host()
+        x = self.state[name][i].reshape(-1)
+        return x[at if isinstance(at, slice) else at.to(x.device)].to(self.device, copy=True)
+
+    def wait_for_host(self) -> None:
+        """Wait until copies to host memory have ended."""
+        if self.offload is not None:
+            self.offload.finish()
+
+    def _is_offloaded(self, name: str) -> bool:
+        return self.offload is not None and name in self.offload.names
+
+    # Weights: what a step updates, parameters or their float32 masters
+
+    @property
+    def local_params(self) -> list[Tensor]:
+        """This rank's parts of the parameters."""
+        return [to_local(p) for p in self.params] if self.is_dtensor else self.params
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights of all tensors."""
+        if "master" in self.state:
+            return self.state["master"]
+        if self.is_sharded or self.is_dtensor:
+            return [self.weight(i) for i in range(len(self.params))]
+        return [p.detach() for p in self.params]
+
+    def weight(self, i: int) -> Tensor:
+        """Return the weights of tensor i: of the part that this rank owns, flat, if sharded; then a
+        copy if the parameter is not contiguous.
+        """
+        if "master" in self.state:
+            return self.state["master"][i]
+        p = to_local(self.params[i].detach())
+        if not self.is_sharded:
+            return p
+        start, stop = self.shards.own[i]
+        return p.reshape(-1)[start:stop]
+
+    def iterate_weights(self) -> Iterator[Tensor]:
+        """Iterate over the unsharded weights, a tensor at a time."""
+        if "master" in self.state:
+            return self.iterate_state("master", write=True)
+        return (to_local(p.detach()) for p in self.params)
+
+    def fetch_weight(self, i: int, at: Tensor | slice) -> Tensor:
+        """Return a copy of some elements of the unsharded weights of tensor i."""
+        if "master" in self.state:
+            return self.fetch_state("master", i, at)
+        return to_local(self.params[i].detach()).reshape(-1)[at].clone()
+
+    def publish_master(self, i: int, master: Tensor | None = None) -> None:
+        """Copy an updated master, if there is one, to its parameter.
+
+        ``master``: its copy on the device, if it is offloaded.
+        """
+        if "master" in self.state:
+            to_local(self.params[i].detach()).copy_(self.weight(i) if master is None else master)
+
+    def update_masters(self) -> None:
+        """Update masters from parameters that were set from outside: loaded, clamped, broadcast.
+
+        A parameter is its master, rounded. An element that differs from that is copied to the
+        master.
+        """
+        if "master" not in self.state:
+            return
+        self.wait_for_host()
+        for i, master in enumerate(self.state["master"]):
+            member = self.get_member(i)
+            part = self.layouts["master"].cut_shard(to_local(self.params[i].detach()), member)
+            values, block = part.reshape(-1), block_size(BLOCK, part.reshape(-1))
+            for own, new in zip(master.view(-1).split(block), values.split(block), strict=True):
+                update_master(own, new.to(own.device))
+
     # Messages
 
-    def payload(
+    @property
+    def is_rounded(self) -> bool:
+        """True if the values sent of tensors with a residual are rounded; the residual then keeps
+        the rounding error.
+        """
+        if self.is_single_process or all(e is None for e in self.state.get("residual", ())):
+            return False
+        name = self.group.get("payload_dtype")
+        sent = float_dtype(name) or self.grad_dtype
+        return (
+            quantized_bits(name) is not None
+            or torch.promote_types(sent, self.compute_dtype) != sent
+        )
+
+    def make_payload(
         self,
         lengths: list[int],
-        sent_as: PayloadDtype,
+        dtype: PayloadDtype,
         use: int = 0,
         marks: Sequence[float] = (),
     ) -> Payload:
-        """An empty payload with ``lengths[i]`` elements for tensor i, and these ``marks`` in its
-        header, if any.
+        """Make an empty payload with ``lengths[i]`` elements for tensor i, and these ``marks`` in
+        its header, if any.
 
-        The next one for this ``use`` has its memory. ``sent_as``: on the wire; as the gradients
-        where it is None. int8 and int4 are for the wire only, see ``quantized_mean``.
+        ``dtype`` is that on the network; None is that of the gradients. The next payload for this
+        ``use`` reuses the memory.
         """
-        sent_as = self.sent_as(sent_as)
+        dtype = self._resolve_dtype(dtype)
         size = len(self.params) + len(self.control) + sum(lengths)
-        bits = quantized_bits(sent_as)
+        bits = quantized_bits(dtype)
         seed = (self.group["step"], self.index, use) if bits else None
-        dtype = self.wide if seed else float_dtype(sent_as) or self.grad_dtype
-        message = self._memory(f"message {use}", size, dtype)
+        memory_dtype = self.compute_dtype if seed else float_dtype(dtype) or self.grad_dtype
+        message = self._reuse_memory(f"message {use}", size, memory_dtype)
         dropped = None
-        if seed or self.rounds:
-            dropped = self._memory(f"dropped {use}", sum(lengths), self.wide)
-        words = len(self.params), len(self.control)
+        if seed or self.is_rounded:
+            dropped = self._reuse_memory(f"dropped {use}", sum(lengths), self.compute_dtype)
+        fields = len(self.params), len(self.control)
         payload = Payload(
-            message, *words, lengths, seed, dropped, self.scratch, bits or 8, self.make_mean
+            message, *fields, lengths, seed, dropped, self.scratch, bits or 8, self.make_mean
         )
         self._write_control(payload, marks)
         return payload
 
-    def payloads(
-        self, lengths: list[list[int]], sent_as: PayloadDtype
+    def make_payloads(
+        self, lengths: list[list[int]], dtype: PayloadDtype
     ) -> tuple[list[Payload], Tensor]:
-        """Empty payloads, one a rank, and the memory they lie in.
+        """Make an empty payload for each rank, that of rank r with ``lengths[r]`` elements.
 
-        That for rank r has ``lengths[r]`` elements.
+        Returns the payloads, and the memory in which they lie one after the other.
         """
-        dtype = float_dtype(self.sent_as(sent_as)) or self.grad_dtype
+        memory_dtype = float_dtype(self._resolve_dtype(dtype)) or self.grad_dtype
         header, control = len(self.params), len(self.control)
         bodies = [sum(row) for row in lengths]
         sizes = [header + control + body for body in bodies]
-        flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+        flat = torch.empty(sum(sizes), dtype=memory_dtype, device=self.device)
         dropped: Sequence[Tensor | None] = [None] * len(lengths)
-        if self.rounds and torch.promote_types(dtype, self.wide) != dtype:
-            dropped = self.memory("dropped", sum(bodies), self.wide).split(bodies)
+        is_narrow = torch.promote_types(memory_dtype, self.compute_dtype) != memory_dtype
+        if self.is_rounded and is_narrow:
+            dropped = self.get_memory("dropped", sum(bodies), self.compute_dtype).split(bodies)
         rows = [
             Payload(row, header, control, parts, dropped=rest)
             for row, parts, rest in zip(flat.split(sizes), lengths, dropped, strict=True)
@@ -157,95 +374,109 @@ class Bucket(Bucket):
             torch._foreach_copy_(others, [first] * len(others))
         return rows, flat
 
+    def _resolve_dtype(self, dtype: PayloadDtype) -> PayloadDtype:
+        """Return the dtype of a payload; a single process does not round."""
+        if not self.is_single_process:
+            return dtype
+        return self.compute_dtype if self.has_residual else None
+
     def _write_control(self, payload: Payload, marks: Sequence[float] = ()) -> None:
         if marks or self.control:
             numbers = torch.tensor([*marks, *self.control.numbers], dtype=payload.flat.dtype)
-            words = payload.flat[len(payload.header) - len(marks) :][: len(numbers)]
-            words.copy_(pin(numbers, self.device), non_blocking=True)
-        for at, words in self.control.on_device:
-            payload.control[at].copy_(words)
+            fields = payload.flat[len(payload.header) - len(marks) :][: len(numbers)]
+            fields.copy_(pin(numbers, self.device), non_blocking=True)
+        for at, values in self.control.on_device:
+            payload.control[at].copy_(values)
 
     def present(self, payload: Payload) -> list[bool]:
-        """For each tensor, whether any rank had a gradient for it (after averaging)."""
+        """Return for each tensor whether any rank had a gradient, from an averaged payload."""
         marks = payload.header.tolist() if payload.marks is None else payload.marks
         return [mark > 0 for mark in marks]
 
     # Memory of a step
 
-    def memory(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        """Memory for one step, contents undefined.
+    def get_memory(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for one step, contents undefined.
 
-        A CPU keeps it for the next: new pages cost more than copies. On a GPU nothing is kept: its
-        allocator is quick, and memory is dear.
+        On a CPU the next step reuses it, because new pages cost more than copies. On a GPU the
+        allocator is fast, and memory is scarce.
         """
         if self.device.type != "cpu":
             return torch.empty(size, dtype=dtype, device=self.device)
-        return self._memory(name, size, dtype)
+        return self._reuse_memory(name, size, dtype)
 
-    def let_go(self) -> None:
-        """Use memory anew: somebody else may still write to what was used so far."""
-        self._held = {}
+    def release_memory(self) -> None:
+        """Do not reuse memory to which an abandoned collective may still write."""
+        self._memory = {}
 
-    def _memory(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        """Memory kept under ``name``, made anew where it does not fit."""
-        held = self._held.get(name)
-        if held is None or held.numel() != size or held.dtype != dtype:
-            held = self._held[name] = torch.empty(size, dtype=dtype, device=self.device)
-        return held
+    def _reuse_memory(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() != size or memory.dtype != dtype:
+            memory = self._memory[name] = torch.empty(size, dtype=dtype, device=self.device)
+        return memory
 
 
-# Dealing
+def update_master(master: Tensor, p: Tensor) -> None:
+    """Copy the elements of ``p`` to ``master`` that are not its rounded value."""
+    rounded = master.to(p.dtype)
+    # On a device the comparison would cost more than the copy.
+    if master.device.type == "cpu" and torch.equal(rounded, p):
+        return
+    master.copy_(torch.where(rounded == p, master, p))
 
-# parameters of one group, with their names, before they are a bucket
+
+# Assignment of parameters to buckets
+
+# Parameters of one group, with their names.
 Run = tuple[dict[str, Any], list[Tensor], list[str]]
 
 
 def make_buckets(
     groups: Iterable[dict[str, Any]],
-    chosen: CompressionRule | None = None,
+    is_chosen: CompressionRule | None = None,
     wanted: Container[Tensor] | None = None,
 ) -> list[Bucket]:
-    """Deal the parameters of all groups into buckets, the last registered first: of about 8 MiB on
+    """Assign the parameters of all groups to buckets, the last registered first: of about 8 MiB on
     CPUs, 128 MiB on other devices.
 
-    ``chosen(p, group, name)`` says whether a parameter is compressed; by default
-    :func:`is_compressed` does. ``wanted``: only these; by default those that require a gradient.
+    ``is_chosen``: which parameters are compressed; by default :func:`is_compressed`. ``wanted``:
+    only these; by default all that require a gradient.
     """
-    dealt: list[Run] = []
+    runs: list[Run] = []
     for group, params, names in reversed(list(_uniform_runs(groups, wanted))):
         size = 0
         for p, name in zip(reversed(params), reversed(names), strict=True):
             nbytes = to_local(p).numel() * p.element_size()
             if size == 0 or size + nbytes > bucket_bytes(p.device):
-                dealt.append((group, [], []))
+                runs.append((group, [], []))
                 size = 0
-            dealt[-1][1].append(p)
-            dealt[-1][2].append(name)
+            runs[-1][1].append(p)
+            runs[-1][2].append(name)
             size += max(nbytes, 1)
     scratch = Scratch()
-    return [Bucket(index, *bucket, chosen, scratch) for index, bucket in enumerate(dealt)]
+    return [Bucket(index, *run, is_chosen, scratch) for index, run in enumerate(runs)]
 
 
 def bucket_bytes(device: torch.device) -> int:
-    """How large a bucket on this device may become, but for a tensor that is larger."""
+    """Return the largest size of a bucket of several tensors on this device."""
     return BUCKET_BYTES if device.type == "cpu" else DEVICE_BUCKET_BYTES
 
 
 def _uniform_runs(
     groups: Iterable[dict[str, Any]], wanted: Container[Tensor] | None
 ) -> Iterator[Run]:
-    """Each group cut by dtypes, device and layout, with a name for every parameter."""
+    """Split each group by dtypes, device and placements, with a name for every parameter."""
     for number, group in enumerate(groups):
-        given = group.get("param_names") or [
+        all_names = group.get("param_names") or [
             f"parameter {i} of group {number}" for i in range(len(group["params"]))
         ]
         runs: dict[tuple[object, ...], Run] = {}
-        for p, name in zip(group["params"], given, strict=True):
+        for p, name in zip(group["params"], all_names, strict=True):
             if not (p.requires_grad if wanted is None else p in wanted):
                 continue
             mesh, placements = getattr(p, "device_mesh", None), getattr(p, "placements", None)
-            alike = (p.dtype, get_grad_dtype(p), p.device, mesh, placements)
-            run = runs.setdefault(alike, (group, [], []))
+            key = (p.dtype, get_grad_dtype(p), p.device, mesh, placements)
+            run = runs.setdefault(key, (group, [], []))
             run[1].append(p)
             run[2].append(name)
         yield from runs.values()

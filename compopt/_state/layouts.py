@@ -4,8 +4,8 @@ In a state dict every state has the shape of its tensor. In memory a mask is bit
 is zero off its mask is what is on it, and of sharded state a rank keeps its own part. Each layout
 says how much it keeps of a tensor, and knows the way to the whole and back.
 
-``whole`` and ``compact`` are the way into a state dict and out of it. They are the same on all
-ranks, but that the whole of a shard is 0 where other ranks own it. ``part`` then cuts what is
+``expand`` and ``compact`` are the way into a state dict and out of it. They are the same on all
+ranks, but that the whole of a shard is 0 where other ranks own it. ``cut_shard`` then cuts what is
 loaded, or taken over from another layout of the same optimizer, to what is kept here.
 """
 
@@ -58,34 +58,34 @@ class Layout:
         """Elements kept on this rank; ``held`` is what was kept so far."""
         return of.numel
 
-    def full(self, of: Member) -> bool:
+    def keeps_shape(self, of: Member) -> bool:
         """Whether it is kept in the tensor's shape."""
         return True
 
     def shape(self, of: Member) -> tuple[int, ...]:
         """The shape in which it is kept."""
-        return of.shape if self.full(of) else VECTOR
+        return of.shape if self.keeps_shape(of) else VECTOR
 
-    def shown(self, view: Tensor, of: Member) -> Tensor:
+    def view_for_user(self, view: Tensor, of: Member) -> Tensor:
         """What ``optimizer.state`` shows of it."""
-        return of.laid_out(view) if self.full(of) else view
+        return of.laid_out(view) if self.keeps_shape(of) else view
 
-    def whole(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def expand(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
         """As a state dict has it; ``beside`` is the tensor's other state, as it is kept."""
         return kept
 
     def compact(self, saved: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
-        """The way back from ``whole``; ``beside`` is the tensor's other state, as it was saved.
+        """The way back from ``expand``; ``beside`` is the tensor's other state, as it was saved.
 
         What is compact already stays as it is.
         """
         return saved
 
-    def part(self, held: Tensor, of: Member) -> Tensor:
+    def cut_shard(self, held: Tensor, of: Member) -> Tensor:
         """What this rank keeps of a compact state; what is cut already stays as it is."""
         return held
 
-    def wanted(self, loaded: Tensor, of: Member, beside: Mapping[str, Tensor]) -> int:
+    def expected_numel(self, loaded: Tensor, of: Member, beside: Mapping[str, Tensor]) -> int:
         """How many elements a loaded, compact state must have to be sound."""
         return self.numel(of)
 
@@ -109,7 +109,7 @@ class Unsharded(Layout):
     def shape(self, of: Member) -> tuple[int, ...]:
         return of.param.shape
 
-    def shown(self, view: Tensor, of: Member) -> Tensor:
+    def view_for_user(self, view: Tensor, of: Member) -> Tensor:
         return view
 
 
@@ -122,7 +122,7 @@ class Scalar(Layout):
     def numel(self, of: Member, held: Tensor | None = None) -> int:
         return 1
 
-    def full(self, of: Member) -> bool:
+    def keeps_shape(self, of: Member) -> bool:
         return False
 
     def shape(self, of: Member) -> tuple[int, ...]:
@@ -138,10 +138,10 @@ class Bits(Layout):
     def numel(self, of: Member, held: Tensor | None = None) -> int:
         return (of.numel + 7) // 8
 
-    def full(self, of: Member) -> bool:
+    def keeps_shape(self, of: Member) -> bool:
         return False
 
-    def whole(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def expand(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
         return of.laid_out(unpack_bits(kept)[: of.numel])
 
     def compact(self, saved: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
@@ -164,10 +164,10 @@ class OnMask(Layout):
     def numel(self, of: Member, held: Tensor | None = None) -> int:
         return of.numel if held is None or not of.compressed else held.numel()
 
-    def full(self, of: Member) -> bool:
+    def keeps_shape(self, of: Member) -> bool:
         return not of.compressed
 
-    def whole(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def expand(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
         if not of.compressed:
             return kept
         mask = unpack_bits(beside[self.mask])[: of.numel]
@@ -182,7 +182,7 @@ class OnMask(Layout):
             return saved
         return saved.reshape(-1)[mask.reshape(-1)]
 
-    def wanted(self, loaded: Tensor, of: Member, beside: Mapping[str, Tensor]) -> int:
+    def expected_numel(self, loaded: Tensor, of: Member, beside: Mapping[str, Tensor]) -> int:
         bits = beside.get(self.mask)
         if not of.compressed or bits is None:
             return of.numel
@@ -204,10 +204,10 @@ class Sharded(Layout):
         start, stop = of.own
         return stop - start
 
-    def full(self, of: Member) -> bool:
+    def keeps_shape(self, of: Member) -> bool:
         return False
 
-    def whole(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def expand(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
         if of.own is None:
             return of.laid_out(kept)
         start, stop = of.own
@@ -215,7 +215,7 @@ class Sharded(Layout):
             pad(kept.reshape(-1), (start, of.numel - stop))
         )  # the rest is other ranks'
 
-    def part(self, held: Tensor, of: Member) -> Tensor:
+    def cut_shard(self, held: Tensor, of: Member) -> Tensor:
         if of.own is None or held.numel() != of.numel:
             return held
         start, stop = of.own
@@ -233,20 +233,20 @@ class Prefix(Layout):
     def numel(self, of: Member, held: Tensor | None = None) -> int:
         return self.size(of.param)
 
-    def full(self, of: Member) -> bool:
+    def keeps_shape(self, of: Member) -> bool:
         return False
 
-    def whole(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def expand(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
         long = of.param.numel() if self.unsharded else of.numel
         padded = pad(kept.reshape(-1), (0, long - kept.numel()))
         return padded.view(of.param.shape) if self.unsharded else of.laid_out(padded)
 
-    def part(self, held: Tensor, of: Member) -> Tensor:
+    def cut_shard(self, held: Tensor, of: Member) -> Tensor:
         """What has neither the tensor's number of elements nor this one begins anew, at 0."""
         n = self.numel(of)
         if held.numel() in (n, of.param.numel() if self.unsharded else of.numel):
             return held.reshape(-1)[:n]
         return held.new_zeros(n)
 
-    def wanted(self, loaded: Tensor, of: Member, beside: Mapping[str, Tensor]) -> int:
-        return loaded.numel()  # any number will do, see ``part``
+    def expected_numel(self, loaded: Tensor, of: Member, beside: Mapping[str, Tensor]) -> int:
+        return loaded.numel()  # any number will do, see ``cut_shard``

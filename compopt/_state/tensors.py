@@ -1,4 +1,9 @@
-"""Questions about one parameter: its local part, its gradients' dtype, whether it is compressed."""
+"""One tensor: its local part, its gradient's dtype, whether it is compressed, and its device.
+
+A device is "cuda" for NVIDIA's and AMD's accelerators, "xpu" for Intel's, or one that its maker
+adds to PyTorch under another name (PrivateUse1). Their modules in torch have the same few
+functions, which only this file calls; ``_ops/backends.py`` knows what some of them alone can do.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tensors import pin
-
-COMPRESS_FROM = 4096  # elements; smaller tensors, norm scales and biases are averaged dense
-Chosen = Callable[[Tensor, dict[str, Any], str], bool]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
-    return to_local() if to_local else tensor
+HOST = torch.device("cpu")
+# Smaller tensors, norm scales and biases are averaged dense.
+MIN_COMPRESSED_NUMEL = 4096
+# Decides whether to compress a parameter of this group and name.
+CompressionRule = Callable[[Tensor, dict[str, Any], str], bool]
 
 
-def laid_out_as(p: Tensor, view: Tensor) -> Tensor:
-    """This rank's part of a state as a DTensor with the mesh and placements of ``p``.
+def to_local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; any other tensor is returned unchanged."""
+    method: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    return method() if method else tensor
 
-    Where p is no DTensor it is ``view`` itself.
+
+def distribute_like(p: Tensor, local: Tensor) -> Tensor:
+    """Return this rank's part of a state as a DTensor with the mesh and placements of ``p``; the
+    part itself if p is no DTensor.
     """
     if not hasattr(p, "to_local"):
-        return view
-    of_p: Any = p  # importing DTensor for its type would cost everybody seconds
-    result: Tensor = type(of_p).from_local(
-        view,
-        of_p.device_mesh,
-        of_p.placements,
+        return local
+    # Importing DTensor for its type would cost every user seconds.
+    dtensor: Any = p
+    result: Tensor = type(dtensor).from_local(
+        local,
+        dtensor.device_mesh,
+        dtensor.placements,
         run_check=False,
         shape=p.shape,
         stride=p.stride(),
@@ -39,24 +45,61 @@ def laid_out_as(p: Tensor, view: Tensor) -> Tensor:
     return result
 
 
-def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on a device. Nobody waits: a pinned copy is read when the device comes to it."""
-    tensor = torch.tensor(numbers, dtype=dtype)
-    return tensor if device.type == "cpu" else pin(tensor, device).to(device, non_blocking=True)
-
-
-def grad_dtype(p: Tensor) -> torch.dtype:
-    """Of the gradients of ``p``: its own, unless PyTorch (2.10) was told of another.
-
-    A setting, alike on all ranks.
+def get_grad_dtype(p: Tensor) -> torch.dtype:
+    """Return the dtype of the gradients of ``p``: its own, unless ``p.grad_dtype`` (PyTorch 2.10)
+    is set, to the same on all ranks.
     """
     return getattr(p, "grad_dtype", None) or p.dtype
 
 
 def is_compressed(p: Tensor, group: dict[str, Any], name: str = "") -> bool:
-    """Whether ``p`` is compressed: what its group says, else whether it is a matrix or larger.
-
-    Matrices are of at least 4096 elements.
+    """True if ``p`` is compressed: as its group says, else if it is at least 2-D and has at least
+    4096 elements.
     """
-    said = group.get("compress")
-    return p.dim() >= 2 and p.numel() >= COMPRESS_FROM if said is None else bool(said)
+    choice = group.get("compress")
+    return p.dim() >= 2 and p.numel() >= MIN_COMPRESSED_NUMEL if choice is None else bool(choice)
+
+
+# Devices
+
+
+def get_device() -> torch.device:
+    """Return the accelerator of this process, if there is one, else the CPU."""
+    # Before torch 2.7 current_accelerator raises if there is none.
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return HOST if device is None else device
+
+
+def get_device_module(device: torch.device) -> Any | None:
+    """Return torch.cuda, torch.xpu, ...; None if the device is no accelerator."""
+    try:
+        return None if device.type == "cpu" else torch.get_device_module(device)
+    except RuntimeError:
+        return None
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """True if the device has memory (meta has none) and works beside the host."""
+    return get_device_module(device) is not None
+
+
+def has_streams(device: torch.device) -> bool:
+    """True if copies can run beside computation; not on CPUs, nor on Apple's devices."""
+    return hasattr(get_device_module(device), "Stream")
+
+
+def pin(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor in pinned memory, which the device reads and writes asynchronously."""
+    return tensor.pin_memory() if is_accelerator(device) else tensor
+
+
+def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy numbers to a device, without a host wait."""
+    tensor = torch.tensor(numbers, dtype=dtype)
+    return tensor if device.type == "cpu" else pin(tensor, device).to(device, non_blocking=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Block the host until the device has finished all work given to it."""
+    if device.type != "cpu" and device.type == get_device().type:
+        torch.accelerator.synchronize(device)

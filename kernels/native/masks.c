@@ -1,4 +1,4 @@
-// Encoded masks (Elias-Fano). Reference: encode_mask and decode_positions of compopt/_state/mask_shards.py.
+// Encoded masks (Elias-Fano). Reference: encode_mask and decode_positions of compopt/_state/masks.py.
 
 #include "common.h"
 
