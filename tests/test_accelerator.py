@@ -56,8 +56,8 @@ LOOKS = {
     "_sharded.scape __init__": ("ScapeAdamS, sharded", "where each owner's elements begin"),
     "_state.masks _ascending_within": ("RandomK", "positions that are the writer's of an algorithm are checked"),
     # of state in host memory
-    "_state.buckets update_masters": ("ScapeAdamS", "offload='all': parameters below float32 are compared with masters"),
-    "_state.buckets fetch_state": ("ScapeAdamS, sharded", "offloaded masters at positions that were found on the device"),
+    "_state.buckets update_masters": ("ScapeAdamS", "offload='all': parameters are compared with masters"),
+    "_state.buckets fetch_state": ("ScapeAdamS, sharded", "offloaded masters at positions found on the device"),
     "_local.anchors copy_wide": ("LocalSteps, offloaded", "when they are made: anchors are the parameters"),
     "_engine.session _fill_state": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
     "_local.anchors value": ("LocalSteps, offloaded", "a round's end: parameters, on their way to their anchors"),
