@@ -1,6 +1,6 @@
 """Variants of local steps at a small size: how often a checkpoint is written, and a delay.
 
-    python bench/local_variants.py                                # 27 runs of 600 steps, an hour on one core
+    python bench/local_variants.py                                # 30 runs of 600 steps, an hour on one core
     python bench/local_variants.py --table saves --seeds 0
 
 Four ranks in one process (tests/sim.py) train 0.14 M parameters on Python source: LocalSteps(AdamW), rounds grow to 30

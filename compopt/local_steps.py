@@ -83,8 +83,9 @@ class LocalSteps(Wrapper):
             averaging.
         every: H, steps of a round.
         outer: makes the optimizer, one of this package, that steps the anchors it is given, on
-            pseudo-gradients. None: ``Average`` around ``torch.optim.SGD`` with Nesterov's
-            momentum, by ``payload_dtype``, ``outer_lr`` and ``outer_momentum``.
+            pseudo-gradients; those of further fragments are added to it as groups. None:
+            ``Average`` around ``torch.optim.SGD`` with Nesterov's momentum, by ``payload_dtype``,
+            ``outer_lr`` and ``outer_momentum``.
         payload_dtype: of what is exchanged, and of gradients in the averaged start; as in
             :class:`Average`.
         outer_lr, outer_momentum: of the default ``outer``, after a round of ``every`` steps. 1 and
