@@ -21,7 +21,7 @@ from fake_device import Device, OnDevice
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compopt._engine.inside import Held, RowBucket
+from compopt._engine.inside import RowBucket, UnsentByParam
 from compopt._ops.operations import Ops
 from compopt._state.buckets import Bucket
 from compopt._state.fsdp_rows import lay_out
@@ -45,7 +45,7 @@ class Rank:
     def __init__(self, rank: int, device: torch.device, h: dict[str, Any]):
         self.rank, names = rank, [f"tensor {i}" for i in range(len(SHAPES))]
         params = [torch.zeros(shape).to(device) for shape in SHAPES]
-        self.held: Held = {}
+        self.unsent: UnsentByParam = {}
         self.kept = Bucket(0, h, params, names)
         self.kept.state["residual"] = [None if p.dim() == 1 else torch.zeros_like(p) for p in params]
         comm, pieces = SimpleNamespace(rank=rank, size=RANKS), lay_out([(p, 0) for p in params], RANKS)
@@ -59,17 +59,17 @@ class Rank:
         return rows * (torch.arange(self.length) % 50 == 0) if few else rows
 
     def average(self, rows: Tensor, out: Tensor) -> Generator[Any, Any, None]:
-        self.bucket.fill(rows, self.held)
+        self.bucket.load_rows(rows, self.unsent)
         reducer = UnionReducer(self.bucket, Ops())
         yield from reducer.reduce()
-        self.bucket.deliver(reducer, out)
-        self.bucket.hold_back(reducer, self.held)
+        self.bucket.write_shard(reducer, out)
+        self.bucket.collect_unsent(reducer, self.unsent)
 
     def commit(self) -> list[Tensor]:
         """What is owed then."""
-        for one in self.held.values():
+        for one in self.unsent.values():
             one.replace_residual(one.residual, 1.0)
-        self.held.clear()
+        self.unsent.clear()
         return [e for e in self.kept.state["residual"] if e is not None]
 
 

@@ -73,7 +73,7 @@ class Unsent:
             current.lerp_(self.rest, factor)
 
 
-Held = dict[Tensor, Unsent]  # of each parameter whose gradient a backward has reduced
+UnsentByParam = dict[Tensor, Unsent]  # of parameters whose gradients a backward has reduced
 
 
 class RowBucket(Bucket):
@@ -83,7 +83,7 @@ class RowBucket(Bucket):
     reducer needs ``as_matrix`` has the parameter's shape, and FSDP's ranges of it; any other is a
     vector in the order of FSDP's shards, all equally long. ``places`` are those of the parameters
     in the session's buckets, which hold their state; None where they are unknown there: they were
-    unfrozen since the last step, and nothing would hold back what rounding takes off.
+    unfrozen since the last step, and nothing would keep the rounding error.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class RowBucket(Bucket):
         own = [piece for piece, c in zip(pieces, compressed, strict=True) if c]
         owned = [sum(piece.filled(r) for piece in own) for r in range(ranks)]
         self.shards = cut_by_rows(ranges, owned, compressed, self.rank)
-        self.job = session.ops.quantized_mean(self)
+        self.make_mean = session.ops.quantized_mean(self)
 
-    def fill(self, rows: Tensor, held: Held) -> None:
-        """Take this rank's gradients from ``rows``, and copies of the residuals to be sent."""
+    def load_rows(self, rows: Tensor, unsent: UnsentByParam) -> None:
+        """Read this rank's gradients from ``rows``; copy the residuals to be sent."""
         for p, piece, matrix in zip(self.params, self.pieces, self.as_matrix, strict=True):
             own = rows[:, piece.columns].reshape(-1)
             p.grad = piece.in_shape(own) if matrix else own
-        parts = [self._residual_to_send(i, held) for i in range(len(self.pieces))]
+        parts = [self._residual_to_send(i, unsent) for i in range(len(self.pieces))]
         vectors = [vector for part in parts for vector in part]
         flat = torch.cat(vectors) if vectors else torch.empty(0, device=self.device)
         views: list[Any] = list(flat.split([sum(map(len, part)) for part in parts]))
@@ -137,48 +137,48 @@ class RowBucket(Bucket):
             self.state[name] = [bucket.state[name][i] for bucket, i in filter(None, self.places)]
         self.cache["owes"] = True
 
-    def _residual_to_send(self, i: int, held: Held) -> list[Tensor]:
-        """Of tensor i, as vectors to be copied one after the other."""
+    def _residual_to_send(self, i: int, unsent: UnsentByParam) -> list[Tensor]:
+        """Return the residual of tensor i as vectors to be concatenated."""
         e = self.residual(i)
         if e is None:
             return []
-        if self.origins[i] in held:
+        if self.origins[i] in unsent:
             return [e.new_zeros(self.lengths[i])]
         return [e.reshape(-1)] if self.as_matrix[i] else self.pieces[i].in_shard_order(e)
 
     def residual(self, i: int) -> Tensor | None:
-        """The optimizer's own, of tensor i."""
+        """Return the optimizer's residual of tensor i."""
         at = self.places[i]
         return None if at is None else at[0].state["residual"][at[1]]
 
     @property
     def other_state(self) -> list[str]:
-        """The names of what else is kept of whole tensors."""
+        """The names of other state that is kept of whole tensors."""
         first = self.places[0]
         layouts = {} if first is None else first[0].layouts
         prefixes = (name for name, layout in layouts.items() if isinstance(layout, Prefix))
         return list(prefixes)
 
-    def deliver(self, reducer: Reducer, out: Tensor) -> None:
-        """This rank's averaged parts, where FSDP wants them."""
+    def write_shard(self, reducer: Reducer, out: Tensor) -> None:
+        """Write this rank's shard of the average to FSDP's output."""
         parts = zip(self.pieces, self.as_matrix, reducer.own_parts(out.dtype), strict=True)
         for piece, matrix, part in parts:
             if matrix and piece.dim:
                 part = piece.own_part(part.view(piece.p.shape), self.rank)
             out[piece.begin : piece.begin + len(part)] = part
 
-    def hold_back(self, reducer: Reducer, held: Held) -> None:
-        """Note what is not sent."""
+    def collect_unsent(self, reducer: Reducer, unsent: UnsentByParam) -> None:
+        """Add what this backward has not sent."""
         reducer.feed_back([True] * len(self.pieces))
         for i, (p, piece) in enumerate(zip(self.origins, self.pieces, strict=True)):
             rest, residual = self.state["residual"][i], self.residual(i)
             if residual is not None:
                 rest = rest if self.as_matrix[i] else piece.in_shape(rest)
-                if p in held:
-                    held[p].rest.add_(rest)
+                if p in unsent:
+                    unsent[p].rest.add_(rest)
                 else:
-                    held[p] = Unsent(rest, residual)
-                held[p].state.update(reducer.next_state(i))
+                    unsent[p] = Unsent(rest, residual)
+                unsent[p].state.update(reducer.next_state(i))
         for p in self.params:
             p.grad = None
         self.flat, self.state = {}, {}
@@ -209,7 +209,7 @@ class Inside:
     ):
         self.session, self.make_reducer, self.on_commit = session, make_reducer, on_commit
         # whatever is laid out anew between a backward and its step, this is committed
-        self.held: Held = {}
+        self.unsent: UnsentByParam = {}
         self.reduced: dict[int, tuple[Bucket, str]] = {}  # buckets since the last step, and phases
         self.flows: list[Flow] = []
         self._layouts: dict[tuple[Tensor, ...], RowLayout] = {}
@@ -245,7 +245,7 @@ class Inside:
         if backward != self._backward:
             self._backward = backward
             self.finish()  # what a backward has left that raised
-            self._forget_discarded()
+            self._discard_unapplied()
         buckets = self._buckets_of(params, key, rows.dtype)
         for flow in self.flows:
             flow.proceed()
@@ -257,12 +257,12 @@ class Inside:
 
     def _average(self, bucket: RowBucket, rows: Tensor, out: Tensor) -> RequestGenerator[None]:
         """The gradients of one group, from ``rows`` into ``out``."""
-        bucket.fill(rows, self.held)
+        bucket.load_rows(rows, self.unsent)
         reducer = self.make_reducer(bucket)
         self.reduced[bucket.index] = bucket, reducer.phase
         yield from reducer.reduce()
-        bucket.deliver(reducer, out)
-        bucket.hold_back(reducer, self.held)
+        bucket.write_shard(reducer, out)
+        bucket.collect_unsent(reducer, self.unsent)
 
     def _buckets_of(
         self, params: Params, key: tuple[Tensor, ...], dtype: torch.dtype
@@ -293,21 +293,21 @@ class Inside:
             self._count += len(layout.buckets)
         return layout.buckets
 
-    def _forget_discarded(self) -> None:
+    def _discard_unapplied(self) -> None:
         """A backward begins: gradients that are gone since the one before will not be applied, and
-        what was not sent of them is not held back.
+        what was not sent of them leaves no residual.
 
         Where they were set to zero all ranks ask each other: a shard may be 0 by itself.
         """
-        self.held = {p: unsent for p, unsent in self.held.items() if p.grad is not None}
-        if self.held:
+        self.unsent = {p: unsent for p, unsent in self.unsent.items() if p.grad is not None}
+        if self.unsent:
             session = self.session
-            some = any(bool(local(p.grad).any()) for p in self.held if p.grad is not None)
+            some = any(bool(local(p.grad).any()) for p in self.unsent if p.grad is not None)
             word = torch.tensor([float(some)], dtype=torch.float32, device=session.device)
             pending = session.comm.start(AllReduceMean(word))
             pending.wait()
             if not word.item():
-                self.held = {}
+                self.unsent = {}
 
     def finish(self) -> None:
         """Wait for everything that has begun."""
@@ -327,14 +327,14 @@ class Inside:
 
     def commit(self, bucket: Bucket, i: int, norm: float) -> None:
         """The step is applied to tensor i; ``norm``: of all averaged gradients, before a clip."""
-        unsent = self.held.get(bucket.params[i])
+        unsent = self.unsent.get(bucket.params[i])
         if unsent is not None and norm > 0:  # else they were set to zero before the step
             factor = clip_factor(norm, bucket.group["max_grad_norm"])
             self.on_commit(bucket, i, unsent, factor)
 
-    def drop(self) -> None:
-        """The step has ended: what was not applied is not held back."""
-        self.held, self.reduced = {}, {}
+    def discard_unsent(self) -> None:
+        """Called when the step has ended: what was not applied leaves no residual."""
+        self.unsent, self.reduced = {}, {}
 
 
 class Flow:

@@ -43,7 +43,7 @@ def go_inside(optimizer: CompressedOptimizer) -> None:
 def _stepped(this: weakref.ref[CompressedOptimizer]) -> None:
     optimizer = this()
     if optimizer is not None and optimizer.inside is not None:
-        optimizer.inside.drop()
+        optimizer.inside.discard_unsent()
 
 
 def _hand_over(modules: list[nn.Module], optimizer: CompressedOptimizer) -> Sequence[nn.Module]:
