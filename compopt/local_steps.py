@@ -590,7 +590,9 @@ class LocalSteps(Wrapper):
                 t.write_back(None, 0.0)
                 t.has_moved = False
         fragments = sorted(anchors.fragments)
-        due = torch.tensor([n in self._due for n in fragments], device=outer.device).long()
+        due = torch.tensor(
+            [n in self._due for n in fragments], dtype=torch.bool, device=outer.device
+        ).long()
         due_anywhere = (yield from gather_rows(due, outer.comm)).any(0).tolist()
         self._due = frozenset(
             n for n, is_due in zip(fragments, due_anywhere, strict=True) if is_due

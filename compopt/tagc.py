@@ -211,7 +211,7 @@ class UnionReducer(WholeReducer):
             rest.index_copy_(0, self.union, torch.cat([row.dropped_parts[-1] for row in self.rows]))
             sent = sent - rest.index_select(0, self.positions)
         if not all(present):
-            is_present = torch.tensor(present, device=sent.device)
+            is_present = torch.tensor(present, dtype=torch.bool, device=sent.device)
             sent = sent * is_present.index_select(0, self.layout.tensors_at(self.positions))
         at = self.layout.places_of(self.positions)
         bucket.flat["residual"].index_add_(0, at, sent, alpha=-1)

@@ -314,7 +314,9 @@ def test_a_named_device_replaces_what_was_probed(tmp_path, capsys):
 
 
 def test_ranks_meet_on_the_cpu_where_the_device_has_no_collectives(monkeypatch):
-    monkeypatch.setattr("compopt.planning.probe.here", lambda: torch.device("mps"))  # whose module has no set_device
+    monkeypatch.setattr(
+        "compopt.planning.probe.get_device", lambda: torch.device("mps")
+    )  # whose module has no set_device
     assert collective_device() == torch.device("cpu")
 
 

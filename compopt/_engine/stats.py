@@ -19,6 +19,7 @@ from .._wire.payload import bytes_per_value
 from .when import FOREVER, ramp_of, start_of
 
 log = logging.getLogger("compopt")
+SHORTEST_RUN = 20  # steps of a run with a summary
 
 
 @dataclass
@@ -144,7 +145,9 @@ def show_line(text: str) -> None:
 
 
 def show_summary(name: str, run: RunTotals) -> None:
-    """Show a line about the whole run."""
+    """Show a line about the whole run, unless it was a trial of a few steps."""
+    if run.steps < SHORTEST_RUN:
+        return
     skipped = f", {run.skipped} skipped" if run.skipped else ""
     sent, dense = (format_bytes(count) for count in (run.bytes_sent, run.bytes_dense))
     for_ranks = run.straggler_seconds

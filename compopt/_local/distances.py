@@ -36,7 +36,7 @@ def project_signs(vector: Sequence[Tensor], ranks: int, seed: int, device: torch
     count = count_signs(ranks)
     if count == 0:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    sums, signs = torch.zeros(count, device=device), _random_signs(device)
+    sums, signs = torch.zeros(count, dtype=torch.float32, device=device), _random_signs(device)
     for number, block in enumerate(_cut_blocks(vector, count)):
         place = noise_offset((seed, number))
         signed = block.to(device).mul_(signs[place : place + len(block)])
@@ -64,7 +64,8 @@ def _cut_blocks(vector: Sequence[Tensor], count: int) -> Iterator[Tensor]:
 @lru_cache(maxsize=4)
 def _random_signs(device: torch.device) -> Tensor:
     """Return 1 and -1 in a random order, as many as a block has from any place on."""
-    drawn = torch.randint(2, (BLOCK + NOISE_TABLE,), generator=torch.Generator().manual_seed(0))
+    generator, size = torch.Generator().manual_seed(0), (BLOCK + NOISE_TABLE,)
+    drawn = torch.randint(2, size, generator=generator, dtype=torch.int64)
     return drawn.mul_(2).sub_(1).float().to(device)
 
 
@@ -78,9 +79,10 @@ def _transform(sums: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _hadamard(size: int, device: torch.device) -> Tensor:
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)
+    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float32)
     while len(matrix) < size:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+        matrix = torch.kron(step, matrix)
     return matrix.to(device)
 
 

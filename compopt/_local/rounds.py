@@ -43,7 +43,7 @@ def check_counts(group: Group) -> None:
     for name in ("step", "round", "begun"):
         count = group.get(name, 0)
         if not is_count(count, 0) or (name == "begun" and count > group.get("step", count)):
-            raise ValueError(f"loaded state dict has {name}={count!r}: it is damaged.")
+            raise ValueError(f"loaded state dict has {name} {count!r}: it is damaged.")
 
 
 def is_count(number: Any, least: int) -> bool:

@@ -310,6 +310,10 @@ def store_next_masks(
     ops: KernelOps, calls: list[tuple[Bucket, TritonSelection, Tensor]]
 ) -> list[Mask]:
     """The counterpart of ``scape_masks.store_next_mask``."""
+    if not all(isinstance(selection, TritonSelection) for _, selection, _ in calls):
+        # selections of shards are the reference's
+        sharded = [(bucket, one.assemble(messages), "next_mask") for bucket, one, messages in calls]
+        return store_masks(ops, sharded)
     stored: dict[int, Mask] = {}
     for device in dict.fromkeys(bucket.device for bucket, _, _ in calls):
         group = [call for call in calls if call[0].device == device]
