@@ -641,6 +641,12 @@ class LocalSteps(Wrapper):
         for group in groups:
             rounds.check_counts(group)
         saved, options = state_dict.get("outer"), {**self._options, **groups[0]}
+        written_by = groups[0].get("class", self._session.name)
+        if saved is not None and written_by != self._session.name:
+            raise ValueError(
+                f"loaded state dict is of {written_by}, and its anchors are nothing that "
+                f"{self._session.name} goes on from: load a checkpoint of {self._session.name}."
+            )
         anchors = None if saved is None else self._restore_anchors(saved, options)
         super().load_state_dict(state_dict)
         self._resume(anchors, saved)
