@@ -128,11 +128,8 @@ class RowBucket(Bucket):
             p.grad = piece.in_shape(own) if matrix else own
         parts = [self._residual_to_send(i, unsent) for i in range(len(self.pieces))]
         vectors = [vector for part in parts for vector in part]
-        flat = (
-            torch.cat(vectors)
-            if vectors
-            else torch.empty(0, dtype=torch.float32, device=self.device)
-        )
+        empty = torch.empty(0, dtype=torch.float32, device=self.device)
+        flat = torch.cat(vectors) if vectors else empty
         views: list[Any] = list(flat.split([sum(map(len, part)) for part in parts]))
         for i, (p, part) in enumerate(zip(self.params, parts, strict=True)):
             views[i] = views[i].view(p.shape) if part else None
