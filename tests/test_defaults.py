@@ -13,7 +13,7 @@ from torch import nn
 
 import compopt
 
-CHOOSING = Path(__file__).parents[1] / "docs" / "choosing.md"
+RESULTS = Path(__file__).parents[1] / "bench" / "RESULTS.md"
 
 
 def params() -> list[nn.Parameter]:
@@ -80,7 +80,7 @@ def test_groups_of_another_optimizer_are_taken():
 
 def settings() -> list[str]:
     """The calls in the table of papers."""
-    lines = CHOOSING.read_text().splitlines()
+    lines = RESULTS.read_text().splitlines()
     rows = [line for line in lines if line.startswith("|") and "compopt." in line and "(params" in line]
     return [re.search(r"`(compopt\..*\))`", line).group(1).replace("\\|", "|") for line in rows]
 
