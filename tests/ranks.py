@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -38,17 +39,25 @@ def be_patient() -> None:
     missing_ranks.PATIENCE = HANG_GUARD
 
 
+def send_answer(results: Any, rank: int, *answer: Any) -> None:
+    """Put a rank's answer into ``results`` by value.
+
+    A queue of torch's processes sends tensors as files of the sender, which the receiver must open before it ends.
+    """
+    results.put(pickle.dumps((rank, *answer)))
+
+
 def _work(rank: int, size: int, file: str, results: Any, function: Callable[..., Any], args: tuple) -> None:
     import torch.distributed as dist
 
     be_patient()
     try:
         dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=FOREVER)
-        results.put((rank, function(rank, *args), None))
+        send_answer(results, rank, function(rank, *args), None)
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        results.put((rank, None, traceback.format_exc()))
+        send_answer(results, rank, None, traceback.format_exc())
         raise SystemExit(1) from None
 
 
@@ -86,7 +95,7 @@ def answers_of(workers: dict[int, multiprocessing.Process], results: Any) -> Ite
         # Before it is asked for: what a rank has said arrives although it has ended since.
         gone = {rank: worker.exitcode for rank, worker in silent.items() if worker.exitcode is not None}
         try:
-            answer = results.get(timeout=1)
+            answer = pickle.loads(results.get(timeout=1))
         except queue.Empty:
             assert not gone, f"ranks ended and said nothing (rank: exit code): {gone}"
             guard.check(silent)

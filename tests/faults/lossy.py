@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from conformance import data, snapshot
-from ranks import FOREVER, HANG_GUARD, _context, answers_of, be_patient
+from ranks import FOREVER, HANG_GUARD, _context, answers_of, be_patient, send_answer
 from table import CASES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -104,12 +104,12 @@ def _work(rank: int, file: str, size: int, results: Any, function: Callable, arg
     buckets.BUCKET_BYTES = 60_000
     try:
         trainings = [Training(*pair) for pair in zip(CASES, connect(file, rank, size), strict=True)]
-        results.put((rank, function(rank, trainings, file, *args)))
+        send_answer(results, rank, function(rank, trainings, file, *args))
         results.close()
         results.join_thread()  # which writes
         os._exit(0)  # groups of which a rank is gone are not worth a farewell
     except BaseException:
-        results.put((rank, traceback.format_exc()))
+        send_answer(results, rank, traceback.format_exc())
 
 
 def run_lossy(
