@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
-from ._engine.options import Group, check_adams, check_compress, take_torchs
+from ._engine.options import Group, check_adams, check_compress, check_torch_options
 from ._ops.operations import Ops
 from ._ops.updates import count_steps
 from ._state.buckets import Bucket
@@ -96,7 +96,7 @@ class AdamS(CompressedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ):
-        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
+        check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
         defaults = dict(
             lr=lr,
             betas=betas,

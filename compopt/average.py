@@ -105,7 +105,7 @@ class Average(Wrapper, ReducingOptimizer):
         super().__init__(base, options, process_group, simulate)
 
     def check_group(self, group: Group) -> None:
-        check_payload(group, owed=True)
+        check_payload(group, has_residual=True)
         check_compress(group)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:

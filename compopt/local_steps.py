@@ -32,19 +32,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ._engine import gradients
+from ._engine.checkpoint import check_groups, warn_of_missing_state
 from ._engine.decision import StepDecision
 from ._engine.missing_ranks import RankLeft
 from ._engine.options import Group
 from ._engine.peers import gather_rows, warn_without_gradients
-from ._engine.recovery import catch_up, warn_of_lost_residuals
-from ._engine.resharding import average_base
-from ._engine.saving import warn_of_what_is_missing
+from ._engine.resharding import average_base, catch_up, warn_of_lost_residuals
 from ._engine.session import Corrupt, Sync, weak_method
-from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
-from ._engine.step import Step, check_can_step
-from ._engine.turns import Background, Turns, sum_over
+from ._engine.step import (
+    Step,
+    check_can_step,
+    check_gradients,
+    defer_signals,
+    drop_scale,
+    restore_scale,
+    unscale_gradients,
+)
+from ._engine.turns import Background, Turns, sum_over_groups
 from ._engine.wrapper import Wrapper
 from ._local import rounds
 from ._local.anchors import Anchors, MakeOuter, deal, reset_moments
@@ -229,7 +234,7 @@ class LocalSteps(Wrapper):
         try:
             is_applied = yield from self._synchronize()
         except (CommunicationError, RankLeft) as error:
-            gradients.drop_scale(session)
+            drop_scale(session)
             advice = "It is tried again after the next step."
             if isinstance(error, RankLeft):
                 advice = "Make a new process group on all ranks and call rebind()."
@@ -301,8 +306,8 @@ class LocalSteps(Wrapper):
         Returns the norm of the gradients; it is finite where the step was taken.
         """
         session = self._session
-        gradients.check(session)
-        scale = gradients.unscale(session)
+        check_gradients(session)
+        scale = unscale_gradients(session)
         grads = {p: to_local(p.grad) for p in self._params if p.grad is not None}
         if not grads and session.comm.size > 1 and session.trainable:
             step = self._options["step"] + 1
@@ -311,7 +316,7 @@ class LocalSteps(Wrapper):
             norm = yield from self._gradient_norm(grads)
         except BaseException:
             if scale is not None:
-                gradients.scale_back(session, scale)
+                restore_scale(session, scale)
             raise
         with defer_signals():
             if math.isfinite(norm):
@@ -334,7 +339,7 @@ class LocalSteps(Wrapper):
         squared = sum(norm**2 / copies for copies, norm in norms.items())
         if getattr(self, "found_inf", None):
             squared = math.nan
-        (total,) = yield from sum_over(shards, [squared], self._session.device)
+        (total,) = yield from sum_over_groups(shards, [squared], self._session.device)
         return math.sqrt(total)
 
     # Exchanges
@@ -372,7 +377,7 @@ class LocalSteps(Wrapper):
         try:
             squared = anchors.set_pseudo_gradients(fragments, anchors.outer._session.device)
             if session.shard_communicators:  # a replica is lost where one of its shards is
-                (total,) = yield from sum_over(
+                (total,) = yield from sum_over_groups(
                     session.shard_communicators, [float(squared)], session.device
                 )
                 squared = squared if math.isfinite(total) else squared.fill_(math.nan)
@@ -410,7 +415,7 @@ class LocalSteps(Wrapper):
         try:
             outcome = yield from exchange.turns.finish()
             apart = [outcome.squared, outcome.product]
-            squared, product = yield from sum_over(
+            squared, product = yield from sum_over_groups(
                 session.shard_communicators, apart, session.device
             )
             with defer_signals():
@@ -619,7 +624,7 @@ class LocalSteps(Wrapper):
         outer = [] if self._anchors is None else [self._anchors.outer._session]
         if outer:
             saved["outer"] = self._outer_state()
-        warn_of_what_is_missing(self._session, outer)
+        warn_of_missing_state(self._session, outer)
         return saved
 
     def _outer_state(self) -> dict[str, Any] | None:
@@ -637,7 +642,7 @@ class LocalSteps(Wrapper):
 
         Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
         """
-        groups = self._groups_of(state_dict)
+        groups = check_groups(self._session, state_dict)
         for group in groups:
             rounds.check_counts(group)
         saved, options = state_dict.get("outer"), {**self._options, **groups[0]}

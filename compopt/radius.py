@@ -35,8 +35,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
-from ._engine.options import Group, check_adam, check_compression, require, take_torchs
-from ._engine.when import chosen, dense_steps
+from ._engine.options import Group, check_adam, check_compression, check_torch_options, require
+from ._engine.when import choose_warmup, dense_steps
 from ._ops.norms import clip_factor, scale_
 from ._ops.operations import Ops
 from ._ops.updates import count_steps, update_magnitudes
@@ -65,7 +65,7 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
 
 
 def phase_of(bucket: Bucket) -> str:
-    """Return what the coming step is (lines 3, 7 and 12)."""
+    """Return the phase of the coming step (lines 3, 7 and 12)."""
     h, t = bucket.group, bucket.group["step"] + 1
     if t < dense_steps(bucket) or not any(bucket.compressed):
         return "dense"
@@ -172,7 +172,7 @@ def broadcast_mask(
 
 
 def restore_mask(bucket: Bucket, ops: Ops) -> None:
-    """Take the mask from the bucket's state, which was loaded, if it has one."""
+    """Restore the mask from the bucket's state, which was laid out or loaded, if it has one."""
     bits = bucket.state["mask"]
     if any(bucket.compressed) and all(b is None or not b.numel() or b.any() for b in bits):
         bucket.cache["mask"] = Mask(bucket, bits=bits, decode=ops.positions)
@@ -258,7 +258,7 @@ class RadiusAdamW(CompressedOptimizer):
         fused: bool | None = None,
         offload: Literal["residual"] | None = None,
     ):
-        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
+        check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
         require(offload in (None, "residual"), "offload", offload, "None or 'residual'")
         self.offload = offload
         defaults = dict(
@@ -268,7 +268,7 @@ class RadiusAdamW(CompressedOptimizer):
             weight_decay=weight_decay,
             density=density,
             interval=interval,
-            warmup_steps=chosen(warmup_steps, total_steps, 1000),
+            warmup_steps=choose_warmup(warmup_steps, total_steps, 1000),
             total_steps=total_steps,
             residual_scale=residual_scale,
             max_grad_norm=max_grad_norm,

@@ -39,13 +39,13 @@ from ._engine.options import (
     check_adams,
     check_compression,
     check_steps,
+    check_torch_options,
     require,
-    take_torchs,
 )
 from ._engine.session import weak_method
 from ._engine.stats import Stats
 from ._engine.turns import Turns
-from ._engine.when import chosen
+from ._engine.when import choose_warmup
 from ._ops.norms import clip_factor, scale_
 from ._ops.operations import Ops
 from ._ops.updates import gradient_weight, keep_absent_momenta, moment_of_slice, resize_momenta
@@ -282,7 +282,7 @@ class ScapeAdamS(CompressedOptimizer):
         sharded: bool = False,
         offload: Literal["residual", "all"] | None = None,
     ):
-        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
+        check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
         choices = (None, "residual", "all")
         require(offload in choices, "offload", offload, "None, 'residual' or 'all'")
         self.sharded, self.offload = sharded, offload
@@ -292,9 +292,9 @@ class ScapeAdamS(CompressedOptimizer):
             eps=eps,
             weight_decay=weight_decay,
             density=density,
-            warmup_steps=chosen(warmup_steps, total_steps, 0),
+            warmup_steps=choose_warmup(warmup_steps, total_steps, 0),
             total_steps=total_steps,
-            density_warmup_steps=chosen(density_warmup_steps, total_steps, 100),
+            density_warmup_steps=choose_warmup(density_warmup_steps, total_steps, 100),
             mask_delay=mask_delay,
             selection=selection,
             clip=clip,

@@ -1,8 +1,8 @@
 """SEPARATE: a simple low-rank projection for gradient compression, Algorithms 1 and 3, around any
 torch optimizer.
 
-One matrix of m rows and d columns on rank n at step t; g_n is its local gradient, e_n what
-compression has left over::
+One matrix of m rows and d columns on rank n at step t; g_n is its local gradient, e_n its
+residual::
 
     1  h_n <- g_n + e_n
     2  R <- a Gaussian d x r matrix from (seed, t, tensor), r = ceil(d / ratio);  p_n <- h_n R
@@ -11,23 +11,23 @@ compression has left over::
     5  e_n <- beta e_n + (1 - beta) (h_n - p_n R^T / r);  e_n <- 0 when t % reset_interval == 0
 
 With ``projection="orthonormal"`` R is replaced by orthonormal columns Q that span the same space,
-and 1/r by 1; with "tracked" by columns that follow the gradient, which takes an exchange more (see
-``tracking``). What these kinds differ in is in ``kinds``; lines 1, 2, 4 and 5 of one matrix are
-methods of ``ProjectedTensor``, and Algorithm 3, which moves the ratios, is ``adaptation``.
+and 1/r by 1; with "tracked" by columns that follow the gradient, which needs one more exchange.
+Lines 1, 2, 4 and 5 of one matrix are in ``_lowrank``, and so is Algorithm 3, which adapts the
+ratios.
 
-Where we differ from the paper: beta weights the *old* error. As printed it weights the new one, and
-with w = (d + 1) / r, about the ratio, the squared error grows by beta_old^2 + (1 - beta_old)^2 w a
-step: without end at the paper's own settings. On the old error that is stable for beta > (w - 1) /
-(w + 1) and least at w / (1 + w), "auto". The smaller side of a tensor is projected, and a dense
-start of ``warmup_steps`` is possible.
+Differences from the paper: beta weights the *old* error. As printed it weights the new one, and
+with w = (d + 1) / r, about the ratio, the squared error then grows in each step by the factor
+beta_old^2 + (1 - beta_old)^2 w: without bound at the paper's own settings. Weighting the old error
+is stable for beta > (w - 1) / (w + 1), and the error is least at w / (1 + w), "auto". The smaller
+side of a tensor is projected, and there may be a dense start of ``warmup_steps``.
 
-And one R serves all rows of a matrix, where the paper draws a vector as long as the whole gradient
-for every number it sends. Numbers sent and mean squared error are the same, and m times fewer are
-drawn; but the error stays in the gradient's own column space, and Lemma 4.2 does not hold. Of a
-gradient of rank 1, 16 x 128 at ratio 16, the squared error along one direction of the same column
-space is .125 |g|^2; of one vector it is .008, and the lemma's bound is 3 / 128 = .023. Between the
-two are blocks of rows with an R of their own, ``block_rows``: with b blocks the error there is
-.125 / b, so from 6 blocks on the lemma holds, and training loses less (docs/choosing.md).
+All rows of a matrix share one R, where the paper draws a vector as long as the whole gradient for
+every number it sends. As many numbers are sent with the same mean squared error, and m times fewer
+are drawn; but the error stays in the gradient's own column space, and Lemma 4.2 does not hold. For
+a gradient of rank 1, 16 x 128 at ratio 16, the squared error along one direction of the same column
+space is .125 |g|^2; with one vector per number it is .008, and the lemma's bound is 3 / 128 = .023.
+``block_rows`` is between the two: blocks of rows with an R of their own. With b blocks that error
+is .125 / b, so the lemma holds from 6 blocks on, and the training loss is lower (docs/choosing.md).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.inside import apply_shards
-from ._engine.options import check_adam, ignore_capturable, take_torchs
+from ._engine.options import check_adam, check_torch_options, ignore_capturable
 from ._engine.update import AdamW, Update
 from ._engine.when import OPTIONS
 from ._engine.wrapper import Wrapper
@@ -62,7 +62,7 @@ def separate(
     mean = yield from reducer.reduce()  # lines 1 to 3
     norm = yield Agree(mean, reducer.phase, reducer.squared_norm())
 
-    # from here on state changes; large matrices are not kept while a payload travels
+    # from here on state changes; large matrices are drawn again instead of kept during the exchange
     reducer.draw_matrices()
     factor = reducer.clip_factor(norm)
     present = bucket.present(mean)
@@ -84,14 +84,14 @@ def commit(
     present: list[bool],
     factor: float,
 ) -> None:
-    """Lines 4 and 5 of the tensors that any rank has a gradient of, and their update."""
+    """Do lines 4 and 5 and the update for all tensors with a gradient on any rank."""
     count_steps(bucket.state["step"], present)
     for i, (tensor, is_present) in enumerate(zip(reducer.tensors, present, strict=True)):
         if not is_present:
             continue
         part = mean.parts[i]
-        room = update.memory_for(bucket, i, tensor.average_in(part))
-        ghat = tensor.reconstruct(part, factor, room)  # line 4
+        memory = update.memory_for(bucket, i, tensor.average_in(part))
+        ghat = tensor.reconstruct(part, factor, memory)  # line 4
         update.apply(bucket, i, ghat)
         tensor.feed_back(mean, i, factor)  # line 5
 
@@ -99,73 +99,72 @@ def commit(
 class SeparateAdam(Projecting):
     r"""AdamW on gradients averaged through a random low-rank projection (SEPARATE, Algorithm 1).
 
-    Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; its first forward hands
-    its all-reduce over. Where ``fully_shard`` cuts the parameters over these ranks it works in the
-    place of FSDP2's reduce-scatter (docs/fsdp.md).
+    It replaces ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward pass
+    replaces DDP's all-reduce. If ``fully_shard`` shards the parameters over these ranks, it
+    replaces FSDP2's reduce-scatter (docs/fsdp.md).
 
     Args:
         params: parameters, named parameters or groups, as torch takes them. A group may override
             every option below and say ``compress=False`` or ``True``; by default tensors of at
-            least 2 dimensions and 4096 elements are projected, the rest is averaged dense in the
+            least 2 dimensions and 4096 elements are projected, the others are averaged dense in the
             same message.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
             The paper trains GPT-2 345M with lr 6e-4, betas (0.9, 0.95), weight_decay 0.1.
-        foreach, fused, capturable: accepted and ignored: the back end chooses how to compute.
+        foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
         amsgrad, differentiable: False; True is refused.
-        projection: "tracked", on a space that follows the gradient's largest singular vectors
-            (PowerSGD's power iteration): two smaller exchanges, one after the other. It keeps most
-            of the gradient; see ``tracking``. "gaussian", the paper's, random and unbiased;
-            "orthonormal", on the same random space, a contraction.
-        rank: columns of a tracked tensor's factors (None: 16). A tensor of rows x columns takes
-            rank * (rows + columns) values on the wire. Sharded rows are tracked shard by shard.
-            Refused where the projection is random.
-        ratio: how many times smaller a randomly projected tensor is on the wire (None: 16). Its
-            smaller side (the last dimension where rows are sharded, or fewer than 64), d long,
-            becomes ceil(d / ratio) long; 1 averages dense. Refused where the projection is tracked.
-        block_rows: rows of a randomly projected tensor that share one random matrix (of one whose
-            rows are projected: columns). None: all. "auto": 4 times what is left of the projected
-            side; a random number is drawn for each 4 elements. As many bytes, less error where
-            gradients are of low rank, more to draw. 1 is nearest to the paper.
+        projection: "tracked": onto a space that follows the gradient's largest singular vectors
+            (PowerSGD's power iteration), in two smaller exchanges, one after the other. It keeps
+            most of the gradient. "gaussian": the paper's, random and unbiased. "orthonormal": onto
+            the same random space, a contraction.
+        rank: columns of a tracked tensor's factors (None: 16). A tensor of rows x columns sends
+            rank * (rows + columns) values. Sharded rows are tracked shard by shard. Random
+            projections refuse it.
+        ratio: the factor by which a random projection makes a tensor smaller (None: 16). Its
+            smaller side (the last dimension where rows are sharded, or fewer than 64) shrinks from
+            d to ceil(d / ratio); 1 averages dense. Tracked projections refuse it.
+        block_rows: rows of a randomly projected tensor that share one random matrix (columns, if
+            rows are projected). None: all. "auto": 4 times the length of the projected side; one
+            random number is drawn per 4 elements. Smaller blocks send as many bytes, have a smaller
+            error for gradients of low rank, and draw more numbers. 1 is nearest to the paper.
         ef_beta: weight of the old error in the error feedback. "auto": the most stable, w / (1 + w)
-            with w = (d + 1) / r; for orthonormal projections 0, so that nothing is ever dropped. 1:
-            no error feedback. A number is taken as given, with a warning where the error would grow
-            without end.
-        reset_interval: steps after which the error is forgotten (None: never). "auto": 128; never
+            with w = (d + 1) / r; 0 for orthonormal projections, which then drop nothing. 1: no
+            error feedback. A warning says if the error would grow without bound.
+        reset_interval: steps after which the error is set to 0 (None: never). "auto": 128; never
             when tracked.
-        seed: the matrices follow from it, the step and the tensor's number; the same on all ranks.
-        adaptive: let ratio (and ef_beta, where it is a number) of every tensor follow how well it
-            is reconstructed, against the mean over tensors, every ``adapt_interval`` steps
-            (G-SEPARATE, Algorithm 3).
+        seed: determines the matrices, with the step and the tensor's number; equal on all ranks.
+        adaptive: every ``adapt_interval`` steps, adapt the ratio of every tensor (and its ef_beta,
+            if that is a number) to the quality of its reconstruction, relative to the mean over
+            tensors (G-SEPARATE, Algorithm 3).
         warmup_steps: steps averaged dense before compression starts, or as a float in (0, 1) a
-            share of ``total_steps``. None: 10 steps where projections are tracked, else 15 % of
+            share of ``total_steps``. None: 10 steps for tracked projections, else 15 % of
             ``total_steps``, or none. Tracked, 400 steps of a GPT of 0.86 M parameters ended at
             1.018 times AdamW's loss without a start, 1.016 after 10 steps, 1.017 after 50.
-        total_steps: how many steps the run has, where shares are to be taken of it.
+        total_steps: the number of steps of the run, for options that are shares of it.
         max_grad_norm: clip to this L2 norm, all groups together (None: no clipping).
-        clip: what is clipped. "average": the average over ranks of gradient and error, inside the
-            step. Its norm follows from what was sent: a Gaussian projection gives an estimate,
-            ``|p|^2 / r``, right on average; orthonormal and tracked columns give the norm of the
-            part they span, which is less. ``stats.grad_norm`` is that number. "local": each
-            rank's gradient, by its own norm, before it is projected; nothing is sent during
-            backward then. (0.1.0 called "average" "reconstructed", which is still taken; its norm
-            was that of the reconstruction, about sqrt(1 + w) times as large.)
-        payload_dtype: dtype on the wire ("auto": int8 where projections are tracked, else the
-            gradient's; None: the gradient's), as a name, "bfloat16", or as the
-            torch.dtype of that name; groups keep the name. What rounding to a narrower one takes
-            off compressed tensors is kept in ``residual``. "int8" sends 1 byte a value and "int4"
-            half of one, and a scale for each 128, rounded at random without bias.
+        clip: "average" clips the average over ranks of gradient and error, inside the step. Its
+            norm is computed from the payload: a Gaussian projection gives an unbiased estimate,
+            ``|p|^2 / r``; orthonormal and tracked columns give the norm of the part they span,
+            which is smaller. ``stats.grad_norm`` is that number. "local" clips each rank's gradient
+            by its own norm before the projection; then nothing is sent during backward. (0.1.0
+            called "average" "reconstructed", which is still accepted; its norm was that of the
+            reconstruction, about sqrt(1 + w) times as large.)
+        payload_dtype: dtype on the wire ("auto": int8 for tracked projections, else the gradient's;
+            None: the gradient's), as a name, "bfloat16", or as the torch.dtype of that name; groups
+            keep the name. Rounding errors of compressed tensors are added to ``residual``. "int8"
+            sends 1 byte per value and "int4" half a byte, and a scale for each 128 values, with
+            unbiased stochastic rounding.
         when: "always", or "auto": time dense and compressed steps at the start, and stay dense
             where compression does not pay (see ``stats.when``).
-        process_group: the ranks to average over. None: the default group, or one process where
-            there is none.
-        simulate: compress on one process too, to see what many would do. Else, without other ranks,
-            a step is plain AdamW: nothing is selected, rounded or held back.
+        process_group: the ranks to average over. None: the default group, or a single process
+            where there is none.
+        simulate: compress in a single process too, to see the effect of compression. Otherwise a
+            step without other ranks is plain AdamW.
 
-    State beside AdamW's two moments: ``residual``, the error, as large as the parameter, for
-    compressed tensors; of a tracked one also ``basis``, rank * columns.
+    State beside AdamW's two moments, for compressed tensors: ``residual``, the error, as large as
+    the parameter; for tracked ones also ``basis``, rank * columns.
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: an option is out of its range.
         TypeError: complex parameters, or sparse gradients at a step.
     """
 
@@ -201,7 +200,7 @@ class SeparateAdam(Projecting):
         differentiable: bool = False,
         fused: bool | None = None,
     ):
-        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
+        check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -257,17 +256,16 @@ class Separate(Wrapper, Projecting):
     ``compress``, ``ratio``, ``rank`` and ``ef_beta`` for its tensors.
 
     Args:
-        base: an optimizer over the model's parameters; one of this package (AdamS) is stopped from
-            averaging.
+        base: an optimizer over the model's parameters; one of this package (AdamS) does not average
+            any more.
         ratio, ...: all other options are those of :class:`SeparateAdam`.
 
-    State beside the base's: the residual, and the basis of tracked tensors. Not saved: one averaged
-    gradient as large as the parameters.
+    State beside the base's: the residual, and the basis of tracked tensors. Memory that is not
+    saved: one averaged gradient as large as the parameters.
 
     Raises:
-        TypeError: base is no optimizer, or one that evaluates the model more than once a step
-            (LBFGS).
-        ValueError: base compresses by itself; an option out of its range.
+        TypeError: base is no optimizer, or evaluates the model more than once per step (LBFGS).
+        ValueError: base compresses by itself; an option is out of its range.
     """
 
     options_in_base = (*Wrapper.options_in_base, "ratio", "rank", "ef_beta")

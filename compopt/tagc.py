@@ -1,12 +1,12 @@
 """TAGC: transformer-aware gradient compression (Polyakov, Dukhanov and Spirin, EuroMLSys 2025),
 Algorithm 1 with AdamW.
 
-One shard of a bucket on rank n, owned by rank d; g_n is the rank's gradient of it, acc_n what it
-held back so far::
+One shard of a bucket on rank n, owned by rank d; g_n is the rank's gradient of it, acc_n its
+residual::
 
      1  g_n <- g_n + acc_n
-     2  g_n, acc_n <- the largest (1 - sparsity) of |g_n|, 0 elsewhere;  what was zeroed
-     3  index_n <- where g_n is not zero, a bit an element
+     2  g_n, acc_n <- the largest (1 - sparsity) of |g_n|, 0 elsewhere;  the rest of g_n
+     3  index_n <- where g_n is not zero, one bit per element
      4  index <- bitwise or over ranks of index_n
      5  code_n <- compress(g_n, index)
      6  reduce(code_n) to rank d
@@ -16,14 +16,14 @@ held back so far::
         G <- G * min(1, max_grad_norm / |G|);  AdamW on the shard with G
         parameters <- all shards, gathered
 
-The paper stops at line 10: the rest is what a sharded AdamW does with it. All shards of a bucket go
-through these lines together, and buckets overlap: while one is on the wire the next is sparsified
-and indexed (section 3.3).
+The paper stops at line 10; the rest is a sharded AdamW. All shards of a bucket go through these
+lines together, and buckets overlap: while one is on the wire the next is sparsified and indexed
+(section 3.3).
 
-Where we differ from the authors' code: the or is exact at any number of ranks (they add fields of 1
-or 4 bits, which carry into their neighbours), at *least* ``sparsity`` is zeroed, of each shard, and
-nothing is estimated. Updated parameters are gathered before anything is written, so a step is all
-or nothing here too.
+Differences from the authors' code: the bitwise or is exact at any number of ranks (theirs adds
+fields of 1 or 4 bits, which carry into their neighbours), at *least* ``sparsity`` of each shard is
+zeroed, and nothing is estimated. Updated parameters are gathered before anything is written, so a
+step is all or nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,11 +40,11 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.decision import StepDecision
 from ._engine.inside import ReducingOptimizer, apply_shards
-from ._engine.options import check_adam, check_compression, require, take_torchs
+from ._engine.options import check_adam, check_compression, check_torch_options, require
 from ._engine.reducer import WholeReducer
 from ._engine.stats import Stats
 from ._engine.update import AdamW
-from ._engine.when import chosen, dense_steps
+from ._engine.when import choose_warmup, dense_steps
 from ._ops.norms import clip_factor
 from ._ops.operations import Ops
 from ._sharded.adamw import ShardedAdamW
@@ -60,8 +59,8 @@ from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype, bytes_per_value, quantized_bits
 from ._wire.requests import Agree, BitOr, ReadToHost, RequestGenerator
 
-# The projections to queries, keys and values, by the names that are customary. What follows the
-# attention is a linear layer like any other (section 3.2).
+# The usual names of projections to queries, keys and values. The projection after the attention is
+# treated as any linear layer (section 3.2).
 ATTENTION = re.compile(
     r"(^|[._])"
     r"((w?(q|k|v|kv|qk|qkv)|query|key|value|query_key_value|c_attn)(_proj|_lin)?(\.weight)?"
@@ -86,8 +85,8 @@ def tagc(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
 
 
 class UnionReducer(WholeReducer):
-    """Lines 1 to 10, all shards of one bucket: compressed tensors are sent at the union of what
-    ranks select, the others whole. Everything is sent whole in the dense start.
+    """Lines 1 to 10, all shards of one bucket: sends compressed tensors at the union of the ranks'
+    selections, the others whole. In the dense start it sends all of them whole.
     """
 
     def __init__(self, bucket: Bucket, ops: Ops):
@@ -112,7 +111,7 @@ class UnionReducer(WholeReducer):
         return mean
 
     def add_residuals(self) -> tuple[Tensor, Tensor]:
-        """Line 1, in the order of the mask, and the marks of all gradients."""
+        """Do line 1; return the sums in the order of the mask, and the marks of all gradients."""
         x = self._scratch()
         for gap in self.layout.gaps:
             gap.of(x).zero_()
@@ -121,10 +120,10 @@ class UnionReducer(WholeReducer):
         return x, self.ops.add_residuals(self.bucket, self.grads, residual, sums)
 
     def select_largest(self, x: Tensor) -> Tensor:
-        """Lines 2 and 3: where in the mask the largest of each shard are, and their values; returns
-        the bits of those that are not 0.
+        """Do lines 2 and 3: store the positions and values of the largest elements of each shard;
+        return the bits of those that are not 0.
 
-        On a device positions are in no order within a shard, and some values may be 0.
+        On a device the positions of a shard are in no order, and some values may be 0.
         """
         layout, sparsity = self.layout, self.bucket.group["sparsity"]
         shards = [x[8 * first : 8 * last] for first, last in itertools.pairwise(layout.cuts)]
@@ -132,9 +131,9 @@ class UnionReducer(WholeReducer):
         ks = [most_left(sparsity, n) if sparsity else len(shard) for shard, n in pairs]
         positions = select_top_k_of_each(shards, ks, self.ops)
         values = x.index_select(0, positions)
-        # gradients of embeddings are mostly zeros; and so is what is between tensors
+        # Zeros are not sent: gradients of embeddings are mostly 0, and so are gaps between tensors.
         wanted = None
-        if x.device.type != "cpu":  # how many are not 0 is not asked: those that are set no bit
+        if x.device.type != "cpu":  # without a host wait: zeros stay selected, but set no bit
             wanted = values != 0
         elif not values.all():
             positions, values = positions[values != 0], values[values != 0]
@@ -142,8 +141,8 @@ class UnionReducer(WholeReducer):
         return make_bits(positions, layout.mask_bytes, wanted)
 
     def find_union(self, bits: Tensor) -> RequestGenerator[None]:
-        """Line 4: the positions in the mask at which any rank has left something, ascending, and
-        how many of them each rank owns. The length of a payload follows, so the host has to know.
+        """Do line 4: find the positions in the mask that any rank has selected, ascending, and how
+        many of them each rank owns. The host needs these counts for the lengths of payloads.
         """
         layout = self.layout
         bits = yield BitOr(bits)
@@ -153,21 +152,22 @@ class UnionReducer(WholeReducer):
             return
         flags = unpack_bits(bits)
         sizes = [8 * (last - first) for first, last in itertools.pairwise(layout.cuts)]
-        self.counts = yield ReadToHost(torch.stack([own.sum() for own in flags.split(sizes)]))
+        self.counts = yield ReadToHost(torch.stack([shard.sum() for shard in flags.split(sizes)]))
         self.union = flags.nonzero_static(size=sum(self.counts)).view(-1)
 
     def encode(self, marks: Tensor) -> Tensor:
-        """Line 5: this rank's values at the union, 0 at what only others have left. Returns the
-        memory of the rows.
+        """Do line 5: encode this rank's values at the union, 0 where it has selected none; return
+        the memory of the rows.
         """
         h, union = self.bucket.group, self.union
-        seed = 1_000_003 * h["step"] + self.bucket.index  # drawn anew for every bucket and step
+        seed = 1_000_003 * h["step"] + self.bucket.index  # a new one for every bucket and step
         codec = CODECS[h["codec"]]
         self.codec: Codec = codec(self.layout, union, self.counts, h["sketch_ratio"], seed)
         flat = self.pack_rows(marks, self.codec.sizes)
         self.write_whole_tensors()
-        own = self._scratch().index_fill_(0, union, 0).scatter_(0, self.positions, self.selected)
-        self.codec.encode([row.exact[-1] for row in self.rows], own.index_select(0, union))
+        values = self._scratch().index_fill_(0, union, 0)
+        values.scatter_(0, self.positions, self.selected)
+        self.codec.encode([row.exact[-1] for row in self.rows], values.index_select(0, union))
         return flat
 
     @property
@@ -176,9 +176,9 @@ class UnionReducer(WholeReducer):
         return self.bucket.compute_dtype if exact else super().payload_dtype
 
     def decode(self, mean: Payload) -> None:
-        """Line 10, of this rank's shard."""
-        *whole, coded = mean.parts
-        self.values = [*whole, self.codec.decode(coded)]
+        """Do line 10 for this rank's shard."""
+        *dense, encoded = mean.parts
+        self.values = [*dense, self.codec.decode(encoded)]
 
     def own_parts(self, dtype: torch.dtype) -> list[Tensor]:
         if not self.is_sparse:
@@ -186,15 +186,15 @@ class UnionReducer(WholeReducer):
         layout, (begin, end) = self.layout, self.layout.own_bits
         *values, at_union = self.values
         first = sum(self.counts[: layout.rank])
-        own = self.union[first : first + len(at_union)] - begin
+        positions = self.union[first : first + len(at_union)] - begin
         average = self.bucket.get_memory("average", end - begin, dtype).zero_()
-        average.index_copy_(0, own, at_union.to(dtype))
-        whole = iter(values)
+        average.index_copy_(0, positions, at_union.to(dtype))
+        dense = iter(values)
         parts = layout.own_parts_of_mask
-        return [next(whole).to(dtype) if at is None else average[slice(*at)] for at in parts]
+        return [next(dense).to(dtype) if at is None else average[slice(*at)] for at in parts]
 
     def feed_back(self, present: list[bool]) -> None:
-        """Line 2: the residual is what was not sent, and what rounding took off what was."""
+        """Do line 2: the residual is the values that were not sent, and rounding errors."""
         bucket, grads = self.bucket, self.grads
         if not self.is_sparse:
             bucket.cache["counts"] = None, 0
@@ -218,14 +218,14 @@ class UnionReducer(WholeReducer):
         bucket.cache["has_residual"] = True
 
     def _scratch(self) -> Tensor:
-        """A number for each bit of the mask."""
+        """Return memory for one number per bit of the mask."""
         like = torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
         return self.ops.scratch(like, 8 * self.layout.mask_bytes, use="x")
 
 
 def most_left(sparsity: float, n: int) -> int:
-    """How many of n elements may be left where at least ``sparsity`` of them are zeroed; one where
-    there are any.
+    """Return how many of n elements to keep so that at least ``sparsity`` are zeroed; at least one
+    if there are any.
     """
     return min(n, max(1, n - math.ceil(round(sparsity * n, 6))))
 
@@ -234,9 +234,9 @@ def most_left(sparsity: float, n: int) -> int:
 class TagcStats(Stats):
     """Adds what TAGC did in the last step.
 
-    ``density``: share of the compressed elements at which some rank had something to send.
-    ``leftovers``: elements, over all shards, that the sketch could not have given back and that
-    were sent as they are.
+    ``density``: share of the compressed elements in the union of the ranks' selections.
+    ``leftovers``: elements, over all shards, that the sketch could not have decoded, and that were
+    sent as values.
     """
 
     density: float = 1.0
@@ -247,60 +247,59 @@ class TagcAdamW(ReducingOptimizer):
     r"""AdamW with sharded state on gradients that are sparsified, and reduced to the owner of each
     shard (TAGC).
 
-    Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; its first forward hands
-    its all-reduce over. Each rank keeps the moments of 1/N of the elements, and their float32
-    masters where parameters are of lower precision; updated parameters are gathered at the end of
-    the step. Where ``fully_shard`` cuts the parameters over these ranks it works in the place of
-    FSDP2's reduce-scatter, and FSDP gathers (docs/fsdp.md).
+    It replaces ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward pass
+    replaces DDP's all-reduce. Each rank keeps the moments of 1/N of the elements, and float32
+    masters if parameters are of lower precision; the step gathers updated parameters at its end. If
+    ``fully_shard`` shards the parameters over these ranks, it replaces FSDP2's reduce-scatter, and
+    FSDP2 gathers parameters (docs/fsdp.md).
 
     Args:
         params: parameters, named parameters or groups, as torch takes them. A group may override
             every option below and say ``compress=False`` or ``True``.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
-        foreach, fused, capturable: accepted and ignored: the back end chooses how to compute.
+        foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
         amsgrad, differentiable: False; True is refused.
-        sparsity: share of each shard's compressed elements that is held back, at least, in [0, 1).
-            The union over ranks of what is left is sent, so bytes grow with the number of ranks.
-        codec: "compact" sends the values at the union as they are. "sketch", the paper's, sends a
-            count sketch, in float32 at least. Where it can be decoded it is larger: a table needs
-            1.22 cells for an element.
-        sketch_ratio: the sketch has a cell for every so many compressed elements of the shard, at
-            least 1. The paper takes 2, 4 and 10 at sparsity 0.8, 0.9 and 0.9875. What does not fit
-            is sent as it is, and counted.
-        select: a regular expression; tensors whose name it matches somewhere are compressed. It
-            needs ``named_parameters()``. None: tensors of at least 2 dimensions and 4096 elements,
-            but not the projections to queries, keys and values where the parameters are named
-            customarily (the paper's selection).
+        sparsity: the least share of each shard's compressed elements that is not sent, in [0, 1).
+            Ranks send the union of their selections, so bytes grow with the number of ranks.
+        codec: "compact" sends the values at the union. "sketch", the paper's, sends a count sketch,
+            in float32 at least. A sketch that can be decoded is larger: it needs 1.22 cells per
+            element.
+        sketch_ratio: compressed elements of the shard per cell of the sketch, at least 1. The paper
+            takes 2, 4 and 10 at sparsity 0.8, 0.9 and 0.9875. Elements that do not fit are sent as
+            values, and counted.
+        select: a regular expression; tensors with a match in their name are compressed. It needs
+            ``named_parameters()``. None: tensors of at least 2 dimensions and 4096 elements, except
+            projections to queries, keys and values with one of the usual names (the paper's
+            selection).
         warmup_steps: steps of plain AdamW before compression starts, or as a float in (0, 1) a
             share of ``total_steps``. None: 15 % of ``total_steps``, or none.
-        total_steps: how many steps the run has, where shares are to be taken of it.
-        max_grad_norm: clip the averaged gradient, all groups together, to this L2 norm (None: no
-            clipping). Not the same as ``clip_grad_norm_`` before ``step()``, which sees the local
+        total_steps: the number of steps of the run, for options that are shares of it.
+        max_grad_norm: clip the averaged gradient, of all groups together, to this L2 norm (None: no
+            clipping). ``clip_grad_norm_`` before ``step()`` is something else: it clips the local
             gradient.
         payload_dtype: dtype of gradients on the wire (None: the gradient's), as a name, "bfloat16",
-            or as the torch.dtype of that name; groups keep the name. What rounding to a narrower
-            one takes off compressed tensors is kept in ``residual``. With "bfloat16" float32
-            parameters are gathered as their updates in bfloat16: half as many bytes.
-        update_dtype: "int8", "int4" or "int2": what a step adds to parameters is gathered in codes
-            of so many bits, with a scale for 128 of them, in place of the parameters. What rounding
-            takes off is kept by the owner, in ``update_residual``, and added to the next update.
-            For float32 parameters. None: as they are, or as ``payload_dtype`` says.
+            or as the torch.dtype of that name; groups keep the name. Rounding errors of compressed
+            tensors are added to ``residual``. With "bfloat16" float32 parameters are gathered as
+            their updates in bfloat16: half as many bytes.
+        update_dtype: "int8", "int4" or "int2": ranks gather quantized updates in place of float32
+            parameters, with a scale for each 128 values. The owner keeps the rounding error in
+            ``update_residual``, and adds it to the next update. None: parameters are gathered, or
+            updates in ``payload_dtype``.
         when: "always", or "auto": time dense and compressed steps at the start, and stay dense
             where compression does not pay (see ``stats.when``).
-        process_group: the ranks to average over. None: the default group, or one process where
-            there is none.
-        simulate: compress on one process too, to see what many would do. Else, without other ranks,
-            a step is plain AdamW: nothing is selected, rounded or held back.
+        process_group: the ranks to average over. None: the default group, or a single process
+            where there is none.
+        simulate: compress in a single process too, to see the effect of compression. Otherwise a
+            step without other ranks is plain AdamW.
 
-    State: ``exp_avg`` and ``exp_avg_sq`` of this rank's part of each tensor, as vectors that may be
-    empty, ``residual``, as large as the parameter, of compressed tensors, and with ``update_dtype``
-    ``update_residual``, of this rank's part as the moments are. After
-    :meth:`consolidate_state` a state dict holds the moments of all parts, in the parameters'
-    shapes. A CPU keeps memory for the exchange between steps: 4 bytes an element, and 4 for each
-    that this rank owns.
+    State: ``exp_avg`` and ``exp_avg_sq`` of this rank's shard of each tensor, as vectors that may
+    be empty; for compressed tensors ``residual``, as large as the parameter; with ``update_dtype``
+    ``update_residual``, of this rank's shards. After :meth:`consolidate_state` a state dict holds
+    the moments of all shards, in the parameters' shapes. A CPU keeps memory for the exchange
+    between steps: 4 bytes per element, and 4 per element that this rank owns.
 
     Raises:
-        ValueError: an option out of its range; ``select`` without names.
+        ValueError: an option is out of its range; ``select`` without names.
         TypeError: complex parameters, or sparse gradients at a step.
     """
 
@@ -335,7 +334,7 @@ class TagcAdamW(ReducingOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ):
-        take_torchs(amsgrad, foreach, capturable, differentiable, fused)
+        check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -345,7 +344,7 @@ class TagcAdamW(ReducingOptimizer):
             codec=codec,
             sketch_ratio=sketch_ratio,
             select=select,
-            warmup_steps=chosen(warmup_steps, total_steps, 0),
+            warmup_steps=choose_warmup(warmup_steps, total_steps, 0),
             total_steps=total_steps,
             max_grad_norm=max_grad_norm,
             payload_dtype=payload_dtype,
@@ -373,21 +372,21 @@ class TagcAdamW(ReducingOptimizer):
             " or ".join(map(repr, CODECS)),
         )
         require(
-            group["select"] is None or is_pattern(group["select"]),
+            group["select"] is None or is_valid_pattern(group["select"]),
             "select",
             group["select"],
             "None or a regular expression",
         )
         if group["select"] is not None and group["params"] and "param_names" not in group:
             raise ValueError(
-                f"select={group['select']!r} chooses by name, and these parameters have none: pass "
+                f"select={group['select']!r} selects by name, and these parameters have none: pass "
                 "named_parameters()."
             )
 
     def is_compressed(self, p: Tensor, group: dict[str, Any], name: str) -> bool:
         if group["compress"] is not None or group["select"] is None:
-            chosen = group["compress"] is None and ATTENTION.search(name)
-            return super().is_compressed(p, group, name) and not chosen
+            is_attention = group["compress"] is None and ATTENTION.search(name)
+            return super().is_compressed(p, group, name) and not is_attention
         return bool(re.search(group["select"], name))
 
     def before_layout(self) -> None:
@@ -415,34 +414,31 @@ class TagcAdamW(ReducingOptimizer):
         return tagc(bucket, self.ops)
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
-        """The union, were the ranks' choices independent; the index, and the parameters back."""
+        """Estimate the union, as if ranks selected independently, the index, and gathered
+        parameters.
+        """
         union = 1 - bucket.group["sparsity"] ** ranks
         compressed = sum(bucket.compressed_lengths)
-        back = bucket.numel / ranks if self.sharded else 0.0  # else FSDP gathers them
-        if rounded := bucket.group["update_dtype"]:
+        gathered = bucket.numel / ranks if self.sharded else 0.0  # otherwise FSDP2 gathers them
+        if update_dtype := bucket.group["update_dtype"]:
             payload = bytes_per_value(bucket.group["payload_dtype"], bucket.grad_dtype)
-            back *= bytes_per_value(rounded, bucket.grad_dtype) / payload
-        return sum(sizes_at_density(bucket, union)) + compressed / 32 + back
+            gathered *= bytes_per_value(update_dtype, bucket.grad_dtype) / payload
+        return sum(sizes_at_density(bucket, union)) + compressed / 32 + gathered
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         stats, buckets = super().add_to_stats(stats, decision), self._buckets
         if self.inside is not None:
             buckets = [bucket for bucket, _ in self.inside.reduced.values()]
-        return add_density(stats, buckets)
+        total = sent = leftovers = 0
+        for bucket in buckets:
+            n = sum(bucket.shards.owned)
+            union, left = bucket.cache.get("counts", (None, 0))
+            total, sent = total + n, sent + (n if union is None else union)
+            leftovers += left
+        return TagcStats(**vars(stats), density=sent / max(1, total), leftovers=leftovers)
 
 
-def add_density(stats: Stats, buckets: Iterable[Bucket]) -> TagcStats:
-    """``stats`` with what these buckets have sent in the last step."""
-    total = sent = leftovers = 0
-    for bucket in buckets:
-        n = sum(bucket.shards.owned)
-        union, left = bucket.cache.get("counts", (None, 0))
-        total, sent = total + n, sent + (n if union is None else union)
-        leftovers += left
-    return TagcStats(**vars(stats), density=sent / max(1, total), leftovers=leftovers)
-
-
-def is_pattern(given: Any) -> bool:
+def is_valid_pattern(given: Any) -> bool:
     try:
         return bool(re.compile(given))
     except (TypeError, re.error):

@@ -29,7 +29,7 @@ TOGETHER = 7  # cases a process: to start one costs as much as three cases
 LOOKS = {
     # in every step
     "_engine.decision read_numbers": ("AdamS", "the decision: whether the step is applied, its norm"),
-    "_engine.decision combine_decisions": ("TagcAdamW", "sharded: the norm and the facts of all shards"),
+    "_engine.turns sum_over_groups": ("TagcAdamW", "sharded: the norm and the facts of all shards"),
     # in compressed steps of some classes
     "_engine.exchange _read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
     "local_steps _gradient_norm": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),
@@ -73,11 +73,11 @@ LOOKS = {
     "_lowrank.projecting restore": ("SeparateAdam, tracked", "whether a basis was loaded"),
     # when it is asked for
     "_engine.session residual_norm": ("RadiusAdamW", "stats.residual_norm()"),
-    "_engine.gradients unscale": ("AdamS", "a GradScaler's scale"),
+    "_engine.step unscale_gradients": ("AdamS", "a GradScaler's scale"),
     "_engine.resharding average_state": ("RadiusAdamW", "consolidate_state() of a residual in host memory"),
     "_engine.resharding gather_shards": ("TagcAdamW", "consolidate_state() of shards, gathered in host memory"),
     "_engine.resharding reshard_state": ("TagcAdamW", "ranks are lost: who owned which shard"),
-    "_engine.recovery catch_up": ("AdamS", "ranks are lost: how far each of the others is"),
+    "_engine.resharding catch_up": ("AdamS", "ranks are lost: how far each of the others is"),
     "local_steps _adopt_counts": ("LocalSteps", "ranks are lost: whether the start is over on any"),
 }  # fmt: skip
 

@@ -50,11 +50,9 @@ def trained(case: Case, comm: object, steps: int) -> tuple[nn.Module, torch.opti
 
 
 def begun_in_backward(optimizer) -> None:
-    for bucket in optimizer._buckets:
-        for p in bucket.params:
-            optimizer._session.overlap.note_finished(p, bucket)
     session = optimizer._session
-    session.overlap.start_ready(session.buckets, session.algorithm, session.comm)
+    finished = [(p, bucket) for bucket in session.buckets for p in bucket.params]
+    session.overlap.start_ready(finished, session.buckets, session.algorithm, session.comm)
 
 
 @pytest.mark.parametrize("case", [*CASES, *FORMS, TRACKED], ids=lambda case: case.name)

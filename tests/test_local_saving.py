@@ -242,7 +242,7 @@ def test_a_state_that_only_some_ranks_keep_stays_as_it_is():
 
 def test_a_state_dict_of_one_rank_says_what_it_lacks():
     _, optimizers = train(2, 6, torch.float32)
-    with pytest.warns(UserWarning, match=r"not whole: .*the inner optimizer's state of the other rank"):
+    with pytest.warns(UserWarning, match=r"incomplete: .*the inner optimizer's state of the other rank"):
         optimizers[0].state_dict()
 
 

@@ -229,7 +229,7 @@ def test_the_device_keeps_what_the_paper_says_and_what_is_selected():
         for p in params:
             p.grad.normal_(generator=torch.Generator().manual_seed(step))
         optimizer.step()
-    optimizer._settle()
+    optimizer._session.settle_state()
     host = {b.flat["residual"].untyped_storage().data_ptr() for b in optimizer._buckets}
     held = {at: size for at, size in storages().items() if at not in before and at not in host}
     masks = sum(b.flat[name].nbytes for b in optimizer._buckets for name in ("mask", "next_mask"))

@@ -191,7 +191,7 @@ def everywhere(rank: int, folder: str) -> dict:
             except ModuleNotFoundError as missing:
                 same = f"{missing}"
         words = [str(w.message) for w in caught]
-        found[name] = same, [one for one in words if "is not whole" in one or "holds the residuals of" in one]
+        found[name] = same, [one for one in words if "is incomplete" in one or "holds the residuals of" in one]
     return found
 
 

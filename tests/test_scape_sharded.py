@@ -69,7 +69,7 @@ def test_sharded_whichever_collective_fails_nothing_has_changed(late):
     for t in range(3):
         step(world, params, optimizers, gradients(2, t, SHAPES))
     for optimizer in optimizers:
-        optimizer._settle()
+        optimizer._session.settle_state()
     kept = [[p.detach().clone() for p in own] for own in params]
     state = [
         [{k: v.clone() for k, v in o.state[p].items()} for p in own] for o, own in zip(optimizers, params, strict=True)

@@ -149,7 +149,7 @@ def test_a_guess_that_leads_nowhere_loses_nothing(guess, selection):
         run.step()
     for _ in range(2):
         for optimizer in run.optimizers:
-            optimizer._settle()
+            optimizer._session.settle_state()
             for bucket in optimizer._buckets:
                 bucket.flat["threshold"].fill_(guess)
         run.step()

@@ -16,8 +16,7 @@ from conformance import Small, assert_same, every_average, loss, make_ranks, sna
 from sim import Ranks
 
 import compopt
-from compopt._engine import signals
-from compopt._engine.step import Step
+from compopt._engine.step import Step, defer_signals
 
 
 class Alarm(Exception):
@@ -41,7 +40,7 @@ def handlers():
 def test_handlers_run_when_the_block_has_ended_and_are_what_they_were():
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     done = []
-    with pytest.raises(KeyboardInterrupt), signals.defer_signals():
+    with pytest.raises(KeyboardInterrupt), defer_signals():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGALRM)
         done.append("all of the block")
@@ -50,7 +49,7 @@ def test_handlers_run_when_the_block_has_ended_and_are_what_they_were():
 
 
 def test_an_error_in_the_block_does_not_swallow_a_signal():
-    with pytest.raises(Alarm) as caught, signals.defer_signals():
+    with pytest.raises(Alarm) as caught, defer_signals():
         signal.raise_signal(signal.SIGALRM)
         raise ValueError("in the block")
     assert isinstance(caught.value.__context__, ValueError)
@@ -60,7 +59,7 @@ def test_other_threads_hold_nothing_back():
     said = []
 
     def work():
-        with signals.defer_signals():
+        with defer_signals():
             said.append(signal.getsignal(signal.SIGALRM) is raise_alarm)
 
     thread = threading.Thread(target=work)

@@ -185,7 +185,7 @@ def test_large_matrices_are_compressed_but_not_attentions_projections():
     ]  # fmt: skip
     groups = [{"params": named(*QKV[:2]), "compress": True}, {"params": named(*LINEAR[:2]), "compress": False}]
     assert compressed_of(compopt.TagcAdamW(groups)) == sorted(QKV[:2])
-    with pytest.raises(ValueError, match=r"select='mlp' chooses by name"):
+    with pytest.raises(ValueError, match=r"select='mlp' selects by name"):
         compopt.TagcAdamW([nn.Parameter(torch.zeros(64, 64))], select="mlp")
 
 

@@ -85,10 +85,10 @@ def test_ranks_tell_each_other_their_waits_in_turns():
     waits = [0.5, 0.25, 1.0]
     ranks = [WaitRecord() for _ in waits]
     for step in range(1, 13):
-        told = [rank.field_for(step, i, 3)[0] for i, rank in enumerate(ranks)]
+        told = [rank.make_field(step, i, 3)[0] for i, rank in enumerate(ranks)]
         for rank, seconds in zip(ranks, waits, strict=True):
             rank.note_field(step, 3, sum(told) / 3)
-            rank.add(seconds)
+            rank.add_wait(seconds)
             waited, for_ranks = rank.take_step()
             assert waited == seconds
             if step > 6:  # everyone has had a turn

@@ -11,7 +11,7 @@ from sim import SimCommunicator
 
 import compopt
 
-LEVEL = "is not whole"
+LEVEL = "is incomplete"
 
 
 def said(optimizer) -> tuple[dict, list[str]]:
@@ -64,8 +64,8 @@ def test_what_is_missing_is_said_once_by_the_rank_that_saves(case):
         assert said(optimizer)[1] == []
         return
     _, words = said(optimizer)
-    assert len(words) == 1 and f"{type(optimizer).__name__} is not whole: it " in words[0]
-    assert "it lacks what the other 2 ranks hold back (residual)" in words[0]
+    assert len(words) == 1 and f"{type(optimizer).__name__} is incomplete: it " in words[0]
+    assert "it lacks the residuals of the other 2 ranks (residual)" in words[0]
     assert ("holds rank 1's 33% of the moments (exp_avg" in words[0]) == case.sharded
     assert words[0].endswith("Call consolidate_state() on all ranks before rank 0 saves.")
     ranks.train(loss, 1)

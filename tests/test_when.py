@@ -37,7 +37,7 @@ def train(case, dense: float, compressed: float, monkeypatch, size: int = 2, **o
     def one_step() -> None:
         group = ranks.optimizers[0]._option_groups[0]
         ahead = group["step"] + (case.cls is compopt.RadiusAdamW)  # which counts its dense steps from 1
-        now[0] += dense if ahead < _when.start_of(group) else compressed
+        now[0] += dense if ahead < _when.count_dense_steps(group) else compressed
         ranks.train(loss, 1)
         ranks.phases.append(ranks.optimizers[0].stats.phase)
 
@@ -111,7 +111,7 @@ def test_only_groups_that_say_auto_are_tried(case, warmup_steps, monkeypatch):
     for _ in range(STEPS + 1):
         always, auto = ranks.optimizers[0].param_groups
         ahead = auto["step"] + (case.cls is compopt.RadiusAdamW)
-        now[0] += 1.0 if ahead < _when.start_of(auto) else 1.1
+        now[0] += 1.0 if ahead < _when.count_dense_steps(auto) else 1.1
         ranks.train(loss, 1)
     for optimizer in ranks.optimizers:
         assert optimizer.stats.when.startswith("dense: a compressed step took 1100.0 ms, a dense one 1000.0 ms")
@@ -128,7 +128,7 @@ def test_only_groups_that_say_auto_are_tried(case, warmup_steps, monkeypatch):
 def test_where_the_ranks_cannot_compare_their_times_no_step_is_half_taken(case, monkeypatch):
     """The exchange of times comes before anything of its step: what says "not applied" was not applied."""
     ranks = train(case, 1.0, 1.1, monkeypatch, when="auto")
-    while not ranks.optimizers[0]._session.trial.words():
+    while not ranks.optimizers[0]._session.trial.compute_medians():
         ranks.one_step()
     for optimizer in ranks.optimizers:
         optimizer.state_dict()  # waits for masks
@@ -157,7 +157,7 @@ def test_a_verdict_that_version_0_1_0_wrote_in_place_of_the_warm_up_is_read(case
     optimizer.load_state_dict(saved)
     group = optimizer._option_groups[0]
     assert (group["when"], group["pays"], group["warmup_steps"]) == ("auto", False, 7)
-    assert optimizer._session.trial is None and _when.start_of(group) == _when.FOREVER
+    assert optimizer._session.trial is None and _when.count_dense_steps(group) == _when.FOREVER
 
 
 def test_a_model_with_nothing_to_compress_is_not_tried():

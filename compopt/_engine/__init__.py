@@ -1,1 +1,1 @@
-"""What drives a step. README.md in this folder says what lives here and what it may import."""
+"""The engine, which drives steps; README.md in this folder lists its files."""

@@ -1,7 +1,7 @@
-"""The interface that every optimizer here shares with torch.optim: groups, closure, hooks, state,
+"""The interface that all classes share with torch.optim: groups, closure, hooks, state and
 checkpoints.
 
-Classes differ in their ``hooks``. The rest is in the session.
+Classes override ``hooks``. The data between steps is in the session.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim import Optimizer
 
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, PendingCollective, ProcessGroup
-from . import loading, missing_ranks, recovery, saving
+from . import checkpoint, missing_ranks, resharding
 from .hooks import OptimizerHooks
-from .options import Group, Setting, check_tensors, name_groups, refuse
-from .session import Role, Session, Sync
+from .options import Group, Setting, check_tensors, name_groups, refuse_unsupported
+from .session import Session, Sync
 from .stats import Stats
 from .step import start_in_backward, step_in_turns
 from .when import OPTIONS
 
-# told of every new optimizer (integrations.ddp listens)
-constructed: list[Callable[[CompressedOptimizer], None]] = []
-_has_integrations: ContextVar[bool] = ContextVar("compopt: optimizers are announced", default=True)
+# called with every new optimizer, by the integrations
+construction_callbacks: list[Callable[[CompressedOptimizer], None]] = []
+_has_integrations: ContextVar[bool] = ContextVar("compopt integrations", default=True)
 
 
 @contextmanager
 def without_integrations() -> Iterator[None]:
-    """Optimizers made in this block are stepped by another one: no integration looks for a model
-    with their parameters.
+    """Make optimizers in this block that another one steps: no integration searches for their
+    model.
     """
     token = _has_integrations.set(False)
     try:
@@ -45,12 +44,12 @@ def without_integrations() -> Iterator[None]:
         _has_integrations.reset(token)
 
 
-class CompressedOptimizer(Optimizer, OptimizerHooks):
+class CompressedOptimizer(OptimizerHooks):
     """Base of the optimizers that average their own gradients, compressed.
 
-    A step is all or nothing: when any rank has a non-finite gradient all ranks skip it, and when a
-    collective fails :class:`CommunicationError` is raised; parameters, state and step counts are
-    then as they were.
+    A step is all or nothing. If any rank has a non-finite gradient, all ranks skip the step. If a
+    collective fails, :class:`CommunicationError` is raised. In both cases parameters, state and
+    step counts do not change.
     """
 
     _session: Session
@@ -64,28 +63,27 @@ class CompressedOptimizer(Optimizer, OptimizerHooks):
     ):
         self.simulate = simulate
         self._session = Session(self, process_group)
-        trial = OPTIONS if "when" in defaults else {}
-        defaults = {**defaults, **trial, "compress": None, "step": 0}
-        self._check_defaults(defaults)
+        trial_options = OPTIONS if "when" in defaults else {}
+        defaults = {**defaults, **trial_options, "compress": None, "step": 0}
+        self._check_defaults(defaults)  # before parameters, as torch
         super().__init__(params, defaults)
         self._session.build_buckets()
-        for tell in constructed if _has_integrations.get() else ():
-            tell(self)
+        for on_construction in construction_callbacks if _has_integrations.get() else ():
+            on_construction(self)
 
     def _check_defaults(self, defaults: dict[str, Any]) -> None:
-        """Bad options are told before bad parameters, as torch does."""
         self.check_group({**defaults, "params": []})
 
-    # What users read
+    # Public attributes
 
     @property
     def stats(self) -> Stats:
-        """What the last step did."""
+        """Numbers of the last step."""
         return self._session.stats
 
     @property
     def comm(self) -> Communicator:
-        """The ranks this optimizer averages over; connected when first needed."""
+        """The ranks to average over; connected when first needed."""
         return self._session.comm
 
     @property
@@ -95,65 +93,61 @@ class CompressedOptimizer(Optimizer, OptimizerHooks):
 
     @property
     def backend(self) -> str:
-        """Their name; they are chosen once at construction."""
+        """The name of the kernels in use, chosen once at construction."""
         return self.ops.name
 
     @property
     def backend_reason(self) -> str:
-        """Why these, in words."""
+        """A sentence on why this backend was chosen."""
         return self.ops.reason
 
     @property
-    def told_of_steps(self) -> list[Callable[[], None]]:
-        """Called after every step: integrations that wait for one."""
+    def step_callbacks(self) -> list[Callable[[], None]]:
+        """Functions that integrations have called after every step."""
         return self._session.step_callbacks
 
     @property
     def _buckets(self) -> list[Bucket]:
         return self._session.buckets
 
-    def _settle(self) -> None:
-        self._session.settle_state()
-
     # Stepping
 
-    # torch.compile leaves it as it is. (torch.compiler.disable imports the compiler, at once.)
+    # excluded from torch.compile; torch.compiler.disable would import the compiler at once
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients over ranks, compressed, and update parameters. All ranks must call it.
 
-        Raises CommunicationError when a collective failed, ValueError when ranks differ in
-        settings, RuntimeError when the gradients were averaged before; in each case nothing was
-        applied.
+        Raises CommunicationError if a collective failed, ValueError if ranks differ in settings,
+        RuntimeError if the gradients were averaged before; nothing is applied then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         missing_ranks.run_step(self._session, self.step_in_turns())
-        for tell in tuple(self.told_of_steps):
-            tell()
+        for on_step in tuple(self.step_callbacks):
+            on_step()
         return loss
 
     def step_in_turns(self) -> Generator[PendingCollective, None, None]:
         """The step as a generator, which yields each collective it is about to wait for."""
         yield from step_in_turns(self._session)
 
-    # GradScaler then leaves unscaling and skipping to step(): all ranks agree
+    # step() unscales and skips instead of GradScaler, so that all ranks agree
     _step_supports_amp_scaling = True
 
     def rebind(self, process_group: ProcessGroup | Communicator | None = None) -> None:
-        """Go on over another group, from memory: after ranks were lost, or the group was made anew.
+        """Continue over another group, from memory, after ranks were lost or the group was made
+        anew.
 
-        All ranks of the new group call it. What was on its way is given up: masks on the wire are
-        chosen again by the next step. Ranks on which the step that failed was not applied, while it
-        was on others, take it over from those: afterwards ``param_groups[0]["step"]`` is the same
-        everywhere. The residuals of ranks that are gone are lost, those here stay; a warning says
-        so.
+        All ranks of the new group must call it. Exchanges in flight are dropped: the next step
+        chooses new masks. If only some ranks applied the failed step, the others copy it from
+        those: afterwards ``param_groups[0]["step"]`` is the same everywhere. The residuals of lost
+        ranks are lost, those of the others stay; a warning says so.
 
-        Raises ValueError when ranks are more than one step apart, or sharded state would have to go
-        to more ranks; CommunicationError when ranks fail again.
+        Raises ValueError if ranks are more than one step apart, or if sharded state would go to
+        more ranks; CommunicationError if ranks fail again.
         """
         for _ in self.rebind_in_turns(process_group):
             pass
@@ -162,28 +156,16 @@ class CompressedOptimizer(Optimizer, OptimizerHooks):
     def rebind_in_turns(
         self, process_group: ProcessGroup | Communicator | None = None
     ) -> Generator[PendingCollective, None, None]:
-        yield from recovery.rebind(self._session, process_group)
+        yield from resharding.rebind_session(self._session, process_group)
 
-    # What the integrations say
-
-    def take_over(self) -> None:
-        """From now on the gradients of a DDP come here as they are."""
-        self._session.role = Role.ACTIVE
-
-    def retire(self) -> None:
-        """Another optimizer has these parameters now: from here on ``step()`` says so."""
-        self._session.replace()
-
-    def handed_over(self) -> None:
-        """DDP has given back gradients of this backward, not averaged."""
-        self._session.has_local_gradients = True
+    # Calls of the integrations
 
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
-        """Backward has finished these parameters: start complete buckets, all but the last."""
+        """Start the exchanges of complete buckets: backward has finished ``params``."""
         start_in_backward(self._session, params)
 
     def backward_done(self) -> None:
-        """The backward that started buckets has ended."""
+        """End the exchanges of a backward: it has finished all gradients."""
         self._session.overlap.on_backward_end()
 
     # Groups
@@ -193,7 +175,7 @@ class CompressedOptimizer(Optimizer, OptimizerHooks):
         return [
             ("class", type(self).__name__ + sharded),
             *name_groups("group", self._option_groups, self._known_options),
-            # two backends round differently, and select differently among equals
+            # backends round differently, and select differently among equal values
             ("backend", self.backend),
         ]
 
@@ -205,20 +187,20 @@ class CompressedOptimizer(Optimizer, OptimizerHooks):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._admit(group)
+            self._check_new_group(group)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._lay_out(group)
+        self._lay_out_group(group)
 
-    def _admit(self, group: Group) -> None:
-        """Raise where a group cannot be taken as it is."""
+    def _check_new_group(self, group: Group) -> None:
+        """Raise if a group is invalid."""
         check_tensors(group)
-        refuse(group)
+        refuse_unsupported(group)
         self.check_group(group)
 
-    def _lay_out(self, group: Group) -> None:
-        """Make room for a group that has come after the optimizer was made."""
+    def _lay_out_group(self, group: Group) -> None:
+        """Lay out a group that was added after the optimizer was made."""
         if self._session.is_built:
             group["step"] = self._option_groups[0]["step"]
             self._session.rebuild_buckets()
@@ -226,48 +208,41 @@ class CompressedOptimizer(Optimizer, OptimizerHooks):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, and never communicates. Every state has its parameter's shape: masks are
-        booleans.
+        """Return the state as torch does, without communication. Every state has its parameter's
+        shape; masks are booleans.
 
         Residuals are the mean over ranks right after :meth:`consolidate_state`, else this rank's
-        own; the groups say which, under ``residuals``, and which ``class`` wrote them in which
-        ``format``. Where other ranks hold something that would be missing, one warning says so.
+        own. The groups record which, under ``residuals``, and the ``class`` and ``format``. A
+        warning says once if state of other ranks is missing.
         """
         saved = self._saved()
-        saving.warn_of_what_is_missing(self._session)
+        checkpoint.warn_of_missing_state(self._session)
         return saved
 
     def _saved(self) -> dict[str, Any]:
         session = self._session
-        saving.come_to_rest(session)
+        checkpoint.settle_for_saving(session)
         if session.has_foreign_state:
             session.rebuild_buckets()
         saved: dict[str, Any] = super().state_dict()
-        saving.complete(session, saved)
+        checkpoint.complete_state_dict(session, saved)
         return saved
-
-    def _signature(self, group: Group) -> dict[str, Any]:
-        return saving.signature(self._session, group)
-
-    def _groups_of(self, state_dict: dict[str, Any]) -> list[Group]:
-        return loading.groups_of(self._session, state_dict)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but dtypes are kept: masks stay bits, residuals as precise as they were. All
-        ranks must load.
+        """Load a checkpoint of this class or of ``torch.optim.AdamW``. All ranks must load.
 
-        Of groups everything is taken over, but the names of parameters.
+        Unlike torch's it preserves dtypes: masks stay bits, residuals keep their precision. It
+        loads all entries of groups, except the names of parameters.
 
-        Also takes a checkpoint of ``torch.optim.AdamW``. Raises ValueError, with nothing loaded,
-        when it does not fit.
+        Raises ValueError, with nothing loaded, if the checkpoint does not fit.
         """
         session = self._session
         session.settle_state()
         session.overlap.discard()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        loading.load(session, state_dict)
+        checkpoint.load_state(session, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
         session.consolidated_at = None
@@ -279,31 +254,31 @@ class CompressedOptimizer(Optimizer, OptimizerHooks):
         """Replace each rank's residuals by their mean over ranks, and gather sharded state. All
         ranks must call it, before ``state_dict``.
 
-        Only the mean ever reaches the model, so training goes on as before, and a checkpoint
+        Only the mean ever reaches the model, so training continues as before, and a checkpoint
         restores on any number of ranks.
 
         Args:
             patience: seconds to wait until all ranks have called it. None: rank 0 waits 10, the
                 others half an hour for rank 0, which may evaluate before.
 
-        Raises CommunicationError, with nothing changed, when ranks did not come, or are in
-        ``step()`` instead; ValueError when they consolidate different optimizers.
+        Raises CommunicationError, with nothing changed, if some ranks have not called it, or are in
+        ``step()`` instead; ValueError if they consolidate different optimizers.
         """
-        saving.come_to_rest(self._session)
+        checkpoint.settle_for_saving(self._session)
         missing_ranks.meet_to_consolidate(self._session, patience)
         for _ in self.consolidate_in_turns():
             pass
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """``consolidate_state()``, under the name that Lightning and Fabric call on all ranks
-        before they save, after ``torch.distributed.optim.ZeroRedundancyOptimizer``.
+        """Call ``consolidate_state()``, under the name that Lightning and Fabric call on all ranks
+        before they save (from ``torch.distributed.optim.ZeroRedundancyOptimizer``).
 
-        ``to``: taken for their sake. The state is whole on every rank.
+        ``to`` is ignored: every rank gets the complete state.
         """
         self.consolidate_state()
 
     def consolidate_in_turns(self) -> Generator[PendingCollective, None, None]:
-        yield from saving.consolidate(self._session)
+        yield from checkpoint.consolidate_in_turns(self._session)
 
     # Copies
 
@@ -313,18 +288,25 @@ class CompressedOptimizer(Optimizer, OptimizerHooks):
                 "an optimizer with a process_group cannot be pickled: save its state_dict() "
                 "instead."
             )
-        saving.come_to_rest(self._session)
+        checkpoint.settle_for_saving(self._session)
         return self._contents()
 
     def _contents(self) -> dict[str, Any]:
-        """What a copy is made from; the rest is rebuilt."""
-        return {**super().__getstate__(), **saving.contents(self._session)}
+        """Return the attributes that a copy is made from; the rest is rebuilt."""
+        return {
+            **super().__getstate__(),
+            "sharded": self.sharded,
+            "offload": self.offload,
+            "simulate": self.simulate,
+            "_parameters": self._session.parameters,
+            "_trainable": self._session.trainable,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._revive(state, None)
 
     def _revive(self, contents: dict[str, Any], group: ProcessGroup | Communicator | None) -> None:
-        """Become a copy of what had these contents."""
+        """Become a copy of the optimizer with these contents."""
         contents = dict(contents)
         self._session = Session(
             self, group, contents.pop("_parameters"), contents.pop("_trainable")
@@ -333,7 +315,7 @@ class CompressedOptimizer(Optimizer, OptimizerHooks):
         self._session.build_buckets()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedOptimizer:
-        saving.come_to_rest(self._session)
+        checkpoint.settle_for_saving(self._session)
         new = type(self).__new__(type(self))
         new._revive(copy.deepcopy(self._contents(), memo), self._session.group)
         return new

@@ -1,9 +1,9 @@
-"""The step decision: whether all ranks apply a step, skip it, or cannot take it.
+"""The step decision: all ranks apply a step, skip it, or raise.
 
-Every rank decides by numbers that all ranks hold alike: the averaged headers and control fields of
-the payloads, and the norm of the average. Where ranks hold different parts of the model, or of the
-averaged gradient, one more message combines their decisions. The rules are in ``read_decision``,
-for all settings.
+Every rank decides from numbers that are equal on all ranks: the averaged headers and control fields
+of the payloads, and the norm of the average. If ranks hold different parts of the model, or of the
+averaged gradient, one more message combines their decisions. ``read_decision`` has the rules for
+all cases.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
-from torch import Tensor
 
 from .._ops.norms import squared_norms, stacked_squared_norms
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, profiler_range
 from .._wire.payload import bits_differ
-from .._wire.requests import AllReduceMean, CommunicationError
+from .._wire.requests import CommunicationError
 from .exchange import Exchange
-from .turns import Turns, ask
+from .turns import Turns, sum_over_groups
 
 ELSEWHERE = -1  # the index of a bucket that another rank of the model holds
 
 
 @dataclass
 class StepDecision:
-    """What all ranks decide about one step, and by what.
+    """The outcome of one step, which all ranks share, and the reasons for it.
 
-    A step with ``non_finite`` gradients is skipped. It fails where ranks cannot go on as they are:
-    ``mismatched``, ``unsent`` or ``misplaced``.
+    A step with ``non_finite`` gradients is skipped. It fails if ranks are ``mismatched``, or
+    payloads ``unsent`` or ``misplaced``.
     """
 
     exchanges: list[Exchange] = field(default_factory=list)
@@ -49,23 +48,23 @@ class StepDecision:
     unsent: bool = False
     # indices of buckets whose payload met one of another bucket or step
     misplaced: list[int] = field(default_factory=list)
-    early_buckets: int = 0  # buckets whose exchange began in backward, and counted
-    resent: bool = False  # what was sent in backward was stale, and went out again
+    early_buckets: int = 0  # buckets whose payload from backward was used
+    resent: bool = False  # payloads from backward were stale, and were sent again
 
     @property
     def failed(self) -> bool:
-        """Whether ranks cannot go on as they are."""
+        """True if all ranks must raise."""
         return bool(self.mismatched or self.unsent or self.misplaced)
 
     @property
     def applied(self) -> bool:
-        """Whether the step is applied; else it is skipped, or has failed."""
+        """True if the step is neither skipped nor failed."""
         return not (self.non_finite or self.failed)
 
     def take_error(self, known: Exception | None = None) -> Exception | None:
-        """Return why this rank could not send its gradients: ``known``, or what an exchange raised.
+        """Return why this rank could not send its gradients: ``known``, or an exchange's error.
 
-        The error is not kept, because its frames hold this object.
+        The exchanges drop their errors, whose frames refer to this object.
         """
         errors = [exchange.error for exchange in self.exchanges if exchange.error is not None]
         for exchange in self.exchanges:
@@ -74,7 +73,7 @@ class StepDecision:
 
 
 def error_of_misplaced(decision: StepDecision, buckets: Sequence[Bucket]) -> CommunicationError:
-    """The error where payloads of different buckets or steps met."""
+    """Return the error to raise if payloads of different buckets or steps were averaged."""
     where = ", ".join(
         f"bucket {i}, of {buckets[i].names[0]}" if i >= 0 else "another shard"
         for i in decision.misplaced
@@ -87,7 +86,7 @@ def error_of_misplaced(decision: StepDecision, buckets: Sequence[Bucket]) -> Com
 
 
 def read_decision(exchanges: list[Exchange]) -> StepDecision:
-    """Decide by what these exchanges have averaged. The host waits for the device here."""
+    """Decide from the averages of these exchanges. The host waits for the device here."""
     with profiler_range("compopt::decide"):
         numbers: Iterator[float] = iter(read_numbers(exchanges))
     norms = [exchange.agreement.squared_norm for exchange in exchanges]
@@ -115,20 +114,15 @@ def read_decision(exchanges: list[Exchange]) -> StepDecision:
 def combine_decisions(
     decision: StepDecision, groups: Sequence[Communicator], device: torch.device
 ) -> Turns[None]:
-    """Make ``decision`` that of all ranks of these groups, each of which has averaged another part
-    of the gradient; the norm is that of all parts.
-
-    Groups are dimensions of a mesh, one after another.
+    """Combine ``decision`` with those of all ranks of these groups, each of which has averaged
+    another part of the gradient. ``groups`` are dimensions of a mesh.
     """
     if not groups:
         return
     facts = [decision.non_finite, decision.mismatched, decision.unsent, decision.misplaced]
     fields = [0.0 if decision.non_finite else decision.norm**2, *(float(bool(x)) for x in facts)]
-    message = torch.tensor(fields, dtype=torch.float64, device=device)
-    for comm in groups:
-        mean = yield from ask(comm, AllReduceMean(message))
-        message = mean * comm.size
-    squared, non_finite, mismatched, unsent, misplaced = message.tolist()
+    sums = yield from sum_over_groups(groups, fields, device)
+    squared, non_finite, mismatched, unsent, misplaced = sums
     decision.norm = squared**0.5
     decision.mismatched, decision.unsent = mismatched > 0, unsent > 0
     if non_finite:
@@ -138,24 +132,20 @@ def combine_decisions(
 
 
 def read_numbers(exchanges: list[Exchange]) -> list[float]:
-    """Read all numbers that decide: the squared norms of all averages, then the header and the
-    control fields of each payload.
+    """Read all numbers of the decision from the device: the squared norms of all averages, then the
+    header and the control fields of each payload.
     """
-    device = exchanges[-1].bucket.device
-    payloads = [exchange.agreement.payload for exchange in exchanges]
+    device, agreed = exchanges[-1].bucket.device, [exchange.agreement for exchange in exchanges]
+    payloads = [agreement.payload for agreement in agreed]
     fields = [p.flat[: p.flat.numel() - p.body.numel()].to(device) for p in payloads]
-    squares = _squared_norms(exchanges, device)
-    numbers: list[float] = torch.cat([squares, torch.cat(fields).double()]).tolist()
-    return numbers
-
-
-def _squared_norms(exchanges: list[Exchange], device: torch.device) -> Tensor:
-    """The squared norm of every average, which every rank computes and clips by."""
+    # norms that the generator has not computed, for all buckets together
     clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
-    agreed = [exchange.agreement for exchange in exchanges]
     bodies = [a.payload.body for a in agreed if a.squared_norm is None]
     if len(bodies) == len(agreed) and all(body.device == device for body in bodies):
-        return stacked_squared_norms(bodies, clips)
-    computed = iter(squared_norms(bodies, clips))
-    squares = [next(computed) if a.squared_norm is None else a.squared_norm for a in agreed]
-    return torch.cat([square.to(device).view(-1) for square in squares])
+        squares = stacked_squared_norms(bodies, clips)
+    else:
+        computed = iter(squared_norms(bodies, clips))
+        norms = [next(computed) if a.squared_norm is None else a.squared_norm for a in agreed]
+        squares = torch.cat([square.to(device).view(-1) for square in norms])
+    numbers: list[float] = torch.cat([squares, torch.cat(fields).double()]).tolist()
+    return numbers

@@ -1,16 +1,16 @@
 """The hooks through which a session drives its optimizer.
 
-A class of optimizers defines which state it keeps (``state_specs``), how one bucket steps
-(``algorithm``), and checks its options (``check_group``). All other hooks have a default.
+A class must define its state (``state_specs``), the step of one bucket (``algorithm``) and the
+checks of its options (``check_group``). All other hooks have a default.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .._state.buckets import Bucket
 from .._state.layouts import Dense, Layout, Sharded
@@ -22,137 +22,127 @@ from .stats import Stats
 
 
 class Averager(Protocol):
-    """Averages gradients in backward, in place of FSDP's reduce-scatter: see ``inside``."""
+    """Averages gradients in backward, in place of FSDP2's reduce-scatter (see ``inside``)."""
 
     @property
     def dense_bytes(self) -> int:
-        """The bytes that FSDP would send in a step."""
+        """The bytes that FSDP2 would send in a step."""
 
     def check(self) -> None:
-        """Raise where the gradients of this step are not what backward averaged."""
+        """Raise if the step cannot use the gradients that backward averaged."""
 
 
-class OptimizerHooks:
-    """What a class of optimizers defines, beside torch's groups and state."""
+class OptimizerHooks(Optimizer):
+    """The attributes and methods that classes of optimizers override."""
 
-    defaults: dict[str, Any]
-    param_groups: list[Group]
-    state: defaultdict[Tensor, Any]
-
-    # per-rank state of which only the mean over ranks ever matters
+    # per-rank state of which only the mean over ranks matters
     averaged_state: tuple[str, ...] = ()
-    # sharded state that its owner alone sends, once
+    # sharded state that only its owner sends, once
     sent_once: tuple[str, ...] = ()
-    # masks that the next step chooses anew where they are lost (all zero)
+    # masks that the next step chooses anew if they are all zero
     chosen_state: tuple[str, ...] = ()
-    # each rank keeps state of its own shard only, and parameters are gathered in the step
+    # each rank keeps the state of its own shards, and the step gathers parameters
     sharded = False
-    # FSDP cuts the parameters over the ranks to average with, and this optimizer averages in place
-    # of its reduce-scatter
+    # FSDP2 shards the parameters over this optimizer's ranks, and the optimizer replaces its
+    # reduce-scatter
     reduces_inside = False
-    inside: Averager | None = None  # which then averages in backward
-    # though state is sharded: every rank updates all masters
+    inside: Averager | None = None  # averages in backward if reduces_inside
+    # every rank updates all masters, although other state is sharded
     whole_masters = False
-    # what of the state lives in host memory: "residual", "all" (masters too), or nothing
+    # state in host memory: "residual", "all" (masters too), or None
     offload: str | None = None
-    # compress also where there is no other rank: one process then shows what many do
+    # compress in a single process too
     simulate = False
-    # steps skipped in a row after which step() raises; set it on the optimizer to change it
+    # consecutive skipped steps after which step() raises; users may set it
     max_skipped = 100
-    # every so many steps a checksum of the parameters rides in the payload; 0: never
+    # the interval at which payloads carry a checksum of the parameters, in steps; 0: never
     check_replicas_every = 0
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the step that comes averages gradients over ranks; else it is a rank's own, and
-        nobody has to collect them.
-        """
+        """True if the coming step averages gradients over ranks."""
         return True
 
     @property
     def has_equal_replicas(self) -> bool:
-        """Whether parameters are the same on all ranks between steps."""
+        """True if parameters are equal on all ranks between steps."""
         return not self.reduces_inside
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+        """Return the layout of each state, by name; ``dtype`` is that of the computation."""
         raise NotImplementedError
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
+        """Return the generator that steps one bucket."""
         raise NotImplementedError
 
     def reduces_as_matrix(self, bucket: Bucket, i: int) -> bool:
-        """Whether the coming step's reducer needs tensor i in its shape; else it takes a vector,
-        whatever the order of its elements.
+        """Return True if the coming step's reducer needs tensor i in its shape, not as a vector
+        with its elements in any order.
         """
         return False
 
     def check_group(self, group: Group) -> None:
+        """Raise ValueError if an option of ``group`` is invalid; normalize options in place."""
         raise NotImplementedError
 
     def is_compressed(self, p: Tensor, group: Group, name: str) -> bool:
-        """Whether ``p`` is compressed: what its group says, else matrices and larger of at least
-        4096 elements.
-        """
+        """Return the group's ``compress``; by default True for matrices of 4096 elements."""
         return is_compressed(p, group)
 
     def before_layout(self) -> None:
-        """Called before buckets and state are laid out, at first and whenever groups, ranks or a
-        checkpoint come.
+        """Called before buckets and state are laid out, first in the constructor, and again after
+        groups, ranks or a checkpoint have changed.
         """
 
     def after_layout(self) -> None:
-        """Called when they are laid out."""
+        """Called after buckets and state are laid out."""
 
     def restore(self, bucket: Bucket) -> None:
-        """Rebuild what ``bucket.cache`` derives from state, after it was set from outside."""
+        """Rebuild ``bucket.cache`` from the bucket's state, which was just laid out or loaded."""
 
     def tidy(self, bucket: Bucket) -> None:
-        """Bring state that is kept in a cheaper form during training to what it means, before it is
-        read.
-        """
+        """Bring state into its public form, if steps keep it in a cheaper one."""
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float | None:
-        """About how many values a compressed step sends of a bucket; None where nobody knows."""
+        """Estimate how many values a compressed step sends of a bucket; None if unknown."""
         return None
 
     def before_exchange(self) -> None:
-        """Called at the start of a step, when the gradients are what will be sent."""
+        """Called at the start of a step, after gradients are unscaled."""
         if self.inside is not None:
             self.inside.check()
 
     def committed(self) -> None:
-        """Called when all buckets have committed a step, before it is counted."""
+        """Called after all buckets have committed a step, before it is counted."""
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
-        """``stats`` of the step that has just ended, with more where a class knows more."""
+        """Return ``stats`` of the step that has just ended, with additions of the class."""
         if self.inside is not None:
             stats.bytes_dense = self.inside.dense_bytes
         return stats
 
     def on_fallback(self) -> None:
-        """Called when all ranks go on with PyTorch's operators."""
+        """Called when all ranks fall back to PyTorch's operators."""
 
     @property
     def _option_groups(self) -> list[Group]:
-        """The groups that hold the options of this class: ``param_groups``, unless it wraps another
-        optimizer's.
+        """The groups with the options of this class: ``param_groups``, unless it wraps another
+        optimizer.
         """
         return self.param_groups
 
     @property
     def _known_options(self) -> set[str]:
-        """The names of these options.
-
-        Whatever else a group holds is the user's, and nothing here looks at it.
-        """
+        """The names of the options of this class; other entries of a group are the user's."""
         return set(self.defaults)
 
     def _settings(self) -> list[Setting]:
-        """What must be the same on all ranks, step for step; more of it where a class has more."""
+        """Return the settings that must be equal on all ranks in every step."""
         raise NotImplementedError
 
     def _specs(self, bucket: Bucket) -> dict[str, Layout]:
-        """The state of a bucket's tensors: the class's, and masters of low precision."""
+        """Return the layouts of a bucket's state: the class's, and masters for low precision."""
         low = bucket.dtype.itemsize < 4
         specs = self.state_specs(torch.float32 if low else bucket.dtype)
         if not low:
@@ -160,14 +150,6 @@ class OptimizerHooks:
         layout = Sharded if self.sharded and not self.whole_masters else Dense
         return {**specs, "master": layout(torch.float32)}
 
-    # Torch's
-
-    def state_dict(self) -> dict[str, Any]:
-        raise NotImplementedError
-
     def _saved(self) -> dict[str, Any]:
-        """The state dict, without a word of what it may lack."""
-        raise NotImplementedError
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Return the state dict, without warning of state that is missing."""
         raise NotImplementedError

@@ -1,10 +1,10 @@
-"""Ranks that others wait for in vain, told through the store of the process group.
+"""Ranks that will not join a collective, reported through the store of the process group.
 
-Before ``consolidate_state()`` exchanges anything, ranks meet there: ``if rank == 0:
-optimizer.consolidate_state()`` is a habit, and a collective on rank 0 alone hangs. A rank that is
-interrupted within a step, or has lost masks that the others still have, leaves a note there. Ranks
-that wait in the step look for notes after a while, and raise; nobody applies the step. Their
-collectives are then out of step, so they continue over a new group.
+Before ``consolidate_state()`` exchanges anything, ranks meet at the store: ``if rank == 0:
+optimizer.consolidate_state()`` is a common mistake, and a collective on rank 0 alone hangs. A rank
+that is interrupted within a step, or has lost masks that the others still have, posts a note to the
+store. Ranks that wait in the step look for notes after a while, and raise; no rank applies the
+step. Their collectives no longer match, so they continue over a new group.
 """
 
 from __future__ import annotations
@@ -26,33 +26,40 @@ ADVICE = "call it on all ranks, before `if rank == 0:`"
 
 
 class Note(Enum):
-    """Why a rank has left a note."""
+    """The kind of a note."""
 
-    LEFT = "left"  # it does not finish the step after the last one that it applied
+    LEFT = "left"  # the rank does not finish the step after the last one that it applied
     LOST_MASKS = "lost masks"  # the same, unless all ranks have lost them
-    CONSOLIDATES = "consolidates"  # it waited in consolidate_state(), and gave up
+    CONSOLIDATES = "consolidates"  # the rank waited in consolidate_state(), and gave up
 
 
 class RankLeft(BaseException):
-    """Thrown into a step that waits for a rank that will not come: it drains no collectives."""
+    """Ends a step that waits for a missing rank, without waiting for its collectives."""
 
 
 # Consolidation
 
 
 def meet_to_consolidate(session: Session, patience: float | None) -> None:
-    """Wait until all ranks have come to consolidate the same optimizer.
+    """Wait until all ranks have called ``consolidate_state()`` on the same optimizer.
 
-    Raises CommunicationError, with nothing started, where some are missing after ``patience``
-    seconds; ValueError where ranks have come for different optimizers.
+    Raises CommunicationError, with nothing started, if some have not after ``patience`` seconds;
+    ValueError if they consolidate different optimizers.
     """
-    store = session.comm.store
-    if store is None or not (session.optimizer.averaged_state or session.optimizer.sharded):
+    store, names = session.comm.store, session.optimizer.averaged_state
+    if store is None or not (names or session.optimizer.sharded):
         return
+    averaged = sum(bucket.flat[name].numel() for bucket in session.buckets for name in names)
+    sharded = sum(
+        bucket.shards.most * len(bucket.sharded_names)
+        for bucket in session.buckets
+        if bucket.is_sharded
+    )
+    state = f"{averaged} elements of {', '.join(names) or 'nothing'}, {sharded} in shards"
     if patience is None:
         patience = PATIENCE if store.rank == 0 else PATIENCE_WITH_RANK_0
     try:
-        described = store.meet(_describe_state(session), patience)
+        described = store.meet(f"{session.name}, {state}", patience)
     except RanksMissing as error:
         who = f"rank {store.rank}"
         post_note(session, Note.CONSOLIDATES, f"{who} was in consolidate_state(): {ADVICE}")
@@ -62,33 +69,22 @@ def meet_to_consolidate(session: Session, patience: float | None) -> None:
         ) from None
     except RuntimeError as error:
         raise CommunicationError(
-            "consolidate_state() could not ask the other ranks, for the store of their process "
-            f"group does not answer: {error}"
+            "consolidate_state() could not reach the other ranks, because the store of their "
+            f"process group does not answer: {error}"
         ) from error
-    for rank, theirs in enumerate(described):
-        if theirs != described[0]:
+    for rank, description in enumerate(described):
+        if description != described[0]:
             raise ValueError(
                 f"ranks differ in consolidate_state(): rank 0 has {described[0]}, rank {rank} has "
-                f"{theirs}: consolidate the same optimizers in the same order on all ranks."
+                f"{description}: consolidate the same optimizers in the same order on all ranks."
             )
-
-
-def _describe_state(session: Session) -> str:
-    names = session.optimizer.averaged_state
-    held = sum(bucket.flat[name].numel() for bucket in session.buckets for name in names)
-    cut = sum(
-        bucket.shards.most * len(bucket.sharded_names)
-        for bucket in session.buckets
-        if bucket.is_sharded
-    )
-    return f"{session.name}, {held} elements of {', '.join(names) or 'nothing'}, {cut} in shards"
 
 
 # Steps
 
 
 def run_step(session: Session, turns: Turns[None]) -> None:
-    """Run a step to its end; where it waits for long, look whether a rank has left it."""
+    """Run a step to its end; while it waits, look for notes of ranks that have left it."""
     withdraw_note(session)
     try:
         for pending in turns:
@@ -99,7 +95,7 @@ def run_step(session: Session, turns: Turns[None]) -> None:
                     if sentence := find_missing_rank(session):
                         post_note(session, Note.LEFT, sentence)
                         raise RankLeft(sentence)
-            except BaseException as error:  # as if it were raised where the step waits
+            except BaseException as error:  # raise it where the step waits
                 turns.throw(error)
     except Exception:
         raise
@@ -110,26 +106,17 @@ def run_step(session: Session, turns: Turns[None]) -> None:
     withdraw_note(session)
 
 
-def post_lost_masks(session: Session) -> None:
-    """Tell the other ranks that this one has lost its masks."""
-    who = f"rank {session.comm.rank}"
-    post_note(
-        session,
-        Note.LOST_MASKS,
-        f"{who} lost the masks that followed step {session.steps}, and others have them",
-    )
-
-
 def post_note(session: Session, kind: Note, sentence: str) -> None:
-    """Leave a note until this rank's next step, which may be the one that it is in."""
+    """Post a note of this rank, in place of an earlier one, until ``withdraw_note``."""
     session.posted_note = kind.value
     if session.comm.store is not None:
         with contextlib.suppress(RuntimeError):
-            session.comm.store.post_note(json.dumps([*_mark(session), kind.value, sentence]))
+            note = [*_identify_step(session), kind.value, sentence]
+            session.comm.store.post_note(json.dumps(note))
 
 
 def withdraw_note(session: Session) -> None:
-    """Remove this rank's note, if it has left one: it comes to the steps that follow."""
+    """Remove this rank's note, if there is one: the rank takes part again."""
     if session.posted_note and session.comm.store is not None:
         with contextlib.suppress(RuntimeError):
             session.comm.store.post_note("")
@@ -137,7 +124,7 @@ def withdraw_note(session: Session) -> None:
 
 
 def find_missing_rank(session: Session) -> str:
-    """Say which rank will not come to the running step, and why; nothing where all may come."""
+    """Return which rank will not join the running step, and why; empty if no note says so."""
     for kind, sentence in _read_notes(session):
         both_lost = kind is Note.LOST_MASKS and session.posted_note == kind.value
         if kind is not Note.CONSOLIDATES and not both_lost:
@@ -146,20 +133,20 @@ def find_missing_rank(session: Session) -> str:
 
 
 def explain_failure(session: Session) -> str:
-    """What the notes of other ranks say about a step that has failed."""
+    """Return, in brackets, a note of another rank about the failed step, if there is one."""
     return "".join(f" ({sentence})" for _, sentence in _read_notes(session)[:1])
 
 
 def _read_notes(session: Session) -> list[tuple[Note, str]]:
-    """Read the notes of ranks that have applied no more steps of this optimizer than this one."""
-    store, (name, steps) = session.comm.store, _mark(session)
+    """Read the notes of ranks that have applied no more steps of this optimizer than this rank."""
+    store, (name, steps) = session.comm.store, _identify_step(session)
     notes = []
     if store is not None:
         with contextlib.suppress(RuntimeError):
             notes = [json.loads(text) for text in store.read_notes().values() if text]
-    return [(Note(kind), text) for theirs, n, kind, text in notes if theirs == name and n <= steps]
+    return [(Note(kind), text) for owner, n, kind, text in notes if owner == name and n <= steps]
 
 
-def _mark(session: Session) -> tuple[str, int]:
-    """Of which optimizer and which step a note speaks."""
+def _identify_step(session: Session) -> tuple[str, int]:
+    """Return the optimizer and the step that a note refers to."""
     return f"{session.name} of {len(session.parameters)} parameters", session.steps

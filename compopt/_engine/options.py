@@ -1,9 +1,8 @@
 """Options of parameter groups: their checks, and the form in which ranks compare them.
 
 Every error names the argument and its value. A group may hold anything beside the options of its
-class: what a scheduler put there, a name, a function. Ranks compare the options that the class
-knows, as text that is the same in every process, whatever the address of an object or the order in
-which a process walks through a set.
+class: a scheduler's values, a name, a function. Ranks compare the options that the class knows, as
+text that is the same in every process, whatever the address of an object or the order of a set.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from .._wire.warning import warn
 from .when import OPTIONS
 
 Group = dict[str, Any]  # one of torch's parameter groups: "params", and options by name
-# What a group, a class or a base is called in a message, and its options or its name.
+# the name of a group, a class or a base in a message, and its options or its name
 Setting = tuple[str, Any]
 
-# Options that may change from step to step without a handshake: they change no message's length.
+# options that may change between steps without a handshake: they change no message's length
 FREE = {"step", "lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
 
-# Most options are of these types. Whether a value is a number of another kind takes ten times as
-# long to tell, and every step looks at every option.
+# The types of most options, tested first: tests for other numbers take ten times as long, and
+# every step describes every option.
 PLAIN = {type(None), bool, int, float, str}
 
-# options of torch.optim.AdamW that nothing here can follow, and why
+# options of torch.optim.AdamW that are not supported, and why
 NEVER = {
     "amsgrad": "largest second moments are not kept",
     "differentiable": "a step that goes over the network has no gradient",
@@ -65,18 +64,18 @@ def check_adam(group: dict[str, Any]) -> None:
             )
 
 
-def take_torchs(
+def check_torch_options(
     amsgrad: bool,
     foreach: bool | None,
     capturable: bool,
     differentiable: bool,
     fused: bool | None,
 ) -> None:
-    """Take torch's options of how to compute, for a class that has AdamW's signature.
+    """Check torch's options of how to compute, for a class with AdamW's signature.
 
-    Raises ValueError where one cannot be; warns, on rank 0, where one changes nothing.
+    Raises ValueError for an unsupported one; warns, on rank 0, about one that changes nothing.
     """
-    refuse(dict(amsgrad=amsgrad, differentiable=differentiable))
+    refuse_unsupported(dict(amsgrad=amsgrad, differentiable=differentiable))
     ignored = dict(foreach=foreach, fused=fused, capturable=capturable)
     names = [f"{name}=True" for name, value in ignored.items() if value]
     if names:
@@ -98,15 +97,15 @@ def ignore_capturable(capturable: bool) -> None:
         )
 
 
-def refuse(options: Mapping[str, Any]) -> None:
-    """Raise ValueError where a group asks for what nothing here can follow."""
+def refuse_unsupported(options: Mapping[str, Any]) -> None:
+    """Raise ValueError if a group has an option of AdamW that is not supported."""
     for name, why in NEVER.items():
         if options.get(name):
-            raise ValueError(f"{name}=True cannot be followed here: {why}. Pass {name}=False.")
+            raise ValueError(f"{name}=True is not supported: {why}. Pass {name}=False.")
 
 
 def check_tensors(group: Mapping[str, Any]) -> None:
-    """Raise where a group holds a tensor that cannot be averaged or stepped."""
+    """Raise if a group holds a complex tensor, or one without memory."""
     names = group.get("param_names") or [""] * len(group["params"])
     for p, name in zip(group["params"], names, strict=True):
         tensor = f"tensor {name} of" if name else "tensor of"
@@ -118,15 +117,13 @@ def check_tensors(group: Mapping[str, Any]) -> None:
         if p.is_meta:
             raise ValueError(
                 f"params holds a {tensor} shape {tuple(p.shape)} on the meta device: call "
-                "model.to_empty and initialise it before the optimizer is made."
+                "model.to_empty() and initialise it before the optimizer is made."
             )
 
 
 def check_compression(group: dict[str, Any]) -> None:
-    """Check the options that every compressing class has, and bring them into the form that groups
-    keep.
-    """
-    when = group.setdefault("when", "always")  # an older checkpoint does not say
+    """Check the options that all compressing classes share, and normalize them in ``group``."""
+    when = group.setdefault("when", "always")  # missing in older checkpoints
     require(when in ("always", "auto"), "when", when, "'always' or 'auto'")
     for name, value in OPTIONS.items():
         group.setdefault(name, value)
@@ -140,21 +137,19 @@ def check_steps(group: dict[str, Any], name: str) -> None:
     given, total = group[name], group.setdefault("total_steps", None)
     counts = isinstance(total, int) and not isinstance(total, bool) and total >= 1
     require(total is None or counts, "total_steps", total, "None or an integer >= 1")
-    whole = not isinstance(given, str | None) and given >= 0 and int(given) == given
-    share = isinstance(given, float) and 0 < given < 1
+    is_count = not isinstance(given, str | None) and given >= 0 and int(given) == given
+    is_share = isinstance(given, float) and 0 < given < 1
     wanted = "a number of steps >= 0, or a share of total_steps in (0, 1)"
-    require(whole or share, name, given, wanted)
-    if share and total is None:
+    require(is_count or is_share, name, given, wanted)
+    if is_share and total is None:
         raise ValueError(
             f"{name}={given} is a share of total_steps, which is not given: pass total_steps=, the "
             "number of steps of the run, or a number of steps."
         )
 
 
-def check_payload(group: dict[str, Any], owed: bool = False) -> None:
-    """Check how much is sent of an averaged gradient, and how it is rounded; ``owed``: what that
-    takes off is owed, of every tensor.
-    """
+def check_payload(group: dict[str, Any], has_residual: bool = False) -> None:
+    """Check clip and payload dtype; ``has_residual``: every tensor keeps its rounding error."""
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")
     group["payload_dtype"] = dtype_name(dtype)
@@ -164,15 +159,15 @@ def check_payload(group: dict[str, Any], owed: bool = False) -> None:
         dtype,
         f"None, {PAYLOAD_DTYPE_NAMES} or the torch.dtype of that name",
     )
-    if not owed and quantized_bits(dtype) == 2:
+    if not has_residual and quantized_bits(dtype) == 2:
         raise ValueError(
-            f"payload_dtype={dtype!r} is for Average and LocalSteps: what 2 bits take off would be "
-            "missing from tensors that are not compressed, and is owed only there. Use 'int4'."
+            f"payload_dtype={dtype!r} is for Average and LocalSteps, which keep the rounding error "
+            "of every tensor; other classes keep only that of compressed ones. Use 'int4'."
         )
 
 
 def check_compress(group: dict[str, Any]) -> None:
-    """Check what a group says of its compression."""
+    """Check a group's ``compress``."""
     require(
         group["compress"] in (None, True, False),
         "compress",
@@ -182,44 +177,44 @@ def check_compress(group: dict[str, Any]) -> None:
 
 
 def check_adams(group: dict[str, Any]) -> None:
-    """Check the options that AdamS-like classes have."""
+    """Check the options that AdamS-like classes share."""
     check_adam(group)
-    known = ("scape", "adams")
     require(
-        group["bias_correction"] in known,
+        group["bias_correction"] in ("scape", "adams"),
         "bias_correction",
         group["bias_correction"],
         "'scape' or 'adams'",
     )
 
 
-# What ranks compare
+# The form in which ranks compare options
 
 
 def name_groups(name: str, groups: list[Group], known: Iterable[str]) -> list[Setting]:
     """List the ``known`` options of each group, as ``name`` and its number."""
-    return [(f"{name} {number}", known_of(group, known)) for number, group in enumerate(groups)]
+    numbered = enumerate(groups)
+    return [(f"{name} {number}", select_options(group, known)) for number, group in numbered]
 
 
-def structure_of(groups: list[Group], known: Iterable[str]) -> str:
-    """Describe the ``known`` options that decide what is sent, and so the lengths of messages."""
+def describe_structure(groups: list[Group], known: Iterable[str]) -> str:
+    """Describe the ``known`` options on which the lengths of messages depend."""
     sizing = set(known) - FREE
-    return repr([known_of(group, sizing) for group in groups])
+    return repr([select_options(group, sizing) for group in groups])
 
 
-def known_of(group: Group, known: Iterable[str]) -> dict[str, object]:
-    """Of a group the options that are ``known``, each plain."""
-    return {name: plain(group[name]) for name in sorted(known) if name in group}
+def select_options(group: Group, known: Iterable[str]) -> dict[str, object]:
+    """Return the ``known`` options of a group as plain values."""
+    return {name: to_plain(group[name]) for name in sorted(known) if name in group}
 
 
-def plain(value: object) -> object:
-    """Numbers, text and tuples of them, whose ``repr`` is the same wherever ``value`` means the
-    same.
+def to_plain(value: object) -> object:
+    """Return numbers, text or tuples of them, whose ``repr`` is equal for equal values in all
+    processes.
     """
     if type(value) in PLAIN or isinstance(value, str):
         return value
     if hasattr(value, "tolist"):  # tensors, and what is NumPy's
-        return plain(value.tolist())
+        return to_plain(value.tolist())
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -229,11 +224,11 @@ def plain(value: object) -> object:
     if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, dict):
-        return tuple(sorted(((plain(k), plain(v)) for k, v in value.items()), key=repr))
+        return tuple(sorted(((to_plain(k), to_plain(v)) for k, v in value.items()), key=repr))
     if isinstance(value, set | frozenset):
-        return tuple(sorted(map(plain, value), key=repr))
+        return tuple(sorted(map(to_plain, value), key=repr))
     if isinstance(value, list | tuple):
-        return tuple(map(plain, value))
-    # a function or a class, else of which class it is
+        return tuple(map(to_plain, value))
+    # a function or a class by its name, any other object by its class
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"

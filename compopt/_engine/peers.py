@@ -1,13 +1,13 @@
 """The handshake: ranks compare their optimizers before they rely on each other.
 
 It runs in the first step, and in the step after a checkpoint was loaded, a group was added, an
-option changed that decides what is sent, or a collective failed. Ranks gather a few checksums.
-Where these differ, they gather descriptions as JSON, never pickles, and all raise the same error.
-Between handshakes some bits of the settings' checksum ride in the control fields of every payload;
-ranks that differ there gather their descriptions, too.
+option that decides what is sent was changed, or a collective failed. Ranks gather a few checksums.
+If these differ, ranks gather descriptions as JSON, never pickles, and all raise the same error.
+Between handshakes some bits of the settings' checksum are among the control fields of every
+payload; ranks that differ there gather their descriptions, too.
 
-The handshake is another kind of collective than a payload's, so gloo never pairs the two where
-only some ranks start one: they wait until the timeout of the group, and raise.
+The handshake is another kind of collective than a payload's, so gloo never pairs the two if only
+some ranks start a handshake: they wait until the timeout of the group, and raise.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .turns import Turns, ask
 
 
 class Checksums(NamedTuple):
-    """The numbers of one rank that the handshake compares."""
+    """One rank's numbers, which the handshake compares."""
 
     description: int
-    gradients: int  # 0 without any
+    gradients: int  # 0 if there are none
     masks: int
     backend: int
-    is_backend_automatic: int  # chosen by itself, not by the user
-    dense_time: int  # of a trial (when="auto"), in nanoseconds; 0 while it goes on
+    is_backend_automatic: int  # not chosen by the user
+    dense_time: int  # of a trial (when="auto"), in nanoseconds; 0 until it ends
     compressed_time: int
 
 
@@ -55,13 +55,21 @@ class Fact(NamedTuple):
 def verify_peers(session: Session, comm: Communicator, has_problem: bool = False) -> Turns[bool]:
     """Compare this rank's optimizer with those of all ranks.
 
-    Returns whether any rank had gradients to compare. ``has_problem``: this rank cannot send its
-    own; all ranks learn so in the exchange that follows.
+    Returns True if any rank had gradients to compare. ``has_problem``: this rank cannot send its
+    gradients; all ranks learn of it in the exchange that follows.
 
-    Raises ValueError where ranks differ, RuntimeError where something else has averaged the
-    gradients.
+    Raises ValueError if ranks differ, RuntimeError if something else has averaged the gradients.
     """
-    mine = _compute_checksums(session, has_problem)
+    dense_time, compressed_time = (session.trial and session.trial.compute_medians()) or (0, 0)
+    mine = Checksums(
+        description=_checksum_text(describe_optimizer(session)),
+        gradients=0 if has_problem else _checksum_gradients(session),
+        masks=_checksum_masks(session),
+        backend=_checksum_text(session.ops.name),
+        is_backend_automatic=session.ops.automatic,
+        dense_time=dense_time,
+        compressed_time=compressed_time,
+    )
     numbers = torch.tensor(mine, dtype=torch.int64).to(session.device)
     rows = [Checksums(*row) for row in (yield from gather_rows(numbers, comm)).tolist()]
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
@@ -73,23 +81,10 @@ def verify_peers(session: Session, comm: Communicator, has_problem: bool = False
         session.forget_masks()
     times = [[row.dense_time, row.compressed_time] for row in rows]
     if session.trial is not None and all(map(all, times)):
-        session.trial.compare(times)
+        session.trial.compare_medians(times)
     if comm.size > 1 and mine.gradients and not _differ(row.gradients for row in rows):
         _report_equal_gradients(session, comm)
     return comm.size == 1 or any(row.gradients for row in rows)
-
-
-def _compute_checksums(session: Session, has_problem: bool) -> Checksums:
-    times = (session.trial.words() if session.trial else []) or [0, 0]
-    return Checksums(
-        description=_checksum_text(describe_optimizer(session)),
-        gradients=0 if has_problem else _checksum_gradients(session),
-        masks=_checksum_masks(session),
-        backend=_checksum_text(session.ops.name),
-        is_backend_automatic=session.ops.automatic,
-        dense_time=times[0],
-        compressed_time=times[1],
-    )
 
 
 def _differ(numbers: Iterator[int]) -> bool:
@@ -97,7 +92,7 @@ def _differ(numbers: Iterator[int]) -> bool:
 
 
 def _report_equal_gradients(session: Session, comm: Communicator) -> None:
-    """Warn once that ranks train on the same data, where DDP handed their own gradients over; else
+    """Warn once that ranks train on the same data, if DDP did not average their gradients; else
     raise RuntimeError.
     """
     if not session.has_local_gradients:
@@ -112,15 +107,15 @@ def _report_equal_gradients(session: Session, comm: Communicator) -> None:
     session.warn_once(
         "same data",
         f"all {comm.size} ranks hold bit-identical gradients: they train on the same data, and "
-        "learn no more than one rank would. Likely causes: no DistributedSampler, or the same "
+        "learn no more than a single one. Likely causes: no DistributedSampler, or the same "
         "random seed on all ranks. Give each rank its own data, by DataLoader(dataset, "
-        "sampler=DistributedSampler(dataset)) or by a seed that the rank is part of.",
+        "sampler=DistributedSampler(dataset)) or by a seed that depends on the rank.",
         comm.rank,
     )
 
 
 def warn_if_without_gradients(session: Session, decision: StepDecision) -> None:
-    """Warn once on a rank that had no gradient in a step in which others had some."""
+    """Warn once on a rank without gradients in a step in which other ranks had some."""
     reads_grad = session.optimizer.inside is None and not session.has_pseudo_gradients
     if session.comm.size == 1 or not reads_grad:
         return
@@ -136,18 +131,17 @@ def warn_without_gradients(session: Session, step: int, consequence: str) -> Non
         "no gradients",
         f"rank {session.comm.rank} had no gradients in step {step}: it {consequence}. Call "
         "backward() on every rank before step().",
-        0,  # on this rank, whichever it is
+        0,  # warn on this rank, whatever its number
     )
 
 
-# What ranks compare
+# The facts and checksums that ranks compare
 
 
 def describe_optimizer(session: Session) -> list[Fact]:
-    """List everything that must be equal on all ranks, what explains most first.
+    """List everything that must be equal on all ranks.
 
-    So another class is named before its other options, and another shape before the values that
-    differ with it.
+    Facts that explain others come first: the class before its options, shapes before values.
     """
     facts = []
     for subject, values in session.settings:
@@ -155,7 +149,16 @@ def describe_optimizer(session: Session) -> list[Fact]:
         facts += [Fact(subject, name, repr(value)) for name, value in sorted(plain.items())]
     facts.append(Fact("", "check_replicas_every", repr(session.optimizer.check_replicas_every)))
     names, layouts, checksums = [], [], []
-    for i, (p, name, is_compressed) in enumerate(_list_parameters(session)):
+    located = {
+        p: (name, is_compressed)
+        for bucket in [*session.buckets, *session.frozen_buckets]
+        for p, name, is_compressed in zip(
+            bucket.params, bucket.names, bucket.compressed, strict=True
+        )
+    }
+    params = (p for group in session.option_groups for p in group["params"])
+    for i, p in enumerate(params):
+        name, is_compressed = located[p]
         names.append(Fact(f"parameter {i}", "", name))
         layout = dict(
             shape=tuple(p.shape),
@@ -172,38 +175,24 @@ def describe_optimizer(session: Session) -> list[Fact]:
 VALUES = "checksum of its values"
 
 
-def _list_parameters(session: Session) -> Iterator[tuple[Tensor, str, bool]]:
-    """Yield all parameters in the order of their groups, each with its name and whether it is
-    compressed.
-    """
-    found = {
-        p: (p, name, is_compressed)
-        for bucket in [*session.buckets, *session.shelf]
-        for p, name, is_compressed in zip(
-            bucket.params, bucket.names, bucket.compressed, strict=True
-        )
-    }
-    return (found[p] for group in session.option_groups for p in group["params"])
-
-
 def _checksum_text(text: object) -> int:
     return zlib.crc32(str(text).encode())
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Compute a number that is the same for tensors with the same bits."""
-    # Strides of one element or none may be anything.
+    """Compute a number that is equal for tensors with equal bits."""
+    # the strides of a tensor of one element or none may be anything
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     raw = flat.view(torch.uint8)
     return int((raw.view(torch.int16) if raw.numel() % 2 == 0 else raw).sum(dtype=torch.int64))
 
 
 def _checksum_gradients(session: Session) -> int:
-    """Compute a number that ranks share when their gradients have the same bits; 0 where there is
+    """Compute a number that is equal on ranks whose gradients have equal bits; 0 if there is
     nothing to compare.
 
-    Gradients that are zero or not finite, and pseudo-gradients, do not count: they may well be
-    equal on ranks of different data.
+    Gradients that are zero or not finite, and pseudo-gradients, do not count: they may be equal
+    on ranks with different data.
     """
     if session.has_pseudo_gradients:
         return 0
@@ -216,13 +205,13 @@ def _checksum_gradients(session: Session) -> int:
 
 
 def _checksum_masks(session: Session) -> int:
-    """Compute a number that ranks share when they hold the same masks."""
+    """Compute a number that is equal on ranks with equal masks."""
     names = session.optimizer.chosen_state
     flats = (bucket.flat[name] for bucket in session.buckets for name in names)
     return _checksum_text([_checksum(flat) for flat in flats])
 
 
-# What all ranks raise
+# Errors that all ranks raise
 
 
 def raise_mismatch(session: Session, comm: Communicator) -> Turns[NoReturn]:
@@ -238,47 +227,44 @@ def raise_mismatch(session: Session, comm: Communicator) -> Turns[NoReturn]:
     )
 
 
-def _explain_difference(ours: list[Fact], theirs: list[Fact], rank: int) -> str:
-    """Name the first difference between rank 0 and ``rank``; nothing where they agree."""
-    ours_of, theirs_of = ({fact[:2]: fact.value for fact in facts} for facts in (ours, theirs))
-    different = [key for key in ours_of | theirs_of if ours_of.get(key) != theirs_of.get(key)]
+def _explain_difference(first: list[Fact], other: list[Fact], rank: int) -> str:
+    """Name the first difference between rank 0 and ``rank``; empty if they agree."""
+    values, others = ({fact[:2]: fact.value for fact in facts} for facts in (first, other))
+    different = [key for key in values | others if values.get(key) != others.get(key)]
     if not different:
         return ""
     steps = [key for key in different if key[1] == "step"]
     subject, name = (steps or different)[0]
-    a, b = (values.get((subject, name), "nothing") for values in (ours_of, theirs_of))
+    a, b = (known.get((subject, name), "nothing") for known in (values, others))
     if steps:
         return (
             f"Rank 0 has taken {a} steps, rank {rank} has taken {b} ({subject}): call step() "
             "equally often on all ranks, and load the same checkpoint on all of them."
         )
-    what = ", ".join(filter(None, [subject, name]))
-    return f"{what}: rank 0 has {a}, rank {rank} has {b}. {_advise(name)}"
-
-
-def _advise(name: str) -> str:
+    advice = "Make them equal."
     if name == VALUES:
-        return (
+        advice = (
             "Start all ranks from the same weights: load the same checkpoint, or pass the "
             "parameters of DistributedDataParallel, which broadcasts rank 0's."
         )
-    if name in ("", "shape", "dtype"):
-        return "Build the same model and the same optimizer on all ranks."
-    return "Make them equal."
+    elif name in ("", "shape", "dtype"):
+        advice = "Build the same model and the same optimizer on all ranks."
+    what = ", ".join(filter(None, [subject, name]))
+    return f"{what}: rank 0 has {a}, rank {rank} has {b}. {advice}"
 
 
 def raise_failure(session: Session, comm: Communicator, failure: str) -> Turns[NoReturn]:
     """Gather why ranks could not send their gradients, and raise a CommunicationError that quotes
     all of them.
 
-    ``failure``: why this rank could not; empty where it could. (As text: the frames of an exception
-    would hold this one, and this one the exception.)
+    ``failure``: the error of this rank; empty if it had none. It is text, because the frames of an
+    exception and this one would refer to each other.
     """
     failures = yield from _gather_json(failure, session.device, comm)
     failed = [f"rank {rank} ({text})" for rank, text in enumerate(failures) if text]
     raise CommunicationError(
         f"the gradients of {', '.join(failed) or 'another shard'} could not be sent, and nothing "
-        "was applied: mend what is said of that rank there, and call step() again on all ranks."
+        "was applied: correct the error of that rank, and call step() again on all ranks."
     )
 
 
@@ -291,7 +277,7 @@ def gather_rows(tensor: Tensor, comm: Communicator) -> Turns[Tensor]:
 
 
 def _gather_json(value: object, device: torch.device, comm: Communicator) -> Turns[list[Any]]:
-    """Gather what every rank passes."""
+    """Gather ``value`` of every rank."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = torch.tensor([text.numel()], dtype=torch.int64, device=device)
     sizes = (yield from gather_rows(size, comm)).view(-1).tolist()

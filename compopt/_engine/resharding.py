@@ -1,14 +1,20 @@
-"""Optimizer state across ranks: averaged, gathered, and resharded for the ranks that are left.
+"""Optimizer state across ranks: averaged, gathered, resharded, recovered after ranks were lost.
 
-State follows ``requires_grad``, too: parameters that require no gradient are in no bucket, have no
+State follows ``requires_grad``: parameters that require no gradient are in no bucket, have no
 state, and are never sent. State of a parameter that is frozen later stays in ``optimizer.state``,
-in tensors of its own, is saved like all state, and is used again when the parameter is unfrozen.
+in tensors of its own; it is saved like all state, and used again when the parameter is unfrozen.
+
+A rank that dies while a step's payloads are on the wire may leave some ranks with all of them and
+others without. The first have then applied the step and the others have not; no further message
+could prevent that. In ``rebind`` the ranks that are a step behind take it over from one that is
+ahead.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +23,25 @@ from torch.optim import Optimizer
 from .._state.buckets import Bucket
 from .._state.shards import unshard
 from .._state.tensors import to_local
-from .._wire.collectives import Communicator
+from .._wire.collectives import Communicator, ProcessGroup, connect
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
+from .._wire.warning import warn
+from .peers import gather_rows
 from .session import Session
 from .turns import Turns, ask
 
 
 def average_state(tensor: Tensor, device: torch.device, comm: Communicator) -> Turns[None]:
-    """Replace a state by its mean over ranks."""
+    """Replace a tensor by its mean over ranks."""
     request = AllReduceMean(to_local(tensor).to(device, copy=True))
     to_local(tensor).copy_((yield from ask(comm, request)))
 
 
 def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Communicator) -> Turns[None]:
-    """Replace what another optimizer keeps of parameters by its mean over ranks; what is no float
-    of the parameter's shape, as counts of steps, by that of rank 0.
+    """Replace the state of another optimizer by its mean over ranks. States that are no floats of
+    the parameter's shape, such as step counts, become rank 0's.
 
-    Of a parameter for which it does not keep the same on all ranks nothing changes.
+    State of a parameter stays as it is if its names, shapes or dtypes differ between ranks.
     """
     for bucket in buckets:
         held = [base.state.get(p, {}) for p in bucket.params]
@@ -41,13 +49,15 @@ def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Communicator)
             sorted((n, to_local(v)) for n, v in e.items() if torch.is_tensor(v)) for e in held
         ]
         kinds = [repr([(n, v.shape, v.dtype) for n, v in pairs]) for pairs in tensors]
-        codes = torch.tensor(
+        checksums = torch.tensor(
             [zlib.crc32(kind.encode()) for kind in kinds], dtype=torch.int64, device=bucket.device
         )
-        rows = yield from ask(comm, AllGather(codes))
+        rows = yield from ask(comm, AllGather(checksums))
         messages: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
-        for p, pairs, same in zip(bucket.params, tensors, rows.eq(rows[0]).all(0), strict=True):
-            for _, value in pairs if same else ():
+        for p, pairs, are_equal in zip(
+            bucket.params, tensors, rows.eq(rows[0]).all(0), strict=True
+        ):
+            for _, value in pairs if are_equal else ():
                 is_mean = value.is_floating_point() and value.shape == to_local(p).shape != ()
                 messages.setdefault((is_mean, value.dtype), []).append(value)
         for (is_mean, _), values in messages.items():
@@ -61,59 +71,170 @@ def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Communicator)
 def gather_shards(
     bucket: Bucket, name: str, comm: Communicator, owners: list[int] | None = None
 ) -> Turns[list[Tensor | None]]:
-    """One sharded state of a bucket, whole and in host memory, a vector a tensor that has it.
+    """Gather one sharded state of a bucket in host memory; None for tensors without that state.
 
-    All ranks must ask. What nobody has, because its owner is gone, is as in the parameters for
-    masters, 0 otherwise.
+    All ranks must call it. Shards whose owner is gone become the parameter for masters, else 0.
     """
     shards, flat = bucket.shards, bucket.flat[name].to(bucket.device)
     padded = torch.nn.functional.pad(flat, (0, shards.most - flat.numel()))
     rows = yield from ask(comm, AllGather(padded))
-    whole: list[Tensor | None] = []
+    gathered: list[Tensor | None] = []
     for p, n, part in zip(bucket.params, shards.lengths, bucket.state[name], strict=True):
         if name == "master":
-            whole.append(to_local(p.detach()).reshape(-1).to("cpu", flat.dtype, copy=True))
+            gathered.append(to_local(p.detach()).reshape(-1).to("cpu", flat.dtype, copy=True))
         else:
-            whole.append(None if part is None else torch.zeros(n, dtype=flat.dtype))
-    unshard(shards, rows.cpu(), whole, owners)
-    return whole
+            gathered.append(None if part is None else torch.zeros(n, dtype=flat.dtype))
+    unshard(shards, rows.cpu(), gathered, owners)
+    return gathered
 
 
 def reshard_state(old: list[Bucket], new: list[Bucket], comm: Communicator) -> Turns[None]:
-    """Cut the shards of ``old`` buckets as the ``new`` ones are cut, over the ranks that are left.
-
-    Each says which rank it was before.
-    """
-    was = torch.tensor([old[0].shards.rank], dtype=torch.int64, device=old[0].device)
-    owners = (yield from ask(comm, AllGather(was))).view(-1).tolist()
+    """Copy the sharded state of ``old`` buckets to ``new`` ones, over the remaining ranks."""
+    rank_before = torch.tensor([old[0].shards.rank], dtype=torch.int64, device=old[0].device)
+    owners = (yield from ask(comm, AllGather(rank_before))).view(-1).tolist()
     for before, after in zip(old, new, strict=True):
         for name in before.sharded_names:
-            whole = yield from gather_shards(before, name, comm, owners)
-            for vector, own, (start, stop) in zip(
-                whole, after.state[name], after.shards.own, strict=True
+            gathered = yield from gather_shards(before, name, comm, owners)
+            for vector, shard, (start, stop) in zip(
+                gathered, after.state[name], after.shards.own, strict=True
             ):
                 if vector is not None:
-                    own.copy_(vector[start:stop])
+                    shard.copy_(vector[start:stop])
 
 
 def follow_requires_grad(session: Session, comm: Communicator) -> Turns[None]:
     """Lay out the parameters that require a gradient now, which are the same on all ranks.
 
-    Sharded state of a parameter that is frozen is gathered, and kept whole.
+    Sharded state of a frozen parameter is gathered on every rank.
     """
     session.settle_state()
     state = session.optimizer.state
     for bucket in session.buckets:
         for name in bucket.sharded_names:
-            whole = yield from gather_shards(bucket, name, comm)
-            for entry, vector in zip(bucket.entries, whole, strict=True):
+            gathered = yield from gather_shards(bucket, name, comm)
+            for entry, vector in zip(bucket.entries, gathered, strict=True):
                 if vector is not None:
                     entry[name] = vector.to(bucket.device)
         for p, entry in zip(bucket.params, bucket.entries, strict=True):
             if not p.requires_grad:
-                held = {name: t.clone() for name, t in entry.items() if isinstance(t, Tensor)}
-                state[p] = held
+                state[p] = {name: t.clone() for name, t in entry.items() if isinstance(t, Tensor)}
     session.trainable = frozenset(p for p in session.parameters if p.requires_grad)
     session.rebuild_buckets()
     for bucket in session.buckets:
         bucket.update_masters()
+
+
+# Recovery after ranks were lost
+
+
+def rebind_session(session: Session, group: ProcessGroup | Communicator | None) -> Turns[None]:
+    """Continue over another group (see ``CompressedOptimizer.rebind``)."""
+    size_before = session.connection.size if session.connection else 0
+    sharded = session.optimizer.sharded
+    if sharded and (size := connect(group).size) > size_before:
+        raise ValueError(
+            f"rebind of {session.name} cannot go from {size_before} to {size} ranks, because its "
+            "state is sharded: load a consolidated checkpoint on all ranks instead."
+        )
+    session.forget_in_flight()
+    session.forget_masks()
+    session.offload.finish()
+    for bucket in session.buckets:
+        for entry in bucket.entries:
+            for name in bucket.sharded_names:
+                entry.pop(name, None)
+    session.buckets_to_reshard = session.buckets_to_reshard or session.buckets
+    session.connect_to(group)
+    yield from catch_up(session, session.comm)
+    if sharded:
+        yield from reshard_state(session.buckets_to_reshard, session.buckets, session.comm)
+    session.buckets_to_reshard = None
+    warn_of_lost_residuals(session, size_before, session.comm.size)
+
+
+def catch_up(session: Session, comm: Communicator, is_new: bool = False) -> Turns[None]:
+    """Copy state from a rank that is ahead to ranks that are one step behind, or new.
+
+    These lose their residuals, which may have been sent with the step that the others applied and
+    must not be sent again. Shards of the moments stay, one step behind.
+
+    Raises:
+        ValueError: ranks are further apart than one failed step can explain.
+    """
+    optimizer = session.optimizer
+    saved = optimizer._saved()
+    # all tensors that ranks share, in the same order on all of them
+    unshared = {name for bucket in session.buckets for name in bucket.sharded_names}
+    unshared.update(optimizer.averaged_state)
+    shared = [
+        to_local(value)
+        for state in (saved["state"], saved.get("base", {}).get("state", {}))
+        for key in sorted(state)
+        for name, value in sorted(state[key].items())
+        if name not in unshared and torch.is_tensor(value)
+    ]
+    # local steps may step only some groups
+    counts = torch.tensor([group["step"] for group in session.option_groups], dtype=torch.int64)
+    numbers = [-1 if is_new else int(counts.sum()), len(shared)]
+    message = torch.tensor(numbers, dtype=torch.int64, device=session.device)
+    rows = (yield from gather_rows(message, comm)).tolist()
+    totals = [total for total, _ in rows]
+    latest = max(totals)
+    if min(totals) == latest:
+        return
+    oldest = min(total for total in totals if total >= 0)
+    if oldest < latest - len(counts) or len({count for _, count in rows}) > 1:
+        steps = [total // len(counts) for total in totals]
+        raise ValueError(
+            f"ranks have taken {steps} steps, but rebind() can make up for one missed step only, "
+            "not for the first: load the same checkpoint on all of them."
+        )
+    source = totals.index(latest)
+    params = [to_local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
+    for tensor in [counts, *params, *shared]:
+        copied = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+        message = copied.to(session.device).contiguous()
+        copied.copy_((yield from ask(comm, Broadcast(message, source))))
+    if totals[comm.rank] < latest:
+        _load_without_residuals(session, saved, counts.tolist())
+    behind = ", ".join(f"rank {rank}" for rank, total in enumerate(totals) if total < latest)
+    warn(
+        f"{behind} had not applied step {int(counts.max())}, and took it over from rank {source}: "
+        f"the residuals of {behind} are lost.",
+        comm.rank,
+    )
+
+
+def _load_without_residuals(session: Session, saved: dict[str, Any], steps: list[int]) -> None:
+    """Load a state dict that holds the tensors of a rank that is ahead; clear its residuals."""
+    optimizer = session.optimizer
+    for group, step in zip(saved["param_groups"], steps, strict=True):
+        group.update(step=step, residuals="mean")
+    for entry in saved["state"].values():
+        for name in set(optimizer.averaged_state) & entry.keys():
+            entry[name] = torch.zeros_like(entry[name])
+    optimizer.load_state_dict(saved)
+    for bucket in session.buckets_to_reshard or session.buckets:
+        for name in set(optimizer.sent_once) & bucket.flat.keys():
+            bucket.flat[name].zero_()
+
+
+def warn_of_lost_residuals(
+    session: Session,
+    size_before: int,
+    size: int,
+    residual_norm: Callable[[], float] | None = None,
+) -> None:
+    """Warn if ranks are gone, and their residuals with them.
+
+    ``residual_norm``: computes the norm of this rank's residuals, if the session holds only a part.
+    """
+    optimizer = session.optimizer
+    if optimizer.averaged_state and size < size_before:
+        shards = " The moments of their shards begin again at zero." if optimizer.sharded else ""
+        norm = (residual_norm or session.residual_norm)()
+        warn(
+            f"{size_before - size} of {size_before} ranks are gone, and their residuals are lost. "
+            f"The remaining {size} keep theirs (on this rank of norm {norm:.3g}).{shards}",
+            session.comm.rank,
+        )

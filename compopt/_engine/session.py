@@ -1,15 +1,16 @@
 """The session of one optimizer: its buckets and their state, the ranks it averages with, its
-backend, and what is in flight to other ranks.
+backend, and the exchanges in flight.
 
 ``CompressedOptimizer`` holds a session, which refers to it weakly, by its ``OptimizerHooks``: both
-go when the optimizer is deleted. ``build_buckets`` lays everything out for the groups there are,
-and runs again when groups, ranks or a checkpoint come. What belongs to one step is in ``Step``.
+are freed when the optimizer is deleted. ``build_buckets`` lays out buckets and state for the
+current groups; it runs again after groups, ranks or a checkpoint have changed them. Data of a
+single step is in ``Step``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
@@ -20,7 +21,6 @@ from torch import Tensor
 from .._ops.backends import choose_backend, fall_back_to_torch
 from .._ops.operations import Ops
 from .._state.buckets import Bucket, make_buckets
-from .._state.layouts import Layout
 from .._state.offload import Offload
 from .._state.shards import cut_evenly
 from .._state.tensors import is_accelerator, to_local
@@ -37,42 +37,42 @@ from .._wire.collectives import (
 from .._wire.warning import warn
 from .decision import StepDecision
 from .hooks import OptimizerHooks
-from .options import Group, Setting, structure_of
+from .options import Group, Setting, describe_structure
 from .overlap import BackwardOverlap, PostCommitExchanges
 from .stats import RunTotals, Stats, WaitRecord, show_summary
-from .when import Trial, trial
+from .when import Trial, begin_trial
 
 OFFLOADED = {"residual": ("residual",), "all": ("residual", "master")}
 
 
 class Role(Enum):
-    """What an optimizer does for its parameters."""
+    """The part that an optimizer plays for its parameters."""
 
     ACTIVE = auto()  # it averages their gradients and steps them
     WRAPPED = auto()  # another optimizer averages for it
-    REPLACED = auto()  # an optimizer that was made later has them
+    REPLACED = auto()  # a later optimizer holds them
 
 
 class Sync(Enum):
-    """Whether this rank may rely on the others."""
+    """The result of the last handshake."""
 
     UNVERIFIED = auto()  # the next step begins with a handshake
-    VERIFIED = auto()  # a handshake has shown that ranks agree, and it still holds
+    VERIFIED = auto()  # ranks agree, and nothing has changed since
 
 
 @dataclass(frozen=True)
 class Corrupt:
-    """A step was applied in part, for this ``reason``: parameters and state do not fit together."""
+    """A step was applied in part, for this ``reason``: parameters and state are inconsistent."""
 
     reason: str
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method`` in a form that does not keep its object; a call after that is gone raises
-    ReferenceError.
+    """Return a callable that refers weakly to the object of ``method``; once that is deleted, a
+    call raises ReferenceError.
 
-    It is for what the object holds itself. A strong reference would be a cycle, and an optimizer in
-    a cycle stays, with its model, until Python's collector runs, at another time on every rank.
+    It is for attributes of the object itself. A strong reference would be a cycle, and an optimizer
+    in a cycle lives, with its model, until Python's collector runs, at another time on every rank.
     """
     ref, name = weakref.WeakMethod(method), method.__name__
 
@@ -80,7 +80,7 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
         alive = ref()
         if alive is None:
             raise ReferenceError(
-                f"{name}() belongs to an optimizer that was deleted: ask while it lives."
+                f"{name}() belongs to an optimizer that was deleted: call it earlier."
             )
         return alive(*args)
 
@@ -88,7 +88,7 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Session:
-    """What one optimizer has between steps."""
+    """The data of one optimizer between steps."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Session:
     ):
         self._optimizer = weakref.ref(optimizer)
         self.role = Role.ACTIVE
-        self.warned: set[str] = set()  # of what the user was told, by keys
+        self.warned: set[str] = set()  # keys of warnings and lines that were shown
 
         # the other ranks
         self.group = group
@@ -116,27 +116,27 @@ class Session:
         self.trainable = trainable  # those that buckets hold
         self.is_built = False
         self.buckets: list[Bucket] = []
-        self.shelf: list[Bucket] = []  # frozen parameters: without memory, never exchanged
+        self.frozen_buckets: list[Bucket] = []  # without memory, never exchanged
         self.bucket_of: dict[Tensor, Bucket] = {}
         self.offload = Offload(())
         self.ops = Ops()
-        # buckets of before a rebind, while their shards are not yet cut again
-        self.unmoved_buckets: list[Bucket] | None = None
+        # buckets from before a rebind, until their shards are resharded
+        self.buckets_to_reshard: list[Bucket] | None = None
 
         # in flight
         self.algorithm = weak_method(optimizer.algorithm)
         self.post_commit = PostCommitExchanges()
         self.overlap = BackwardOverlap(self.post_commit)
-        self.has_local_gradients = False  # DDP has left those of the coming step as they are
+        self.has_local_gradients = False  # DDP did not average those of the coming step
         self.has_grad_scaler = False  # a GradScaler drives the steps
-        # gradients are those of local steps, which may well be alike on all ranks
+        # gradients are those of local steps, which may be equal on all ranks
         self.has_pseudo_gradients = False
 
-        # what was done
+        # results
         self.stats = Stats()
         self.run = RunTotals()
         self.waits = WaitRecord()
-        self.bytes_reported = 0  # of those that the connection has sent
+        self.bytes_reported = 0  # of the bytes that the connection has sent
         self.consecutive_skips = 0
         # the step at which residuals became their mean over ranks
         self.consolidated_at: int | None = None
@@ -146,10 +146,10 @@ class Session:
 
     @property
     def optimizer(self) -> OptimizerHooks:
-        """The optimizer."""
+        """Return the optimizer; raise ReferenceError if it was deleted."""
         optimizer = self._optimizer()
         if optimizer is None:
-            raise ReferenceError("this session's optimizer was deleted: use it while that lives.")
+            raise ReferenceError("the optimizer of this session was deleted: keep a reference.")
         return optimizer
 
     @property
@@ -164,7 +164,7 @@ class Session:
 
     @property
     def steps(self) -> int:
-        """Steps applied so far."""
+        """The number of applied steps."""
         groups = self.option_groups
         return int(groups[0]["step"]) if groups else 0
 
@@ -175,13 +175,13 @@ class Session:
 
     @property
     def is_single_process(self) -> bool:
-        """Whether there are no other ranks, so that steps are the base optimizer's."""
+        """True if there are no other ranks, so that steps are the base optimizer's."""
         is_alone = self.connection is not None and self.connection.size == 1
         return is_alone and not self.optimizer.simulate
 
     @property
     def settings(self) -> list[Setting]:
-        """What must be the same on all ranks in every step."""
+        """The settings that must be equal on all ranks in every step."""
         settings = self.optimizer._settings()
         if not self.has_pseudo_gradients:
             return settings
@@ -190,13 +190,11 @@ class Session:
     @property
     def structure(self) -> str:
         """The options that decide what is sent, and so the lengths of messages."""
-        return structure_of(self.option_groups, self.optimizer._known_options)
+        return describe_structure(self.option_groups, self.optimizer._known_options)
 
     @property
     def has_foreign_state(self) -> bool:
-        """Whether ``optimizer.state`` was replaced, by a trainer that begins anew, and no longer
-        shows the buckets.
-        """
+        """True if ``optimizer.state`` was replaced, and no longer refers to the buckets' state."""
         state = self.optimizer.state
         return any(
             state.get(p) is not entry
@@ -206,37 +204,38 @@ class Session:
 
     @property
     def has_other_trainable(self) -> bool:
-        """Whether other parameters require a gradient than those that buckets hold."""
+        """True if other parameters require a gradient than those in buckets."""
         return any(p.requires_grad != (p in self.trainable) for p in self.parameters)
 
     def is_first(self, key: str) -> bool:
-        """Whether ``key`` comes here for the first time."""
+        """Return True at the first call with ``key``."""
         is_first = key not in self.warned
         self.warned.add(key)
         return is_first
 
     def warn_once(self, key: str, message: str, rank: int) -> None:
-        """Warn, where this was not done for ``key`` before; on ``rank`` 0 only."""
+        """Warn at the first call with ``key``, if ``rank`` is 0."""
         if self.is_first(key):
             warn(message, rank)
 
     def unverify(self) -> None:
-        """Let the next step begin with a handshake."""
+        """Begin the next step with a handshake."""
         if self.sync is Sync.VERIFIED:
             self.sync = Sync.UNVERIFIED
 
     def check_sound(self) -> None:
-        """Raise where a step was applied in part."""
+        """Raise RuntimeError if a step was applied in part."""
         if isinstance(self.sync, Corrupt):
             raise RuntimeError(
-                f"{self.sync.reason}: parameters and state no longer belong together. Load a "
+                f"{self.sync.reason}: parameters and state are inconsistent. Load a "
                 "checkpoint, of the model and with load_state_dict() of this optimizer, on all "
                 "ranks."
             )
 
     def update_stats(self, decision: StepDecision, bytes_sent: int, is_step: bool = True) -> None:
-        """Let ``stats`` be those of a step that was applied or skipped, or without ``is_step`` of
-        an exchange after it, and add them to the run's totals.
+        """Set ``stats`` after a step was applied or skipped, and add them to the run's totals.
+
+        ``is_step``: False for an exchange that follows the step.
         """
         applied, phases = decision.applied, sorted(set(decision.phase_of.values()))
         # an outer optimizer's waits are reported by its LocalSteps
@@ -260,10 +259,7 @@ class Session:
             straggler_seconds=waited_for_ranks,
         )
         stats = self.optimizer.add_to_stats(stats, decision)
-        if is_step:
-            self.run.add(stats)
-        else:
-            self.run.add_exchange(stats)
+        self.run.add_exchange(stats, is_step)
         stats.run = replace(self.run)
         self.stats = stats
         is_shown = get_rank() == 0 and self.comm.size > 1 and not is_outer
@@ -274,7 +270,7 @@ class Session:
     def count_skips(self, is_applied: bool) -> None:
         """Count consecutive skipped steps.
 
-        Raises FloatingPointError where they are too many.
+        Raises FloatingPointError if they reach ``max_skipped``.
         """
         self.consecutive_skips = 0 if is_applied else self.consecutive_skips + 1
         if self.consecutive_skips >= self.optimizer.max_skipped:
@@ -287,7 +283,7 @@ class Session:
     # Buckets
 
     def build_buckets(self) -> None:
-        """Lay out buckets and state for the current groups; copy in the state that is there."""
+        """Lay out buckets and state for the current groups, and copy the existing state."""
         optimizer, connection = self.optimizer, self.connection
         optimizer.before_layout()
         groups = self.option_groups
@@ -298,55 +294,53 @@ class Session:
         self.verified_structure = ""
         self.post_commit = PostCommitExchanges()
         self.overlap = BackwardOverlap(self.post_commit)
-        self._note_parameters()
+        # a known parameter whose requires_grad has changed moves in follow_requires_grad
+        params = [p for group in groups for p in group["params"]]
+        new = {p for p in params if p not in self.parameters and p.requires_grad}
+        self.trainable = frozenset(new | self.trainable & set(params))
+        self.parameters = frozenset(params)
         self.buckets = make_buckets(groups, optimizer.is_compressed, self.trainable)
-        self.shelf = make_buckets(groups, optimizer.is_compressed, self.parameters - self.trainable)
+        frozen = self.parameters - self.trainable
+        self.frozen_buckets = make_buckets(groups, optimizer.is_compressed, frozen)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.trial = trial(groups, self.buckets)
+        self.trial = begin_trial(groups, self.buckets)
         self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))
-        # inside FSDP the optimizer's own ranks hold the other parts
+        # inside FSDP2 the optimizer's own ranks hold the other shards
         parted = () if optimizer.reduces_inside else self.buckets
         self.shard_communicators = make_shard_communicators(
             p for bucket in parted for p in bucket.params
         )
         self.is_built = True
         for bucket in self.buckets:
-            self._fill_bucket(bucket)
+            bucket.is_single_process = self.is_single_process
+            bucket.copies = count_copies(bucket.params[0], self.shard_communicators)
+            bucket.offload = self.offload if self.offload.names else None
+            if optimizer.sharded:
+                comm = self.comm
+                bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, comm.rank, comm.size)
+            bucket.make_mean = self.ops.quantized_mean(bucket)
+            self._fill_state(bucket)
+            optimizer.restore(bucket)
         optimizer.after_layout()
 
-    def _note_parameters(self) -> None:
-        """Note parameters that are new; those noted before stay in buckets, or not, whatever they
-        require now.
-        """
-        params = [p for group in self.option_groups for p in group["params"]]
-        new = {p for p in params if p not in self.parameters and p.requires_grad}
-        self.trainable = frozenset(new | self.trainable & set(params))
-        self.parameters = frozenset(params)
-
-    def _fill_bucket(self, bucket: Bucket) -> None:
-        optimizer = self.optimizer
-        bucket.is_single_process = self.is_single_process
-        bucket.copies = count_copies(bucket.params[0], self.shard_communicators)
-        bucket.offload = self.offload if self.offload.names else None
-        if optimizer.sharded:
-            comm = self.comm
-            bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, comm.rank, comm.size)
-        bucket.make_mean = self.ops.quantized_mean(bucket)
-        self._fill_state(bucket)
-        optimizer.restore(bucket)
-
     def _fill_state(self, bucket: Bucket) -> None:
-        """Allocate the bucket's state, copy in what ``optimizer.state`` holds so far, and make that
-        show views of it.
+        """Allocate the bucket's state, copy that of ``optimizer.state`` into it, and replace that
+        by views of it.
         """
-        layouts, state = self.layouts_of(bucket), self.optimizer.state
+        layouts, state = self.optimizer._specs(bucket), self.optimizer.state
         held = [
             {name: to_local(value) for name, value in state.get(p, {}).items()}
             for p in bucket.params
         ]
         for name, layout in layouts.items():
             bucket.allocate(name, layout, held)
-        bucket.set_step_counts(_count_steps(bucket, held))
+        # the number of steps of each tensor, on the device as torch's own optimizers keep it
+        device = bucket.device if is_accelerator(bucket.device) else "cpu"
+        counts = torch.zeros(len(held), dtype=torch.float32, device=device)
+        for count, old in zip(counts.unbind(), held, strict=True):
+            if "step" in old:
+                count.copy_(old["step"])
+        bucket.set_step_counts(counts)
         for i, (p, old) in enumerate(zip(bucket.params, held, strict=True)):
             member, entry = bucket.get_member(i), {"step": bucket.state["step"][i]}
             if "master" in layouts:
@@ -362,30 +356,26 @@ class Session:
         bucket.entries = [state[p] for p in bucket.params]
 
     def rebuild_buckets(self) -> None:
-        """Lay out anew, over the same ranks."""
+        """Lay out buckets and state again, over the same ranks."""
         self.settle_state()
         self.overlap.discard()
         self.build_buckets()
 
-    def layouts_of(self, bucket: Bucket) -> dict[str, Layout]:
-        """The state of a bucket's tensors, by name."""
-        return self.optimizer._specs(bucket)
-
     def settle_state(self) -> None:
-        """Wait for what follows the last commit, and bring state into a readable form."""
+        """Wait for the exchanges after the last commit, and bring state into its public form."""
         self.post_commit.finish()
         for bucket in self.buckets:
             self.optimizer.tidy(bucket)
         self.offload.finish()
 
     def residual_norm(self) -> float:
-        """The L2 norm of all residuals of this rank."""
+        """Return the L2 norm of all residuals of this rank."""
         self.settle_state()
         flats = [b.flat["residual"] for b in self.buckets if "residual" in b.flat]
         return float(sum(float(torch.linalg.vector_norm(flat)) ** 2 for flat in flats) ** 0.5)
 
     def use_pytorch(self) -> None:
-        """Use PyTorch's operators from now on: ranks have chosen different backends."""
+        """Fall back to PyTorch's operators, because ranks have chosen different backends."""
         optimizer = self.optimizer
         for bucket in self.buckets:
             optimizer.tidy(bucket)
@@ -396,7 +386,7 @@ class Session:
         optimizer.on_fallback()
 
     def forget_masks(self) -> None:
-        """Choose masks anew in the next step, on all ranks alike."""
+        """Clear all masks: the next step chooses new ones."""
         optimizer = self.optimizer
         for bucket in self.buckets:
             optimizer.tidy(bucket)
@@ -410,39 +400,29 @@ class Session:
     def comm(self) -> Communicator:
         """The ranks to average over; connected when first needed.
 
-        Without a process group this process is alone, until there is one: torch.distributed may be
-        initialised after a checkpoint was loaded.
+        Without a process group this is a single process until torch.distributed is initialised,
+        which may be after a checkpoint was loaded.
         """
-        if self._have_others_come():
+        connection, is_wrapped = self.connection, self.role is Role.WRAPPED
+        follows_default = self.group is None and not is_wrapped
+        if connection is not None and follows_default and is_outdated(connection):
             self.settle_state()
             self.overlap.discard()
-            self.connection = None  # state is cut for the ranks there are now
+            self.connection = None  # shards are laid out for the ranks of the new group
             self.build_buckets()
         if self.connection is None:
-            is_wrapped = self.role is Role.WRAPPED
             self.connection = (
                 Communicator(single_process=True) if is_wrapped else connect(self.group)
             )
-            self.connection.on_wait = self.waits.add
+            self.connection.on_wait = self.waits.add_wait
         return self.connection
 
-    def _have_others_come(self) -> bool:
-        if self.connection is None or self.group is not None or self.role is Role.WRAPPED:
-            return False
-        return is_outdated(self.connection)
-
     def connect_ranks(self) -> Communicator:
-        """Connect the ranks of the coming step; buckets learn whether there are others."""
-        comm = self.comm
-        self._warn_of_missing_group(comm)
-        for bucket in self.buckets:
-            if bucket.is_single_process != self.is_single_process:
-                bucket.is_single_process = self.is_single_process
-                bucket.cache.pop("has_residual", None)  # what rounding took off is owed too
-        return comm
+        """Connect the ranks of the coming step, and tell buckets if there is only one.
 
-    def _warn_of_missing_group(self, comm: Communicator) -> None:
-        """Warn once where a launcher has started several processes, and each trains by itself."""
+        Warns once if a launcher has started several processes that are not connected.
+        """
+        comm = self.comm
         size, is_wrapped = count_launched_ranks(), self.role is Role.WRAPPED
         if size > 1 and comm.size == 1 and self.group is None and not is_wrapped:
             self.warn_once(
@@ -452,6 +432,11 @@ class Session:
                 "torch.distributed.init_process_group()",
                 get_rank(),
             )
+        for bucket in self.buckets:
+            if bucket.is_single_process != self.is_single_process:
+                bucket.is_single_process = self.is_single_process
+                bucket.cache.pop("has_residual", None)  # rounding errors are sent too
+        return comm
 
     def connect_to(self, group: ProcessGroup | Communicator | None) -> None:
         """Average over another group from now on."""
@@ -459,26 +444,12 @@ class Session:
         self.build_buckets()
 
     def forget_in_flight(self) -> None:
-        """Give up everything that is in flight, without waiting: its group is gone."""
+        """Drop all exchanges in flight without waiting: their group is gone."""
         self.post_commit.forget()
         self.overlap.forget()
 
-    def wrap(self) -> None:
-        """Another optimizer wraps this one, and averages for it."""
-        self.role, self.connection = Role.WRAPPED, None
-
-    def replace(self) -> None:
-        """Another optimizer has these parameters now: nothing more is sent from here."""
+    def mark_replaced(self) -> None:
+        """Note that a later optimizer holds the parameters; send nothing more."""
         self.role = Role.REPLACED
         self.overlap.discard()
         self.post_commit.finish()
-
-
-def _count_steps(bucket: Bucket, held: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """How many steps each tensor has taken; as torch's own optimizers keep it, on the device."""
-    device = bucket.device if is_accelerator(bucket.device) else "cpu"
-    counts = torch.zeros(len(held), dtype=torch.float32, device=device)
-    for count, old in zip(counts.unbind(), held, strict=True):
-        if "step" in old:
-            count.copy_(old["step"])
-    return counts

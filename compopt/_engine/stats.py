@@ -1,9 +1,9 @@
 """Stats of steps and of the run, a line at the first step and a summary at the end.
 
-The first line says what is compressed, from when on, and how much is sent then. A warning would be
-wrong, because nothing is; and a logger alone is not seen, because Python shows no INFO unless
-asked. So it goes to the logger "compopt" where that shows INFO, else to stderr. COMPOPT_QUIET=1
-silences it, and so does a level above INFO on the logger.
+The first line says what is compressed, from which step on, and how many bytes a step then sends. It
+goes to the logger "compopt" if that shows INFO, else to stderr: a warning would be wrong, and
+Python's loggers show no INFO by default. COMPOPT_QUIET=1 silences it, and so does a level above
+INFO on the logger.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 
 from .._state.buckets import Bucket
 from .._wire.payload import bytes_per_value
-from .when import FOREVER, ramp_of, start_of
+from .when import FOREVER, count_dense_steps, ramp_of
 
 log = logging.getLogger("compopt")
 SHORTEST_RUN = 20  # steps of a run with a summary
@@ -41,15 +41,12 @@ class RunTotals:
     def share(self) -> float:
         return self.bytes_sent / self.bytes_dense if self.bytes_dense else 0.0
 
-    def add(self, stats: Stats) -> None:
-        """Count a step."""
-        self.steps += 1
-        self.skipped = stats.skipped
-        self.bytes_dense += stats.bytes_dense
-        self.add_exchange(stats)
-
-    def add_exchange(self, stats: Stats) -> None:
-        """Count what was sent without a step."""
+    def add_exchange(self, stats: Stats, is_step: bool) -> None:
+        """Add what was sent, in a step or after one."""
+        if is_step:
+            self.steps += 1
+            self.skipped = stats.skipped
+            self.bytes_dense += stats.bytes_dense
         self.bytes_sent += stats.bytes_sent
         self.wait_seconds += stats.wait_seconds
         self.straggler_seconds += stats.straggler_seconds
@@ -68,8 +65,8 @@ class Stats:
 
     ``wait_seconds`` is how long this rank's host waited for collectives. ``straggler_seconds`` is
     the part of it that the rank which waits least did not have to wait: it was spent on slower
-    ranks, not on the network. Ranks tell each other their waits in turns, one rank per step, so the
-    latter is 0 at first. ``run`` has the totals.
+    ranks, not on the network. Ranks report their waits in turn, one rank per step, so the latter is
+    0 at first. ``run`` has the totals.
     """
 
     step: int = 0
@@ -91,7 +88,7 @@ class Stats:
 
     def as_dict(self) -> dict[str, int | float | str]:
         """Return all of it flat, for loggers and ``json.dumps``: numbers and texts, the totals as
-        "run_bytes_sent" and so on. Computes what is a function here, as ``residual_norm``.
+        "run_bytes_sent" and so on. Fields that are functions, as ``residual_norm``, are called.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "run"}
         values = {name: value() if callable(value) else value for name, value in values.items()}
@@ -101,27 +98,27 @@ class Stats:
 
 
 class WaitRecord:
-    """How long ranks wait for collectives. They tell each other in turns, one rank per exchange."""
+    """Wait times of ranks for collectives; they report them in turn, one rank per exchange."""
 
     def __init__(self) -> None:
         self.seconds = 0.0  # waited by this rank in all
-        self.reported = 0.0  # of these, those that `take_step` has returned
+        self.reported = 0.0  # the part of it that `take_step` has returned
         self.steps = 0  # with collectives, since this rank's last turn
         self.since_turn = 0.0
-        self.mean_of_rank: dict[int, float] = {}  # seconds per step, as told last
+        self.mean_of_rank: dict[int, float] = {}  # seconds per step, as last reported
 
-    def add(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         self.seconds += seconds
 
-    def field_for(self, step: int, rank: int, size: int) -> list[float]:
-        """The control field of a step: this rank's seconds per step when it is its turn."""
+    def make_field(self, step: int, rank: int, size: int) -> list[float]:
+        """Return the control field of a step: this rank's seconds per step in its turn, else 0."""
         if step % size != rank or not self.steps:
             return [0.0]
         mean, self.steps, self.since_turn = self.since_turn / self.steps, 0, 0.0
         return [mean]
 
     def note_field(self, step: int, size: int, mean: float) -> None:
-        """Note what the rank whose turn it was has told; ``mean`` is over all ranks."""
+        """Note the report of the rank whose turn it was; ``mean`` is over all ranks."""
         if mean > 0:
             self.mean_of_rank[step % size] = mean * size
 
@@ -135,7 +132,7 @@ class WaitRecord:
 
 
 def show_line(text: str) -> None:
-    """Show one line to the user, unless that is silenced."""
+    """Log or print one line to the user, unless that is silenced."""
     if os.environ.get("COMPOPT_QUIET", "0") not in ("", "0") or log.level > logging.INFO:
         return
     if log.hasHandlers() and log.isEnabledFor(logging.INFO):
@@ -145,7 +142,7 @@ def show_line(text: str) -> None:
 
 
 def show_summary(name: str, run: RunTotals) -> None:
-    """Show a line about the whole run, unless it was a trial of a few steps."""
+    """Show a line about the whole run, unless it was only a trial of a few steps."""
     if run.steps < SHORTEST_RUN:
         return
     skipped = f", {run.skipped} skipped" if run.skipped else ""
@@ -168,9 +165,10 @@ def format_bytes(count: float) -> str:
 def describe_compression(
     buckets: Sequence[Bucket], values_sent: Sequence[float | None], collective: str
 ) -> str:
-    """Describe what is compressed of ``buckets``, from when on, and how much is sent then.
+    """Describe what is compressed of ``buckets``, from which step on, and how much is then sent.
 
-    ``values_sent``: of each bucket in a compressed step. ``collective``: the dense step's.
+    ``values_sent``: by each bucket in a compressed step; None where a class cannot tell.
+    ``collective``: the dense step's.
     """
     tensors = sum(len(bucket.params) for bucket in buckets)
     compressing = [bucket for bucket in buckets if any(bucket.compressed)]
@@ -180,14 +178,25 @@ def describe_compression(
             "elements is averaged dense (compress=True in a parameter group compresses it)."
         )
     compressed = sum(sum(bucket.compressed) for bucket in buckets)
-    starts = sorted({start_of(bucket.group) for bucket in compressing})
+    starts = sorted({count_dense_steps(bucket.group) for bucket in compressing})
     ramp = max(ramp_of(bucket.group) for bucket in compressing)
     start = " and ".join(f"step {start + 1}" for start in starts)
     when = f"from {start} on" + (f", falling to their density over {ramp} steps" if ramp else "")
     if starts[0] >= FOREVER:
         when = "but stay dense, as a trial has found"
     text = f"{compressed} of {tensors} tensors are compressed, {when}."
-    text += _describe_bytes(buckets, values_sent, collective)
+
+    dense = sum(bucket.numel * bucket.grad_dtype.itemsize for bucket in buckets)
+    counts = [count for count in values_sent if count is not None]
+    if len(counts) == len(buckets) and dense:
+        sizes = [bytes_per_value(b.group["payload_dtype"], b.grad_dtype) for b in buckets]
+        sent = sum(count * size for count, size in zip(counts, sizes, strict=True))
+        first = sum(bucket.numel * size for bucket, size in zip(buckets, sizes, strict=True))
+        text += (
+            f" A step then sends {sent / dense:.1%} of the bytes of {collective} of the "
+            f"gradients, a dense one before it {first / dense:.0%}."
+        )
+
     total = compressing[0].group.get("total_steps")
     if total is not None and starts[0] + ramp >= total:
         text += (
@@ -195,20 +204,3 @@ def describe_compression(
             "warmup_steps, or density_warmup_steps."
         )
     return text
-
-
-def _describe_bytes(
-    buckets: Sequence[Bucket], values_sent: Sequence[float | None], collective: str
-) -> str:
-    """Compare a compressed step's bytes with a dense one's; nothing where a class cannot tell."""
-    dense = sum(bucket.numel * bucket.grad_dtype.itemsize for bucket in buckets)
-    counts = [count for count in values_sent if count is not None]
-    if len(counts) < len(buckets) or not dense:
-        return ""
-    sizes = [bytes_per_value(b.group["payload_dtype"], b.grad_dtype) for b in buckets]
-    compressed = sum(count * size for count, size in zip(counts, sizes, strict=True))
-    first = sum(bucket.numel * size for bucket, size in zip(buckets, sizes, strict=True))
-    return (
-        f" A step then sends {compressed / dense:.1%} of the bytes of {collective} of the "
-        f"gradients, a dense one before it {first / dense:.0%}."
-    )

@@ -4,26 +4,32 @@ Every bucket's generator runs up to its ``Agree`` without changing anything that
 Then all ranks decide, on numbers that each of them holds alike, whether the step is applied; all
 generators are resumed, or all are closed.
 
-What was sent in backward (see ``overlap``) may be stale: a clip or an unscale has changed the
-gradients since. A control field of the last bucket says whether it is so on any rank; all ranks
-then send all other buckets again. That takes no collective of its own, and no rank does it alone.
+A payload that was sent in backward (see ``overlap``) may be stale: a clip or an unscale has changed
+the gradients since. A control field of the last bucket reports whether any rank has a stale
+payload; all ranks then send all other buckets again. No extra collective is needed, and no rank
+resends alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from _signal import getsignal  # 64 times as fast as signal.getsignal, which returns an enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 
 import torch
 
 from .._state.buckets import Bucket
+from .._state.tensors import to_local
 from .._wire.collectives import Communicator, get_rank, profiler_range
 from .._wire.payload import FieldValues, encode_bits
 from .._wire.requests import CommunicationError
-from . import gradients
 from .decision import StepDecision, combine_decisions, error_of_misplaced, read_decision
 from .exchange import Exchange, ExchangeSchedule
-from .missing_ranks import RankLeft, explain_failure, post_lost_masks
+from .missing_ranks import Note, RankLeft, explain_failure, post_note
 from .options import Group
 from .overlap import resume_together
 from .peers import (
@@ -35,7 +41,6 @@ from .peers import (
 )
 from .resharding import follow_requires_grad
 from .session import Corrupt, Role, Session, Sync
-from .signals import defer_signals
 from .stats import describe_compression, show_line
 from .turns import Turns
 
@@ -43,7 +48,7 @@ from .turns import Turns
 def step_in_turns(session: Session) -> Turns[None]:
     """Take a step, as a generator that yields each collective it is about to wait for."""
     check_can_step(session)
-    comm = session.connect_ranks()  # first: state may have to be cut anew
+    comm = session.connect_ranks()  # first: state may have to be resharded
     step = Step(session, comm, session.steps + 1)
     try:
         decision = yield from step.exchange()
@@ -57,7 +62,7 @@ def step_in_turns(session: Session) -> Turns[None]:
             raise
         if step.is_complete:
             raise CommunicationError(
-                f"step {step.number} was applied, what followed it failed: {error}"
+                f"step {step.number} was applied, but the exchange after it failed: {error}"
             ) from error
         why = (
             f"{error}. Make a new process group on all ranks and call rebind()"
@@ -68,11 +73,11 @@ def step_in_turns(session: Session) -> Turns[None]:
             f"step {step.number} was not applied on rank {comm.rank}: {why}"
         ) from error
     finally:
-        step.problem = None  # whose frames hold this
+        step.problem = None  # its frames refer to this one
 
 
 def check_can_step(session: Session) -> None:
-    """Raise where the optimizer may not be stepped."""
+    """Raise RuntimeError if the optimizer was replaced, or a step was applied in part."""
     if session.role is Role.REPLACED:
         raise RuntimeError(
             f"this {session.name} was replaced: an optimizer made later holds its "
@@ -83,7 +88,7 @@ def check_can_step(session: Session) -> None:
 
 
 class Step:
-    """The step that is running, of all parameter groups or of some ``groups``."""
+    """The running step, of all parameter groups or of some ``groups``."""
 
     def __init__(
         self,
@@ -95,15 +100,11 @@ class Step:
         self.session, self.comm, self.number, self._groups = session, comm, number, groups
         # why this rank cannot send its gradients
         self.problem: Exception | None = None
-        # applied or skipped: what is raised now leaves the ranks level
+        # applied or skipped: an error from now on does not set ranks a step apart
         self.is_complete = False
-        # the scale of a GradScaler that was taken off the gradients
+        # the scale of a GradScaler, by which the gradients were divided
         self.scale: float | None = None
         self.committing: Bucket | None = None
-
-    @property
-    def groups(self) -> Sequence[Group]:
-        return self.session.option_groups if self._groups is None else self._groups
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -113,8 +114,9 @@ class Step:
         return [bucket for bucket in self.session.buckets if id(bucket.group) in stepped]
 
     def exchange(self) -> Turns[StepDecision | None]:
-        """Run until all ranks have decided whether to commit; None where there is nothing to
-        exchange.
+        """Run until all ranks have decided whether to commit.
+
+        Returns None if there is nothing to exchange.
         """
         session = self.session
         if session.has_foreign_state:
@@ -127,7 +129,7 @@ class Step:
             return None
         decision = yield from self._exchange_buckets()
         if decision.agreed["unfrozen"][0] > 0:
-            # on some rank other parameters require a gradient now
+            # requires_grad has changed on some rank
             yield from self.verify_peers()
             if not self.buckets:
                 return None
@@ -136,7 +138,7 @@ class Step:
             session.warn_once(
                 "stale gradients",
                 "gradients were changed between backward and step() (a clip, an unscale, another "
-                "backward?), so what was sent during backward had to be sent again. From now on "
+                "backward?), so payloads sent during backward had to be sent again. From now on "
                 "nothing is sent before step(): clip with max_grad_norm= instead to keep "
                 "communication behind backward.",
                 self.comm.rank,
@@ -145,17 +147,40 @@ class Step:
         return decision
 
     def commit(self, decision: StepDecision) -> None:
-        """Apply the step, or skip it, and report it."""
-        self._complete(decision)
+        """Apply or skip the step as a whole, and report it. Signals are deferred meanwhile."""
+        session = self.session
+        with defer_signals():
+            if decision.applied:
+                session.has_local_gradients = False
+                sync = session.sync
+                try:
+                    session.sync = Corrupt(f"step {self.number} was interrupted")
+                    with profiler_range("compopt::commit"):
+                        self._commit_buckets(decision)
+                except BaseException as error:
+                    bucket, kind = self.committing, type(error).__name__
+                    where = "after its buckets"
+                    if bucket is not None:
+                        where = f"in bucket {bucket.index} ({bucket.names[0]}, ...)"
+                    session.sync = Corrupt(
+                        f"step {self.number} was applied in part: {kind} was raised {where} "
+                        f"({error})"
+                    )
+                    for bucket in session.buckets:
+                        bucket.cache.clear()  # derived from state, which may be wrong
+                    raise
+                session.sync = sync
+            session.verified_structure = session.structure
+            self.is_complete = True
         if decision.applied:
-            warn_if_without_gradients(self.session, decision)
+            warn_if_without_gradients(session, decision)
         self._report(decision)
 
     def undo(self, error: BaseException) -> None:
-        """Leave things as they were before the step, which has raised ``error``."""
+        """Restore gradients and scale after ``error`` ended the step."""
         session = self.session
         if not self.is_complete and self.scale is not None:
-            gradients.scale_back(session, self.scale)
+            restore_scale(session, self.scale)
         if not self.is_complete or isinstance(error, CommunicationError):
             session.unverify()  # ranks may be a step apart now
 
@@ -164,12 +189,12 @@ class Step:
     def _prepare_gradients(self) -> Exception | None:
         """Bring gradients into the form in which they are sent.
 
-        Returns what goes wrong, which all ranks learn in the exchange.
+        Returns an error instead of raising it: all ranks learn of it in the exchange.
         """
         session = self.session
         try:
-            gradients.check(session)
-            self.scale = gradients.unscale(session)
+            check_gradients(session)
+            self.scale = unscale_gradients(session)
             session.optimizer.before_exchange()
             for bucket in session.buckets:
                 bucket.update_masters()
@@ -178,15 +203,21 @@ class Step:
         return None
 
     def _finish_post_commit(self) -> Turns[None]:
-        """Wait for what followed the last commit, and find out whether a handshake is due."""
+        """Wait for the exchanges after the last commit, and find out whether a handshake is due."""
         session, post_commit = self.session, self.session.post_commit
         yield from post_commit.finish_in_turns()
         if post_commit.lost and not post_commit.unconfirmed:
-            post_lost_masks(session)
+            rank = self.comm.rank
+            post_note(
+                session,
+                Note.LOST_MASKS,
+                f"rank {rank} lost the masks that followed step {session.steps}, and others have "
+                "them",
+            )
         yield from post_commit.confirm(self.comm, session.device)
         for bucket in session.buckets:
             bucket.gathered_state = {}
-        # without buckets no payload could say so
+        # without buckets there is no payload to report it
         is_unfrozen = not self.buckets and session.has_other_trainable
         has_new_structure = session.verified_structure != session.structure
         if post_commit.lost or is_unfrozen or has_new_structure:
@@ -194,14 +225,14 @@ class Step:
             session.unverify()
 
     def verify_peers(self) -> Turns[None]:
-        """Compare ranks, and lay out what all of them found to require a gradient now."""
+        """Run the handshake, and lay out the parameters that require a gradient now."""
         session = self.session
         session.overlap.discard()
         had_gradients = yield from verify_peers(session, self.comm, self.problem is not None)
-        if session.has_other_trainable:  # and on all ranks alike
+        if session.has_other_trainable:  # the same on all ranks: the handshake has compared it
             yield from follow_requires_grad(session, self.comm)
             session.optimizer.before_exchange()
-        # without any gradient, the next step begins with a handshake too
+        # without gradients to compare, the next step begins with a handshake too
         is_exempt = session.optimizer.reduces_inside or session.has_pseudo_gradients
         is_verified = had_gradients or is_exempt
         session.sync = Sync.VERIFIED if is_verified else Sync.UNVERIFIED
@@ -219,10 +250,18 @@ class Step:
             schedules.append(session.overlap.take_schedule(buckets, session.algorithm, comm))
             decision = yield from self._run_schedule(schedules)
             is_sharded = any(exchange.agreement.sharded for exchange in decision.exchanges)
-            _note_late_error(decision, is_sharded)
-            groups = (
-                [comm, *session.shard_communicators] if is_sharded else session.shard_communicators
-            )
+            groups = session.shard_communicators
+            if is_sharded:
+                groups = [comm, *groups]
+            has_error = any(exchange.error is not None for exchange in decision.exchanges)
+            if has_error and not decision.unsent:
+                # This rank failed after it had sent everything. With sharded state one more message
+                # reports it before anything is written. Otherwise the other ranks apply the step
+                # and this one does not, as when a collective fails on one rank only.
+                error = None if is_sharded else decision.take_error()
+                if error is not None:
+                    raise error
+                decision.unsent = True
             yield from combine_decisions(decision, groups, buckets[-1].device)
             session.overlap.is_stopped |= decision.resent
             if decision.applied and is_sharded:
@@ -233,7 +272,7 @@ class Step:
             for schedule in schedules:
                 schedule.abandon()
             raise
-        except BaseException:  # whoever interrupts does not want to wait for collectives
+        except BaseException:  # an interrupt: do not wait for collectives
             for schedule in schedules:
                 schedule.leave()
             raise
@@ -243,7 +282,7 @@ class Step:
         return decision
 
     def _run_schedule(self, schedules: list[ExchangeSchedule]) -> Turns[StepDecision]:
-        """Run the schedule, and one more where what was sent in backward is stale on any rank."""
+        """Run the schedule, and another one if any rank's payloads from backward are stale."""
         (schedule,) = schedules
         stale = schedule.measure_staleness()
         any_stale: FieldValues = [0.0]
@@ -268,32 +307,32 @@ class Step:
         return decision
 
     def _control_fields(self, schedule: ExchangeSchedule) -> dict[str, FieldValues]:
-        """What ranks agree on beside the gradients, by name."""
-        session, every = self.session, self.session.optimizer.check_replicas_every
+        """Return the control fields of the last bucket's payload, by name."""
+        session, comm, every = self.session, self.comm, self.session.optimizer.check_replicas_every
         settings: list[object] = [*session.settings]
         if every and self.number % every == 0:
             settings += describe_optimizer(session)
         checksum = zlib.crc32(repr(settings).encode())
-        # the mean over ranks of these bits shows any difference
-        fields: dict[str, FieldValues] = {"settings": encode_bits(checksum, 16)}
-        comm = self.comm
-        fields["waits"] = session.waits.field_for(self.number, comm.rank, comm.size)
         is_unfrozen = session.has_other_trainable
-        fields["unfrozen"] = [float(is_unfrozen)]
         if is_unfrozen:  # all ranks learn of a problem, and nothing is applied
             problem = RuntimeError("other parameters require a gradient than before")
             schedule.terms.problem = problem
-        return fields
+        return {
+            # the mean over ranks of these bits shows any difference
+            "settings": encode_bits(checksum, 16),
+            "waits": session.waits.make_field(self.number, comm.rank, comm.size),
+            "unfrozen": [float(is_unfrozen)],
+        }
 
     def _raise_if_failed(self, decision: StepDecision) -> Turns[None]:
-        """Raise, on all ranks, where these cannot go on as they are."""
+        """Raise the same error on all ranks if the step failed."""
         session = self.session
         if decision.misplaced:
             raise error_of_misplaced(decision, session.buckets)
         if decision.unsent:
             self.problem = problem = decision.take_error(self.problem)
             failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
-            del problem  # its frames hold this one
+            del problem  # its frames refer to this one
             try:
                 yield from raise_failure(session, self.comm, failure)
             except CommunicationError:
@@ -305,27 +344,7 @@ class Step:
 
     # After it
 
-    def _complete(self, decision: StepDecision) -> None:
-        """Apply or skip the step, as a whole, whatever signals arrive meanwhile."""
-        session = self.session
-        with defer_signals():
-            if decision.applied:
-                session.has_local_gradients = False
-                sync = session.sync
-                try:
-                    session.sync = Corrupt(f"step {self.number} was interrupted")
-                    with profiler_range("compopt::commit"):
-                        self._commit(decision)
-                except BaseException as error:
-                    session.sync = self._explain_corruption(error)
-                    for bucket in session.buckets:
-                        bucket.cache.clear()  # it is derived from state, and may be wrong
-                    raise
-                session.sync = sync
-            session.verified_structure = session.structure
-            self.is_complete = True
-
-    def _commit(self, decision: StepDecision) -> None:
+    def _commit_buckets(self, decision: StepDecision) -> None:
         """Let every bucket apply the step, and count it."""
         session = self.session
         for exchange in decision.exchanges:
@@ -334,70 +353,43 @@ class Step:
         self.committing = None
         resume_together(decision.exchanges, session.post_commit.commit_bucket)
         session.optimizer.committed()
-        for group in self.groups:
+        for group in session.option_groups if self._groups is None else self._groups:
             group["step"] += 1
-        if session.trial is not None and session.trial.found:
-            session.trial.keep()
-            session.trial_result, session.trial = session.trial.found, None
-
-    def _explain_corruption(self, error: BaseException) -> Corrupt:
-        bucket = self.committing
-        where = (
-            "after its buckets"
-            if bucket is None
-            else f"in bucket {bucket.index} ({bucket.names[0]}, ...)"
-        )
-        kind = type(error).__name__
-        return Corrupt(
-            f"step {self.number} was applied in part: {kind} was raised {where} ({error})"
-        )
+        if session.trial is not None and session.trial.result:
+            session.trial.record_result()
+            session.trial_result, session.trial = session.trial.result, None
 
     def _report(self, decision: StepDecision) -> None:
-        """Update ``stats``, and tell the user what is due."""
-        session, applied = self.session, decision.applied
-        if applied:
-            self._show_first_line()
-        sent = self.comm.bytes_sent - session.bytes_reported
-        session.bytes_reported = self.comm.bytes_sent
-        session.waits.note_field(self.number, self.comm.size, decision.agreed["waits"][0])
+        """Update ``stats``, and show the first line once on rank 0."""
+        session, comm, applied = self.session, self.comm, decision.applied
+        groups = session.option_groups
+        compresses = bool(groups) and all("when" in group for group in groups)
+        is_due = applied and session.is_first("compression") and compresses
+        if is_due and comm.rank == 0 == get_rank():
+            _show_first_line(session)
+        sent = comm.bytes_sent - session.bytes_reported
+        session.bytes_reported = comm.bytes_sent
+        session.waits.note_field(self.number, comm.size, decision.agreed["waits"][0])
         session.update_stats(decision, sent)
         trial = None if session.is_single_process else session.trial
-        if trial and trial.watch(decision.phase_of, applied, session.device):
-            session.unverify()  # with the next step's handshake all ranks compare their times
+        if trial and trial.time_step(decision.phase_of, applied, session.device):
+            session.unverify()  # ranks compare their times in the next step's handshake
         session.count_skips(applied)
 
-    def _show_first_line(self) -> None:
-        """Show once, on rank 0, what is compressed, where the class compresses at all."""
-        session, comm, groups = self.session, self.comm, self.session.option_groups
-        compresses = bool(groups) and all("when" in group for group in groups)
-        is_due = session.is_first("compression") and compresses
-        if not (is_due and comm.rank == 0 == get_rank()):
-            return
-        if session.is_single_process:
-            text = (
-                "there are no other ranks, so every step is the base's and nothing is sent "
-                "(simulate=True compresses all the same)."
-            )
-        else:
-            optimizer, buckets = session.optimizer, session.buckets
-            values_sent = [optimizer.values_sent(bucket, comm.size) for bucket in buckets]
-            usual = "a reduce-scatter" if optimizer.reduces_inside else "an all-reduce"
-            text = describe_compression(buckets, values_sent, usual)
-        show_line(f"{session.name}: {text}")
 
-
-def _note_late_error(decision: StepDecision, is_sharded: bool) -> None:
-    """Note that this rank failed after it had sent everything, and so could not say so.
-
-    With sharded state one more message follows before anything is written. Without it the other
-    ranks apply the step, and it is not applied here, as where a collective fails on one rank only.
-    """
-    if decision.unsent or all(exchange.error is None for exchange in decision.exchanges):
-        return
-    error = None if is_sharded else decision.take_error()
-    if error is not None:
-        raise error
-    decision.unsent = True
+def _show_first_line(session: Session) -> None:
+    """Show which tensors are compressed, and how many bytes a step sends."""
+    if session.is_single_process:
+        text = (
+            "there are no other ranks, so every step is the base's and nothing is sent "
+            "(simulate=True compresses all the same)."
+        )
+    else:
+        optimizer, buckets = session.optimizer, session.buckets
+        values_sent = [optimizer.values_sent(bucket, session.comm.size) for bucket in buckets]
+        usual = "a reduce-scatter" if optimizer.reduces_inside else "an all-reduce"
+        text = describe_compression(buckets, values_sent, usual)
+    show_line(f"{session.name}: {text}")
 
 
 def _gather_parameters(decision: StepDecision) -> Turns[None]:
@@ -415,9 +407,9 @@ def _gather_parameters(decision: StepDecision) -> Turns[None]:
 
 @torch.no_grad()
 def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
-    """Start the exchanges that backward has made ready by finishing ``params``, but for the last.
+    """Start the exchanges of all buckets that are ready, except the last, in their order.
 
-    They start in the order of their buckets, on all ranks alike.
+    ``params``: those whose gradients backward has just finished.
     """
     if session.sync is not Sync.VERIFIED or session.has_grad_scaler or session.comm.size == 1:
         return
@@ -426,7 +418,106 @@ def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
         session.verified_structure != session.structure or session.has_other_trainable
     ):
         return
-    for p in params:
-        if p in session.bucket_of:
-            overlap.note_finished(p, session.bucket_of[p])
-    overlap.start_ready(session.buckets, session.algorithm, session.comm)
+    finished = [(p, session.bucket_of[p]) for p in params if p in session.bucket_of]
+    overlap.start_ready(finished, session.buckets, session.algorithm, session.comm)
+
+
+# Gradients before they are sent
+
+
+def check_gradients(session: Session) -> None:
+    """Raise TypeError if a parameter has changed its size, dtype or device, or has a sparse
+    gradient.
+    """
+    for bucket in session.buckets:
+        for p, n, name in zip(bucket.params, bucket.lengths, bucket.names, strict=True):
+            if p.dtype != bucket.dtype or p.device != bucket.device or to_local(p).numel() != n:
+                raise TypeError(
+                    f"{name} has {to_local(p).numel()} elements of {p.dtype} on {p.device} here, "
+                    f"and had {n} of {bucket.dtype} on {bucket.device} when the optimizer was "
+                    "made: make the optimizer after the model is converted, moved or resized."
+                )
+            if p.grad is not None and p.grad.is_sparse:
+                raise TypeError(
+                    f"{session.name} got a sparse gradient for {name}: use dense "
+                    "gradients (sparse=False)."
+                )
+
+
+def unscale_gradients(session: Session) -> float | None:
+    """Divide the gradients by a GradScaler's scale, which may differ between ranks; return it.
+
+    Returns None if no scaler left one. With a scaler no bucket starts in backward: its gradients
+    are not yet the ones to send.
+    """
+    optimizer = session.optimizer
+    session.has_grad_scaler = hasattr(optimizer, "found_inf")
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is None:
+        return None
+    _scale_gradients(session, float(scale.double().reciprocal()))
+    return float(scale)
+
+
+def restore_scale(session: Session, scale: float) -> None:
+    """Multiply the gradients by ``scale`` again, so that the step can be repeated."""
+    _scale_gradients(session, scale)
+    drop_scale(session)
+
+
+def drop_scale(session: Session) -> None:
+    """Delete the attributes that a GradScaler sets; it does so itself only if step() succeeds."""
+    for name in ("grad_scale", "found_inf"):
+        if hasattr(session.optimizer, name):
+            delattr(session.optimizer, name)
+
+
+def _scale_gradients(session: Session, factor: float) -> None:
+    params = [p for group in session.option_groups for p in group["params"]]
+    grads = [to_local(p.grad) for p in params if p.requires_grad and p.grad is not None]
+    torch._foreach_mul_(grads, factor)
+
+
+# Signals during a commit
+
+# computed once: valid_signals() takes longer than all the rest
+SIGNALS = tuple(map(int, signal.valid_signals()))
+
+
+@contextlib.contextmanager
+def defer_signals() -> Iterator[None]:
+    """Defer Python signal handlers, KeyboardInterrupt's among them, until the block ends.
+
+    A handler may raise between any two lines. Handlers run in the main thread only, so other
+    threads defer nothing. All handlers run at the end; the first error of any is raised.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+    errors: list[BaseException] = []
+    try:
+        for number in SIGNALS:
+            handler = getsignal(number)
+            if callable(handler):
+                handlers[number] = handler
+                signal.signal(number, lambda number, frame: arrived.append((number, frame)))
+        yield
+    finally:
+        replaced = dict(handlers)
+        while replaced:
+            try:
+                while replaced:
+                    number = next(iter(replaced))
+                    signal.signal(number, replaced[number])
+                    del replaced[number]
+            except BaseException as error:  # of a handler that is restored already
+                errors.append(error)
+        for number, frame in arrived:
+            try:
+                handlers[number](number, frame)
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]

@@ -1,5 +1,6 @@
-"""Waiting for other ranks, in turns: a generator yields each collective that it is about to wait
-for, which is where the simulator lets another rank go on.
+"""Generators that yield each collective before they wait for it.
+
+There the simulator resumes another rank, and a real step looks for missing ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Turns = Generator[PendingCollective, None, Result]
 
 
 def ask(comm: Communicator, request: AllGather | AllReduceMean | Broadcast) -> Turns[Tensor]:
-    """The answer to one request of a tensor."""
+    """Start one request, and return its answer."""
     pending = comm.start(request)
     yield pending
     answer = pending.wait()
@@ -27,7 +28,7 @@ def ask(comm: Communicator, request: AllGather | AllReduceMean | Broadcast) -> T
 
 
 class Background(Generic[Result]):
-    """Turns that are taken while something else goes on."""
+    """A generator of collectives that runs while the caller does other work."""
 
     def __init__(self, turns: Turns[Result]):
         self._turns = turns
@@ -36,7 +37,7 @@ class Background(Generic[Result]):
         self._error: Exception | None = None
 
     def poll(self) -> None:
-        """Go on as far as possible without waiting; ``finish`` raises the error there was."""
+        """Run as far as possible without waiting; ``finish`` raises an error."""
         while not self._results and self._error is None:
             if self._waiting is not None and not self._waiting.is_ready:
                 return
@@ -46,7 +47,7 @@ class Background(Generic[Result]):
                 self._error = error
 
     def finish(self) -> Turns[Result]:
-        """Go on to the end. May be called again, for the same result."""
+        """Run to the end, and return the result; later calls return it again."""
         while not self._results:
             if self._error is not None:
                 raise self._error
@@ -65,14 +66,15 @@ class Background(Generic[Result]):
         self._turns.close()
 
 
-def sum_over(
+def sum_over_groups(
     comms: Sequence[Communicator], numbers: Sequence[float], device: torch.device
 ) -> Turns[list[float]]:
-    """The sums over the ranks of one communicator after another, as of a mesh's dimensions."""
+    """Return the sums over the ranks of all communicators, which are dimensions of a mesh."""
     if not comms:
         return [*numbers]
     message = torch.tensor(numbers, dtype=torch.float64, device=device)
     for comm in comms:
-        message = (yield from ask(comm, AllReduceMean(message))) * comm.size
+        mean = yield from ask(comm, AllReduceMean(message))
+        message = mean * comm.size
     summed: list[float] = message.tolist()
     return summed

@@ -1,15 +1,12 @@
-"""What is done with averaged gradients: an optimizer's update, of whole tensors or of this rank's
-shards of them.
+"""Updates: an optimizer's step on averaged gradients, of tensors or of this rank's shards.
 
-A generator writes the average of a tensor where the update wants it (``memory_for``), and hands it
-over (``apply``). ``AdamW`` updates the tensor at once. Any other optimizer of torch steps once,
-when all buckets have committed: ``WrappedUpdate``.
+A generator writes the average of a tensor to the update's memory (``memory_for``), and then calls
+``apply``. ``AdamW`` updates the tensor in ``apply``. ``WrappedUpdate`` steps a torch optimizer once
+per step, after all buckets have committed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -25,13 +22,13 @@ class Update(Protocol):
     """An optimizer's update, a tensor at a time."""
 
     def memory_for(self, bucket: Bucket, i: int, average: Tensor | None) -> Tensor:
-        """Return where to write the average of tensor i.
+        """Return the memory for the average of tensor i.
 
-        ``average``: where it is already, if anywhere; it may stay there.
+        ``average``: the memory that holds it already, if any; it may be returned.
         """
 
     def apply(self, bucket: Bucket, i: int, average: Tensor) -> None:
-        """Take the average of tensor i, which is in the memory for it."""
+        """Update tensor i by ``average``, which is in the memory for it."""
 
 
 class AdamW:
@@ -56,7 +53,7 @@ class AdamW:
 class WrappedUpdate:
     """The step of a torch optimizer, ``base``, on all averages of a step.
 
-    Memory for the averages is kept from step to step.
+    The memory for the averages lives as long as this object.
     """
 
     def __init__(self, base: Optimizer):
@@ -76,19 +73,16 @@ class WrappedUpdate:
         self._applied.add(bucket.params[i])
 
     def step_base(self) -> None:
-        """Step ``base`` on the averages, once for all tensors."""
-        with self._averages_as_gradients():
-            self.base.step()
+        """Step ``base`` once, on all averages.
 
-    @contextmanager
-    def _averages_as_gradients(self) -> Iterator[None]:
-        """Let ``p.grad`` be the average, None where no rank had one; afterwards this rank's own."""
+        Meanwhile ``p.grad`` is the average, or None if no rank had a gradient.
+        """
         gradients = {p: p.grad for group in self.base.param_groups for p in group["params"]}
         applied, self._applied = self._applied, set()
         try:
             for p in gradients:
                 p.grad = self._averages[p] if p in applied else None
-            yield
+            self.base.step()
         finally:
             for p, gradient in gradients.items():
                 p.grad = gradient

@@ -1,10 +1,10 @@
-"""``when="auto"``: stay dense where compression does not pay, as whole training steps say.
+"""The dense start, and ``when="auto"``: stay dense where compression does not pay.
 
-The steps of the dense start are timed, from the end of one ``step()`` to the end of the next, and
-so are the first compressed ones. Then the medians of all ranks go round with the handshake of the
-next step, before anything of that step is written. Where compressed steps are not clearly faster,
-by more than such timings err, the dense start has no end. Only groups that say "auto" are tried.
-What was found is kept with them (``pays``); the user's ``warmup_steps`` stay as they are.
+With "auto" the last steps of the dense start are timed, from the end of one ``step()`` to the end
+of the next, and so are the first compressed ones. The next step's handshake compares the medians of
+all ranks, before that step writes anything. Unless compressed steps are clearly faster, the dense
+start has no end. Only groups with "auto" are tried. The result is kept in them (``pays``); the
+user's ``warmup_steps`` do not change.
 """
 
 from __future__ import annotations
@@ -18,65 +18,72 @@ import torch
 from .._state.buckets import Bucket
 from .._state.tensors import synchronize
 
-# steps of each kind: not timed (buffers, hooks and masks are made in them), and timed
+# steps of each kind: not timed (they allocate buffers, hooks and masks), and timed
 SKIP, TIMED = 3, 8
-CLEARLY = 0.95  # of a dense step: what takes longer gains too little to approximate gradients for
+CLEARLY = 0.95  # of a dense step: a smaller gain is not worth approximate gradients
 FOREVER = 2**62  # steps
-WAITS = {"resample"}  # phases that are neither: dense, and rare
+WAITS = {"resample"}  # phases that are not timed: dense, and rare
 
-SHARE = 0.15  # of a run of known length, where no warm-up is given: Radius's paper takes 15 to 20 %
+SHARE = 0.15  # of total_steps, the default warm-up: Radius's paper takes 15 to 20 %
 
 OPTIONS = {
-    "pays": None,  # what a trial has found: whether compressed steps are clearly faster
-    "dense_until": 0,  # the step up to which a trial keeps the group dense, to have enough to time
+    "pays": None,  # the result of a trial: whether compressed steps are clearly faster
+    "dense_until": 0,  # the step until which a trial keeps the group dense, to time enough steps
 }
 
 
 def dense_steps(bucket: Bucket) -> int:
-    """Steps of a bucket before compression starts; all where there is no other rank."""
-    return FOREVER if bucket.is_single_process else start_of(bucket.group)
+    """Return the number of steps before compression starts; endless in a single process."""
+    return FOREVER if bucket.is_single_process else count_dense_steps(bucket.group)
 
 
-def start_of(group: dict[str, Any]) -> int:
-    """Steps before compression starts: the user's, more where a trial needs them, all where it does
-    not pay.
+def count_dense_steps(group: dict[str, Any]) -> int:
+    """Return the number of steps before compression starts: the user's, more if a trial needs them,
+    endless if compression does not pay.
     """
-    users = steps_of(group, "warmup_steps")
+    warmup = resolve_steps(group, "warmup_steps")
     if group["when"] != "auto":
-        return users
-    return FOREVER if group["pays"] is False else max(users, group["dense_until"])
+        return warmup
+    return FOREVER if group["pays"] is False else max(warmup, group["dense_until"])
 
 
-def steps_of(group: dict[str, Any], name: str) -> int:
-    """An option that is a number of steps, or a share of ``total_steps``."""
+def ramp_of(group: dict[str, Any]) -> int:
+    """Return the number of steps after the dense start over which density falls; 0 for classes
+    without that option.
+    """
+    return resolve_steps(group, "density_warmup_steps") if "density_warmup_steps" in group else 0
+
+
+def resolve_steps(group: dict[str, Any], name: str) -> int:
+    """Return an option as a number of steps; it may be a share of ``total_steps``."""
     given: int | float = group[name]
-    share = isinstance(given, float) and 0 < given < 1
-    return round(given * group["total_steps"]) if share else int(given)
+    is_share = isinstance(given, float) and 0 < given < 1
+    return round(given * group["total_steps"]) if is_share else int(given)
 
 
-def chosen(given: int | float | None, total_steps: int | None, steps: int) -> int | float:
-    """A warm-up that was given; else a share of the run where its length is, else ``steps``."""
+def choose_warmup(given: int | float | None, total_steps: int | None, steps: int) -> int | float:
+    """Return the given warm-up, else a share of a run of known length, else ``steps``."""
     if given is not None:
         return given
     return steps if total_steps is None else SHARE
 
 
-def as_now(saved: dict[str, Any]) -> dict[str, Any]:
-    """Options of a saved group, also where version 0.1.0 wrote them: "dense" was a warm-up without
-    end then.
+def upgrade_options(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved group's options, also if version 0.1.0 wrote them: there "dense" was a warm-up
+    without end.
     """
     if "when" not in saved or "pays" in saved:
         return saved
     now = {**saved, **OPTIONS}
     if saved.get("warmup_steps") == FOREVER:
         now |= {"when": "auto", "pays": False}
-        # the user's is not known any more: what the optimizer was made with stays
+        # the user's warm-up was not saved: keep the optimizer's
         del now["warmup_steps"]
     return now
 
 
-def trial(groups: list[dict[str, Any]], buckets: list[Bucket]) -> Trial | None:
-    """Begin one where a group with compressed tensors says "auto" and nothing is known of it."""
+def begin_trial(groups: list[dict[str, Any]], buckets: list[Bucket]) -> Trial | None:
+    """Return a trial if a group with compressed tensors has "auto" and no result yet."""
     compressing = [g for g in groups if any(b.group is g and any(b.compressed) for b in buckets)]
     tried = [g for g in compressing if g.get("when") == "auto" and g["pays"] is None]
     if not tried:
@@ -88,74 +95,62 @@ def trial(groups: list[dict[str, Any]], buckets: list[Bucket]) -> Trial | None:
 class Trial:
     """The times of dense and of compressed steps, until all ranks have compared them.
 
-    ``tried``: the groups it is about, which are dense until it has timed that. The ``others`` come
-    to rest first: what is compared then differs in nothing else.
+    ``tried``: the groups of the trial, dense until it has timed enough dense steps. The ``others``
+    must be past their dense start and ramp, so that timed steps differ in nothing else.
     """
 
     def __init__(
         self, tried: list[dict[str, Any]], others: list[dict[str, Any]], indices: list[int]
     ):
-        self.found = ""  # in words
+        self.result = ""  # a sentence
         self._tried, self._indices = tried, indices
-        self._rest = max(map(_at_rest, others), default=0)
+        self._others_steady = max(map(_first_steady_step, others), default=0)
         for group in tried:
-            group["dense_until"] = max(group["step"], self._rest) + SKIP + TIMED + 2
-        self._settled = max(map(_at_rest, [*tried, *others]))
+            group["dense_until"] = max(group["step"], self._others_steady) + SKIP + TIMED + 2
+        self._all_steady = max(map(_first_steady_step, [*tried, *others]))
         self._seconds: dict[str, list[float]] = {"dense": [], "compressed": []}
         self._kind, self._since = "", 0.0
         self._pays = False
 
-    def watch(self, phase_of: dict[int, str], applied: bool, device: torch.device) -> bool:
-        """Take the time of the step that has just ended.
+    def time_step(self, phase_of: dict[int, str], applied: bool, device: torch.device) -> bool:
+        """Record the time of the step that has just ended.
 
-        Returns whether ranks have what they need to compare.
+        Returns True once this rank has timed enough steps to compare.
         """
         phases = {phase for index, phase in phase_of.items() if index in self._indices}
         kind = "dense" if phases <= {"dense"} else "compressed"
-        step = self._tried[0]["step"]
-        typical = (
-            applied
-            and not phases & WAITS
-            and step > (self._rest if kind == "dense" else self._settled)
-        )
+        steady = self._others_steady if kind == "dense" else self._all_steady
+        is_typical = applied and not phases & WAITS and self._tried[0]["step"] > steady
         synchronize(device)  # in the steps of a trial only
         now = time.perf_counter()
-        if typical and kind == self._kind:
+        if is_typical and kind == self._kind:
             self._seconds[kind].append(now - self._since)
         self._kind, self._since = kind, now
-        return bool(self.words())
+        return bool(self.compute_medians())
 
-    def words(self) -> list[int]:
-        """This rank's medians, dense and compressed, in nanoseconds; nothing while they are not
-        known.
+    def compute_medians(self) -> list[int]:
+        """Return this rank's medians, dense and compressed, in nanoseconds; empty until enough
+        steps are timed.
         """
         if any(len(seconds) < SKIP + TIMED for seconds in self._seconds.values()):
             return []
         return [int(1e9 * statistics.median(seconds[SKIP:])) for seconds in self._seconds.values()]
 
-    def compare(self, rows: list[list[int]]) -> None:
-        """Decide, on the medians of all ranks.
-
-        ``keep`` writes it down, with the step that this belongs to.
-        """
+    def compare_medians(self, rows: list[list[int]]) -> None:
+        """Decide, from the medians of all ranks; ``record_result`` commits it with the step."""
         dense, compressed = (sum(times) / len(rows) / 1e6 for times in zip(*rows, strict=True))
         self._pays = compressed < CLEARLY * dense
-        verdict = "compressed" if self._pays else "dense"
-        self.found = (
-            f"{verdict}: a compressed step took {compressed:.1f} ms, a dense one {dense:.1f} ms"
+        choice = "compressed" if self._pays else "dense"
+        self.result = (
+            f"{choice}: a compressed step took {compressed:.1f} ms, a dense one {dense:.1f} ms"
         )
 
-    def keep(self) -> None:
+    def record_result(self) -> None:
         for group in self._tried:
             group["pays"] = self._pays
 
 
-def ramp_of(group: dict[str, Any]) -> int:
-    """Steps after the start over which density falls, where a class has such an option."""
-    return steps_of(group, "density_warmup_steps") if "density_warmup_steps" in group else 0
-
-
-def _at_rest(group: dict[str, Any]) -> int:
-    """The step from which a group does the same in every step; 0 where it stays dense."""
-    start = start_of(group)
+def _first_steady_step(group: dict[str, Any]) -> int:
+    """Return the step from which all steps of a group are alike; 0 if it stays dense."""
+    start = count_dense_steps(group)
     return 0 if start >= FOREVER else start + ramp_of(group)

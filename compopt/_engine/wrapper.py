@@ -1,14 +1,13 @@
 """An optimizer around another one, the base: groups, steps and checkpoints of the two.
 
-``param_groups`` are the base's. The options of the wrapper's own class are in groups beside them,
-``_wrapper_groups``, one for each.
+``param_groups`` are the base's. The options of the wrapper's class are in groups of their own,
+``_wrapper_groups``, one for each of the base's.
 
-In a state dict, too, the two are one, because torch.distributed.checkpoint keeps "state" and
-"param_groups" and drops what stands beside them. What the base keeps of a tensor is in the
-wrapper's entry for it, under "base"; the base's options are in the wrapper's groups, as "base.NAME"
-where both have an option of that name. And it loads into what is there already: so there is an
-entry before the base's first step, too, what a step on zeros would leave, and "begun" says whether
-it means anything.
+A state dict merges the two, because torch.distributed.checkpoint keeps "state" and "param_groups"
+and drops everything else. The base's state of a tensor is in the wrapper's entry, under "base". The
+base's options are in the wrapper's groups, as "base.NAME" if both have an option of that name.
+torch.distributed.checkpoint loads into existing entries only: so before the base's first step an
+entry holds the state that a step on zeros would leave, and "begun" is 0.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,20 +26,20 @@ from .._state.layouts import Layout
 from .._state.tensors import is_accelerator
 from .._wire.collectives import ProcessGroup
 from .base import CompressedOptimizer
-from .loading import NOT_OPTIONS
+from .checkpoint import NOT_OPTIONS, check_groups, describe_group
 from .options import Group, Setting, name_groups
-from .session import Sync
+from .session import Role, Sync
 from .update import WrappedUpdate
 
 
 class Wrapper(CompressedOptimizer):
-    """Steps ``base`` on averaged gradients: a generator hands them to ``_update``.
+    """Steps ``base`` on averaged gradients, which generators pass to ``_update``.
 
     A class that shares its algorithm with others inherits from both: ``class Separate(Wrapper,
     Projecting)``.
     """
 
-    # options of ours that a group of the base may have for its tensors
+    # options of the wrapper that a group of the base may have for its tensors
     options_in_base: tuple[str, ...] = ("param_names", "compress")
 
     def __init__(
@@ -58,7 +56,7 @@ class Wrapper(CompressedOptimizer):
         super().__init__(base.param_groups, base.defaults, process_group, simulate)
 
     def _check_defaults(self, defaults: Group) -> None:
-        """Leave the base's to the base; ours are checked with each group."""
+        """Do nothing: the base checks its options, and each group is checked when it is added."""
 
     # Groups
 
@@ -68,7 +66,7 @@ class Wrapper(CompressedOptimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[Group]) -> None:
-        """Ignore the empty list that torch's constructor sets: the groups are the base's."""
+        """Ignore the empty list that torch's constructor sets."""
 
     @property
     def _option_groups(self) -> list[Group]:
@@ -79,7 +77,7 @@ class Wrapper(CompressedOptimizer):
         return set(self._wrapper_defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group to the base, and our options for it.
+        """Add a group to the base, and the wrapper's options for it.
 
         All ranks must do so at the same step.
         """
@@ -93,17 +91,17 @@ class Wrapper(CompressedOptimizer):
             if is_new:
                 self.param_groups.pop()
             raise
-        self._lay_out(self._wrapper_groups[-1])
+        self._lay_out_group(self._wrapper_groups[-1])
 
     def _options_for(self, group: Group) -> Group:
-        """Return our options for a group of the base, checked."""
+        """Return the checked options of the wrapper for a group of the base."""
         given = {name: group[name] for name in self.options_in_base if name in group}
-        own = {**self._wrapper_defaults, **given, "params": group["params"]}
-        self._admit(own)
-        return own
+        options = {**self._wrapper_defaults, **given, "params": group["params"]}
+        self._check_new_group(options)
+        return options
 
     def add_groups_of_base(self) -> None:
-        """Add our options for groups that somebody has given to the base."""
+        """Add the wrapper's options for groups that users have added to the base."""
         for group in self.param_groups[len(self._wrapper_groups) :]:
             self.add_param_group(group)
 
@@ -120,12 +118,13 @@ class Wrapper(CompressedOptimizer):
     def before_layout(self) -> None:
         super().before_layout()
         if isinstance(self.base, CompressedOptimizer):
-            self.base._session.wrap()
+            inner = self.base._session
+            inner.role, inner.connection = Role.WRAPPED, None
         self._update = WrappedUpdate(self.base)
 
     def _specs(self, bucket: Bucket) -> dict[str, Layout]:
         specs = super()._specs(bucket)
-        specs.pop("master", None)  # parameters of low precision are the base's business
+        specs.pop("master", None)  # the base handles parameters of low precision
         return specs
 
     def on_fallback(self) -> None:
@@ -135,7 +134,7 @@ class Wrapper(CompressedOptimizer):
     # Stepping
 
     def committed(self) -> None:
-        """Step the base, once, on the averaged gradients."""
+        """Step the base on the averaged gradients."""
         super().committed()
         self._update.step_base()
         self._show_base()
@@ -143,18 +142,21 @@ class Wrapper(CompressedOptimizer):
     # Checkpoints
 
     def _saved(self) -> dict[str, Any]:
-        """Return our own state and options, with the base's among them and whole under "base"."""
+        """Return the merged state dict, with the base's own under "base"."""
         self._show_base()
         saved = super()._saved()
         known = self._known_options
         options = [
-            {**{name: group[name] for name in known if name in group}, **self._signature(group)}
+            {
+                **{name: group[name] for name in known if name in group},
+                **describe_group(self._session, group),
+            }
             for group in self._wrapper_groups
         ]
         return merge_state_dicts(saved, self.base, options)
 
     def _show_base(self) -> None:
-        """Let ``state`` show the base's; torch.distributed.checkpoint looks there for names."""
+        """Add the base's to ``state``, where torch.distributed.checkpoint looks for names."""
         for p, entry in self.state.items():
             entry["base"] = self.base.state.get(p, {})
 
@@ -164,39 +166,35 @@ class Wrapper(CompressedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load both. A checkpoint that holds nothing of ours is taken for the base's own:
-        compression then starts anew.
+        """Load a checkpoint of this class, or one of the base's: compression then starts anew.
 
-        Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
+        Raises ValueError, with nothing loaded, if it does not fit. All ranks must load.
         """
-        groups = self._groups_of(state_dict)
-        own, theirs = split_state_dict(state_dict, self._known_options, self.param_groups)
-        if theirs is None:
-            check_saved_by(state_dict, groups, type(self.base).__name__)
-        self._groups_of(theirs or state_dict)
+        groups = check_groups(self._session, state_dict)
+        own_saved, base_saved = split_state_dict(state_dict, self._known_options, self.param_groups)
+        if base_saved is None:
+            check_base_checkpoint(state_dict, groups, type(self.base).__name__)
+        check_groups(self._session, base_saved or state_dict)
         before = self.base.state_dict()
         try:
-            self._load_base(theirs or state_dict)
-            if theirs is not None:
-                super().load_state_dict(own)
+            try:
+                # a copy: torch's would share its tensors
+                self.base.load_state_dict(copy.deepcopy(base_saved or state_dict))
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"loaded state dict does not fit the base optimizer {type(self.base).__name__} "
+                    f"({error}): it is damaged, or of another class."
+                ) from error
+            if base_saved is not None:
+                super().load_state_dict(own_saved)
         except Exception:
             self.base.load_state_dict(before)
             raise
-        if theirs is None:
+        if base_saved is None:
             self._begin_anew()
 
-    def _load_base(self, state_dict: dict[str, Any]) -> None:
-        try:
-            # torch's would share its tensors
-            self.base.load_state_dict(copy.deepcopy(state_dict))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"loaded state dict has what {type(self.base).__name__} cannot take, the base "
-                f"optimizer ({error}): it is damaged, or of another class."
-            ) from error
-
     def _begin_anew(self) -> None:
-        """Hold nothing back, and count steps from 0, as a new optimizer does."""
+        """Clear the wrapper's state and step counts."""
         session = self._session
         session.settle_state()
         for bucket in session.buckets:
@@ -221,7 +219,7 @@ class Wrapper(CompressedOptimizer):
 
 
 def check_base(base: object) -> None:
-    """Raise where an optimizer cannot be wrapped."""
+    """Raise TypeError or ValueError if an optimizer cannot be wrapped."""
     name = type(base).__name__
     if not isinstance(base, Optimizer):
         raise TypeError(
@@ -229,48 +227,49 @@ def check_base(base: object) -> None:
         )
     if isinstance(base, torch.optim.LBFGS):
         raise TypeError(
-            "base must take one gradient a step: LBFGS evaluates the model again within its step."
+            "base must use one gradient per step: LBFGS evaluates the model again within its step."
         )
     if getattr(base, "averaged_state", ()):
         raise ValueError(
-            f"base {name} compresses by itself: wrap one that does not, or use it alone."
+            f"base {name} compresses by itself: wrap one that does not, or use {name} directly."
         )
 
 
-# State dicts of both
+# Merged state dicts
 
-PREFIX = "base."  # of an option of the base that has the name of one of ours
+PREFIX = "base."  # of an option of the base that has the name of one of the wrapper's
 
 
 def merge_state_dicts(
     saved: dict[str, Any], base: Optimizer, options: list[Group]
 ) -> dict[str, Any]:
-    """Return ``saved``, of the wrapper, with the base's state. ``options``: the wrapper's, by
-    group.
+    """Return the wrapper's state dict ``saved`` with the base's merged in.
+
+    ``options``: the wrapper's, by group.
     """
-    theirs = base.state_dict()
-    for merged, group, own in zip(
-        saved["param_groups"], theirs["param_groups"], options, strict=True
+    base_saved = base.state_dict()
+    for merged, group, wrapper_options in zip(
+        saved["param_groups"], base_saved["param_groups"], options, strict=True
     ):
-        hidden = {PREFIX + name: group[name] for name in group.keys() & own.keys() - {"params"}}
+        shared = group.keys() & wrapper_options.keys() - {"params"}
+        hidden = {PREFIX + name: group[name] for name in shared}
         places = merged["params"]
         merged.clear()
-        merged.update({**group, **hidden, **own, "params": places})
+        merged.update({**group, **hidden, **wrapper_options, "params": places})
     params = [(p, group) for group in base.param_groups for p in group["params"]]
     for place, (p, group) in enumerate(params):
         if place in saved["state"]:
-            entry = theirs["state"].get(place)
+            entry = base_saved["state"].get(place)
             begun = torch.tensor(float(bool(entry)), dtype=torch.float32)
             held = {**(entry or _make_first_state(base, p, group)), "begun": begun}
             saved["state"][place] = {**saved["state"][place], "base": held}
-    return {**saved, "base": theirs}
+    return {**saved, "base": base_saved}
 
 
 def _make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any]:
-    """Return state as ``base`` makes it at its first step, of zeros; nothing where that cannot be
-    found.
+    """Return the state that a first step of ``base`` on zeros makes; empty if that raises.
 
-    By a copy of it that knows a stand-in for this tensor only.
+    A copy of ``base`` steps a stand-in for this tensor only.
     """
     if not p.requires_grad:
         return {}
@@ -278,13 +277,13 @@ def _make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any
     stand_in.grad = torch.zeros_like(p)
     copied = object.__new__(type(base))
     copied.__dict__.update(base.__dict__)
-    copied.__dict__.pop("step", None)  # a scheduler's, which counts
+    copied.__dict__.pop("step", None)  # the counting one that a scheduler sets
     copied.__dict__.update(_optimizer_step_pre_hooks=OrderedDict())
     copied.__dict__.update(_optimizer_step_post_hooks=OrderedDict())
     copied.state = defaultdict(dict)
     copied.param_groups = [{**group, "params": [stand_in]}]
     devices = [p.device] if is_accelerator(p.device) else []
-    kind = p.device.type if devices else "cpu"  # whose random numbers are kept in any case
+    kind = p.device.type if devices else "cpu"  # fork_rng always keeps the CPU's
     with contextlib.suppress(Exception), torch.random.fork_rng(devices, device_type=kind):
         copied.step()
     return dict(copied.state[stand_in])
@@ -293,62 +292,52 @@ def _make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any
 def split_state_dict(
     saved: dict[str, Any], known: set[str], groups: list[Group]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return what is the wrapper's, and what is the base's, or None where there is none of it.
+    """Return the wrapper's state dict, and the base's, or None if there is none.
 
     ``known``: the wrapper's options. ``groups``: the base's.
     """
     state, saved_groups = saved["state"], saved["param_groups"]
-    own = {
-        "state": {key: _without_base(entry) for key, entry in state.items()},
-        "param_groups": [
-            {name: group[name] for name in group if name in known or name in NOT_OPTIONS}
-            for group in saved_groups
-        ],
+    own_state = {
+        key: {name: value for name, value in entry.items() if name != "base"}
+        if isinstance(entry, dict)
+        else entry
+        for key, entry in state.items()
     }
+    own_groups = [
+        {name: group[name] for name in group if name in known or name in NOT_OPTIONS}
+        for group in saved_groups
+    ]
+    own_saved = {"state": own_state, "param_groups": own_groups}
     if "base" in saved:
-        return own, saved["base"]
+        return own_saved, saved["base"]
     if not any(isinstance(entry, dict) and "base" in entry for entry in state.values()):
         return saved, None
-    held = {key: entry["base"] for key, entry in state.items() if "base" in entry}
-    theirs = [
-        _options_of_base(group, known, current)
-        for group, current in zip(saved_groups, groups, strict=True)
-    ]
-    return own, {"state": _begun_entries(held), "param_groups": theirs}
+
+    base_state = {}
+    for key, entry in state.items():
+        held = entry.get("base", {})
+        if float(held.get("begun", len(held))) > 0:
+            base_state[key] = {name: value for name, value in held.items() if name != "begun"}
+    # entries of a group that are not the wrapper's are the base's or the user's
+    not_of_base = known | NOT_OPTIONS - {"params", "param_names"}
+    base_groups = []
+    for group, current in zip(saved_groups, groups, strict=True):
+        options = {
+            name: value
+            for name, value in group.items()
+            if name not in not_of_base and not name.startswith(PREFIX)
+        }
+        for name in current:
+            if PREFIX + name in group:
+                options[name] = group[PREFIX + name]
+            elif name not in options and name in group:  # flattened: only the base's are left
+                options[name] = group[name]
+        base_groups.append(options)
+    return own_saved, {"state": base_state, "param_groups": base_groups}
 
 
-def _without_base(entry: Any) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    return {name: value for name, value in entry.items() if name != "base"}
-
-
-def _begun_entries(held: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
-    return {
-        key: {name: value for name, value in entry.items() if name != "begun"}
-        for key, entry in held.items()
-        if float(entry.get("begun", len(entry))) > 0
-    }
-
-
-def _options_of_base(group: Group, known: set[str], current: Group) -> Group:
-    """Return the base's part of a saved group: all that is not ours, which is the user's too."""
-    ours = known | NOT_OPTIONS - {"params", "param_names"}
-    theirs = {
-        name: value
-        for name, value in group.items()
-        if name not in ours and not name.startswith(PREFIX)
-    }
-    for name in current:
-        if PREFIX + name in group:
-            theirs[name] = group[PREFIX + name]
-        elif name not in theirs and name in group:  # flattened: only names of the base's are left
-            theirs[name] = group[name]
-    return theirs
-
-
-def check_saved_by(state_dict: dict[str, Any], groups: list[Group], base: str) -> None:
-    """Raise where a checkpoint without our own part is not one of the base's class."""
+def check_base_checkpoint(state_dict: dict[str, Any], groups: list[Group], base: str) -> None:
+    """Raise ValueError if a checkpoint without the wrapper's part is not the base's."""
     if any("residual" in entry for entry in state_dict["state"].values()):
         raise ValueError(
             "loaded state dict has residuals but not the base optimizer's state: "
@@ -357,6 +346,6 @@ def check_saved_by(state_dict: dict[str, Any], groups: list[Group], base: str) -
         )
     if groups and groups[0].get("class", "torch") not in ("torch", base):
         raise ValueError(
-            f"loaded state dict is of {groups[0]['class']}, from which {base} cannot go on: load "
-            "one of Separate or of the base optimizer."
+            f"loaded state dict is of {groups[0]['class']}, and {base} cannot continue from "
+            "it: load one of Separate or of the base optimizer."
         )

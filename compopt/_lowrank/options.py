@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from .._engine.options import check_compression, require
-from .._engine.when import chosen
+from .._engine.when import choose_warmup
 from .._wire.payload import PayloadDtype
 from .kinds import KINDS
 from .projections import is_sharded
@@ -35,7 +35,7 @@ def resolved(
     refuse_idle(projection, ratio, rank)
     start: int | float | None = warmup_steps
     if start is None:
-        start = START if follows else chosen(None, total_steps, 0)
+        start = START if follows else choose_warmup(None, total_steps, 0)
     sent = ("int8" if follows else None) if payload_dtype == "auto" else payload_dtype
     return dict(
         projection=projection,

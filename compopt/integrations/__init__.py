@@ -1,1 +1,1 @@
-"""Where compopt meets other libraries."""
+"""Integrations with DistributedDataParallel, FSDP2, Hugging Face and Lightning."""

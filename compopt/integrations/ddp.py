@@ -1,11 +1,11 @@
-"""DistributedDataParallel, with nothing to change in the script.
+"""DistributedDataParallel, without a change to the script.
 
-DDP would average gradients itself, densely. A comm hook that returns each DDP bucket as it is
-prevents that, and tells the optimizer which gradients backward has finished. It is registered by
-``attach``, or by a forward-pre-hook that every new optimizer sets on all modules (see ``_watch``).
+A comm hook that returns each DDP bucket unchanged keeps DDP from averaging gradients densely, and
+tells the optimizer which gradients backward has finished. It is registered by ``attach``, or by a
+forward-pre-hook that every new optimizer sets on all modules (see ``_shared``).
 
-An optimizer that is made over parameters of another replaces it at once, on every rank alike: the
-one before may still be alive on some ranks. Optimizers over different parameters share a DDP.
+A new optimizer over parameters of another one replaces that at once, on every rank: the old one may
+still be alive on some ranks only. Optimizers over different parameters share a DDP.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from .._engine import base
 from .._engine.base import CompressedOptimizer
 from .._engine.session import Role
-from ._watch import ModuleWatch, call_after_backward
+from ._shared import ModuleWatch, call_after_backward
 
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
 
@@ -35,15 +35,15 @@ def attach(model: nn.Module, optimizer: CompressedOptimizer) -> None:
     """Let ``optimizer`` average the gradients of ``model`` (a DDP, or a module that holds one)
     instead of DDP.
 
-    Not needed where the optimizer exists before the first forward: it then finds the DDP by itself.
-    Another compopt optimizer over some of the same parameters is replaced: from then on its
-    ``step()`` raises.
+    It is not needed if the optimizer exists before the first forward: it then finds the DDP by
+    itself. It replaces another compopt optimizer over some of the same parameters, whose ``step()``
+    raises from then on.
 
     Raises:
         ValueError: no DDP in ``model`` holds the optimizer's parameters, or DDP and the optimizer
             have different ranks.
-        RuntimeError: DDP has a comm hook of somebody else's already, wraps another DDP, or is in
-            its ``join()``.
+        RuntimeError: DDP has another comm hook already, wraps another DDP, or is in its
+            ``join()``.
     """
     if not hand_over_gradients(model.modules(), optimizer, time.monotonic_ns()):
         raise ValueError(
@@ -55,12 +55,12 @@ def attach(model: nn.Module, optimizer: CompressedOptimizer) -> None:
 def hand_over_gradients(
     modules: Iterable[nn.Module], optimizer: CompressedOptimizer, since: int
 ) -> list[DDP]:
-    """Give ``optimizer`` the gradients of the DDPs among ``modules`` that hold parameters of it;
-    return these DDPs.
+    """Give ``optimizer`` the gradients of those DDPs among ``modules`` that hold its parameters;
+    return them.
 
-    ``since``: when it was asked for. Of optimizers over the same parameters the latest wins.
+    ``since``: the time of the request. Of optimizers over the same parameters the latest wins.
     """
-    params = parameters_of(optimizer)
+    params = list_parameters(optimizer)
     ddps = [m for m in modules if isinstance(m, DDP) and not params.isdisjoint(m.parameters())]
     for ddp in ddps:
         _check_handover(ddp, optimizer)
@@ -70,7 +70,7 @@ def hand_over_gradients(
     return ddps
 
 
-def parameters_of(optimizer: CompressedOptimizer) -> set[Tensor]:
+def list_parameters(optimizer: CompressedOptimizer) -> set[Tensor]:
     return {p for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -83,9 +83,9 @@ class Handover:
         self._backward = -1  # autograd's number of the last backward
         self._required_grad: list[bool] = []  # of each parameter, in the last backward
         self._hooked: set[Tensor] = set()  # parameters with a hook of ours
-        self._is_idle = False  # DDP does not collect gradients: ranks step on their own
-        advice = "compopt needs that place: remove the other hook, or train with torch.optim."
-        # in a copy of a DDP there is ours
+        self._is_idle = False  # DDP does not collect gradients: ranks take local steps
+        advice = "compopt needs its own: remove the other hook, or train with torch.optim."
+        # a copy of a DDP has a hook of ours
         ddp._comm_hooks[:] = [(hook, state) for hook, state in ddp._comm_hooks if hook is not _hook]
         if ddp._comm_hooks:
             raise RuntimeError(
@@ -100,12 +100,12 @@ class Handover:
             ) from error
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Leave the optimizers behind where a DDP is saved or copied: the copy's hook has none."""
+        """Return None for a copy or a pickle of the DDP: its hook has no optimizers."""
         return type(None), ()
 
     @property
     def ddp(self) -> DDP:
-        """The DDP, which exists as long as it is trained."""
+        """The DDP, which is alive in every call."""
         ddp = self._ddp()
         assert ddp is not None
         return ddp
@@ -113,23 +113,23 @@ class Handover:
     # Optimizers
 
     def add_optimizer(self, optimizer: CompressedOptimizer, since: int) -> None:
-        """Give ``optimizer`` the gradients, in place of older ones over the same parameters."""
+        """Give ``optimizer`` the gradients, in place of earlier ones over the same parameters."""
         if optimizer._session.role is Role.WRAPPED:
             return
-        params = parameters_of(optimizer)
+        params = list_parameters(optimizer)
         for ref, since_then in list(self._since.items()):
             other = ref()
             if other is None or other._session.role is Role.WRAPPED:
                 del self._since[ref]
-            elif other is not optimizer and not params.isdisjoint(parameters_of(other)):
+            elif other is not optimizer and not params.isdisjoint(list_parameters(other)):
                 if since_then > since:
-                    optimizer.retire()
+                    optimizer._session.mark_replaced()
                     return
                 del self._since[ref]
-                other.retire()
+                other._session.mark_replaced()
         this = weakref.ref(self)
         if not any(ref() is optimizer for ref in self._since):
-            optimizer.told_of_steps.append(lambda: _call_if_alive(this, Handover.on_step))
+            optimizer.step_callbacks.append(lambda: _call_if_alive(this, Handover.on_step))
 
         def on_deletion(_: object) -> None:
             _call_if_alive(this, Handover.collect_gradients)
@@ -137,26 +137,26 @@ class Handover:
         self._since[weakref.ref(optimizer, on_deletion)] = since
         self._required_grad = []
         self.register_parameter_hooks()
-        optimizer.take_over()
+        optimizer._session.role = Role.ACTIVE
 
-    def optimizers(self) -> Iterator[CompressedOptimizer]:
+    def iterate_optimizers(self) -> Iterator[CompressedOptimizer]:
         return (optimizer for ref in list(self._since) if (optimizer := ref()) is not None)
 
     # Backward
 
     @property
     def is_by_parameter(self) -> bool:
-        """Whether exchanges may start at any time in backward: neither DDP nor another optimizer
-        starts any there.
+        """True if exchanges may start at any time in backward, because neither DDP nor another
+        optimizer starts any there.
         """
         ddp = self.ddp
         return (
             not (ddp.find_unused_parameters or ddp.static_graph)
-            and len(list(self.optimizers())) == 1
+            and len(list(self.iterate_optimizers())) == 1
         )
 
     def register_parameter_hooks(self) -> None:
-        """Hear of every gradient as it is finished: sooner than of DDP's buckets of 25 MB."""
+        """Register hooks that report each gradient, sooner than DDP's buckets of 25 MB."""
         ref = weakref.ref(self)
 
         def on_gradient(p: Tensor) -> None:
@@ -178,32 +178,27 @@ class Handover:
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
-            self._on_backward_begin()
-            # DDP queues its own last callback, which writes p.grad, after this one: so queue again
-            # from inside it
+            _refuse_join(self.ddp)
+            required_grad = [p.requires_grad for p in self.ddp.parameters()]
+            if required_grad != self._required_grad:
+                self._check_all_owned()
+                self.register_parameter_hooks()
+                self._required_grad = required_grad
+            # queued again by itself, to run after DDP's last callback, which writes p.grad
             call_after_backward(lambda: call_after_backward(self._on_backward_end))
-        for optimizer in self.optimizers():
+        for optimizer in self.iterate_optimizers():
             if self._is_idle:
-                optimizer.handed_over()
+                optimizer._session.has_local_gradients = True
             optimizer.gradients_ready(params)
 
-    def _on_backward_begin(self) -> None:
-        """Check, once in a backward, that every trainable parameter belongs to an optimizer."""
-        ddp = self.ddp
-        _refuse_join(ddp)
-        required_grad = [p.requires_grad for p in ddp.parameters()]
-        if required_grad != self._required_grad:
-            self._check_all_owned()
-            self.register_parameter_hooks()
-            self._required_grad = required_grad
-
     def _on_backward_end(self) -> None:
-        for optimizer in self.optimizers():
+        for optimizer in self.iterate_optimizers():
             optimizer.backward_done()
 
     def _check_all_owned(self) -> None:
+        """Raise RuntimeError if a trainable parameter belongs to no optimizer of compopt."""
         ddp = self.ddp
-        owned = {p for optimizer in self.optimizers() for p in parameters_of(optimizer)}
+        owned = {p for optimizer in self.iterate_optimizers() for p in list_parameters(optimizer)}
         unowned = [
             name
             for name, p in ddp.module.named_parameters()
@@ -220,22 +215,22 @@ class Handover:
     # Between steps
 
     def on_step(self) -> None:
-        """Let DDP be idle where the next step is a rank's own: it then copies no gradients into its
-        buckets and back, as within its ``no_sync()``.
+        """Make DDP idle if the next step is local: it then copies no gradients into its buckets and
+        back, as within its ``no_sync()``.
         """
-        averages = any(optimizer.averages_gradients for optimizer in self.optimizers())
+        averages = any(optimizer.averages_gradients for optimizer in self.iterate_optimizers())
         if averages:
             self.collect_gradients()
         elif self.is_by_parameter:
             self._is_idle, self.ddp.require_backward_grad_sync = True, False
 
     def collect_gradients(self) -> None:
-        """Let DDP collect gradients again: an optimizer averages them, or none of ours is left."""
+        """Let DDP collect gradients again, because they are averaged again."""
         if self._is_idle:
             self._is_idle, self.ddp.require_backward_grad_sync = False, True
 
 
-# DDP wants these names, and compares annotations with classes: here they would be strings.
+# DDP requires these names, and no annotations that are strings, as they would be here
 def _hook(state, bucket):  # type: ignore[no-untyped-def]
     return _return_bucket(state, bucket)
 
@@ -243,15 +238,15 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
 def _return_bucket(
     handover: Handover | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Return DDP's bucket as it is; averaged, as by DDP, where no optimizer of ours is left."""
-    optimizers = [] if handover is None else list(handover.optimizers())
+    """Return DDP's bucket unchanged; averaged as by DDP if no optimizer of compopt is left."""
+    optimizers = [] if handover is None else list(handover.iterate_optimizers())
     if handover is None or not optimizers:
         group = _get_default_group() if handover is None else handover.ddp.process_group
         return allreduce_hook(group, bucket)
     if not handover.is_by_parameter:
         handover.on_gradients_ready(bucket.parameters())
     for optimizer in optimizers:
-        optimizer.handed_over()
+        optimizer._session.has_local_gradients = True
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
@@ -264,7 +259,7 @@ def _call_if_alive(ref: weakref.ref[Handover], method: Callable[[Handover], None
 
 
 def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
-    """Raise where ``ddp`` cannot leave its gradients to ``optimizer``."""
+    """Raise if ``optimizer`` cannot average the gradients of ``ddp``."""
     _refuse_join(ddp)
     if any(isinstance(m, DDP) for m in ddp.module.modules()):
         raise RuntimeError(
@@ -273,13 +268,13 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
         )
     if optimizer._session.role is Role.WRAPPED:
         return
-    theirs = dist.get_process_group_ranks(ddp.process_group)
+    ddp_ranks = dist.get_process_group_ranks(ddp.process_group)
     group = getattr(optimizer.comm, "group", None)
-    ours = dist.get_process_group_ranks(group) if group is not None else theirs
-    if set(ours) != set(theirs):
+    ranks = dist.get_process_group_ranks(group) if group is not None else ddp_ranks
+    if set(ranks) != set(ddp_ranks):
         raise ValueError(
-            f"process_group of the optimizer has ranks {ours}, DistributedDataParallel's has "
-            f"{theirs}: give both the same group."
+            f"process_group of the optimizer has ranks {ranks}, DistributedDataParallel's has "
+            f"{ddp_ranks}: give both the same group."
         )
 
 
@@ -287,18 +282,16 @@ def _refuse_join(ddp: DDP) -> None:
     if ddp._join_config.enable:
         raise RuntimeError(
             "DistributedDataParallel.join() lets ranks end at different steps, but a compopt "
-            "optimizer exchanges in step(), which a rank that has ended no longer calls: leave "
-            "join() out and give all ranks as many batches (drop_last=True)."
+            "optimizer exchanges in step(), which a rank that has ended no longer calls: remove "
+            "join() and give all ranks equally many batches (drop_last=True)."
         )
 
 
-def _on_optimizer_made(optimizer: CompressedOptimizer) -> None:
-    """Take over the DDPs that already leave gradients to an optimizer; find all others at their
-    first forward.
-    """
+def _on_construction(optimizer: CompressedOptimizer) -> None:
+    """Take the gradients of DDPs that are known already; find all others at their first forward."""
     now = time.monotonic_ns()
     integrated = hand_over_gradients(list(_handovers), optimizer, now)
     ModuleWatch(optimizer, functools.partial(hand_over_gradients, since=now), integrated)
 
 
-base.constructed.append(_on_optimizer_made)
+base.construction_callbacks.append(_on_construction)

@@ -1,156 +1,294 @@
-"""FSDP2 and tensor parallelism: parameters that are DTensors, sharded inside a node, averaged
-compressed between nodes.
+"""FSDP2 and tensor parallelism: parameters that are DTensors.
+
+Hybrid sharding: shards inside a node, compressed averages between nodes::
 
     mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh["shard"])
     group = mesh.get_group("replicate")
     optimizer = compopt.RadiusAdamW(model.parameters(), lr=3e-4, process_group=group)
 
-``fully_shard`` averages over the fast links, densely; the optimizer averages its rank's shards over
-``process_group``, from the moment FSDP has reduced them. Every new optimizer with DTensors is
-looked at here: its meshes are checked, and its parameters set to those of the first rank of
-``process_group``, as DistributedDataParallel does for those it wraps. Where FSDP cuts parameters
-over the optimizer's own ranks it averages in FSDP's backward, if it can (``_fsdp_inside``).
+``fully_shard`` averages over the fast links, densely. The optimizer averages its rank's shards over
+``process_group``, as soon as FSDP2 has reduced them. Every new optimizer with DTensors is checked
+here, and its parameters are set to those of the first rank of ``process_group``, as
+DistributedDataParallel does.
+
+If FSDP2 shards the parameters over the optimizer's own ranks, the optimizer takes the place of
+FSDP2's reduce-scatter in backward, for classes that can (see ``_engine.inside``). FSDP2 modules are
+found at their first forward.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
 
 from .._engine import base
 from .._engine.base import CompressedOptimizer
 from .._engine.inside import ReducingOptimizer
+from .._engine.session import Role
+from .._state.fsdp_rows import part_of
 from .._state.tensors import to_local
 from .._wire.collectives import list_mesh_groups
 from .._wire.requests import Broadcast
-from ._fsdp_inside import HOOKS, go_inside
-from ._watch import call_after_backward
+from ._shared import ModuleWatch, call_after_backward
 
+HOOKS = "_post_accumulate_grad_hooks"  # torch's attribute of a parameter
 ADVICE = (
     "call fully_shard(model, mesh=mesh['shard']) with the mesh dimension inside a node, and give "
     "the optimizer process_group=mesh.get_group('replicate'), the dimension between nodes."
 )
 
 
-def check_meshes(optimizer: CompressedOptimizer) -> None:
-    """Raise ValueError where ranks of the optimizer's group hold different shards, or have averaged
-    gradients already.
+def _on_construction(optimizer: CompressedOptimizer) -> None:
+    """Check a new optimizer's DTensors, and connect it to FSDP2."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, ReducingOptimizer) and optimizer.reduces_inside:
+        replace_reduce_scatter(optimizer)
+        return
+    is_sharded = any(hasattr(p, "device_mesh") for p in params)
+    if is_sharded or any(map(_is_flat_parameter, params)):
+        check_meshes(optimizer)
+    if is_sharded:
+        broadcast_parameters(optimizer)
+        register_gradient_hooks(optimizer)
 
-    Also where FullyShardedDataParallel made flat parameters of matrices.
+
+# Hybrid sharding
+
+
+def check_meshes(optimizer: CompressedOptimizer) -> None:
+    """Raise ValueError if ranks of the optimizer's group hold different shards, if FSDP2 averages
+    their gradients already, or if a parameter belongs to FSDP1.
     """
     session = optimizer._session
     group = getattr(session.comm, "group", None)
-    ours = set(dist.get_process_group_ranks(group)) if group is not None else set()
-    for bucket in [*session.buckets, *session.shelf]:
-        for p, name in zip(bucket.params, bucket.names, strict=True):
-            if _flattened(p):
-                raise ValueError(
-                    f"{name} belongs to a FullyShardedDataParallel, whose flat shards cannot be "
-                    f"compressed a matrix at a time: {ADVICE}"
-                )
-            mesh = getattr(p, "device_mesh", None)
-            if mesh is not None:
-                _check_mesh(p, mesh, name, ours)
-
-
-def _check_mesh(p: Tensor, mesh: DeviceMesh, name: str, ours: set[int]) -> None:
-    for dim, (group, placement) in enumerate(list_mesh_groups(p)):
-        shared = sorted(ours.intersection(dist.get_process_group_ranks(group)))
-        if len(shared) < 2:
-            continue
-        where = (
-            f"mesh dimension {mesh.mesh_dim_names[dim]!r}"
-            if mesh.mesh_dim_names
-            else f"mesh dimension {dim}"
-        )
-        if placement.is_replicate():
+    ranks = set(dist.get_process_group_ranks(group)) if group is not None else set()
+    named = (
+        (p, name)
+        for bucket in [*session.buckets, *session.frozen_buckets]
+        for p, name in zip(bucket.params, bucket.names, strict=True)
+    )
+    for p, name in named:
+        if _is_flat_parameter(p):
             raise ValueError(
-                f"the gradient of {name} is averaged over {where} before the optimizer sees it, "
-                f"and process_group holds ranks {shared} of it as well, so nothing would be saved: "
-                f"{ADVICE}"
+                f"{name} belongs to a FullyShardedDataParallel, whose flat shards cannot be "
+                f"compressed a matrix at a time: {ADVICE}"
             )
-        raise ValueError(
-            f"process_group holds ranks {shared}, which have different shards of {name} ({where}), "
-            f"so their gradients cannot be averaged: {ADVICE}"
-        )
+        mesh = getattr(p, "device_mesh", None)
+        for dim, (group, placement) in enumerate(list_mesh_groups(p) if mesh is not None else ()):
+            shared = sorted(ranks.intersection(dist.get_process_group_ranks(group)))
+            if mesh is None or len(shared) < 2:
+                continue
+            label = repr(mesh.mesh_dim_names[dim]) if mesh.mesh_dim_names else str(dim)
+            where = f"mesh dimension {label}"
+            if placement.is_replicate():
+                raise ValueError(
+                    f"the gradient of {name} is averaged over {where} before the optimizer sees "
+                    f"it, and process_group holds ranks {shared} of it as well, so nothing would "
+                    f"be saved: {ADVICE}"
+                )
+            raise ValueError(
+                f"process_group holds ranks {shared}, which have different shards of {name} "
+                f"({where}), so their gradients cannot be averaged: {ADVICE}"
+            )
+
+
+def _is_flat_parameter(p: Tensor) -> bool:
+    """Return True for a part of a flat parameter of FullyShardedDataParallel, by its own mark."""
+    return getattr(p, "_fsdp_flattened", False)
 
 
 @torch.no_grad()
 def broadcast_parameters(optimizer: CompressedOptimizer) -> None:
-    """Set the parameters of all ranks of the optimizer's group to those of its first.
+    """Set the parameters of all ranks of the optimizer's group to those of its first rank.
 
     All ranks must call it.
     """
     session = optimizer._session
     comm = session.comm
-    for bucket in [*session.buckets, *session.shelf]:
+    for bucket in [*session.buckets, *session.frozen_buckets]:
         for p in bucket.params:
             comm.start(Broadcast(to_local(p.detach()))).wait()
 
 
-class Listener:
-    """A hook of one parameter: hears of a shard's gradient as soon as FSDP has reduced it, so that
-    the exchange between nodes begins in backward.
+class GradientHook:
+    """A hook of parameters: starts the exchange between nodes in backward, as soon as FSDP2 has
+    reduced a shard's gradient.
     """
 
     def __init__(self, optimizer: CompressedOptimizer):
-        self._optimizer, self._running = weakref.ref(optimizer), -1
+        self._optimizer, self._backward = weakref.ref(optimizer), -1
 
     def __call__(self, p: Tensor) -> None:
         optimizer = self._optimizer()
         if optimizer is None:
             return
         backward = torch._C._current_graph_task_id()
-        if backward != self._running:
-            self._running = backward
-            # after FSDP's own callback, which reduces what is left
-            call_after_backward(lambda: call_after_backward(self._done))
+        if backward != self._backward:
+            self._backward = backward
+            # after FSDP2's own callback, which reduces the last gradients
+            call_after_backward(lambda: call_after_backward(self._on_backward_end))
         optimizer.gradients_ready([p])
 
-    def _done(self) -> None:
+    def _on_backward_end(self) -> None:
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer.backward_done()
 
 
-def listen(optimizer: CompressedOptimizer) -> None:
-    """Hear of the gradients of ``optimizer``, in place of who did before.
+def register_gradient_hooks(optimizer: CompressedOptimizer) -> None:
+    """Register a ``GradientHook`` on the optimizer's parameters, in place of earlier ones.
 
-    One that was made earlier over the same parameters may still be alive on some ranks and not on
-    others, and would start exchanges that not all of them take part in.
+    An earlier optimizer over the same parameters may still be alive on some ranks only, and would
+    start exchanges there that the others do not join.
     """
-    listener = Listener(optimizer)
+    hook = GradientHook(optimizer)
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         hooks = getattr(p, HOOKS, None) or {}
-        for key in [key for key, hook in hooks.items() if isinstance(hook, Listener)]:
+        for key in [key for key, other in hooks.items() if isinstance(other, GradientHook)]:
             del hooks[key]
         mesh = getattr(p, "device_mesh", None)
-        # FSDP copies gradients to host memory without waiting, unless somebody listens
+        # with a hook FSDP2 waits for its copies of gradients to host memory: not for offloaded ones
         if p.requires_grad and mesh is not None and mesh.device_type == p.device.type:
-            p.register_post_accumulate_grad_hook(listener)
+            p.register_post_accumulate_grad_hook(hook)
 
 
-def _meet(optimizer: CompressedOptimizer) -> None:
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if isinstance(optimizer, ReducingOptimizer) and optimizer.reduces_inside:
-        go_inside(optimizer)
-        return
-    sharded = any(hasattr(p, "device_mesh") for p in params)
-    if sharded or any(map(_flattened, params)):
-        check_meshes(optimizer)
-    if sharded:
-        broadcast_parameters(optimizer)
-        listen(optimizer)
+# Inside FSDP2
 
 
-def _flattened(p: Tensor) -> bool:
-    """Whether FullyShardedDataParallel made ``p`` a part of a flat parameter (its own mark)."""
-    return getattr(p, "_fsdp_flattened", False)
+def replace_reduce_scatter(optimizer: ReducingOptimizer) -> None:
+    """Find the FSDP2 modules of ``optimizer`` at their first forward, and replace their
+    reduce-scatter.
+
+    Raises ValueError if this PyTorch has no hook for that.
+    """
+    from torch.distributed.fsdp import FSDPModule  # imported already with the model's
+
+    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        raise ValueError(
+            f"FSDP2 shards the parameters over the ranks of this {optimizer._session.name}, and "
+            f"PyTorch {torch.__version__} has no hook into its reduce-scatter "
+            "(FSDPModule.set_custom_reduce_scatter): use a later PyTorch (2.13 has it), or "
+            "DistributedDataParallel."
+        )
+    this = weakref.ref(optimizer)
+
+    def on_step() -> None:
+        optimizer = this()
+        if optimizer is not None and optimizer.inside is not None:
+            optimizer.inside.discard_unsent()
+
+    optimizer.step_callbacks.append(on_step)
+    ModuleWatch(optimizer, _integrate_modules)
 
 
-base.constructed.append(_meet)
+def _integrate_modules(
+    modules: list[nn.Module], optimizer: CompressedOptimizer
+) -> Sequence[nn.Module]:
+    """Replace the reduce-scatter of the FSDP2 modules that hold parameters of ``optimizer``."""
+    assert isinstance(optimizer, ReducingOptimizer)
+    params = {p for group in optimizer.param_groups for p in group["params"]}
+    integrated = []
+    for module in modules:
+        for group in _list_param_groups(module):
+            if not params.isdisjoint(one.sharded_param for one in group.fsdp_params):
+                reduce_scatter = OptimizerReduceScatter(group, optimizer)
+                module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[operator]
+                integrated.append(module)
+    return integrated
+
+
+def _list_param_groups(module: nn.Module) -> Iterable[Any]:
+    """Return FSDP2's groups of parameters that are reduced together; none if it is not sharded.
+
+    They are private to torch, which has no public access to the order of parameters in a
+    reduce-scatter.
+    """
+    if not hasattr(module, "set_custom_reduce_scatter"):
+        return ()
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
+
+
+class OptimizerReduceScatter:
+    """The reduce-scatter of one of FSDP2's groups of parameters, by the optimizer."""
+
+    def __init__(self, group: Any, optimizer: ReducingOptimizer):
+        self._group, self._optimizer = group, weakref.ref(optimizer)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        optimizer = self._optimizer()
+        inside = None if optimizer is None else optimizer.inside
+        if optimizer is None or inside is None or optimizer._session.role is Role.REPLACED:
+            dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
+            return
+        trainable = [one for one in self._group.fsdp_params if one.sharded_param.requires_grad]
+        params = [(one.sharded_param, one.fsdp_placement.dim) for one in trainable]
+        rows = input_tensor.view(group.size(), -1)
+        ranks, length = rows.shape
+        if sum(part_of(p, dim, ranks) for p, dim in params) != length:
+            raise RuntimeError(
+                "some parameters that one fully_shard averages together had no gradient in this "
+                "backward, and the optimizer cannot tell which: call "
+                "model.set_reduce_scatter_unused_params(True), which gives them zeros, or set "
+                "requires_grad=False where they are never used."
+            )
+        predivided = self._compute_predivision(op, rows)
+        if predivided > 1:
+            rows.mul_(predivided)
+        postdivided = ranks / predivided if op != dist.ReduceOp.AVG else 1
+        is_read = postdivided > 1 or self._is_read_in_backward(trainable, output_tensor)
+        is_idle = not inside.flows
+        with torch.no_grad():
+            backward = torch._C._current_graph_task_id()
+            inside.reduce(params, rows, output_tensor, is_read, backward)
+            if postdivided > 1:
+                output_tensor.mul_(postdivided)
+        if is_idle and inside.flows:
+            call_after_backward(inside.finish)
+
+    def _compute_predivision(self, op: Any, rows: Tensor) -> int:
+        """Return the factor by which FSDP2 has divided ``rows``.
+
+        In float16 and float64 it divides in two halves, one before and one after the reduction.
+        """
+        if self._group.gradient_divide_factor is not None:
+            raise RuntimeError(
+                "the optimizer averages gradients and does not support "
+                "set_gradient_divide_factor(): remove that call, and scale the loss instead."
+            )
+        factor, ranks = 1, len(rows)
+        if op == dist.ReduceOp.AVG or rows.dtype in (torch.float32, torch.bfloat16):
+            return factor
+        while ranks % factor == 0 and ranks / factor > factor:
+            factor *= 2
+        return factor
+
+    def _is_read_in_backward(self, trainable: list[Any], out: Tensor) -> bool:
+        """Return True if FSDP2 or a hook reads the averaged gradient before backward has ended."""
+        is_hooked = any(getattr(one.sharded_param, HOOKS, None) for one in trainable)
+        is_kept = all(
+            one.sharded_param.dtype == out.dtype and not one.offload_to_cpu for one in trainable
+        )
+        return is_hooked or not is_kept or self._group._all_reduce_hook is not None
+
+
+base.construction_callbacks.append(_on_construction)

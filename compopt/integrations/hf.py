@@ -6,10 +6,9 @@
     Trainer(model, args, optimizer_cls_and_kwargs=(compopt.RadiusAdamW, options),
     callbacks=[CompoptCallback()], ...)
 
-The optimizer trains without the callback too. The callback keeps what the Trainer does around it
-from costing more than it must: a clip that would touch gradients on their way, and checkpoints with
-the residuals of rank 0 only. With LocalSteps it also ends the running round where all ranks need
-the same model.
+The optimizer trains without the callback too. The callback avoids a clip that makes payloads stale,
+and checkpoints with the residuals of rank 0 only. With LocalSteps it also ends the running round
+before all ranks need the same model.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from types import FrameType
 from typing import Any
 
 from .._engine.base import CompressedOptimizer
-from .._engine.saving import whose_residuals
+from .._engine.checkpoint import find_owner_of_residuals
 from .._engine.stats import Stats
 from .._wire.warning import warn
-from ._rounds import end_open_rounds, has_open_round
+from ._shared import end_open_rounds, has_open_round
 
 try:
     from transformers import TrainerCallback
@@ -42,9 +41,9 @@ class CompoptCallback(TrainerCallback):
       backward is sent again. An optimizer that has no such option (AdamS) leaves the Trainer's clip
       where it was.
     - Before the Trainer saves, all ranks average their residuals (``consolidate_state``), so that
-      the ``optimizer.pt`` which rank 0 writes holds what all of them owe.
+      the ``optimizer.pt`` of rank 0 holds the residuals of all.
     - The running round of :class:`compopt.LocalSteps` is ended before an evaluation, before a save
-      and at the end of training: within a round every rank holds a model of its own.
+      and at the end of training, because within a round models differ between ranks.
     - The Trainer's logs gain ``grad_norm`` (of the averaged gradient), ``bytes_sent`` (by this
       rank, a step, averaged since the last log), ``bytes_dense`` (what DDP would have handed over),
       ``share`` (of DDP's bytes, over the whole run), ``wait_seconds`` (of this rank for
@@ -52,7 +51,7 @@ class CompoptCallback(TrainerCallback):
       on slower ranks), ``phase``, ``skipped_steps`` (so far) and ``residual_norm`` (this rank's).
       ``report_to`` gets them too: TensorBoard, W&B and the others.
 
-    Raises ValueError where the Trainer's optimizer is not one of compopt's.
+    Raises ValueError if the Trainer's optimizer is not one of compopt's.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class CompoptCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        ours = unwrap(optimizer)
+        ours = unwrap_optimizer(optimizer)
         options = [group for group in ours._option_groups if "max_grad_norm" in group]
         if args.max_grad_norm and options:
             for group in options:
@@ -73,17 +72,19 @@ class CompoptCallback(TrainerCallback):
     def on_step_end(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        self._prepare(unwrap(optimizer), control)
-        self._steps.append(unwrap(optimizer).stats)
+        self._prepare_events(unwrap_optimizer(optimizer), control)
+        self._steps.append(unwrap_optimizer(optimizer).stats)
 
     def on_epoch_end(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        self._prepare(unwrap(optimizer), control)
+        self._prepare_events(unwrap_optimizer(optimizer), control)
 
-    def _prepare(self, ours: CompressedOptimizer, control: Any) -> None:
-        """For what the Trainer does next."""
-        # A best model that the Trainer loads at the end is loaded after these events.
+    def _prepare_events(self, ours: CompressedOptimizer, control: Any) -> None:
+        """End rounds and consolidate before the Trainer evaluates, saves or ends.
+
+        The Trainer loads the best model, if asked to, after these events.
+        """
         if control.should_evaluate or control.should_save or control.should_training_stop:
             end_open_rounds([ours])
         if control.should_save:
@@ -95,24 +96,24 @@ class CompoptCallback(TrainerCallback):
         if args.save_strategy == "best" and isinstance(
             getattr(optimizer, "optimizer", optimizer), CompressedOptimizer
         ):
-            # Whether this is the best is known only after this event.
-            unwrap(optimizer).consolidate_state()
+            # the Trainer decides after this event if the model is the best
+            unwrap_optimizer(optimizer).consolidate_state()
 
     def on_save(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        if has_open_round(unwrap(optimizer)):
+        if has_open_round(unwrap_optimizer(optimizer)):
             warn(
                 f"the checkpoint of step {state.global_step} holds the model of rank 0 within a "
-                "round, for another callback asked for it after CompoptCallback had its turn: put "
+                "round, because another callback requested it after CompoptCallback ran: put "
                 "CompoptCallback last in callbacks.",
                 int(not state.is_world_process_zero),
             )
-        whose = whose_residuals(unwrap(optimizer)._session)
-        if whose != "mean":
+        owner = find_owner_of_residuals(unwrap_optimizer(optimizer)._session)
+        if owner != "mean":
             warn(
-                f"the checkpoint of step {state.global_step} holds the residuals of {whose} only, "
-                "for another callback asked for it after CompoptCallback had its turn: put "
+                f"the checkpoint of step {state.global_step} holds the residuals of {owner} only, "
+                "because another callback requested it after CompoptCallback ran: put "
                 "CompoptCallback last in callbacks.",
                 int(not state.is_world_process_zero),
             )
@@ -139,7 +140,7 @@ class CompoptCallback(TrainerCallback):
 
 
 class LogStats(TrainerCallback):
-    """Adds what a :class:`CompoptCallback` has seen to logs, before a reporter reads them."""
+    """Adds the values of a :class:`CompoptCallback` to logs, before a reporter reads them."""
 
     def __init__(self, source: CompoptCallback) -> None:
         self._source = source
@@ -150,10 +151,10 @@ class LogStats(TrainerCallback):
 
 
 def move_before_reporters(callback: LogStats, frame: FrameType | None) -> None:
-    """Put a callback first in the list of the handler that has called; once.
+    """Put ``callback`` first in the list of the calling handler, in place of an earlier one.
 
-    The Trainer appends a user's callbacks after its reporters, and no event passes the handler: it
-    is looked up in the callers' frames.
+    The Trainer appends a user's callbacks after its reporters, and events do not get the handler:
+    it is found in the callers' frames.
     """
     while frame is not None:
         handler = frame.f_locals.get("self")
@@ -164,8 +165,8 @@ def move_before_reporters(callback: LogStats, frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
-def unwrap(optimizer: Any) -> CompressedOptimizer:
-    """Our optimizer under Accelerate's wrapper. Raises ValueError where there is none."""
+def unwrap_optimizer(optimizer: Any) -> CompressedOptimizer:
+    """Return the optimizer under Accelerate's wrapper; raise ValueError if it is not compopt's."""
     ours = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(ours, CompressedOptimizer):
         raise ValueError(

@@ -4,7 +4,7 @@
 
     Trainer(strategy="ddp", callbacks=[CompoptCallback()], ...)
 
-Other optimizers than LocalSteps also train and save without the callback: Lightning itself calls
+Optimizers other than LocalSteps train and save without the callback too: Lightning itself calls
 ``consolidate_state_dict`` before it saves.
 """
 
@@ -15,12 +15,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .._engine.base import CompressedOptimizer
-from ._rounds import end_open_rounds
+from ._shared import end_open_rounds
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
 else:
-    # Lightning has two names: the one that the program has imported, or else one that is installed.
+    # Lightning has two names: prefer the imported one, then an installed one
     names = "lightning.pytorch", "pytorch_lightning"
     imported = [name for name in names if name in sys.modules]
     installed = [name for name in names if importlib.util.find_spec(name.partition(".")[0])]
@@ -31,19 +31,19 @@ else:
 
 class CompoptCallback(Callback):
     """Ends the running round of :class:`compopt.LocalSteps` before each validation, before each
-    checkpoint, and at the end of ``fit``: within a round every rank holds a model of its own.
+    checkpoint, and at the end of ``fit``, because within a round models differ between ranks.
 
-    Checkpoints of ``ModelCheckpoint`` and ``trainer.save_checkpoint`` alike. Every
+    Checkpoints are those of ``ModelCheckpoint`` and ``trainer.save_checkpoint``. Every
     ``trainer.log_every_n_steps`` steps the loggers get the numbers of ``optimizer.stats.as_dict()``
     as "compopt/bytes_sent" and so on.
     """
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        # No hook comes before the Trainer collects the model's parameters.
+        # no hook runs before the Trainer collects the model's parameters
         save = trainer.save_checkpoint
 
         def end_rounds_and_save(*args: Any, **kwargs: Any) -> None:
-            if not trainer.interrupted:  # else other ranks may not come
+            if not trainer.interrupted:  # other ranks may not call it then
                 end_open_rounds(trainer.optimizers)
             save(*args, **kwargs)
 

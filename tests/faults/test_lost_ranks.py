@@ -37,7 +37,7 @@ def die(trainings: list[Training], rank: int, when: str) -> None:
         def commit(*args):
             raise Dead
 
-        Step._commit = commit
+        Step._commit_buckets = commit
         for training in trainings:
             with pytest.raises(Dead):
                 training.optimizer.step()
@@ -50,7 +50,7 @@ def die(trainings: list[Training], rank: int, when: str) -> None:
 @contextlib.contextmanager
 def limit_waits_after_commits(trainings: list[Training]) -> Iterator[None]:
     """What ranks exchange after a commit may not be answered any more."""
-    commit = Step._commit
+    commit = Step._commit_buckets
 
     def limiting(self, *args):
         limit_waits(
@@ -58,9 +58,9 @@ def limit_waits_after_commits(trainings: list[Training]) -> Iterator[None]:
         )
         return commit(self, *args)
 
-    Step._commit = limiting
+    Step._commit_buckets = limiting
     yield
-    Step._commit = commit
+    Step._commit_buckets = commit
 
 
 def survive(rank: int, trainings: list[Training], file: str, when: str) -> dict:

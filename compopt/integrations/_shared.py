@@ -1,11 +1,12 @@
-"""Finds the modules that an optimizer integrates with, at their first forward, wherever in the
-program that is.
+"""Functions that several integrations use: modules found at their first forward, callbacks after
+backward, and rounds of local steps that end before an evaluation or a save.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,16 +16,28 @@ from .._engine.base import CompressedOptimizer
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Call it when the running backward has ended, after what was queued before."""
+    """Call ``callback`` when the running backward has ended, after earlier callbacks."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def has_open_round(optimizer: Any) -> bool:
+    """Return True if parameters may differ between ranks: within a round of LocalSteps."""
+    return bool(getattr(optimizer, "round_is_open", False))
+
+
+def end_open_rounds(optimizers: Iterable[Any]) -> None:
+    """End the open rounds of ``optimizers``. All ranks must call it."""
+    for optimizer in optimizers:
+        if has_open_round(optimizer):
+            optimizer.end_round()
+
+
 class ModuleWatch:
-    """A forward-pre-hook on all modules, which looks into every module once.
+    """A forward-pre-hook on all modules, which inspects every module once.
 
     ``integrate`` is called with new modules, and returns those that it has integrated. The hook is
     removed when these hold all trainable parameters of the optimizer; or when each of the others
-    has had a gradient in a step, so that there is no module to wait for; or with the optimizer.
+    has had a gradient in a step, so that no module is left to find; or with the optimizer.
     """
 
     def __init__(
@@ -41,32 +54,31 @@ class ModuleWatch:
         self._remove_parameters_of(integrated)
         if self._remaining:
             self._hook = register_module_forward_pre_hook(self.on_forward)
-            # not a hook of torch's, which could not remove itself
-            optimizer.told_of_steps.append(self.on_step)
+            # torch's own step hooks could not remove themselves
+            optimizer.step_callbacks.append(self.on_step)
             weakref.finalize(optimizer, self._hook.remove)
 
     def on_forward(self, module: nn.Module, args: object) -> None:
-        """Look into ``module``, which is about to run."""
+        """Inspect ``module``, which is about to run, and the modules in it."""
         if torch.compiler.is_compiling() or module in self._seen:
             return
         optimizer = self._optimizer()
         if optimizer is not None:
-            new = list(self._unseen_modules(module))
+            new = list(self._iterate_unseen(module))
             self._remove_parameters_of(self._integrate(new, optimizer))
             self._end_if_complete()
 
     def on_step(self) -> None:
-        """Stop waiting for modules of parameters that have a gradient without one."""
+        """Stop waiting for parameters that have a gradient without such a module."""
         self._remaining = {p for p in self._remaining if p.grad is None}
         self._end_if_complete()
 
-    def _unseen_modules(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Yield ``module`` and the modules in it, but for what was looked into before."""
+    def _iterate_unseen(self, module: nn.Module) -> Iterator[nn.Module]:
         if module not in self._seen:
             self._seen.add(module)
             yield module
             for child in module.children():
-                yield from self._unseen_modules(child)
+                yield from self._iterate_unseen(child)
 
     def _remove_parameters_of(self, modules: Sequence[nn.Module]) -> None:
         for module in modules:
@@ -76,5 +88,5 @@ class ModuleWatch:
         optimizer = self._optimizer()
         if not self._remaining:
             self._hook.remove()
-            if optimizer is not None and self.on_step in optimizer.told_of_steps:
-                optimizer.told_of_steps.remove(self.on_step)
+            if optimizer is not None and self.on_step in optimizer.step_callbacks:
+                optimizer.step_callbacks.remove(self.on_step)

@@ -1,0 +1,410 @@
+"""State dicts of an optimizer whose state lives in buckets: saved, consolidated, and loaded.
+
+In memory masks are bits, and a momentum that is zero off its mask has only the values on it. In a
+state dict every state has its parameter's shape, and is a DTensor if the parameter is one: so
+torch.distributed.checkpoint can shard and gather it like the parameter, and a checkpoint loads
+under another wrapper or another number of ranks. Loading checks that everything fits before it
+changes anything.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._state.buckets import Bucket
+from .._state.layouts import Layout, Member
+from .._state.tensors import to_local
+from .._wire.payload import dtype_name
+from .._wire.warning import warn
+from .options import Group, refuse_unsupported
+from .resharding import average_state, gather_shards
+from .session import Session
+from .turns import Turns
+from .when import upgrade_options
+
+FORMAT = 1  # of state dicts, written into every group beside the class; 0 if a group has none
+
+# entries of a saved group that are no options
+NOT_OPTIONS = {"params", "param_names", "without_state", "residuals", "class", "format"}
+ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}  # the state of torch.optim.AdamW
+
+Layouts = Mapping[str, Layout]
+
+
+# Saving
+
+
+def settle_for_saving(session: Session) -> None:
+    """Wait for everything in flight, and raise if a step was applied in part."""
+    session.check_sound()
+    session.settle_state()
+
+
+def complete_state_dict(session: Session, saved: dict[str, Any]) -> None:
+    """Give every state of torch's state dict its parameter's shape, and complete its groups."""
+    groups = session.optimizer.param_groups
+    params = [p for group in groups for p in group["params"]]
+    place = {p: n for n, p in enumerate(params)}
+    for bucket in [*session.buckets, *session.frozen_buckets]:
+        layouts = session.optimizer._specs(bucket)
+        for i, p in enumerate(bucket.params):
+            if entry := saved["state"].get(place[p]):
+                saved["state"][place[p]] = expand_entry(bucket, i, layouts, entry)
+    for saved_group, group in zip(saved["param_groups"], groups, strict=True):
+        saved_group.update(describe_group(session, group))
+
+
+def expand_entry(bucket: Bucket, i: int, layouts: Layouts, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of tensor i in the tensor's shape; gathered shards if there are any."""
+    member, expanded = bucket.get_member(i), dict(entry)
+    for name in layouts.keys() & entry.keys():
+        gathered = bucket.gathered_state[name][i] if name in bucket.gathered_state else None
+        if gathered is None:
+            expanded[name] = layouts[name].expand(entry[name], member, entry)
+        else:
+            expanded[name] = member.laid_out(gathered.to(bucket.device))
+    return expanded
+
+
+def describe_group(session: Session, group: Group) -> dict[str, Any]:
+    """Return the entries that every group of a state dict has beside its options: whose residuals
+    it holds, the class and format, and which parameters have no state.
+    """
+    entries = {
+        "residuals": find_owner_of_residuals(session),
+        "class": session.name,
+        "format": FORMAT,
+    }
+    if "payload_dtype" in group:  # users may set it
+        entries["payload_dtype"] = dtype_name(group["payload_dtype"])
+    # never trained: a checkpoint without their state is not damaged
+    state = session.optimizer.state
+    without = [place for place, p in enumerate(group["params"]) if not state.get(p)]
+    return {**entries, "without_state": without} if without else entries
+
+
+def find_owner_of_residuals(session: Session) -> str:
+    """Return the rank whose residuals a state dict would hold now, or "mean" for their mean over
+    ranks.
+    """
+    optimizer = session.optimizer
+    if not (optimizer.sharded or optimizer.averaged_state):
+        return "mean"
+    is_gathered = all(b.gathered_state or not b.sharded_names for b in session.buckets)
+    comm = session.comm
+    if comm.size == 1 or (is_gathered and session.consolidated_at == session.steps):
+        return "mean"
+    return f"rank {comm.rank} of {comm.size}"
+
+
+def consolidate_in_turns(session: Session) -> Turns[None]:
+    """Replace residuals by their mean over ranks, and gather sharded state for the next state
+    dict.
+    """
+    settle_for_saving(session)
+    for bucket in session.buckets:
+        for name in session.optimizer.averaged_state:
+            if bucket.flat[name].numel():
+                yield from average_state(bucket.flat[name], bucket.device, session.comm)
+        bucket.gathered_state = {}
+        for name in bucket.sharded_names:
+            bucket.gathered_state[name] = yield from gather_shards(bucket, name, session.comm)
+    for bucket in session.frozen_buckets:
+        for p in bucket.params:
+            entry = session.optimizer.state.get(p, {})
+            for name in session.optimizer.averaged_state:
+                if name in entry:
+                    yield from average_state(entry[name], bucket.device, session.comm)
+    session.consolidated_at = session.steps
+
+
+def warn_of_missing_state(session: Session, inner: Iterable[Session] = ()) -> None:
+    """Warn once, on the rank that saves, about state of other ranks that a state dict lacks.
+
+    ``inner``: sessions whose state it holds too.
+    """
+    if "saving" in session.warned:
+        return
+    missing = dict.fromkeys(
+        sentence
+        for one in (session, *inner)
+        if find_owner_of_residuals(one) != "mean"
+        for sentence in _describe_missing_state(one)
+    )
+    if missing:
+        session.warned.add("saving")
+        warn(
+            f"this state dict of {session.name} is incomplete: {', and '.join(missing)}. Call "
+            "consolidate_state() on all ranks before rank 0 saves.",
+            0,  # warn on this rank, whatever its number
+        )
+
+
+def _describe_missing_state(session: Session) -> Iterator[str]:
+    comm, optimizer, buckets = session.comm, session.optimizer, session.buckets
+    others = "the other rank" if comm.size == 2 else f"the other {comm.size - 1} ranks"
+    sharded = [bucket for bucket in buckets if bucket.sharded_names]
+    if sharded and session.steps:
+        elements = sum(sum(bucket.shards.sizes(bucket.shards.rank)) for bucket in sharded)
+        share = elements / max(1, sum(sum(bucket.lengths) for bucket in sharded))
+        names = ", ".join(dict.fromkeys(n for bucket in sharded for n in bucket.sharded_names))
+        yield (
+            f"it holds rank {comm.rank}'s {share:.0%} of the moments ({names}) and zeros for the "
+            "rest"
+        )
+    # other ranks have residuals in the same steps as this one
+    residuals = optimizer.averaged_state
+    if any(bucket.flat[name].any() for bucket in buckets for name in residuals):
+        yield f"it lacks the residuals of {others} ({', '.join(residuals)})"
+    # inner optimizers step by themselves on every rank
+    if not optimizer.has_equal_replicas:
+        yield f"it lacks the inner optimizer's state of {others}"
+
+
+# Loading
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTensor:
+    """One tensor's entry of a state dict, in the form in which memory keeps it."""
+
+    label: str  # its number among all tensors, and its name if it has one
+    member: Member
+    layouts: Layouts
+    entry: dict[str, Any]
+
+
+def load_state(session: Session, state_dict: dict[str, Any]) -> None:
+    """Load all groups and tensors of ``state_dict`` into the optimizer, or none.
+
+    Raises:
+        ValueError: it does not fit, or is damaged.
+    """
+    groups, saved = session.option_groups, check_groups(session, state_dict)
+    class_name = _check_class(session.name, state_dict)
+    options = [
+        _read_options(session, group, other) for group, other in zip(groups, saved, strict=True)
+    ]
+    tensors = list(_read_tensors(session, state_dict, class_name))
+    for tensor in tensors:
+        _check_tensor(tensor)
+    _warn_of_lost_residuals(session, saved, tensors)
+
+    counted = max([float(tensor.entry.get("step", 0)) for tensor in tensors], default=0.0)
+    for group, other, kept in zip(groups, saved, options, strict=True):
+        group.update(kept)
+        if "step" not in other:  # torch.optim counts steps by parameter only
+            group["step"] = int(counted)
+    state = session.optimizer.state
+    for tensor in tensors:
+        state[tensor.member.param] = {
+            name: value
+            if isinstance(value, Tensor)  # other optimizers save some states as numbers
+            else torch.tensor(
+                value, dtype=torch.float64 if isinstance(value, float) else torch.int64
+            )
+            for name, value in tensor.entry.items()
+        }
+    # copy the state of frozen parameters, which is in no bucket
+    layouts = {tensor.member.param: tensor.layouts for tensor in tensors}
+    for bucket in session.frozen_buckets:
+        for p in bucket.params:
+            kept = state.pop(p)
+            dtypes = {name: layout.dtype for name, layout in layouts[p].items()}
+            dtypes["step"] = torch.float32
+            if kept:
+                state[p] = {k: v.to(bucket.device, dtypes[k], copy=True) for k, v in kept.items()}
+
+
+def _read_tensors(
+    session: Session, state_dict: dict[str, Any], class_name: str
+) -> Iterator[LoadedTensor]:
+    """Yield the state dict's entry of every tensor.
+
+    Raises ValueError if a state is missing, or is no tensor.
+    """
+    known: dict[Tensor, tuple[Member, Layouts]] = {}
+    for bucket in [*session.buckets, *session.frozen_buckets]:
+        for p, compressed in zip(bucket.params, bucket.compressed, strict=True):
+            known[p] = Member(p, compressed), session.optimizer._specs(bucket)
+    is_same_class, number = class_name == session.name, 0
+    for group, other in zip(session.option_groups, state_dict["param_groups"], strict=True):
+        names = group.get("param_names") or other.get("param_names")
+        options = {**group, **other}
+        for place, (p, key) in enumerate(zip(group["params"], other["params"], strict=True)):
+            member, layouts = known[p]
+            name = names[place] if names else ""
+            label = f"parameter {number}" + (f" ({name})" if name else "")
+            entry = state_dict["state"].get(key, {})
+            # torch.optim has no state of a parameter that never had a gradient, and no residuals
+            if entry or (is_same_class and place not in other.get("without_state", ())):
+                compressed = is_same_class and session.optimizer.is_compressed(p, options, name)
+                _check_states(label, entry, layouts, compressed, session.name)
+            local = {
+                name: to_local(value) if isinstance(value, Tensor) else value
+                for name, value in entry.items()
+                if name in layouts or name == "step"
+            }
+            compact = {
+                name: layouts[name].compact(value, member, local) if name in layouts else value
+                for name, value in local.items()
+            }
+            yield LoadedTensor(label, member, layouts, compact)
+            number += 1
+
+
+def _read_options(session: Session, group: Group, other: Group) -> Group:
+    """Return the options of one saved group, also those that only the user knows.
+
+    The optimizer keeps its own names of parameters: they select what is compressed. Raises
+    ValueError if an option is invalid.
+    """
+    kept = copy.deepcopy(upgrade_options({k: v for k, v in other.items() if k not in NOT_OPTIONS}))
+    step = kept.get("step", 0)
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(
+            f"loaded state dict has step {step!r}: a count of steps is needed; it is damaged."
+        )
+    options = {**group, **kept}
+    refuse_unsupported({name: kept[name] for name in kept.keys() & {"amsgrad"}})
+    try:
+        session.optimizer.check_group(options)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(
+            f"loaded state dict has an option of a wrong type ({error}): it is damaged."
+        ) from error
+    return {name: options[name] for name in kept}  # check_group may have renamed a value
+
+
+def check_groups(session: Session, state_dict: dict[str, Any]) -> list[Group]:
+    """Return the saved groups.
+
+    Raises ValueError if their number, their lengths or their format do not fit.
+    """
+    for key, kind in ("state", dict), ("param_groups", list):
+        if not isinstance(state_dict, dict) or not isinstance(state_dict.get(key), kind):
+            raise ValueError(
+                f"loaded state dict has no {key!r}: it is no optimizer's state_dict(), or damaged."
+            )
+    groups: list[Group] = session.option_groups
+    saved: list[Group] = state_dict["param_groups"]
+    if len(groups) != len(saved):
+        raise ValueError(
+            f"loaded state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}."
+        )
+    for number, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        if not isinstance(other, dict) or not isinstance(other.get("params"), list):
+            raise ValueError(
+                f"loaded state dict has no list of parameters in group {number}: it is damaged."
+            )
+        if len(group["params"]) != len(other["params"]):
+            raise ValueError(
+                f"loaded state dict has {len(other['params'])} parameters in group {number}, "
+                f"the optimizer has {len(group['params'])}."
+            )
+        if other.get("format", 0) not in range(FORMAT + 1):
+            raise ValueError(
+                f"loaded state dict has format {other['format']!r}, this compopt reads formats up "
+                f"to {FORMAT}: load it with the compopt that wrote it, or a newer one."
+            )
+    return saved
+
+
+def _check_class(own_name: str, state_dict: dict[str, Any]) -> str:
+    """Return the class that wrote a state dict, "torch" if that is not recorded.
+
+    Raises ValueError if ``own_name`` cannot continue from its state.
+    """
+    saved = state_dict["param_groups"]
+    class_name: str = saved[0].get("class", "torch") if saved else "torch"
+    for number, entry in state_dict["state"].items():
+        if not isinstance(entry, dict):
+            raise ValueError(
+                f"loaded state of parameter {number} is no dict, but {entry!r}: it is damaged."
+            )
+        foreign = entry.keys() - ADAMW_STATE
+        if class_name not in ("torch", own_name) and foreign:
+            raise ValueError(
+                f"loaded state dict is of {class_name}, and {own_name} cannot continue from its "
+                f"state {min(foreign)!r}: build {class_name}, or load a checkpoint of {own_name} "
+                "or torch.optim."
+            )
+    return class_name
+
+
+def _check_states(
+    label: str, entry: dict[str, Any], layouts: Layouts, compressed: bool, own_name: str
+) -> None:
+    """Raise ValueError if an entry lacks a state of its tensor, or holds something else."""
+    needed = {
+        name
+        for name, layout in layouts.items()
+        if name != "master" and not layout.optional and (compressed or not layout.compressed_only)
+    }
+    missing = (needed | {"step"}) - entry.keys()
+    if missing:
+        raise ValueError(
+            f"loaded state of {label} lacks {', '.join(sorted(missing))}: "
+            f"it is damaged, or of an optimizer that {own_name} cannot continue from."
+        )
+    for name in layouts.keys() & entry.keys():
+        if not isinstance(entry[name], Tensor):
+            raise ValueError(f"loaded state {name!r} of {label} is no tensor: it is damaged.")
+
+
+def _check_tensor(tensor: LoadedTensor) -> None:
+    """Raise ValueError if a state has a wrong number of elements, a wrong dtype, or values that
+    are not finite.
+    """
+    member, label = tensor.member, tensor.label
+    for name, value in tensor.entry.items():
+        if name == "step" and not (isinstance(value, (Tensor, int, float)) and float(value) >= 0):
+            raise ValueError(
+                f"loaded state 'step' of {label} is {value!r}, no count: it is damaged."
+            )
+        if name not in tensor.layouts:
+            continue
+        layout = tensor.layouts[name]
+        needed = layout.expected_numel(value, member, tensor.entry)
+        if value.numel() != needed:
+            raise ValueError(
+                f"loaded state {name!r} of {label} has {value.numel()} elements, "
+                f"{needed} are needed for shape {tuple(member.param.shape)}."
+            )
+        has_kind = value.is_floating_point() == layout.dtype.is_floating_point
+        if not has_kind or (value.is_floating_point() and not value.isfinite().all()):
+            raise ValueError(
+                f"loaded state {name!r} of {label} is of {value.dtype} or not finite, "
+                f"and {layout.dtype} is needed: it is damaged."
+            )
+
+
+def _warn_of_lost_residuals(
+    session: Session, saved: list[Group], tensors: list[LoadedTensor]
+) -> None:
+    """Warn if the checkpoint holds only one rank's residuals or shards, on the first rank that did
+    not write it.
+
+    Nothing is lost before the first step, nor in a dense start, which leaves no residuals.
+    """
+    if not saved or saved[0].get("step", 0) == 0:
+        return
+    names, comm = session.optimizer.averaged_state, session.comm
+    states = (t.entry[name] for t in tensors for name in names if name in t.entry)
+    if not (session.optimizer.sharded or any(bool(value.any()) for value in states)):
+        return
+    residuals = saved[0].get("residuals", "mean")
+    first = int(residuals == f"rank 0 of {comm.size}")
+    if residuals != "mean" and comm.rank == first:
+        warn(
+            f"this checkpoint holds the residuals of {residuals} and is loaded on rank "
+            f"{comm.rank} of {comm.size}: those of the other ranks are lost. Call "
+            "consolidate_state() on all ranks before saving.",
+            rank=0,
+        )
