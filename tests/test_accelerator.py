@@ -54,7 +54,7 @@ LOOKS = {
     "_sharded.codecs encode": ("TagcAdamW, sketch", "which elements no table can hold"),
     "_sharded.codecs decode": ("TagcAdamW, sketch", "how many elements a round of peeling gives"),
     "_sharded.scape __init__": ("ScapeAdamS, sharded", "where each owner's elements begin"),
-    "_state.masks _ascending_within": ("RandomK", "positions that are the writer's of an algorithm are checked"),
+    "_state.masks _check_positions": ("RandomK", "positions that are the writer's of an algorithm are checked"),
     # of state in host memory
     "_state.buckets update_masters": ("ScapeAdamS", "offload='all': parameters are compared with masters"),
     "_state.buckets fetch_state": ("ScapeAdamS, sharded", "offloaded masters at positions found on the device"),
