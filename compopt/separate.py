@@ -12,8 +12,9 @@ compression has left over::
 
 With ``projection="orthonormal"`` R is replaced by orthonormal columns Q that span the same space,
 and 1/r by 1; with "tracked" by columns that follow the gradient, which takes an exchange more (see
-``tracking``). What these kinds differ in is in ``kinds``; lines 1, 2, 4 and 5 of one matrix are
-methods of ``ProjectedTensor``, and Algorithm 3, which moves the ratios, is ``adaptation``.
+``TrackedTensor``). ``plan_projection`` chooses the side and r. Lines 1, 2, 4 and 5 of one matrix
+are methods of ``ProjectedTensor``. Algorithm 3, which adapts ratios, is in
+``_lowrank/projecting.py``.
 
 Where we differ from the paper: beta weights the *old* error. As printed it weights the new one, and
 with w = (d + 1) / r, about the ratio, the squared error grows by beta_old^2 + (1 - beta_old)^2 w a
@@ -43,8 +44,8 @@ from ._engine.options import check_adam, ignore_capturable, take_torchs
 from ._engine.update import AdamW, Update
 from ._engine.when import OPTIONS
 from ._engine.wrapper import Wrapper
-from ._lowrank.options import check_said, resolved
-from ._lowrank.projecting import Group, Projecting
+from ._lowrank.options import check_group_sizes, resolve_options
+from ._lowrank.projecting import Group, ProjectingOptimizer
 from ._lowrank.reducer import ProjectionReducer
 from ._ops.operations import Ops
 from ._ops.updates import count_steps
@@ -96,7 +97,7 @@ def commit(
         tensor.feed_back(mean, i, factor)  # line 5
 
 
-class SeparateAdam(Projecting):
+class SeparateAdam(ProjectingOptimizer):
     r"""AdamW on gradients averaged through a random low-rank projection (SEPARATE, Algorithm 1).
 
     Swap it for ``torch.optim.AdamW`` in a DistributedDataParallel script; its first forward hands
@@ -114,7 +115,7 @@ class SeparateAdam(Projecting):
         amsgrad, differentiable: False; True is refused.
         projection: "tracked", on a space that follows the gradient's largest singular vectors
             (PowerSGD's power iteration): two smaller exchanges, one after the other. It keeps most
-            of the gradient; see ``tracking``. "gaussian", the paper's, random and unbiased;
+            of the gradient; see ``TrackedTensor``. "gaussian", the paper's, random and unbiased;
             "orthonormal", on the same random space, a contraction.
         rank: columns of a tracked tensor's factors (None: 16). A tensor of rows x columns takes
             rank * (rows + columns) values on the wire. Sharded rows are tracked shard by shard.
@@ -208,7 +209,7 @@ class SeparateAdam(Projecting):
             eps=eps,
             weight_decay=weight_decay,
             maximize=maximize,
-            **resolved(projection, ratio, rank, payload_dtype, warmup_steps, total_steps),
+            **resolve_options(projection, ratio, rank, payload_dtype, warmup_steps, total_steps),
             ef_beta=ef_beta,
             reset_interval=reset_interval,
             seed=seed,
@@ -223,7 +224,7 @@ class SeparateAdam(Projecting):
         super().__init__(params, defaults, process_group, simulate)
 
     def add_param_group(self, param_group: Group) -> None:
-        check_said(param_group, self.defaults)
+        check_group_sizes(param_group, self.defaults)
         super().add_param_group(param_group)
 
     def check_group(self, group: Group) -> None:
@@ -244,7 +245,7 @@ class SeparateAdam(Projecting):
         return separate(bucket, self.ops, self.reducer(bucket), update)
 
 
-class Separate(Wrapper, Projecting):
+class Separate(Wrapper, ProjectingOptimizer):
     """Any torch optimizer, on gradients averaged through a random low-rank projection (SEPARATE,
     Algorithm 1)::
 
@@ -297,7 +298,7 @@ class Separate(Wrapper, Projecting):
     ):
         ignore_capturable(capturable)
         options = dict(
-            **resolved(projection, ratio, rank, payload_dtype, warmup_steps, total_steps),
+            **resolve_options(projection, ratio, rank, payload_dtype, warmup_steps, total_steps),
             ef_beta=ef_beta,
             reset_interval=reset_interval,
             seed=seed,
@@ -311,7 +312,7 @@ class Separate(Wrapper, Projecting):
         super().__init__(base, {**options, "adapted": None, **OPTIONS}, process_group, simulate)
 
     def _options_for(self, group: Group) -> Group:
-        check_said(group, self._wrapper_defaults)
+        check_group_sizes(group, self._wrapper_defaults)
         return super()._options_for(group)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:

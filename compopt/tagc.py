@@ -104,7 +104,7 @@ class UnionReducer(WholeReducer):
         """Line 1, in the order of the mask, and the marks of all gradients."""
         x = self._scratch()
         for gap in self.layout.gaps:
-            gap.of(x).zero_()
+            gap.view_in(x).zero_()
         residual: list[Tensor | None] = [*self.bucket.state["residual"]]
         sums = self.layout.views_in_mask_order(x)
         return x, self.ops.add_residuals(self.bucket, self.grads, residual, sums)

@@ -26,9 +26,8 @@ from torch import Tensor
 from .._ops.norms import clip_factor, squared_norm
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
-from .._state.fsdp_rows import Piece, lay_out
 from .._state.layouts import Dense, Layout, Prefix, Sharded, Unsharded
-from .._state.shards import cut_by_rows
+from .._state.shards import Piece, cut_by_rows, lay_out
 from .._state.tensors import to_local
 from .._wire.collectives import (
     Communicator,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._engine.base import CompressedOptimizer
 from .._engine.inside import ReducingOptimizer
 from .._engine.session import Role
-from .._state.fsdp_rows import part_of
+from .._state.shards import part_of
 from ._watch import ModuleWatch, call_after_backward
 
 
