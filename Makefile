@@ -36,13 +36,15 @@ demo:  ## the same small GPT with DDP + AdamW and with each of compopt's optimiz
 	@$(MAKE) --no-print-directory .venv/demo
 	@$(BIN)/python examples/demo.py
 
-# Three: there is one to work while another waits for ranks.
-test: .venv/ready  ## everything, in eight to ten minutes on two cores
-	$(BIN)/pytest -q -n 3 --dist worksteal
+# Three: there is one to work while another waits for ranks. Bytecode is kept also where the environment says otherwise:
+# tests start some hundred processes.
+test: .venv/ready  ## everything, in eight minutes on two cores
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 3 --dist worksteal
 
-properties: .venv/ready  ## hypothesis draws 2000 new examples of models, options and faults, 500 of advice
+properties: .venv/ready  ## 2000 new examples of models, options and faults, 500 of advice; every toy problem on 1 and 4 ranks
 	COMPOPT_EXAMPLES=2000 $(BIN)/pytest -q tests/faults/test_properties.py
 	COMPOPT_EXAMPLES=500 $(BIN)/pytest -q tests/test_advice.py tests/test_layers_advice.py -k impossible
+	COMPOPT_EXAMPLES=1 $(BIN)/pytest -q tests/test_problems.py
 
 fuzz: .venv/ready  ## 3000 new examples of shapes, layouts, dtypes and options, for every class and back end here
 	COMPOPT_FUZZ=3000 $(BIN)/pytest -q tests/test_fuzz.py

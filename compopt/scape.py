@@ -79,14 +79,14 @@ CHOICES: dict[str, tuple[object, ...]] = {
 def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
     mask, shards = mask_to_send(bucket), next_mask_shards(bucket, ranks)
-    h, grads = bucket.group, bucket.grads()
+    h, grads, residuals = bucket.group, bucket.grads(), bucket.iterate_state("residual")
     is_delayed = h["mask_delay"] == 1
     selection = ops.run(Selection, bucket, shards, rank) if shards else None
     if selection and not is_delayed:
         selection.select_all(grads)  # lines 10, 15
         messages = yield AllGather(selection.encode())
         mask = selection.assemble(messages)
-    residuals, scale = bucket.iterate_state("residual"), 1 / (1 - h["betas"][0])
+    scale = 1 / (1 - h["betas"][0])
     sent = ops.encode(bucket, grads, mask, residuals, scale, negate=h["maximize"])  # line 10
     mean = yield AllReduceMean(sent)  # line 14
     norm = yield Agree(mean, mask.phase)  # from here on state changes

@@ -43,8 +43,8 @@ from ._engine.options import check_adam, check_torch_options, ignore_capturable
 from ._engine.update import AdamW, Update
 from ._engine.when import OPTIONS
 from ._engine.wrapper import Wrapper
-from ._lowrank.options import check_said, resolved
-from ._lowrank.projecting import Group, Projecting
+from ._lowrank.options import check_group_sizes, resolve_options
+from ._lowrank.projecting import Group, ProjectingOptimizer
 from ._lowrank.reducer import ProjectionReducer
 from ._ops.operations import Ops
 from ._ops.updates import count_steps
@@ -96,7 +96,7 @@ def commit(
         tensor.feed_back(mean, i, factor)  # line 5
 
 
-class SeparateAdam(Projecting):
+class SeparateAdam(ProjectingOptimizer):
     r"""AdamW on gradients averaged through a random low-rank projection (SEPARATE, Algorithm 1).
 
     It replaces ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward pass
@@ -207,7 +207,7 @@ class SeparateAdam(Projecting):
             eps=eps,
             weight_decay=weight_decay,
             maximize=maximize,
-            **resolved(projection, ratio, rank, payload_dtype, warmup_steps, total_steps),
+            **resolve_options(projection, ratio, rank, payload_dtype, warmup_steps, total_steps),
             ef_beta=ef_beta,
             reset_interval=reset_interval,
             seed=seed,
@@ -222,7 +222,7 @@ class SeparateAdam(Projecting):
         super().__init__(params, defaults, process_group, simulate)
 
     def add_param_group(self, param_group: Group) -> None:
-        check_said(param_group, self.defaults)
+        check_group_sizes(param_group, self.defaults)
         super().add_param_group(param_group)
 
     def check_group(self, group: Group) -> None:
@@ -243,7 +243,7 @@ class SeparateAdam(Projecting):
         return separate(bucket, self.ops, self.reducer(bucket), update)
 
 
-class Separate(Wrapper, Projecting):
+class Separate(Wrapper, ProjectingOptimizer):
     """Any torch optimizer, on gradients averaged through a random low-rank projection (SEPARATE,
     Algorithm 1)::
 
@@ -295,7 +295,7 @@ class Separate(Wrapper, Projecting):
     ):
         ignore_capturable(capturable)
         options = dict(
-            **resolved(projection, ratio, rank, payload_dtype, warmup_steps, total_steps),
+            **resolve_options(projection, ratio, rank, payload_dtype, warmup_steps, total_steps),
             ef_beta=ef_beta,
             reset_interval=reset_interval,
             seed=seed,
@@ -309,7 +309,7 @@ class Separate(Wrapper, Projecting):
         super().__init__(base, {**options, "adapted": None, **OPTIONS}, process_group, simulate)
 
     def _options_for(self, group: Group) -> Group:
-        check_said(group, self._wrapper_defaults)
+        check_group_sizes(group, self._wrapper_defaults)
         return super()._options_for(group)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:

@@ -45,19 +45,18 @@ from ._engine.reducer import WholeReducer
 from ._engine.stats import Stats
 from ._engine.update import AdamW
 from ._engine.when import choose_warmup, dense_steps
-from ._ops.norms import clip_factor
 from ._ops.operations import Ops
-from ._sharded.adamw import ShardedAdamW
+from ._sharded.adamw import step_shards
 from ._sharded.codecs import CODECS, Codec
 from ._sharded.updates import UpdateDtype, check_gathers, check_updates
 from ._sparse.top_k import select_top_k_of_each
 from ._state.bits import make_bits, unpack_bits
 from ._state.buckets import Bucket
-from ._state.layouts import Dense, Layout, Sharded, Unsharded
+from ._state.layouts import Layout, Sharded
 from ._state.masks import sizes_at_density
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype, bytes_per_value, quantized_bits
-from ._wire.requests import Agree, BitOr, ReadToHost, RequestGenerator
+from ._wire.requests import BitOr, ReadToHost, RequestGenerator
 
 # The usual names of projections to queries, keys and values. The projection after the attention is
 # treated as any linear layer (section 3.2).
@@ -71,17 +70,7 @@ ATTENTION = re.compile(
 
 def tagc(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 1 with AdamW, all shards of one bucket, one step."""
-    reducer, update = UnionReducer(bucket, ops), ShardedAdamW(bucket, ops)
-    mean = yield from reducer.reduce()  # lines 1 to 10
-    norm = yield Agree(mean, reducer.phase, reducer.squared_norm(), sharded=True)
-
-    present = bucket.present(mean)
-    reducer.clip(clip_factor(norm, bucket.group["max_grad_norm"]))
-    update.compute(reducer.own_parts(update.dtype), present)
-    yield from update.gather()
-    # from here on state changes
-    update.commit(present)
-    reducer.feed_back(present)  # line 2
+    return step_shards(bucket, ops, UnionReducer(bucket, ops))
 
 
 class UnionReducer(WholeReducer):
@@ -114,7 +103,7 @@ class UnionReducer(WholeReducer):
         """Do line 1; return the sums in the order of the mask, and the marks of all gradients."""
         x = self._scratch()
         for gap in self.layout.gaps:
-            gap.of(x).zero_()
+            gap.view_in(x).zero_()
         residual: list[Tensor | None] = [*self.bucket.state["residual"]]
         sums = self.layout.views_in_mask_order(x)
         return x, self.ops.add_residuals(self.bucket, self.grads, residual, sums)
@@ -392,15 +381,9 @@ class TagcAdamW(ReducingOptimizer):
     def before_layout(self) -> None:
         super().before_layout()
         check_gathers(self.reduces_inside, self.param_groups)
-        self.sharded = not self.reduces_inside
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        moments, residual = (Sharded, Dense) if self.sharded else (Dense, Unsharded)
-        specs: dict[str, Layout] = {
-            "exp_avg": moments(dtype),
-            "exp_avg_sq": moments(dtype),
-            "residual": residual(dtype, compressed_only=True),
-        }
+        specs = self.list_adamw_state(dtype)
         if any(group["update_dtype"] for group in self.param_groups):
             specs["update_residual"] = Sharded(dtype, optional=True)
         return specs

@@ -25,8 +25,9 @@ from compopt._engine.update import AdamW
 from compopt._engine.when import dense_steps
 from compopt._ops.norms import clip_factor
 from compopt._ops.updates import count_steps
+from compopt._sharded.adamw import step_shards
 from compopt._state.buckets import Bucket
-from compopt._state.layouts import Dense, Layout, Unsharded
+from compopt._state.layouts import Layout
 from compopt._state.masks import Mask, selection_size
 from compopt._wire.collectives import ProcessGroup
 from compopt._wire.payload import PayloadDtype
@@ -38,8 +39,7 @@ def randomk(bucket: Bucket, reducer: MaskReducer, update: AdamW) -> RequestGener
     mean = yield from reducer.reduce()  # line 2 and line 3
     norm = yield Agree(mean, reducer.phase)
     # From here on state may change.
-    if (factor := clip_factor(norm, bucket.group["max_grad_norm"])) < 1:
-        mean.body.mul_(factor)  # line 4
+    reducer.clip(clip_factor(norm, bucket.group["max_grad_norm"]))  # line 4
     # Of a tensor without a gradient on any rank all stays as it was.
     present = bucket.present(mean)
     count_steps(bucket.state["step"], present)
@@ -65,7 +65,9 @@ class RandomK(ReducingOptimizer):
     Args: params, lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`. density: share of a
         compressed tensor that a step sends. seed: its positions follow from it. warmup_steps: dense steps at the
         start. max_grad_norm, payload_dtype, process_group, simulate: as in :class:`compopt.RadiusAdamW`.
-    State: AdamW's ``exp_avg`` and ``exp_avg_sq``; of compressed tensors ``residual``, what was not sent yet.
+        sharded: each rank keeps the moments of 1/N of the elements, updates these, and gathers the others.
+    State: AdamW's ``exp_avg`` and ``exp_avg_sq``, whole or of this rank's shard; of compressed tensors ``residual``,
+        what was not sent yet.
     Raises: ValueError: an option out of its range."""
 
     averaged_state = ("residual",)
@@ -86,7 +88,9 @@ class RandomK(ReducingOptimizer):
         maximize: bool = False,
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
+        sharded: bool = False,
     ):
+        self.sharded = sharded
         adamw = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
         own: dict[str, Any] = dict(density=density, seed=seed, warmup_steps=warmup_steps)
         own |= dict(max_grad_norm=max_grad_norm, payload_dtype=payload_dtype)
@@ -98,8 +102,7 @@ class RandomK(ReducingOptimizer):
         require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        residual = (Unsharded if self.reduces_inside else Dense)(dtype, compressed_only=True)
-        return {"exp_avg": Dense(dtype), "exp_avg_sq": Dense(dtype), "residual": residual}
+        return self.list_adamw_state(dtype)
 
     def reducer(self, bucket: Bucket) -> MaskReducer:
         t = bucket.group["step"] + 1
@@ -109,6 +112,8 @@ class RandomK(ReducingOptimizer):
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.inside is not None:
             return apply_shards(bucket, self.ops, self.inside, AdamW(self.ops))
+        if self.sharded:
+            return step_shards(bucket, self.ops, self.reducer(bucket))
         return randomk(bucket, self.reducer(bucket), AdamW(self.ops))
 
 

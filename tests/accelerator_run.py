@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from compopt._lowrank import kinds, matrices, orthonormal, tensors
+from compopt._lowrank import matrices, projections, tensors
 from compopt._wire.requests import CommunicationError
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def norm_of_devices(x: Tensor) -> Tensor:
 
 def columns_of_devices(given: Tensor) -> Tensor:
     """Orthonormal columns as devices find them, on the CPU too."""
-    return orthonormal.by_cholesky(given).to(given.dtype)
+    return projections.orthonormalize_by_cholesky(given).to(given.dtype)
 
 
 def placed(model: nn.Module, device: torch.device) -> nn.Module:
@@ -338,9 +338,9 @@ def main(names: list[str]) -> None:
     for module in [module for name, module in sys.modules.items() if name.startswith("compopt")]:
         for name in {"squared_norm", "reproducible_squared_norm"} & vars(module).keys():
             setattr(module, name, norm_of_devices)
-    tensors.sums_products = lambda e: True
-    for module in (kinds, matrices, orthonormal):
-        module.columns_of = columns_of_devices
+    tensors.adds_products = lambda e: True
+    for module in (matrices, projections):
+        module.orthonormalize = columns_of_devices
     found = {}
     for name in names or RUNS:
         try:

@@ -21,7 +21,7 @@ import torch
 from table import Case
 from torch import Tensor
 
-from compopt._lowrank.options import forgets
+from compopt._lowrank.options import is_reset_step
 from compopt._ops.norms import clip_factor
 from compopt._wire.payload import dtype_name
 
@@ -84,7 +84,7 @@ class Ledger:
         """SEPARATE's, of the tensors that the coming step projects."""
         plans = {}
         if self.case.method == "separate" and not self.alone:
-            plans = dict(pair for b in first._buckets for pair in zip(b.params, first._plan(b), strict=True))
+            plans = dict(pair for b in first._buckets for pair in zip(b.params, first._plan_next_step(b), strict=True))
         return [plans[p].beta if plans.get(p) else None for p in everywhere(first)]
 
     def check(self, optimizers: Optimizers) -> float:
@@ -105,7 +105,7 @@ class Ledger:
 
     def _sides(self, n: int, group: dict, adam: dict, m_: Tensor, r_: Tensor, rounds: bool) -> tuple[Tensor, Tensor]:
         m, r, g, weight = self.m[n], self.r[n], self.g[n], self.weights[n]
-        reset = "reset_interval" in group and forgets(group, group["step"])
+        reset = "reset_interval" in group and is_reset_step(group, group["step"])
         f = self.factor
         if g is None:  # no rank had a gradient
             return torch.stack([m_, r_]), torch.stack([m, r * (not reset)])

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from compopt._engine.inside import RowBucket, UnsentByParam
 from compopt._ops.operations import Ops
 from compopt._state.buckets import Bucket
-from compopt._state.fsdp_rows import lay_out
+from compopt._state.shards import lay_out
 from compopt._wire.requests import BitOr, ReadToHost, ReduceScatterMean, average_rows
 from compopt.tagc import UnionReducer
 

@@ -2,19 +2,24 @@
 
 ``compressed`` makes the class do all it can do within a dozen steps (dense start, selection, sparse steps);
 ``lossless`` makes it drop nothing, and then it must equal ``reference`` on the averaged gradient.
+The settings in which it works follow from the class: with sharded state if it has the option ``sharded``, inside FSDP2
+if it has a reducer, and as the outer optimizer of local steps.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import compopt
+from compopt._engine.base import CompressedOptimizer
+from compopt._engine.inside import ReducingOptimizer
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from randomk import RandomK
@@ -45,6 +50,16 @@ class Case:
     def sharded(self) -> bool:
         """Whether each rank keeps state of its own shard only."""
         return self.cls.sharded or self.compressed.get("sharded", False)
+
+    @property
+    def works_inside(self) -> bool:
+        """True if it averages in place of FSDP2's reduce-scatter."""
+        return issubclass(self.cls, ReducingOptimizer) and not (self.sends_updates or self.form == "sharded")
+
+    @property
+    def works_outside(self) -> bool:
+        """True if it can be the outer optimizer of local steps."""
+        return issubclass(self.cls, CompressedOptimizer) and self.cls is not compopt.LocalSteps
 
     @property
     def sends_updates(self) -> bool:
@@ -191,15 +206,6 @@ FORMS = [
         bad=ADAM_BAD | COMMON_BAD | {"density": [0.0, 1.5, -0.1]},
     ),
     Case(
-        compopt.ScapeAdamS,
-        compressed=SCAPES | dict(density=0.1, warmup_steps=2, density_warmup_steps=2, selection="exact", sharded=True),
-        lossless=SCAPES | dict(density=1.0, sharded=True),
-        reference=adams,
-        lr=1e-3,
-        method="scape",
-        form="sharded",
-    ),
-    Case(
         compopt.TagcAdamW,
         compressed=dict(sparsity=0.9, warmup_steps=2, update_dtype="int4"),
         lossless=dict(sparsity=0.0, update_dtype=None),
@@ -219,5 +225,14 @@ FORMS = [
         form="rounds",
     ),
 ]
+
+
+def shard(case: Case) -> Case:
+    """The form of a class in which each rank keeps the state of its own shard only."""
+    options = {name: {**getattr(case, name), "sharded": True} for name in ("compressed", "lossless")}
+    return replace(case, form="sharded", bad={}, **options)
+
+
+FORMS += [shard(case) for case in CASES + FORMS if "sharded" in inspect.signature(case.cls).parameters]
 
 by_name = {case.name: case for case in CASES}

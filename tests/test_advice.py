@@ -17,7 +17,7 @@ from compopt.costmodel import DEVICES, LOSSES, METHODS, Advice, Row, advise
 from compopt.planning.decision import AS_FAST, SAME_LOSS, WORTH_IT, allowed_rows
 from compopt.planning.prediction import BASELINE
 
-EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "25"))
 powers = st.floats(0, 1)
 
 

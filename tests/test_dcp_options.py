@@ -31,6 +31,7 @@ OPTIONS = {
     "flat": dict(flatten_optimizer_state_dict=True),
     "flat, offload": dict(flatten_optimizer_state_dict=True, cpu_offload=True),
 }  # flat and full together torch 2.13 cannot load, of its own AdamW either
+SOME = ("full", "flat, offload")  # with every dtype: what an option does depends on no dtype
 DTYPES = [None, torch.int8, torch.bfloat16, "float16", "float32", *({"int4"} & QUANTIZED_BITS.keys())]
 
 
@@ -100,10 +101,11 @@ def test_every_option_brings_everything_back(case, dtype, alone, tmp_path):
     ranks.world.consolidate(ranks.optimizers)
     optimizer, model = ranks.optimizers[0], ranks.models[0]
     then, weights, saved = tensors_of(optimizer), copy.deepcopy(model.state_dict()), {}
-    for name, of in OPTIONS.items():
+    state_dict_options = {name: OPTIONS[name] for name in (OPTIONS if dtype is None else SOME)}
+    for name, of in state_dict_options.items():
         saved[name] = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**of)))
     ranks.train(loss, 2)
-    for name, of in OPTIONS.items():
+    for name, of in state_dict_options.items():
         again, how = make_ranks(case, 2, **options), StateDictOptions(**of)
         again.steps = 6
         for rank, (_, net, other) in enumerate(again):

@@ -145,6 +145,6 @@ def test_streams_of_any_device_are_asked_in_torch_cudas_words(monkeypatch):
     expected = [f"{out} waits for an event", f"copy of y on {out}", f"{out} records"]
     assert said(lambda: streams.copy("out", Target(module), "y", "an event")) == expected
     assert streams.copy("out", Target(module), "y", None) == f"what {out} has done"
-    assert said(streams.worked) == ["work records"] and streams.worked() == "what work has done"
-    assert said(lambda: streams.hold("an event")) == ["work waits for an event"]
+    assert said(streams.record_work) == ["work records"] and streams.record_work() == "what work has done"
+    assert said(lambda: streams.delay_work("an event")) == ["work waits for an event"]
     assert said(streams.finish) == [f"the host waits for {into}", f"the host waits for {out}"]

@@ -9,35 +9,46 @@ import pytest
 import torch
 import torch.distributed as dist
 from inside import cut, loss, make
-from randomk import RandomK
 from ranks import run_ranks
+from table import CASES, FORMS, Case
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import compopt
 
-METHODS = (
-    "tagc",
-    "tagc, bfloat16",
-    "tracked, int8",
-    "orthonormal",
-    "average, bfloat16",
-    "average, int8",
-    "randomk, int8",
-)
+# Classes of the table that work inside FSDP2, by their lines; of SEPARATE those forms whose errors add up.
+CASES_INSIDE = {case.name: case for case in CASES + FORMS if case.works_inside and case.method != "separate"}
+PROJECTIONS = ("tracked", "orthonormal")
+
+
+def rounds_to(case: Case, payload_dtype: str) -> bool:
+    try:
+        case.make([nn.Parameter(torch.zeros(64, 64))], payload_dtype=payload_dtype)
+    except ValueError:
+        return False
+    return True
+
+
+def payloads(case: Case) -> list[str]:
+    """The payloads by which every line is tested: none that rounds, where a residual is kept then, and a narrow one."""
+    keeps_more = case.compressed.get("payload_dtype") is None
+    return [*([""] if keeps_more else []), "int8" if rounds_to(case, "int8") else "bfloat16"]
+
+
+METHODS = [
+    *(f"{name}, {payload}" for name, case in CASES_INSIDE.items() for payload in payloads(case)),
+    *("tracked, int8", "orthonormal, ", "Average, bfloat16"),
+]
 
 
 def build(method: str, model: nn.Module) -> torch.optim.Optimizer:
-    params, (kind, _, payload) = list(model.named_parameters()), method.partition(", ")
-    if kind == "average":
-        return compopt.Average(torch.optim.AdamW([p for _, p in params], lr=1e-2), payload_dtype=payload)
-    if kind == "randomk":
-        return RandomK(params, lr=1e-2, density=0.1, payload_dtype=payload)
-    options = {"lr": 1e-2, "warmup_steps": 0, "payload_dtype": payload or None}
-    if kind == "tagc":
-        return compopt.TagcAdamW(params, sparsity=0.9, **options)
-    size = {"rank": 4} if kind == "tracked" else {"ratio": 16}
-    return compopt.SeparateAdam(params, projection=kind, **size, **options)
+    kind, _, payload = method.rpartition(", ")
+    payload_dtype = payload or None
+    if kind in PROJECTIONS:
+        size = {"rank": 4} if kind == "tracked" else {"ratio": 16}
+        options = dict(size, projection=kind, warmup_steps=0, payload_dtype=payload_dtype)
+        return compopt.SeparateAdam(model.parameters(), lr=1e-2, **options)
+    return CASES_INSIDE[kind].make(model.parameters(), payload_dtype=payload_dtype)
 
 
 class Run:

@@ -28,7 +28,7 @@ from compopt.planning.pipeline import (
     predict_step,
 )
 
-EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "4"))
 
 
 RESULTS = Path(__file__).parent.parent / "bench" / "results"

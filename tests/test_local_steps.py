@@ -9,7 +9,6 @@ import torch
 from local_runs import adamw, single, train
 from oracles import local as oracle
 from problems import gradients, replicas, step, weights
-from randomk import RandomK
 from table import projecting
 
 import compopt
@@ -147,11 +146,9 @@ def test_a_codec_is_the_packages_own_with_the_same_seeds(payload):
         assert torch.equal(p.detach(), q)
 
 
-@pytest.mark.parametrize("kind", ["tracked", "gaussian", "random-k"])
+@pytest.mark.parametrize("kind", ["tracked", "gaussian"])
 def test_the_outer_optimizer_may_compress_as_it_likes(kind):
     def outer(anchors):
-        if kind == "random-k":
-            return RandomK(anchors, lr=1e-2, density=0.1)
         return compopt.Separate(torch.optim.SGD(anchors, lr=0.7, momentum=0.9), **projecting(kind))
 
     params, optimizers = train(2, 12, torch.float32, outer=outer)

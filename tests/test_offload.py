@@ -45,10 +45,10 @@ class Delayed:
     def work(self, function):
         return self._put("work", function)
 
-    def worked(self):
+    def record_work(self):
         return "work", len(self.queue["work"])
 
-    def hold(self, event):
+    def delay_work(self, event):
         self._wait("work", event)
 
     def finish(self) -> None:
@@ -78,7 +78,7 @@ def passes(streams: Delayed) -> bool:
     wanted = [None if t is None else t.clone() for t in host]
     buffer, seen = DoubleBuffer(streams, torch.float32, torch.device("cpu")), []
     for number, (write, scale) in enumerate([(True, 2.0), (True, -3.0), (False, 0.0), (True, 0.5)]):
-        for i, x in enumerate(buffer.each(host, write)):
+        for i, x in enumerate(buffer.iterate(host, write)):
             if x is None:
                 continue
             if write:
@@ -110,7 +110,7 @@ def test_larger_tensors_and_other_kinds_of_state_come_later(order):
     offload.streams[cpu] = streams
     host = {name: [torch.full((n,), float(n)) for n in (3, 2)] for name in ("a", "b")}
     for _ in range(2):
-        both = (offload.each(name, host[name], cpu, True) for name in ("a", "b"))
+        both = (offload.iterate(name, host[name], cpu, True) for name in ("a", "b"))
         for a, b in zip(*both, strict=True):
             streams.work(lambda a=a, b=b: (a.mul_(2), b.mul_(3)))
         for name in ("a", "b"):

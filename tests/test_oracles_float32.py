@@ -19,8 +19,8 @@ from table import CASES, projecting
 from torch import Tensor
 
 import compopt
-from compopt._lowrank.matrices import Matrices
-from compopt._lowrank.projections import projection
+from compopt._lowrank.matrices import MatrixSource
+from compopt._lowrank.projections import plan_projection
 
 LARGE = [(260, 512), (80,), (260, 512)]  # of 133,120 elements: two ranks own, and select in, one each
 SMALL = [(64, 64), (80,), (64, 64)]  # for Triton's interpreter
@@ -54,13 +54,14 @@ def tagc(start: list[Tensor], optimizers: list, options: dict[str, Any]):
 def separate(start: list[Tensor], optimizers: list, options: dict[str, Any]):
     kind, ratio = options.get("projection", "gaussian"), options["ratio"]
     plan = [
-        projection(w.shape, False, ratio, kind, "auto") if c else None for w, c in zip(start, COMPRESS, strict=True)
+        plan_projection(w.shape, False, ratio, kind, "auto") if c else None
+        for w, c in zip(start, COMPRESS, strict=True)
     ]
-    assert not any(q and q.of_rows for q in plan) or start[0].shape[0] < start[0].shape[1]
+    assert not any(q and q.transposes for q in plan) or start[0].shape[0] < start[0].shape[1]
     (bucket,) = optimizers[0]._buckets
 
     def random(t: int, i: int) -> Tensor:
-        drawn = Matrices().draw(bucket, [2, 1, 0], plan[::-1], 0, t)[2 - i].double()
+        drawn = MatrixSource().draw(bucket, [2, 1, 0], plan[::-1], 0, t)[2 - i].double()
         return drawn if kind == "gaussian" else drawn * plan[i].r ** 0.5  # the oracle divides by r
 
     known = {name: value for name, value in options.items() if name not in ("ratio", "projection")}

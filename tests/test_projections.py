@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compopt._lowrank.kinds import KINDS, variance
-from compopt._lowrank.matrices import Matrices, gaussian_quantiles
-from compopt._lowrank.projections import is_sharded, projection
+from compopt._lowrank.matrices import MatrixSource, gaussian_quantiles
+from compopt._lowrank.projections import RESET_INTERVALS, is_sharded, plan_projection
 from compopt._state.buckets import Bucket
 
 
@@ -17,14 +16,14 @@ def bucket_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, inde
 
 
 def plan_of(bucket: Bucket, ratio: float, kind: str = "gaussian") -> list:
-    return [projection(p.shape, is_sharded(p), ratio, kind, "auto") for p in bucket.params]
+    return [plan_projection(p.shape, is_sharded(p), ratio, kind, "auto") for p in bucket.params]
 
 
 def draw(shape: tuple[int, ...], ratio: float, kind: str = "gaussian", seed: int = 0, step: int = 1, number: int = 0):
     """One tensor's projection and its matrix, in float64."""
     bucket = bucket_of(shape, dtype=torch.float64)
     (q,) = plan_of(bucket, ratio, kind)
-    return q, Matrices().draw(bucket, [number], [q], seed, step)[0]
+    return q, MatrixSource().draw(bucket, [number], [q], seed, step)[0]
 
 
 @pytest.mark.parametrize(
@@ -42,18 +41,18 @@ def draw(shape: tuple[int, ...], ratio: float, kind: str = "gaussian", seed: int
     ],
 )
 def test_what_is_projected(shape, sharded, m, d, r):
-    q = projection(torch.Size(shape), sharded, 16, "gaussian", "auto")
+    q = plan_projection(torch.Size(shape), sharded, 16, "gaussian", "auto")
     assert (q.m, q.d, q.r) == (m, d, r)
     x = torch.arange(m * d).view(shape)
-    assert q.matrix(x).shape == (m, d)
-    assert torch.equal((q.matrix(x).t() if q.of_rows else q.matrix(x)).reshape(shape), x)
+    assert q.view_as_matrix(x).shape == (m, d)
+    assert torch.equal((q.view_as_matrix(x).t() if q.transposes else q.view_as_matrix(x)).reshape(shape), x)
 
 
 def test_what_is_sent_whole():
     for shape in [(5000,), (), (0, 64), (64, 0), (5000, 1), (1, 100_000)]:
         for sharded in (False, True):
-            assert projection(torch.Size(shape), sharded, 16, "gaussian", "auto") is None, shape
-    assert projection(torch.Size((64, 64)), False, 1, "gaussian", "auto") is None
+            assert plan_projection(torch.Size(shape), sharded, 16, "gaussian", "auto") is None, shape
+    assert plan_projection(torch.Size((64, 64)), False, 1, "gaussian", "auto") is None
 
 
 @pytest.mark.parametrize("shape", [(80, 64), (64, 80)], ids=["columns", "rows"])
@@ -61,14 +60,14 @@ def test_the_gaussian_reconstruction_is_unbiased_with_the_variance_it_should_hav
     """Over 2000 seeds: the mean within its standard error, the variance within 5 % of w |g|^2."""
     torch.manual_seed(0)
     g = torch.randn(shape, dtype=torch.float64)
-    q = projection(g.shape, False, 8, "gaussian", "auto")
+    q = plan_projection(g.shape, False, 8, "gaussian", "auto")
     errors = []
     for seed in range(2000):
         _, R = draw(shape, 8, seed=seed)
-        ghat = q.matrix(torch.empty_like(g)).copy_(q.matrix(g) @ R @ R.t() * q.scale)
-        errors.append((ghat - q.matrix(g)).flatten())
+        ghat = q.view_as_matrix(torch.empty_like(g)).copy_(q.view_as_matrix(g) @ R @ R.t() * q.scale)
+        errors.append((ghat - q.view_as_matrix(g)).flatten())
     errors = torch.stack(errors)
-    w = variance(q.d, q.r)
+    w = (q.d + 1) / q.r
     assert float(errors.square().sum(1).mean() / g.square().sum()) == pytest.approx(w, rel=0.05)
     standard_error = errors.std(0) / 2000**0.5
     z = errors.mean(0) / standard_error
@@ -109,10 +108,10 @@ def test_the_numbers_are_independent():
 
 def test_the_bits_depend_on_seed_step_and_number_and_on_nothing_else():
     alone = bucket_of((128, 64))
-    R = Matrices().draw(alone, [5], plan_of(alone, 8), 3, 7)[0].clone()
+    R = MatrixSource().draw(alone, [5], plan_of(alone, 8), 3, 7)[0].clone()
     double = bucket_of((128, 64), dtype=torch.float64)
-    assert torch.equal(R.double(), Matrices().draw(double, [5], plan_of(double, 8), 3, 7)[0])
-    crowd, held = bucket_of((70, 70), (128, 64), (10,), (90, 64)), Matrices()
+    assert torch.equal(R.double(), MatrixSource().draw(double, [5], plan_of(double, 8), 3, 7)[0])
+    crowd, held = bucket_of((70, 70), (128, 64), (10,), (90, 64)), MatrixSource()
     for step in (1, 7):
         drawn = held.draw(crowd, [2, 5, 9, 11], plan_of(crowd, 8), 3, step)
     assert torch.equal(drawn[1], R) and drawn[2] is None
@@ -120,7 +119,7 @@ def test_the_bits_depend_on_seed_step_and_number_and_on_nothing_else():
     assert R[0, :4].mul(2**16).int().tolist() == [-44268, -1014, -63346, -57635]
 
 
-class Counting(Matrices):
+class Counting(MatrixSource):
     """Counts how often matrices are drawn."""
 
     draws = 0
@@ -136,8 +135,8 @@ def test_small_matrices_are_drawn_once_a_step_and_large_ones_whenever_asked(kind
 
     def ask(bucket: Bucket, ratio: float, step: int) -> None:
         plan, numbers = plan_of(bucket, ratio, kind), [5 + bucket.index, 7][: len(bucket.params)]
-        expected = Matrices().draw(bucket, numbers, plan, 0, step)[0].clone()
-        assert torch.equal(held.draw_once(bucket, numbers, plan, 0, step)[0], expected)
+        expected = MatrixSource().draw(bucket, numbers, plan, 0, step)[0].clone()
+        assert torch.equal(held.draw_cached(bucket, numbers, plan, 0, step)[0], expected)
 
     for step in (1, 2):
         for bucket in (one, other, one, other):  # all are sent before any is committed
@@ -149,17 +148,17 @@ def test_small_matrices_are_drawn_once_a_step_and_large_ones_whenever_asked(kind
 
 
 def test_one_buffer_serves_all_buckets():
-    held, small, large = Matrices(), bucket_of((64, 64)), bucket_of((128, 128))
+    held, small, large = MatrixSource(), bucket_of((64, 64)), bucket_of((128, 128))
     first = held.draw(large, [0], plan_of(large, 8), 0, 1)[0].data_ptr()
     assert held.draw(small, [1], plan_of(small, 8), 0, 1)[0].data_ptr() == first
     assert held.draw(large, [0], plan_of(large, 8), 0, 2)[0].data_ptr() == first
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESET_INTERVALS)
 @pytest.mark.parametrize("ratio", [2, 8, 64])
 def test_auto_is_the_most_stable_beta(kind, ratio):
-    q = projection(torch.Size((256, 256)), False, ratio, kind, "auto")
-    w = variance(q.d, q.r) if kind == "gaussian" else 1 - q.r / q.d
+    q = plan_projection(torch.Size((256, 256)), False, ratio, kind, "auto")
+    w = (q.d + 1) / q.r if kind == "gaussian" else 1 - q.r / q.d
 
     def growth(beta: float) -> float:
         return beta**2 + (1 - beta) ** 2 * w

@@ -61,11 +61,12 @@ class Oracle:
         self.w[i] = (1 - H["lr"] * H["weight_decay"]) * self.w[i] - H["lr"] * mhat / (vhat.sqrt() + H["eps"])
 
 
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("limit", [None, 5.0])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_it_follows_its_pseudo_code(ranks, limit):
-    start = weights()
-    world, params, optimizers = replicas(ranks, start, lambda p, **o: RandomK(p, **H, max_grad_norm=limit, **o))
+def test_it_follows_its_pseudo_code(ranks, limit, sharded):
+    start, options = weights(), dict(H, max_grad_norm=limit, sharded=sharded)
+    world, params, optimizers = replicas(ranks, start, lambda p, **o: RandomK(p, **options, **o))
     oracle, (bucket,) = Oracle(ranks, start, limit), optimizers[0]._buckets
     for t in range(10):
         grads = absent(gradients(ranks, t), t)

@@ -13,8 +13,8 @@ from ranks import run_ranks
 from torch import nn
 
 import compopt
-from compopt._lowrank.matrices import Matrices
-from compopt._lowrank.projections import projection
+from compopt._lowrank.matrices import MatrixSource
+from compopt._lowrank.projections import plan_projection
 
 ADAM = dict(lr=3e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
 BASES = {
@@ -38,7 +38,7 @@ def make(ranks: int, base: str = "SeparateAdam", **options):
 def plan_of(ratio: float, kind: str, height: int | str | None) -> tuple:
     """How every tensor is projected."""
     return tuple(
-        projection(torch.Size(s), False, ratio, kind, 0.9, block_rows=height) if c else None
+        plan_projection(torch.Size(s), False, ratio, kind, 0.9, block_rows=height) if c else None
         for s, c in zip(SHAPES, COMPRESSED, strict=True)
     )
 
@@ -52,7 +52,7 @@ def drawn(ratio: float, kind: str, height: int | str | None, t: int) -> list[tor
     plan = plan_of(ratio, kind, height)
     order = list(reversed(range(len(SHAPES))))  # a bucket holds its tensors in reverse
     bucket = make(1, ratio=ratio, projection=kind)[2][0]._buckets[0]
-    matrices = Matrices().draw(bucket, order, [plan[i] for i in order], 0, t)
+    matrices = MatrixSource().draw(bucket, order, [plan[i] for i in order], 0, t)
     scaled: list[list[torch.Tensor | None]] = [[None]] * len(SHAPES)
     for i, matrix in zip(order, matrices, strict=True):
         if matrix is not None:
@@ -68,7 +68,7 @@ def as_drawn(ratio: float, kind: str, height: int | str | None):
 
     def turned(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         pairs = zip(plan_of(ratio, kind, height), tensors, strict=True)
-        blocks = ([t] if q is None else q.matrix(t.contiguous()).split(q.height or q.m) for q, t in pairs)
+        blocks = ([t] if q is None else q.view_as_matrix(t.contiguous()).split(q.block_height or q.m) for q, t in pairs)
         return [block for own in blocks for block in own]
 
     return turned, lambda t, i: drawn(ratio, kind, height, t)[i]
@@ -164,7 +164,7 @@ def test_the_error_stays_bounded_with_auto_and_diverges_in_the_printed_direction
     norms = errors_over(steps, ratio=ratio)
     first, second = norms[: steps // 2], norms[steps // 2 :]
     assert len(norms) == steps and max(second) < 1.5 * max(first) and max(norms) < 3 * ratio**0.5
-    auto = projection(torch.Size((128, 160)), False, ratio, "gaussian", "auto").beta
+    auto = plan_projection(torch.Size((128, 160)), False, ratio, "gaussian", "auto").beta
     with pytest.warns(UserWarning, match="grow without end"):
         printed = errors_over(2000, ratio=ratio, ef_beta=1 - auto)  # the new error weighs what the old one should
     assert len(printed) < 300

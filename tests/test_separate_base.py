@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 import compopt
-from compopt._lowrank.projections import projection
+from compopt._lowrank.projections import plan_projection
 
 
 class Net(nn.Module):
@@ -127,11 +127,10 @@ def test_groups_are_the_bases_own_and_schedulers_act_on_it():
     optimizer.step()
     schedule.step()
     assert base.param_groups[0]["lr"] == schedule.get_last_lr()[0] != 1.0
-    sizes = [projection(model.up.weight.shape, False, ratio, "gaussian", "auto") for ratio in (4, 16)]
+    sizes = [plan_projection(model.up.weight.shape, False, ratio, "gaussian", "auto") for ratio in (4, 16)]
+    of_down = plan_projection(model.down.weight.shape, False, 16, "gaussian", "auto")
     biases = model.up.bias.numel() + model.down.bias.numel()
-    payload = (
-        sum(q.m * q.r for q in (sizes[0], projection(model.down.weight.shape, False, 16, "gaussian", "auto"))) + biases
-    )
+    payload = sum(q.m * q.r for q in (sizes[0], of_down)) + biases
     assert 0 < optimizer.stats.bytes_sent - 4 * payload < 400  # and the header, and the control words
 
     extra = nn.Parameter(torch.ones(64, 64))

@@ -37,15 +37,16 @@ def test_the_seed_decides_about_the_matrices_and_nothing_else_does():
 
 @pytest.mark.parametrize("projection", ["gaussian", "orthonormal"])
 def test_matrices_are_other_ones_in_every_step_and_for_every_tensor(projection):
-    from compopt._lowrank.matrices import Matrices
-    from compopt._lowrank.projections import projection as plan_of
+    from compopt._lowrank.matrices import MatrixSource
+    from compopt._lowrank.projections import plan_projection as plan_of
 
     q = plan_of((64, 80), False, 16, projection, "auto", 4)
     bucket = compopt.SeparateAdam(
         [nn.Parameter(torch.zeros(64, 80)) for _ in range(2)], projection="gaussian"
     )._buckets[0]
     drawn = [
-        [R.clone() for R in Matrices().draw(bucket, [0, 1], [q, q], seed, t)] for seed, t in ((0, 1), (0, 2), (1, 1))
+        [R.clone() for R in MatrixSource().draw(bucket, [0, 1], [q, q], seed, t)]
+        for seed, t in ((0, 1), (0, 2), (1, 1))
     ]
     matrices = [R for pair in drawn for R in pair]
     assert all(not torch.allclose(a, b) for n, a in enumerate(matrices) for b in matrices[:n])

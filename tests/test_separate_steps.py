@@ -201,7 +201,7 @@ def test_each_group_is_clipped_where_it_says():
         p.grad = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
     optimizer.before_exchange()
     norm = math.hypot(*(float(p.grad.norm()) for p in params))
-    factors = {bucket.group["clip"]: optimizer.reducer(bucket).clipped for bucket in optimizer._buckets}
+    factors = {bucket.group["clip"]: optimizer.reducer(bucket).local_factor for bucket in optimizer._buckets}
     assert factors == {"local": pytest.approx(1 / norm, rel=1e-4), "average": 1.0}
 
 
@@ -215,7 +215,7 @@ def test_what_is_adapted_is_each_tensors_own():
     ratios = [ratio for ratio, _ in optimizer.param_groups[0]["adapted"]]
     assert ratios[0] != ratios[2]
     (bucket,) = optimizer._buckets
-    plan = dict(zip(bucket.params, optimizer._plan(bucket), strict=True))
+    plan = dict(zip(bucket.params, optimizer._plan_next_step(bucket), strict=True))
     for i in COMPRESSED:
         assert plan[own[i]].r == math.ceil(min(SHAPES[i]) / ratios[i])
 

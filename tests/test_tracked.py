@@ -17,8 +17,7 @@ from table import by_name, projecting
 from torch import nn
 
 import compopt
-from compopt._lowrank.orthonormal import by_cholesky, orthonormal
-from compopt._lowrank.projections import projection
+from compopt._lowrank.projections import orthonormalize_by_cholesky, orthonormalize_each, plan_projection
 
 SHAPES = [(64, 80), (80,), (128, 64), (96, 3, 40), (10, 10)]
 MATRICES = {0: (64, 80), 2: (128, 64), 3: (96, 120)}
@@ -118,7 +117,9 @@ def test_it_follows_a_gradient_of_low_rank():
     assert caught["tracked"] < 1e-4 and caught["orthonormal"] > 0.5
 
 
-@pytest.mark.parametrize("by", [orthonormal, lambda all_: [by_cholesky(one).float() for one in all_]])
+@pytest.mark.parametrize(
+    "by", [orthonormalize_each, lambda all_: [orthonormalize_by_cholesky(one).float() for one in all_]]
+)
 def test_columns_are_orthonormal_whatever_comes(by):
     generator = torch.Generator().manual_seed(0)
     same = torch.randn(40, 1, generator=generator).expand(40, 3)
@@ -133,13 +134,13 @@ def test_columns_are_orthonormal_whatever_comes(by):
 
 
 def test_what_is_tracked():
-    assert projection(torch.Size((320, 960)), False, 16, "tracked", "auto", 16).r == 16
-    conv = projection(torch.Size((128, 64, 3, 3)), True, 16, "tracked", "auto", 16)
+    assert plan_projection(torch.Size((320, 960)), False, 16, "tracked", "auto", 16).r == 16
+    conv = plan_projection(torch.Size((128, 64, 3, 3)), True, 16, "tracked", "auto", 16)
     assert (conv.d, conv.m, conv.r, conv.beta) == (128, 576, 16, 0.0)
-    few_rows = projection(torch.Size((2, 4096)), True, 16, "tracked", "auto", 16)
+    few_rows = plan_projection(torch.Size((2, 4096)), True, 16, "tracked", "auto", 16)
     assert few_rows is None or few_rows.r * (2 + 4096) < 2 * 4096
     for shape in [(64, 64), (5000,), (1, 4096), (0, 64)]:
-        assert projection(torch.Size(shape), False, 16, "tracked", "auto", 32) is None, shape
+        assert plan_projection(torch.Size(shape), False, 16, "tracked", "auto", 32) is None, shape
 
 
 def test_bytes_are_rank_times_the_sides():

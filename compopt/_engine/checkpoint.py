@@ -316,10 +316,10 @@ def check_groups(session: Session, state_dict: dict[str, Any]) -> list[Group]:
     return saved
 
 
-def _check_class(own_name: str, state_dict: dict[str, Any]) -> str:
+def _check_class(expected: str, state_dict: dict[str, Any]) -> str:
     """Return the class that wrote a state dict, "torch" if that is not recorded.
 
-    Raises ValueError if ``own_name`` cannot continue from its state.
+    Raises ValueError if ``expected`` cannot continue from its state.
     """
     saved = state_dict["param_groups"]
     class_name: str = saved[0].get("class", "torch") if saved else "torch"
@@ -329,17 +329,17 @@ def _check_class(own_name: str, state_dict: dict[str, Any]) -> str:
                 f"loaded state of parameter {number} is no dict, but {entry!r}: it is damaged."
             )
         foreign = entry.keys() - ADAMW_STATE
-        if class_name not in ("torch", own_name) and foreign:
+        if class_name not in ("torch", expected) and foreign:
             raise ValueError(
-                f"loaded state dict is of {class_name}, and {own_name} cannot continue from its "
-                f"state {min(foreign)!r}: build {class_name}, or load a checkpoint of {own_name} "
+                f"loaded state dict is of {class_name}, and {expected} cannot continue from its "
+                f"state {min(foreign)!r}: build {class_name}, or load a checkpoint of {expected} "
                 "or torch.optim."
             )
     return class_name
 
 
 def _check_states(
-    label: str, entry: dict[str, Any], layouts: Layouts, compressed: bool, own_name: str
+    label: str, entry: dict[str, Any], layouts: Layouts, compressed: bool, expected: str
 ) -> None:
     """Raise ValueError if an entry lacks a state of its tensor, or holds something else."""
     needed = {
@@ -351,7 +351,7 @@ def _check_states(
     if missing:
         raise ValueError(
             f"loaded state of {label} lacks {', '.join(sorted(missing))}: "
-            f"it is damaged, or of an optimizer that {own_name} cannot continue from."
+            f"it is damaged, or of an optimizer that {expected} cannot continue from."
         )
     for name in layouts.keys() & entry.keys():
         if not isinstance(entry[name], Tensor):

@@ -26,9 +26,8 @@ from torch import Tensor
 from .._ops.norms import clip_factor, squared_norm
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
-from .._state.fsdp_rows import Piece, lay_out
-from .._state.layouts import Prefix
-from .._state.shards import cut_by_rows
+from .._state.layouts import Dense, Layout, Prefix, Sharded, Unsharded
+from .._state.shards import Piece, cut_by_rows, lay_out
 from .._state.tensors import to_local
 from .._wire.collectives import (
     Communicator,
@@ -436,6 +435,16 @@ class ReducingOptimizer(CompressedOptimizer):
         """Return the reducer of a bucket for the coming step."""
         raise NotImplementedError
 
+    def list_adamw_state(self, dtype: torch.dtype) -> dict[str, Layout]:
+        """Return the layouts of AdamW's moments and of the residuals of compressed tensors."""
+        moments = Sharded if self.sharded else Dense
+        residual = Unsharded if self.reduces_inside else Dense
+        return {
+            "exp_avg": moments(dtype),
+            "exp_avg_sq": moments(dtype),
+            "residual": residual(dtype, compressed_only=True),
+        }
+
     def keep_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
         """Commit the residual of tensor i inside FSDP; ``factor`` clipped the average, and takes
         nothing from what was sent.
@@ -456,6 +465,8 @@ class ReducingOptimizer(CompressedOptimizer):
                 "with: make FSDP and the optimizer anew for others, and load a checkpoint."
             )
         self.reduces_inside = inside
+        if inside:  # FSDP has cut the state
+            self.sharded = False
 
     def after_layout(self) -> None:
         super().after_layout()

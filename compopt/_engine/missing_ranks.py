@@ -106,6 +106,16 @@ def run_step(session: Session, turns: Turns[None]) -> None:
     withdraw_note(session)
 
 
+def post_lost_masks(session: Session) -> None:
+    """Post a note that this rank has lost its masks."""
+    who = f"rank {session.comm.rank}"
+    post_note(
+        session,
+        Note.LOST_MASKS,
+        f"{who} lost the masks that followed step {session.steps}, and others have them",
+    )
+
+
 def post_note(session: Session, kind: Note, sentence: str) -> None:
     """Post a note of this rank, in place of an earlier one, until ``withdraw_note``."""
     session.posted_note = kind.value

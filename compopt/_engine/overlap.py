@@ -65,7 +65,7 @@ class PostCommitExchanges:
             except CommunicationError:
                 exchange.close()
                 self.lost = True
-        resume_together(exchanges, Exchange.resume_after_commit)
+        run_batched_requests(exchanges, Exchange.resume_after_commit)
 
     def finish_in_turns(self) -> Turns[None]:
         """Wait as ``finish`` does, but yield each collective first."""
@@ -88,7 +88,7 @@ class PostCommitExchanges:
         self.exchanges, self.unconfirmed = [], False
 
 
-def resume_together(
+def run_batched_requests(
     exchanges: Sequence[Exchange], resume: Callable[[Exchange, Answer], None]
 ) -> None:
     """Run batched work of buckets until none requests more; ``resume`` passes answers on."""

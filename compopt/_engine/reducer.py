@@ -11,7 +11,7 @@ average is then this rank's part of every tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -49,6 +49,19 @@ class Reducer(Protocol):
         """What other state of tensor i becomes where the step is applied, by name."""
 
 
+class ShardReducer(Reducer, Protocol):
+    """A reducer whose average can be clipped before a sharded update reads it."""
+
+    def squared_norm(self) -> Tensor:
+        """Return this rank's share of |G|^2: the sum over ranks is that of the whole average."""
+
+    def clip(self, factor: float) -> None:
+        """Scale the average by ``factor``, which is at most 1."""
+
+    def own_parts(self, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Return vectors that stay valid until the end of the step."""
+
+
 class WholeReducer:
     """Sends gradients whole, with the residuals of those that have any; each rank gets its shard.
 
@@ -74,7 +87,7 @@ class WholeReducer:
         return mean
 
     def squared_norm(self) -> Tensor:
-        """|G|^2 of this rank's shard; on a device one number for each tensor."""
+        """Return |G|^2 of this rank's shard; on a device one number for each tensor."""
         if self.bucket.device.type != "cpu":
             values = [own for own in self.values if own.numel()]
             return stacked_squared_norms(values or self.values[:1])
@@ -164,7 +177,7 @@ class WholeReducer:
 class MaskReducer:
     """Sends gradients plus residuals on a mask that all ranks know, by one all-reduce.
 
-    Inside FSDP2 every rank then takes its shard of the average.
+    Every rank receives the whole average, and reads its shard of it where state is sharded.
     """
 
     def __init__(self, bucket: Bucket, ops: Ops, mask: Mask):
@@ -191,10 +204,22 @@ class MaskReducer:
         """Return the averaged gradient of tensor i, like ``like``; valid until the next call."""
         return self.ops.decode(self.mean.parts[i], self.mask.positions[i], like)
 
-    def own_parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        for i, (start, stop) in enumerate(self.bucket.shards.own):
-            average = self.average(i, self.bucket.params[i])
-            yield average.reshape(-1)[start:stop].to(dtype)
+    def squared_norm(self) -> Tensor:
+        return squared_norm(self.mean.body) / self.bucket.shards.ranks
+
+    def clip(self, factor: float) -> None:
+        if factor < 1:
+            self.mean.body.mul_(factor)
+
+    def own_parts(self, dtype: torch.dtype) -> Sequence[Tensor]:
+        shards, lengths = self.bucket.shards, self.bucket.lengths
+        sizes = shards.sizes(shards.rank)
+        memory = self.bucket.get_memory("average", sum(sizes), dtype)
+        parts: Sequence[Tensor] = memory.split(sizes)
+        for i, (part, (start, stop)) in enumerate(zip(parts, shards.own, strict=True)):
+            like = memory.new_empty(1).expand(lengths[i])
+            part.copy_(self.average(i, like)[start:stop])
+        return parts
 
     def feed_back(self, present: list[bool]) -> None:
         mean, rounds = self.mean, self.mean.dropped is not None

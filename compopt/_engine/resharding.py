@@ -44,9 +44,9 @@ def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Communicator)
     State of a parameter stays as it is if its names, shapes or dtypes differ between ranks.
     """
     for bucket in buckets:
-        held = [base.state.get(p, {}) for p in bucket.params]
+        entries = [base.state.get(p, {}) for p in bucket.params]
         tensors = [
-            sorted((n, to_local(v)) for n, v in e.items() if torch.is_tensor(v)) for e in held
+            sorted((n, to_local(v)) for n, v in e.items() if torch.is_tensor(v)) for e in entries
         ]
         kinds = [repr([(n, v.shape, v.dtype) for n, v in pairs]) for pairs in tensors]
         checksums = torch.tensor(
@@ -197,10 +197,10 @@ def catch_up(session: Session, comm: Communicator, is_new: bool = False) -> Turn
         copied.copy_((yield from ask(comm, Broadcast(message, source))))
     if totals[comm.rank] < latest:
         _load_without_residuals(session, saved, counts.tolist())
-    behind = ", ".join(f"rank {rank}" for rank, total in enumerate(totals) if total < latest)
+    late = ", ".join(f"rank {rank}" for rank, total in enumerate(totals) if total < latest)
     warn(
-        f"{behind} had not applied step {int(counts.max())}, and took it over from rank {source}: "
-        f"the residuals of {behind} are lost.",
+        f"{late} had not applied step {int(counts.max())}, and took it over from rank {source}: "
+        f"the residuals of {late} are lost.",
         comm.rank,
     )
 

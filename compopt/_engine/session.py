@@ -176,8 +176,8 @@ class Session:
     @property
     def is_single_process(self) -> bool:
         """True if there are no other ranks, so that steps are the base optimizer's."""
-        is_alone = self.connection is not None and self.connection.size == 1
-        return is_alone and not self.optimizer.simulate
+        has_one_rank = self.connection is not None and self.connection.size == 1
+        return has_one_rank and not self.optimizer.simulate
 
     @property
     def settings(self) -> list[Setting]:
@@ -328,20 +328,20 @@ class Session:
         by views of it.
         """
         layouts, state = self.optimizer._specs(bucket), self.optimizer.state
-        held = [
+        entries = [
             {name: to_local(value) for name, value in state.get(p, {}).items()}
             for p in bucket.params
         ]
         for name, layout in layouts.items():
-            bucket.allocate(name, layout, held)
+            bucket.allocate(name, layout, entries)
         # the number of steps of each tensor, on the device as torch's own optimizers keep it
         device = bucket.device if is_accelerator(bucket.device) else "cpu"
-        counts = torch.zeros(len(held), dtype=torch.float32, device=device)
-        for count, old in zip(counts.unbind(), held, strict=True):
+        counts = torch.zeros(len(entries), dtype=torch.float32, device=device)
+        for count, old in zip(counts.unbind(), entries, strict=True):
             if "step" in old:
                 count.copy_(old["step"])
         bucket.set_step_counts(counts)
-        for i, (p, old) in enumerate(zip(bucket.params, held, strict=True)):
+        for i, (p, old) in enumerate(zip(bucket.params, entries, strict=True)):
             member, entry = bucket.get_member(i), {"step": bucket.state["step"][i]}
             if "master" in layouts:
                 old.setdefault("master", to_local(p.detach()))

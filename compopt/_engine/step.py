@@ -29,9 +29,9 @@ from .._wire.payload import FieldValues, encode_bits
 from .._wire.requests import CommunicationError
 from .decision import StepDecision, combine_decisions, error_of_misplaced, read_decision
 from .exchange import Exchange, ExchangeSchedule
-from .missing_ranks import Note, RankLeft, explain_failure, post_note
+from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .options import Group
-from .overlap import resume_together
+from .overlap import run_batched_requests
 from .peers import (
     describe_optimizer,
     raise_failure,
@@ -207,13 +207,7 @@ class Step:
         session, post_commit = self.session, self.session.post_commit
         yield from post_commit.finish_in_turns()
         if post_commit.lost and not post_commit.unconfirmed:
-            rank = self.comm.rank
-            post_note(
-                session,
-                Note.LOST_MASKS,
-                f"rank {rank} lost the masks that followed step {session.steps}, and others have "
-                "them",
-            )
+            post_lost_masks(session)
         yield from post_commit.confirm(self.comm, session.device)
         for bucket in session.buckets:
             bucket.gathered_state = {}
@@ -351,7 +345,7 @@ class Step:
             self.committing = exchange.bucket
             session.post_commit.commit_bucket(exchange, decision.norm)
         self.committing = None
-        resume_together(decision.exchanges, session.post_commit.commit_bucket)
+        run_batched_requests(decision.exchanges, session.post_commit.commit_bucket)
         session.optimizer.committed()
         for group in session.option_groups if self._groups is None else self._groups:
             group["step"] += 1

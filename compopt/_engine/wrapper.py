@@ -171,7 +171,9 @@ class Wrapper(CompressedOptimizer):
         Raises ValueError, with nothing loaded, if it does not fit. All ranks must load.
         """
         groups = check_groups(self._session, state_dict)
-        own_saved, base_saved = split_state_dict(state_dict, self._known_options, self.param_groups)
+        wrapper_saved, base_saved = split_state_dict(
+            state_dict, self._known_options, self.param_groups
+        )
         if base_saved is None:
             check_base_checkpoint(state_dict, groups, type(self.base).__name__)
         check_groups(self._session, base_saved or state_dict)
@@ -186,7 +188,7 @@ class Wrapper(CompressedOptimizer):
                     f"({error}): it is damaged, or of another class."
                 ) from error
             if base_saved is not None:
-                super().load_state_dict(own_saved)
+                super().load_state_dict(wrapper_saved)
         except Exception:
             self.base.load_state_dict(before)
             raise
@@ -261,8 +263,8 @@ def merge_state_dicts(
         if place in saved["state"]:
             entry = base_saved["state"].get(place)
             begun = torch.tensor(float(bool(entry)), dtype=torch.float32)
-            held = {**(entry or _make_first_state(base, p, group)), "begun": begun}
-            saved["state"][place] = {**saved["state"][place], "base": held}
+            base_entry = {**(entry or _make_first_state(base, p, group)), "begun": begun}
+            saved["state"][place] = {**saved["state"][place], "base": base_entry}
     return {**saved, "base": base_saved}
 
 
@@ -297,27 +299,27 @@ def split_state_dict(
     ``known``: the wrapper's options. ``groups``: the base's.
     """
     state, saved_groups = saved["state"], saved["param_groups"]
-    own_state = {
+    wrapper_state = {
         key: {name: value for name, value in entry.items() if name != "base"}
         if isinstance(entry, dict)
         else entry
         for key, entry in state.items()
     }
-    own_groups = [
+    wrapper_groups = [
         {name: group[name] for name in group if name in known or name in NOT_OPTIONS}
         for group in saved_groups
     ]
-    own_saved = {"state": own_state, "param_groups": own_groups}
+    wrapper_saved = {"state": wrapper_state, "param_groups": wrapper_groups}
     if "base" in saved:
-        return own_saved, saved["base"]
+        return wrapper_saved, saved["base"]
     if not any(isinstance(entry, dict) and "base" in entry for entry in state.values()):
         return saved, None
 
     base_state = {}
     for key, entry in state.items():
-        held = entry.get("base", {})
-        if float(held.get("begun", len(held))) > 0:
-            base_state[key] = {name: value for name, value in held.items() if name != "begun"}
+        base_entry = entry.get("base", {})
+        if float(base_entry.get("begun", len(base_entry))) > 0:
+            base_state[key] = {name: value for name, value in base_entry.items() if name != "begun"}
     # entries of a group that are not the wrapper's are the base's or the user's
     not_of_base = known | NOT_OPTIONS - {"params", "param_names"}
     base_groups = []
@@ -333,7 +335,7 @@ def split_state_dict(
             elif name not in options and name in group:  # flattened: only the base's are left
                 options[name] = group[name]
         base_groups.append(options)
-    return own_saved, {"state": base_state, "param_groups": base_groups}
+    return wrapper_saved, {"state": base_state, "param_groups": base_groups}
 
 
 def check_base_checkpoint(state_dict: dict[str, Any], groups: list[Group], base: str) -> None:

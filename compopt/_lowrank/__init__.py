@@ -1,4 +1,1 @@
-"""What low-rank methods share.
-
-README.md in this folder says what lives here and what it may import.
-"""
+"""Low-rank methods. README.md lists the files, and what they may import."""

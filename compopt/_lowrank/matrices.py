@@ -1,12 +1,14 @@
-"""The random matrices of a step, the same bits on all ranks.
+"""Random matrices of a step, the same bits on all ranks.
 
-Drawn by hashing a counter in integers (splitmix64) and looking up 16 bits at a time in a table of
-Gaussian quantiles: unlike ``torch.randn``, the same on every device, machine and torch version.
+They are drawn by hashing a counter in integers (splitmix64) and looking up 16 bits at a time in a
+table of Gaussian quantiles. Unlike ``torch.randn``, this gives the same bits on every device,
+machine and torch version.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -15,51 +17,52 @@ from torch import Tensor
 
 from .._state.buckets import Bucket
 from .._wire.payload import Scratch
-from .kinds import KINDS
-from .orthonormal import columns_of
-from .projections import Projection
+from .projections import Projection, orthonormalize
 
 # splitmix64's three factors, as signed numbers
 GOLDEN, FIRST, SECOND = (
     c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
-# Matrices are kept while a payload travels that have a number for so many elements, or fewer;
-# others are drawn again: with blocks of a row each they are larger than what they project.
-KEPT = 8
+# Matrices are cached while a payload is in flight if they hold at most one number for this many
+# projected elements. Larger ones are drawn again: with blocks of one row they are larger than the
+# tensor.
+MIN_ELEMENTS_PER_CACHED_NUMBER = 8
 
-Key = tuple[tuple[int, int], ...]  # of each tensor of a bucket its number, and how many words
-Drawn = list[Tensor | None]
+CounterKey = tuple[tuple[int, int], ...]  # (number, words) of each tensor of a bucket
+RandomMatrices = list[Tensor | None]  # of each tensor of a bucket; None: nothing is drawn
 
 
-class Matrices:
-    """Draws them, from (seed, step, number of the tensor), into one buffer for all buckets."""
+class MatrixSource:
+    """Draws matrices from (seed, step, number of the tensor), into one buffer for all buckets."""
 
     def __init__(self) -> None:
         self._buffer = Scratch()
-        self._tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._counters: dict[int, tuple[tuple[Key, torch.device], Tensor]] = {}
-        self._kept: dict[int, tuple[tuple[object, ...], Drawn]] = {}
+        self._quantiles: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._counters: dict[int, tuple[tuple[CounterKey, torch.device], Tensor]] = {}
+        self._cached: dict[int, tuple[tuple[object, ...], RandomMatrices]] = {}
 
-    def draw_once(
+    def draw_cached(
         self,
         bucket: Bucket,
         numbers: Sequence[int],
         plan: Sequence[Projection | None],
         seed: int,
         step: int,
-    ) -> Drawn:
-        """As ``draw``, kept for the bucket's next calls at this step where they are small."""
-        there = [q for q in plan if q is not None]
-        if KEPT * sum(q.drawn for q in there) > sum(q.m * q.d for q in there):
+    ) -> RandomMatrices:
+        """Draw as ``draw`` does, and cache small matrices for later calls in the same step."""
+        drawn = [q for q in plan if q is not None]
+        count = sum(math.prod(q.random_shape) for q in drawn)
+        if MIN_ELEMENTS_PER_CACHED_NUMBER * count > sum(q.m * q.d for q in drawn):
             return self.draw(bucket, numbers, plan, seed, step)
-        wanted = [*numbers], [*plan], seed, step, bucket.dtype, bucket.device
-        held = self._kept.pop(bucket.index, None)  # not there while others are drawn in its place
-        if held is None or held[0] != wanted:
+        key = [*numbers], [*plan], seed, step, bucket.dtype, bucket.device
+        # the entry is removed first, since drawing overwrites its memory
+        entry = self._cached.pop(bucket.index, None)
+        if entry is None or entry[0] != key:
             use = f"of bucket {bucket.index}"
-            held = wanted, self.draw(bucket, numbers, plan, seed, step, use)
-        self._kept[bucket.index] = held
-        return held[1]
+            entry = key, self.draw(bucket, numbers, plan, seed, step, use)
+        self._cached[bucket.index] = entry
+        return entry[1]
 
     def draw(
         self,
@@ -69,63 +72,68 @@ class Matrices:
         seed: int,
         step: int,
         use: str = "values",
-    ) -> Drawn:
-        """For each tensor of the bucket that is projected its (d, r) matrix, or with blocks of rows
-        a stack of them, valid until the next call for the same ``use``.
+    ) -> RandomMatrices:
+        """Draw R of each projected tensor, a stack of them where it is projected in blocks.
+
+        They are valid until the next call with the same ``use``.
         """
-        words = [0 if q is None else (q.drawn + 3) // 4 for q in plan]
+        counts = [0 if q is None else math.prod(q.random_shape) for q in plan]
+        words = [(count + 3) // 4 for count in counts]  # a word holds four numbers of 16 bits
         if not any(words):
             return [None] * len(plan)
         key = tuple(zip(numbers, words, strict=True))
-        values = self._gaussian(bucket, key, seed, step, use)
+        values = self._draw_normal(bucket, key, seed, step, use)
+        matrices: RandomMatrices = []
         parts = torch.split(values, [4 * n for n in words])
-        return [
-            None if q is None else _matrix(q, part) for q, part in zip(plan, parts, strict=True)
-        ]
+        for q, part, count in zip(plan, parts, counts, strict=True):
+            R = None if q is None else part[:count].view(q.random_shape)
+            if q is not None and R is not None and q.kind == "orthonormal":
+                R.copy_(orthonormalize(R))
+            matrices.append(R)
+        return matrices
 
-    def _gaussian(self, bucket: Bucket, key: Key, seed: int, step: int, use: str) -> Tensor:
-        """Four normal numbers for every word of the bucket."""
-        device, start = bucket.device, self._start(bucket, key)
-        x = self._buffer("words", len(start), torch.int64, device)
-        torch.add(start, _key(seed, step), out=x)
-        _mix(x, self._buffer("shifted", len(start), torch.int64, device))
+    def _draw_normal(
+        self, bucket: Bucket, key: CounterKey, seed: int, step: int, use: str
+    ) -> Tensor:
+        """Draw four normal numbers for every word of the bucket."""
+        # a counter for every word, unique in the model: the tensor's number above bit 40, the
+        # position below
+        device = bucket.device
+        entry = self._counters.get(bucket.index)
+        if entry is None or entry[0] != (key, device):
+            counters = [
+                torch.arange(words, dtype=torch.int64, device=device).add_(number << 40)
+                for number, words in key
+            ]
+            entry = (key, device), torch.cat(counters).mul_(GOLDEN)
+            self._counters[bucket.index] = entry
+        counter = entry[1]
+
+        # splitmix64's finalizer: every bit of the input affects every bit of the output
+        digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
+        x = self._buffer("words", len(counter), torch.int64, device)
+        torch.add(counter, int.from_bytes(digest, "little", signed=True), out=x)
+        shifted = self._buffer("shifted", len(counter), torch.int64, device)
+        for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
+            torch.bitwise_right_shift(x, shift, out=shifted)
+            # the arithmetic shift copies the sign bit
+            shifted.bitwise_and_(2 ** (64 - shift) - 1)
+            x.bitwise_xor_(shifted).mul_(factor)
+
+        # each 16 bits select a quantile
         index = self._buffer("index", 4 * len(x), torch.int32, device)
         index.copy_(x.view(torch.int16)).add_(2**15)
         dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
+        if (dtype, device) not in self._quantiles:
+            self._quantiles[dtype, device] = gaussian_quantiles().to(device, dtype)
         values = self._buffer(use, len(index), dtype, device)
-        return torch.index_select(self._table(dtype, device), 0, index, out=values)
-
-    def _start(self, bucket: Bucket, key: Key) -> Tensor:
-        """A number for every word of the bucket, no two alike: its tensor's number above bit 40,
-        its place below.
-        """
-        wanted = key, bucket.device
-        held = self._counters.get(bucket.index)
-        if held is None or held[0] != wanted:
-            counters = [
-                torch.arange(words, dtype=torch.int64, device=bucket.device).add_(number << 40)
-                for number, words in key
-            ]
-            held = wanted, torch.cat(counters).mul_(GOLDEN)
-            self._counters[bucket.index] = held
-        return held[1]
-
-    def _table(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if (dtype, device) not in self._tables:
-            self._tables[dtype, device] = gaussian_quantiles().to(device, dtype)
-        return self._tables[dtype, device]
-
-
-def _matrix(q: Projection, numbers: Tensor) -> Tensor:
-    R = numbers[: q.drawn]
-    R = R.view(q.d, q.r) if q.blocks == 1 else R.view(q.blocks, q.d, q.r)
-    q.kind.of_random(R)
-    return R
+        return torch.index_select(self._quantiles[dtype, device], 0, index, out=values)
 
 
 def gaussian_quantiles() -> Tensor:
-    """2^16 equally likely values whose mean is 0 and variance 1, as multiples of 2^-16: rounding
-    cannot differ.
+    """Return 2^16 equally likely values of mean 0 and variance 1.
+
+    They are multiples of 2^-16, so that no rounding can differ between machines.
     """
     half = torch.special.ndtri((torch.arange(2**15, dtype=torch.float64) + 0.5) / 2**16)
     half = half.div_(half.square().mean().sqrt()).mul_(2**16).round_().div_(2**16)
@@ -133,32 +141,16 @@ def gaussian_quantiles() -> Tensor:
 
 
 @cache
-def fingerprint(kind: str, device: torch.device) -> str:
-    """A checksum of what this device computes for a kind of projection.
+def checksum_projection(kind: str, device: torch.device) -> str:
+    """Return a checksum of the matrices that this device computes for one kind of projection.
 
-    Ranks whose arithmetic differs must not train together. Numbers are drawn alike everywhere; it
-    is the orthonormal columns in which two kinds of device differ.
+    Ranks compare it in the handshake, since ranks whose arithmetic differs must not train together.
+    Random numbers are the same everywhere; orthonormal columns may differ between devices.
     """
     bucket = Bucket(0, {}, [torch.empty(64, 64, dtype=torch.float32, device=device)], ["probe"])
-    q = Projection(64, 64, False, 8, KINDS[kind], 0.0)
-    (R,) = Matrices().draw(bucket, [0], [q], seed=0, step=1)
-    if R is not None and q.kind.follows:
-        R = columns_of(R)  # as the tracked ones are found, of the ranks' mean
+    q = Projection(64, 64, False, m=64, d=64, r=8, kind=kind, beta=0.0)
+    (R,) = MatrixSource().draw(bucket, [0], [q], seed=0, step=1)
+    if R is not None and q.is_tracked:
+        R = orthonormalize(R)
     text = "" if R is None else str(R.tolist())
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _key(seed: int, step: int) -> int:
-    digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-def _mix(x: Tensor, shifted: Tensor) -> None:
-    """splitmix64's finaliser in place: every bit of the input decides about every bit of the
-    output.
-    """
-    for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
-        torch.bitwise_right_shift(x, shift, out=shifted)
-        # the shift brings copies of the sign in
-        shifted.bitwise_and_(2 ** (64 - shift) - 1)
-        x.bitwise_xor_(shifted).mul_(factor)

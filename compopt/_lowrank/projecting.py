@@ -1,5 +1,16 @@
-"""What Separate and SeparateAdam share: their options, and what follows from them for a bucket at a
-step.
+"""``ProjectingOptimizer``: the part of an optimizer that Separate and SeparateAdam share.
+
+It chooses the projection of every tensor, keeps the residuals and the bases of tracked tensors, and
+makes the reducer of a bucket at each step.
+
+Adaptive ratios are G-SEPARATE, Algorithm 3. With c_i the cosine between the gradient of tensor i
+and its reconstruction, averaged over ranks, and c the mean of these over tensors, every
+``adapt_interval`` steps::
+
+    6  ratio_i <- max(2, ratio_i (1 + c_i - c));  beta_i <- the same, between 0.90 and 0.99
+
+Tensors that are reconstructed worse than the mean get more columns. Two things differ from the
+paper: beta stays above ``Projection.least_beta``, and "auto" follows the ratio.
 """
 
 from __future__ import annotations
@@ -22,69 +33,48 @@ from .._state.tensors import to_local
 from .._wire.collectives import connect
 from .._wire.warning import warn
 from . import options
-from .adaptation import Adaptation, current
-from .kinds import KINDS
-from .matrices import Drawn, Matrices, fingerprint
-from .projections import Plan, Projection, is_sharded, projection
+from .matrices import MatrixSource, RandomMatrices, checksum_projection
+from .projections import Projection, is_sharded, plan_projection
 from .reducer import Encoding, ProjectionReducer
-from .tensors import ProjectedTensor, WholeTensor
-from .tracking import TrackedTensor
+from .tensors import ProjectedTensor, TrackedTensor, WholeTensor
 
 Group = dict[str, Any]
+Plan = list[Projection | None]  # of each tensor of a bucket; None: sent whole
 
 
-class Projecting(ReducingOptimizer):
+class ProjectingOptimizer(ReducingOptimizer):
     """An optimizer on gradients that are averaged through a projection."""
 
     averaged_state = ("residual",)
-
-    def check_group(self, group: Group) -> None:
-        options.check(group)
-
-    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        layout = Unsharded if self.reduces_inside else Dense
-        return {"residual": layout(dtype, compressed_only=True)}
-
-    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
-        specs = super()._specs(bucket)
-        if not KINDS[bucket.group["projection"]].follows:
-            return specs
-
-        # layouts are kept: this must not keep the optimizer, which keeps them
-        group, numbers, whole = bucket.group, self._numbers, self.reduces_inside
-
-        def size(p: Tensor) -> int:
-            q = projection_of(p, group, numbers[p][1], whole)
-            return 0 if q is None else q.m * q.r
-
-        dtype = specs["residual"].dtype
-        basis = Prefix(dtype, size, whole, compressed_only=True, optional=True)
-        return {**specs, "basis": basis}
-
-    def before_layout(self) -> None:
-        self._matrices = Matrices()
-        self._adaptation = Adaptation()
-        self._with_basis: set[Tensor] = set()  # of which a step has found one
-        self._norm = 0.0  # of the local gradient, where that is clipped
-        places = [
-            (p, place) for group in self._option_groups for place, p in enumerate(group["params"])
-        ]
-        # of each tensor its number in all, and in its group
-        self._numbers = {p: (number, place) for number, (p, place) in enumerate(places)}
-        super().before_layout()
-        if self.reduces_inside:
-            options.check_inside(self._option_groups)
-
     _warned_of_beta = False
 
-    def after_layout(self) -> None:
-        super().after_layout()
-        self._warn_of_beta()
+    def check_group(self, group: Group) -> None:
+        options.check_options(group)
 
-    def _warn_of_beta(self) -> None:
-        """Once, of one with which the error grows."""
+    # Buckets and their state
+
+    def before_layout(self) -> None:
+        self._matrices = MatrixSource()
+        self._cosines: dict[Tensor, float] = {}  # of this step, until all buckets have committed
+        self._params_with_basis: set[Tensor] = set()  # whose basis a step has computed
+        self._norm = 0.0  # of the local gradient, where it is clipped
+        # of each tensor its number in the model, and in its group
+        self._numbers: dict[Tensor, tuple[int, int]] = {}
+        for group in self._option_groups:
+            for place, p in enumerate(group["params"]):
+                self._numbers[p] = len(self._numbers), place
+        super().before_layout()
+        if self.reduces_inside and any(group["adaptive"] for group in self._option_groups):
+            raise ValueError(
+                "adaptive=True compares gradients with their reconstructions, and inside FSDP no "
+                "rank has these whole: leave it out."
+            )
+
+    def after_layout(self) -> None:
+        """Warn once of an ``ef_beta`` with which the error grows without bound."""
+        super().after_layout()
         for bucket in self._buckets:
-            for name, q in zip(bucket.names, self._projections_of(bucket), strict=True):
+            for name, q in zip(bucket.names, self._plan_compressed(bucket), strict=True):
                 if q is not None and q.beta < q.least_beta and not self._warned_of_beta:
                     self._warned_of_beta = True
                     warn(
@@ -94,144 +84,148 @@ class Projecting(ReducingOptimizer):
                         connect(self._session.group).rank,
                     )
 
-    def _settings(self) -> list[Setting]:
-        return [*super()._settings(), ("random matrices", self._fingerprints())]
+    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+        layout = Unsharded if self.reduces_inside else Dense
+        return {"residual": layout(dtype, compressed_only=True)}
 
-    def _fingerprints(self) -> dict[str, str]:
-        """What the devices here compute, of each kind of projection that is used on them."""
+    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
+        specs = super()._specs(bucket)
+        if bucket.group["projection"] != "tracked":
+            return specs
+
+        # the closure must not reference the optimizer: layouts outlive it
+        group, numbers, is_whole = bucket.group, self._numbers, self.reduces_inside
+
+        def basis_size(p: Tensor) -> int:
+            q = plan_tensor(p, group, numbers[p][1], is_whole)
+            return 0 if q is None else q.m * q.r
+
+        dtype = specs["residual"].dtype
+        basis = Prefix(dtype, basis_size, is_whole, compressed_only=True, optional=True)
+        return {**specs, "basis": basis}
+
+    def restore(self, bucket: Bucket) -> None:
+        """Mark the tensors whose basis has been computed by a step: it is not zero."""
+        for p, basis in zip(bucket.params, bucket.state.get("basis", ()), strict=False):
+            if basis is not None and bool(basis.any()):
+                self._params_with_basis.add(p)
+            else:
+                self._params_with_basis.discard(p)
+
+    def _settings(self) -> list[Setting]:
         used = {(b.group["projection"], b.device) for b in self._buckets if any(b.compressed)}
-        return {f"{kind} {device.type}": fingerprint(kind, device) for kind, device in used}
+        checksums = {f"{kind} {dev.type}": checksum_projection(kind, dev) for kind, dev in used}
+        return [*super()._settings(), ("random matrices", checksums)]
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
-        plan = zip(bucket.lengths, self._projections_of(bucket), strict=True)
-        # whole, by an all-reduce, which sends twice as much as a reduce-scatter
+        # inside FSDP2 an all-reduce sends twice as much as the reduce-scatter of whole tensors
         parts = ranks / 2 if self.reduces_inside else 1
-        return sum(n if q is None else values_of(q) / parts for n, q in plan)
+        total = 0.0
+        for n, q in zip(bucket.lengths, self._plan_compressed(bucket), strict=True):
+            if q is not None:  # a tracked tensor sends P and p
+                n = q.r * (q.m + q.d) if q.is_tracked else q.r * q.m
+            total += n if q is None else n / parts
+        return total
 
-    # How a bucket is projected at the step that comes
+    # The projections of a bucket
 
-    def reducer(self, bucket: Bucket) -> ProjectionReducer:
-        h, plan = bucket.group, self._plan(bucket)
-        clips = options.clips_locally(h)
-        local_factor = clip_factor(self._norm, h["max_grad_norm"]) if clips else 1.0
-        sends_residuals = bucket.is_rounded or (bucket.has_residual and KINDS[h["projection"]].owes)
-        others = None
-        if bucket.is_sharded:
-            others = WholeReducer(bucket, self.ops)
-            others.sent_whole = [i for i, q in enumerate(plan) if q is None]
-            others.sends_residuals = sends_residuals
-        adapts = any(plan) and options.adapts(h, h["step"] + 1)
-        encoding = Encoding(
-            tensors=self._tensors(bucket, plan, local_factor, sends_residuals),
-            draw_matrices=self._drawing(bucket, [drawn(q) for q in plan]),
-            local_factor=local_factor,
-            sends_residuals=sends_residuals,
-            norm_is_exact=any(map(options.clips_average, self._option_groups)),
-            with_basis=self._with_basis,
-            on_cosines=self._adaptation.take if adapts else None,
-            others=others,
-        )
-        return ProjectionReducer(bucket, self.ops, encoding)
+    def _plan_compressed(self, bucket: Bucket) -> Plan:
+        """Plan the projections after the dense start."""
+        return [
+            plan_tensor(p, bucket.group, self._numbers[p][1], self.reduces_inside) if c else None
+            for p, c in zip(bucket.origins, bucket.compressed, strict=True)
+        ]
+
+    def _plan_next_step(self, bucket: Bucket) -> Plan:
+        """Plan the projections of the coming step; in the dense start all tensors are whole."""
+        if bucket.group["step"] < dense_steps(bucket):
+            return [None] * len(bucket.params)
+        return self._plan_compressed(bucket)
 
     def reduces_as_matrix(self, bucket: Bucket, i: int) -> bool:
         if not bucket.compressed[i] or bucket.group["step"] < dense_steps(bucket):
             return False
         p = bucket.params[i]
-        return projection_of(p, bucket.group, self._numbers[p][1], whole=True) is not None
+        return plan_tensor(p, bucket.group, self._numbers[p][1], is_whole=True) is not None
 
-    def _plan(self, bucket: Bucket) -> Plan:
-        if bucket.group["step"] < dense_steps(bucket):
-            return [None] * len(bucket.params)
-        return self._projections_of(bucket)
+    # The reducer of the coming step
 
-    def _projections_of(self, bucket: Bucket) -> Plan:
-        """How each tensor is projected after the dense start."""
-        group, numbers, whole = bucket.group, self._numbers, self.reduces_inside
-        return [
-            projection_of(p, group, numbers[p][1], whole) if compressed else None
-            for p, compressed in zip(bucket.origins, bucket.compressed, strict=True)
-        ]
+    def reducer(self, bucket: Bucket) -> ProjectionReducer:
+        h, plan = bucket.group, self._plan_next_step(bucket)
+        clips = options.clips_locally(h)
+        local_factor = clip_factor(self._norm, h["max_grad_norm"]) if clips else 1.0
+        # the residual of a Gaussian projection is noise; that of a contraction is due
+        has_due_residual = bucket.has_residual and h["projection"] != "gaussian"
+        sends_residuals = bucket.is_rounded or has_due_residual
+        whole_reducer = None
+        if bucket.is_sharded:
+            whole_reducer = WholeReducer(bucket, self.ops)
+            whole_reducer.sent_whole = [i for i, q in enumerate(plan) if q is None]
+            whole_reducer.sends_residuals = sends_residuals
+        adapts = any(plan) and options.is_adapt_step(h, h["step"] + 1)
+        random = [None if q is None or q.is_tracked else q for q in plan]
+        encoding = Encoding(
+            tensors=self._make_tensors(bucket, plan, local_factor, sends_residuals),
+            draw_matrices=self._make_draw(bucket, random, self._matrices.draw_cached),
+            local_factor=local_factor,
+            sends_residuals=sends_residuals,
+            norm_is_exact=any(map(options.clips_average, self._option_groups)),
+            params_with_basis=self._params_with_basis,
+            on_cosines=self._cosines.update if adapts else None,
+            whole_reducer=whole_reducer,
+        )
+        return ProjectionReducer(bucket, self.ops, encoding)
 
-    def _tensors(
+    def _make_tensors(
         self, bucket: Bucket, plan: Plan, local_factor: float, sends_residuals: bool
     ) -> list[WholeTensor | ProjectedTensor]:
-        """How each tensor is sent."""
         grads, residual = bucket.grads(), bucket.state["residual"]
-        bases = self.bases(bucket, plan)
+        bases = self._start_bases(bucket, plan)
         tensors: list[WholeTensor | ProjectedTensor] = []
         for i, (q, g, e) in enumerate(zip(plan, grads, residual, strict=True)):
-            if q is not None and e is not None and q.kind.follows:
+            if q is not None and e is not None and q.is_tracked:
                 tensors.append(TrackedTensor(g, e, local_factor, q, self.ops, bases[i]))
             elif q is not None and e is not None:
                 tensors.append(ProjectedTensor(g, e, local_factor, q, self.ops))
             elif bucket.is_sharded:  # sent by another reducer
                 tensors.append(WholeTensor(None, None, 1.0, 0, False, False))
             else:
-                length = bucket.lengths[i]
-                whole = WholeTensor(
-                    g, e, local_factor, length, bucket.has_residual, sends_residuals
+                length, has_residual = bucket.lengths[i], bucket.has_residual
+                tensors.append(
+                    WholeTensor(g, e, local_factor, length, has_residual, sends_residuals)
                 )
-                tensors.append(whole)
         return tensors
 
-    def _drawing(self, bucket: Bucket, plan: Plan, keep: bool = True) -> Callable[[], Drawn]:
-        """What draws the matrices of the coming step; it does not keep the optimizer."""
-        numbers = [self._numbers[p][0] for p in bucket.origins]
-        seed, t = bucket.group["seed"], bucket.group["step"] + 1
-        draw = self._matrices.draw_once if keep else self._matrices.draw
-        return lambda: draw(bucket, numbers, plan, seed, t)
+    def _start_bases(self, bucket: Bucket, plan: Plan) -> dict[int, Tensor]:
+        """Return the basis of each tracked tensor by its index in the bucket: that of the last
+        step, at first random numbers.
 
-    def bases(self, bucket: Bucket, plan: Plan) -> dict[int, Tensor]:
-        """What each tracked tensor's last step left; at first random numbers.
-
-        Valid until matrices are drawn.
+        Random ones are valid until matrices are drawn.
         """
-        tracked = {i: q for i, q in enumerate(plan) if q is not None and q.kind.follows}
+        tracked = {i: q for i, q in enumerate(plan) if q is not None and q.is_tracked}
         if not tracked:
             return {}
-        warm = [p in self._with_basis for p in bucket.origins]
-        first: Plan = [None] * len(plan)
+        has_basis = [p in self._params_with_basis for p in bucket.origins]
+        drawn: Plan = [None] * len(plan)
         for i, q in tracked.items():
-            first[i] = None if warm[i] else replace(q, rows=q.m, columns=q.d)
-        random = self._drawing(bucket, first, keep=False)()
-        held = bucket.state["basis"]
-        found = {i: held[i] if warm[i] else random[i] for i in tracked}
-        return {i: Q.view(tracked[i].m, -1) for i, Q in found.items() if Q is not None}
+            drawn[i] = None if has_basis[i] else replace(q, m=q.d, d=q.m)
+        random = self._make_draw(bucket, drawn, self._matrices.draw)()
+        stored = bucket.state["basis"]
+        bases = {i: stored[i] if has_basis[i] else random[i] for i in tracked}
+        return {i: Q.view(tracked[i].m, -1) for i, Q in bases.items() if Q is not None}
 
-    def restore(self, bucket: Bucket) -> None:
-        """A basis that is not zero has been found by a step."""
-        for p, basis in zip(bucket.params, bucket.state.get("basis", ()), strict=False):
-            if basis is not None and bool(basis.any()):
-                self._with_basis.add(p)
-            else:
-                self._with_basis.discard(p)
-
-    def committed(self) -> None:
-        super().committed()
-        self._adaptation.adapt(self._option_groups)
-
-    # Inside FSDP2
-
-    def scales(self, bucket: Bucket) -> list[float]:
-        """What the squared norms of averaged gradients are multiplied by to be those of what was
-        projected.
+    def _make_draw(
+        self, bucket: Bucket, plan: Plan, draw: Callable[..., RandomMatrices]
+    ) -> Callable[[], RandomMatrices]:
+        """Return a function that draws the matrices of the coming step, without a reference to the
+        optimizer.
         """
-        return [1.0 if q is None else 1 / q.inflation for q in self._plan(bucket)]
+        numbers = [self._numbers[p][0] for p in bucket.origins]
+        seed, t = bucket.group["seed"], bucket.group["step"] + 1
+        return lambda: draw(bucket, numbers, plan, seed, t)
 
-    def keep_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
-        """Line 5 of tensor i; ``factor``: that clipped the average, and so what has arrived of the
-        error.
-        """
-        residual, h = bucket.state["residual"][i], bucket.group
-        unsent.replace_residual(residual, factor if options.clips_average(h) else 1.0)
-        if options.forgets(h, h["step"] + 1):
-            residual.zero_()
-        for name, value in unsent.state.items():
-            bucket.state[name][i].copy_(value.reshape(-1))
-            self._with_basis.add(bucket.params[i])
-
-    # Clipping the local gradient: one norm over all buckets, so none of them can be sent before
-    # backward has ended
+    # A clip of the local gradient needs its norm over all buckets, so that no bucket can be sent
+    # during backward
 
     def _clips_locally(self) -> bool:
         return any(map(options.clips_locally, self._option_groups))
@@ -246,22 +240,60 @@ class Projecting(ReducingOptimizer):
             grads = [g for bucket in self._buckets for g in bucket.grads() if g is not None]
             self._norm = float(torch.nn.utils.get_total_norm(grads))
 
+    # After the commit
 
-def projection_of(p: Tensor, h: Group, place: int, whole: bool) -> Projection | None:
-    """How a tensor is projected that has this place in its group.
+    def committed(self) -> None:
+        """Adapt ratio and beta where this step has computed cosines (Algorithm 3, line 6)."""
+        super().committed()
+        if not self._cosines:
+            return
+        mean = sum(self._cosines.values()) / len(self._cosines)
+        for group in self._option_groups:
+            adapted = []
+            for place, p in enumerate(group["params"]):
+                ratio, beta = adapted_options(group, place)
+                if p in self._cosines:
+                    growth = 1 + (self._cosines[p] - mean)
+                    ratio = max(2.0, ratio * growth)
+                    if not isinstance(beta, str):
+                        shape, kind = to_local(p).shape, group["projection"]
+                        q = plan_projection(shape, is_sharded(p), ratio, kind, beta)
+                        least_beta = q.least_beta if q else 0.0
+                        beta = max(min(beta * growth, 0.99), 0.90, least_beta)
+                adapted.append((ratio, beta))
+            group["adapted"] = adapted
+        self._cosines.clear()
 
-    ``whole``: though this rank has a part of it only.
+    # Inside FSDP2
+
+    def scales(self, bucket: Bucket) -> list[float]:
+        """Return the factor from the squared norm of a reconstruction to that of the average."""
+        return [1.0 if q is None else 1 / q.inflation for q in self._plan_next_step(bucket)]
+
+    def keep_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
+        """Line 5 of tensor i; ``factor`` has clipped the average."""
+        residual, h = bucket.state["residual"][i], bucket.group
+        unsent.replace_residual(residual, factor if options.clips_average(h) else 1.0)
+        if options.is_reset_step(h, h["step"] + 1):
+            residual.zero_()
+        for name, value in unsent.state.items():
+            bucket.state[name][i].copy_(value.reshape(-1))
+            self._params_with_basis.add(bucket.params[i])
+
+
+def plan_tensor(p: Tensor, h: Group, place: int, is_whole: bool) -> Projection | None:
+    """Plan the projection of a tensor at this place in its group.
+
+    ``is_whole`` plans for the global tensor, of which this rank may hold a shard only.
     """
-    ratio, beta = current(h, place)
-    shape, sharded = (p.shape, False) if whole else (to_local(p).shape, is_sharded(p))
-    return projection(shape, sharded, ratio, h["projection"], beta, h["rank"], h["block_rows"])
+    ratio, beta = adapted_options(h, place)
+    shape, sharded = (p.shape, False) if is_whole else (to_local(p).shape, is_sharded(p))
+    return plan_projection(shape, sharded, ratio, h["projection"], beta, h["rank"], h["block_rows"])
 
 
-def values_of(q: Projection) -> int:
-    """How many values are sent of a projected tensor."""
-    return q.r * (q.m + q.d) if q.kind.follows else q.r * q.m
-
-
-def drawn(q: Projection | None) -> Projection | None:
-    """The same where random numbers are drawn for it in every step."""
-    return None if q is None or q.kind.follows else q
+def adapted_options(group: Group, place: int) -> tuple[float, float | str]:
+    """Return ratio and ef_beta of a tensor: adapted ones, else those of its group."""
+    if group["adapted"]:
+        ratio, beta = group["adapted"][place]
+        return ratio, beta
+    return group["ratio"], group["ef_beta"]

@@ -1,7 +1,13 @@
-"""How a tensor is projected: as a matrix H of m rows and d columns.
+"""Projections of one tensor: its matrix shape, the projected side, and orthonormal columns.
 
-``H R`` with R of shape (d, r) crosses the network, and ``scale * (H R) R^T`` is its
-reconstruction. Where H is cut into blocks of rows each has an R of its own.
+A tensor is viewed as a matrix H of m rows and d columns. ``H R`` with R of shape (d, r) crosses the
+network, and ``scale * (H R) R^T`` is its reconstruction. The values of ``projection=`` are:
+
+- "gaussian": R holds independent normal numbers. The reconstruction is unbiased.
+- "orthonormal": R holds orthonormal columns that span the same space. The reconstruction is a
+  contraction: it never enlarges the error.
+- "tracked": R holds orthonormal columns that follow the gradient, see ``tensors.TrackedTensor``.
+  Only the first R is drawn at random.
 """
 
 from __future__ import annotations
@@ -14,118 +20,150 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .._ops.reference import one_thread
 from .._state.tensors import to_local
-from .kinds import KINDS, NARROW, Kind
 
-# For each tensor of a bucket how it is projected; None: sent whole.
-Plan = list["Projection | None"]
+# Steps after which the residual is set to zero, by default, for each value of ``projection=``. The
+# residual of a contraction that follows the gradient is kept.
+RESET_INTERVALS: dict[str, int | None] = {"gaussian": 128, "orthonormal": 128, "tracked": None}
+
+# Fewer rows than this are not projected. Narrower trailing dimensions are joined to one side.
+NARROW = 64
+MAX_NUMBERS = 2**22  # random numbers that are drawn for the columns of a tensor of few rows
+
+# Share of a unit vector that is added to each column before Cholesky-QR, so that zero and dependent
+# columns become orthonormal as well. Its square is representable beside 1 in float64.
+SHIFT = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """How one tensor is projected.
+    """Projection of one tensor to r columns.
 
-    ``rows`` and ``columns`` are the tensor as a matrix; ``of_rows``: its rows are projected, not
-    its columns. ``r`` is what remains of the projected dimension, ``beta`` the weight of the old
-    error, ``height`` how many rows of H share one R (None: all).
+    ``rows`` and ``columns`` are the tensor as a matrix. Where ``transposes``, H is its transpose,
+    so that its rows are projected. ``beta`` is the weight of the old error; the error grows without
+    bound below ``least_beta``. ``inflation`` is the squared norm of a reconstruction over that of
+    the averaged gradient. ``block_height`` rows of H share one R (None: all rows).
     """
 
     rows: int
     columns: int
-    of_rows: bool
+    transposes: bool
+    m: int
+    d: int
     r: int
-    kind: Kind
+    kind: str
     beta: float
-    height: int | None = None
+    scale: float = 1.0
+    inflation: float = 1.0
+    least_beta: float = 0.0
+    block_height: int | None = None
 
     @property
-    def d(self) -> int:
-        return self.rows if self.of_rows else self.columns
+    def is_tracked(self) -> bool:
+        return self.kind == "tracked"
 
     @property
-    def m(self) -> int:
-        return self.columns if self.of_rows else self.rows
+    def random_shape(self) -> tuple[int, ...]:
+        """Shape of R, or of a stack of one R for each block of rows."""
+        if self.block_height is None:
+            return self.d, self.r
+        return math.ceil(self.m / self.block_height), self.d, self.r
 
-    @property
-    def blocks(self) -> int:
-        """How many matrices R it takes."""
-        return 1 if self.height is None else math.ceil(self.m / self.height)
-
-    @property
-    def drawn(self) -> int:
-        """How many numbers these have."""
-        return self.blocks * self.d * self.r
-
-    @property
-    def scale(self) -> float:
-        return self.kind.scale(self.r)
-
-    @property
-    def inflation(self) -> float:
-        return self.kind.inflation(self.d, self.r)
-
-    @property
-    def least_beta(self) -> float:
-        return self.kind.least_beta(self.d, self.r)
-
-    def matrix(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor as the (m, d) matrix whose columns are projected."""
+    def view_as_matrix(self, tensor: Tensor) -> Tensor:
+        """View a contiguous tensor as the (m, d) matrix H."""
         matrix = tensor.view(self.rows, self.columns)
-        return matrix.t() if self.of_rows else matrix
+        return matrix.t() if self.transposes else matrix
 
-    def of_part(self, part: Tensor) -> Tensor:
-        """Its part of a payload as the (m, r) matrix H R."""
-        return self.kind.of_part(part, self.m, self.r)
+    def view_as_projected(self, part: Tensor) -> Tensor:
+        """View the tensor's part of a payload as the (m, r) matrix H R.
 
+        A tracked one is stored by columns: columns differ in size, and values of one size then
+        share the scales of a quantized payload.
+        """
+        if self.is_tracked:
+            return part.view(self.r, self.m).t()
+        return part.view(self.m, self.r)
 
-def by_blocks(
-    R: Tensor, left: Tensor, right: Tensor, height: int | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """R and the rows of two matrices that belong to it: all whole blocks stacked, then the rest.
+    def iterate_blocks(
+        self, R: Tensor, left: Tensor, right: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield each R with the rows of two matrices that it belongs to.
 
-    R is one matrix, or of each block of ``height`` rows one.
-    """
-    if height is None or R.dim() == 2:
-        yield R, left, right
-        return
-    whole = len(left) // height
-    rows = whole * height
-    if whole:
-        stacked = (x[:rows].unflatten(0, (whole, height)) for x in (left, right))
-        yield R[:whole], *stacked
-    if rows < len(left):
-        yield R[whole], left[rows:], right[rows:]
+        All full blocks come first, as one stack, then the remaining rows.
+        """
+        if self.block_height is None or R.dim() == 2:
+            yield R, left, right
+            return
+        count, rest = divmod(len(left), self.block_height)
+        rows = len(left) - rest
+        if count:
+            left_blocks = left[:rows].unflatten(0, (count, self.block_height))
+            right_blocks = right[:rows].unflatten(0, (count, self.block_height))
+            yield R[:count], left_blocks, right_blocks
+        if rest:
+            yield R[count], left[rows:], right[rows:]
 
 
 @lru_cache(maxsize=4096)
-def projection(
+def plan_projection(
     shape: torch.Size,
-    sharded: bool,
+    is_sharded: bool,
     ratio: float,
     kind: str,
     ef_beta: float | str,
     rank: int = 16,
     block_rows: int | str | None = None,
 ) -> Projection | None:
-    """How a tensor of this (to_local) shape is projected; None when it is sent whole."""
+    """Choose the projection of a tensor of this (local) shape; None where it is sent whole.
+
+    A random projection reduces the smaller side, since the bytes and the variance of a ratio are
+    the same and less is drawn and multiplied. There are two exceptions that project the last
+    dimension. Fewer than 64 rows would leave too little, unless their columns take too many random
+    numbers. Sharded rows are whole on every rank, whatever the number of rows in a shard. A tracked
+    projection reduces the rows to ``rank``; each shard is a matrix of its own.
+    """
     if len(shape) < 2 or math.prod(shape) == 0:
         return None
-    rows, columns = as_matrix(shape)
-    how = KINDS[kind]
-    cut = how.cut(rows, columns, sharded, ratio, rank)
-    if cut is None:
-        return None
-    d = rows if cut.of_rows else columns
-    beta = how.best_beta(d, cut.r) if isinstance(ef_beta, str) else ef_beta
-    m = columns if cut.of_rows else rows
-    height = how.block_rows(cut.r) if isinstance(block_rows, str) else block_rows
-    if height is not None and (how.follows or height >= m):
-        height = None
-    return Projection(rows, columns, cut.of_rows, cut.r, how, beta, height)
+    rows, columns = matrix_shape(shape)
+    if kind == "tracked":
+        transposes, r = True, min(rank, rows, columns)
+        if r * (rows + columns) >= rows * columns:
+            return None
+    else:
+        is_narrow = rows < NARROW
+        is_too_wide = is_narrow and columns * math.ceil(columns / ratio) > MAX_NUMBERS
+        transposes = rows < columns and (not is_narrow or is_too_wide) and not is_sharded
+        r = math.ceil((rows if transposes else columns) / ratio)
+        if r >= (rows if transposes else columns) or (is_too_wide and not transposes):
+            return None
+    m, d = (columns, rows) if transposes else (rows, columns)
+
+    # A contraction never enlarges the error, so all of the new error is kept: beta = 0.
+    scale, inflation, least_beta, best_beta = 1.0, 1.0, 0.0, 0.0
+    if kind == "gaussian":
+        # w = E |reconstruction - g|^2 / |g|^2 (lemma 4.2). With weight beta of the old error, the
+        # squared error grows by beta^2 + (1 - beta)^2 w a step.
+        w = (d + 1) / r
+        scale, inflation, least_beta, best_beta = 1 / r, 1 + w, (w - 1) / (w + 1), w / (1 + w)
+    beta = best_beta if isinstance(ef_beta, str) else ef_beta
+
+    height: int | None = None
+    if kind != "tracked":
+        # "auto": one random number for each four elements; fewer rows hardly reduce the loss
+        height = 4 * r if isinstance(block_rows, str) else block_rows
+        height = None if height is None or height >= m else height
+    return Projection(
+        rows, columns, transposes, m, d, r, kind, beta, scale, inflation, least_beta, height
+    )
 
 
-def as_matrix(shape: torch.Size) -> tuple[int, int]:
-    """Rows and columns of a tensor: the last dimension, and narrow ones with those before them."""
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """Return rows and columns of a tensor as a matrix.
+
+    The columns are the last dimension, with those before it while it is narrow: the kernel of a
+    convolution.
+    """
     split = len(shape) - 1
     while split > 1 and math.prod(shape[split:]) < NARROW:
         split -= 1
@@ -134,3 +172,49 @@ def as_matrix(shape: torch.Size) -> tuple[int, int]:
 
 def is_sharded(p: Tensor) -> bool:
     return to_local(p) is not p
+
+
+def orthonormalize(matrices: Tensor) -> Tensor:
+    """Return orthonormal columns that span those of a matrix, or of each of a stack, in at least
+    float32.
+
+    A CPU uses QR, on one thread: with more threads the last bits depend on their number, and it is
+    hardly faster. Other devices use Cholesky-QR, since QR launches a kernel for each column. On a
+    CPU Cholesky-QR takes 2 to 7 times as long.
+    """
+    dtype = torch.promote_types(matrices.dtype, torch.float32)
+    if matrices.device.type != "cpu":
+        return orthonormalize_by_cholesky(matrices).to(dtype)
+    with one_thread():
+        columns: Tensor = torch.linalg.qr(matrices.to(dtype)).Q
+    return columns
+
+
+def orthonormalize_by_cholesky(matrices: Tensor) -> Tensor:
+    """Run Cholesky-QR twice, in float64, without a host wait.
+
+    The second pass removes what rounding left of dependent columns. Factorization errors are not
+    checked: they come from non-finite numbers, and a step with such is not applied.
+    """
+    lengths = torch.linalg.vector_norm(matrices, dim=-2, keepdim=True, dtype=torch.float64)
+    columns: Tensor = matrices / lengths.clamp_min_(torch.finfo(torch.float64).tiny)
+    columns.diagonal(dim1=-2, dim2=-1).add_(SHIFT)
+    for _ in range(2):
+        factor = torch.linalg.cholesky_ex(columns.mT @ columns).L
+        columns = torch.linalg.solve_triangular(factor.mT, columns, upper=True, left=False)
+    return columns
+
+
+def orthonormalize_each(matrices: list[Tensor]) -> list[Tensor]:
+    """Orthonormalize the columns of each matrix, those of one shape and device in one call.
+
+    Zeros become unit vectors. Equal matrices give columns that are equal to the bit, as all ranks
+    need.
+    """
+    by_index: dict[int, Tensor] = {}
+    keys = [(matrix.shape, matrix.device) for matrix in matrices]
+    for key in {*keys}:
+        indices = [i for i in range(len(matrices)) if keys[i] == key]
+        columns = orthonormalize(torch.stack([matrices[i] for i in indices]))
+        by_index.update(zip(indices, columns, strict=True))
+    return [by_index[i] for i in range(len(matrices))]

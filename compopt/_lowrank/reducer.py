@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,216 +17,230 @@ from .._state.masks import Mask
 from .._state.tensors import upload
 from .._wire.payload import Payload
 from .._wire.requests import AllReduceMean, RequestGenerator
-from .options import clips_average, forgets
-from .tensors import ProjectedTensor, WholeTensor
-from .tracking import TrackedTensor, find_columns, next_bases
+from .matrices import RandomMatrices
+from .options import clips_average, is_reset_step
+from .projections import orthonormalize_each
+from .tensors import ProjectedTensor, TrackedTensor, WholeTensor
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How the tensors of one bucket are sent at one step.
+    """Encoding of the tensors of one bucket at one step.
 
     ``draw_matrices`` draws R of those that are projected on random columns. ``local_factor`` clips
-    the local gradient. ``on_cosines`` takes the cosines of Algorithm 3, at a step that adapts to
-    them. ``norm_is_exact``: every rank clips by the norm that it finds, which must not depend on
-    the number of threads. ``with_basis``: the parameters for which a step has found columns to
-    begin with. ``others``: reduces what is not projected, where the bucket is cut into shards.
+    the local gradient. ``norm_is_exact`` asks for a norm that does not depend on the number of
+    threads, since every rank clips by the norm that it computes. ``params_with_basis`` are the
+    parameters whose basis has been computed by a step. ``on_cosines`` receives the cosines of
+    Algorithm 3 in a step that adapts to them. ``whole_reducer`` reduces what is not projected where
+    the bucket is cut into shards.
     """
 
     tensors: Sequence[WholeTensor | ProjectedTensor]
-    draw_matrices: Callable[[], list[Tensor | None]]
+    draw_matrices: Callable[[], RandomMatrices]
     local_factor: float
     sends_residuals: bool
     norm_is_exact: bool
-    with_basis: set[Tensor]
+    params_with_basis: set[Tensor]
     on_cosines: Callable[[dict[Tensor, float]], None] | None = None
-    others: WholeReducer | None = None
+    whole_reducer: WholeReducer | None = None
 
 
 class ProjectionReducer:
     """Lines 1 to 5 of Algorithm 1, for all tensors of one bucket."""
 
-    def __init__(self, bucket: Bucket, ops: Ops, how: Encoding):
-        self.bucket, self.ops, self.how = bucket, ops, how
-        self.tensors, self.others = how.tensors, how.others
-        self.projects = any(isinstance(tensor, ProjectedTensor) for tensor in self.tensors)
-        # what tracked tensors begin with in the next step, by their numbers
-        self.bases: dict[int, Tensor] = {}
+    def __init__(self, bucket: Bucket, ops: Ops, encoding: Encoding):
+        self.bucket, self.ops, self.encoding = bucket, ops, encoding
+        self.tensors, self.local_factor = encoding.tensors, encoding.local_factor
+        # tensors by their index in the bucket
+        pairs = [*enumerate(self.tensors)]
+        self.projected = {i: x for i, x in pairs if isinstance(x, ProjectedTensor)}
+        self.tracked = {i: x for i, x in pairs if isinstance(x, TrackedTensor)}
+        self.next_bases: dict[int, Tensor] = {}
 
     @property
     def phase(self) -> str:
-        return "projected" if self.projects else "dense"
-
-    @cached_property
-    def tracked(self) -> dict[int, TrackedTensor]:
-        pairs = enumerate(self.tensors)
-        return {i: tensor for i, tensor in pairs if isinstance(tensor, TrackedTensor)}
+        return "projected" if self.projected else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
-        """Lines 1 to 3."""
-        if self.others is not None and not self.projects:
-            self.mean = yield from self.others.reduce()
+        """Lines 1 to 3. Tracked tensors exchange P first, and compute the next basis from p."""
+        whole_reducer = self.encoding.whole_reducer
+        if whole_reducer is not None and not self.projected:
+            self.mean = yield from whole_reducer.reduce()
             return self.mean
-        agreed = None
+        mean_of_P = None
         if self.tracked:
-            agreed = yield from find_columns(self.bucket, self.ops, self.tracked)
+            mean_of_P = yield from self._exchange_P()
         self.draw_matrices()
-        payload = self.encode(agreed)
-        self.keep_sent(payload)
+        payload = self._encode(mean_of_P)
+        if self.projected:  # copy what this rank sends: the all-reduce overwrites the payload
+            parts = [payload.parts[i] for i in self.projected]
+            memory = torch.empty_like(payload.body[: sum(map(len, parts))])
+            copies = list(memory.split([len(part) for part in parts]))
+            torch._foreach_copy_(copies, parts)
+            for tensor, copy in zip(self.projected.values(), copies, strict=True):
+                tensor.p = copy
         mean: Payload = yield AllReduceMean(payload)
         self.mean = mean
-        bases = next_bases(self.tracked, mean)
-        self.bases = dict(zip(self.tracked, bases, strict=True))
-        if self.others is not None and self.others.sent_whole:
-            yield from self.others.reduce()
+        averages = [x.q.view_as_projected(mean.parts[i]) for i, x in self.tracked.items()]
+        self.next_bases = dict(zip(self.tracked, orthonormalize_each(averages), strict=True))
+        if whole_reducer is not None and whole_reducer.sent_whole:
+            yield from whole_reducer.reduce()
+        return mean
+
+    def _exchange_P(self) -> RequestGenerator[Payload]:
+        """Lines 1 and 2 of ``TrackedTensor``: compute R of each. Returns the averaged payload."""
+        lengths = [0] * len(self.tensors)
+        for i, tensor in self.tracked.items():
+            lengths[i] = tensor.q.d * tensor.q.r
+        dtype = self.bucket.group["payload_dtype"]
+        payload = self.bucket.make_payload(lengths, dtype, use=1)
+        self.ops.write_header(payload, self.bucket.grads())
+        for i, tensor in self.tracked.items():
+            P = tensor.view_as_P(payload.exact[i])
+            tensor.multiply_h(tensor.Q, P, transposed=True)
+        mean: Payload = yield AllReduceMean(payload.round(), has_next=True)  # line 1
+        averages = [x.view_as_P(mean.parts[i]).to(x.Q.dtype) for i, x in self.tracked.items()]
+        bases = orthonormalize_each(averages)
+        for tensor, R in zip(self.tracked.values(), bases, strict=True):  # line 2
+            tensor.R = R
         return mean
 
     def draw_matrices(self) -> None:
-        """Line 2, R: valid until matrices of another bucket are drawn."""
-        for tensor, R in zip(self.tensors, self.how.draw_matrices(), strict=True):
+        """Line 2: draw R, valid until matrices of another bucket are drawn."""
+        for tensor, R in zip(self.tensors, self.encoding.draw_matrices(), strict=True):
             if isinstance(tensor, ProjectedTensor) and R is not None:
                 tensor.R = R
 
-    def encode(self, agreed: Payload | None) -> Payload:
-        """Lines 1 and 2: the bucket's payload. ``agreed``: one before it, whose header is known."""
-        bucket, how = self.bucket, self.how
-        if not self.projects and how.local_factor == 1:  # in one pass, where the back end has one
+    def _encode(self, mean_of_P: Payload | None) -> Payload:
+        """Lines 1 and 2: make the bucket's payload.
+
+        Its header is copied from ``mean_of_P``, on which all ranks have agreed already.
+        """
+        bucket, encoding = self.bucket, self.encoding
+        if not self.projected and self.local_factor == 1:  # one pass, where the backend has one
             residual: list[Tensor | None] = [*bucket.state["residual"]]
-            add = residual if how.sends_residuals else None
+            add = residual if encoding.sends_residuals else None
             return self.ops.encode(bucket, bucket.grads(), Mask(bucket), add)
         lengths = [tensor.length for tensor in self.tensors]
-        cosines = [len(lengths)] if how.on_cosines else []
-        payload = bucket.make_payload(lengths + cosines, bucket.group["payload_dtype"])
-        if agreed is None:
+        if encoding.on_cosines:
+            lengths.append(len(self.tensors))
+        payload = bucket.make_payload(lengths, bucket.group["payload_dtype"])
+        if mean_of_P is None:
             self.ops.write_header(payload, bucket.grads())
         else:
-            words = len(payload.flat) - len(payload.body)
-            payload.flat[:words].copy_(agreed.flat[:words])
-        for tensor, part in zip(self.tensors, payload.exact, strict=False):
-            if isinstance(tensor, ProjectedTensor):
-                tensor.project(part)
-        self._write_whole(payload)
-        if how.on_cosines:
-            for i, tensor in enumerate(self.tensors):
-                payload.exact[-1][i] = tensor.cosine(payload.exact[i])
+            header_length = len(payload.flat) - len(payload.body)
+            payload.flat[:header_length].copy_(mean_of_P.flat[:header_length])
+        for i, tensor in self.projected.items():
+            tensor.multiply_h(tensor.R, tensor.q.view_as_projected(payload.exact[i]))
+        self._write_whole_tensors(payload)
+        if encoding.on_cosines:
+            payload.exact[-1].zero_()
+            for i, projected in self.projected.items():
+                payload.exact[-1][i] = projected.compute_cosine(payload.exact[i])
         return payload.round()
 
-    def _write_whole(self, payload: Payload) -> None:
-        """The tensors that are not projected, into their parts."""
+    def _write_whole_tensors(self, payload: Payload) -> None:
         pairs = zip(self.tensors, payload.exact, strict=False)
         whole = [(tensor, part) for tensor, part in pairs if isinstance(tensor, WholeTensor)]
         present = [(part, x.grad.reshape(-1)) for x, part in whole if x.grad is not None]
         if present:
             parts = [part for part, _ in present]
             torch._foreach_copy_(parts, [g for _, g in present])
-            if self.how.local_factor != 1:
-                torch._foreach_mul_(parts, self.how.local_factor)
+            if self.local_factor != 1:
+                torch._foreach_mul_(parts, self.local_factor)
         for tensor, part in whole:
             if tensor.grad is None:
                 part.zero_()
             if tensor.residual is not None and tensor.sends_residual:
                 part.add_(tensor.residual.view(-1))
 
-    def keep_sent(self, payload: Payload) -> None:
-        """Copy what this rank sends of projected tensors: the payload becomes the average."""
-        pairs = zip(self.tensors, payload.parts, strict=False)
-        sent = [(tensor, part) for tensor, part in pairs if isinstance(tensor, ProjectedTensor)]
-        if sent:
-            parts = [part for _, part in sent]
-            memory = torch.empty_like(payload.body[: sum(map(len, parts))])
-            copies = list(memory.split([len(part) for part in parts]))
-            torch._foreach_copy_(copies, parts)
-            for (tensor, _), copy in zip(sent, copies, strict=True):
-                tensor.p = copy
-
     def squared_norm(self) -> Tensor | None:
-        """The squared norm of what is averaged, a number for each tensor; None where it is that of
-        the payload.
+        """Return the squared norm of the averaged gradients, one number for each tensor; None where
+        it is that of the payload.
+
+        It is the norm before reconstruction. With a Gaussian R the mean of |h R|^2 / r is |h|^2;
+        orthonormal columns give the norm of the part of h that they span.
         """
-        if not self.projects:
+        if not self.projected:
             return None
         parts = self.mean.parts[: len(self.tensors)]
-        squares = stacked_squared_norms(parts, self.how.norm_is_exact)
-        scales = [tensor.square_scale for tensor in self.tensors]
+        squares = stacked_squared_norms(parts, self.encoding.norm_is_exact)
+        scales = [
+            self.projected[i].q.scale if i in self.projected else 1.0 for i in range(len(parts))
+        ]
         if {*scales} == {1.0}:
             return squares
         return squares * upload(scales, torch.float64, self.mean.flat.device)
 
-    # This rank's shard of the average, inside FSDP
+    # Inside FSDP2: this rank's shard of the average
 
     def own_parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Line 4, of the rows that this rank owns."""
+        """Line 4, for the rows that this rank owns."""
         self.draw_matrices()
-        whole = iter(() if self.others is None else self.others.own_parts(dtype))
-        for i, tensor in enumerate(self.tensors):
-            if isinstance(tensor, ProjectedTensor):
+        reducer = self.encoding.whole_reducer
+        whole = iter(() if reducer is None else reducer.own_parts(dtype))
+        for i in range(len(self.tensors)):
+            if i in self.projected:
                 start, stop = self.bucket.shards.own[i]
-                width = tensor.q.columns
-                part = self.mean.parts[i]
-                yield tensor.reconstruct_rows(part, start // width, stop // width).reshape(-1)
+                tensor, width = self.projected[i], self.projected[i].q.columns
+                rows = tensor.reconstruct_rows(self.mean.parts[i], start // width, stop // width)
+                yield rows.reshape(-1)
             else:
                 yield next(whole)
 
     def feed_back(self, present: list[bool]) -> None:
         """Line 5, where the average is not clipped."""
-        if self.others is not None and self.others.sent_whole:
-            self.others.feed_back(present)
-        for i, tensor in enumerate(self.tensors):
-            if present[i] and isinstance(tensor, ProjectedTensor):
+        reducer = self.encoding.whole_reducer
+        if reducer is not None and reducer.sent_whole:
+            reducer.feed_back(present)
+        for i, tensor in self.projected.items():
+            if present[i]:
                 tensor.feed_back(self.mean, i, 1.0)
 
     def next_state(self, i: int) -> dict[str, Tensor]:
-        return {"basis": self.bases[i]} if i in self.bases else {}
+        return {"basis": self.next_bases[i]} if i in self.next_bases else {}
 
-    # The commit, of whole tensors
+    # Under DDP: the commit of whole tensors
 
     def clip_factor(self, norm: float) -> float:
-        """What clips the averaged gradient, where that is clipped."""
+        """Return the factor that clips the averaged gradient."""
         h = self.bucket.group
         return clip_factor(norm, h["max_grad_norm"]) if clips_average(h) else 1.0
 
     def commit_state(self, present: list[bool], factor: float) -> None:
-        """Forget residuals where it is time, and keep what the next step begins with."""
+        """Reset residuals where they are due, store the next bases, and report the cosines."""
         bucket, h = self.bucket, self.bucket.group
-        if forgets(h, h["step"] + 1):
+        if is_reset_step(h, h["step"] + 1):
             bucket.flat["residual"].zero_()
-        kept = [i for i in self.bases if present[i]]
-        if kept:
-            state = [bucket.state["basis"][i].view(self.bases[i].shape) for i in kept]
-            torch._foreach_copy_(state, [self.bases[i] for i in kept])
-            self.how.with_basis.update(bucket.origins[i] for i in kept)
-        remains = not all(present) or (self.how.sends_residuals and factor != 1)
-        bucket.cache["has_residual"] = self.projects or (bucket.has_residual and remains)
-        if self.how.on_cosines:
-            self.how.on_cosines(self._cosines(present))
+        updated = [i for i in self.next_bases if present[i]]
+        if updated:
+            state = [bucket.state["basis"][i].view(self.next_bases[i].shape) for i in updated]
+            torch._foreach_copy_(state, [self.next_bases[i] for i in updated])
+            self.encoding.params_with_basis.update(bucket.origins[i] for i in updated)
+        remains = not all(present) or (self.encoding.sends_residuals and factor != 1)
+        bucket.cache["has_residual"] = bool(self.projected) or (bucket.has_residual and remains)
+        if self.encoding.on_cosines:
+            cosines = self.mean.parts[-1].tolist()  # means over ranks
+            self.encoding.on_cosines(
+                {bucket.params[i]: cosines[i] for i in self.projected if present[i]}
+            )
 
-    def _cosines(self, present: list[bool]) -> dict[Tensor, float]:
-        """The mean over ranks, of each projected tensor of which any has a gradient."""
-        params, cosines = self.bucket.params, self.mean.parts[-1].tolist()
-        pairs = enumerate(zip(self.tensors, present, strict=True))
-        projected = [i for i, (x, here) in pairs if here and isinstance(x, ProjectedTensor)]
-        return {params[i]: cosines[i] for i in projected}
-
-    # What a back end needs that fuses lines 4 and 5 with AdamW (see ``_ops.updates``)
+    # For fused implementations of lines 4 and 5 with AdamW (see ``_ops.updates``)
 
     @property
     def has_factors(self) -> bool:
-        """Whether every averaged gradient is whole, or a product that needs no other matrices."""
-        return all(isinstance(tensor, TrackedTensor | WholeTensor) for tensor in self.tensors)
+        """True where every averaged gradient is whole, or a product of narrow matrices."""
+        return len(self.projected) == len(self.tracked)
 
-    @property
-    def clipped(self) -> float:
-        return self.how.local_factor
+    def list_factored(self, mean: Payload, present: Sequence[int]) -> list[Factored]:
+        return [self.tracked[i].factors(i, mean) for i in present if i in self.tracked]
 
-    def factored(self, mean: Payload, present: Sequence[int]) -> list[Factored]:
-        return [self.tracked[i].factored(i, mean) for i in present if i in self.tracked]
-
-    def whole(self, present: Sequence[int]) -> list[int]:
-        return [i for i in present if isinstance(self.tensors[i], WholeTensor)]
+    def list_whole(self, present: Sequence[int]) -> list[int]:
+        return [i for i in present if i not in self.projected]
 
     def feed_back_whole(self, i: int, mean: Payload, factor: float) -> None:
         self.tensors[i].feed_back(mean, i, factor)
 
-    def share(self, factor: float) -> float:
-        kept = [1 - tensor.q.beta for tensor in self.tracked.values()]
-        return factor * kept[0] if kept else 0.0
+    def error_share(self, factor: float) -> float:
+        shares = [1 - tensor.q.beta for tensor in self.tracked.values()]
+        return factor * shares[0] if shares else 0.0

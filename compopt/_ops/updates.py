@@ -127,17 +127,16 @@ class Factored(NamedTuple):
 class FactoredReducer(Protocol):
     """The reducer of one bucket, as a fused implementation of lines 4 and 5 uses it."""
 
-    # on this rank's gradient
-    clipped: float
+    local_factor: float  # clips this rank's gradient
 
-    def factored(self, mean: Payload, present: Sequence[int]) -> list[Factored]:
+    def list_factored(self, mean: Payload, present: Sequence[int]) -> list[Factored]:
         """Return those of ``present`` whose averaged gradient is a product."""
 
-    def whole(self, present: Sequence[int]) -> list[int]:
+    def list_whole(self, present: Sequence[int]) -> list[int]:
         """Return the others."""
 
     def feed_back_whole(self, i: int, mean: Payload, factor: float) -> None:
         """Update the residual of a tensor that was sent whole."""
 
-    def share(self, factor: float) -> float:
-        """Return how much of the new error is kept of a product."""
+    def error_share(self, factor: float) -> float:
+        """Return the weight of the new error of a product, where ``factor`` clips the average."""

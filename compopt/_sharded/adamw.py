@@ -11,13 +11,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._engine.reducer import ShardReducer
+from .._ops.norms import clip_factor
 from .._ops.operations import Moments, Ops, adamw_batched_
 from .._state.buckets import Bucket
 from .._state.shards import unshard
 from .._state.tensors import to_local
 from .._wire.payload import float_dtype
-from .._wire.requests import AllGather, Commit, RequestGenerator
+from .._wire.requests import Agree, AllGather, Commit, RequestGenerator
 from .updates import UpdateCodec, update_bits
+
+
+def step_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> RequestGenerator[None]:
+    """Average one bucket by ``reducer``; each rank updates its shard of it with AdamW."""
+    update = ShardedAdamW(bucket, ops)
+    mean = yield from reducer.reduce()
+    norm = yield Agree(mean, reducer.phase, reducer.squared_norm(), sharded=True)
+
+    present = bucket.present(mean)
+    reducer.clip(clip_factor(norm, bucket.group["max_grad_norm"]))
+    update.compute(reducer.own_parts(update.dtype), present)
+    yield from update.gather()
+    # from here on state changes
+    update.commit(present)
+    reducer.feed_back(present)
 
 
 class ShardedAdamW:

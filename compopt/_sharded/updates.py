@@ -65,7 +65,7 @@ def update_bits(bucket: Bucket) -> int | None:
 
     Raises ValueError where nothing is kept of what that takes off.
     """
-    given = bucket.group["update_dtype"]
+    given = bucket.group.get("update_dtype")
     if bucket.is_single_process or given is None:
         return None
     if "update_residual" not in bucket.state:

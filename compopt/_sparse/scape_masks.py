@@ -68,8 +68,8 @@ def next_mask_shards(bucket: Bucket, ranks: int) -> MaskShards | None:
 class Selection:
     """The elements that this rank selects of one bucket in one step, one tensor at a time.
 
-    A backend may register another class as "scape.selection", which selects of all tensors in one
-    call.
+    A backend may register another class in its table ``fused``, which selects from all tensors in
+    one call.
     """
 
     def __init__(self, bucket: Bucket, ops: Ops, shards: MaskShards, rank: int):
@@ -100,8 +100,8 @@ class Selection:
     def positions(self) -> Tensor:
         """The selected positions among the bits of this rank's range, int64."""
         device = self.bucket.device
-        found = [self.selected[i].long().add_(p.first_bit) for i, p in self.slices.items()]
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)
+        parts = [self.selected[i].long().add_(p.first_bit) for i, p in self.slices.items()]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
     def encode(self) -> Tensor:
         """Return this rank's message."""

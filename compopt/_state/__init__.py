@@ -1,1 +1,1 @@
-"""What an optimizer keeps. README.md in this folder says what lives here and what it may import."""
+"""State of an optimizer. README.md lists the files, and what they may import."""

@@ -223,7 +223,7 @@ class Bucket:
         """
         if self.offload is None or not self._is_offloaded(name):
             return iter(self.state[name])
-        return self.offload.each(name, self.state[name], self.device, write)
+        return self.offload.iterate(name, self.state[name], self.device, write)
 
     def fetch_state(self, name: str, i: int, at: Tensor | slice) -> Tensor:
         """Return a copy, on the bucket's device, of some elements of a state of tensor i."""

@@ -1,12 +1,12 @@
-"""Layouts: how one kind of state is kept in memory, and how it is brought into its tensor's shape.
+"""Layouts: the storage of one kind of state, and its conversion to a state dict and back.
 
-In a state dict every state has the shape of its tensor. In memory a mask is bits, a momentum that
-is zero off its mask is what is on it, and of sharded state a rank keeps its own part. Each layout
-says how much it keeps of a tensor, and knows the way to the whole and back.
+In a state dict every state has the shape of its tensor. In memory a mask is stored as bits, a
+momentum that is zero off its mask as its values on the mask, and sharded state as this rank's part.
 
-``expand`` and ``compact`` are the way into a state dict and out of it. They are the same on all
-ranks, but that the whole of a shard is 0 where other ranks own it. ``cut_shard`` then cuts what is
-loaded, or taken over from another layout of the same optimizer, to what is kept here.
+``expand`` converts the stored form to that of a state dict, ``compact`` converts it back. Their
+results are the same on all ranks, except that an expanded shard is 0 where other ranks own the
+elements. ``cut_shard`` then reduces a loaded state, or one from another layout of the same
+optimizer, to this rank's part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from .bits import pack_bits, unpack_bits
 from .tensors import distribute_like, to_local
 
-VECTOR = (-1,)  # a shape, for Tensor.view
+VECTOR = (-1,)  # a shape for Tensor.view
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Member:
 
     param: Tensor
     compressed: bool
-    # the elements this rank owns of it; None where nothing is cut into shards
+    # the elements that this rank owns; None without shards
     own: tuple[int, int] | None = None
 
     @property
@@ -42,51 +42,51 @@ class Member:
         return to_local(self.param).numel()
 
     def laid_out(self, state: Tensor) -> Tensor:
-        """State of all of this rank's elements, in the parameter's shape and its placements."""
+        """Return state of this rank's elements in the parameter's shape and placements."""
         return distribute_like(self.param.detach(), state.view(self.shape))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What all kinds of state have in common; unless it says otherwise a state is kept whole."""
+    """Base of all layouts: one element for every element of the tensor, in its shape."""
 
     dtype: torch.dtype
-    compressed_only: bool = False  # tensors that are averaged dense have no such state
-    optional: bool = False  # 0 where a checkpoint lacks it
+    compressed_only: bool = False  # only compressed tensors have such state
+    optional: bool = False  # a checkpoint without it loads zeros
 
     def numel(self, of: Member, held: Tensor | None = None) -> int:
-        """Elements kept on this rank; ``held`` is what was kept so far."""
+        """Return the number of elements stored here; ``held`` is the state stored so far."""
         return of.numel
 
     def keeps_shape(self, of: Member) -> bool:
-        """Whether it is kept in the tensor's shape."""
+        """True where the state is stored in the tensor's shape."""
         return True
 
     def shape(self, of: Member) -> tuple[int, ...]:
-        """The shape in which it is kept."""
+        """Return the shape in which the state is stored."""
         return of.shape if self.keeps_shape(of) else VECTOR
 
     def view_for_user(self, view: Tensor, of: Member) -> Tensor:
-        """What ``optimizer.state`` shows of it."""
+        """Return the entry of ``optimizer.state``."""
         return of.laid_out(view) if self.keeps_shape(of) else view
 
     def expand(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
-        """As a state dict has it; ``beside`` is the tensor's other state, as it is kept."""
+        """Return the entry of a state dict; ``beside`` is the tensor's other state, as stored."""
         return kept
 
     def compact(self, saved: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
-        """The way back from ``expand``; ``beside`` is the tensor's other state, as it was saved.
+        """Invert ``expand``; ``beside`` is the tensor's other state, as saved.
 
-        What is compact already stays as it is.
+        A state that is compact already is returned unchanged.
         """
         return saved
 
     def cut_shard(self, held: Tensor, of: Member) -> Tensor:
-        """What this rank keeps of a compact state; what is cut already stays as it is."""
+        """Return this rank's part of a compact state; one that is cut already is unchanged."""
         return held
 
     def expected_numel(self, loaded: Tensor, of: Member, beside: Mapping[str, Tensor]) -> int:
-        """How many elements a loaded, compact state must have to be sound."""
+        """Return the number of elements that a valid loaded, compact state has."""
         return self.numel(of)
 
 
@@ -99,7 +99,7 @@ class Dense(Layout):
 
 @dataclass(frozen=True)
 class Unsharded(Layout):
-    """An element for every element of the whole tensor, also where this rank has a part of it."""
+    """One element for every element of the global tensor, of which this rank may hold a shard."""
 
     dtype: torch.dtype
 
@@ -115,7 +115,7 @@ class Unsharded(Layout):
 
 @dataclass(frozen=True)
 class Scalar(Layout):
-    """One number a tensor."""
+    """One number for each tensor."""
 
     dtype: torch.dtype
 
@@ -131,7 +131,7 @@ class Scalar(Layout):
 
 @dataclass(frozen=True)
 class Bits(Layout):
-    """A mask: one bit an element, whole bytes a tensor, the first element in the lowest bit."""
+    """A mask: one bit for each element, the first in the lowest bit, padded to whole bytes."""
 
     dtype: torch.dtype = torch.uint8
 
@@ -153,9 +153,9 @@ class Bits(Layout):
 
 @dataclass(frozen=True)
 class OnMask(Layout):
-    """Of a compressed tensor only the elements on a mask, which is another state of kind Bits.
+    """Values of a compressed tensor on a mask, which is another state of kind Bits.
 
-    Elsewhere it is 0. Of a tensor that is not compressed it is whole.
+    Off the mask the state is 0. A tensor that is not compressed has all its values stored.
     """
 
     dtype: torch.dtype
@@ -191,9 +191,9 @@ class OnMask(Layout):
 
 @dataclass(frozen=True)
 class Sharded(Layout):
-    """Of each tensor only the elements in this rank's shard, as a vector that may be empty.
+    """The elements in this rank's shard of each tensor, as a vector that may be empty.
 
-    Of a frozen parameter, which is in no shard, it is kept whole.
+    A frozen parameter is in no shard; its state is stored unsharded.
     """
 
     dtype: torch.dtype
@@ -211,9 +211,8 @@ class Sharded(Layout):
         if of.own is None:
             return of.laid_out(kept)
         start, stop = of.own
-        return of.laid_out(
-            pad(kept.reshape(-1), (start, of.numel - stop))
-        )  # the rest is other ranks'
+        # zeros in place of the other ranks' elements
+        return of.laid_out(pad(kept.reshape(-1), (start, of.numel - stop)))
 
     def cut_shard(self, held: Tensor, of: Member) -> Tensor:
         if of.own is None or held.numel() != of.numel:
@@ -224,11 +223,11 @@ class Sharded(Layout):
 
 @dataclass(frozen=True)
 class Prefix(Layout):
-    """Fewer elements than the tensor has, as a vector; in a state dict zeros follow them."""
+    """A vector with fewer elements than the tensor; in a state dict zeros follow them."""
 
     dtype: torch.dtype
-    size: Callable[[Tensor], int]  # elements for a parameter
-    unsharded: bool = False  # of the whole tensor, also where this rank has a part of it
+    size: Callable[[Tensor], int]  # number of elements for a parameter
+    unsharded: bool = False  # state of the global tensor, of which this rank may hold a shard
 
     def numel(self, of: Member, held: Tensor | None = None) -> int:
         return self.size(of.param)
@@ -242,11 +241,11 @@ class Prefix(Layout):
         return padded.view(of.param.shape) if self.unsharded else of.laid_out(padded)
 
     def cut_shard(self, held: Tensor, of: Member) -> Tensor:
-        """What has neither the tensor's number of elements nor this one begins anew, at 0."""
+        """Return the prefix of a state in either form, and zeros for a state of another size."""
         n = self.numel(of)
         if held.numel() in (n, of.param.numel() if self.unsharded else of.numel):
             return held.reshape(-1)[:n]
         return held.new_zeros(n)
 
     def expected_numel(self, loaded: Tensor, of: Member, beside: Mapping[str, Tensor]) -> int:
-        return loaded.numel()  # any number will do, see ``cut_shard``
+        return loaded.numel()  # ``cut_shard`` accepts any number

@@ -1,4 +1,4 @@
-"""Masks: which elements of a bucket's tensors are selected; how ranks share the selection.
+"""Masks: the selected elements of a bucket's tensors, and their selection by all ranks together.
 
 A bucket's mask has one bit for each element of its compressed tensors, in whole bytes per tensor,
 one tensor after the other.
@@ -63,9 +63,14 @@ class Mask:
         decode: Callable[[Tensor, int, int | None], Tensor] | None = None,
     ):
         if bits is not None:
-            _check_bits(bits, bucket)
+            for b, n, name in zip(bits, bucket.lengths, bucket.names, strict=True):
+                if b is not None and (b.dtype is not torch.uint8 or b.numel() != (n + 7) // 8):
+                    raise ValueError(
+                        f"the mask of {name} is {b.numel()} elements of {b.dtype}: its {n} "
+                        f"elements have {(n + 7) // 8} bytes of bits, torch.uint8."
+                    )
         elif positions is not None:
-            positions = _checked_positions(positions, bucket)
+            positions = _check_positions(positions, bucket)
         given = positions if bits is None else bits
         self.is_sparse = given is not None and any(one is not None for one in given)
         self.lengths = bucket.lengths
@@ -74,10 +79,10 @@ class Mask:
         self._positions = positions if self.is_sparse else nothing
         self._given_sizes = sizes  # None where they are not known
         self._sizes = None if self.is_sparse else self.lengths
-        self._decode = decode or _decode_bits
-        # For kernels: how many elements of its tensor are selected before each block.
+        self._decode = decode
+        # For kernels: the number of elements of its tensor that are selected before each block.
         self.block_offsets: Tensor | None = None
-        # The same of all masks in one launch, this one's place among them, and how many there are.
+        # The offsets of all masks in one launch, this one's index, and the number of masks.
         self.batch_offsets: tuple[Tensor, int, int] | None = None
 
     @property
@@ -87,7 +92,7 @@ class Mask:
 
     @property
     def has_bits(self) -> bool:
-        """Whether bits are known, without computing them from positions."""
+        """True if the bits need not be computed from positions."""
         return self._bits is not None
 
     @property
@@ -101,14 +106,29 @@ class Mask:
     def positions(self) -> Sequence[Tensor | None]:
         if self._positions is None:
             sizes = self._given_sizes or [None] * len(self.lengths)
-            rows = zip(self.bits, self.lengths, sizes, strict=True)
-            self._positions = [None if b is None else self._decoded(b, n, k) for b, n, k in rows]
+            decoded: Tensors = []
+            for bits, n, size in zip(self.bits, self.lengths, sizes, strict=True):
+                if bits is None:
+                    decoded.append(None)
+                    continue
+                if self._decode is None:
+                    positions = find_positions(bits).to(positions_dtype([n]))
+                else:
+                    positions = self._decode(bits, n, size)
+                if size is not None and positions.numel() != size:
+                    raise RuntimeError(
+                        f"a mask has {positions.numel()} of {n} elements, and {size} were "
+                        "selected: the optimizer's state was changed from outside. Load a "
+                        "checkpoint."
+                    )
+                decoded.append(positions)
+            self._positions = decoded
         return self._positions
 
     @property
     def sizes(self) -> list[int]:
         if self._sizes is None:
-            # assigned in one statement: an interrupt may not leave a part of them
+            # assigned in one statement: an interrupt must not leave a partial list
             sizes = [size for size in self._given_sizes or () if size is not None]
             if len(sizes) < len(self.lengths):
                 pairs = zip(self.positions, self.lengths, strict=True)
@@ -117,19 +137,10 @@ class Mask:
         return self._sizes
 
     def with_bits(self, bits: Sequence[Tensor | None]) -> Mask:
-        """Return the same mask, with a copy of its bits in their place."""
-        moved = copy.copy(self)
-        moved._bits = bits
-        return moved
-
-    def _decoded(self, bits: Tensor, n: int, size: int | None) -> Tensor:
-        found = self._decode(bits, n, size)
-        if size is not None and found.numel() != size:
-            raise RuntimeError(
-                f"a mask has {found.numel()} of {n} elements, and {size} were selected: the "
-                "optimizer's state was changed from outside. Load a checkpoint."
-            )
-        return found
+        """Return the same mask over a copy of its bits."""
+        mask = copy.copy(self)
+        mask._bits = bits
+        return mask
 
 
 def bits_by_tensor(bucket: Bucket, bits: Tensor) -> Tensors:
@@ -154,47 +165,32 @@ def clear_mask(bucket: Bucket, _: object, name: str) -> None:
     bucket.flat[name].zero_()
 
 
-def _check_bits(bits: Sequence[Tensor | None], bucket: Bucket) -> None:
-    for b, n, name in zip(bits, bucket.lengths, bucket.names, strict=True):
-        if b is not None and (b.dtype is not torch.uint8 or b.numel() != (n + 7) // 8):
-            raise ValueError(
-                f"the mask of {name} is {b.numel()} elements of {b.dtype}: its {n} elements have "
-                f"{(n + 7) // 8} bytes of bits, torch.uint8."
-            )
-
-
-def _checked_positions(positions: Sequence[Tensor | None], bucket: Bucket) -> Tensors:
+def _check_positions(positions: Sequence[Tensor | None], bucket: Bucket) -> Tensors:
     """Return positions in the stored dtype, if they are ascending and within their tensors."""
     dtype = positions_dtype(bucket.lengths)
-    found: Tensors = []
+    checked: Tensors = []
     for p, n, name in zip(positions, bucket.lengths, bucket.names, strict=True):
         if p is not None and (p.is_floating_point() or p.dtype is torch.bool or p.dim() != 1):
             raise TypeError(
                 f"positions of {name} must be a vector of integers, got {p.dtype} of shape "
                 f"{tuple(p.shape)}."
             )
-        if p is not None and p.numel() and not _ascending_within(p, n):
-            raise ValueError(f"positions of {name} are not ascending within its {n} elements.")
-        found.append(None if p is None else p.to(dtype).contiguous())
-    return found
-
-
-def _ascending_within(p: Tensor, n: int) -> bool:
-    return int(p[0]) >= 0 and int(p[-1]) < n and bool((p[1:] > p[:-1]).all())
-
-
-def _decode_bits(bits: Tensor, n: int, size: int | None) -> Tensor:
-    return find_positions(bits).to(positions_dtype([n]))
+        if p is not None and p.numel():
+            is_inside = int(p[0]) >= 0 and int(p[-1]) < n
+            if not (is_inside and bool((p[1:] > p[:-1]).all())):
+                raise ValueError(f"positions of {name} are not ascending within its {n} elements.")
+        checked.append(None if p is None else p.to(dtype).contiguous())
+    return checked
 
 
 def selection_size(density: float, n: int) -> int:
-    """Return k, how many of n elements are selected: at least one, if there are any."""
+    """Return k, the number of selected elements of n: at least one, if there are any."""
     return min(n, max(1, round(density * n)))
 
 
 def sizes_at_density(bucket: Bucket, density: float) -> list[int]:
-    """Return how many elements are sent of each tensor: this share of compressed ones, and all of
-    others.
+    """Return the number of elements sent of each tensor: this share of a compressed one, and all
+    elements of any other.
     """
     pairs = zip(bucket.lengths, bucket.compressed, strict=True)
     return [selection_size(density, n) if compressed else n for n, compressed in pairs]
@@ -345,24 +341,22 @@ def assemble_mask(
     """Return the bucket's mask, from all ranks' messages, and the positions of its set bits,
     ascending, int64.
 
-    ``positions``: those in this rank's range, which it has not lost.
+    ``positions`` are those in this rank's own range, which need not be decoded.
     """
-    decode = decode_positions if shards.is_coded else _find_in_range
-    rows = enumerate(zip(messages, shards.shards, strict=True))
-    all_positions = torch.cat(
-        [
-            (positions if r == rank else decode(message, shard)) + 8 * shard.first_byte
-            for r, (message, shard) in rows
-        ]
-    )
+    parts: list[Tensor] = []
+    ranges: list[Tensor] = []
+    for r, (message, shard) in enumerate(zip(messages, shards.shards, strict=True)):
+        if r == rank:
+            in_range = positions
+        elif shards.is_coded:
+            in_range = decode_positions(message, shard)
+        else:
+            in_range = find_positions(message[: shard.nbytes])
+        parts.append(in_range + 8 * shard.first_byte)
+        ranges.append(message[: shard.nbytes])
+    all_positions = torch.cat(parts)
     if not shards.is_coded:
-        pairs = zip(messages, shards.shards, strict=True)
-        return torch.cat([message[: shard.nbytes] for message, shard in pairs]), all_positions
+        return torch.cat(ranges), all_positions
     bits = messages.new_empty(shards.shards[-1].last_byte)
     set_bits_(bits, all_positions)
     return bits, all_positions
-
-
-def _find_in_range(message: Tensor, shard: MaskShard) -> Tensor:
-    """Return the positions in a range that was sent as bits, ascending, int64."""
-    return find_positions(message[: shard.nbytes])

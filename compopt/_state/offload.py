@@ -1,14 +1,13 @@
-"""State that lives in host memory and passes through two device buffers, a tensor at a time.
+"""State in host memory that passes through two device buffers, one tensor at a time.
 
-While tensor i is worked on, tensor i + 1 is on its way in and tensor i - 1 on its way out, each on
-a stream of its own. What must have happened before what is written here once
-(``DoubleBuffer.each``), in terms of three streams and of events between them; ``DeviceStreams`` is
-these on an accelerator, ``NoStreams`` where a device has none. The tests put a third there that
-delays every stream as far as the events allow.
+While the step works on tensor i, tensor i + 1 is copied in and tensor i - 1 is copied out, each on
+its own stream. ``DoubleBuffer.iterate`` states the order in terms of three streams and events
+between them. ``DeviceStreams`` implements them on an accelerator, ``NoStreams`` on a device without
+streams. Tests use a third implementation, which delays every stream as far as the events allow.
 
-Three waits are needed: work, for what comes in; the way out, for the work; the way into a buffer,
-for what was last in it. A tensor always passes through the same buffer, so the last covers the way
-in of what has just gone out, too.
+There are three waits: work waits for the copy in, the copy out waits for the work, and the copy
+into a buffer waits for the last copy out of it. A tensor always passes through the same buffer, so
+the third also orders a copy in after the copy out of the same tensor.
 """
 
 from __future__ import annotations
@@ -23,39 +22,39 @@ from .tensors import get_device_module, has_streams
 
 
 class Streams(Protocol):
-    """Where copies run.
+    """The streams on which copies run.
 
-    ``stream`` is "in" or "out"; an event is anything, and None has always happened.
+    ``stream`` is "in" or "out". An event may be any object; None has always happened.
     """
 
     def copy(self, stream: str, to: Tensor, source: Tensor, after: Any) -> Any:
-        """Copy when the event ``after`` has happened; returns the event of its end."""
+        """Copy after the event ``after``; return the event of its completion."""
 
-    def worked(self) -> Any:
-        """The event of the end of all work given to the device so far."""
+    def record_work(self) -> Any:
+        """Return the event of the completion of all work issued so far."""
 
-    def hold(self, event: Any) -> None:
-        """Let work that is given to the device from now on wait for ``event``."""
+    def delay_work(self, event: Any) -> None:
+        """Make work that is issued from now on wait for ``event``."""
 
     def finish(self) -> None:
-        """Wait, on the host, until everything has ended."""
+        """Block the host until all copies have completed."""
 
 
 class NoStreams:
-    """Everything happens at once, in the order in which it is asked for."""
+    """Synchronous copies, in the order in which they are requested."""
 
     def copy(self, stream: str, to: Tensor, source: Tensor, after: Any) -> None:
         to.copy_(source)
 
-    def worked(self) -> None: ...
+    def record_work(self) -> None: ...
 
-    def hold(self, event: Any) -> None: ...
+    def delay_work(self, event: Any) -> None: ...
 
     def finish(self) -> None: ...
 
 
 class DeviceStreams:
-    """A stream for each direction, beside the one that is current when work is issued."""
+    """One stream for each direction, beside the current stream, on which work is issued."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -63,20 +62,21 @@ class DeviceStreams:
 
     @property
     def _module(self) -> Any:
-        return get_device_module(self.device)  # not kept: an optimizer is copied and pickled
+        # not an attribute: modules cannot be copied or pickled, optimizers can
+        return get_device_module(self.device)
 
     def copy(self, stream: str, to: Tensor, source: Tensor, after: Any) -> Any:
-        own = self.streams[stream]
+        device_stream = self.streams[stream]
         if after is not None:
-            own.wait_event(after)
-        with self._module.stream(own):
+            device_stream.wait_event(after)
+        with self._module.stream(device_stream):
             to.copy_(source, non_blocking=True)
-        return own.record_event()
+        return device_stream.record_event()
 
-    def worked(self) -> Any:
+    def record_work(self) -> Any:
         return self._module.current_stream(self.device).record_event()
 
-    def hold(self, event: Any) -> None:
+    def delay_work(self, event: Any) -> None:
         self._module.current_stream(self.device).wait_event(event)
 
     def finish(self) -> None:
@@ -90,69 +90,69 @@ class DoubleBuffer:
     def __init__(self, streams: Streams, dtype: torch.dtype, device: torch.device):
         self.streams = streams
         self.buffers = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
-        self.free: list[Any] = [None, None]  # when each buffer may be written to
+        self.free: list[Any] = [None, None]  # events after which each buffer may be overwritten
 
-    def each(self, tensors: Sequence[Tensor], write: bool) -> Iterator[Tensor]:
-        """Every host tensor, on the device, valid until the next is asked for.
+    def iterate(self, tensors: Sequence[Tensor], write: bool) -> Iterator[Tensor]:
+        """Yield every host tensor on the device, valid until the next is requested.
 
-        With ``write`` it is then stored. None stays None: of some kinds of state tensors have none.
+        With ``write`` it is then copied back. None, for a tensor without such state, is yielded
+        unchanged.
         """
         passing = [t for t in tensors if t is not None]
-        self._grow(max((t.numel() for t in passing), default=0))
-        arriving = [self._fetch(k, t) for k, t in enumerate(passing[:1])]
+        largest = max((t.numel() for t in passing), default=0)
+        if self.buffers[0].numel() < largest:
+            self.streams.finish()
+            self.buffers = [b.new_empty(largest) for b in self.buffers]
+            # work that used the old memory has to complete first
+            self.free = 2 * [self.streams.record_work()]
+        arrivals = [self._copy_in(k, t) for k, t in enumerate(passing[:1])]
         k = 0
         for tensor in tensors:
             if tensor is None:
                 yield tensor
                 continue
-            self.streams.hold(arriving[k])
+            self.streams.delay_work(arrivals[k])
             if k + 1 < len(passing):
-                arriving.append(self._fetch(k + 1, passing[k + 1]))
+                arrivals.append(self._copy_in(k + 1, passing[k + 1]))
             try:
-                yield self._view(k, tensor)
-            finally:  # also where nobody asks for what comes after the last
-                end = self.streams.worked()
+                yield self._view_buffer(k, tensor)
+            finally:  # also where the caller does not request the next tensor
+                end = self.streams.record_work()
                 if write:
-                    end = self.streams.copy("out", tensor, self._view(k, tensor), end)
+                    end = self.streams.copy("out", tensor, self._view_buffer(k, tensor), end)
                 self.free[k % 2] = end
             k += 1
 
-    def _view(self, k: int, tensor: Tensor) -> Tensor:
+    def _view_buffer(self, k: int, tensor: Tensor) -> Tensor:
         return self.buffers[k % 2][: tensor.numel()].view(tensor.shape)
 
-    def _fetch(self, k: int, tensor: Tensor) -> Any:
-        return self.streams.copy("in", self._view(k, tensor), tensor, self.free[k % 2])
-
-    def _grow(self, n: int) -> None:
-        if self.buffers[0].numel() < n:
-            self.streams.finish()
-            self.buffers = [torch.empty(n, dtype=b.dtype, device=b.device) for b in self.buffers]
-            self.free = 2 * [self.streams.worked()]  # what used this memory before has to end
+    def _copy_in(self, k: int, tensor: Tensor) -> Any:
+        return self.streams.copy("in", self._view_buffer(k, tensor), tensor, self.free[k % 2])
 
 
 class Offload:
-    """The host's share of an optimizer's state: which kinds, and the buffers they pass through."""
+    """The kinds of state that are stored on the host, and the buffers through which they pass."""
 
     def __init__(self, names: tuple[str, ...]):
         self.names = names
         self.buffers: dict[tuple[str, torch.dtype, torch.device], DoubleBuffer] = {}
         self.streams: dict[torch.device, Streams] = {}
 
-    def each(
+    def iterate(
         self, name: str, tensors: Sequence[Tensor], device: torch.device, write: bool
     ) -> Iterator[Tensor]:
-        """As :meth:`DoubleBuffer.each`; every kind of state has buffers of its own."""
+        """Iterate as :meth:`DoubleBuffer.iterate`; every kind of state has its own buffers."""
         dtype = next((t.dtype for t in tensors if t is not None), torch.float32)
         if device not in self.streams:
             self.streams[device] = DeviceStreams(device) if has_streams(device) else NoStreams()
         if (name, dtype, device) not in self.buffers:
             self.buffers[name, dtype, device] = DoubleBuffer(self.streams[device], dtype, device)
-        return self.buffers[name, dtype, device].each(tensors, write)
+        return self.buffers[name, dtype, device].iterate(tensors, write)
 
     def finish(self) -> None:
-        """Wait until host memory holds what it should.
+        """Wait until all copies to host memory have completed.
 
-        Call it before anything but ``each`` reads or writes there.
+        Call it before host memory is read or written other than by ``iterate``.
         """
         for streams in self.streams.values():
             streams.finish()

@@ -1,20 +1,19 @@
-"""Shards: which elements of a bucket's tensors each rank owns, and sharded state gathered and cut
-again.
+"""Shard layouts: the elements of a bucket's tensors that each rank owns.
 
-The rank that owns a shard keeps its moments, and its float32 master where parameters are of lower
-precision; the other ranks keep nothing of them. In memory ``optimizer.state`` shows the part of
-each tensor that this rank owns, as a vector that may be empty.
+The owner of a shard stores its moments, and its float32 master if parameters have lower precision.
+``optimizer.state`` shows the owned part of each tensor, as a vector that may be empty.
 
 There are two layouts. ``cut_evenly`` (ZeRO-1) cuts anywhere within tensors, at whole words of 64
-elements: compressed tensors are cut as one row of elements, dense ones as another, so that every
-rank owns its share of both. ``cut_by_rows`` follows FSDP, which gives each rank a row: its part of
-one tensor after the other.
+elements. It cuts the compressed tensors as one vector and the dense ones as another, so that every
+rank owns its share of both. ``cut_by_rows`` follows the rows of FSDP's reduce-scatter: one row for
+each rank, with its part of one parameter after the other, padded with zeros to the longest rank's
+part (``Piece``).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,8 +26,8 @@ Range = tuple[int, int]
 
 
 class Strided(NamedTuple):
-    """``rows`` times ``columns`` elements of a vector, the first at ``start``, rows ``stride``
-    apart.
+    """A strided range of a vector: ``rows`` runs of ``columns`` elements, the first at ``start``,
+    ``stride`` apart.
     """
 
     start: int
@@ -36,7 +35,7 @@ class Strided(NamedTuple):
     columns: int
     stride: int
 
-    def of(self, x: Tensor) -> Tensor:
+    def view_in(self, x: Tensor) -> Tensor:
         if self.rows == 1:
             return x[self.start : self.start + self.columns]
         return x.as_strided(
@@ -45,8 +44,11 @@ class Strided(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Runs of bits of a mask that belong to one tensor each: where they begin, how far from there
-    their elements lie in all compressed tensors (None: nowhere else), and which tensor it is.
+    """Runs of bits of a mask, each of one tensor.
+
+    ``begins`` are their first bits. ``shifts`` are the offsets from there to the same elements in
+    the concatenation of all compressed tensors (None: all are 0). ``tensors`` are indices of
+    tensors.
     """
 
     begins: Tensor
@@ -55,12 +57,12 @@ class Segments(NamedTuple):
 
 
 class ShardLayout:
-    """Who owns what of the tensors of one bucket.
+    """The owners of the elements of one bucket's tensors.
 
-    ``ranges[r][i]`` are the elements of flattened tensor i that rank r owns. A mask has a bit for
-    every element of a compressed tensor, those of one rank together: ``cuts`` are the bytes where
-    each rank's begin, ``places[i]`` are the bits of tensor i, ``gaps`` those that belong to none.
-    ``owned[r]`` compressed elements are rank r's, without what fills up its row.
+    Rank r owns the elements ``ranges[r][i]`` of flattened tensor i. A mask has a bit for every
+    element of a compressed tensor, those of one rank together. ``cuts`` are the first bytes of the
+    ranks, and the end. ``places[i]`` are the bits of tensor i, ``gaps`` the bits of no tensor. Rank
+    r owns ``owned[r]`` compressed elements, without padding.
     """
 
     def __init__(
@@ -81,15 +83,16 @@ class ShardLayout:
 
     @property
     def own(self) -> list[Range]:
+        """The elements of each tensor that this rank owns."""
         return self.ranges[self.rank]
 
     def sizes(self, rank: int) -> list[int]:
-        """Elements of each tensor that ``rank`` owns."""
+        """Return the number of elements of each tensor that ``rank`` owns."""
         return [stop - start for start, stop in self.ranges[rank]]
 
     @property
     def most(self) -> int:
-        """Elements of the largest shard: what each rank hands over when shards are gathered."""
+        """Elements of the largest shard, to which an all-gather pads every rank's."""
         return max(sum(self.sizes(rank)) for rank in range(self.ranks))
 
     # The mask
@@ -104,14 +107,14 @@ class ShardLayout:
         return 8 * self.cuts[self.rank], 8 * self.cuts[self.rank + 1]
 
     def views_in_mask_order(self, x: Tensor) -> list[Tensor | None]:
-        """For each compressed tensor the view of its elements in ``x``, which has one for each bit
-        of the mask.
+        """Return a view of each compressed tensor in ``x``, which has one element for each bit of
+        the mask.
         """
-        return [None if place is None else place.of(x) for place in self.places]
+        return [None if place is None else place.view_in(x) for place in self.places]
 
     @property
     def own_parts_of_mask(self) -> list[Range | None]:
-        """Where this rank's part of each compressed tensor lies among its own bits."""
+        """The range of this rank's part of each compressed tensor among the rank's own bits."""
         parts: list[Range | None] = []
         for place, (start, stop) in zip(self.places, self.own, strict=True):
             if place is None:
@@ -123,35 +126,33 @@ class ShardLayout:
         return parts
 
     def count_by_rank(self, positions: Tensor) -> list[int]:
-        """How many of ``positions`` in the mask, ascending, each rank owns."""
+        """Count the ascending ``positions`` in the mask that each rank owns."""
         edges = 8 * torch.tensor(self.cuts, dtype=torch.int64, device=positions.device)
         bounds = torch.searchsorted(positions, edges).tolist()
         return [b - a for a, b in itertools.pairwise(bounds)]
 
     def places_of(self, positions: Tensor) -> Tensor:
-        """Where elements at these positions in the mask are in all compressed tensors, one after
-        the other. What lies between tensors is somewhere.
+        """Convert positions in the mask to positions in the concatenation of all compressed
+        tensors. A position in a gap gives an arbitrary valid one.
         """
         shifts = self._segments(positions.device).shifts
         if shifts is None:
             return positions
         places = positions + shifts.index_select(0, self._segment_of(positions))
-        return places.clamp_(max=self.compressed_length - 1)
+        pairs = zip(self.lengths, self.compressed, strict=True)
+        return places.clamp_(max=sum(n for n, c in pairs if c) - 1)
 
     def tensors_at(self, positions: Tensor) -> Tensor:
-        """Which tensor each of these positions in the mask belongs to."""
+        """Return the index of the tensor of each of these positions in the mask."""
         tensors = self._segments(positions.device).tensors
         return tensors.index_select(0, self._segment_of(positions))
-
-    @property
-    def compressed_length(self) -> int:
-        return sum(n for n, c in zip(self.lengths, self.compressed, strict=True) if c)
 
     def _segment_of(self, positions: Tensor) -> Tensor:
         begins = self._segments(positions.device).begins
         return torch.bucketize(positions, begins, right=True).sub_(1)
 
     def _segments(self, device: torch.device) -> Segments:
+        """Return the runs of bits of the mask on this device, computed once."""
         if device in self._segments_on:
             return self._segments_on[device]
         rows, first = [], 0
@@ -163,27 +164,29 @@ class ShardLayout:
                 rows.append((begin, first + row * place.columns - begin, i))
             first += self.lengths[i]
         begins, shifts, tensors = zip(*sorted(rows), strict=True)
-        found = Segments(
+        self._segments_on[device] = Segments(
             upload(begins, torch.int64, device),
             upload(shifts, torch.int64, device) if any(shifts) else None,
             upload(tensors, torch.int64, device),
         )
-        self._segments_on[device] = found
-        return found
+        return self._segments_on[device]
 
 
 def cut_evenly(lengths: list[int], compressed: list[bool], rank: int, ranks: int) -> ShardLayout:
-    """Equal parts for all ranks, of compressed tensors and of the others."""
-    offsets, cuts = _offsets_and_cuts(lengths, compressed, True, ranks)
-    others = _offsets_and_cuts(lengths, compressed, False, ranks)
-    where = [(offsets, cuts) if c else others for c in compressed]
-    ranges = [
-        [
-            _within(own[i], edges[r], edges[r + 1], n)
-            for i, (n, (own, edges)) in enumerate(zip(lengths, where, strict=True))
-        ]
-        for r in range(ranks)
-    ]
+    """Give all ranks equal parts, of the compressed tensors and of the others."""
+    # offsets of tensors and of ranks, in bytes of a mask: of the compressed tensors, of the others
+    offsets_of: dict[bool, list[int]] = {}
+    cuts_of: dict[bool, list[int]] = {}
+    for chosen in (True, False):
+        sizes = tuple(n if c is chosen else 0 for n, c in zip(lengths, compressed, strict=True))
+        offsets_of[chosen] = byte_offsets(sizes)
+        cuts_of[chosen] = split_bytes(offsets_of[chosen][-1], ranks)
+    ranges: list[list[Range]] = [[] for _ in range(ranks)]
+    for i, (n, c) in enumerate(zip(lengths, compressed, strict=True)):
+        edges = [min(n, max(0, 8 * (cut - offsets_of[c][i]))) for cut in cuts_of[c]]
+        for owned_ranges, first_and_end in zip(ranges, itertools.pairwise(edges), strict=True):
+            owned_ranges.append(first_and_end)
+    offsets, cuts = offsets_of[True], cuts_of[True]
     places: list[Strided | None] = []
     gaps: list[Strided] = []
     for i, (n, c) in enumerate(zip(lengths, compressed, strict=True)):
@@ -201,13 +204,12 @@ def cut_evenly(lengths: list[int], compressed: list[bool], rank: int, ranks: int
 def cut_by_rows(
     ranges: list[list[Range]], owned: list[int], compressed: list[bool], rank: int
 ) -> ShardLayout:
-    """Every rank owns as much of each compressed tensor as the others, filled up where necessary;
-    ``owned``: without that.
+    """Give every rank an equally long part of each compressed tensor, padded where necessary.
+
+    ``owned`` are the compressed elements of each rank, without padding.
     """
-    ranks, lengths = (
-        len(ranges),
-        [max(stop for _, stop in own) for own in zip(*ranges, strict=True)],
-    )
+    ranks = len(ranges)
+    lengths = [max(stop for _, stop in own) for own in zip(*ranges, strict=True)]
     sizes = [n // ranks if c else 0 for n, c in zip(lengths, compressed, strict=True)]
     width = sum(sizes) + -sum(sizes) % (8 * WORD)
     firsts = itertools.accumulate(sizes, initial=0)
@@ -221,26 +223,6 @@ def cut_by_rows(
     return ShardLayout(lengths, compressed, ranges, cuts, places, gaps, owned, rank)
 
 
-def _offsets_and_cuts(
-    lengths: list[int], compressed: list[bool], wanted: bool, ranks: int
-) -> tuple[list[int], list[int]]:
-    """Bytes at which tensors begin, and ranks' parts, in a mask of those that are compressed, or
-    are not.
-    """
-    offsets = byte_offsets(
-        tuple(n if c is wanted else 0 for n, c in zip(lengths, compressed, strict=True))
-    )
-    return offsets, split_bytes(offsets[-1], ranks)
-
-
-def _within(offset: int, first: int, last: int, n: int) -> Range:
-    """Elements of a tensor of n, whose bits begin at byte ``offset``, that lie in bytes ``first``
-    to ``last``.
-    """
-    start, stop = (min(n, max(0, 8 * (cut - offset))) for cut in (first, last))
-    return start, stop
-
-
 def unshard(
     shards: ShardLayout,
     rows: Tensor,
@@ -248,10 +230,10 @@ def unshard(
     owners: list[int] | None = None,
     add: bool = False,
 ) -> None:
-    """Write gathered shards into the flattened tensors ``into``; row r is that of rank
-    ``owners[r]``, or of rank r.
+    """Write gathered shards to the flattened tensors ``into``, or ``add`` them.
 
-    None for tensors that have no part in the rows. ``add``: they are added to what is there.
+    Row r is the shard of rank ``owners[r]``, by default of rank r. A tensor that is not in the rows
+    is None.
     """
     parts: list[Tensor] = []
     given: list[Tensor] = []
@@ -264,3 +246,78 @@ def unshard(
                 at += stop - start
     if parts:
         (torch._foreach_add_ if add else torch._foreach_copy_)(parts, given)
+
+
+# Rows of FSDP's reduce-scatter
+
+
+class Piece(NamedTuple):
+    """One parameter's part of every row of a reduce-scatter: ``size`` elements from ``begin`` on.
+
+    FSDP cuts the parameter along ``dim`` over ``ranks``. Shard order is the order of the rows: all
+    ranks' parts, one after the other, each padded to ``size``.
+    """
+
+    p: Tensor
+    dim: int
+    begin: int
+    size: int
+    ranks: int
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.begin, self.begin + self.size)
+
+    def filled(self, rank: int) -> int:
+        """Return the number of its elements that ``rank`` has; padding follows."""
+        if self.dim:
+            return self.size
+        return min(self.size, max(0, self.p.numel() - rank * self.size))
+
+    def range_of(self, rank: int, matrix: bool) -> tuple[int, int]:
+        """Return the elements that ``rank`` owns, in shard order.
+
+        Of a ``matrix``, which has the parameter's shape, they are rows, or all elements where FSDP
+        cuts along another dimension.
+        """
+        if matrix and self.dim:
+            return 0, self.p.numel()
+        start, stop = rank * self.size, (rank + 1) * self.size
+        return (min(start, self.p.numel()), min(stop, self.p.numel())) if matrix else (start, stop)
+
+    def in_shape(self, sharded: Tensor) -> Tensor:
+        """Convert a vector in shard order to the parameter's shape."""
+        shape = self.p.shape
+        if not self.dim:
+            return sharded[: self.p.numel()].view(shape)
+        parts = sharded.view(self.ranks, *shape[: self.dim], -1, *shape[self.dim + 1 :])
+        return parts.movedim(0, self.dim).reshape(shape)
+
+    def in_shard_order(self, tensor: Tensor) -> list[Tensor]:
+        """Convert a tensor of the parameter's shape to shard order, as vectors to concatenate."""
+        if self.dim:
+            return [tensor.unflatten(self.dim, (self.ranks, -1)).movedim(self.dim, 0).flatten()]
+        padding = self.ranks * self.size - tensor.numel()
+        return [tensor.reshape(-1), tensor.new_zeros(padding)]
+
+    def own_part(self, tensor: Tensor, rank: int) -> Tensor:
+        """Return the part of ``rank`` of a tensor of the parameter's shape, as a vector."""
+        chunks = tensor.chunk(self.ranks, self.dim)
+        return chunks[rank].reshape(-1) if rank < len(chunks) else tensor.new_empty(0)
+
+
+def lay_out(params: Iterable[tuple[Tensor, int]], ranks: int) -> list[Piece]:
+    """Place parameters in a row, in this order, each with the dimension that FSDP cuts."""
+    pieces, begin = [], 0
+    for p, dim in params:
+        size = part_of(p, dim, ranks)
+        pieces.append(Piece(p, dim, begin, size, ranks))
+        begin += size
+    return pieces
+
+
+def part_of(p: Tensor, dim: int, ranks: int) -> int:
+    """Return the elements of the longest rank's part of ``p``, which FSDP cuts along ``dim``."""
+    if not p.numel():
+        return 0
+    return -(-p.shape[dim] // ranks) * (p.numel() // p.shape[dim])

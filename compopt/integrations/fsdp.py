@@ -31,7 +31,7 @@ from .._engine import base
 from .._engine.base import CompressedOptimizer
 from .._engine.inside import ReducingOptimizer
 from .._engine.session import Role
-from .._state.fsdp_rows import part_of
+from .._state.shards import part_of
 from .._state.tensors import to_local
 from .._wire.collectives import list_mesh_groups
 from .._wire.requests import Broadcast

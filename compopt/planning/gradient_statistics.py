@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._lowrank.orthonormal import orthonormal
-from .._lowrank.projections import as_matrix
+from .._lowrank.projections import matrix_shape, orthonormalize_each
 from .._state.tensors import is_compressed, to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllReduceMean
@@ -51,7 +50,7 @@ class SampledTensor:
     @property
     def full_shape(self) -> tuple[int, int]:
         """Rows and columns of the tensor as a matrix."""
-        return as_matrix(to_local(self.param).shape)
+        return matrix_shape(to_local(self.param).shape)
 
     @property
     def numel(self) -> int:
@@ -112,7 +111,7 @@ def sample_tensors(eligible: Sequence[EligibleTensor], elements: int) -> list[Sa
     """
     shapes: dict[tuple[int, int], list[EligibleTensor]] = {}
     for tensor in eligible:
-        shapes.setdefault(as_matrix(to_local(tensor.param).shape), []).append(tensor)
+        shapes.setdefault(matrix_shape(to_local(tensor.param).shape), []).append(tensor)
     sampled, left = [], elements
     by_size = sorted(shapes.items(), key=lambda item: math.prod(item[0]))
     for number, ((rows, columns), same) in enumerate(by_size):
@@ -237,7 +236,7 @@ class SubspaceNorms:
             torch.randn(columns, min(most, rows, columns), dtype=torch.float32, generator=generator)
             for rows, columns in shapes
         ]
-        bases = zip(orthonormal(random), devices, strict=True)
+        bases = zip(orthonormalize_each(random), devices, strict=True)
         self.bases = [basis.to(device) for basis, device in bases]
         self.kept: dict[tuple[int, int], list[float]] = {}
 
@@ -254,15 +253,6 @@ class SubspaceNorms:
             for rank in RANKS if total else ():
                 share = squares[min(rank, len(squares)) - 1] / total
                 self.kept.setdefault((rank, i), []).append(min(1.0, share**0.5))
-
-
-def orthonormalize_each(matrices: list[Tensor]) -> list[Tensor]:
-    """Orthonormal columns of each matrix; the matrices of one device in one call."""
-    found: dict[int, Tensor] = {}
-    for device in {matrix.device for matrix in matrices}:
-        here = [i for i, matrix in enumerate(matrices) if matrix.device == device]
-        found.update(zip(here, orthonormal([matrices[i] for i in here]), strict=True))
-    return [found[i] for i in range(len(matrices))]
 
 
 # Ranks

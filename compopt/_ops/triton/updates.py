@@ -327,7 +327,7 @@ def _update_factored(batch: Batch) -> None:
     for call in batch.calls:
         bucket, state, grads = call.bucket, call.bucket.state, flatten(call.bucket.grads())
         weights = contiguous_weights(bucket)
-        for product in call.reducer.factored(call.mean, _numbers_of(call.present)):
+        for product in call.reducer.list_factored(call.mean, _numbers_of(call.present)):
             i, R = product.i, product.R
             row = kernels.FactoredRow(
                 *(product.rows, product.columns, R.shape[1]),
@@ -343,7 +343,7 @@ def _update_factored(batch: Batch) -> None:
     if not rows:
         return
     h, calls, factor = batch.group, batch.calls, batch.calls[0].factor
-    share = max(call.reducer.share(factor) for call in calls)
+    share = max(call.reducer.error_share(factor) for call in calls)
     kernels.factored(
         rows,
         lr=float(h["lr"]),
@@ -352,7 +352,7 @@ def _update_factored(batch: Batch) -> None:
         weight_decay=h["weight_decay"],
         of_average=-factor if h["maximize"] else factor,
         of_sent=share,
-        of_grad=share * calls[0].reducer.clipped,
+        of_grad=share * calls[0].reducer.local_factor,
     )
     for bucket, i, weight in updated:
         copy_back(bucket, i, weight)
@@ -364,7 +364,7 @@ def _update_whole(batch: Batch) -> None:
     for call in batch.calls:
         bucket, mean, state = call.bucket, call.mean, call.bucket.state
         weights = contiguous_weights(bucket)
-        tensors = call.reducer.whole(_numbers_of(call.present))
+        tensors = call.reducer.list_whole(_numbers_of(call.present))
         if call.factor != 1 and tensors:
             torch._foreach_mul_([mean.parts[i] for i in tensors], call.factor)
         for i in tensors:

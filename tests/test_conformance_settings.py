@@ -1,0 +1,136 @@
+"""What every optimizer here owes its users in other settings than DDP, over the table of classes: inside FSDP2 on real
+ranks, and as the outer optimizer of local steps on simulated ones.
+
+With sharded state a class is a form of the table, which takes all tests of conformance. Nothing is lost inside FSDP2:
+test_inside_conservation.py.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from inside import apart, cut, make, train, whole
+from local_runs import adamw, are_equal
+from problems import gradients, replicas, step, weights
+from ranks import run_ranks
+from table import CASES, FORMS, Case
+
+import compopt
+
+INSIDE = {case.name: case for case in CASES + FORMS if case.works_inside}
+OUTER = [case for case in CASES + FORMS if case.works_outside]
+every_outer = pytest.mark.parametrize("case", OUTER, ids=lambda case: case.name)
+
+
+def test_a_reducer_works_in_every_setting():
+    """The class of docs/writing.md, by its one line in the table."""
+    assert {case.form for case in FORMS if case.cls.__name__ == "RandomK"} == {"", "sharded"}
+    assert "RandomK" in INSIDE and "RandomK" in [case.name for case in OUTER]
+
+
+# Inside FSDP2
+
+
+def beside_the_reference(rank: int, name: str) -> float:
+    """Losslessly, beside FSDP2 and the reference: how far parameters are apart, over how far they went."""
+    case = INSIDE[name]
+    ours, theirs = cut(make()), cut(make())
+    optimizer = case.make(ours.parameters(), **case.lossless)
+    train(ours, optimizer, range(6), rank)
+    train(theirs, case.reference(theirs.parameters(), lr=case.lr), range(6), rank)
+    assert optimizer.inside is not None
+    return apart(ours, theirs) / apart(make(), theirs)
+
+
+def beside_a_clip_from_outside(rank: int, name: str) -> tuple[str, float]:
+    """Compressed and clipped: the phase, and the distance to the parameters of a run that is clipped from outside."""
+    case = INSIDE[name]
+    runs = []
+    for limit, outside in ((0.5, None), (None, 0.5)):
+        model = cut(make())
+        torch.manual_seed(0)
+        optimizer = case.make(model.parameters(), max_grad_norm=limit)
+        train(model, optimizer, range(6), rank, clip=outside)
+        runs.append(whole(model))
+    return optimizer.stats.phase, float((runs[0] - runs[1]).abs().max())
+
+
+def all_inside(rank: int) -> dict[str, tuple[float, str, float]]:
+    return {name: (beside_the_reference(rank, name), *beside_a_clip_from_outside(rank, name)) for name in INSIDE}
+
+
+def test_inside_fsdp2_lossless_equals_the_reference_and_a_clip_one_from_outside():
+    for answers in run_ranks(all_inside, 2):
+        for name, (far, phase, clipped) in answers.items():
+            assert far < 1e-9, (name, far)
+            assert phase != "dense", name
+            if INSIDE[name].method != "separate":  # whose clip takes from residuals too
+                assert clipped < 1e-12, (name, clipped)
+
+
+# The outer optimizer of local steps
+
+
+def local_steps(case: Case, ranks: int, dtype: torch.dtype = torch.float32, **options):
+    """Simulated ranks whose rounds of 3 steps end with an exchange by this optimizer."""
+
+    def make_local(params, process_group):
+        return compopt.LocalSteps(
+            adamw(params),
+            3,
+            every_warmup_steps=0,
+            process_group=process_group,
+            outer=lambda anchors: case.make(anchors, **options),
+        )
+
+    return replicas(ranks, weights(dtype=dtype), make_local)
+
+
+@every_outer
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_lossless_it_steps_anchors_by_the_mean_pseudo_gradient(case, ranks):
+    world, params, optimizers = local_steps(case, ranks, torch.float64, **case.lossless)
+    anchors = [torch.nn.Parameter(w) for w in weights()]
+    outer = case.reference(anchors, lr=case.lr)
+    w = [[torch.nn.Parameter(x) for x in weights()] for _ in range(ranks)]
+    inner = [adamw(own) for own in w]
+    for t in range(12):
+        grads = gradients(ranks, t)
+        step(world, params, optimizers, grads)
+        for own, optimizer, given in zip(w, inner, grads, strict=True):
+            for p, g in zip(own, given, strict=True):
+                p.grad = g.clone()
+            optimizer.step()
+        if t % 3 == 2:
+            for anchor, *own in zip(anchors, *w, strict=True):
+                anchor.grad = sum(anchor.detach() - p.detach() for p in own) / ranks
+            outer.step()
+            for own in w:
+                for p, anchor in zip(own, anchors, strict=True):
+                    p.data.copy_(anchor.detach())
+        for p, q in zip(params[-1], w[-1], strict=True):
+            torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-10, atol=1e-12)
+
+
+@every_outer
+def test_compressed_it_ends_rounds_with_equal_replicas_and_resumes_to_the_bit(case):
+    world, params, optimizers = local_steps(case, 2)
+    phases = []
+    for t in range(13):
+        step(world, params, optimizers, gradients(2, t, dtype=torch.float32))
+        phases.append(optimizers[0]._anchors.outer.stats.phase)
+        assert are_equal(params) is (t % 3 == 2)
+    assert case.cls is compopt.AdamS or {*phases} - {"dense"}
+    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    again_world, again, others = local_steps(case, 2)
+    for own, theirs, optimizer, state in zip(again, params, others, saved, strict=True):
+        for p, q in zip(own, theirs, strict=True):
+            p.data.copy_(q.detach())
+        optimizer.load_state_dict(state)
+    for t in range(13, 20):
+        step(world, params, optimizers, gradients(2, t, dtype=torch.float32))
+        step(again_world, again, others, gradients(2, t, dtype=torch.float32))
+    for own, theirs in zip(again, params, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(own, theirs, strict=True))
