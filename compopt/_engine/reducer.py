@@ -192,7 +192,7 @@ class MaskReducer:
         return self.ops.decode(self.mean.parts[i], self.mask.positions[i], like)
 
     def own_parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        for i, (start, stop) in enumerate(self.bucket.shards.own):
+        for i, (start, stop) in enumerate(self.bucket.shards.own_ranges):
             average = self.average(i, self.bucket.params[i])
             yield average.reshape(-1)[start:stop].to(dtype)
 
