@@ -77,7 +77,7 @@ def _describe_state(session: Session) -> str:
     names = session.optimizer.averaged_state
     held = sum(bucket.flat[name].numel() for bucket in session.buckets for name in names)
     cut = sum(
-        bucket.shards.most * len(bucket.sharded_names)
+        bucket.shards.max_numel * len(bucket.sharded_names)
         for bucket in session.buckets
         if bucket.is_sharded
     )

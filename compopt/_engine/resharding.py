@@ -67,7 +67,7 @@ def gather_shards(
     masters, 0 otherwise.
     """
     shards, flat = bucket.shards, bucket.flat[name].to(bucket.device)
-    padded = torch.nn.functional.pad(flat, (0, shards.most - flat.numel()))
+    padded = torch.nn.functional.pad(flat, (0, shards.max_numel - flat.numel()))
     rows = yield from ask(comm, AllGather(padded))
     whole: list[Tensor | None] = []
     for p, n, part in zip(bucket.params, shards.lengths, bucket.state[name], strict=True):
@@ -90,7 +90,7 @@ def reshard_state(old: list[Bucket], new: list[Bucket], comm: Communicator) -> T
         for name in before.sharded_names:
             whole = yield from gather_shards(before, name, comm, owners)
             for vector, own, (start, stop) in zip(
-                whole, after.state[name], after.shards.own, strict=True
+                whole, after.state[name], after.shards.own_ranges, strict=True
             ):
                 if vector is not None:
                     own.copy_(vector[start:stop])

@@ -38,7 +38,7 @@ class Wrapper(CompressedOptimizer):
     """Steps ``base`` on averaged gradients: a generator hands them to ``_update``.
 
     A class that shares its algorithm with others inherits from both: ``class Separate(Wrapper,
-    Projecting)``.
+    ProjectingOptimizer)``.
     """
 
     # options of ours that a group of the base may have for its tensors
