@@ -24,9 +24,10 @@ IDLE = 120.0  # seconds without work after which ranks are taken to wait for eac
 FOREVER = timedelta(seconds=2 * HANG_GUARD)  # a process group's timeout, where no test is about it
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "compopt", "pytest"]
-)
+PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "compopt", "pytest"]
+if "PYTEST_XDIST_WORKER" in os.environ:  # ranks of several files train with these; one file would not need all
+    PRELOADED += ["transformers.trainer", "accelerate", "lightning.pytorch", "lightning.fabric"]
+_context.set_forkserver_preload(PRELOADED)
 
 
 def be_patient() -> None:

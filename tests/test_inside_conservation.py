@@ -36,7 +36,7 @@ def build(method: str, model: nn.Module) -> torch.optim.Optimizer:
     options = {"lr": 1e-2, "warmup_steps": 0, "payload_dtype": payload or None}
     if kind == "tagc":
         return compopt.TagcAdamW(params, sparsity=0.9, **options)
-    size = {"rank": 4} if kind == "tracked" else {"ratio": 16}
+    size = {"rank": 4} if kind == "tracked" else {"ratio": 64}
     return compopt.SeparateAdam(params, projection=kind, **size, **options)
 
 
