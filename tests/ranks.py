@@ -7,6 +7,7 @@ them has used its processor for ``IDLE`` seconds, which only ranks do that wait 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -51,6 +52,7 @@ def send_answer(results: Any, rank: int, *answer: Any) -> None:
 def _work(rank: int, size: int, file: str, results: Any, function: Callable[..., Any], args: tuple) -> None:
     import torch.distributed as dist
 
+    gc.freeze()  # what was imported before the fork stays: a collection would look through it, and copy its pages
     be_patient()
     try:
         dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=FOREVER)
