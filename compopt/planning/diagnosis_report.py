@@ -34,8 +34,8 @@ NEGLIGIBLE = 0.05
 STAY_DENSE = "AdamW"
 # Reasons why the advice may name a method that is not judged here, or none.
 REASONS = {
-    "LocalSteps": "which these steps cannot judge: it exchanges once in a round",
-    STAY_DENSE: "because the network is hardly waited for",
+    "LocalSteps": "which is not judged here, because it exchanges only once in a round",
+    STAY_DENSE: "because steps hardly wait for the network",
 }
 # Norm that an old mask must keep.
 STABLE_NORM = 0.95
@@ -218,7 +218,7 @@ def conclude(findings: Findings, rows: Sequence[Row], ranks: int, training: Situ
         assess_start(findings),
         assess_spread(findings, ranks),
         list_growing_residuals(rows),
-        "This is an order, not a loss: it comes from these steps alone.",
+        "This ranks the methods by these steps alone. It does not predict a loss.",
     ]
     return [sentence for sentence in sentences if sentence]
 
@@ -238,13 +238,12 @@ def recommend_row(rows: Sequence[Row]) -> Row:
 def describe_recommendation(rows: Sequence[Row], best: Row) -> str:
     share = best.share or 0.0
     text = (
-        f"Start with {best.line}: of what sends at most {FEW_BYTES:.0%} of the bytes, nothing "
-        f"keeps {NEGLIGIBLE} more of AdamW's update (kept {best.kept:.2f}, {share:.1%} of the "
-        "bytes)."
+        f"Start with {best.line}: it keeps {best.kept:.2f} of AdamW's update with {share:.1%} of "
+        f"the bytes. No other method within {FEW_BYTES:.0%} of the bytes keeps {NEGLIGIBLE} more."
         if share <= FEW_BYTES
-        else f"Nothing here sends less than {FEW_BYTES:.0%} of the bytes. Start with {best.line}: "
-        f"nothing keeps {NEGLIGIBLE} more of AdamW's update (kept {best.kept:.2f}, {share:.0%} of "
-        "the bytes)."
+        else f"No method here is within {FEW_BYTES:.0%} of the bytes. Start with {best.line}: it "
+        f"keeps {best.kept:.2f} of AdamW's update with {share:.0%} of the bytes. No other method "
+        f"keeps {NEGLIGIBLE} more."
     )
     if best.kept < HALF:
         text += (
@@ -260,8 +259,10 @@ def describe_settings(rows: Sequence[Row], best: Row) -> str:
     family.sort(key=lambda row: row.share or 0.0)
     listed = ", ".join(f"{row.kept:.2f} at {row.setting}" for row in family)
     enough = max(row.kept for row in family) < best.kept + NEGLIGIBLE
-    adds = f"adds less than {NEGLIGIBLE}" if enough else "keeps more, for more bytes"
-    return f"{best.family} keep {listed}: more than {best.setting} {adds}."
+    more = f"Above {best.setting}, at most {NEGLIGIBLE} is gained."
+    if not enough:
+        more = f"Above {best.setting}, more is kept, for more bytes."
+    return f"{best.family} keep {listed}. {more}"
 
 
 def compare_with_advice(training: Situation, class_name: str) -> str:
@@ -282,7 +283,7 @@ def compare_with_advice(training: Situation, class_name: str) -> str:
     seconds, ranks = format_seconds(training.compute_s), training.machine.ranks
     return (
         f"compopt-advise {comparison}, for {ranks} ranks and {seconds} a step: {'; '.join(parts)}. "
-        "It goes by the time and the loss of whole runs."
+        "It judges by the time and the loss of whole runs."
     )
 
 
@@ -301,14 +302,15 @@ def assess_interval(findings: Findings) -> str:
             return ""
         good = [lag for lag in seen if (norms[lag] or 0.0) >= STABLE_NORM]
         if not good:
-            parts.append(f"at density {density} not even for one step")
+            parts.append(f"at density {density} not for one step")
         else:
             more = " (more was not seen)" if good[-1] == seen[-1] and seen[-1] < LAGS[-1] else ""
             steps = f"{good[-1]} steps" if good[-1] > 1 else "one step"
             parts.append(f"at density {density} for {steps}{more}")
     return (
-        f"Radius's interval: the largest elements of AdamW's update keep {STABLE_NORM:.0%} of "
-        f"their norm {', '.join(parts)}; a set that is used for longer misses more."
+        "Radius's interval: positions of the largest elements of AdamW's update, used again later, "
+        f"hold {STABLE_NORM:.0%} of the norm that newly selected ones would {', '.join(parts)}. "
+        "After more steps they hold less."
     )
 
 
@@ -317,20 +319,20 @@ def assess_start(findings: Findings) -> str:
         return ""
     first, last = findings["settling", "first"], findings["settling", "last"]
     numbers = (
-        f"of the largest tenth of AdamW's update {first:.2f} stayed from step to step at first, "
-        f"{last:.2f} at the end"
+        f"of the 10% largest elements of AdamW's update, {first:.0%} were the same one step later "
+        f"at first, and {last:.0%} at the end"
     )
     if last > first + SETTLED:
         return (
-            f"Start: {numbers}, so they had not settled. Give methods that select elements a dense "
+            f"Dense start: {numbers}. They had not settled. Give methods that select elements a dense "
             "start (warmup_steps=0.15, total_steps=...), and diagnose again after it."
         )
     if last < first - SETTLED:
         return (
-            f"Start: {numbers}, so they change faster as training goes on; a longer dense start "
-            "would not help that. Diagnose again later: what selects elements may keep less then."
+            f"Dense start: {numbers}. They change faster as training goes on, so a longer dense "
+            "start would not help. Diagnose again later: methods that select may keep less."
         )
-    return f"Start: {numbers}, so a longer dense start would change little of what is selected."
+    return f"Dense start: {numbers}. A longer one would change little of what is selected."
 
 
 def assess_spread(findings: Findings, ranks: int) -> str:
@@ -355,8 +357,8 @@ def list_growing_residuals(rows: Sequence[Row]) -> str:
     if not growing:
         return "No residual still grows."
     return (
-        f"Residuals that still grow: {', '.join(growing)}. What they hold back has not begun to "
-        "arrive in full; more steps tell more."
+        f"Residuals that still grow: {', '.join(growing)}. These methods send less than they put "
+        "into the residual, so `kept` is not final: diagnose more steps."
     )
 
 
