@@ -233,15 +233,15 @@ def format_table(situation: Situation, rows: list[Row], chosen: str, all_rows: b
     letters = {text: chr(ord("a") + i) for i, text in enumerate(measured)}
     lines = align_columns([HEAD, *(format_row(row, chosen, letters) for row in shown)])
     notes = [
-        "> advised, * not ours. Run: all steps, as bytes. Step: after the start. Losses: over "
-        "AdamW's, where",
-        "  measured nearest; to decide, "
-        f"{100 * ALLOWANCE:g} % is added for each factor of ten in size from there:",
+        "> advised, * not ours. run, bytes: of all steps. step ms: after the warm-up. loss: relative to",
+        "  AdamW's, in the nearest measurement (letters). The advice adds "
+        f"{100 * ALLOWANCE:g} % to it for each",
+        "  factor of ten between the size of the measured model and yours:",
         *(f"  {letter} {text}" for text, letter in letters.items()),
     ]
     hidden = len(rows) - len(shown)
     if hidden:
-        notes.append(f"{hidden} methods that do not fit, or are slower and lose more: --all.")
+        notes.append(f"{hidden} more methods do not fit, or are slower and lose more: --all.")
     return "\n".join([*lines, *notes])
 
 
