@@ -118,7 +118,8 @@ class ProjectingOptimizer(ReducingOptimizer):
         return [*super()._settings(), ("random matrices", checksums)]
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
-        # inside FSDP2 an all-reduce sends twice as much as the reduce-scatter of whole tensors
+        # Inside FSDP2 lengths are those of shards, and a projection is of the global tensor: its
+        # all-reduce sends twice as much as a reduce-scatter, for all ranks' shards together.
         parts = ranks / 2 if self.reduces_inside else 1
         total = 0.0
         for n, q in zip(bucket.lengths, self._plan_compressed(bucket), strict=True):
