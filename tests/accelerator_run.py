@@ -16,7 +16,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -331,7 +331,8 @@ def run(case: Case) -> dict[str, object]:
     }
 
 
-def main(names: list[str]) -> None:
+def run_all(names: Iterable[str] = ()) -> dict[str, dict]:
+    """Run these cases, or all; return what was found of each."""
     fake_device.register()
     os.environ["COMPOPT_BACKEND"] = "torch"
     torch.set_num_threads(1)
@@ -347,8 +348,8 @@ def main(names: list[str]) -> None:
             found[name] = run(RUNS[name])
         except Exception:
             found[name] = {"raised": traceback.format_exc()}
-    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print(json.dumps(run_all(sys.argv[1:])))

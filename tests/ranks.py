@@ -7,6 +7,7 @@ them has used its processor for ``IDLE`` seconds, which only ranks do that wait 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -24,9 +25,10 @@ IDLE = 120.0  # seconds without work after which ranks are taken to wait for eac
 FOREVER = timedelta(seconds=2 * HANG_GUARD)  # a process group's timeout, where no test is about it
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "compopt", "pytest"]
-)
+PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "compopt", "pytest"]
+if "PYTEST_XDIST_WORKER" in os.environ:  # ranks of several files train with these; one file would not need all
+    PRELOADED += ["transformers.trainer", "accelerate", "lightning.pytorch", "lightning.fabric"]
+_context.set_forkserver_preload(PRELOADED)
 
 
 def be_patient() -> None:
@@ -50,6 +52,7 @@ def send_answer(results: Any, rank: int, *answer: Any) -> None:
 def _work(rank: int, size: int, file: str, results: Any, function: Callable[..., Any], args: tuple) -> None:
     import torch.distributed as dist
 
+    gc.freeze()  # what was imported before the fork stays: a collection would look through it, and copy its pages
     be_patient()
     try:
         dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=FOREVER)

@@ -7,23 +7,21 @@ what is run on it stands in accelerator_run.py. It shows what is asked of a devi
 from __future__ import annotations
 
 import functools
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from ranks import HANG_GUARD
+from ranks import run_ranks
 from torch.utils import backend_registration
 
 if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
     pytest.skip("this torch has no devices in Python", allow_module_level=True)
 
+import accelerator_run
 from accelerator_run import RUNS, SIZE, STEADY
 
 HERE = Path(__file__).parent
-TOGETHER = 7  # cases a process: to start one costs as much as three cases
+TOGETHER = 7  # cases a process
 
 # Where the host may wait for the device: module and function of compopt, a case that shows it, and why it does.
 LOOKS = {
@@ -85,10 +83,12 @@ LOOKS = {
 @functools.cache
 def ran(names: tuple[str, ...]) -> dict[str, dict]:
     """What is found, in a process of its own: a device cannot be taken back."""
-    command = [sys.executable, str(HERE / "accelerator_run.py"), *names]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=HANG_GUARD, cwd=HERE.parent)
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout)
+    (found,) = run_ranks(run_cases, 1, names)
+    return found
+
+
+def run_cases(rank: int, names: tuple[str, ...]) -> dict[str, dict]:
+    return accelerator_run.run_all(names)
 
 
 @pytest.fixture(scope="module", params=RUNS)  # of the module: tests of one case follow each other, in one worker

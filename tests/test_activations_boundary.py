@@ -67,9 +67,9 @@ def test_shapes_and_precisions_that_differ_are_said_too():
     send, receive = ends(TopK(0.25), TopK(0.25), (3, 4, HIDDEN))
     with pytest.raises(RuntimeError, match="differ in the activation's shape or dtype"):
         receive(*send(sample().float()))
-    with pytest.raises(RuntimeError, match="expects what SendCompressed sends"):
+    with pytest.raises(RuntimeError, match="expects a payload of SendCompressed"):
         receive(sample().float())
-    with pytest.raises(RuntimeError, match="expects what SendCompressed sends"):
+    with pytest.raises(RuntimeError, match="expects a payload of SendCompressed"):
         receive(sample().float(), torch.ones(3))
     send, receive = ends(Identity(), Identity())
     set_compression(send, False)

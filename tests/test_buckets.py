@@ -70,7 +70,7 @@ def test_what_is_frozen_is_in_no_bucket_unless_it_is_asked_for():
     some = group((3,), (4,), (5,))
     some["params"][1].requires_grad_(False)
     assert dealt(some) == [["torch.float32(5,)", "torch.float32(3,)"]]
-    assert [bucket.names for bucket in make_buckets([some], wanted={some["params"][1]})] == [["torch.float32(4,)"]]
+    assert [bucket.names for bucket in make_buckets([some], included={some["params"][1]})] == [["torch.float32(4,)"]]
 
 
 def one(dtype: torch.dtype, *shapes: tuple[int, ...], index: int = 0) -> Bucket:
@@ -112,10 +112,10 @@ def test_a_mask_has_whole_bytes():
 def test_momentum_on_a_mask_of_another_size_gets_memory_of_that_size():
     p, q = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64, 64))
     (bucket,) = compopt.ScapeAdamS([p, q])._buckets
-    first = bucket.resize("exp_avg", [10, 30])
-    second = bucket.resize("exp_avg", [30, 10])  # as many in all
+    first = bucket.resize_state("exp_avg", [10, 30])
+    second = bucket.resize_state("exp_avg", [30, 10])  # as many in all
     assert [view.numel() for view in first] == [10, 30] and [view.numel() for view in second] == [30, 10]
-    assert bucket.resize("exp_avg", [30, 10]) is second
+    assert bucket.resize_state("exp_avg", [30, 10]) is second
 
 
 def test_masters_keep_what_parameters_cannot_hold_and_follow_what_is_set_from_outside():

@@ -1,6 +1,6 @@
 """Anything that the table's classes and forms may be given: no exception, replicas equal to the bit, nothing lost.
 
-Twenty examples of each here, the same each time; ``make fuzz`` draws 3,000 in all, anew.
+Twelve examples of each here, the same each time; ``make fuzz`` draws 3,000 in all, anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXAMPLES = int(os.environ.get("COMPOPT_FUZZ", 0))
 
 def hold(test: Callable[[Run], None], case: Case, lossless: bool, share: float) -> None:
     """Run ``test`` on a share of the examples of this case."""
-    all_of_case = EXAMPLES / len(CASES + FORMS) if EXAMPLES else 20
+    all_of_case = EXAMPLES / len(CASES + FORMS) if EXAMPLES else 12
 
     @settings(
         max_examples=-int(-all_of_case * share // 1), deadline=None, derandomize=not EXAMPLES, database=None,

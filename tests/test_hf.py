@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from table import CASES, Case, by_name
 from test_scripts import as_torchrun_would
 from torch.nn.utils import parameters_to_vector
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+if not all(map(find_spec, ("transformers", "accelerate"))):  # to import them takes seconds, of each worker
+    pytest.skip("needs transformers and accelerate", allow_module_level=True)
 SAMPLED = dataclasses.replace(by_name["ScapeAdamS"], compressed=dict(density=0.1, density_warmup_steps=0))
 CASE = {case.name: case for case in CASES} | {"ScapeAdamS, sampled": SAMPLED}  # that one on tensors worth a sample
 STEPS, AT = 9, 5

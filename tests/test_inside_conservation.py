@@ -45,7 +45,7 @@ def build(method: str, model: nn.Module) -> torch.optim.Optimizer:
     kind, _, payload = method.rpartition(", ")
     payload_dtype = payload or None
     if kind in PROJECTIONS:
-        size = {"rank": 4} if kind == "tracked" else {"ratio": 16}
+        size = {"rank": 4} if kind == "tracked" else {"ratio": 64}
         options = dict(size, projection=kind, warmup_steps=0, payload_dtype=payload_dtype)
         return compopt.SeparateAdam(model.parameters(), lr=1e-2, **options)
     return CASES_INSIDE[kind].make(model.parameters(), payload_dtype=payload_dtype)

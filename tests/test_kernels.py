@@ -250,7 +250,7 @@ def test_elias_fano_code(device, density):
     """The bytes are the reference's, and both ranges come back into one mask."""
     lengths, random = (20_000, 4096), torch.Generator().manual_seed(1)
     shards = shard_mask(lengths, 2, density)
-    assert shards.is_coded
+    assert shards.is_elias_fano
     words = torch.zeros((shards.shards[-1].last_byte + 3) // 4, dtype=torch.int32, device=device)
     code = torch.zeros((2 * shards.message_bytes + 3) // 4, dtype=torch.int32, device=device)
     messages = code.view(torch.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -36,13 +37,19 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TALKS = {"_wire/collectives.py", "integrations", "activations", "planning"}  # with torch.distributed
 
 
+@functools.cache
+def import_statements(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """All of a file, wherever in it; the tests read copies of the package, of which one file differs."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported(path: Path, root: Path) -> list[tuple[str, ...]]:
     """What a file imports, wherever in it: the parts of each name, from the package's own root where it is of it."""
     package, found = path.relative_to(root.parent).parts[:-1], []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path.read_text()):
         if isinstance(node, ast.Import):
             found += [tuple(alias.name.split(".")) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = package[: len(package) - node.level + 1] if node.level else ()
             base = (*base, *(node.module.split(".") if node.module else ()))
             found += [(*base, alias.name) for alias in node.names]

@@ -29,7 +29,7 @@ def kept(name: str, member: Member) -> torch.Tensor:
     """Some state, as it is kept."""
     layout, n = LAYOUTS[name]
     state = packed(MASK) if name == "bits" else torch.arange(1, n + 1).to(layout.dtype)
-    return state.view(layout.shape(member))
+    return state.view(layout.stored_shape(member, state))
 
 
 @every
@@ -68,7 +68,7 @@ def test_what_is_whole_lies_where_it_belongs():
 def test_a_momentum_of_what_is_not_compressed_and_a_shard_of_what_is_frozen_are_whole():
     momentum, plain = OnMask(torch.float32, "mask"), Member(PARAM, False)
     state = torch.rand(SHAPE)
-    assert momentum.keeps_shape(plain) and momentum.numel(plain, torch.zeros(99)) == N
+    assert momentum.stored_shape(plain) == SHAPE and momentum.numel(plain, torch.zeros(99)) == N
     assert momentum.expand(state, plain, {}) is state and momentum.compact(state, plain, {}) is state
     shard = Sharded(torch.float32)
     assert shard.numel(plain) == N and shard.expand(state.view(-1), plain, {}).shape == SHAPE

@@ -157,7 +157,7 @@ def test_masks_cross_the_network_as_the_reference_has_them(ops, ranks, density):
         bits = torch.zeros(shard.nbytes, dtype=torch.uint8)
         _bits.set_bits_(bits, own)
         expected = encode_mask(own, bits, shards, rank)
-        if not shards.is_coded:
+        if not shards.is_elias_fano:
             assert len(expected) == shards.message_bytes
         assert torch.equal(selection.encode(), expected)
         selections.append(selection)
@@ -192,9 +192,9 @@ def test_a_mask_that_is_not_what_was_agreed_is_refused(ops, broken, density):
         selection.positions.copy_(torch.cat([torch.arange(piece.k) for piece in shard.slices]))
         messages.append(selection.encode().clone())  # the next one of this bucket lies in the same memory
     selection.assemble(torch.stack(messages))
-    bits = code_layout(shards.shards[0])[0] if shards.is_coded else 8 * len(messages[0])
+    bits = code_layout(shards.shards[0])[0] if shards.is_elias_fano else 8 * len(messages[0])
     BROKEN[broken](messages[0], bits)
-    if broken == "not ascending" and not shards.is_coded:
+    if broken == "not ascending" and not shards.is_elias_fano:
         return  # bits cannot be
     with pytest.raises(compopt.CommunicationError, match="the mask of rank 0 is not what was agreed: it has"):
         selection.assemble(torch.stack(messages))

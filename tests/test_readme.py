@@ -34,10 +34,10 @@ def launches() -> list[str]:
     return re.findall(r"^    (.*torchrun .* train\.py)$", LAUNCH, re.M)
 
 
-def start(line: str, folder: Path) -> subprocess.Popen:
+def start(line: str, folder: Path, text: str) -> subprocess.Popen:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    (folder / "train.py").write_text(script())
+    (folder / "train.py").write_text(text)
     return subprocess.Popen(["bash", "-c", line], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
 
 
@@ -57,8 +57,12 @@ def check(output: str) -> None:
     assert float(steps[-1][1]) < 0.8 * float(steps[0][1]) and float(steps[-1][2]) < 20
 
 
-def test_the_script_trains_on_two_ranks(tmp_path):
-    check(finish(start(launches()[0], tmp_path)))
+def test_the_command_for_one_machine_starts_two_ranks(tmp_path):
+    """Those for two machines, below, train the script."""
+    # One write a line: torchrun's ranks write unbuffered into the same pipe.
+    text = 'import os; os.write(1, f\'{os.environ["RANK"]} {os.environ["WORLD_SIZE"]}\\n\'.encode())'
+    output = finish(start(launches()[0], tmp_path, text))
+    assert sorted(output.splitlines()) == ["0 2", "1 2"]
 
 
 def test_the_commands_for_two_machines_train_on_this_one(tmp_path):
@@ -67,7 +71,7 @@ def test_the_commands_for_two_machines_train_on_this_one(tmp_path):
         here = {"10.0.0.1": "127.0.0.1", "eth0": "lo", "29500": str(free.getsockname()[1])}
     lines = [re.sub("|".join(map(re.escape, here)), lambda of: here[of[0]], line) for line in launches()[1:]]
     assert [re.findall(r"--node-rank (\d)", line) for line in lines] == [["0"], ["1"]]
-    first, second = (start(line, tmp_path) for line in lines)
+    first, second = (start(line, tmp_path, script()) for line in lines)
     check(finish(first))
     assert finish(second) == ""
 

@@ -44,7 +44,7 @@ from compopt.activations import (
     drop_compressors,
     set_compression,
 )
-from compopt.activations.codecs import Alone
+from compopt.activations.base import Alone
 from compopt.costmodel import METHODS, Machine, Situation, Workload, advise, fit, rows_of
 from compopt.integrations.hf import CompoptCallback
 

@@ -116,7 +116,7 @@ class RowBucket(Bucket):
         pairs = [*zip(pieces, as_matrix, strict=True)]
         ranges = [[piece.range_of(r, matrix) for piece, matrix in pairs] for r in range(ranks)]
         own = [piece for piece, c in zip(pieces, compressed, strict=True) if c]
-        owned = [sum(piece.filled(r) for piece in own) for r in range(ranks)]
+        owned = [sum(piece.count_filled(r) for piece in own) for r in range(ranks)]
         self.shards = cut_by_rows(ranges, owned, compressed, self.rank)
         self.make_mean = session.ops.quantized_mean(self)
 

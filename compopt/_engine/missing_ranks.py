@@ -51,7 +51,7 @@ def meet_to_consolidate(session: Session, patience: float | None) -> None:
         return
     averaged = sum(bucket.flat[name].numel() for bucket in session.buckets for name in names)
     sharded = sum(
-        bucket.shards.most * len(bucket.sharded_names)
+        bucket.shards.max_numel * len(bucket.sharded_names)
         for bucket in session.buckets
         if bucket.is_sharded
     )

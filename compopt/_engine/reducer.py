@@ -216,7 +216,7 @@ class MaskReducer:
         sizes = shards.sizes(shards.rank)
         memory = self.bucket.get_memory("average", sum(sizes), dtype)
         parts: Sequence[Tensor] = memory.split(sizes)
-        for i, (part, (start, stop)) in enumerate(zip(parts, shards.own, strict=True)):
+        for i, (part, (start, stop)) in enumerate(zip(parts, shards.own_ranges, strict=True)):
             like = memory.new_empty(1).expand(lengths[i])
             part.copy_(self.average(i, like)[start:stop])
         return parts

@@ -76,7 +76,7 @@ def gather_shards(
     All ranks must call it. Shards whose owner is gone become the parameter for masters, else 0.
     """
     shards, flat = bucket.shards, bucket.flat[name].to(bucket.device)
-    padded = torch.nn.functional.pad(flat, (0, shards.most - flat.numel()))
+    padded = torch.nn.functional.pad(flat, (0, shards.max_numel - flat.numel()))
     rows = yield from ask(comm, AllGather(padded))
     gathered: list[Tensor | None] = []
     for p, n, part in zip(bucket.params, shards.lengths, bucket.state[name], strict=True):
@@ -96,7 +96,7 @@ def reshard_state(old: list[Bucket], new: list[Bucket], comm: Communicator) -> T
         for name in before.sharded_names:
             gathered = yield from gather_shards(before, name, comm, owners)
             for vector, shard, (start, stop) in zip(
-                gathered, after.state[name], after.shards.own, strict=True
+                gathered, after.state[name], after.shards.own_ranges, strict=True
             ):
                 if vector is not None:
                     shard.copy_(vector[start:stop])

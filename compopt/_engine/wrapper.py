@@ -36,7 +36,7 @@ class Wrapper(CompressedOptimizer):
     """Steps ``base`` on averaged gradients, which generators pass to ``_update``.
 
     A class that shares its algorithm with others inherits from both: ``class Separate(Wrapper,
-    Projecting)``.
+    ProjectingOptimizer)``.
     """
 
     # options of the wrapper that a group of the base may have for its tensors

@@ -92,7 +92,7 @@ def check_options(group: Group) -> None:
     if group["clip"] == "reconstructed":  # its name in 0.1.0
         group["clip"] = "average"
     require(group["clip"] in ("average", "local"), "clip", group["clip"], "'average' or 'local'")
-    if clips_locally(group) and any(map(is_sharded, group["params"])):
+    if is_clipped(group, "local") and any(map(is_sharded, group["params"])):
         raise ValueError(
             "max_grad_norm with clip='local' would clip every shard by its own norm: leave clip at "
             "'average', whose norm is of the whole model."
@@ -103,14 +103,9 @@ def is_positive_integer(number: Any) -> bool:
     return not isinstance(number, str) and number >= 1 and int(number) == number
 
 
-def clips_locally(group: Group) -> bool:
-    """True where each rank's gradient is clipped before it is projected."""
-    return group["clip"] == "local" and group["max_grad_norm"] is not None
-
-
-def clips_average(group: Group) -> bool:
-    """True where the averaged gradient is clipped."""
-    return group["clip"] == "average" and group["max_grad_norm"] is not None
+def is_clipped(group: Group, where: Literal["local", "average"]) -> bool:
+    """True where the group clips each rank's local gradient, or the averaged gradient."""
+    return group["clip"] == where and group["max_grad_norm"] is not None
 
 
 def is_reset_step(group: Group, t: int) -> bool:

@@ -118,7 +118,8 @@ class ProjectingOptimizer(ReducingOptimizer):
         return [*super()._settings(), ("random matrices", checksums)]
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
-        # inside FSDP2 an all-reduce sends twice as much as the reduce-scatter of whole tensors
+        # Inside FSDP2 lengths are those of shards, and a projection is of the global tensor: its
+        # all-reduce sends twice as much as a reduce-scatter, for all ranks' shards together.
         parts = ranks / 2 if self.reduces_inside else 1
         total = 0.0
         for n, q in zip(bucket.lengths, self._plan_compressed(bucket), strict=True):
@@ -152,8 +153,9 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     def reducer(self, bucket: Bucket) -> ProjectionReducer:
         h, plan = bucket.group, self._plan_next_step(bucket)
-        clips = options.clips_locally(h)
-        local_factor = clip_factor(self._norm, h["max_grad_norm"]) if clips else 1.0
+        local_factor = 1.0
+        if options.is_clipped(h, "local"):
+            local_factor = clip_factor(self._norm, h["max_grad_norm"])
         # the residual of a Gaussian projection is noise; that of a contraction is due
         has_due_residual = bucket.has_residual and h["projection"] != "gaussian"
         sends_residuals = bucket.is_rounded or has_due_residual
@@ -169,7 +171,9 @@ class ProjectingOptimizer(ReducingOptimizer):
             draw_matrices=self._make_draw(bucket, random, self._matrices.draw_cached),
             local_factor=local_factor,
             sends_residuals=sends_residuals,
-            norm_is_exact=any(map(options.clips_average, self._option_groups)),
+            norm_is_exact=any(
+                options.is_clipped(group, "average") for group in self._option_groups
+            ),
             params_with_basis=self._params_with_basis,
             on_cosines=self._cosines.update if adapts else None,
             whole_reducer=whole_reducer,
@@ -228,7 +232,7 @@ class ProjectingOptimizer(ReducingOptimizer):
     # during backward
 
     def _clips_locally(self) -> bool:
-        return any(map(options.clips_locally, self._option_groups))
+        return any(options.is_clipped(group, "local") for group in self._option_groups)
 
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
         if not self._clips_locally():
@@ -273,7 +277,7 @@ class ProjectingOptimizer(ReducingOptimizer):
     def keep_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
         """Line 5 of tensor i; ``factor`` has clipped the average."""
         residual, h = bucket.state["residual"][i], bucket.group
-        unsent.replace_residual(residual, factor if options.clips_average(h) else 1.0)
+        unsent.replace_residual(residual, factor if options.is_clipped(h, "average") else 1.0)
         if options.is_reset_step(h, h["step"] + 1):
             residual.zero_()
         for name, value in unsent.state.items():

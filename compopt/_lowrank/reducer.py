@@ -18,7 +18,7 @@ from .._state.tensors import upload
 from .._wire.payload import Payload
 from .._wire.requests import AllReduceMean, RequestGenerator
 from .matrices import RandomMatrices
-from .options import clips_average, is_reset_step
+from .options import is_clipped, is_reset_step
 from .projections import orthonormalize_each
 from .tensors import ProjectedTensor, TrackedTensor, WholeTensor
 
@@ -181,7 +181,7 @@ class ProjectionReducer:
         whole = iter(() if reducer is None else reducer.own_parts(dtype))
         for i in range(len(self.tensors)):
             if i in self.projected:
-                start, stop = self.bucket.shards.own[i]
+                start, stop = self.bucket.shards.own_ranges[i]
                 tensor, width = self.projected[i], self.projected[i].q.columns
                 rows = tensor.reconstruct_rows(self.mean.parts[i], start // width, stop // width)
                 yield rows.reshape(-1)
@@ -205,7 +205,7 @@ class ProjectionReducer:
     def clip_factor(self, norm: float) -> float:
         """Return the factor that clips the averaged gradient."""
         h = self.bucket.group
-        return clip_factor(norm, h["max_grad_norm"]) if clips_average(h) else 1.0
+        return clip_factor(norm, h["max_grad_norm"]) if is_clipped(h, "average") else 1.0
 
     def commit_state(self, present: list[bool], factor: float) -> None:
         """Reset residuals where they are due, store the next bases, and report the cosines."""

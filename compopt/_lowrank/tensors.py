@@ -79,25 +79,23 @@ class ProjectedTensor:
     def length(self) -> int:
         return self.q.m * self.q.r
 
-    def add_residual(self) -> Tensor:
-        """Line 1: write h_n to scratch memory, as an (m, d) matrix."""
-        e, g = self.residual, self.grad
-        h = self.ops.scratch(e, e.numel()).view(e.shape)
-        if g is None:
-            h.copy_(e)
-        else:
-            torch.add(e, g, alpha=self.local_factor, out=h)
-        return self.q.view_as_matrix(h)
-
     def multiply_h(self, right: Tensor, out: Tensor, transposed: bool = False) -> None:
-        """Write ``h right``, or ``h^T right``, to ``out``, which may be of another dtype."""
+        """Lines 1 and 2: write ``h right``, or ``h^T right``, to ``out``, with h = e + g.
+
+        ``out`` may be of another dtype.
+        """
         q, e, g = self.q, self.residual, self.grad
         if adds_products(e) and (g is None or g.dtype == e.dtype == out.dtype):
             terms = [(q.view_as_matrix(e), 1.0)]
             if g is not None:
                 terms.append((q.view_as_matrix(g.contiguous()), self.local_factor))
         else:
-            terms = [(self.add_residual(), 1.0)]
+            h = self.ops.scratch(e, e.numel()).view(e.shape)
+            if g is None:
+                h.copy_(e)
+            else:
+                torch.add(e, g, alpha=self.local_factor, out=h)
+            terms = [(q.view_as_matrix(h), 1.0)]
         for n, (matrix, factor) in enumerate(terms):
             matrix = matrix.t() if transposed else matrix
             for R, rows, out_rows in q.iterate_blocks(right, matrix, out):
@@ -120,8 +118,7 @@ class ProjectedTensor:
         return cosine
 
     def average_in(self, part: Tensor) -> Tensor | None:
-        """Return None: the average exists only as a reconstruction."""
-        return None
+        return None  # it exists only as a reconstruction
 
     def reconstruct(self, part: Tensor, factor: float, out: Tensor) -> Tensor:
         """Line 4: write ``factor`` times the averaged gradient to ``out``."""

@@ -1,11 +1,10 @@
-"""Which backend an optimizer runs: chosen when it is made, and shown as ``optimizer.backend`` and
-``backend_reason``.
+"""The choice of an optimizer's backend, which ``optimizer.backend`` and ``backend_reason`` show.
 
-On an accelerator "triton" where triton is installed and has a driver for it, else, on CUDA devices,
-"apex" where NVIDIA's apex is; on the CPU "native" where there is a C compiler and the C passes have
-vectors for the processor, or PyTorch's operators have none either; else "torch". The environment
-variable COMPOPT_BACKEND names one; it is the only way to get the "triton" of the interpreter. Where
-ranks choose differently by themselves, all fall back to "torch".
+On an accelerator it is "triton" if triton is installed and has a driver, else "apex" on CUDA
+devices with NVIDIA's apex. On the CPU it is "native" if there is a C compiler and the C passes are
+vectorized for the processor, or PyTorch's operators are not. Otherwise it is "torch". The
+environment variable COMPOPT_BACKEND names a backend; only it selects "triton" on Triton's
+interpreter. If ranks choose differently, all fall back to "torch".
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ def choose_backend(devices: set[str]) -> Ops:
     """Return the backend for parameters on these types of device ("cuda", "cpu", ...).
 
     Raises:
-        ValueError: COMPOPT_BACKEND or COMPOPT_NATIVE_ISA is none of the names there are.
-        RuntimeError: COMPOPT_BACKEND names one that cannot run here.
+        ValueError: COMPOPT_BACKEND or COMPOPT_NATIVE_ISA is not a valid name.
+        RuntimeError: COMPOPT_BACKEND names a backend that cannot run here.
     """
     asked = os.environ.get("COMPOPT_BACKEND", "auto")
     if asked not in NAMES:
@@ -77,7 +76,7 @@ def _choose_fastest(devices: set[str]) -> Ops:
             continue
         try:
             backend = make_backend(name)
-        except UnknownISA:  # COMPOPT_NATIVE_ISA is wrong: what was asked for is not ignored
+        except UnknownISA:  # an explicit COMPOPT_NATIVE_ISA is not ignored
             raise
         except Exception as error:  # no compiler, another driver: kernels are built here
             warn(
@@ -116,7 +115,7 @@ def is_interpreted(name: str) -> bool:
 
 
 def find_missing(name: str, devices: set[str]) -> str:
-    """Name what a backend needs that is not here; nothing where it can be tried."""
+    """Return the missing requirement of a backend; an empty string if it can be tried."""
     if name == "native":
         if devices != {"cpu"}:
             return "not all parameters are on the CPU"

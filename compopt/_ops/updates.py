@@ -85,7 +85,9 @@ def resize_momenta(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
     """
     old = bucket.state["exp_avg"]
     rows = zip(bucket.present(mean), mask.sizes, bucket.sizes["exp_avg"], strict=True)
-    bucket.resize("exp_avg", [size if is_present else held for is_present, size, held in rows])
+    bucket.resize_state(
+        "exp_avg", [size if is_present else held for is_present, size, held in rows]
+    )
     return old
 
 

@@ -65,7 +65,7 @@ class ShardedAdamW:
         self.stepped = [i for i in owned if present[i]]
         stay = [i for i in owned if not present[i]]
         sizes = self.shards.sizes(self.shards.rank)
-        self.gathered = bucket.get_memory("new parameters", self.shards.most, bucket.dtype)
+        self.gathered = bucket.get_memory("new parameters", self.shards.max_numel, bucket.dtype)
         self.gathered[sum(sizes) :].zero_()
         outs = self.gathered[: sum(sizes)].split(sizes)
         if self.stepped:

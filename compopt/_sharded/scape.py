@@ -96,13 +96,14 @@ class OwnedElements:
     def of_shard(self, i: int) -> Tensor | slice:
         """Return this rank's elements of tensor i, counted from the start of its shard."""
         elements = self.of_tensor(i, self.bucket.shards.rank)
-        start, stop = self.bucket.shards.own[i]
+        start, stop = self.bucket.shards.own_ranges[i]
         return slice(0, stop - start) if isinstance(elements, slice) else elements - start
 
 
 def owned_x(bucket: Bucket, i: int, g: Tensor | None) -> Tensor:
     """Return x_n + b1 m + c on this rank's shard of tensor i, in new memory."""
-    state, (start, stop), beta1 = bucket.state, bucket.shards.own[i], bucket.group["betas"][0]
+    state, beta1 = bucket.state, bucket.group["betas"][0]
+    start, stop = bucket.shards.own_ranges[i]
     x = bucket.fetch_state("residual", i, slice(start, stop)).add_(state["common"][i])
     if g is not None:
         x.add_(g.reshape(-1)[start:stop], alpha=gradient_weight(bucket.group))
@@ -227,7 +228,7 @@ def update_residuals(
     selection: Selection | None,
 ) -> None:
     """Update e and c of a compressed tensor; the next mask is selected in between."""
-    state, h, (start, stop) = bucket.state, bucket.group, bucket.shards.own[i]
+    state, h, (start, stop) = bucket.state, bucket.group, bucket.shards.own_ranges[i]
     c, index, own_index = state["common"][i], owned.positions[i], owned.of_shard(i)
     c.add_(state["exp_avg"][i], alpha=h["betas"][0])
     if g is not None and (selection or index is not None):

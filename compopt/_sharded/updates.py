@@ -108,9 +108,9 @@ class UpdateCodec:
 
     def decode(self, messages: Tensor) -> Tensor:
         """All ranks' updates, a row each, as long as the largest shard."""
-        bucket, most = self.bucket, self.shards.most
-        rows = bucket.get_memory("updates", len(messages) * most, bucket.dtype)
-        rows = rows.view(len(messages), most)
+        bucket, max_numel = self.bucket, self.shards.max_numel
+        rows = bucket.get_memory("updates", len(messages) * max_numel, bucket.dtype)
+        rows = rows.view(len(messages), max_numel)
         for message, chunk, out in zip(messages, self.chunks, rows, strict=True):
             scales, codes = self._fields(message, chunk)
             self.ops.dequantize(scales, codes, chunk, out[: chunk.stop], bucket.scratch, self.bits)

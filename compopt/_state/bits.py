@@ -24,12 +24,12 @@ def positions_dtype(lengths: Sequence[int]) -> torch.dtype:
 
 
 def byte_offsets(lengths: tuple[int, ...]) -> list[int]:
-    """Return where each tensor's bytes begin in the bucket's mask, and where the last end."""
+    """Return the offset of each tensor's bytes in the bucket's mask, and the total."""
     return [0, *accumulate((n + 7) // 8 for n in lengths)]
 
 
 def split_bytes(total: int, ranks: int) -> list[int]:
-    """Return where each rank's range of ``total`` bytes of mask begins, and the total."""
+    """Return the offset of each rank's range of ``total`` bytes of mask, and the total."""
     return [total * rank // ranks // WORD * WORD for rank in range(ranks)] + [total]
 
 
@@ -53,20 +53,18 @@ def find_positions(bits: Tensor) -> Tensor:
     # If most words have set bits, the search below would visit most of them many times.
     if indices.numel() * 4 > words.numel() * 3:
         return unpack_bits(bits).nonzero().view(-1)
-    rest, counts, results = words.index_select(0, indices), torch.zeros_like(indices), []
-    base, owners = (
-        indices << 6,
-        torch.arange(indices.numel(), dtype=torch.int64, device=bits.device),
-    )
-    while rest.numel():  # the lowest bit of every word, then the next of those that have more
-        lowest = torch.neg(rest).bitwise_and_(rest)
+    left, counts, results = words.index_select(0, indices), torch.zeros_like(indices), []
+    base = indices << 6
+    owners = torch.arange(indices.numel(), dtype=torch.int64, device=bits.device)
+    while left.numel():  # the lowest bit of every word, then the next bit of the remaining words
+        lowest = torch.neg(left).bitwise_and_(left)
         # Its exponent as a floating-point number, plus 1023.
         exponent = (lowest.double().view(torch.int64) >> 52).bitwise_and_(0x7FF).add_(base)
         results.append((owners, exponent))
         counts.scatter_(0, owners, torch.full_like(owners, len(results)))
-        rest = rest.bitwise_xor_(lowest)
-        more = rest.nonzero().view(-1)
-        rest, base, owners = (t.index_select(0, more) for t in (rest, base, owners))
+        left = left.bitwise_xor_(lowest)
+        unfinished = left.nonzero().view(-1)
+        left, base, owners = (t.index_select(0, unfinished) for t in (left, base, owners))
     starts = counts.cumsum(0).sub_(counts)
     out = indices.new_empty(sum(exponent.numel() for _, exponent in results))
     for n, (owners, exponent) in enumerate(results):
@@ -74,9 +72,9 @@ def find_positions(bits: Tensor) -> Tensor:
     return out.sub_(1023)
 
 
-def set_bits_(bits: Tensor, positions: Tensor, wanted: Tensor | None = None) -> None:
-    """Set the bits at ``positions``, where ``wanted`` (booleans) is true, and clear all others."""
-    one = torch.ones((), dtype=torch.uint8, device=bits.device) if wanted is None else wanted.byte()
+def set_bits_(bits: Tensor, positions: Tensor, flags: Tensor | None = None) -> None:
+    """Set the bits at ``positions``, where ``flags`` are true, and clear all others."""
+    one = torch.ones((), dtype=torch.uint8, device=bits.device) if flags is None else flags.byte()
     bits.zero_().index_add_(0, positions >> 3, one << (positions & 7).to(torch.uint8))
 
 
@@ -87,10 +85,10 @@ def set_all_bits_(bits: Tensor, n: int) -> None:
         bits[-1] = (1 << n % 8) - 1
 
 
-def make_bits(positions: Tensor, size: int, wanted: Tensor | None = None) -> Tensor:
-    """Return ``size`` bytes with the bits at these positions set, where ``wanted``."""
+def make_bits(positions: Tensor, size: int, flags: Tensor | None = None) -> Tensor:
+    """Return ``size`` bytes with the bits at these positions set, where ``flags``."""
     bits = torch.empty(size, dtype=torch.uint8, device=positions.device)
-    set_bits_(bits, positions, wanted)
+    set_bits_(bits, positions, flags)
     return bits
 
 
@@ -106,8 +104,9 @@ def read_bits(bits: Tensor, positions: Tensor) -> Tensor:
 
 
 def split_positions(positions: Tensor, lengths: tuple[int, ...]) -> list[Tensor | None]:
-    """Split positions in a bucket's mask by tensor, counted from where each begins, in int32 where
-    that is wide enough; None for tensors of length 0 (not compressed).
+    """Split positions in a bucket's mask by tensor, relative to the tensor's first bit.
+
+    They are int32 where that is wide enough; None for tensors of length 0 (not compressed).
     """
     offsets = byte_offsets(lengths)
     dtype = positions_dtype(lengths)

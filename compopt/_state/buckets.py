@@ -161,8 +161,8 @@ class Bucket:
 
     def get_member(self, i: int) -> Member:
         """Return tensor i as layouts see it."""
-        own = self.shards.own[i] if self.is_sharded else None
-        return Member(self.params[i], self.compressed[i], own)
+        own_range = self.shards.own_ranges[i] if self.is_sharded else None
+        return Member(self.params[i], self.compressed[i], own_range)
 
     def allocate(self, name: str, layout: Layout, entries: Sequence[Mapping[str, Tensor]]) -> None:
         """Allocate one kind of state, zeros, with a view for every tensor that has it.
@@ -172,10 +172,10 @@ class Bucket:
         self.layouts[name] = layout
         self.storage_version += 1
         members = [self.get_member(i) for i in range(len(self.params))]
-        has = [member.compressed or not layout.compressed_only for member in members]
+        has_state = [member.compressed or not layout.compressed_only for member in members]
         sizes = [
-            layout.numel(member, old.get(name)) if here else 0
-            for member, here, old in zip(members, has, entries, strict=True)
+            layout.numel(member, old.get(name)) if has else 0
+            for member, has, old in zip(members, has_state, entries, strict=True)
         ]
         self.sizes[name] = sizes
         if self._is_offloaded(name):
@@ -183,12 +183,14 @@ class Bucket:
             self.flat[name] = pin(zeros, self.device)
         else:
             self.flat[name] = torch.zeros(sum(sizes), dtype=layout.dtype, device=self.device)
-        views: list[Any] = list(torch.split(self.flat[name], sizes))
-        for i, (member, here) in enumerate(zip(members, has, strict=True)):
-            views[i] = views[i].view(layout.shape(member)) if here else None
-        self.state[name] = views
+        views = torch.split(self.flat[name], sizes)
+        shaped: list[Any] = [
+            view.view(layout.stored_shape(member, view)) if has else None
+            for view, member, has in zip(views, members, has_state, strict=True)
+        ]
+        self.state[name] = shaped
 
-    def resize(self, name: str, sizes: list[int]) -> list[Tensor]:
+    def resize_state(self, name: str, sizes: list[int]) -> list[Tensor]:
         """Allocate state on a mask with other sizes, contents undefined; return its views.
 
         The previous views remain readable.
@@ -202,7 +204,8 @@ class Bucket:
         views = torch.split(self.flat[name], sizes)
         members = [self.get_member(i) for i in range(len(self.params))]
         self.state[name] = [
-            view.view(layout.shape(member)) for view, member in zip(views, members, strict=True)
+            view.view(layout.stored_shape(member, view))
+            for view, member in zip(views, members, strict=True)
         ]
         for entry, view, member in zip(self.entries, self.state[name], members, strict=False):
             entry[name] = layout.view_for_user(view, member)
@@ -264,7 +267,7 @@ class Bucket:
         p = to_local(self.params[i].detach())
         if not self.is_sharded:
             return p
-        start, stop = self.shards.own[i]
+        start, stop = self.shards.own_ranges[i]
         return p.reshape(-1)[start:stop]
 
     def iterate_weights(self) -> Iterator[Tensor]:
@@ -299,9 +302,11 @@ class Bucket:
         for i, master in enumerate(self.state["master"]):
             member = self.get_member(i)
             part = self.layouts["master"].cut_shard(to_local(self.params[i].detach()), member)
-            values, block = part.reshape(-1), block_size(BLOCK, part.reshape(-1))
-            for own, new in zip(master.view(-1).split(block), values.split(block), strict=True):
-                update_master(own, new.to(own.device))
+            values = part.reshape(-1)
+            size = block_size(BLOCK, values)
+            blocks = zip(master.view(-1).split(size), values.split(size), strict=True)
+            for master_block, new in blocks:
+                update_master(master_block, new.to(master_block.device))
 
     # Messages
 
@@ -365,8 +370,8 @@ class Bucket:
         if self.is_rounded and is_narrow:
             dropped = self.get_memory("dropped", sum(bodies), self.compute_dtype).split(bodies)
         rows = [
-            Payload(row, header, control, parts, dropped=rest)
-            for row, parts, rest in zip(flat.split(sizes), lengths, dropped, strict=True)
+            Payload(row, header, control, parts, dropped=error)
+            for row, parts, error in zip(flat.split(sizes), lengths, dropped, strict=True)
         ]
         self._write_control(rows[0])
         first, *others = [row.control for row in rows]
@@ -434,16 +439,16 @@ Run = tuple[dict[str, Any], list[Tensor], list[str]]
 def make_buckets(
     groups: Iterable[dict[str, Any]],
     is_chosen: CompressionRule | None = None,
-    wanted: Container[Tensor] | None = None,
+    included: Container[Tensor] | None = None,
 ) -> list[Bucket]:
     """Assign the parameters of all groups to buckets, the last registered first: of about 8 MiB on
     CPUs, 128 MiB on other devices.
 
-    ``is_chosen``: which parameters are compressed; by default :func:`is_compressed`. ``wanted``:
-    only these; by default all that require a gradient.
+    ``is_chosen`` decides which parameters are compressed, by default :func:`is_compressed`.
+    ``included`` are the parameters to assign, by default all that require a gradient.
     """
     runs: list[Run] = []
-    for group, params, names in reversed(list(_uniform_runs(groups, wanted))):
+    for group, params, names in reversed(list(_uniform_runs(groups, included))):
         size = 0
         for p, name in zip(reversed(params), reversed(names), strict=True):
             nbytes = to_local(p).numel() * p.element_size()
@@ -463,7 +468,7 @@ def bucket_bytes(device: torch.device) -> int:
 
 
 def _uniform_runs(
-    groups: Iterable[dict[str, Any]], wanted: Container[Tensor] | None
+    groups: Iterable[dict[str, Any]], included: Container[Tensor] | None
 ) -> Iterator[Run]:
     """Split each group by dtypes, device and placements, with a name for every parameter."""
     for number, group in enumerate(groups):
@@ -472,7 +477,7 @@ def _uniform_runs(
         ]
         runs: dict[tuple[object, ...], Run] = {}
         for p, name in zip(group["params"], all_names, strict=True):
-            if not (p.requires_grad if wanted is None else p in wanted):
+            if not (p.requires_grad if included is None else p in included):
                 continue
             mesh, placements = getattr(p, "device_mesh", None), getattr(p, "placements", None)
             key = (p.dtype, get_grad_dtype(p), p.device, mesh, placements)

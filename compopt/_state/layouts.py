@@ -11,6 +11,7 @@ optimizer, to this rank's part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -21,8 +22,6 @@ from torch.nn.functional import pad
 from .bits import pack_bits, unpack_bits
 from .tensors import distribute_like, to_local
 
-VECTOR = (-1,)  # a shape for Tensor.view
-
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -31,7 +30,7 @@ class Member:
     param: Tensor
     compressed: bool
     # the elements that this rank owns; None without shards
-    own: tuple[int, int] | None = None
+    own_range: tuple[int, int] | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -48,42 +47,41 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Base of all layouts: one element for every element of the tensor, in its shape."""
+    """Base of all layouts. ``of`` is the tensor to which a state belongs, ``beside`` its other
+    state.
+    """
 
     dtype: torch.dtype
     compressed_only: bool = False  # only compressed tensors have such state
     optional: bool = False  # a checkpoint without it loads zeros
 
-    def numel(self, of: Member, held: Tensor | None = None) -> int:
-        """Return the number of elements stored here; ``held`` is the state stored so far."""
-        return of.numel
+    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
+        """Return the shape in which the state is stored; ``state`` is what has been stored so
+        far.
+        """
+        raise NotImplementedError
 
-    def keeps_shape(self, of: Member) -> bool:
-        """True where the state is stored in the tensor's shape."""
-        return True
-
-    def shape(self, of: Member) -> tuple[int, ...]:
-        """Return the shape in which the state is stored."""
-        return of.shape if self.keeps_shape(of) else VECTOR
+    def numel(self, of: Member, state: Tensor | None = None) -> int:
+        return math.prod(self.stored_shape(of, state))
 
     def view_for_user(self, view: Tensor, of: Member) -> Tensor:
         """Return the entry of ``optimizer.state``."""
-        return of.laid_out(view) if self.keeps_shape(of) else view
+        return view
 
-    def expand(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
-        """Return the entry of a state dict; ``beside`` is the tensor's other state, as stored."""
-        return kept
+    def expand(self, stored: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+        """Return the entry of a state dict; ``beside`` is in its stored form."""
+        return stored
 
     def compact(self, saved: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
-        """Invert ``expand``; ``beside`` is the tensor's other state, as saved.
+        """Invert ``expand``; ``beside`` is in the form of the state dict.
 
         A state that is compact already is returned unchanged.
         """
         return saved
 
-    def cut_shard(self, held: Tensor, of: Member) -> Tensor:
+    def cut_shard(self, state: Tensor, of: Member) -> Tensor:
         """Return this rank's part of a compact state; one that is cut already is unchanged."""
-        return held
+        return state
 
     def expected_numel(self, loaded: Tensor, of: Member, beside: Mapping[str, Tensor]) -> int:
         """Return the number of elements that a valid loaded, compact state has."""
@@ -92,9 +90,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Dense(Layout):
-    """An element for every element of the tensor, in its shape."""
+    """One element for every element of the tensor, in its shape."""
 
     dtype: torch.dtype
+
+    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
+        return of.shape
+
+    def view_for_user(self, view: Tensor, of: Member) -> Tensor:
+        return of.laid_out(view)
 
 
 @dataclass(frozen=True)
@@ -103,14 +107,8 @@ class Unsharded(Layout):
 
     dtype: torch.dtype
 
-    def numel(self, of: Member, held: Tensor | None = None) -> int:
-        return of.param.numel()
-
-    def shape(self, of: Member) -> tuple[int, ...]:
+    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
         return of.param.shape
-
-    def view_for_user(self, view: Tensor, of: Member) -> Tensor:
-        return view
 
 
 @dataclass(frozen=True)
@@ -119,13 +117,7 @@ class Scalar(Layout):
 
     dtype: torch.dtype
 
-    def numel(self, of: Member, held: Tensor | None = None) -> int:
-        return 1
-
-    def keeps_shape(self, of: Member) -> bool:
-        return False
-
-    def shape(self, of: Member) -> tuple[int, ...]:
+    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
         return ()
 
 
@@ -135,14 +127,11 @@ class Bits(Layout):
 
     dtype: torch.dtype = torch.uint8
 
-    def numel(self, of: Member, held: Tensor | None = None) -> int:
-        return (of.numel + 7) // 8
+    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
+        return ((of.numel + 7) // 8,)
 
-    def keeps_shape(self, of: Member) -> bool:
-        return False
-
-    def expand(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
-        return of.laid_out(unpack_bits(kept)[: of.numel])
+    def expand(self, stored: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+        return of.laid_out(unpack_bits(stored)[: of.numel])
 
     def compact(self, saved: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
         if saved.dtype != torch.bool:
@@ -161,18 +150,20 @@ class OnMask(Layout):
     dtype: torch.dtype
     mask: str
 
-    def numel(self, of: Member, held: Tensor | None = None) -> int:
-        return of.numel if held is None or not of.compressed else held.numel()
-
-    def keeps_shape(self, of: Member) -> bool:
-        return not of.compressed
-
-    def expand(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
         if not of.compressed:
-            return kept
+            return of.shape
+        return (of.numel if state is None else state.numel(),)
+
+    def view_for_user(self, view: Tensor, of: Member) -> Tensor:
+        return view if of.compressed else of.laid_out(view)
+
+    def expand(self, stored: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+        if not of.compressed:
+            return stored
         mask = unpack_bits(beside[self.mask])[: of.numel]
-        whole = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
-        return of.laid_out(whole.masked_scatter_(mask, kept))
+        values = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
+        return of.laid_out(values.masked_scatter_(mask, stored))
 
     def compact(self, saved: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
         mask = beside.get(self.mask)
@@ -198,27 +189,24 @@ class Sharded(Layout):
 
     dtype: torch.dtype
 
-    def numel(self, of: Member, held: Tensor | None = None) -> int:
-        if of.own is None:
-            return of.numel
-        start, stop = of.own
-        return stop - start
+    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
+        if of.own_range is None:
+            return (of.numel,)
+        start, stop = of.own_range
+        return (stop - start,)
 
-    def keeps_shape(self, of: Member) -> bool:
-        return False
-
-    def expand(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
-        if of.own is None:
-            return of.laid_out(kept)
-        start, stop = of.own
+    def expand(self, stored: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+        if of.own_range is None:
+            return of.laid_out(stored)
+        start, stop = of.own_range
         # zeros in place of the other ranks' elements
-        return of.laid_out(pad(kept.reshape(-1), (start, of.numel - stop)))
+        return of.laid_out(pad(stored.reshape(-1), (start, of.numel - stop)))
 
-    def cut_shard(self, held: Tensor, of: Member) -> Tensor:
-        if of.own is None or held.numel() != of.numel:
-            return held
-        start, stop = of.own
-        return held.reshape(-1)[start:stop]
+    def cut_shard(self, state: Tensor, of: Member) -> Tensor:
+        if of.own_range is None or state.numel() != of.numel:
+            return state
+        start, stop = of.own_range
+        return state.reshape(-1)[start:stop]
 
 
 @dataclass(frozen=True)
@@ -229,23 +217,20 @@ class Prefix(Layout):
     size: Callable[[Tensor], int]  # number of elements for a parameter
     unsharded: bool = False  # state of the global tensor, of which this rank may hold a shard
 
-    def numel(self, of: Member, held: Tensor | None = None) -> int:
-        return self.size(of.param)
+    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
+        return (self.size(of.param),)
 
-    def keeps_shape(self, of: Member) -> bool:
-        return False
-
-    def expand(self, kept: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def expand(self, stored: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
         long = of.param.numel() if self.unsharded else of.numel
-        padded = pad(kept.reshape(-1), (0, long - kept.numel()))
+        padded = pad(stored.reshape(-1), (0, long - stored.numel()))
         return padded.view(of.param.shape) if self.unsharded else of.laid_out(padded)
 
-    def cut_shard(self, held: Tensor, of: Member) -> Tensor:
+    def cut_shard(self, state: Tensor, of: Member) -> Tensor:
         """Return the prefix of a state in either form, and zeros for a state of another size."""
         n = self.numel(of)
-        if held.numel() in (n, of.param.numel() if self.unsharded else of.numel):
-            return held.reshape(-1)[:n]
-        return held.new_zeros(n)
+        if state.numel() in (n, of.param.numel() if self.unsharded else of.numel):
+            return state.reshape(-1)[:n]
+        return state.new_zeros(n)
 
     def expected_numel(self, loaded: Tensor, of: Member, beside: Mapping[str, Tensor]) -> int:
         return loaded.numel()  # ``cut_shard`` accepts any number

@@ -149,14 +149,14 @@ def bits_by_tensor(bucket: Bucket, bits: Tensor) -> Tensors:
         (n + 7) // 8 if c else 0 for n, c in zip(bucket.lengths, bucket.compressed, strict=True)
     ]
     cut = zip(bits.split(sizes), bucket.compressed, strict=True)
-    return [own if compressed else None for own, compressed in cut]
+    return [part if compressed else None for part, compressed in cut]
 
 
 def store_mask(bucket: Bucket, _: object, mask: Mask, name: str) -> Mask:
     """Copy a mask's bits to the bucket's state of this name; return the mask over the copy."""
-    own = [b for b in bucket.state[name] if b is not None]
-    if own:
-        torch._foreach_copy_(own, [b for b in mask.bits if b is not None])
+    stored = [b for b in bucket.state[name] if b is not None]
+    if stored:
+        torch._foreach_copy_(stored, [b for b in mask.bits if b is not None])
     return mask.with_bits(bucket.state[name])
 
 
@@ -235,12 +235,12 @@ class MaskShard(NamedTuple):
 class MaskShards(NamedTuple):
     """All ranks' shards.
 
-    ``is_coded``: messages are Elias-Fano codes. ``message_bytes``: the size of every rank's
+    ``is_elias_fano``: messages are Elias-Fano codes. ``message_bytes``: the size of every rank's
     message.
     """
 
     shards: tuple[MaskShard, ...]
-    is_coded: bool
+    is_elias_fano: bool
     message_bytes: int
 
 
@@ -271,12 +271,11 @@ def _choose_code(ranges: list[tuple[int, int, tuple[MaskSlice, ...]]]) -> MaskSh
         n, k = 8 * (last - first), sum(piece.max_k for piece in slices)
         size, low_bits = min((_code_size(n, k, low), low) for low in range(1, 24))
         shards.append(MaskShard(first, last, slices, k, low_bits if size < n else 0))
-    is_coded = len(shards) > 1 and all(shard.low_bits for shard in shards)
-    sizes = [
-        _code_size(8 * shard.nbytes, shard.max_k, shard.low_bits) // 8 if is_coded else shard.nbytes
-        for shard in shards
-    ]
-    return MaskShards(tuple(shards), is_coded, max(sizes))
+    is_elias_fano = len(shards) > 1 and all(shard.low_bits for shard in shards)
+    sizes = [shard.nbytes for shard in shards]
+    if is_elias_fano:
+        sizes = [_code_size(8 * s.nbytes, s.max_k, s.low_bits) // 8 for s in shards]
+    return MaskShards(tuple(shards), is_elias_fano, max(sizes))
 
 
 # Elias-Fano codes: a run of high bits in unary, then one row for each low bit
@@ -306,7 +305,7 @@ def code_layout(shard: MaskShard) -> tuple[int, int, int]:
 
 def encode_mask(positions: Tensor, bits: Tensor, shards: MaskShards, rank: int) -> Tensor:
     """Return this rank's message, from the positions and the bits of its range."""
-    code = _encode_positions(positions, shards.shards[rank]) if shards.is_coded else bits
+    code = _encode_positions(positions, shards.shards[rank]) if shards.is_elias_fano else bits
     return torch.nn.functional.pad(code, (0, shards.message_bytes - code.numel()))
 
 
@@ -348,14 +347,14 @@ def assemble_mask(
     for r, (message, shard) in enumerate(zip(messages, shards.shards, strict=True)):
         if r == rank:
             in_range = positions
-        elif shards.is_coded:
+        elif shards.is_elias_fano:
             in_range = decode_positions(message, shard)
         else:
             in_range = find_positions(message[: shard.nbytes])
         parts.append(in_range + 8 * shard.first_byte)
         ranges.append(message[: shard.nbytes])
     all_positions = torch.cat(parts)
-    if not shards.is_coded:
+    if not shards.is_elias_fano:
         return torch.cat(ranges), all_positions
     bits = messages.new_empty(shards.shards[-1].last_byte)
     set_bits_(bits, all_positions)

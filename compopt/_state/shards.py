@@ -82,7 +82,7 @@ class ShardLayout:
         self._segments_on: dict[torch.device, Segments] = {}
 
     @property
-    def own(self) -> list[Range]:
+    def own_ranges(self) -> list[Range]:
         """The elements of each tensor that this rank owns."""
         return self.ranges[self.rank]
 
@@ -91,7 +91,7 @@ class ShardLayout:
         return [stop - start for start, stop in self.ranges[rank]]
 
     @property
-    def most(self) -> int:
+    def max_numel(self) -> int:
         """Elements of the largest shard, to which an all-gather pads every rank's."""
         return max(sum(self.sizes(rank)) for rank in range(self.ranks))
 
@@ -116,7 +116,7 @@ class ShardLayout:
     def own_parts_of_mask(self) -> list[Range | None]:
         """The range of this rank's part of each compressed tensor among the rank's own bits."""
         parts: list[Range | None] = []
-        for place, (start, stop) in zip(self.places, self.own, strict=True):
+        for place, (start, stop) in zip(self.places, self.own_ranges, strict=True):
             if place is None:
                 parts.append(None)
                 continue
@@ -195,8 +195,8 @@ def cut_evenly(lengths: list[int], compressed: list[bool], rank: int, ranks: int
         if c and first + n < end:
             gaps.append(Strided(first + n, 1, end - first - n, 0))
     owned = [
-        sum(stop - start for (start, stop), c in zip(own, compressed, strict=True) if c)
-        for own in ranges
+        sum(stop - start for (start, stop), c in zip(rank_ranges, compressed, strict=True) if c)
+        for rank_ranges in ranges
     ]
     return ShardLayout(lengths, compressed, ranges, cuts, places, gaps, owned, rank)
 
@@ -209,7 +209,7 @@ def cut_by_rows(
     ``owned`` are the compressed elements of each rank, without padding.
     """
     ranks = len(ranges)
-    lengths = [max(stop for _, stop in own) for own in zip(*ranges, strict=True)]
+    lengths = [max(stop for _, stop in parts) for parts in zip(*ranges, strict=True)]
     sizes = [n // ranks if c else 0 for n, c in zip(lengths, compressed, strict=True)]
     width = sum(sizes) + -sum(sizes) % (8 * WORD)
     firsts = itertools.accumulate(sizes, initial=0)
@@ -235,17 +235,17 @@ def unshard(
     Row r is the shard of rank ``owners[r]``, by default of rank r. A tensor that is not in the rows
     is None.
     """
-    parts: list[Tensor] = []
-    given: list[Tensor] = []
+    destinations: list[Tensor] = []
+    sources: list[Tensor] = []
     for row, owner in zip(rows, owners or range(shards.ranks), strict=True):
         at = 0
-        for (start, stop), whole in zip(shards.ranges[owner], into, strict=True):
-            if whole is not None and stop > start:
-                parts.append(whole[start:stop])
-                given.append(row[at : at + stop - start])
+        for (start, stop), tensor in zip(shards.ranges[owner], into, strict=True):
+            if tensor is not None and stop > start:
+                destinations.append(tensor[start:stop])
+                sources.append(row[at : at + stop - start])
                 at += stop - start
-    if parts:
-        (torch._foreach_add_ if add else torch._foreach_copy_)(parts, given)
+    if destinations:
+        (torch._foreach_add_ if add else torch._foreach_copy_)(destinations, sources)
 
 
 # Rows of FSDP's reduce-scatter
@@ -268,7 +268,7 @@ class Piece(NamedTuple):
     def columns(self) -> slice:
         return slice(self.begin, self.begin + self.size)
 
-    def filled(self, rank: int) -> int:
+    def count_filled(self, rank: int) -> int:
         """Return the number of its elements that ``rank`` has; padding follows."""
         if self.dim:
             return self.size

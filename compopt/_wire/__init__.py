@@ -1,4 +1,1 @@
-"""What crosses the network.
-
-README.md in this folder says what lives here and what it may import.
-"""
+"""Messages and collectives. README.md lists the files, and what they may import."""

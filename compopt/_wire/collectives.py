@@ -181,7 +181,7 @@ class Communicator:
         single_process = single_process or not _is_initialized()
         if single_process and group is not None:
             raise ValueError(
-                "process_group was given, but torch.distributed is not initialised: call "
+                "process_group was given, but torch.distributed is not initialized: call "
                 "init_process_group first."
             )
         self.group: ProcessGroup | None = None if single_process else group or dist.group.WORLD
@@ -194,7 +194,7 @@ class Communicator:
                 "process_group does not contain this rank: give every rank the group it belongs to."
             )
         self.bytes_sent = 0
-        # called with the seconds that the host was blocked in a collective
+        # called with the seconds that a collective blocked the host
         self.on_wait: Callable[[float], None] | None = None
         self._own_group: Communicator | None = None
 

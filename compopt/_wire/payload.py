@@ -1,9 +1,9 @@
 """Payloads: messages of a bucket's tensors, their control fields, dtypes, sizes and memory.
 
-A payload is averaged over ranks, perhaps over many and in low precision. So whatever ranks agree on
-is encoded for a mean: a flag is 0 or 1, and its mean is above 0 where any rank has set it; an
-integer is its bits and their complements, and where ranks differ the means of some bit and of its
-complement are both above 0.
+A payload is averaged over ranks, perhaps over many and in low precision. So all that ranks agree on
+is encoded for a mean. A flag is 0 or 1; its mean is above 0 if any rank has set it. An integer is
+sent as its bits and their complements; if ranks differ, the means of some bit and of its complement
+are both above 0.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class Scratch:
 
 
 def block_size(block: int, x: Tensor) -> int:
-    """Return how many elements or rows of x to process at a time: ``block`` on a CPU, where they
-    stay in a core's cache; on other devices all.
+    """Return the number of elements or rows of x to process at a time.
+
+    On a CPU ``block`` elements stay in a core's cache; other devices process all at once.
     """
     return block if x.device.type == "cpu" else max(1, len(x))
 
@@ -84,7 +85,7 @@ class Payload:
         make_mean: Callable[[Payload, int, int], Any] | None = None,
     ):
         self.flat, self.seed, self.dropped, self.bits = flat, seed, dropped, bits
-        # The back end's own ``QuantizedMean``, if it has one.
+        # The backend's own ``QuantizedMean``, if it has one.
         self.make_mean = make_mean
         self.scratch = scratch or Scratch()
         self.header = flat[:tensors]
@@ -120,9 +121,9 @@ class Payload:
         """Round ``exact`` to the message; its rounding error takes its place."""
         if self.is_rounded_later and self.dropped is not None:
             block = block_size(BLOCK, self.body)
-            for sent, rest in zip(self.body.split(block), self.dropped.split(block), strict=True):
-                sent.copy_(rest)
-                rest.sub_(sent)
+            for sent, exact in zip(self.body.split(block), self.dropped.split(block), strict=True):
+                sent.copy_(exact)
+                exact.sub_(sent)
         return self
 
     def over(self, flat: Tensor) -> Payload:
@@ -167,7 +168,7 @@ class ControlFields:
 
     @property
     def on_device(self) -> list[tuple[slice, Tensor]]:
-        """The fields on the device, and where they belong."""
+        """The fields on the device, and their slices of the control part."""
         return [
             (at, values)
             for (_, at), values in zip(self.slices, self.fields.values(), strict=True)
@@ -180,12 +181,12 @@ class ControlFields:
 
     @property
     def lengths(self) -> list[tuple[str, int]]:
-        """The names of the fields, and how many numbers each has."""
+        """The names of the fields, and the number of values of each."""
         return [(name, len(values)) for name, values in self.fields.items()]
 
     @property
     def slices(self) -> list[tuple[str, slice]]:
-        """The names of the fields, and where they are."""
+        """The names of the fields, and their slices of the control part."""
         slices, start = [], 0
         for name, values in self.fields.items():
             slices.append((name, slice(start, start + len(values))))
@@ -206,7 +207,7 @@ def bits_differ(mean: list[float]) -> bool:
 
 
 def encode_position(index: int, step: int) -> list[float]:
-    """Encode which bucket and which step a payload belongs to: the lowest four bits of each."""
+    """Encode the bucket and the step of a payload: the lowest four bits of each."""
     return encode_bits(index % 16 + 16 * (step % 16), 8)
 
 
@@ -230,43 +231,43 @@ FLOAT_DTYPES = {
 PAYLOAD_DTYPE_NAMES = ", ".join(map(repr, [*QUANTIZED_BITS, *list(FLOAT_DTYPES)[::-1]]))
 
 
-def dtype_name(given: object) -> object:
+def dtype_name(dtype: object) -> object:
     """Return the name of a torch.dtype; anything else is returned unchanged."""
-    return str(given).removeprefix("torch.") if isinstance(given, torch.dtype) else given
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
-def is_payload_dtype(given: object) -> bool:
+def is_payload_dtype(dtype: object) -> bool:
     """True if values can be sent in this dtype; None is that of the gradients."""
-    name = dtype_name(given)
+    name = dtype_name(dtype)
     return name is None or (
         isinstance(name, str) and (name in QUANTIZED_BITS or name in FLOAT_DTYPES)
     )
 
 
-def quantized_bits(given: object) -> int | None:
+def quantized_bits(dtype: object) -> int | None:
     """Return the bits that values are quantized to; None where they are sent as floating-point
     numbers.
     """
-    name = dtype_name(given)
+    name = dtype_name(dtype)
     return QUANTIZED_BITS.get(name) if isinstance(name, str) else None
 
 
-def bytes_per_value(given: object, gradient_dtype: torch.dtype) -> float:
+def bytes_per_value(dtype: object, gradient_dtype: torch.dtype) -> float:
     """Return the bytes of a value on the network, with its share of a scale if quantized."""
-    bits = quantized_bits(given)
+    bits = quantized_bits(dtype)
     if bits is None:
-        return (float_dtype(given) or gradient_dtype).itemsize
+        return (float_dtype(dtype) or gradient_dtype).itemsize
     return bits / 8 + 4 / ROW
 
 
-def float_dtype(given: object) -> torch.dtype | None:
+def float_dtype(dtype: object) -> torch.dtype | None:
     """Return the dtype that values are sent in, if it is a floating-point one."""
-    name = dtype_name(given)
+    name = dtype_name(dtype)
     return FLOAT_DTYPES.get(name) if isinstance(name, str) else None
 
 
 def count_rows(n: int) -> int:
-    """Return how many rows n quantized values fill."""
+    """Return the number of rows that n quantized values fill."""
     return -(-n // ROW)
 
 

@@ -151,7 +151,7 @@ def values_to_rows(
 
 
 def rows_to_values(rows: Tensor, spans: tuple[RowSpan, ...], out: Tensor) -> None:
-    """Copy rows to flat ``out``, without what is behind the end of a tensor.
+    """Copy rows to flat ``out``, without the padding after each tensor.
 
     Nothing is copied where ``rows`` is a view of ``out``.
     """

@@ -1,4 +1,4 @@
-"""What is said to the user while a program goes on."""
+"""Warnings, attributed to the line of the user's code that caused them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ from types import FrameType
 
 import torch
 
-OURS = tuple(
+# this package and torch, whose schedulers wrap ``step`` and whose scalers call it
+SKIPPED = tuple(
     f"{Path(module).resolve().parents[n]}/" for module, n in ((__file__, 1), (torch.__file__, 0))
 )
-# A trainer, say, that calls step() for the user.
+# other installed packages: a trainer, for example, calls step() for the user
 INSTALLED = tuple(f"{Path(sysconfig.get_path(name)).resolve()}/" for name in ("purelib", "platlib"))
 
 
 def warn(message: str, rank: int) -> None:
-    """Warn where ``rank`` is 0, once for all ranks, at the line of the user's that led here.
-
-    However many frames of this package, of torch (schedulers wrap ``step``, scalers call it) and of
-    other installed packages are between.
-    """
+    """Warn if ``rank`` is 0, once for all ranks, at the user's line that led here."""
     if rank != 0:
         return
-    frame = _users_frame()
+    frame = _find_user_frame()
     names = frame.f_globals
     warnings.warn_explicit(
         message,
@@ -38,18 +35,20 @@ def warn(message: str, rank: int) -> None:
 
 
 def user_location() -> tuple[str, int]:
-    """The file and the line of the user's that led here."""
-    frame = _users_frame()
+    """Return the file and the line of the user's code that led here."""
+    frame = _find_user_frame()
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def _users_frame() -> FrameType:
-    """The innermost frame of neither; where all are, of another package; else the outermost."""
+def _find_user_frame() -> FrameType:
+    """Return the innermost frame of no installed package; else of one that is neither this package
+    nor torch; else the outermost frame.
+    """
     frame: FrameType | None = sys._getframe(1)
     other: FrameType | None = None
     while frame is not None:
         last, path = frame, str(Path(frame.f_code.co_filename).resolve())
-        if not path.startswith(OURS):
+        if not path.startswith(SKIPPED):
             if not path.startswith(INSTALLED):
                 return frame
             other = other or frame
@@ -58,5 +57,5 @@ def _users_frame() -> FrameType:
 
 
 def warn_at(location: tuple[str, int], message: str) -> None:
-    """Warn of something that began at this file and line."""
+    """Warn of something that this file and line began."""
     warnings.warn_explicit(message, UserWarning, *location)

@@ -7,9 +7,9 @@
     first = SendCompressed(nn.Sequential(*blocks[:6]), TopK(0.1))  # torch.distributed.pipelining
     second = ReceiveCompressed(nn.Sequential(*blocks[6:]), TopK(0.1), shape=(8, 128, 1024))
 
-A compressor of your own is one class with three methods. What it sends is `values`, which carry
-gradients, and a `side` tensor that does not (or None); `summable` says that adding up the values of
-all ranks adds up the activations::
+A compressor of your own is one class with three methods. It sends `values`, which carry gradients,
+and a `side` tensor that does not (or None). It is `summable` if the sum of all ranks' values
+decompresses to the sum of their activations::
 
     class Halves(Compressor):
         summable = True  # the sum of every rank's means is the mean of the sum
@@ -23,29 +23,23 @@ all ranks adds up the activations::
         def bytes(self, shape, dtype=torch.float32):
             return math.prod(shape) // 2 * dtype.itemsize
 
-`set_compression` turns compressors off and on, as in a warm-up; `drop_compressors` takes them out
-for fine-tuning. docs/activations.md says when any of this pays, where it differs from the paper's
-code and what that is worth.
+`set_compression` turns compressors off and on, as in a warm-up; `drop_compressors` removes them for
+fine-tuning. docs/activations.md shows where compression pays, and the differences from the paper's
+code with their effects.
 """
 
 from typing import TYPE_CHECKING
 
-from .codecs import ALONE, AutoEncoder, Compressor, Identity, replicated
-from .dropping import drop_compressors, set_compression
-from .feedback import ErrorFeedback
-from .low_rank import PowerSGD
-from .pipeline import ReceiveCompressed, SendCompressed
-from .quantize import Quantize
-from .sparse import RandomK, TopK
+from .base import ALONE, Compressor, replicated
+from .codecs import AutoEncoder, ErrorFeedback, Identity, PowerSGD, Quantize, RandomK, TopK
+from .pipeline import ReceiveCompressed, SendCompressed, drop_compressors, set_compression
 
 if TYPE_CHECKING:
     from .tensor_parallel import CompressedRowwiseParallel, MeshRanks
 else:
 
     def __getattr__(name: str) -> object:
-        """What needs torch's tensor parallelism, which takes half a second to load: `import
-        compopt` does not wait for it.
-        """
+        """Import torch's tensor parallelism lazily: it takes half a second to load."""
         if name in ("CompressedRowwiseParallel", "MeshRanks"):
             from . import tensor_parallel
 

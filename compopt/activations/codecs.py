@@ -1,167 +1,23 @@
-"""What a compressor is, and the two that are linear in every element: Identity and AutoEncoder."""
+"""The compressors: no compression, an auto-encoder, sparse and low-rank methods, quantization, and
+error feedback around any of them (MCBench, section 3).
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+import random
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .._state.tensors import to_local
-
-
-def replicated(weight: Tensor) -> Tensor:
-    """This rank's copy of a weight that is the same on all of them, in a DTensor or not, and so is
-    its gradient.
-    """
-    return to_local(weight)  # whose gradient is a DTensor with the weight's placements
-
-
-def applied(function: type[torch.autograd.Function], *args: object) -> Tensor:
-    """``function.apply(*args)``, of which torch does not say what it returns."""
-    result: Tensor = function.apply(*args)
-    return result
-
-
-def given(side: Tensor | None) -> Tensor:
-    """The side tensor, for a compressor that cannot do without."""
-    if side is None:
-        raise ValueError(
-            "side is missing beside the values: decompress what the same compressor has compressed."
-        )
-    return side
-
-
-class Alone:
-    """One rank that has nobody to add to: a stage boundary, or a process on its own.
-
-    `MeshRanks` is its counterpart.
-    """
-
-    size = 1
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks; every rank gets it, so the gradient passes unchanged."""
-        return x
-
-    def gather(self, x: Tensor) -> list[Tensor]:
-        """Every rank's x. A rank's gradient is that of its own entry."""
-        return [x]
-
-    def shared(self, weight: Tensor) -> Tensor:
-        """A weight all ranks share but use on different activations: its gradient is summed over
-        the ranks.
-        """
-        return replicated(weight)
-
-
-ALONE = Alone()
-
-
-class _StraightThrough(torch.autograd.Function):
-    """y forward, the gradient of x backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class Compressor(nn.Module):
-    """Base class. Subclasses give `compress`, `decompress` and `bytes`; calling a compressor does
-    one all-reduce.
-
-    A subclass with settings names them in `extra_repr`: by them the two ends of a stage boundary
-    know each other. One with weights or buffers sets them in `reset_parameters`, alike on all
-    ranks, so that a model can be made on the meta device. Weights of a tensor-parallel module are
-    DTensors: compute with `ranks.shared(weight)` where each rank holds its own activation, with
-    `replicated(weight)` where all hold the same.
-
-    Attributes:
-        summable: True when the values of several ranks may be added before `decompress`. Otherwise
-            every rank's payload is gathered, decompressed and added up.
-        straight_through: True when the gradient that arrives is also that of what was compressed.
-            At a stage boundary it then travels beside the payload, on the group named there.
-        gradient_bits: None, or the bits an element of such a gradient, which `pack`, `size` and
-            `unpack` then make and read.
-        enabled: False while everything is sent. See `set_compression`.
-    """
-
-    summable = False
-    straight_through = False
-    gradient_bits: int | None = None
-    enabled = True
-
-    def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor | None]:
-        """What is sent for x: (values, side). Gradients flow through the values only; `side` is
-        equal on all ranks where the compressor is summable. `ranks` is there for methods that must
-        agree on something first.
-        """
-        raise NotImplementedError
-
-    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """The activation of that shape, from what was sent."""
-        raise NotImplementedError
-
-    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of one rank's payload for an activation of that shape."""
-        raise NotImplementedError
-
-    def forward(self, x: Tensor, ranks: Alone = ALONE) -> Tensor:
-        """The sum of x over the ranks, as far as compression lets through."""
-        if not self.enabled:
-            return ranks.sum(x)
-        return self.exchange(x, ranks)
-
-    def exchange(self, x: Tensor, ranks: Alone) -> Tensor:
-        """What `forward` does while the compressor is enabled."""
-        if not self.straight_through:
-            return self._total(x, ranks)
-        with torch.no_grad():
-            total = self._total(x, ranks)
-        return applied(_StraightThrough, x, total)
-
-    def _total(self, x: Tensor, ranks: Alone) -> Tensor:
-        values, side = self.compress(x, ranks)
-        if self.summable:
-            total = ranks.sum(values)
-            self.learn(total)
-            return self.decompress(total, side, x.shape)
-        sides = [None] * ranks.size if side is None else ranks.gather(side)
-        parts = [
-            self.decompress(v, s, x.shape) for v, s in zip(ranks.gather(values), sides, strict=True)
-        ]
-        return sum(parts[1:], parts[0])
-
-    def learn(self, total: Tensor) -> None:
-        """Told the sum of all ranks' values, for compressors that start from it the next time."""
-
-    def fits_payload(self) -> bool:
-        """Whether a straight-through gradient returns in the payload's place, without a group."""
-        return False
-
-    def pack(self, x: Tensor, bits: int) -> Tensor:
-        """A gradient of that many bits an element, as a vector of x's dtype."""
-        raise NotImplementedError
-
-    def size(self, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> int:
-        """Elements of that dtype that `pack` makes of that shape."""
-        raise NotImplementedError
-
-    def unpack(self, values: Tensor, shape: tuple[int, ...], bits: int) -> Tensor:
-        """The tensor of that shape that `pack` was given, to within rounding."""
-        raise NotImplementedError
+from .._state.masks import selection_size
+from .base import ALONE, Alone, Compressor, apply_function, replicated, require_side
+from .recompute import Replay, is_recomputing
 
 
 class Identity(Compressor):
-    """No compression: the same exchange, everything sent.
-
-    The reference the others are compared with.
-    """
+    """No compression: the same exchange of the whole activation, as a reference."""
 
     summable = True
 
@@ -179,9 +35,9 @@ class AutoEncoder(Compressor):
     """Two learned matrices: `hidden` numbers a token become `code` and back (MCBench, section 3.1).
     Exact gradients.
 
-    The encoder starts as random orthonormal columns and the decoder as their transpose, so that
-    what arrives first is a projection of the activation; both are drawn from `seed` alone, so that
-    all ranks and both ends of a stage boundary start alike. At a boundary the sender trains the
+    The encoder starts as random orthonormal columns and the decoder as their transpose, so that the
+    first output is a projection of the activation. Both are drawn from `seed` alone, so that all
+    ranks and both ends of a stage boundary start equal. At a boundary the sender trains the
     encoder, the receiver the decoder. The matrices are used in the activation's precision.
     """
 
@@ -200,7 +56,7 @@ class AutoEncoder(Compressor):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw both matrices. After `to_empty`, for a model that was made on the meta device."""
+        """Draw both matrices; call it after `to_empty`, if the model was on the meta device."""
         encoder, decoder = replicated(self.encoder), replicated(self.decoder)
         if encoder.is_meta:
             return
@@ -221,3 +77,356 @@ class AutoEncoder(Compressor):
 
     def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         return math.prod(shape[:-1]) * self.encoder.shape[1] * dtype.itemsize
+
+
+# Sparse: some of the elements
+
+
+def _check_density(density: float) -> None:
+    if not 0 < density <= 1:
+        raise ValueError(f"density must be above 0 and at most 1; got {density}.")
+
+
+class TopK(Compressor):
+    """The share `density` of elements with the largest magnitudes, with int32 positions.
+
+    Gradients are exact.
+    """
+
+    def __init__(self, density: float) -> None:
+        super().__init__()
+        _check_density(density)
+        self.density = density
+
+    def extra_repr(self) -> str:
+        return f"density={self.density}"
+
+    def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor]:
+        flat = x.reshape(-1)
+        k = selection_size(self.density, flat.numel())
+        index = flat.detach().abs().topk(k, sorted=False).indices
+        return flat[index], index.int()
+
+    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        n = math.prod(shape)
+        # torch's pipelining first runs stages on uninitialized memory.
+        index = require_side(side).long().clamp(0, max(n - 1, 0))
+        return values.new_zeros(n).index_put((index,), values).view(shape)
+
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+        return selection_size(self.density, math.prod(shape)) * (dtype.itemsize + 4)
+
+
+class RandomK(Compressor):
+    """A share `density` of the elements, at random positions that all ranks share.
+
+    Positions are (a*j + b) mod n for a random b, and a random a that is coprime with n. Every
+    element is equally likely, n numbers are never sampled on the host, and two numbers encode the
+    positions. Values are not rescaled; gradients are exact. The k-th forward draws a and b from
+    `seed` and k; activation checkpointing recomputes it with the same ones.
+    """
+
+    summable = True
+
+    def __init__(self, density: float, seed: int = 0) -> None:
+        super().__init__()
+        _check_density(density)
+        self.density, self.seed = density, seed
+        self._forwards = 0
+        self._replay: Replay[tuple[int, int]] = Replay()
+
+    def extra_repr(self) -> str:
+        return f"density={self.density}, seed={self.seed}"
+
+    def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor]:
+        n = x.numel()
+        numbers = self._replay(lambda: self._draw_step(n))
+        side = torch.tensor(numbers, dtype=torch.int64, device=x.device)
+        return x.reshape(-1)[self._make_positions(side, n)], side
+
+    def _draw_step(self, n: int) -> tuple[int, int]:
+        self._forwards += 1
+        generator, n = random.Random(f"{self.seed}, {self._forwards}"), max(n, 1)
+        step = generator.randrange(1, n + 1)
+        while math.gcd(step, n) != 1:
+            step = generator.randrange(1, n + 1)
+        return step, generator.randrange(n)
+
+    def _make_positions(self, side: Tensor, n: int) -> Tensor:
+        order = torch.arange(selection_size(self.density, n), dtype=torch.int64, device=side.device)
+        return (order * side[0] + side[1]).remainder(max(n, 1))
+
+    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        n = math.prod(shape)
+        index = self._make_positions(require_side(side), n)
+        return values.new_zeros(n).index_put((index,), values).view(shape)
+
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+        return selection_size(self.density, math.prod(shape)) * dtype.itemsize + 16
+
+
+# Low rank
+
+
+class PowerSGD(Compressor):
+    """Factors of rank `rank` of the (tokens, hidden) matrix, by one power iteration a call (Vogels
+    et al. 2019), in fp32 or wider.
+
+    The column basis P is treated as constant: the gradient is that of the projection x -> P P^T x,
+    without the derivative of the QR factorization. The row basis is updated in training only, and
+    not while activation checkpointing recomputes a forward.
+    """
+
+    summable = True
+    # Row basis after the last call, and the start of the next.
+    basis: Tensor
+
+    def __init__(self, rank: int, hidden: int, seed: int = 0) -> None:
+        super().__init__()
+        if not 1 <= rank <= hidden:
+            raise ValueError(
+                f"rank must be between 1 and hidden; got rank={rank}, hidden={hidden}."
+            )
+        self.seed = seed
+        start = torch.empty(hidden, rank, dtype=torch.get_default_dtype())
+        self.register_buffer("basis", start)
+        self._replay: Replay[Tensor] = Replay()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the first basis; call it after `to_empty`, if the model was on the meta device."""
+        if not self.basis.is_meta:
+            generator = torch.Generator().manual_seed(self.seed)
+            self.basis.copy_(
+                torch.randn(
+                    self.basis.shape, generator=generator, dtype=torch.float32, device="cpu"
+                )
+            )
+
+    def extra_repr(self) -> str:
+        return f"rank={self.basis.shape[1]}, hidden={self.basis.shape[0]}, seed={self.seed}"
+
+    def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor]:
+        matrix = x.reshape(-1, x.shape[-1])
+        basis = self._replay(lambda: self.basis)
+        with torch.no_grad():
+            # QR is inaccurate in half precision.
+            wide = torch.promote_types(basis.dtype, torch.float32)
+            columns = ranks.sum(matrix.to(wide) @ basis.to(wide))
+            orthonormal = torch.linalg.qr(columns).Q.to(x.dtype)
+        values = matrix.t() @ orthonormal
+        self.learn(values)
+        return values, orthonormal
+
+    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        return (require_side(side) @ values.t()).view(shape)
+
+    @torch.no_grad()
+    def learn(self, total: Tensor) -> None:
+        if not self.training or is_recomputing():
+            return
+        # With fewer tokens than the rank, keep the wider basis.
+        if total.shape == self.basis.shape:
+            # One non-finite batch must not spoil all later ones.
+            usable = total.isfinite().all()
+            # A new tensor, because a forward that is recomputed may need the old one.
+            self.basis = torch.where(usable, total.to(self.basis.dtype), self.basis)
+
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+        tokens, (hidden, rank) = math.prod(shape[:-1]), self.basis.shape
+        return min(rank, tokens) * (tokens + hidden) * dtype.itemsize
+
+
+# Quantization
+
+
+class _Encode(torch.autograd.Function):
+    """Quantize x to packed bytes; unpack the gradient from the front of as many bytes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codec: Quantize) -> Tensor:
+        ctx.codec, ctx.shape = codec, x.shape
+        return codec.pack(x, codec.bits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        bits = ctx.codec.bits_within_payload()
+        return ctx.codec.unpack(gradient, ctx.shape, bits), None
+
+
+class _Decode(torch.autograd.Function):
+    """Unpack bytes to x; quantize the gradient of x to as many packed bytes."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, codec: Quantize, shape: tuple[int, ...]) -> Tensor:
+        ctx.codec, ctx.length = codec, values.numel()
+        return codec.unpack(values, shape, codec.bits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        packed = ctx.codec.pack(gradient, ctx.codec.bits_within_payload())
+        return nn.functional.pad(packed, (0, ctx.length - packed.numel())), None, None
+
+
+class Quantize(Compressor):
+    """Quantization to `bits` bits: 2^bits levels from -s to s - s / 2^(bits-1), where s is the
+    largest magnitude of a channel.
+
+    Scales are those of MCBench's code (its paper has one scale for each tensor, which one large
+    channel spoils for all others). A channel is an entry of the last dimension. Gradients are
+    straight-through. They are exact in a tensor-parallel all-reduce, where no gradient crosses the
+    network. Across a stage boundary the gradient returns unquantized beside the payload, on a
+    process group of the two stages; with ``gradient_bits`` of at most ``bits`` it is quantized and
+    needs no group.
+
+    Args:
+        bits: 2, 4 or 8.
+        stochastic: round up or down at random, without bias, instead of to the nearest level.
+        scale: "channel", or "tensor" for one scale of the whole activation.
+        gradient_bits: bits of the gradient that returns across a stage boundary: 2, 4, 8, or None
+            for an unquantized one.
+    """
+
+    straight_through = True
+
+    def __init__(
+        self,
+        bits: int,
+        stochastic: bool = False,
+        *,
+        scale: Literal["channel", "tensor"] = "channel",
+        gradient_bits: int | None = None,
+    ) -> None:
+        super().__init__()
+        if bits not in (2, 4, 8):
+            raise ValueError(f"bits must be 2, 4 or 8; got {bits}.")
+        if gradient_bits not in (None, 2, 4, 8):
+            raise ValueError(f"gradient_bits must be 2, 4, 8 or None; got {gradient_bits}.")
+        if scale not in ("channel", "tensor"):
+            raise ValueError(f'scale must be "channel" or "tensor"; got {scale!r}.')
+        self.bits, self.stochastic = bits, stochastic
+        self.scale, self.gradient_bits = scale, gradient_bits
+
+    def extra_repr(self) -> str:
+        rounding = f"bits={self.bits}, stochastic={self.stochastic}, scale={self.scale!r}"
+        return f"{rounding}, gradient_bits={self.gradient_bits}"
+
+    def fits_payload(self) -> bool:
+        """True if the quantized gradient is no larger than the quantized activation."""
+        return self.gradient_bits is not None and self.gradient_bits <= self.bits
+
+    def bits_within_payload(self) -> int:
+        """Return the bits of a gradient that returns in place of the payload."""
+        if self.gradient_bits is None or not self.fits_payload():
+            raise RuntimeError(
+                f"a gradient of {self.gradient_bits or 'all its'} bits does not fit into a payload "
+                f"of {self.bits}: call the compressor, use SendCompressed and ReceiveCompressed "
+                "with a group, or set gradient_bits."
+            )
+        return self.gradient_bits
+
+    def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, None]:
+        return apply_function(_Encode, x, self), None
+
+    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        return apply_function(_Decode, values, self, tuple(shape))
+
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+        return self.size(shape, self.bits, dtype) * dtype.itemsize
+
+    def size(self, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> int:
+        n = math.prod(shape)
+        packed = 2 * self._count_scales(shape) + -(-n * bits // 8) if n else 0
+        return -(-packed // dtype.itemsize)
+
+    def _count_scales(self, shape: tuple[int, ...]) -> int:
+        return shape[-1] if self.scale == "channel" and shape else 1
+
+    def pack(self, x: Tensor, bits: int) -> Tensor:
+        """Return the scales of all channels, in bfloat16, and the packed values, viewed as a vector
+        of x's dtype, which autograd accepts.
+        """
+        if not x.numel():
+            return x.new_zeros(0)
+        half, per_byte = 1 << (bits - 1), 8 // bits
+        wide = torch.promote_types(x.dtype, torch.float32)
+        matrix = x.detach().reshape(-1, self._count_scales(x.shape)).to(wide)
+        scales = matrix.abs().amax(0).bfloat16()
+        scaled = matrix / (scales.to(wide) / half).clamp_min(torch.finfo(wide).tiny)
+        rounded = (scaled + torch.rand_like(scaled)).floor() if self.stochastic else scaled.round()
+        levels = rounded.clamp(-half, half - 1).add(half).to(torch.uint8).view(-1)
+        levels = nn.functional.pad(levels, (0, -levels.numel() % per_byte)).view(-1, per_byte)
+        packed = levels[:, 0].clone()
+        for i in range(1, per_byte):
+            packed |= levels[:, i] << (i * bits)
+        packed = torch.cat([scales.view(torch.uint8), packed])
+        return nn.functional.pad(packed, (0, -packed.numel() % x.element_size())).view(x.dtype)
+
+    def unpack(self, values: Tensor, shape: tuple[int, ...], bits: int) -> Tensor:
+        n, half, per_byte = math.prod(shape), 1 << (bits - 1), 8 // bits
+        if not n:
+            return values.new_zeros(shape)
+        wide = torch.promote_types(values.dtype, torch.float32)
+        raw, front = values.detach().contiguous().view(torch.uint8), 2 * self._count_scales(shape)
+        scales = raw[:front].clone().view(torch.bfloat16).to(wide)
+        packed = raw[front : front + -(-n // per_byte)]
+        columns = [(packed >> (i * bits)) & ((1 << bits) - 1) for i in range(per_byte)]
+        levels = torch.stack(columns, dim=1).view(-1)[:n].to(wide).view(-1, len(scales)) - half
+        return (levels * (scales / half)).to(values.dtype).view(shape)
+
+
+# Error feedback
+
+
+class ErrorFeedback(Compressor):
+    """Error feedback, in training: adds the error of `codec` on this rank's last activation to the
+    next one of the same shape.
+
+    It is here for comparison with data-parallel training. The residual belongs to other tokens, so
+    it can help only with errors that all tokens share.
+    """
+
+    def __init__(self, codec: Compressor) -> None:
+        super().__init__()
+        self.codec = codec
+        self.summable, self.straight_through = codec.summable, codec.straight_through
+        self.gradient_bits = codec.gradient_bits
+        # Not a buffer: the residual belongs to other tokens and is not saved.
+        self._error: Tensor | None = None
+        self._replay: Replay[Tensor | None] = Replay()
+
+    def extra_repr(self) -> str:
+        return f"{type(self.codec).__name__}({self.codec.extra_repr()})"
+
+    def fits_payload(self) -> bool:
+        return self.codec.fits_payload()
+
+    def learn(self, total: Tensor) -> None:
+        self.codec.learn(total)
+
+    def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor | None]:
+        error = self._replay(lambda: self._error) if self.training else None
+        if error is not None and error.shape != x.shape:
+            error = None
+        y = x if error is None else x + error.to(x.dtype)
+        values, side = self.codec.compress(y, ranks)
+        if self.training and not is_recomputing():
+            with torch.no_grad():
+                error = y - self.codec.decompress(values.detach(), side, x.shape)
+                self._error = error if error.isfinite().all() else None
+        return values, side
+
+    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        return self.codec.decompress(values, side, shape)
+
+    def pack(self, x: Tensor, bits: int) -> Tensor:
+        return self.codec.pack(x, bits)
+
+    def size(self, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> int:
+        return self.codec.size(shape, bits, dtype)
+
+    def unpack(self, values: Tensor, shape: tuple[int, ...], bits: int) -> Tensor:
+        return self.codec.unpack(values, shape, bits)
+
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+        return self.codec.bytes(shape, dtype)

@@ -1,51 +1,62 @@
 """Compression at the stage boundaries of torch.distributed.pipelining: a wrapper around each
-neighbouring stage.
+neighboring stage.
 
     first = SendCompressed(nn.Sequential(*blocks[:6]), TopK(0.1))
     second = ReceiveCompressed(nn.Sequential(*blocks[6:]), TopK(0.1), shape=(8, 128, 1024))
     stage = PipelineStage([first, second][rank], rank, 2, device)      # and any schedule of torch's
 
-What the sender returns is what crosses the network, and the gradient that comes back has the size
-of the values. The last tensor of it has no elements: its shape says which compressor made it, and
-the receiver compares that with its own before a byte is trained on. A stage in the middle is
-wrapped twice.
+The sender returns the payload, and the gradient that comes back has the size of the values. The
+last tensor of the payload has no elements: its shape encodes the compressor and its settings, and
+the receiver compares them with its own before it uses the payload. A stage in the middle is wrapped
+twice.
 
-The gradient of `Quantize` comes back in full. It has no place in the payload, so it travels beside
-it, over a group of the two ranks that only this boundary uses (every rank calls new_group)::
+The gradient of `Quantize` comes back unquantized. It does not fit in the payload, so it is sent
+beside it, over a group of the two ranks that only this boundary uses (every rank calls new_group)::
 
     pair = dist.new_group([0, 1])
     first = SendCompressed(nn.Sequential(*blocks[:6]), Quantize(2), pair=pair)
+
+Every such gradient has a number, which returns in place of the payload. To infer shapes, torch's
+pipelining runs the backward of some stages and not of others; the number tells the gradients of
+those backwards from the first real one.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections import deque
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .._wire.collectives import ProcessGroup
-from .codecs import Compressor, applied
-from .pair import Pair, ReturnBeside, SendBeside
+from .base import Compressor, apply_function
+from .codecs import Identity
+
+# Gradients in flight: one of shape inference, which nobody receives, one in transfer, one being
+# computed.
+MAX_IN_FLIGHT = 3
+NUMBERS = 128  # of gradients, modulo: integers that bfloat16 represents exactly
+
+
+# Stages
 
 
 def _label(compressor: Compressor, shape: tuple[int, ...], like: Tensor) -> tuple[int, ...]:
-    """What both ends must agree on, in three numbers: the kind, its settings, the activation."""
+    """Hash what both ends must agree on: the kind of compressor, its settings, the activation."""
     kind = f"{type(compressor).__name__}, enabled={compressor.enabled}"
-    words = kind, compressor.extra_repr(), f"{tuple(shape)}, {like.dtype}"
-    return tuple(1 + zlib.crc32(text.encode()) % 65521 for text in words)
+    texts = kind, compressor.extra_repr(), f"{tuple(shape)}, {like.dtype}"
+    return tuple(1 + zlib.crc32(text.encode()) % 65521 for text in texts)
 
 
 class _Boundary(nn.Module):
-    """A wrapped stage.
+    """A wrapped stage. Its state dict has the keys of the stage, and those of the compressor."""
 
-    Its state-dict keys are the stage's own, with those of the compressor beside them.
-    """
-
-    # The compressor's name in the state dict.
-    codec = ""
+    codec = ""  # the compressor's name in the state dict
 
     def __init__(self, stage: nn.Module, compressor: Compressor, pair: ProcessGroup | None) -> None:
         if not isinstance(compressor, Compressor):
@@ -70,12 +81,12 @@ class _Boundary(nn.Module):
     @property
     def compressor(self) -> Compressor:
         """The compressor of this end."""
-        found = self._modules[self.codec]
-        assert isinstance(found, Compressor)
-        return found
+        compressor = self._modules[self.codec]
+        assert isinstance(compressor, Compressor)
+        return compressor
 
     def __getattr__(self, name: str) -> Any:
-        """Parts of the stage by their own names, by which a state dict calls them."""
+        """Return attributes of the stage, whose names the state dict uses."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -85,27 +96,27 @@ class _Boundary(nn.Module):
 def _without_stage(
     module: _Boundary, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Keys as the stage itself would have them, and what load_state_dict wants to know of its
-    modules' versions.
-    """
-    _rename(state, prefix + "stage.", prefix)
-    _rename(getattr(state, "_metadata", {}), prefix + "stage.", prefix)
+    """Remove the wrapper's name from the keys, and from the modules' metadata."""
+    _rename_prefix(state, prefix + "stage.", prefix)
+    _rename_prefix(getattr(state, "_metadata", {}), prefix + "stage.", prefix)
 
 
 def _with_stage(module: _Boundary, state: dict[str, Any], prefix: str, *_: object) -> None:
-    own = prefix + module.codec + "."
-    _rename(state, prefix, prefix + "stage.", but=own)
+    """Add the wrapper's name to all keys but the compressor's."""
+    _rename_prefix(state, prefix, prefix + "stage.", excluded=prefix + module.codec + ".")
 
 
-def _rename(names: dict[str, Any], old: str, new: str, but: str | None = None) -> None:
-    for key in list(names):
-        if key.startswith(old) and not (but and key.startswith(but)):
-            names[new + key[len(old) :]] = names.pop(key)
+def _rename_prefix(
+    entries: dict[str, Any], old: str, new: str, excluded: str | None = None
+) -> None:
+    for key in list(entries):
+        if key.startswith(old) and not (excluded and key.startswith(excluded)):
+            entries[new + key[len(old) :]] = entries.pop(key)
 
 
 class SendCompressed(_Boundary):
-    """A stage whose output leaves compressed: the values, a side tensor where there is one, and a
-    label without size.
+    """A stage with a compressed output: the values, a side tensor if there is one, and an empty
+    tensor whose shape is the label of the compressor.
 
     Args:
         stage: returns one activation.
@@ -123,25 +134,24 @@ class SendCompressed(_Boundary):
         super().__init__(stage, compressor, pair)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        return self._send(self.stage(*args, **kwargs))
+        return self._encode_output(self.stage(*args, **kwargs))
 
     @_disable_dynamo
-    def _send(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _encode_output(self, x: Tensor) -> tuple[Tensor, ...]:
         label = x.new_empty((0, *_label(self.compressor, x.shape, x)))
         if not self.compressor.enabled:
             return x.contiguous(), label
         if self.pair is not None:
             values, side = self.compressor.compress(x.detach())
-            values = applied(SendBeside, x, values, self.pair)
+            values = apply_function(_SendBeside, x, values, self.pair)
         else:
             values, side = self.compressor.compress(x)
-        return tuple(tensor.contiguous() for tensor in (values, side) if tensor is not None) + (
-            label,
-        )
+        payload = (values,) if side is None else (values, side)
+        return (*(tensor.contiguous() for tensor in payload), label)
 
 
 class ReceiveCompressed(_Boundary):
-    """A stage whose input arrives compressed.
+    """A stage with a compressed input.
 
     Args:
         stage: takes one activation, and the keyword arguments of the schedule's step.
@@ -169,11 +179,11 @@ class ReceiveCompressed(_Boundary):
         self.shape = tuple(shape)
 
     def forward(self, *payload: Tensor, **kwargs: Any) -> Any:
-        return self.stage(self._receive(*payload), **kwargs)
+        return self.stage(self._decode_input(*payload), **kwargs)
 
     @_disable_dynamo
-    def _receive(self, values: Tensor, *rest: Tensor) -> Tensor:
-        self._compare(values, rest[-1] if rest else None)
+    def _decode_input(self, values: Tensor, *rest: Tensor) -> Tensor:
+        self._check_label(values, rest[-1] if rest else None)
         side = rest[0] if len(rest) == 2 else None
         if not self.compressor.enabled:
             return values
@@ -181,26 +191,141 @@ class ReceiveCompressed(_Boundary):
             return self.compressor.decompress(values, side, self.shape)
         with torch.no_grad():
             x = self.compressor.decompress(values, side, self.shape)
-        return applied(ReturnBeside, values, x, self.pair)
+        return apply_function(_ReturnBeside, values, x, self.pair)
 
-    def _compare(self, values: Tensor, label: Tensor | None) -> None:
-        what = f"activation {self.shape} in {values.dtype}"
-        ours = f"{self.compressor}, {what}, enabled={self.compressor.enabled}"
+    def _check_label(self, values: Tensor, label: Tensor | None) -> None:
+        activation = f"activation {self.shape} in {values.dtype}"
+        ours = f"{self.compressor}, {activation}, enabled={self.compressor.enabled}"
         if label is None or label.ndim != 4 or len(label):
             raise RuntimeError(
-                f"this stage expects what SendCompressed sends ({ours}); the stage before is no "
-                "such."
+                f"this stage expects a payload of SendCompressed ({ours}), and its input is none: "
+                "wrap the stage before it in SendCompressed."
             )
-        wanted = _label(self.compressor, self.shape, values)
+        expected = _label(self.compressor, self.shape, values)
         names = (
             "the kind of compressor",
             "its settings (bits, density, rank, seed)",
             "the activation's shape or dtype",
         )
-        pairs = zip(names, wanted, label.shape[1:], strict=True)
-        differ = [name for name, mine, theirs in pairs if mine != theirs]
-        if differ:
+        triples = zip(names, expected, label.shape[1:], strict=True)
+        differences = [name for name, own, sent in triples if own != sent]
+        if differences:
             raise RuntimeError(
-                f"the two ends of a stage boundary differ in {' and '.join(differ)}. This one: "
-                f"{ours}."
+                f"the two ends of a stage boundary differ in {' and '.join(differences)}. This "
+                f"one: {ours}. Give both ends the same compressor and shape."
             )
+
+
+# Gradients beside the payload
+
+
+class Pair:
+    """The two ends of a boundary, which send gradients in the order of their backwards."""
+
+    def __init__(self, group: dist.ProcessGroup, codec: Compressor) -> None:
+        if dist.get_world_size(group) != 2:
+            raise ValueError(
+                "pair must be a group of the boundary's two ranks, as new_group([0, 1]) makes; "
+                f"this one has {dist.get_world_size(group)}."
+            )
+        self.group, self.codec = group, codec
+        self.other = dist.get_global_rank(group, 1 - dist.get_rank(group))
+        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
+        self._number = 0  # of the next gradient
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Pair:
+        return self  # a process group cannot be copied
+
+    def send_gradient(self, gradient: Tensor) -> int:
+        """Start sending a gradient, and return its number."""
+        while len(self._sent) >= MAX_IN_FLIGHT:
+            work, _ = self._sent.popleft()
+            if work is not None:
+                work.wait()
+        bits = self.codec.gradient_bits
+        packed = gradient.contiguous() if bits is None else self.codec.pack(gradient, bits)
+        self._sent.append((dist.isend(packed, self.other, group=self.group), packed))
+        self._number += 1
+        return (self._number - 1) % NUMBERS
+
+    def receive_gradient(self, number: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Receive the gradient of this number, of an activation of this shape, with the dtype and
+        device of `like`; discard those before it.
+        """
+        bits = self.codec.gradient_bits
+        size = math.prod(shape) if bits is None else self.codec.size(shape, bits, like.dtype)
+        packed = torch.empty(size, dtype=like.dtype, device=like.device)
+        for _ in range((number - self._number) % NUMBERS + 1):
+            dist.recv(packed, self.other, group=self.group)
+            self._number += 1
+        return packed.view(shape) if bits is None else self.codec.unpack(packed, shape, bits)
+
+
+class _SendBeside(torch.autograd.Function):
+    """Return the payload of x; in backward, receive the gradient of x.
+
+    The payload's gradient holds -1 minus the number of the gradient of x; a positive number means
+    that none was sent.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, pair: Pair) -> Tensor:
+        ctx.pair, ctx.shape = pair, tuple(x.shape)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        number = -1 - int(gradient.flatten()[0])
+        if number < 0:
+            return gradient.new_zeros(ctx.shape), None, None
+        return ctx.pair.receive_gradient(number, ctx.shape, gradient), None, None
+
+
+class _ReturnBeside(torch.autograd.Function):
+    """Return the activation x of a payload; in backward, send the gradient of x, and return its
+    number as the payload's gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, x: Tensor, pair: Pair) -> Tensor:
+        ctx.pair, ctx.shape = pair, values.shape
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        number = ctx.pair.send_gradient(gradient)
+        return gradient.new_full(ctx.shape, -1.0 - number), None, None
+
+
+# Warm-up, and fine-tuning without compressors
+
+
+def set_compression(model: nn.Module, enabled: bool) -> None:
+    """Turn every compressor of the model on or off, on all ranks alike, as in a warm-up without
+    compression.
+
+    A tensor-parallel model may be switched at any step. Payloads of stage boundaries change in
+    size: create PipelineStage and the schedule again.
+    """
+    for module in model.modules():
+        if isinstance(module, Compressor):
+            module.enabled = bool(enabled)
+
+
+def drop_compressors(model: nn.Module) -> nn.Module:
+    """Return the model without compressors, on all ranks alike, for fine-tuning (MCBench, table
+    5).
+
+    The other keys of the state dict stay as they are, those of a model that never had compressors:
+    load the checkpoint before, or with strict=False afterwards. Create PipelineStage and the
+    optimizer again.
+    """
+    while isinstance(model, _Boundary):
+        model = model.stage
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Compressor):
+                setattr(module, name, Identity())
+            elif isinstance(child, _Boundary):
+                setattr(module, name, drop_compressors(child))
+    return model

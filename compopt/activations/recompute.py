@@ -1,6 +1,4 @@
-"""What a forward drew, kept so that activation checkpointing draws it again when it computes that
-forward anew.
-"""
+"""Random draws of a forward, repeated when activation checkpointing recomputes that forward."""
 
 from __future__ import annotations
 
@@ -12,24 +10,22 @@ from typing import Generic, TypeVar
 import torch
 
 Drawn = TypeVar("Drawn")
-# Forwards in flight at most: micro-batches whose backward has not come.
-KEPT = 64
+# Forwards whose backward has not run: micro-batches in flight.
+MAX_FORWARDS = 64
 
 
-def recomputing() -> bool:
-    """Whether this code runs inside a backward: only activation checkpointing computes a forward
-    there.
-    """
+def is_recomputing() -> bool:
+    """True inside a backward, in which only activation checkpointing computes a forward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _may_be_recomputed() -> bool:
-    """Whether checkpointing may stand around this code: it computes without a graph, or takes over
-    what is saved.
+    """True if this forward may be checkpointed: it runs without a graph, or with hooks on saved
+    tensors.
     """
     if not torch.is_grad_enabled():
         return True
-    # Not in every torch we support.
+    # missing in the oldest supported torch
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return hooks is None or hooks(True) is not None
 
@@ -42,11 +38,10 @@ class _Draw(Generic[Drawn]):
 
 
 class Replay(Generic[Drawn]):
-    """Calls ``draw`` in a forward, and gives the same answer when that forward is computed again.
+    """Calls ``draw`` in a forward, and returns the same value when that forward is recomputed.
 
-    A forward is known by the next number of torch's own generator, which checkpointing sets back
-    before it computes again. A forward that cannot be told from another raises instead of being
-    given a wrong answer.
+    A forward is identified by the next number of torch's generator, which checkpointing restores
+    before it recomputes. A forward that cannot be identified raises RuntimeError.
     """
 
     def __init__(self) -> None:
@@ -54,31 +49,30 @@ class Replay(Generic[Drawn]):
 
     def __call__(self, draw: Callable[[], Drawn]) -> Drawn:
         key = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
-        if recomputing():
-            return self._again(key)
+        if is_recomputing():
+            return self._repeat_draw(key)
         if not _may_be_recomputed():
             return draw()
         for old in [key for key, drawn in self._draws.items() if drawn.repeated]:
             del self._draws[old]
         self._draws[key] = _Draw(draw(), ambiguous=key in self._draws)
-        if len(self._draws) > KEPT:
+        if len(self._draws) > MAX_FORWARDS:
             self._draws.popitem(last=False)
         return self._draws[key].value
 
-    def _again(self, key: int) -> Drawn:
+    def _repeat_draw(self, key: int) -> Drawn:
         drawn = self._draws.get(key)
         if drawn is None:
             raise RuntimeError(
-                "a compressed activation is computed again, and which forward it belongs to is "
-                "not known: leave torch.utils.checkpoint's preserve_rng_state at True, call the "
-                "forward with the codec that this backward belongs to, and have no more than "
-                f"{KEPT} forwards wait for their backward."
+                "a compressed activation is recomputed, and its forward is unknown: leave "
+                "torch.utils.checkpoint's preserve_rng_state at True, run each backward with the "
+                f"compressor of its forward, and run at most {MAX_FORWARDS} forwards before their "
+                "backward."
             )
         if drawn.ambiguous:
             raise RuntimeError(
-                "a compressed activation is computed again, and two forwards that it could belong "
-                "to began with the same random state: do not call torch.manual_seed between "
-                "forwards whose backward has not come."
+                "a compressed activation is recomputed, and two forwards began with its random "
+                "state: do not call torch.manual_seed between a forward and its backward."
             )
         drawn.repeated = True
         return drawn.value

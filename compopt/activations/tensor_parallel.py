@@ -1,7 +1,4 @@
-"""Compression inside torch's tensor parallelism.
-
-The only file of this package that talks to other ranks.
-"""
+"""Compression inside torch's tensor parallelism: the collectives, and the parallel style."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-from .codecs import Alone, Compressor, applied, replicated
+from .base import Alone, Compressor, apply_function, replicated
 
-# torch is renaming it; 2.6 knows only the old name.
+# The second is the name in older versions of torch.
 _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 
@@ -28,10 +25,7 @@ def _all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """All-reduce forward.
-
-    What follows is replicated, so every rank already holds the whole gradient.
-    """
+    """All-reduce in forward. The output is replicated, and so is its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -43,7 +37,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather forward, (ranks, *shape); backward a rank takes the gradient of its own part."""
+    """All-gather to (ranks, *shape) in forward; return this rank's row of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -57,7 +51,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """Nothing forward; backward sums the gradients the ranks got from their own activations."""
+    """Identity in forward; in backward, sum the gradients of all ranks' activations."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -81,31 +75,28 @@ class MeshRanks(Alone):
 
     @classmethod
     def world(cls, device_type: str, size: int) -> MeshRanks:
-        """All ranks torchrun started.
-
-        Initialises torch.distributed where that has not happened yet.
-        """
+        """Return the mesh of all ranks; initializes torch.distributed if necessary."""
         return cls(init_device_mesh(device_type, (size,)))
 
     def sum(self, x: Tensor) -> Tensor:
-        return applied(_Sum, x, self.mesh)
+        return apply_function(_Sum, x, self.mesh)
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        return list(applied(_Gather, x, self.mesh).unbind(0))
+        return list(apply_function(_Gather, x, self.mesh).unbind(0))
 
     def shared(self, weight: Tensor) -> Tensor:
-        return applied(_Shared, replicated(weight), self.mesh)
+        return apply_function(_Shared, replicated(weight), self.mesh)
 
 
 class _LinearThenBias(nn.Linear):
-    """A linear layer whose bias is added after the exchange, and so is not compressed."""
+    """A linear layer whose bias is added after the exchange, uncompressed."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight)
 
 
 @_disable_dynamo
-def _exchange(module: nn.Module, part: Tensor, mesh: DeviceMesh) -> Tensor:
+def _exchange_partial(module: nn.Module, part: Tensor, mesh: DeviceMesh) -> Tensor:
     total: Tensor = module.get_submodule("compressor")(part, MeshRanks(mesh))
     if isinstance(module, _LinearThenBias) and module.bias is not None:
         total = total + replicated(module.bias)
@@ -170,10 +161,10 @@ class CompressedRowwiseParallel(RowwiseParallel):
             )
         compressor.to(module.weight.device)
         module = super()._apply(module, device_mesh)
-        # A subclass that computes otherwise keeps its own bias.
+        # A subclass with its own forward adds its own bias.
         if type(module).forward is nn.Linear.forward:
             module.__class__ = _LinearThenBias
-        _replicate(compressor, module.get_parameter("weight").dtype, device_mesh)
+        _replicate_compressor(compressor, module.get_parameter("weight").dtype, device_mesh)
         module.compressor = compressor
         return module
 
@@ -191,7 +182,7 @@ class CompressedRowwiseParallel(RowwiseParallel):
             )
             return plain
         part = outputs.to_local(grad_placements=[Replicate()])
-        total = _exchange(mod, part, device_mesh)
+        total = _exchange_partial(mod, part, device_mesh)
         everywhere = all(placement.is_replicate() for placement in output_layouts)
         if everywhere and use_local_output:
             return total
@@ -201,15 +192,15 @@ class CompressedRowwiseParallel(RowwiseParallel):
 
 
 @torch.no_grad()
-def _replicate(compressor: Compressor, dtype: torch.dtype, mesh: DeviceMesh) -> None:
-    """Parameters and buffers as the first rank has them; parameters as DTensors in the module's
+def _replicate_compressor(compressor: Compressor, dtype: torch.dtype, mesh: DeviceMesh) -> None:
+    """Copy parameters and buffers from the first rank; make parameters DTensors in the module's
     precision.
     """
     for part in compressor.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
-            whole = distribute_tensor(parameter.detach().to(dtype), mesh, [Replicate()])
+            replica = distribute_tensor(parameter.detach().to(dtype), mesh, [Replicate()])
             part.register_parameter(
-                name, nn.Parameter(whole, requires_grad=parameter.requires_grad)
+                name, nn.Parameter(replica, requires_grad=parameter.requires_grad)
             )
         for buffer in part.buffers(recurse=False):
             buffer.copy_(distribute_tensor(buffer.detach(), mesh, [Replicate()]).to_local())

@@ -48,7 +48,7 @@ class LayersAdvice:
 
     @property
     def recommendation(self) -> str:
-        """What to do and why, in one paragraph."""
+        """The recommendation and its reasons, in one paragraph."""
         row = next(row for row in self.rows if row.compressor == self.compressor)
         if self.compressor == NONE:
             return f"Send activations as they are: {self.why}"
@@ -89,10 +89,10 @@ def advise_layers(
         work: the layers, and how they are fed.
         tensor: ranks that share a layer.
         pipeline: stages.
-        link_bits_per_s: what one rank can send to the next stage, each second; needed where there
+        link_bits_per_s: rate at which one rank sends to the next stage; needed where there
             is one.
-        inside_bits_per_s: what one rank can send to those that share its layers; needed where there
-            are any.
+        inside_bits_per_s: rate at which one rank sends to those that share its layers; needed
+            where there are any.
         step_s: seconds that one rank computes in a step, without communication or waiting; None:
             from ``costs``, or at the share of the device's peak that training reaches.
         costs: measured by ``compopt.probe --layers``; its ``alpha`` gives ``step_s``.
@@ -254,7 +254,7 @@ HEAD = (
 
 
 def format_grid(grid: Grid) -> str:
-    """What the predictions were computed from, given, measured or assumed."""
+    """Format the inputs of the predictions: given, measured or assumed."""
     work, s = grid.work, grid.sources
     links = [
         f"{what} {count}, over {format_rate(8 * link.link_bytes_per_s)} a rank ({s[name]}) and "

@@ -44,21 +44,21 @@ class Advice:
 
     @property
     def recommendation(self) -> str:
-        """What to do and why, in one paragraph."""
+        """The recommendation and its reasons, in one paragraph."""
         baseline = self.rows[0]
         if self.method != BASELINE:
-            verdict = f"Use {self.method}"
+            recommendation = f"Use {self.method}"
         elif baseline.fits and not baseline.is_bound_by_shards:
-            verdict = "Stay dense"
+            recommendation = "Stay dense"
         else:
-            verdict = "Change the setup"
-        return f"{verdict}: {self.why}"
+            recommendation = "Change the setup"
+        return f"{recommendation}: {self.why}"
 
     def __str__(self) -> str:
         return self.format()
 
     def format(self, all_rows: bool = False) -> str:
-        """The verdict and its line, the table, and what they were computed from."""
+        """The recommendation, the line to paste, the table, and the inputs."""
         return "\n\n".join(
             [
                 textwrap.fill(self.recommendation, 100, break_on_hyphens=False),
@@ -95,7 +95,7 @@ def advise(
         model: a model, a `Workload`, or a number of parameters (a transformer's shapes are then
             assumed).
         ranks: processes in all.
-        link_bits_per_s: what one rank can send to other machines, each second, while it receives as
+        link_bits_per_s: rate at which one rank sends to other machines while it receives as
             much.
         step_s: seconds of a dense step of one process, without communication.
         overlap_s: seconds of it during which gradients may already travel; None: nine tenths of
@@ -113,7 +113,7 @@ def advise(
         sources: for a number by its name, "given", "measured" or "assumed", where that is not plain
             from the call.
         ranks_per_node: of the ranks, how many share a machine; None: as many as ``shard``, or one.
-        inside_bits_per_s: what one rank can send to those, each second; None: the device's.
+        inside_bits_per_s: rate at which one rank sends to those; None: the device's.
         steps: of the run; None: 10,000.
         tokens_per_parameter: that the run trains on, in all; None: 20.
 

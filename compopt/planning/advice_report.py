@@ -1,4 +1,4 @@
-"""The advice in words: sentences for the verdict, the line to paste, the table, the situation."""
+"""The advice as text: the recommendation, the line to paste, the table, the inputs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def explain_memory(situation: Situation, rows: list[Row]) -> str:
 
 
 def describe_limits(situation: Situation, best: Row) -> str:
-    """What the nearest measurement does not cover, and what to do about it."""
+    """Describe what the nearest measurement does not cover, and how to close the gap."""
     replicas = situation.machine.ranks // best.shard
     if is_local(best) and best.measurement and replicas > best.measurement.ranks:
         ranks = best.measurement.ranks
@@ -207,7 +207,7 @@ HEAD = (
 
 
 def is_beaten(row: Row, rows: list[Row]) -> bool:
-    """Whether another row that fits is no slower, and loses no more, and less of one of them."""
+    """True if another row that fits is as fast with as low a loss, and better in one of them."""
     loss = 1.0 if row.expected_loss is None else row.expected_loss
     return any(
         other.fits
@@ -233,15 +233,16 @@ def format_table(situation: Situation, rows: list[Row], chosen: str, all_rows: b
     letters = {text: chr(ord("a") + i) for i, text in enumerate(measured)}
     lines = align_columns([HEAD, *(format_row(row, chosen, letters) for row in shown)])
     notes = [
-        "> advised, * not ours. Run: all steps, as bytes. Step: after the start. Losses: over "
-        "AdamW's, where",
-        "  measured nearest; to decide, "
-        f"{100 * ALLOWANCE:g} % is added for each factor of ten in size from there:",
+        "> advised, * not ours. run, bytes: of all steps. step ms: after the warm-up. loss: "
+        "relative",
+        "  to AdamW's, in the nearest measurement (letters). The advice adds "
+        f"{100 * ALLOWANCE:g} % to it for each",
+        "  factor of ten between the size of the measured model and yours:",
         *(f"  {letter} {text}" for text, letter in letters.items()),
     ]
     hidden = len(rows) - len(shown)
     if hidden:
-        notes.append(f"{hidden} methods that do not fit, or are slower and lose more: --all.")
+        notes.append(f"{hidden} more methods do not fit, or are slower and lose more: --all.")
     return "\n".join([*lines, *notes])
 
 
@@ -267,7 +268,7 @@ def format_milliseconds(seconds: float) -> str:
 
 
 def format_situation(situation: Situation) -> str:
-    """What the predictions were computed from, given, measured or assumed."""
+    """Format the inputs of the predictions: given, measured or assumed."""
     s, m, work = situation.sources, situation.machine, situation.work
     node = f"{m.ranks_per_node} in a machine" if m.ranks_per_node > 1 else "each in its own machine"
     lines = [

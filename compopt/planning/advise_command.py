@@ -1,4 +1,4 @@
-"""`compopt-advise`: what each method would make of a training run, and which one to use.
+"""`compopt-advise`: predicts a training run with each method, and recommends one.
 
     compopt-advise --parameters 350M --ranks 8 --link 1gbit --step-time 400
     compopt-advise --parameters 7B --ranks 64 --ranks-per-node 8 --link 50gbit --step-time 2000
@@ -7,12 +7,11 @@
     compopt-advise --pipeline 2 --hidden 768 --layers 12 --sequence 512 --micro-batch 8 --link 1gbit
 
 To measure the network and the machines instead of naming them, run `torchrun ... -m compopt.probe
---out probe.json` on those that will train, and give `--probed probe.json`. `python -m compopt
-advise` is the same command as this one. (`compopt` alone cannot be one: bash has a builtin of that
+--out probe.json` on the machines of the training, and pass `--probed probe.json`. The same command
+is `python -m compopt advise`. (There is no command `compopt`, because bash has a builtin of that
 name.)
 
-With `--tensor` or `--pipeline` it is about activations: what each of their compressors would make
-of a step.
+With `--tensor` or `--pipeline` it predicts a step with each compressor of activations.
 
 The same from Python: `print(compopt.costmodel.advise(model, ranks=8, link_bits_per_s=1e9,
 step_s=0.4))`, and `compopt.costmodel.advise_layers`.
@@ -36,7 +35,7 @@ from .pipeline import Layers
 from .prediction import Situation, predict_rows
 from .probe import read_layer_probe, read_probe
 
-# Options that one of the two kinds of advice has alone.
+# Options of only one of the two kinds of advice.
 GRADIENT_OPTIONS = (
     "parameters",
     "ranks",
@@ -98,14 +97,14 @@ def list_given(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
 
 
 def read_latency(options: argparse.Namespace) -> tuple[float | None, str]:
-    """Seconds of a message, and where they are from; None where nobody said."""
+    """Return the seconds of a message and their source; None where they are not given."""
     if options.wan:
         return WAN_LATENCY, "assumed: --wan"
     return (None, "") if options.latency is None else (options.latency / 1e3, "given")
 
 
 def gradient_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `advise`; ValueError says what is missing."""
+    """Return the arguments of `advise`; raises ValueError for a missing one."""
     arguments: dict[str, Any] = read_probe(options.probed) if options.probed else {}
     sources = {"latency": "measured"} if options.probed else {}
     if options.probed and options.link is None:
@@ -149,7 +148,7 @@ def gradient_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def layer_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `advise_layers`; ValueError says what is missing or out of place."""
+    """Return the arguments of `advise_layers`; raises ValueError for a missing or invalid one."""
     if misplaced := list_given(options, GRADIENT_OPTIONS):
         raise ValueError(
             f"{misplaced[0]} is for advice on gradients: leave out --tensor, --pipeline."

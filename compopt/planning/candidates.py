@@ -142,11 +142,11 @@ CANDIDATES: Mapping[str, Candidate] = MappingProxyType(
 
 def adam_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """AdamW's options, from an optimizer's groups; torch's defaults where these have no betas."""
-    found = []
+    options = []
     for group in groups:
         betas = group.get("betas", ())
         like_adam = len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)
-        found.append(
+        options.append(
             {
                 "betas": tuple(map(float, betas)) if like_adam else (0.9, 0.999),
                 "eps": float(group.get("eps", 1e-8)) if like_adam else 1e-8,
@@ -154,11 +154,11 @@ def adam_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "maximize": bool(group.get("maximize", False)),
             }
         )
-    return found
+    return options
 
 
 def has_betas(groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether all groups have the options that AdamW needs."""
+    """True if all groups have the options that AdamW needs."""
     return all("betas" in group for group in groups)
 
 

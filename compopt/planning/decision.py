@@ -1,10 +1,10 @@
-"""Which row of the table is advised.
+"""The choice of the row that is advised.
 
 A method may be advised when it is ours, its expected loss is within the budget, its state fits, and
 the whole run, with its dense start, is at least 5 % faster than AdamW's. Runs within 5 % of the
-fastest count as equally fast: of these the one with the lowest loss is taken, and where seeds could
-change that, the first of the table. Otherwise the advice is to stay dense. The same input always
-gives the same answer.
+fastest count as equally fast. Of these the one with the lowest loss is advised; among losses that
+seeds could reorder, the first row of the table. Otherwise the advice is to stay dense. The choice
+is deterministic.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from dataclasses import replace
 from .methods import METHODS
 from .prediction import Row, Situation, predict_rows
 
-# A predicted gain below this says nothing.
+# A smaller predicted speed-up is not worth advising.
 WORTH_IT = 1.05
-# Runs within this of the fastest are as fast: predictions err by more.
+# Runs within this factor of the fastest are as fast: predictions err by more.
 AS_FAST = 1.05
-# A loss of one seed is known no better.
+# Losses of one seed vary by this much.
 SAME_LOSS = 0.015
-# A row that is so much faster is mentioned although it loses more than the budget.
+# A row this much faster is mentioned although its loss exceeds the budget.
 MUCH_FASTER = 1.25
 
 
 def could_help(situation: Situation, row: Row) -> bool:
-    """Whether a row is ours, averages over a link, and its loss is known."""
+    """True if the row is a method of this package, averages over a link, and has a known loss."""
     return row.ours and row.expected_loss is not None and row.shard < situation.machine.ranks
 
 
 def allowed_rows(situation: Situation, rows: list[Row]) -> list[Row]:
-    """The rows that may be advised, the fastest run first."""
+    """Return the rows that may be advised, the fastest run first."""
     limit = 1 + situation.loss_budget + 1e-9
     allowed = [
         row
@@ -60,8 +60,8 @@ def choose_row(situation: Situation, rows: list[Row]) -> Row | None:
 
 
 def choose_alternative(situation: Situation, rows: list[Row], best: Row) -> Row | None:
-    """The fastest row of another class within the budget; else the one that loses least of those
-    that are much faster beyond it.
+    """Return the fastest row of another class within the loss budget; else, of the much faster
+    rows beyond it, the one with the lowest loss.
     """
     cost = METHODS[best.method].cost
     others = [row for row in allowed_rows(situation, rows) if METHODS[row.method].cost is not cost]

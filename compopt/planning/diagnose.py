@@ -7,7 +7,7 @@
 or, for a script that stays as it is, `compopt-diagnose train.py`, under torchrun where it runs
 under torchrun (`torchrun --nproc-per-node 2 -m compopt diagnose train.py`).
 
-The loop stays the user's: nobody else knows how it draws batches, scales, clips, accumulates. A
+The loop remains the user's, with its own batches, scaling, clipping and accumulation. A
 hook after `optimizer.step()` reads the weights and gradients of some tensors and runs the methods
 beside the training, on copies. Parameters, optimizer state and random numbers of the training are
 the same to the bit. Ranks exchange some numbers once, at the end.
@@ -156,17 +156,17 @@ def default_process_group() -> Iterator[None]:
     """
     distributed: Any = dist
     init_process_group = distributed.init_process_group
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    single_process = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     added: dict[str, str] = {}
 
     @functools.wraps(init_process_group)
-    def init_alone(*args: Any, **options: Any) -> None:
+    def init_single_process(*args: Any, **options: Any) -> None:
         method = options.get("init_method", "env://") if len(args) < 2 else args[1]
-        is_said = "RANK" in os.environ or len(args) > 2 or options.keys() & {"store", "rank"}
-        if is_said or method not in (None, "env://"):
+        is_specified = "RANK" in os.environ or len(args) > 2 or options.keys() & {"store", "rank"}
+        if is_specified or method not in (None, "env://"):
             init_process_group(*args, **options)
             return
-        added.update({name: value for name, value in alone.items() if name not in os.environ})
+        added.update({k: v for k, v in single_process.items() if k not in os.environ})
         os.environ.update(added)
         options |= {
             "init_method": None,
@@ -176,7 +176,7 @@ def default_process_group() -> Iterator[None]:
         }
         init_process_group(*args[:1], **options)
 
-    distributed.init_process_group = init_alone
+    distributed.init_process_group = init_single_process
     try:
         yield
     finally:

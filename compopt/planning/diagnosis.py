@@ -1,4 +1,4 @@
-"""`Diagnosis`: hooks on a training, what they record at each step, and the findings at the end."""
+"""`Diagnosis`: hooks on a training, their records of each step, and the findings at the end."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Diagnosis:
 
     @property
     def _gradients_are_averaged(self) -> bool:
-        """Whether p.grad is the average over ranks already."""
+        """True if p.grad is already the average over ranks."""
         return self._comm.size > 1 and not self._is_ours
 
     @property
@@ -191,18 +191,18 @@ class Diagnosis:
     def __str__(self) -> str:
         if not self.rows:
             return f"compopt.diagnose: {self.steps} steps seen; it tells when its block has ended."
-        found, sampled = self.findings, self.sampled
+        findings, sampled = self.findings, self.sampled
         width = diagnosis_report.typical_width(sampled)
         sentences = diagnosis_report.conclude(
-            found, self.rows, self._compared_ranks.size, self.training
+            findings, self.rows, self._compared_ranks.size, self.training
         )
         blocks = [
             self._summarize_sample(),
             ["What it means", *map(diagnosis_report.format_item, sentences)],
             diagnosis_report.format_methods(self.rows),
-            diagnosis_report.format_stability(found),
-            diagnosis_report.format_subspaces(found, width),
-            diagnosis_report.format_layers(found, sampled),
+            diagnosis_report.format_stability(findings),
+            diagnosis_report.format_subspaces(findings, width),
+            diagnosis_report.format_layers(findings, sampled),
         ]
         return "\n\n".join("\n".join(block) for block in blocks)
 
@@ -219,7 +219,7 @@ class Diagnosis:
         ).situation
 
     def _summarize_sample(self) -> list[str]:
-        """What was recorded, of how many ranks and elements."""
+        """Summarize what was recorded, with the numbers of ranks and elements."""
         elements = sum(tensor.numel for tensor in self.sampled)
         base, size, tensors = type(self.optimizer).__name__, self._comm.size, len(self.sampled)
         lines = [
@@ -267,11 +267,11 @@ def extract_dense_gradient(tensor: SampledTensor) -> Tensor | None:
 
 
 def was_skipped(optimizer: Optimizer, tensors: list[Tensor | None]) -> bool:
-    """Whether the step was not applied, or some gradient or weight is not finite."""
+    """True if the step was not applied, or some gradient or weight is not finite."""
     if isinstance(optimizer, CompressedOptimizer) and optimizer.stats.phase == "skipped":
         return True
-    found = getattr(optimizer, "found_inf", None)  # GradScaler sets it for the step.
-    if found is not None and float(found):
+    found_inf = getattr(optimizer, "found_inf", None)  # GradScaler sets it for the step.
+    if found_inf is not None and float(found_inf):
         return True
     return not all(bool(x.isfinite().all()) for x in tensors if x is not None)
 
@@ -350,21 +350,21 @@ class Recorder:
         Gradients are compared over the ranks of ``compared``.
         """
         sampled = self.sampled
-        found = summarize_runs(self.runs, self.gradient_norm)
-        found["seconds", "step"] = median(self.step_seconds)
+        findings = summarize_runs(self.runs, self.gradient_norm)
+        findings["seconds", "step"] = median(self.step_seconds)
         for quantity, stability in self.stability.items():
-            found |= summarize_stability(quantity, stability, sampled)
-        found |= summarize_settling(self.stability["update"], DENSITIES[1])
+            findings |= summarize_stability(quantity, stability, sampled)
+        findings |= summarize_settling(self.stability["update"], DENSITIES[1])
         for quantity, subspace in self.subspaces.items():
-            found |= summarize_subspaces(quantity, subspace, sampled)
+            findings |= summarize_subspaces(quantity, subspace, sampled)
         if comm.size > 1:
-            words = [*map(str, sorted(found)), str(len(self.spread.rows))]
-            check_same_on_all_ranks(words, self.steps, comm, self.device)
-        found |= summarize_spread(self.spread.compute(compared, self.device), sampled)
-        return average_findings(found, comm, self.device) if comm.size > 1 else found
+            texts = [*map(str, sorted(findings)), str(len(self.spread.rows))]
+            check_same_on_all_ranks(texts, self.steps, comm, self.device)
+        findings |= summarize_spread(self.spread.compute(compared, self.device), sampled)
+        return average_findings(findings, comm, self.device) if comm.size > 1 else findings
 
 
-# Findings: numbers by names of words, ("kept", method, layer), ("overlap", quantity, density, lag,
+# Findings: numbers by names of texts, ("kept", method, layer), ("overlap", quantity, density, lag,
 # layer) and so on. The layer "" stands for all sampled tensors.
 
 
@@ -377,36 +377,38 @@ def weighted_mean(sampled: Sequence[SampledTensor], values: Mapping[int, float])
 def name_by_layer(
     head: tuple[str, ...], sampled: Sequence[SampledTensor], values: Mapping[int, float]
 ) -> Findings:
-    found: Findings = {(*head, sampled[i].name): value for i, value in values.items()}
-    return found | {(*head, ""): weighted_mean(sampled, values)} if values else found
+    findings: Findings = {(*head, sampled[i].name): value for i, value in values.items()}
+    return findings | {(*head, ""): weighted_mean(sampled, values)} if values else findings
 
 
 def summarize_runs(runs: CandidateRuns, gradient_norm: float) -> Findings:
-    """What each candidate kept of AdamW's update, and its residual in norms of the gradient."""
-    found: Findings = {}
+    """Summarize the share of AdamW's update that each candidate keeps, and its residual over the
+    gradient's norm.
+    """
+    findings: Findings = {}
     layers = [*(tensor.name for tensor in runs.sampled), ""]
     for name, rows in runs.cosines.items():
         for layer, cosines in zip(layers, zip(*rows, strict=True), strict=True):
-            found["kept", name, layer] = mean(cosines)
-        found["length", name] = mean(runs.lengths[name])
+            findings["kept", name, layer] = mean(cosines)
+        findings["length", name] = mean(runs.lengths[name])
         residuals = runs.residuals[name]
         half = len(residuals) // 2
         early, late = max(residuals[:half]), max(residuals[half:])
-        found["residual", name] = late / max(gradient_norm, TINY)
+        findings["residual", name] = late / max(gradient_norm, TINY)
         # Without a residual in the first half there is nothing to compare with.
-        found["growth", name] = late / early if early else 1.0
-    return found
+        findings["growth", name] = late / early if early else 1.0
+    return findings
 
 
 def summarize_stability(
     quantity: str, stability: TopKStability, sampled: Sequence[SampledTensor]
 ) -> Findings:
-    found: Findings = {}
+    findings: Findings = {}
     for kind, table in (("overlap", stability.overlaps), ("norm", stability.norms)):
         for density, lag in sorted({(density, lag) for density, lag, _ in table}):
             means = {i: mean(v) for (d, g, i), v in table.items() if (d, g) == (density, lag)}
-            found |= name_by_layer((kind, quantity, str(density), str(lag)), sampled, means)
-    return found
+            findings |= name_by_layer((kind, quantity, str(density), str(lag)), sampled, means)
+    return findings
 
 
 def summarize_settling(stability: TopKStability, density: float) -> Findings:
@@ -424,11 +426,11 @@ def summarize_settling(stability: TopKStability, density: float) -> Findings:
 def summarize_subspaces(
     quantity: str, subspace: SubspaceNorms, sampled: Sequence[SampledTensor]
 ) -> Findings:
-    found: Findings = {}
+    findings: Findings = {}
     for rank in sorted({rank for rank, _ in subspace.kept}):
         means = {i: mean(v) for (r, i), v in subspace.kept.items() if r == rank}
-        found |= name_by_layer(("share", quantity, str(rank)), sampled, means)
-    return found
+        findings |= name_by_layer(("share", quantity, str(rank)), sampled, means)
+    return findings
 
 
 def summarize_spread(
@@ -444,8 +446,8 @@ def check_same_on_all_ranks(
 ) -> None:
     """Raise RuntimeError on all ranks where they have recorded different things."""
     code = zlib.crc32("\n".join(names).encode()) % 2**23  # float32 holds it exactly.
-    own = torch.tensor([float(steps), float(code)], dtype=torch.float32, device=device)
-    rows: Tensor = comm.start(AllGather(own)).wait()  # type: ignore[assignment]
+    values = torch.tensor([float(steps), float(code)], dtype=torch.float32, device=device)
+    rows: Tensor = comm.start(AllGather(values)).wait()  # type: ignore[assignment]
     counts, codes = rows.t().tolist()
     if any(a != b for a, b in itertools.pairwise(counts)):
         listed = ", ".join(str(int(n)) for n in counts)
@@ -460,9 +462,9 @@ def check_same_on_all_ranks(
         )
 
 
-def average_findings(found: Findings, comm: Communicator, device: torch.device) -> Findings:
+def average_findings(findings: Findings, comm: Communicator, device: torch.device) -> Findings:
     """The mean of each finding over ranks."""
-    names = sorted(found)
-    numbers = torch.tensor([found[name] for name in names], dtype=torch.float32, device=device)
+    names = sorted(findings)
+    numbers = torch.tensor([findings[name] for name in names], dtype=torch.float32, device=device)
     comm.start(AllReduceMean(numbers)).wait()
     return dict(zip(names, numbers.tolist(), strict=True))

@@ -29,13 +29,13 @@ GROWTH = 1.2
 FEW_BYTES = 0.1
 # Cosine with AdamW's update below which a method is recommended with a warning.
 HALF = 0.5
-# What a method may keep less than the best and still be as good.
+# A method that keeps less than the best by at most this is as good.
 NEGLIGIBLE = 0.05
 STAY_DENSE = "AdamW"
-# Why the advice may name what is not judged here, or nothing.
+# Reasons why the advice may name a method that is not judged here, or none.
 REASONS = {
-    "LocalSteps": "which these steps cannot judge: it exchanges once in a round",
-    STAY_DENSE: "because the network is hardly waited for",
+    "LocalSteps": "which is not judged here, because it exchanges only once in a round",
+    STAY_DENSE: "because steps hardly wait for the network",
 }
 # Norm that an old mask must keep.
 STABLE_NORM = 0.95
@@ -75,7 +75,7 @@ class Row:
 
 
 def make_rows(
-    found: Findings,
+    findings: Findings,
     candidates: Mapping[str, Candidate],
     work: Workload,
     ranks: int,
@@ -84,10 +84,10 @@ def make_rows(
     """The methods, those that keep most first."""
     rows = []
     for name, candidate in candidates.items():
-        layers = [found["kept", name, tensor.name] for tensor in sampled]
-        kept, grows = found["kept", name, ""], found["growth", name] > GROWTH
+        layers = [findings["kept", name, tensor.name] for tensor in sampled]
+        kept, grows = findings["kept", name, ""], findings["growth", name] > GROWTH
         share = candidate.share_of_bytes(work, ranks)
-        residual = found["residual", name]
+        residual = findings["residual", name]
         numbers = kept, min(layers), max(layers), residual, grows, share
         chosen = candidate.class_name, candidate.family, candidate.setting
         rows.append(Row(name, candidate.line, *numbers, *chosen))
@@ -128,12 +128,12 @@ def format_methods(rows: Sequence[Row]) -> list[str]:
     return [
         *lines,
         "  kept: cosine of the method's update and AdamW's at the same gradients, mean over steps",
-        "  residual: what is held back, in norms of a gradient; + where it still grows",
+        "  residual: not sent yet, in norms of a gradient; + where it still grows",
         "  bytes: of a dense step's, after the start; *: no method that sends less keeps as much",
     ]
 
 
-def format_stability(found: Findings) -> list[str]:
+def format_stability(findings: Findings) -> list[str]:
     heads = "".join(f"{f'{lag} steps' if lag > 1 else '1 step':>16}" for lag in LAGS)
     lines = [
         "The largest elements: the share of them that was among the largest so many steps before,",
@@ -145,28 +145,28 @@ def format_stability(found: Findings) -> list[str]:
             cells = []
             for lag in LAGS:
                 key = (quantity, str(density), str(lag), "")
-                overlap, norm = found.get(("overlap", *key)), found.get(("norm", *key), 0.0)
+                overlap, norm = findings.get(("overlap", *key)), findings.get(("norm", *key), 0.0)
                 cells.append("-" if overlap is None else f"{overlap:.2f} ({norm:.2f})")
             first = label if density == DENSITIES[0] else ""
             lines.append(f"  {first:<26}{density:>8}" + "".join(f"{cell:>16}" for cell in cells))
     return lines
 
 
-def format_subspaces(found: Findings, width: int) -> list[str]:
-    ranks = [rank for rank in RANKS if ("share", "gradient", str(rank), "") in found]
+def format_subspaces(findings: Findings, width: int) -> list[str]:
+    ranks = [rank for rank in RANKS if ("share", "gradient", str(rank), "") in findings]
     lines = [
         f"Share of the norm that tracked columns keep (width: {width}, the smaller side of most)",
         f"  {'rank':<26}" + "".join(f"{rank:>8}" for rank in ranks),
         f"  {'rank / width':<26}" + "".join(f"{rank / width:>8.3f}" for rank in ranks),
     ]
     for quantity in ("gradient", "update"):
-        cells = (found["share", quantity, str(rank), ""] for rank in ranks)
+        cells = (findings["share", quantity, str(rank), ""] for rank in ranks)
         label = QUANTITIES[quantity].split(" (")[0]
         lines.append(f"  {label:<26}" + "".join(f"{cell:>8.2f}" for cell in cells))
     return lines
 
 
-def format_layers(found: Findings, sampled: Sequence[SampledTensor]) -> list[str]:
+def format_layers(findings: Findings, sampled: Sequence[SampledTensor]) -> list[str]:
     longest = max(len(tensor.name) for tensor in sampled)
     lines = [
         f"  {'Layer':<{longest}}{'rows x columns':>16}{'looked at':>14}"
@@ -176,10 +176,10 @@ def format_layers(found: Findings, sampled: Sequence[SampledTensor]) -> list[str
         rows, columns = tensor.full_shape
         part = "all" if tensor.is_complete else f"{tensor.rows} x {tensor.columns}"
         numbers = [
-            found.get(("share", "gradient", "16", tensor.name)),
-            found.get(("share", "update", "16", tensor.name)),
-            found.get(("overlap", "update", "0.1", "10", tensor.name)),
-            found.get(("cosine", tensor.name)),
+            findings.get(("share", "gradient", "16", tensor.name)),
+            findings.get(("share", "update", "16", tensor.name)),
+            findings.get(("overlap", "update", "0.1", "10", tensor.name)),
+            findings.get(("cosine", tensor.name)),
         ]
         cells = [
             f"{'-' if n is None else f'{n:.2f}':>{w}}"
@@ -204,7 +204,7 @@ def format_item(sentence: str) -> str:
     )
 
 
-def conclude(found: Findings, rows: Sequence[Row], ranks: int, training: Situation) -> list[str]:
+def conclude(findings: Findings, rows: Sequence[Row], ranks: int, training: Situation) -> list[str]:
     """All sentences that follow from the findings, the most important first.
 
     ``ranks`` are those whose gradients were compared; ``training`` is as the advice sees it.
@@ -214,18 +214,18 @@ def conclude(found: Findings, rows: Sequence[Row], ranks: int, training: Situati
         describe_recommendation(rows, best),
         describe_settings(rows, best),
         compare_with_advice(training, best.class_name),
-        assess_interval(found),
-        assess_start(found),
-        assess_spread(found, ranks),
+        assess_interval(findings),
+        assess_start(findings),
+        assess_spread(findings, ranks),
         list_growing_residuals(rows),
-        "This is an order, not a loss: it comes from these steps alone.",
+        "This ranks the methods by these steps alone. It does not predict a loss.",
     ]
     return [sentence for sentence in sentences if sentence]
 
 
 def recommend_row(rows: Sequence[Row]) -> Row:
-    """Of the methods that send few bytes, the one that sends least among those that keep as much as
-    matters: no more than `NEGLIGIBLE` below the best.
+    """Return the row that sends least, among the methods that send few bytes and keep at most
+    `NEGLIGIBLE` less than the best of them.
     """
     compressed = [row for row in rows if row.share is not None and row.share < 1]
     few = [row for row in compressed if (row.share or 0.0) <= FEW_BYTES]
@@ -238,13 +238,12 @@ def recommend_row(rows: Sequence[Row]) -> Row:
 def describe_recommendation(rows: Sequence[Row], best: Row) -> str:
     share = best.share or 0.0
     text = (
-        f"Start with {best.line}: of what sends at most {FEW_BYTES:.0%} of the bytes, nothing "
-        f"keeps {NEGLIGIBLE} more of AdamW's update (kept {best.kept:.2f}, {share:.1%} of the "
-        "bytes)."
+        f"Start with {best.line}: it keeps {best.kept:.2f} of AdamW's update with {share:.1%} of "
+        f"the bytes. No other method within {FEW_BYTES:.0%} of the bytes keeps {NEGLIGIBLE} more."
         if share <= FEW_BYTES
-        else f"Nothing here sends less than {FEW_BYTES:.0%} of the bytes. Start with {best.line}: "
-        f"nothing keeps {NEGLIGIBLE} more of AdamW's update (kept {best.kept:.2f}, {share:.0%} of "
-        "the bytes)."
+        else f"No method here is within {FEW_BYTES:.0%} of the bytes. Start with {best.line}: it "
+        f"keeps {best.kept:.2f} of AdamW's update with {share:.0%} of the bytes. No other method "
+        f"keeps {NEGLIGIBLE} more."
     )
     if best.kept < HALF:
         text += (
@@ -255,17 +254,19 @@ def describe_recommendation(rows: Sequence[Row], best: Row) -> str:
 
 
 def describe_settings(rows: Sequence[Row], best: Row) -> str:
-    """What the other ranks, densities or ratios of the recommended method keep."""
+    """Describe the shares that other settings of the recommended method keep."""
     family = [row for row in rows if row.family == best.family]
     family.sort(key=lambda row: row.share or 0.0)
     listed = ", ".join(f"{row.kept:.2f} at {row.setting}" for row in family)
     enough = max(row.kept for row in family) < best.kept + NEGLIGIBLE
-    adds = f"adds less than {NEGLIGIBLE}" if enough else "keeps more, for more bytes"
-    return f"{best.family} keep {listed}: more than {best.setting} {adds}."
+    more = f"Above {best.setting}, at most {NEGLIGIBLE} is gained."
+    if not enough:
+        more = f"Above {best.setting}, more is kept, for more bytes."
+    return f"{best.family} keep {listed}. {more}"
 
 
 def compare_with_advice(training: Situation, class_name: str) -> str:
-    """What `compopt-advise` names for this training, over all links, and why where it differs."""
+    """Compare with what `compopt-advise` recommends for this training, over all links."""
     named: list[tuple[float, str]] = []
     for exponent in range(12, 23):
         rate = 10 ** (exponent / 2)
@@ -278,11 +279,11 @@ def compare_with_advice(training: Situation, class_name: str) -> str:
         reason = "" if name == class_name else REASONS.get(name, "whose runs ended at a lower loss")
         parts.append(f"{format_span(rates)} {name}{f', {reason}' if reason else ''}")
     agrees = any(name == class_name for _, name in named)
-    verdict = "names the same class" if agrees else f"does not name {class_name}"
+    comparison = "names the same class" if agrees else f"does not name {class_name}"
     seconds, ranks = format_seconds(training.compute_s), training.machine.ranks
     return (
-        f"compopt-advise {verdict}, for {ranks} ranks and {seconds} a step: {'; '.join(parts)}. "
-        "It goes by the time and the loss of whole runs."
+        f"compopt-advise {comparison}, for {ranks} ranks and {seconds} a step: {'; '.join(parts)}. "
+        "It judges by the time and the loss of whole runs."
     )
 
 
@@ -291,52 +292,53 @@ def format_span(rates: Sequence[float]) -> str:
     return f"at {low}" if low == high else f"from {low} to {high}"
 
 
-def assess_interval(found: Findings) -> str:
+def assess_interval(findings: Findings) -> str:
     """The longest lag at which an old mask keeps enough of the norm, for Radius."""
     parts = []
     for density in DENSITIES:
-        norms = {g: found.get(("norm", "update", str(density), str(g), "")) for g in LAGS}
+        norms = {g: findings.get(("norm", "update", str(density), str(g), "")) for g in LAGS}
         seen = [lag for lag, norm in norms.items() if norm is not None]
         if not seen:
             return ""
         good = [lag for lag in seen if (norms[lag] or 0.0) >= STABLE_NORM]
         if not good:
-            parts.append(f"at density {density} not even for one step")
+            parts.append(f"at density {density} not for one step")
         else:
             more = " (more was not seen)" if good[-1] == seen[-1] and seen[-1] < LAGS[-1] else ""
             steps = f"{good[-1]} steps" if good[-1] > 1 else "one step"
             parts.append(f"at density {density} for {steps}{more}")
     return (
-        f"Radius's interval: the largest elements of AdamW's update keep {STABLE_NORM:.0%} of "
-        f"their norm {', '.join(parts)}; a set that is used for longer misses more."
+        "Radius's interval: positions of the largest elements of AdamW's update, used again later, "
+        f"hold {STABLE_NORM:.0%} of the norm that newly selected ones would {', '.join(parts)}. "
+        "After more steps they hold less."
     )
 
 
-def assess_start(found: Findings) -> str:
-    if ("settling", "first") not in found:
+def assess_start(findings: Findings) -> str:
+    if ("settling", "first") not in findings:
         return ""
-    first, last = found["settling", "first"], found["settling", "last"]
+    first, last = findings["settling", "first"], findings["settling", "last"]
     numbers = (
-        f"of the largest tenth of AdamW's update {first:.2f} stayed from step to step at first, "
-        f"{last:.2f} at the end"
+        f"of the 10% largest elements of AdamW's update, {first:.0%} were the same one step later "
+        f"at first, and {last:.0%} at the end"
     )
     if last > first + SETTLED:
         return (
-            f"Start: {numbers}, so they had not settled. Give methods that select elements a dense "
+            f"Dense start: {numbers}. They had not settled. Give methods that select a dense "
             "start (warmup_steps=0.15, total_steps=...), and diagnose again after it."
         )
     if last < first - SETTLED:
         return (
-            f"Start: {numbers}, so they change faster as training goes on; a longer dense start "
-            "would not help that. Diagnose again later: what selects elements may keep less then."
+            f"Dense start: {numbers}. They change faster as training goes on, so a longer dense "
+            "start would not help. Diagnose again later: methods that select may keep less."
         )
-    return f"Start: {numbers}, so a longer dense start would change little of what is selected."
+    return f"Dense start: {numbers}. A longer one would change little of what is selected."
 
 
-def assess_spread(found: Findings, ranks: int) -> str:
-    if ("cosine", "") not in found:
+def assess_spread(findings: Findings, ranks: int) -> str:
+    if ("cosine", "") not in findings:
         return ""
-    cosine, ratio = found["cosine", ""], found["ratio", ""]
+    cosine, ratio = findings["cosine", ""], findings["ratio", ""]
     who = f"{ranks} ranks" if ranks > 1 else "two batches in a row, which stand for ranks,"
     text = (
         f"Spread: gradients of {who} have a cosine of {cosine:.2f}; one is {ratio:.2f} times as "
@@ -355,8 +357,8 @@ def list_growing_residuals(rows: Sequence[Row]) -> str:
     if not growing:
         return "No residual still grows."
     return (
-        f"Residuals that still grow: {', '.join(growing)}. What they hold back has not begun to "
-        "arrive in full; more steps tell more."
+        f"Residuals that still grow: {', '.join(growing)}. These methods send less than they put "
+        "into the residual, so `kept` is not final: diagnose more steps."
     )
 
 
@@ -364,7 +366,7 @@ def list_growing_residuals(rows: Sequence[Row]) -> str:
 
 
 def draw(
-    path: str, found: Findings, rows: Sequence[Row], residuals: Mapping[str, Sequence[float]]
+    path: str, findings: Findings, rows: Sequence[Row], residuals: Mapping[str, Sequence[float]]
 ) -> None:
     """Save four panels; the suffix of the path says as what kind of picture.
 
@@ -382,8 +384,8 @@ def draw(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
-    _draw_overlaps(axes[0, 0], found)
-    _draw_subspaces(axes[0, 1], found)
+    _draw_overlaps(axes[0, 0], findings)
+    _draw_subspaces(axes[0, 1], findings)
     _draw_methods(axes[1, 0], rows)
     _draw_residuals(axes[1, 1], residuals)
     for axis in axes.flat:
@@ -393,11 +395,11 @@ def draw(
     pyplot.close(figure)
 
 
-def _draw_overlaps(axis: Any, found: Findings) -> None:
+def _draw_overlaps(axis: Any, findings: Findings) -> None:
     for number, (quantity, label) in enumerate(QUANTITIES.items()):
         for density, style in zip(DENSITIES, ("-", "--", ":"), strict=True):
             key = ("overlap", quantity, str(density))
-            points = [(lag, found.get((*key, str(lag), ""))) for lag in LAGS]
+            points = [(lag, findings.get((*key, str(lag), ""))) for lag in LAGS]
             seen = [(lag, share) for lag, share in points if share is not None]
             if seen:
                 text = f"{label}, {density}" if density == DENSITIES[0] else f"{density}"
@@ -409,12 +411,12 @@ def _draw_overlaps(axis: Any, found: Findings) -> None:
     axis.legend(fontsize=7, frameon=False, ncols=3)
 
 
-def _draw_subspaces(axis: Any, found: Findings) -> None:
-    ranks = [rank for rank in RANKS if ("share", "gradient", str(rank), "") in found]
+def _draw_subspaces(axis: Any, findings: Findings) -> None:
+    ranks = [rank for rank in RANKS if ("share", "gradient", str(rank), "") in findings]
     for number, quantity in enumerate(("gradient", "update")):
-        layers = {name[3] for name in found if name[:2] == ("share", quantity)}
+        layers = {name[3] for name in findings if name[:2] == ("share", quantity)}
         for layer in sorted(layers):
-            y = [found["share", quantity, str(rank), layer] for rank in ranks]
+            y = [findings["share", quantity, str(rank), layer] for rank in ranks]
             style = dict(color=f"C{number}", alpha=0.25 if layer else 1.0, lw=1 if layer else 2.5)
             axis.plot(ranks, y, label=None if layer else QUANTITIES[quantity], **style)
     axis.set(xscale="log", xlabel="rank", ylim=(0, 1), title="share of the norm kept, by layer")

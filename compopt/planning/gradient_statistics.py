@@ -85,17 +85,17 @@ def find_eligible_tensors(
 
     ``names`` maps the ids of parameters to their names in the model.
     """
-    found = []
+    tensors = []
     for number, group in enumerate(groups):
-        given = group.get("param_names") or [""] * len(group["params"])
-        for place, (p, own) in enumerate(zip(group["params"], given, strict=True)):
-            name = names.get(id(p)) or own or f"group {number}, tensor {place}"
+        group_names = group.get("param_names") or [""] * len(group["params"])
+        for place, (p, group_name) in enumerate(zip(group["params"], group_names, strict=True)):
+            name = names.get(id(p)) or group_name or f"group {number}, tensor {place}"
             name = strip_wrapper_prefixes(name)
             is_large = p.dim() >= 2 and to_local(p).numel() >= LEAST_ELEMENTS
             is_trainable = p.requires_grad and p.is_floating_point()
             if is_large and is_trainable and is_compressed(p, group, name):
-                found.append(EligibleTensor(name, p, number))
-    return found
+                tensors.append(EligibleTensor(name, p, number))
+    return tensors
 
 
 def strip_wrapper_prefixes(name: str) -> str:
@@ -148,7 +148,7 @@ STABILITY_ELEMENTS = 1 << 15
 
 
 class TopKStability:
-    """Whether the largest elements of a quantity stay the same.
+    """Overlap of the largest elements of a quantity between steps.
 
     For a quantity x and a density d, let A(t) be the positions of the round(d n) largest |x| of a
     tensor at step t. ``overlaps`` holds, for every (density, lag, tensor) and step, the share of
@@ -198,8 +198,8 @@ class TopKStability:
         shared = (now & before).sum(1) / now.sum(1)
         fresh = (squares * now).sum(1)
         old = ((squares * before).sum(1) / fresh.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
-        found = torch.stack([shared.double(), old]).tolist()
-        for density, overlap, norm in zip(self.densities, *found, strict=True):
+        sums = torch.stack([shared.double(), old]).tolist()
+        for density, overlap, norm in zip(self.densities, *sums, strict=True):
             self.overlaps.setdefault((density, lag, i), []).append(overlap)
             self.norms.setdefault((density, lag, i), []).append(norm)
 

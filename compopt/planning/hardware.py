@@ -1,4 +1,4 @@
-"""Accelerators and links: what they can do, and the seconds of a collective.
+"""Accelerators and links: their rates, and the seconds of a collective.
 
 Figures of accelerators are peaks from their makers' data sheets; training reaches a share of them.
 """

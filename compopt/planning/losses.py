@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from .formatting import format_count
 
-# Chinchilla's; where nobody says how long a training is.
+# Chinchilla's ratio, where the length of a training is not given.
 TOKENS_PER_PARAMETER = 20.0
-# Workers of local steps, in times those of a measurement, up to which it says anything.
+# Largest ratio of workers to those of a measurement of local steps that still covers them.
 WORKERS = 4
 # What a loss may be worse by, for each factor of ten between the measured size and another. Tracked
 # projections lost .8 % more on a model 15 times as large; local steps lose less on larger ones.
@@ -24,7 +24,7 @@ class Measurement:
     """One final loss.
 
     Args:
-        ratio: over AdamW's, trained alike; the mean over seeds.
+        ratio: over AdamW's in the same training; the mean over seeds.
         parameters, ranks, tokens: of the model; that trained; for each parameter.
         source: where it was measured.
     """
@@ -43,11 +43,11 @@ class Measurement:
         return words if self.source == "bench/results" else f"{words}; {self.source}"
 
     def allow_for_size(self, parameters: float) -> float:
-        """The ratio to expect at worst of a model of that size."""
+        """Return the largest ratio to expect of a model of this size."""
         return self.ratio + ALLOWANCE * abs(math.log10(parameters / self.parameters))
 
     def distance(self, parameters: float, ranks: int, tokens: float) -> float:
-        """How far it is from a training: factors of ten in size and length, of four in ranks."""
+        """Return the distance to a training, in factors of ten (size, length) and four (ranks)."""
         return (
             abs(math.log10(parameters / self.parameters))
             + abs(math.log10(tokens / self.tokens))

@@ -1,4 +1,4 @@
-"""What each method sends, keeps and computes in a step: one formula and one row a method.
+"""Costs of the methods: bytes, state and computation of a step, one formula and one row each.
 
 tests/test_costmodel_bytes.py compares bytes and state with the classes themselves.
 """

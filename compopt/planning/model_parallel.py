@@ -10,7 +10,7 @@ bytes an activation on the link between stages, B the micro-batch, and the vocab
 FLOP count left out of a layer.
 
 Equation 2 holds for any compressor: M_c is the size of its codec's payload, T_overhead the time of
-its operations (`encoded`). The paper's constants are those of the auto-encoder alone.
+its operations (`encoded`). The paper's constants hold for the auto-encoder only.
 """
 
 from __future__ import annotations

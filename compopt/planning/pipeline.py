@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..activations import Identity
-from ..activations.codecs import Compressor
+from ..activations.base import Compressor
 from .activation_costs import COMPRESSORS, Crossing, Exchange, crossing_of, exchange_of
 from .hardware import Machine, Speed, all_gather_seconds, all_reduce_seconds
 from .model_parallel import dtype_of
@@ -323,7 +323,7 @@ def _message_seconds(link: Machine, size: int) -> float:
 
 
 def compressible_places(grid: Grid) -> tuple[Where, ...]:
-    """Where activations cross a link."""
+    """Return the places at which activations cross a link."""
     if grid.tensor > 1 and grid.pipeline > 1:
         return "boundaries", "layers", "both"
     return ("layers",) if grid.tensor > 1 else ("boundaries",) if grid.pipeline > 1 else ()

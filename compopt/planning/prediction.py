@@ -26,9 +26,9 @@ SHARD_EXCHANGES = 3
 # Bytes of a bucket: DDP's, and the package's on accelerators.
 DDP_BUCKET = 25 * 2**20
 DEVICE_BUCKET, CPU_BUCKET = 128 * 2**20, 8 * 2**20
-# Bytes a second to, from and in host memory, of what is offloaded.
+# Bytes a second of offloaded state, to, from and in host memory.
 HOST_BYTES_PER_S = 10e9
-# Steps of a run, where nobody says.
+# Steps of a run, where they are not given.
 STEPS = 10_000
 
 
@@ -46,8 +46,8 @@ class Step:
 
 
 def sent_bytes(machine: Machine, cost: Cost) -> float:
-    """Bytes that leave a rank in a step: 2 (N-1)/N of what is all-reduced, (N-1)/N of what is
-    gathered.
+    """Return the bytes that a rank sends in a step: 2 (N-1)/N of all-reduced bytes, (N-1)/N of
+    gathered ones.
     """
     twice, once = cost.reduced + cost.quantized, cost.gathered + cost.after_commit + cost.hidden
     return (machine.ranks - 1) / machine.ranks * (2 * twice + once)
@@ -151,7 +151,7 @@ def training_speedup(dense: float, compressed: float, warmup_share: float = 0.0)
 
 @dataclass(frozen=True)
 class Situation:
-    """A model, the ranks that train it, and what is known of both.
+    """A model, the ranks that train it, and known quantities of both.
 
     Args:
         work: the model.
@@ -163,7 +163,7 @@ class Situation:
         sources: for each number by its name, whether it was given, measured or assumed.
         steps: of the run.
         tokens_per_parameter: of the run.
-        inside_bytes_per_s: what one rank can send to the others of its machine, each second.
+        inside_bytes_per_s: rate at which one rank sends to the others of its machine.
         bucket_bytes: of the package's messages.
     """
 
@@ -196,7 +196,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Row:
-    """One method: what it sends and keeps, its step by what the time goes to, and its run.
+    """Prediction of one method: bytes, state, the parts of its step, and its run.
 
     Args:
         method: its name in `METHODS`.
@@ -237,12 +237,12 @@ class Row:
 
     @property
     def is_bound_by_shards(self) -> bool:
-        """Whether moving parts of a copy over the slow link takes longer than computing."""
+        """True if sending shards of one copy over the slow link takes longer than computing."""
         return self.shard_s > self.step.compute
 
 
 def count_held_bytes(situation: Situation, method: Method, shard: int) -> tuple[float, float]:
-    """Bytes a rank: of parameters, gradients and state; and of state alone."""
+    """Return the bytes on each rank of parameters, gradients and state, and of state only."""
     part = situation.work.shard(shard)
     state = method(part, situation.replicas(shard).ranks).state
     return WEIGHTS * part.parameters + state, state

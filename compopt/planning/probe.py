@@ -3,10 +3,9 @@
     torchrun --nproc-per-node 4 -m compopt.probe --out probe.json
     compopt-advise --probed probe.json --parameters 350M --step-time 400
 
-Start it with torchrun on all machines, as the training will be. It takes seconds, half a minute
-over a slow link: all-reduces from 1 KiB to 8 MiB give the latency and the rate of a rank's link,
-copies and products the speed of local work with all ranks busy, and both at once what they take
-from each other.
+Start it with torchrun on all machines, like the training. It takes seconds, half a minute over a
+slow link. All-reduces from 1 KiB to 8 MiB measure the latency and the rate of a rank's link, copies
+and products the speed of local work with all ranks busy, and both together their interference.
 
     torchrun --nproc-per-node 4 -m compopt.probe --layers --tensor 2 --hidden 4096 --out layers.json
     compopt-advise --probed layers.json --tensor 2 --layers 32 ...
@@ -54,13 +53,13 @@ def measure_network() -> dict[str, Any]:
     """The content of a probe's file: what `read_probe` returns, and the seconds of every message;
     the same on all ranks.
 
-    Raises ValueError where this process was not started by torchrun, or alone.
+    Raises ValueError unless torchrun started this process, with at least two ranks.
     """
     size, device = world_size(), collective_device()
     ranks = activations.MeshRanks.world(device.type, size)
     messages = [torch.ones(nbytes // 4, dtype=torch.float32, device=device) for nbytes in SIZES]
-    own = [median_seconds(functools.partial(ranks.sum, x), device) for x in messages]
-    seconds = average_over_ranks(own, ranks, device)
+    local = [median_seconds(functools.partial(ranks.sum, x), device) for x in messages]
+    seconds = average_over_ranks(local, ranks, device)
     memory, flops = average_over_ranks(measure_local(device), ranks, device)
     # The largest message that is quick on this link.
     message_s, message = max(
@@ -107,8 +106,8 @@ def average_over_ranks(
     values: Sequence[float], ranks: activations.MeshRanks, device: torch.device
 ) -> list[float]:
     """The mean of each value: all ranks must print the same."""
-    own = torch.tensor(values, dtype=torch.float64, device=device)
-    means: list[float] = (ranks.sum(own) / ranks.size).tolist()
+    local = torch.tensor(values, dtype=torch.float64, device=device)
+    means: list[float] = (ranks.sum(local) / ranks.size).tolist()
     return means
 
 
@@ -117,8 +116,8 @@ def fit_link(
 ) -> tuple[float, float]:
     """Bits a second and seconds a message, from the bytes that leave a rank."""
     points = [{"bytes": nbytes, "messages": messages} for nbytes in sent]
-    found = fit(points, seconds).coefficients
-    return 8 / max(found["bytes"], 1e-15), found["messages"]
+    results = fit(points, seconds).coefficients
+    return 8 / max(results["bytes"], 1e-15), results["messages"]
 
 
 def measure_interference(
@@ -148,8 +147,8 @@ def measure_interference(
             dist.all_reduce(end)
 
     cases = (0, False), (0, True), (in_flight, True)
-    own = [median_seconds(functools.partial(step, *case), device) for case in cases]
-    computing, met, sending = average_over_ranks(own, ranks, device)
+    local = [median_seconds(functools.partial(step, *case), device) for case in cases]
+    computing, met, sending = average_over_ranks(local, ranks, device)
     nbytes = in_flight * message.nbytes * 2 * (ranks.size - 1) / ranks.size
     return [max(0.0, met / computing - 1), max(0.0, sending - met) / nbytes]
 
@@ -208,7 +207,7 @@ def measure_layers(
     costs = LayerCosts(
         layer_s / flops, beta, encode_s / (tokens * hidden), constant, max(1, threshold)
     )
-    found = {
+    results = {
         "tensor": tensor,
         "pipeline": size // tensor,
         "activation_bytes": dtype.itemsize,
@@ -218,11 +217,11 @@ def measure_layers(
     if tensor > 1:
         sent = [2 * (tensor - 1) / tensor * nbytes for nbytes in LAYER_SIZES]
         rate, latency = fit_link(sent, 2.0 * (tensor - 1), inside)
-        found |= {"inside_bits_per_s": rate, "inside_latency_s": latency}
+        results |= {"inside_bits_per_s": rate, "inside_latency_s": latency}
     if between:
         rate, latency = fit_link([float(nbytes) for nbytes in LAYER_SIZES], 1.0, between)
-        found |= {"link_bits_per_s": rate, "latency_s": latency}
-    return found
+        results |= {"link_bits_per_s": rate, "latency_s": latency}
+    return results
 
 
 def time_all_reduces(
@@ -241,13 +240,13 @@ def time_stage_messages(mesh: DeviceMesh, device: torch.device) -> list[float]:
     group, stage, size = stages.get_group(), stages.get_local_rank(), stages.size()
     is_even = stage % 2 == 0
     if is_even and stage == size - 1:
-        own = [0.0] * len(LAYER_SIZES)
+        local = [0.0] * len(LAYER_SIZES)
     else:
         peer = stage + 1 if is_even else stage - 1
         messages = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in LAYER_SIZES]
         calls = [functools.partial(send_and_return, x, group, peer, is_even) for x in messages]
-        own = [median_seconds(call, device) / 2 for call in calls]
-    shared = torch.tensor(own, dtype=torch.float64, device=device)
+        local = [median_seconds(call, device) / 2 for call in calls]
+    shared = torch.tensor(local, dtype=torch.float64, device=device)
     dist.broadcast(shared, group=group, group_src=0)
     seconds: list[float] = shared.tolist()
     return seconds
@@ -300,28 +299,28 @@ def time_forward_backward(
 def read_probe(path: str) -> dict[str, Any]:
     """Arguments for `advise` from a file that the probe wrote.
 
-    ValueError says what is wrong with it.
+    Raises ValueError for an invalid file.
     """
     names = ("ranks", "link_bits_per_s", "latency_s", "local", "interference")
     with explain_bad_file(path, "compopt.probe"):
-        found = {"interference": [0.0, 0.0], **json.loads(Path(path).read_text())}
-        return {n: tuple(found[n]) if isinstance(found[n], list) else found[n] for n in names}
+        results = {"interference": [0.0, 0.0], **json.loads(Path(path).read_text())}
+        return {n: tuple(results[n]) if isinstance(results[n], list) else results[n] for n in names}
 
 
 def read_layer_probe(path: str) -> dict[str, Any]:
     """Arguments for `advise_layers`, and the bytes of a number, from a file that the probe wrote
     with ``--layers``.
 
-    ValueError says what is wrong with it.
+    Raises ValueError for an invalid file.
     """
     needed = ("tensor", "pipeline", "activation_bytes", "local")
     links = ("link_bits_per_s", "latency_s", "inside_bits_per_s", "inside_latency_s")
     with explain_bad_file(path, "compopt.probe --layers"):
-        found = json.loads(Path(path).read_text())
-        arguments = {name: found[name] for name in needed}
-        arguments |= {name: found[name] for name in links if name in found}
-        arguments["local"] = tuple(map(float, found["local"]))
-        return arguments | {"costs": LayerCosts(**found["costs"])}
+        results = json.loads(Path(path).read_text())
+        arguments = {name: results[name] for name in needed}
+        arguments |= {name: results[name] for name in links if name in results}
+        arguments["local"] = tuple(map(float, results["local"]))
+        return arguments | {"costs": LayerCosts(**results["costs"])}
 
 
 @contextmanager
@@ -351,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of a micro-batch (2048)")
     options = parser.parse_args(argv)
     try:
-        found = (
+        results = (
             measure_layers(
                 collective_device(), world_size(), options.tensor, options.hidden, options.tokens
             )
@@ -362,12 +361,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     if os.environ.get("RANK", "0") != "0":
         return
-    Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
+    Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
     if options.layers:
-        print(f"{found['tensor']} ranks a layer, stages: {found['pipeline']}: {options.out}")
+        print(f"{results['tensor']} ranks a layer, stages: {results['pipeline']}: {options.out}")
     else:
         print(
-            f"{found['ranks']} ranks, {found['link_bits_per_s'] / 1e6:.4g} Mbit/s a rank, "
-            f"{1e6 * found['latency_s']:.3g} us a message, {found['local'][0] / 1e9:.3g} GB/s in "
-            f"memory, {found['local'][1] / 1e9:.3g} GFLOP/s: {options.out}"
+            f"{results['ranks']} ranks, {results['link_bits_per_s'] / 1e6:.4g} Mbit/s a rank, "
+            f"{1e6 * results['latency_s']:.3g} us a message, {results['local'][0] / 1e9:.3g} GB/s "
+            f"in memory, {results['local'][1] / 1e9:.3g} GFLOP/s: {options.out}"
         )

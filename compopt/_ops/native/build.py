@@ -41,7 +41,7 @@ TARGETS = {
 }
 INCLUDED = {"avx512": {"avx512", "avx2"}, "avx2": {"avx2"}, "neon": {"neon"}, "portable": set()}
 KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double, "s": ctypes.c_char_p}
-SIGNATURES = {  # what a function returns and takes: p memory, n a size, d a number, s a word
+SIGNATURES = {  # result and arguments of each function: p memory, n a size, d a number, s a string
     "isa": "s",
     "pack": "n pnndd",
     "scape": "n pnnppp",

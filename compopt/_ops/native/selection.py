@@ -114,7 +114,7 @@ class NativeSelection:
             k=[piece.k for piece in slices],
             at=[piece.first_bit for piece in slices],
         )
-        code = code_table(self.shard) if self.shards.is_coded else None
+        code = code_table(self.shard) if self.shards.is_elias_fano else None
         out = address("a mask", message, size, torch.uint8)
         if self.ops.library.encode(table, len(slices), code, out, size) >= 0:
             raise RuntimeError(
@@ -144,8 +144,8 @@ class NativeSelection:
         return Mask(bucket, bits=bits_by_tensor(bucket, bits), positions=index)
 
     def _decode(self, rank: int, message: Tensor, positions: Tensor, bits: Tensor) -> None:
-        shard, is_coded = self.shards.shards[rank], self.shards.is_coded
-        if shard is self.shard and not is_coded:
+        shard, is_elias_fano = self.shards.shards[rank], self.shards.is_elias_fano
+        if shard is self.shard and not is_elias_fano:
             positions.copy_(self.positions)
             bits.copy_(message[: len(bits)])
             for piece in shard.slices[:1]:  # only the first slice can begin within a tensor
@@ -161,7 +161,7 @@ class NativeSelection:
             stop=[piece.stop for piece in shard.slices],
         )
         code, size = (
-            (code_table(shard), self.shards.message_bytes) if is_coded else (None, len(bits))
+            (code_table(shard), self.shards.message_bytes) if is_elias_fano else (None, len(bits))
         )
         received = address("a mask of another rank", message, size, torch.uint8)
         out = address("a mask", bits, shard.nbytes, torch.uint8)

@@ -54,7 +54,7 @@ class TritonSelection:
 
     def encode(self) -> Tensor:
         """Return this rank's message."""
-        if self.shards.is_coded:
+        if self.shards.is_elias_fano:
             return self.code
         return torch.nn.functional.pad(self.bits, (0, self.shards.message_bytes - len(self.bits)))
 
@@ -114,7 +114,7 @@ def select_all(inputs: Sequence[SelectionInputs]) -> None:
     """Select of buckets with the same options and dtypes, and encode the messages."""
     for batch in _batches(inputs):
         _select_batch(batch)
-    _encode([one.selection for one in inputs if one.selection.shards.is_coded])
+    _encode([one.selection for one in inputs if one.selection.shards.is_elias_fano])
 
 
 def _batches(inputs: Sequence[SelectionInputs]) -> Iterator[list[SelectionInputs]]:
@@ -237,7 +237,7 @@ def assemble_bits(pairs: Sequence[tuple[TritonSelection, Tensor]]) -> list[Tenso
     for (selection, messages), flat, start in zip(
         pairs, flats, _aligned_starts(sizes), strict=False
     ):
-        if selection.shards.is_coded:
+        if selection.shards.is_elias_fano:
             coded.append((selection.shards, messages, 8 * start))
         else:
             rows = zip(messages, selection.shards.shards, strict=True)

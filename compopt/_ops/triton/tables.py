@@ -31,7 +31,7 @@ class TableCache:
         self._held: dict[object, tuple[Key, Any]] = {}
 
     def __call__(self, use: object, key: Key, make: Callable[[], Made]) -> Made:
-        """Return what was made for this ``use``; make it again where the ``key`` was another."""
+        """Return the cached value for this ``use``; make it again if the ``key`` has changed."""
         held = self._held.get(use)
         if key is not None and held is not None and held[0] == key:
             cached: Made = held[1]
