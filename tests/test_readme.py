@@ -60,7 +60,7 @@ def check(output: str) -> None:
 def test_the_command_for_one_machine_starts_two_ranks(tmp_path):
     """Those for two machines, below, train the script."""
     # One write a line: torchrun's ranks write unbuffered into the same pipe.
-    text = "import os; os.write(1, f'{os.environ[\"RANK\"]} {os.environ[\"WORLD_SIZE\"]}\\n'.encode())"
+    text = 'import os; os.write(1, f\'{os.environ["RANK"]} {os.environ["WORLD_SIZE"]}\\n\'.encode())'
     output = finish(start(launches()[0], tmp_path, text))
     assert sorted(output.splitlines()) == ["0 2", "1 2"]
 
