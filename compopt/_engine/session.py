@@ -262,8 +262,8 @@ class Session:
         self.run.add_exchange(stats, is_step)
         stats.run = replace(self.run)
         self.stats = stats
-        is_shown = get_rank() == 0 and self.comm.size > 1 and not is_outer
-        if is_shown and self.is_first("summary"):
+        has_summary = self.comm.size > 1 and not is_outer
+        if has_summary and self.is_first("summary") and get_rank() == 0:
             # when the optimizer is deleted, or the program ends
             weakref.finalize(self.optimizer, show_summary, self.name, self.run)
 

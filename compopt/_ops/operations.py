@@ -9,6 +9,7 @@ and does not know which backend runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -44,6 +45,7 @@ class Fused(NamedTuple):
     is_batched: bool = False
 
 
+@cache
 def reference_key(reference: Callable[..., Any]) -> str:
     """Return the key of a reference function in ``Ops.fused``: "radius.update" is ``update`` of
     ``compopt/radius.py``.

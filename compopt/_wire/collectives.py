@@ -160,11 +160,14 @@ def _wait_before_exit() -> None:
         time.sleep(0.05)
 
 
+_NO_RANGE = contextlib.nullcontext()
+
+
 def profiler_range(name: str) -> contextlib.AbstractContextManager[object]:
     """Return a named range for the traces of torch.profiler; nothing while no profiler runs."""
     if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
         return torch.autograd.profiler.record_function(name)
-    return contextlib.nullcontext()
+    return _NO_RANGE
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -233,9 +233,8 @@ def format_table(situation: Situation, rows: list[Row], chosen: str, all_rows: b
     letters = {text: chr(ord("a") + i) for i, text in enumerate(measured)}
     lines = align_columns([HEAD, *(format_row(row, chosen, letters) for row in shown)])
     notes = [
-        "> advised, * not ours. run, bytes: of all steps. step ms: after the warm-up. loss: "
-        "relative",
-        "  to AdamW's, in the nearest measurement (letters). The advice adds "
+        "> advised, * not ours. run, bytes: of all steps. step ms: after the warm-up. loss:",
+        "  relative to AdamW's, in the nearest measurement (letters). The advice adds "
         f"{100 * ALLOWANCE:g} % to it for each",
         "  factor of ten between the size of the measured model and yours:",
         *(f"  {letter} {text}" for text, letter in letters.items()),
