@@ -1,6 +1,6 @@
 """Any shapes, dtypes, groups, options and faults: replicas equal to the bit, runs repeatable, gradients conserved.
 
-A hundred and twenty examples here, the same each time, a share for each class; ``make properties`` draws thousands.
+120 examples here, the same each time, a share for each class; ``make properties`` draws thousands anew.
 """
 
 from __future__ import annotations
