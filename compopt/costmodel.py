@@ -1,4 +1,4 @@
-"""What a training step costs, and what compression would make of it. Plain numbers in, plain
+"""The cost of a training step, and what compression would change. Plain numbers in, plain
 numbers out.
 
 - `advise` says which optimizer to use: it predicts a step and a run with every method of `METHODS`,

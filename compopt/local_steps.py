@@ -202,7 +202,7 @@ class LocalSteps(Wrapper):
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the step that comes is one of the averaged start."""
+        """True if the coming step belongs to ``warmup_steps``, where gradients are averaged."""
         return bool(self._options["step"] < self._options["warmup_steps"])
 
     @property
@@ -564,7 +564,7 @@ class LocalSteps(Wrapper):
         warn_of_lost_residuals(session, before, session.comm.size, driver.residual_norm)
 
     def _adopt_counts(self) -> Turns[list[int]]:
-        """Where ranks have anchors, adopt the counts of the one that is furthest. Returns its
+        """If any rank has anchors, adopt the counts of the one that is furthest. Returns its
         fragments; none where no rank has anchors.
         """
         session, options, names = self._session, self._options, ("step", "round", "begun")

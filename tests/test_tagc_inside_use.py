@@ -246,7 +246,9 @@ def test_refusals_say_what_to_do(runs):
         assert found["fine"] == found["zeros"] == found["options"] == "sparse"
         assert "when='auto'" in found["auto"] and "compare two runs" in found["auto"]
         assert "update_dtype='int4' cannot be followed inside FSDP" in found["updates"]
-        assert "not among those that FSDP cuts" in found["part"] and "fully_shard on the whole model" in found["part"]
+        assert (
+            "not among those that FSDP2 shards" in found["part"] and "fully_shard on the whole model" in found["part"]
+        )
         assert "set_reduce_scatter_unused_params(True)" in found["unused"]
         assert "without a scaler" in found["scaler"] and "scale the loss" in found["factor"]
 

@@ -95,7 +95,7 @@ def sum_of_bits(flat: Tensor) -> Tensor:
 
 @dataclass
 class Terms:
-    """What exchanges start with."""
+    """The values that exchanges start with."""
 
     algorithm: Algorithm
     comm: Communicator
@@ -147,8 +147,8 @@ class Exchange:
 
     @property
     def has_early_stage(self) -> bool:
-        """Whether the collective in flight leads to another one that need not wait for
-        ``step()``.
+        """True if another collective, which need not wait for ``step()``, follows the one in
+        flight.
         """
         return self.pending is not None and self.pending.has_next
 

@@ -3,7 +3,7 @@
     fully_shard(model)                                  # ZeRO-3 over all ranks
     optimizer = compopt.TagcAdamW(model.named_parameters(), lr=3e-4)
 
-Where FSDP cuts the parameters over the optimizer's own ranks, each of its reduce-scatters comes
+Where FSDP2 shards the parameters over the optimizer's own ranks, each of its reduce-scatters comes
 here as soon as backward has the gradients. Those of one parameter group become a bucket, whose
 shards are FSDP's, and the method's reducer averages it as it does elsewhere. What comes of it are
 FSDP's gradients: whoever clips or looks at them when backward has ended does so as ever. In
@@ -48,10 +48,9 @@ Params = Sequence[tuple[Tensor, int]]
 
 @dataclass
 class Unsent:
-    """What the backwards of one step have not sent of a parameter's gradient.
+    """The part of a parameter's gradient that the backwards of one step have not sent.
 
-    ``rest``: what becomes of ``residual`` where the step is applied. ``state``: what other state
-    becomes then, by name.
+    ``rest``: the new ``residual`` if the step is applied. ``state``: other new state, by name.
     """
 
     rest: Tensor
@@ -195,10 +194,10 @@ class RowLayout:
 
 
 class Inside:
-    """What an optimizer does in the backward of FSDP, between two steps.
+    """The optimizer's part in FSDP2's backward: it compresses and averages gradients.
 
-    ``make_reducer`` makes that of a bucket. ``on_commit(bucket, i, unsent, factor)`` keeps what was
-    not sent, where the step is applied.
+    ``make_reducer`` makes the reducer of a bucket. ``on_commit(bucket, i, unsent, factor)`` writes
+    the residual when a step is applied.
     """
 
     def __init__(
@@ -224,7 +223,7 @@ class Inside:
 
     @property
     def dense_bytes(self) -> int:
-        """What FSDP would have handed over."""
+        """Bytes that FSDP2 itself would have sent."""
         buckets = self.session.buckets
         return sum(p.numel() * b.grad_dtype.itemsize for b in buckets for p in b.params)
 
@@ -405,9 +404,9 @@ def place_of(p: Tensor, session: Session) -> tuple[Bucket, int] | None:
 
 
 def is_inside(params: Sequence[Tensor], group: ProcessGroup | Communicator | None) -> bool:
-    """Whether FSDP cuts the parameters over the ranks of ``group``, to average with.
+    """Return True if FSDP2 shards the parameters over the ranks of ``group``.
 
-    Raises ValueError where it does so with some, and the rest are not FSDP's.
+    Raises ValueError if it shards only some of them.
     """
     if not any(hasattr(p, "device_mesh") for p in params):
         return False
@@ -415,8 +414,8 @@ def is_inside(params: Sequence[Tensor], group: ProcessGroup | Communicator | Non
     cut = [is_sharded_over(p, comm) for p in params]
     if any(cut) and not all(cut):
         raise ValueError(
-            f"{cut.count(False)} of {len(cut)} parameters are not among those that FSDP cuts over "
-            "the ranks of this optimizer: call fully_shard on the whole model before the optimizer "
+            f"{cut.count(False)} of {len(cut)} parameters are not among those that FSDP2 "
+            "shards over the ranks of this optimizer: call fully_shard on the whole model before the optimizer "
             "is made, or give the others an optimizer of their own."
         )
     return all(cut)
@@ -425,7 +424,7 @@ def is_inside(params: Sequence[Tensor], group: ProcessGroup | Communicator | Non
 class ReducingOptimizer(CompressedOptimizer):
     """An optimizer whose reducer averages gradients inside FSDP2 as well.
 
-    Where FSDP cuts the parameters over the optimizer's ranks, ``inside`` takes the place of its
+    Where FSDP2 shards the parameters over the optimizer's ranks, ``inside`` takes the place of its
     reduce-scatter, and ``algorithm`` is ``apply_shards``.
     """
 
@@ -461,11 +460,11 @@ class ReducingOptimizer(CompressedOptimizer):
             )
         if self.reduces_inside and not inside:
             raise ValueError(
-                f"FSDP cuts the parameters over the ranks this {type(self).__name__} was made "
+                f"FSDP2 shards the parameters over the ranks this {type(self).__name__} was made "
                 "with: make FSDP and the optimizer anew for others, and load a checkpoint."
             )
         self.reduces_inside = inside
-        if inside:  # FSDP has cut the state
+        if inside:  # FSDP2 has sharded the state
             self.sharded = False
 
     def after_layout(self) -> None:

@@ -30,7 +30,7 @@ class Reducer(Protocol):
 
     @property
     def phase(self) -> str:
-        """What ``stats`` call a step that sends this."""
+        """The name that ``stats`` give a step that sends this."""
 
     def reduce(self) -> RequestGenerator[Payload]:
         """Encode, exchange and decode. Returns the averaged message, whose header says which
@@ -46,7 +46,7 @@ class Reducer(Protocol):
         """
 
     def next_state(self, i: int) -> dict[str, Tensor]:
-        """What other state of tensor i becomes where the step is applied, by name."""
+        """Return the other new state of tensor i if the step is applied, by name."""
 
 
 class ShardReducer(Reducer, Protocol):

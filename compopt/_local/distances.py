@@ -1,4 +1,4 @@
-"""How far apart the pseudo-gradients of ranks are, estimated from 16 KB of all ranks together.
+"""Distances between the ranks' pseudo-gradients, estimated from 16 KB of all ranks together.
 
 Every rank sends the signs of random projections of its pseudo-gradient, the same projections on all
 ranks. The angle between two vectors, as a share of a half turn, is the expected share of signs in

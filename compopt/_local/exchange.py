@@ -30,7 +30,7 @@ FIELDS = 3  # of a message, in float64: exchanges, checksum of the settings, squ
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ranks know after an exchange.
+    """The result of an exchange, which all ranks know.
 
     ``decision``: None where there was nothing to send. ``is_lost``: this rank's parameters are not
     finite. ``squared``, ``product``: of the pseudo-gradients of the ``ranks`` that are not lost,

@@ -47,7 +47,7 @@ def check_counts(group: Group) -> None:
 
 
 def is_count(number: Any, least: int) -> bool:
-    """Whether it is a whole number of at least this much."""
+    """Return True if it is an integer of at least this much."""
     is_number = isinstance(number, Real) and not isinstance(number, bool)
     return is_number and bool(number >= least and int(number) == number)
 
@@ -71,19 +71,20 @@ def describe_rounds(options: Group, share: float) -> str:
 
 
 def outer_share(options: Group, steps: int) -> float:
-    """How far the outer optimizer has come from averaging parameters, 0, to its own rate and
-    momentum, 1, after a round of this many ``steps``: with the logarithm of its length.
+    """Return the share of the outer rate and momentum that applies after a round of ``steps``.
 
-    The momentum of long rounds would add up over short ones: a small GPT that ends at 1.56 so ended
-    at 2.29 with its own from the first round on.
+    It grows with the logarithm of the round's length, from 0 (plain averaging) to 1. The momentum
+    of long rounds would add up over short ones: with the full momentum from the first round on, a
+    small GPT ended at a loss of 2.29 instead of 1.56.
     """
     every: int = options["every"]
     return 1.0 if steps >= every else math.log(steps) / math.log(every)
 
 
 def is_due(fragment: int, at: int, steps: int, fragments: int) -> bool:
-    """Whether ``fragment`` is exchanged at step ``at``, from 1, of a round of ``steps``. Those that
-    came later than the first ``fragments`` are exchanged at its last.
+    """Return True if ``fragment`` is exchanged at step ``at``, from 1, of a round of ``steps``.
+
+    Fragments that were added after the first ``fragments`` are exchanged at the last step.
     """
     place = fragment if fragment < fragments else 0
     return at == (place * steps // fragments or steps)

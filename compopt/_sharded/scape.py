@@ -70,7 +70,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
 
 
 class OwnedElements:
-    """Which of the exchanged elements, those on a mask, each rank owns."""
+    """The exchanged elements (those on a mask) that each rank owns."""
 
     def __init__(self, bucket: Bucket, mask: Mask):
         self.bucket, self.positions = bucket, mask.positions

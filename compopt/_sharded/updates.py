@@ -61,9 +61,9 @@ def check_gathers(inside: bool, groups: Iterable[dict[str, Any]]) -> None:
 
 
 def update_bits(bucket: Bucket) -> int | None:
-    """How many bits updates are rounded to; None where they are not.
+    """Return the number of bits that updates are rounded to, or None.
 
-    Raises ValueError where nothing is kept of what that takes off.
+    Raises ValueError if the rounding error would not be kept.
     """
     given = bucket.group.get("update_dtype")
     if bucket.is_single_process or given is None:

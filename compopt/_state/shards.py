@@ -254,7 +254,7 @@ def unshard(
 class Piece(NamedTuple):
     """One parameter's part of every row of a reduce-scatter: ``size`` elements from ``begin`` on.
 
-    FSDP cuts the parameter along ``dim`` over ``ranks``. Shard order is the order of the rows: all
+    FSDP2 shards the parameter along ``dim`` over ``ranks``. Shards have the order of the rows: all
     ranks' parts, one after the other, each padded to ``size``.
     """
 
@@ -307,7 +307,7 @@ class Piece(NamedTuple):
 
 
 def lay_out(params: Iterable[tuple[Tensor, int]], ranks: int) -> list[Piece]:
-    """Place parameters in a row, in this order, each with the dimension that FSDP cuts."""
+    """Place parameters in a row, in this order, each with the dimension that FSDP2 shards."""
     pieces, begin = [], 0
     for p, dim in params:
         size = part_of(p, dim, ranks)
@@ -317,7 +317,7 @@ def lay_out(params: Iterable[tuple[Tensor, int]], ranks: int) -> list[Piece]:
 
 
 def part_of(p: Tensor, dim: int, ranks: int) -> int:
-    """Return the elements of the longest rank's part of ``p``, which FSDP cuts along ``dim``."""
+    """Return the elements of the longest rank's part of ``p``, which FSDP2 shards along ``dim``."""
     if not p.numel():
         return 0
     return -(-p.shape[dim] // ranks) * (p.numel() // p.shape[dim])
