@@ -52,7 +52,7 @@ from ._engine.step import (
 from ._engine.turns import Background, Turns, sum_over_groups
 from ._engine.wrapper import Wrapper
 from ._local import rounds
-from ._local.anchors import Anchors, MakeOuter, deal, reset_moments
+from ._local.anchors import Anchors, MakeOuter, assign_to_fragments, reset_moments
 from ._local.distances import cosine_and_spread
 from ._local.exchange import Exchange, Outcome, communicate
 from ._local.open_round import OpenRound
@@ -276,7 +276,7 @@ class LocalSteps(Wrapper):
             self._anchors = None
         if self._anchors is None:
             options["begun"] = max(options["begun"], options["warmup_steps"])
-            fragments = deal(self.param_groups, options["fragments"])
+            fragments = assign_to_fragments(self.param_groups, options["fragments"])
             if session.is_single_process or set(fragments) == {-1}:
                 options["begun"] = options["step"] + 1  # a round begins after this step
                 return

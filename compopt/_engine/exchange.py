@@ -388,6 +388,6 @@ def _read_together(exchanges: list[Exchange]) -> None:
         if (numbers := exchange.numbers_to_read) is not None:
             by_device.setdefault(numbers.device, []).append((exchange, numbers))
     for pairs in by_device.values():
-        read = iter(torch.cat([numbers for _, numbers in pairs]).tolist())
+        values = iter(torch.cat([numbers for _, numbers in pairs]).tolist())
         for exchange, numbers in pairs:
-            exchange.resume_with_numbers(list(islice(read, len(numbers))))
+            exchange.resume_with_numbers(list(islice(values, len(numbers))))

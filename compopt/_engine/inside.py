@@ -114,16 +114,16 @@ class RowBucket(Bucket):
         self.origins = [piece.p for piece in pieces]
         pairs = [*zip(pieces, as_matrix, strict=True)]
         ranges = [[piece.range_of(r, matrix) for piece, matrix in pairs] for r in range(ranks)]
-        own = [piece for piece, c in zip(pieces, compressed, strict=True) if c]
-        owned = [sum(piece.count_filled(r) for piece in own) for r in range(ranks)]
+        compressed_pieces = [piece for piece, c in zip(pieces, compressed, strict=True) if c]
+        owned = [sum(piece.count_filled(r) for piece in compressed_pieces) for r in range(ranks)]
         self.shards = cut_by_rows(ranges, owned, compressed, self.rank)
         self.make_mean = session.ops.quantized_mean(self)
 
     def load_rows(self, rows: Tensor, unsent: UnsentByParam) -> None:
         """Read this rank's gradients from ``rows``; copy the residuals to be sent."""
         for p, piece, matrix in zip(self.params, self.pieces, self.as_matrix, strict=True):
-            own = rows[:, piece.columns].reshape(-1)
-            p.grad = piece.in_shape(own) if matrix else own
+            values = rows[:, piece.columns].reshape(-1)
+            p.grad = piece.in_shape(values) if matrix else values
         parts = [self._residual_to_send(i, unsent) for i in range(len(self.pieces))]
         vectors = [vector for part in parts for vector in part]
         empty = torch.empty(0, dtype=torch.float32, device=self.device)
@@ -282,12 +282,12 @@ class Inside:
                 RowBucket(
                     self._count + number,
                     self.session,
-                    [layout.pieces[n] for n in own],
-                    [layout.places[n] for n in own],
-                    [as_matrix[n] for n in own],
+                    [layout.pieces[n] for n in numbers],
+                    [layout.places[n] for n in numbers],
+                    [as_matrix[n] for n in numbers],
                     dtype,
                 )
-                for number, own in enumerate(by_group.values())
+                for number, numbers in enumerate(by_group.values())
             ]
             self._count += len(layout.buckets)
         return layout.buckets
@@ -415,8 +415,8 @@ def is_inside(params: Sequence[Tensor], group: ProcessGroup | Communicator | Non
     if any(cut) and not all(cut):
         raise ValueError(
             f"{cut.count(False)} of {len(cut)} parameters are not among those that FSDP2 "
-            "shards over the ranks of this optimizer: call fully_shard on the whole model before the optimizer "
-            "is made, or give the others an optimizer of their own."
+            "shards over the ranks of this optimizer: call fully_shard on the whole model before "
+            "the optimizer is made, or give the others an optimizer of their own."
         )
     return all(cut)
 

@@ -89,7 +89,7 @@ class WholeReducer:
     def squared_norm(self) -> Tensor:
         """Return |G|^2 of this rank's shard; on a device one number for each tensor."""
         if self.bucket.device.type != "cpu":
-            values = [own for own in self.values if own.numel()]
+            values = [part for part in self.values if part.numel()]
             return stacked_squared_norms(values or self.values[:1])
         first, *others = map(squared_norm, self.values)
         return sum(others, first)
@@ -99,7 +99,7 @@ class WholeReducer:
             torch._foreach_mul_(self.values, factor)
 
     def own_parts(self, dtype: torch.dtype) -> list[Tensor]:
-        return [own.to(dtype) for own in self.values]
+        return [part.to(dtype) for part in self.values]
 
     def feed_back(self, present: list[bool]) -> None:
         bucket, rounds = self.bucket, self.rows[0].dropped is not None
@@ -123,15 +123,15 @@ class WholeReducer:
         dtype: PayloadDtype = self.bucket.group["payload_dtype"]
         return dtype
 
-    def pack_rows(self, marks: Tensor, coded: Sequence[int] = ()) -> Tensor:
+    def pack_rows(self, marks: Tensor, encoded_sizes: Sequence[int] = ()) -> Tensor:
         """Make a row for every rank, of what it owns of tensors that are sent whole, then
-        ``coded[rank]`` numbers. Returns the memory they lie in.
+        ``encoded_sizes[rank]`` numbers. Returns the memory they lie in.
         """
         ranks = range(self.layout.ranks)
         sizes = [self.layout.sizes(rank) for rank in ranks]
         lengths = [[sizes[rank][i] for i in self.sent_whole] for rank in ranks]
-        for own, size in zip(lengths, coded, strict=False):
-            own.append(size)
+        for rank_lengths, size in zip(lengths, encoded_sizes, strict=False):
+            rank_lengths.append(size)
         self.rows, flat = self.bucket.make_payloads(lengths, self.payload_dtype)
         torch._foreach_copy_([row.header for row in self.rows], [marks] * len(self.rows))
         return flat

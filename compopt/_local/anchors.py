@@ -223,7 +223,7 @@ def copy_wide(p: Tensor, on_host: bool) -> Tensor:
     return p.detach().to(wide, copy=True)
 
 
-def deal(groups: list[Group], fragments: int) -> list[int]:
+def assign_to_fragments(groups: list[Group], fragments: int) -> list[int]:
     """Return the fragment of every parameter, -1 of what is frozen: every group is dealt in order,
     in parts of about equal bytes.
 

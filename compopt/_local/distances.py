@@ -52,13 +52,13 @@ def _cut_blocks(vector: Sequence[Tensor], count: int) -> Iterator[Tensor]:
     """
     pieces = [piece for part in vector for piece in part.reshape(-1).split(BLOCK)]
     while pieces:
-        taken, size = 0, 0
-        while taken < len(pieces) and size + len(pieces[taken]) <= BLOCK:
-            size += len(pieces[taken])
-            taken += 1
+        count, size = 0, 0
+        while count < len(pieces) and size + len(pieces[count]) <= BLOCK:
+            size += len(pieces[count])
+            count += 1
         padding = pieces[0].new_zeros(-size % count)
-        yield torch.cat([piece.float() for piece in (*pieces[:taken], padding)])
-        pieces = pieces[taken:]
+        yield torch.cat([piece.float() for piece in (*pieces[:count], padding)])
+        pieces = pieces[count:]
 
 
 @lru_cache(maxsize=4)

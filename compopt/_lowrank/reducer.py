@@ -141,14 +141,14 @@ class ProjectionReducer:
 
     def _write_whole_tensors(self, payload: Payload) -> None:
         pairs = zip(self.tensors, payload.exact, strict=False)
-        whole = [(tensor, part) for tensor, part in pairs if isinstance(tensor, WholeTensor)]
-        present = [(part, x.grad.reshape(-1)) for x, part in whole if x.grad is not None]
+        uncompressed = [(tensor, part) for tensor, part in pairs if isinstance(tensor, WholeTensor)]
+        present = [(part, x.grad.reshape(-1)) for x, part in uncompressed if x.grad is not None]
         if present:
             parts = [part for part, _ in present]
             torch._foreach_copy_(parts, [g for _, g in present])
             if self.local_factor != 1:
                 torch._foreach_mul_(parts, self.local_factor)
-        for tensor, part in whole:
+        for tensor, part in uncompressed:
             if tensor.grad is None:
                 part.zero_()
             if tensor.residual is not None and tensor.sends_residual:
@@ -178,7 +178,7 @@ class ProjectionReducer:
         """Line 4, for the rows that this rank owns."""
         self.draw_matrices()
         reducer = self.encoding.whole_reducer
-        whole = iter(() if reducer is None else reducer.own_parts(dtype))
+        uncompressed = iter(() if reducer is None else reducer.own_parts(dtype))
         for i in range(len(self.tensors)):
             if i in self.projected:
                 start, stop = self.bucket.shards.own_ranges[i]
@@ -186,7 +186,7 @@ class ProjectionReducer:
                 rows = tensor.reconstruct_rows(self.mean.parts[i], start // width, stop // width)
                 yield rows.reshape(-1)
             else:
-                yield next(whole)
+                yield next(uncompressed)
 
     def feed_back(self, present: list[bool]) -> None:
         """Line 5, where the average is not clipped."""

@@ -184,9 +184,9 @@ def scape_(
 def pack_bits(mask: Tensor) -> Tensor:
     """Return n booleans as ceil(n/8) bytes, the first element in the lowest bit."""
     flags = mask.view(-1).to(torch.uint8)
-    whole = torch.nn.functional.pad(flags, (0, -mask.numel() % 8)).view(-1, 8)
+    padded = torch.nn.functional.pad(flags, (0, -mask.numel() % 8)).view(-1, 8)
     shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
-    return (whole << shifts).sum(1, dtype=torch.uint8)
+    return (padded << shifts).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(bits: Tensor, n: int) -> Tensor:

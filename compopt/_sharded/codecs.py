@@ -88,7 +88,7 @@ class Sketch:
         self.cells, self.signs = self._draw(seed)
         self.rounds, left = peel(self.cells, sum(self.tables))
         self.left = left
-        self.stuck = [int(own.sum()) for own in left.split(self.counts)]
+        self.stuck = [int(part.sum()) for part in left.split(self.counts)]
         self.leftovers = sum(self.stuck)
         self.sizes = [cells + stuck for cells, stuck in zip(self.tables, self.stuck, strict=True)]
 
@@ -127,22 +127,22 @@ class Sketch:
         """
         rank = self.layout.rank
         first, base = sum(self.counts[:rank]), sum(self.tables[:rank])
-        own = slice(first, first + self.counts[rank])
+        shard = slice(first, first + self.counts[rank])
         table = code[: self.tables[rank]].clone()
         cells, signs, left = (
-            self.cells[:, own] - base,
-            self.signs[:, own].to(code.dtype),
-            self.left[own],
+            self.cells[:, shard] - base,
+            self.signs[:, shard].to(code.dtype),
+            self.left[shard],
         )
         values = code.new_zeros(self.counts[rank])
         values[left] = code[self.tables[rank] :]
         for element, which in self.rounds:
-            mine = (element >= own.start) & (element < own.stop)
+            mine = (element >= shard.start) & (element < shard.stop)
             element, which = element[mine] - first, which[mine]
-            found = table[cells[which, element]] * signs[which, element]
-            values[element] = found
+            value = table[cells[which, element]] * signs[which, element]
+            values[element] = value
             table.index_add_(
-                0, cells[:, element].reshape(-1), (-found * signs[:, element]).reshape(-1)
+                0, cells[:, element].reshape(-1), (-value * signs[:, element]).reshape(-1)
             )
         return values
 

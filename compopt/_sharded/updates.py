@@ -99,11 +99,11 @@ class UpdateCodec:
     def encode(self, updates: Tensor) -> Tensor:
         """This rank's message; its shard of ``updates`` is left with what rounding took off."""
         bucket, chunk = self.bucket, self.chunks[self.shards.rank]
-        own = updates[: sum(self.shards.sizes(self.shards.rank))]
+        own_updates = updates[: sum(self.shards.sizes(self.shards.rank))]
         out = bucket.get_memory("codes of updates", self.size, torch.uint8)
         seed = (bucket.group["step"], bucket.index, USE, self.shards.rank)
         scales, codes = self._fields(out, chunk)
-        self.ops.quantize(own, chunk, scales, codes, seed, bucket.scratch, self.bits)
+        self.ops.quantize(own_updates, chunk, scales, codes, seed, bucket.scratch, self.bits)
         return out
 
     def decode(self, messages: Tensor) -> Tensor:

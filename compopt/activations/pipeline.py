@@ -208,7 +208,7 @@ class ReceiveCompressed(_Boundary):
             "the activation's shape or dtype",
         )
         triples = zip(names, expected, label.shape[1:], strict=True)
-        differences = [name for name, own, sent in triples if own != sent]
+        differences = [name for name, here, there in triples if here != there]
         if differences:
             raise RuntimeError(
                 f"the two ends of a stage boundary differ in {' and '.join(differences)}. This "

@@ -148,9 +148,9 @@ def measure_interference(
 
     cases = (0, False), (0, True), (in_flight, True)
     local = [median_seconds(functools.partial(step, *case), device) for case in cases]
-    computing, met, sending = average_over_ranks(local, ranks, device)
+    computing, waiting, sending = average_over_ranks(local, ranks, device)
     nbytes = in_flight * message.nbytes * 2 * (ranks.size - 1) / ranks.size
-    return [max(0.0, met / computing - 1), max(0.0, sending - met) / nbytes]
+    return [max(0.0, waiting / computing - 1), max(0.0, sending - waiting) / nbytes]
 
 
 # Layers

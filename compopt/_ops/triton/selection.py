@@ -233,24 +233,26 @@ def assemble_bits(pairs: Sequence[tuple[TritonSelection, Tensor]]) -> list[Tenso
     sizes = [selection.shards.shards[-1].last_byte for selection, _ in pairs]
     bucket = pairs[0][0].bucket
     words = _zeros(sizes, bucket.device)
-    flats, coded = _split(words, sizes), []
+    flats, elias_fano = _split(words, sizes), []
     for (selection, messages), flat, start in zip(
         pairs, flats, _aligned_starts(sizes), strict=False
     ):
         if selection.shards.is_elias_fano:
-            coded.append((selection.shards, messages, 8 * start))
+            elias_fano.append((selection.shards, messages, 8 * start))
         else:
             rows = zip(messages, selection.shards.shards, strict=True)
             torch.cat([message[: shard.nbytes] for message, shard in rows], out=flat)
-    if not coded:
+    if not elias_fano:
         return flats
 
     def table() -> tuple[kernels.Blocks, kernels.Table]:
-        rows = [row for one in coded for row in _decode_rows(*one)]
+        rows = [row for one in elias_fano for row in _decode_rows(*one)]
         blocks = kernels.make_blocks(tuple(row.upper for row in rows), bucket.device)
         return blocks, kernels.decode_table(rows, bucket.device)
 
-    key = tuple((shards, m.data_ptr(), m.stride(), first_bit) for shards, m, first_bit in coded)
+    key = tuple(
+        (shards, m.data_ptr(), m.stride(), first_bit) for shards, m, first_bit in elias_fano
+    )
     kernels.decode_masks(*pairs[0][0].ops.tables(("decode", bucket.index), key, table), words)
     return flats
 
