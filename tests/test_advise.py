@@ -222,7 +222,7 @@ def test_rows_that_others_beat_are_shown_when_asked_for(capsys):
     main([*GIVEN, "--all"])
     full = capsys.readouterr().out
     assert "SeparateAdam, Gaussian 16" in full and "SeparateAdam, Gaussian 16" not in short
-    assert "methods that do not fit, or are slower and lose more: --all." in short and "--all" not in full
+    assert "more methods do not fit, or are slower and lose more: --all." in short and "--all" not in full
 
 
 def test_the_layout_and_the_run_are_given(capsys):

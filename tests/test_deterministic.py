@@ -62,14 +62,14 @@ def test_ranks_compare_what_their_devices_compute_where_they_compute_it(projecti
     """Only a QR differs between devices: who uses none is not refused for one."""
     from compopt._lowrank import matrices
 
-    matrices.fingerprint.cache_clear()
+    matrices.checksum_projection.cache_clear()
     case = next(case for case in CASES if case.name == "SeparateAdam")
     ranks = make_ranks(dataclasses.replace(case, compressed=projecting(projection)), 2)
     first, second = ranks.optimizers
-    (mine,) = first._fingerprints().values()
-    for module in (matrices, __import__("compopt._lowrank.kinds", fromlist=["kinds"])):
-        monkeypatch.setattr(module, "columns_of", lambda R: torch.linalg.qr(R).Q * (1 + 2**-20))
-    matrices.fingerprint.cache_clear()
-    (others,) = second._fingerprints().values()
+    mine = dict(first._settings())["random matrices"]
+    monkeypatch.setattr(matrices, "orthonormalize", lambda R: torch.linalg.qr(R).Q * (1 + 2**-20))
+    matrices.checksum_projection.cache_clear()
+    others = dict(second._settings())["random matrices"]
+    assert len(mine) == len(others) == 1
     assert (mine != others) == uses_qr
-    matrices.fingerprint.cache_clear()
+    matrices.checksum_projection.cache_clear()

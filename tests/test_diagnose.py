@@ -324,7 +324,7 @@ def test_what_is_told_has_every_method_and_what_it_means():
         " keep 0.",
         "compopt-advise",
         "Radius's interval:",
-        "Dense start: of",
+        "Dense start: from",
         "Spread:",
         "not predict a loss",
     )
@@ -372,7 +372,7 @@ def test_it_says_whether_the_advice_names_the_same_class():
         return compare_with_advice(advise(size, ranks=ranks, link_bits_per_s=1e9, step_s=step_s).situation, cls)
 
     same = compare("SeparateAdam", 10_000_000, 0.4)
-    assert same.startswith("compopt-advise names the same class, for 2 ranks and 400 ms a step:")
+    assert same.startswith("compopt-advise also names SeparateAdam, for 2 ranks and 400 ms a step. By link: ")
     spans = re.findall(r"(?:from|at) [\d.]+ .bit/s[^;]*?(?: to [\d.]+ .bit/s)? (\w+)", same)
     assert spans[-1] == "AdamW" and "SeparateAdam" in spans and "LocalSteps, which is not judged here" in same
     other = compare("TagcAdamW", 10_000_000, 0.4)

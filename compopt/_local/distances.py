@@ -52,13 +52,13 @@ def _cut_blocks(vector: Sequence[Tensor], count: int) -> Iterator[Tensor]:
     """
     pieces = [piece for part in vector for piece in part.reshape(-1).split(BLOCK)]
     while pieces:
-        count, size = 0, 0
-        while count < len(pieces) and size + len(pieces[count]) <= BLOCK:
-            size += len(pieces[count])
-            count += 1
+        end, size = 0, 0
+        while end < len(pieces) and size + len(pieces[end]) <= BLOCK:
+            size += len(pieces[end])
+            end += 1
         padding = pieces[0].new_zeros(-size % count)
-        yield torch.cat([piece.float() for piece in (*pieces[:count], padding)])
-        pieces = pieces[count:]
+        yield torch.cat([piece.float() for piece in (*pieces[:end], padding)])
+        pieces = pieces[end:]
 
 
 @lru_cache(maxsize=4)

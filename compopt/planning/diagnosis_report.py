@@ -129,7 +129,7 @@ def format_methods(rows: Sequence[Row]) -> list[str]:
         *lines,
         "  kept: cosine of the method's update and AdamW's at the same gradients, mean over steps",
         "  residual: not sent yet, in norms of a gradient; + where it still grows",
-        "  bytes: of a dense step's, after the start; *: no method that sends less keeps as much",
+        "  bytes: share of a dense step's, after the start; *: all that send fewer bytes keep less",
     ]
 
 
@@ -239,10 +239,10 @@ def describe_recommendation(rows: Sequence[Row], best: Row) -> str:
     share = best.share or 0.0
     text = (
         f"Start with {best.line}: it keeps {best.kept:.2f} of AdamW's update with {share:.1%} of "
-        f"the bytes. No other method within {FEW_BYTES:.0%} of the bytes keeps {NEGLIGIBLE} more."
+        f"the bytes. No other that sends at most {FEW_BYTES:.0%} keeps {NEGLIGIBLE} more."
         if share <= FEW_BYTES
-        else f"No method here is within {FEW_BYTES:.0%} of the bytes. Start with {best.line}: it "
-        f"keeps {best.kept:.2f} of AdamW's update with {share:.0%} of the bytes. No other method "
+        else f"No method here sends at most {FEW_BYTES:.0%} of the bytes. Start with {best.line}: "
+        f"it keeps {best.kept:.2f} of AdamW's update with {share:.0%} of the bytes. No other method "
         f"keeps {NEGLIGIBLE} more."
     )
     if best.kept < HALF:
@@ -279,10 +279,11 @@ def compare_with_advice(training: Situation, class_name: str) -> str:
         reason = "" if name == class_name else REASONS.get(name, "whose runs ended at a lower loss")
         parts.append(f"{format_span(rates)} {name}{f', {reason}' if reason else ''}")
     agrees = any(name == class_name for _, name in named)
-    comparison = "names the same class" if agrees else f"does not name {class_name}"
+    comparison = f"also names {class_name}" if agrees else f"does not name {class_name}"
     seconds, ranks = format_seconds(training.compute_s), training.machine.ranks
     return (
-        f"compopt-advise {comparison}, for {ranks} ranks and {seconds} a step: {'; '.join(parts)}. "
+        f"compopt-advise {comparison}, for {ranks} ranks and {seconds} a step. By link: "
+        f"{'; '.join(parts)}. "
         "It judges by the time and the loss of whole runs."
     )
 
@@ -302,15 +303,15 @@ def assess_interval(findings: Findings) -> str:
             return ""
         good = [lag for lag in seen if (norms[lag] or 0.0) >= STABLE_NORM]
         if not good:
-            parts.append(f"at density {density} not for one step")
+            parts.append(f"Density {density}: not even one step")
         else:
             more = " (more was not seen)" if good[-1] == seen[-1] and seen[-1] < LAGS[-1] else ""
             steps = f"{good[-1]} steps" if good[-1] > 1 else "one step"
-            parts.append(f"at density {density} for {steps}{more}")
+            parts.append(f"Density {density}: {steps}{more}")
     return (
-        "Radius's interval: positions of the largest elements of AdamW's update, used again later, "
-        f"hold {STABLE_NORM:.0%} of the norm that newly selected ones would {', '.join(parts)}. "
-        "After more steps they hold less."
+        "Radius's interval: for how many steps do the positions of the largest elements of AdamW's "
+        f"update hold {STABLE_NORM:.0%} of the norm that newly selected positions would hold? "
+        f"{'. '.join(parts)}."
     )
 
 
@@ -319,8 +320,8 @@ def assess_start(findings: Findings) -> str:
         return ""
     first, last = findings["settling", "first"], findings["settling", "last"]
     numbers = (
-        f"of the 10% largest elements of AdamW's update, {first:.0%} were the same one step later "
-        f"at first, and {last:.0%} at the end"
+        "from one step to the next, the 10% largest elements of AdamW's update kept "
+        f"{first:.0%} of their positions in the first steps, and {last:.0%} in the last"
     )
     if last > first + SETTLED:
         return (
@@ -341,8 +342,8 @@ def assess_spread(findings: Findings, ranks: int) -> str:
     cosine, ratio = findings["cosine", ""], findings["ratio", ""]
     who = f"{ranks} ranks" if ranks > 1 else "two batches in a row, which stand for ranks,"
     text = (
-        f"Spread: gradients of {who} have a cosine of {cosine:.2f}; one is {ratio:.2f} times as "
-        "long as their mean."
+        f"Spread: gradients of {who} have a cosine of {cosine:.2f}; the norm of one is {ratio:.2f} "
+        "times that of their average."
     )
     if cosine < 0.1:
         text += (
@@ -357,8 +358,8 @@ def list_growing_residuals(rows: Sequence[Row]) -> str:
     if not growing:
         return "No residual still grows."
     return (
-        f"Residuals that still grow: {', '.join(growing)}. These methods send less than they put "
-        "into the residual, so `kept` is not final: diagnose more steps."
+        f"Residuals that still grow: {'; '.join(growing)}. Such a method sends less than it adds "
+        "to its residual, so its `kept` is not final: diagnose more steps."
     )
 
 
