@@ -241,7 +241,7 @@ def describe_recommendation(rows: Sequence[Row], best: Row) -> str:
         f"Start with {best.line}: it keeps {best.kept:.2f} of AdamW's update with {share:.1%} of "
         f"the bytes. No other that sends at most {FEW_BYTES:.0%} keeps {NEGLIGIBLE} more."
         if share <= FEW_BYTES
-        else f"No method here sends at most {FEW_BYTES:.0%} of the bytes. Start with {best.line}: "
+        else f"No method sends at most {FEW_BYTES:.0%} of the bytes. Start with {best.line}: "
         f"it keeps {best.kept:.2f} of AdamW's update with {share:.0%} of the bytes. No other method "
         f"keeps {NEGLIGIBLE} more."
     )
