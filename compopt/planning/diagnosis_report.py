@@ -242,7 +242,7 @@ def describe_recommendation(rows: Sequence[Row], best: Row) -> str:
         f"the bytes. No other that sends at most {FEW_BYTES:.0%} keeps {NEGLIGIBLE} more."
         if share <= FEW_BYTES
         else f"No method sends at most {FEW_BYTES:.0%} of the bytes. Start with {best.line}: "
-        f"it keeps {best.kept:.2f} of AdamW's update with {share:.0%} of the bytes. No other method "
+        f"it keeps {best.kept:.2f} of AdamW's update with {share:.0%} of the bytes. No other "
         f"keeps {NEGLIGIBLE} more."
     )
     if best.kept < HALF:
