@@ -126,7 +126,10 @@ def test_ddp_collects_gradients_only_where_somebody_averages_them():
 def waits_apart(rank: int) -> float:
     from compopt._wire.collectives import Communicator, get_timeout
 
-    return get_timeout(Communicator().with_own_group().group).total_seconds()
+    comm = Communicator()
+    timeout = get_timeout(comm.with_own_group().group).total_seconds()
+    torch.distributed.barrier()  # the other rank has connected: the group may be destroyed
+    return timeout
 
 
 def test_what_runs_beside_others_waits_as_long_as_they_do():

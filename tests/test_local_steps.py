@@ -12,7 +12,7 @@ from problems import gradients, replicas, step, weights
 from table import projecting
 
 import compopt
-from compopt._local.anchors import deal
+from compopt._local.anchors import assign_to_fragments
 
 PARTS = [[0, 1, 2], [3, 4]]  # of SHAPES: those whose middle is in the first half of all elements, and the others
 
@@ -190,5 +190,11 @@ def test_fragments_are_of_about_equal_bytes(sizes, fragments, expected):
     """A tensor is in the part in which its middle is; what is frozen is in none, and counts nothing."""
     params = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     frozen = torch.nn.Parameter(torch.zeros(100), requires_grad=False)
-    assert deal([{"params": [params[0], frozen, *params[1:]]}], fragments) == [expected[0], -1, *expected[1:]]
-    assert deal([{"params": params}, {"params": params}], fragments) == expected * 2, "every group is dealt alike"
+    assert assign_to_fragments([{"params": [params[0], frozen, *params[1:]]}], fragments) == [
+        expected[0],
+        -1,
+        *expected[1:],
+    ]
+    assert assign_to_fragments([{"params": params}, {"params": params}], fragments) == expected * 2, (
+        "every group is dealt alike"
+    )
