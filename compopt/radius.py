@@ -153,8 +153,8 @@ def broadcast_mask(
 ) -> RequestGenerator[None]:
     """Make rank 0's new mask that of all ranks (line 22); the next step waits for it.
 
-    A tensor without a gradient on any rank keeps its mask: its residual is 0 on that one, and not
-    on a new one.
+    A tensor without a gradient on any rank keeps its mask: its residual is zero at the
+    positions of the old mask, but not at those of a new one.
     """
     state, present = bucket.state["mask"], bucket.present(mean)
     sizes: list[int | None] = [*sizes_at_density(bucket, bucket.group["density"])]

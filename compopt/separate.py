@@ -97,7 +97,7 @@ def commit(
 
 
 class SeparateAdam(ProjectingOptimizer):
-    r"""AdamW on gradients averaged through a random low-rank projection (SEPARATE, Algorithm 1).
+    r"""AdamW on gradients averaged through a low-rank projection (SEPARATE, Algorithm 1).
 
     It replaces ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward pass
     replaces DDP's all-reduce. If ``fully_shard`` shards the parameters over these ranks, it
@@ -244,7 +244,7 @@ class SeparateAdam(ProjectingOptimizer):
 
 
 class Separate(Wrapper, ProjectingOptimizer):
-    """Any torch optimizer, on gradients averaged through a random low-rank projection (SEPARATE,
+    """Any torch optimizer, on gradients averaged through a low-rank projection (SEPARATE,
     Algorithm 1)::
 
         sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

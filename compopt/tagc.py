@@ -16,7 +16,7 @@ residual::
         G <- G * min(1, max_grad_norm / |G|);  AdamW on the shard with G
         parameters <- all shards, gathered
 
-The paper stops at line 10; the rest is a sharded AdamW. All shards of a bucket go through these
+Line numbers are the paper's, which stops at line 10; the rest is a sharded AdamW. All shards of a bucket go through these
 lines together, and buckets overlap: while one is on the wire the next is sparsified and indexed
 (section 3.3).
 
@@ -112,7 +112,7 @@ class UnionReducer(WholeReducer):
         """Do lines 2 and 3: store the positions and values of the largest elements of each shard;
         return the bits of those that are not 0.
 
-        On a device the positions of a shard are in no order, and some values may be 0.
+        On an accelerator the positions of a shard are in no order, and some values may be 0.
         """
         layout, sparsity = self.layout, self.bucket.group["sparsity"]
         shards = [x[8 * first : 8 * last] for first, last in itertools.pairwise(layout.cuts)]

@@ -1,6 +1,6 @@
 """int8 and int4 payloads: rounding into messages, the mean of all ranks' messages, and back.
 
-References: ``quantize``, ``dequantize``, ``pack``, ``unpack`` of ``compopt/_wire/quantization.py``,
+References: ``quantize_rows``, ``dequantize_rows``, ``pack_int4`` of ``compopt/_wire/quantization.py``,
 between which ``quantized_mean.QuantizedMean`` moves rows. The bits are the same, except where the
 reference adds ranks * x in one rounding.
 """

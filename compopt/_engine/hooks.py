@@ -37,7 +37,7 @@ class OptimizerHooks(Optimizer):
 
     # per-rank state of which only the mean over ranks matters
     averaged_state: tuple[str, ...] = ()
-    # sharded state that only its owner sends, once
+    # sharded state that only its owner has; consolidate_state() gathers it
     sent_once: tuple[str, ...] = ()
     # masks that the next step chooses anew if they are all zero
     chosen_state: tuple[str, ...] = ()
@@ -87,7 +87,8 @@ class OptimizerHooks(Optimizer):
         raise NotImplementedError
 
     def is_compressed(self, p: Tensor, group: Group, name: str) -> bool:
-        """Return the group's ``compress``; by default True for matrices of 4096 elements."""
+        """Return the group's ``compress``; by default True for tensors of at least 2
+        dimensions and 4096 elements."""
         return is_compressed(p, group)
 
     def before_layout(self) -> None:

@@ -5,11 +5,10 @@
 
 Where FSDP2 shards the parameters over the optimizer's own ranks, each of its reduce-scatters comes
 here as soon as backward has the gradients. Those of one parameter group become a bucket, whose
-shards are FSDP's, and the method's reducer averages it as it does elsewhere. What comes of it are
-FSDP's gradients: whoever clips or looks at them when backward has ended does so as ever. In
-``step()`` all ranks agree, and this rank's shards are updated. Residuals change then: of a step
-that is not applied, or a gradient that is discarded, they stay as they were. FSDP gathers
-parameters itself.
+shards are FSDP's, and the method's reducer averages it as it does elsewhere. The
+averages become FSDP's gradients (``p.grad``), which may be clipped and read as usual. In
+``step()`` all ranks agree, and this rank's shards are updated. Only an applied step changes
+residuals. FSDP gathers parameters itself.
 
 In a further backward of the same step residuals are left out: they have been sent.
 """
@@ -58,7 +57,7 @@ class Unsent:
     state: dict[str, Tensor] = field(default_factory=dict)
 
     def replace_residual(self, current: Tensor, factor: float) -> None:
-        """Commit ``rest``; ``factor`` of the difference where the average was clipped by that.
+        """Make ``rest`` the residual; scale the change by ``factor``, by which the average was clipped.
 
         A checkpoint, or another layout, may have replaced ``residual`` since: what this step has
         not sent is then added to the ``current`` one.
@@ -77,11 +76,11 @@ UnsentByParam = dict[Tensor, Unsent]  # of parameters whose gradients a backward
 class RowBucket(Bucket):
     """The gradients of one parameter group in one reduce-scatter.
 
-    Its tensors are the parameters' gradients, whole, and have no other memory. A matrix that the
-    reducer needs ``as_matrix`` has the parameter's shape, and FSDP's ranges of it; any other is a
+    Its tensors are stand-ins without memory of the parameters' global shapes: only their ``grad``
+    is real. A matrix that the reducer needs ``as_matrix`` has the parameter's shape, and FSDP's ranges of it; any other is a
     vector in the order of FSDP's shards, all equally long. ``places`` are those of the parameters
-    in the session's buckets, which hold their state; None where they are unknown there: they were
-    unfrozen since the last step, and nothing would keep the rounding error.
+    in the session's buckets, which hold their state. A parameter that was unfrozen since the last
+    step has None: it has no residual yet, and is sent unrounded.
     """
 
     def __init__(
@@ -293,10 +292,10 @@ class Inside:
         return layout.buckets
 
     def _discard_unapplied(self) -> None:
-        """A backward begins: gradients that are gone since the one before will not be applied, and
-        what was not sent of them leaves no residual.
+        """Forget the unsent part of gradients that were discarded since the last backward.
 
-        Where they were set to zero all ranks ask each other: a shard may be 0 by itself.
+        If gradients are zero instead of None, all ranks compare: one rank's shard may be zero by
+        itself.
         """
         self.unsent = {p: unsent for p, unsent in self.unsent.items() if p.grad is not None}
         if self.unsent:
@@ -366,8 +365,8 @@ def apply_shards(
 ) -> RequestGenerator[None]:
     """The step: ``update`` takes this rank's shards of the gradient that backward has left.
 
-    ``scales``: what is multiplied with the squared norm of each, where that is larger than of what
-    was averaged.
+    ``scales``: factors on the squared norm of each gradient, for reducers whose reconstruction has
+    a larger norm than the average.
     """
     grads = bucket.grads()
     message = bucket.make_payload([0] * len(grads), None)

@@ -40,7 +40,7 @@ class PostCommitExchanges:
         exchange that follows.
         """
         try:
-            # a sharded generator has the norm already, and ignores this one
+            # a sharded generator waits at Commit, and ignores the answer
             exchange.resume(answer)
         except StopIteration:
             return

@@ -1,6 +1,6 @@
 """Generators that yield each collective before they wait for it.
 
-There the simulator resumes another rank, and a real step looks for missing ranks.
+At each yield the simulator resumes another rank, and a real step looks for missing ranks.
 """
 
 from __future__ import annotations

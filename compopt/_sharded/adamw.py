@@ -55,7 +55,7 @@ class ShardedAdamW:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of gradients: that of what is updated."""
+        """The dtype of the weights, to which gradients are converted."""
         return self.weights[0].dtype
 
     def compute(self, grads: Sequence[Tensor], present: list[bool]) -> None:

@@ -1,5 +1,4 @@
-"""TAGC's codecs: how values at an index that all ranks know cross the network, a line of ``CODECS``
-each.
+"""TAGC's codecs: encode values at an index that all ranks know. ``CODECS`` lists them.
 
 A codec is made for all shards of a bucket at once. Codes are linear, so the mean of codes is the
 code of the mean.
@@ -35,10 +34,10 @@ class Codec(Protocol):
     ranks.
     """
 
-    exact: bool  # it must travel in float32 at least
+    exact: bool  # codes must be sent in float32 or wider
     counts: list[int]
     sizes: list[int]  # how many numbers go to each rank
-    leftovers: int  # elements, over all shards, that are sent as they are though they were coded
+    leftovers: int  # elements, over all shards, that could not be decoded and are sent unencoded
 
     def __init__(
         self, layout: ShardLayout, index: Tensor, counts: list[int], ratio: float, seed: int

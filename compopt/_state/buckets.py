@@ -56,7 +56,7 @@ class Bucket:
     ):
         self.index = index
         self.group, self.params, self.names = group, params, names
-        # The tensors that have the gradients; other ones inside FSDP.
+        # The model's parameters. Inside FSDP2 ``params`` are stand-ins that hold gradients only.
         self.origins = params
         rule = is_chosen or is_compressed
         self.compressed = [rule(p, group, name) for p, name in zip(params, names, strict=True)]
@@ -68,7 +68,7 @@ class Bucket:
         self.compute_dtype = torch.promote_types(self.dtype, torch.float32)
         # Then nothing is compressed and nothing rounded.
         self.is_single_process = False
-        # Ranks with the same part of these tensors, among all that hold one model.
+        # The number of ranks that hold the same part of these tensors, in one copy of the model.
         self.copies = 1
         # True while this rank takes part in an exchange without its gradients.
         self.withholds_gradients = False
@@ -152,7 +152,7 @@ class Bucket:
 
     @property
     def has_residual(self) -> bool:
-        """True if a dense step has to send a residual that compressed steps left."""
+        """True if residuals may be non-zero, so a dense step has to send them."""
         if "has_residual" not in self.cache:
             self.wait_for_host()
             residual = self.flat.get("residual")

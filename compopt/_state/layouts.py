@@ -103,7 +103,7 @@ class Dense(Layout):
 
 @dataclass(frozen=True)
 class Unsharded(Layout):
-    """One element for every element of the global tensor, of which this rank may hold a shard."""
+    """State of the global tensor, whole on every rank, although FSDP2 may shard the parameter."""
 
     dtype: torch.dtype
 

@@ -1,4 +1,4 @@
-"""Collectives of ``torch.distributed``; no other file calls them.
+"""Collectives of ``torch.distributed``; only integrations and tools call others.
 
 ``Communicator.start`` never blocks; ``PendingCollective.wait`` does. All ranks must start
 collectives in the same order, each from one thread at a time: two threads on one gloo group

@@ -114,7 +114,9 @@ class Payload:
 
     @property
     def is_rounded_later(self) -> bool:
-        """True if ``round`` makes the message of ``exact``, which is then ``dropped_parts``."""
+        """True if values are written to ``dropped`` first, and ``round`` then writes the message and
+        leaves the rounding errors there.
+        """
         return self.dropped is not None and self.seed is None
 
     def round(self) -> Payload:
