@@ -16,9 +16,9 @@ residual::
         G <- G * min(1, max_grad_norm / |G|);  AdamW on the shard with G
         parameters <- all shards, gathered
 
-Line numbers are the paper's, which stops at line 10; the rest is a sharded AdamW. All shards of a bucket go through these
-lines together, and buckets overlap: while one is on the wire the next is sparsified and indexed
-(section 3.3).
+Line numbers are the paper's, which stops at line 10; the rest is a sharded AdamW. All shards of a
+bucket go through these lines together, and buckets overlap: while one is on the wire the next is
+sparsified and indexed (section 3.3).
 
 Differences from the authors' code: the bitwise or is exact at any number of ranks (theirs adds
 fields of 1 or 4 bits, which carry into their neighbours), at *least* ``sparsity`` of each shard is

@@ -326,7 +326,7 @@ def test_what_is_told_has_every_method_and_what_it_means():
         "Radius's interval:",
         "Dense start: from",
         "Spread:",
-        "not predict a loss",
+        "not predict the value of a loss",
     )
     for word in words:
         assert word in text, word

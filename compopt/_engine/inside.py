@@ -57,7 +57,7 @@ class Unsent:
     state: dict[str, Tensor] = field(default_factory=dict)
 
     def replace_residual(self, current: Tensor, factor: float) -> None:
-        """Make ``rest`` the residual; scale the change by ``factor``, by which the average was clipped.
+        """Make ``rest`` the residual; ``factor``, which clipped the average, scales the change.
 
         A checkpoint, or another layout, may have replaced ``residual`` since: what this step has
         not sent is then added to the ``current`` one.
@@ -76,9 +76,9 @@ UnsentByParam = dict[Tensor, Unsent]  # of parameters whose gradients a backward
 class RowBucket(Bucket):
     """The gradients of one parameter group in one reduce-scatter.
 
-    Its tensors are stand-ins without memory of the parameters' global shapes: only their ``grad``
-    is real. A matrix that the reducer needs ``as_matrix`` has the parameter's shape, and FSDP's ranges of it; any other is a
-    vector in the order of FSDP's shards, all equally long. ``places`` are those of the parameters
+    Its tensors have the parameters' global shapes and no memory; only their ``grad`` is real.
+    A matrix that the reducer needs ``as_matrix`` has the parameter's shape, and FSDP's ranges of it;
+    any other is a vector in the order of FSDP's shards, all equally long. ``places`` are those of the parameters
     in the session's buckets, which hold their state. A parameter that was unfrozen since the last
     step has None: it has no residual yet, and is sent unrounded.
     """

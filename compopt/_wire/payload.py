@@ -114,7 +114,7 @@ class Payload:
 
     @property
     def is_rounded_later(self) -> bool:
-        """True if values are written to ``dropped`` first, and ``round`` then writes the message and
+        """True if values are written to ``dropped`` first; ``round`` then writes the message, and
         leaves the rounding errors there.
         """
         return self.dropped is not None and self.seed is None

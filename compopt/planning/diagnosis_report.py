@@ -129,7 +129,7 @@ def format_methods(rows: Sequence[Row]) -> list[str]:
         *lines,
         "  kept: cosine of the method's update and AdamW's at the same gradients, mean over steps",
         "  residual: not sent yet, in norms of a gradient; + where it still grows",
-        "  bytes: share of a dense step's, after the start; *: all that send fewer bytes keep less",
+        "  bytes: share of a dense step's, after the start; *: no row with fewer bytes keeps more",
     ]
 
 
@@ -218,7 +218,7 @@ def conclude(findings: Findings, rows: Sequence[Row], ranks: int, training: Situ
         assess_start(findings),
         assess_spread(findings, ranks),
         list_growing_residuals(rows),
-        "This ranks the methods by these steps alone. It does not predict a loss.",
+        "This ranks the methods by these steps alone. It does not predict the value of a loss.",
     ]
     return [sentence for sentence in sentences if sentence]
 
@@ -239,7 +239,7 @@ def describe_recommendation(rows: Sequence[Row], best: Row) -> str:
     share = best.share or 0.0
     text = (
         f"Start with {best.line}: it keeps {best.kept:.2f} of AdamW's update with {share:.1%} of "
-        f"the bytes. No other that sends at most {FEW_BYTES:.0%} keeps {NEGLIGIBLE} more."
+        f"the bytes. No method with at most {FEW_BYTES:.0%} of the bytes keeps {NEGLIGIBLE} more."
         if share <= FEW_BYTES
         else f"No method sends at most {FEW_BYTES:.0%} of the bytes. Start with {best.line}: "
         f"it keeps {best.kept:.2f} of AdamW's update with {share:.0%} of the bytes. No other "
@@ -284,7 +284,7 @@ def compare_with_advice(training: Situation, class_name: str) -> str:
     return (
         f"compopt-advise {comparison}, for {ranks} ranks and {seconds} a step. By link: "
         f"{'; '.join(parts)}. "
-        "It judges by the time and the loss of whole runs."
+        "compopt-advise judges by the time and the loss of whole runs."
     )
 
 
