@@ -76,11 +76,11 @@ UnsentByParam = dict[Tensor, Unsent]  # of parameters whose gradients a backward
 class RowBucket(Bucket):
     """The gradients of one parameter group in one reduce-scatter.
 
-    Its tensors have the parameters' global shapes and no memory; only their ``grad`` is real.
-    A matrix that the reducer needs ``as_matrix`` has the parameter's shape, and FSDP's ranges of it;
-    any other is a vector in the order of FSDP's shards, all equally long. ``places`` are those of the parameters
-    in the session's buckets, which hold their state. A parameter that was unfrozen since the last
-    step has None: it has no residual yet, and is sent unrounded.
+    Its tensors have the parameters' global shapes and no memory; only their ``grad`` is real. A
+    matrix that the reducer needs ``as_matrix`` has the parameter's shape, and FSDP's ranges of it;
+    any other is a vector in the order of FSDP's shards, all equally long. ``places`` are those of
+    the parameters in the session's buckets, which hold their state. A parameter that was unfrozen
+    since the last step has None: it has no residual yet, and is sent unrounded.
     """
 
     def __init__(
