@@ -25,8 +25,7 @@ from torch import Tensor
 from compopt._ops.native import build
 from compopt._ops.native.quantization import make_mean
 from compopt._wire.payload import ROW, Payload, Scratch, packed_bytes
-from compopt._wire.quantization import LARGEST, pack_int4, quantize_rows
-from compopt._wire.quantized_mean import QuantizedMean
+from compopt._wire.quantization import LARGEST, QuantizedMean, pack_int4, quantize_rows
 
 FILE = Path(__file__).parent / "results" / "rounding.csv"
 ROWS = (16, 32, 64, 128, 256, 512, 4096)

@@ -39,12 +39,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.inside import apply_shards
-from ._engine.options import check_adam, check_torch_options, ignore_capturable
+from ._engine.options import Group, check_adam, check_torch_options, ignore_capturable
 from ._engine.update import AdamW, Update
 from ._engine.when import OPTIONS
 from ._engine.wrapper import Wrapper
-from ._lowrank.options import check_group_sizes, resolve_options
-from ._lowrank.projecting import Group, ProjectingOptimizer
+from ._lowrank.projecting import ProjectingOptimizer
+from ._lowrank.projections import check_group_sizes, resolve_options
 from ._lowrank.reducer import ProjectionReducer
 from ._ops.operations import Ops
 from ._ops.updates import count_steps

@@ -46,9 +46,8 @@ from ._engine.stats import Stats
 from ._engine.update import AdamW
 from ._engine.when import choose_warmup, dense_steps
 from ._ops.operations import Ops
-from ._sharded.adamw import step_shards
+from ._sharded.adamw import UpdateDtype, check_gathers, check_updates, step_shards
 from ._sharded.codecs import CODECS, Codec
-from ._sharded.updates import UpdateDtype, check_gathers, check_updates
 from ._sparse.top_k import select_top_k_of_each
 from ._state.bits import make_bits, unpack_bits
 from ._state.buckets import Bucket

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from compopt._lowrank import matrices, projections, tensors
+from compopt._lowrank import matrices, projections, reducer
 from compopt._wire.requests import CommunicationError
 
 CPU = torch.device("cpu")
@@ -339,7 +339,7 @@ def run_all(names: Iterable[str] = ()) -> dict[str, dict]:
     for module in [module for name, module in sys.modules.items() if name.startswith("compopt")]:
         for name in {"squared_norm", "reproducible_squared_norm"} & vars(module).keys():
             setattr(module, name, norm_of_devices)
-    tensors.adds_products = lambda e: True
+    reducer.adds_products = lambda e: True
     for module in (matrices, projections):
         module.orthonormalize = columns_of_devices
     found = {}

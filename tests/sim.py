@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compopt._wire.collectives import Communicator
 from compopt._wire.payload import Payload
-from compopt._wire.quantized_mean import make_quantized_mean
+from compopt._wire.quantization import make_quantized_mean
 from compopt._wire.requests import (
     AllGather,
     AllReduceMean,

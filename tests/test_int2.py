@@ -12,6 +12,7 @@ import compopt
 from compopt._wire.payload import Scratch
 from compopt._wire.quantization import (
     ROW,
+    QuantizedMean,
     RowSpan,
     dequantize_rows,
     pack_int2,
@@ -19,7 +20,6 @@ from compopt._wire.quantization import (
     quantize_rows,
     unpack_int2,
 )
-from compopt._wire.quantized_mean import QuantizedMean
 
 every_length = pytest.mark.parametrize("n", LENGTHS)
 

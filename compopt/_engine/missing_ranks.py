@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from enum import Enum
 
+from .._wire.collectives import Store
 from .._wire.requests import CommunicationError
-from .._wire.store import RanksMissing
 from .session import Session
 from .turns import Turns
 
+PREFIX = "compopt/"  # of all keys, since the store is shared
 PATIENCE = 10.0  # seconds that rank 0 waits for the others in consolidate_state()
 PATIENCE_WITH_RANK_0 = 1800.0  # that the others wait for rank 0, which may evaluate before it comes
 LOOK_AFTER = 2.0  # that a step waits before it looks for notes
@@ -46,7 +48,7 @@ def meet_to_consolidate(session: Session, patience: float | None) -> None:
     Raises CommunicationError, with nothing started, if some have not after ``patience`` seconds;
     ValueError if they consolidate different optimizers.
     """
-    store, names = session.comm.store, session.optimizer.averaged_state
+    store, names = get_store(session), session.optimizer.averaged_state
     if store is None or not (names or session.optimizer.sharded):
         return
     averaged = sum(bucket.flat[name].numel() for bucket in session.buckets for name in names)
@@ -118,18 +120,18 @@ def post_lost_masks(session: Session) -> None:
 
 def post_note(session: Session, kind: Note, sentence: str) -> None:
     """Post a note of this rank, in place of an earlier one, until ``withdraw_note``."""
-    session.posted_note = kind.value
-    if session.comm.store is not None:
+    store, session.posted_note = get_store(session), kind.value
+    if store is not None:
         with contextlib.suppress(RuntimeError):
-            note = [*_identify_step(session), kind.value, sentence]
-            session.comm.store.post_note(json.dumps(note))
+            store.post_note(json.dumps([*_identify_step(session), kind.value, sentence]))
 
 
 def withdraw_note(session: Session) -> None:
     """Remove this rank's note, if there is one: the rank takes part again."""
-    if session.posted_note and session.comm.store is not None:
+    store = get_store(session) if session.posted_note else None
+    if store is not None:
         with contextlib.suppress(RuntimeError):
-            session.comm.store.post_note("")
+            store.post_note("")
     session.posted_note = ""
 
 
@@ -149,7 +151,7 @@ def explain_failure(session: Session) -> str:
 
 def _read_notes(session: Session) -> list[tuple[Note, str]]:
     """Read the notes of ranks that have applied no more steps of this optimizer than this rank."""
-    store, (name, steps) = session.comm.store, _identify_step(session)
+    store, (name, steps) = get_store(session), _identify_step(session)
     notes = []
     if store is not None:
         with contextlib.suppress(RuntimeError):
@@ -160,3 +162,80 @@ def _read_notes(session: Session) -> list[tuple[Note, str]]:
 def _identify_step(session: Session) -> tuple[str, int]:
     """Return the optimizer and the step that a note refers to."""
     return f"{session.name} of {len(session.parameters)} parameters", session.steps
+
+
+# The store of a process group
+
+
+class RanksMissing(Exception):
+    """Some ranks did not come to a meeting; the message names them."""
+
+
+class GroupStore:
+    """The keys that the ranks of one group share.
+
+    Raises RuntimeError, as the store does, if the store does not answer.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int):
+        self._store, self.rank, self.size = store, rank, size
+
+    def post_note(self, text: str) -> None:
+        """Write this rank's note for the other ranks, in place of the last one."""
+        self._store.set(f"{PREFIX}note/{self.rank}", text)
+
+    def read_notes(self) -> dict[int, str]:
+        """Read the last note of every other rank that has written one."""
+        keys = {r: f"{PREFIX}note/{r}" for r in range(self.size) if r != self.rank}
+        return {r: self._get(key) for r, key in keys.items() if self._store.check([key])}
+
+    def meet(self, text: str, patience: float) -> list[str]:
+        """Wait until all ranks have called this, and return the texts of all.
+
+        Raises RanksMissing on all waiting ranks if one of them gives up after ``patience`` seconds
+        or is interrupted.
+        """
+        ended = f"{PREFIX}meetings"  # the number of ended meetings, and of the running one
+        number = int(self._get(ended)) if self._store.check([ended]) else 0
+        place = f"{PREFIX}meeting/{number}/"
+
+        def end(failure: str) -> None:
+            """End the meeting with this outcome, unless another rank has ended it."""
+            if self._store.add(f"{place}ends", 1) == 1:
+                # before the outcome: a rank that has seen it may start the next meeting
+                self._store.add(ended, 1)
+                self._store.set(f"{place}outcome", failure)
+
+        self._store.set(f"{place}{self.rank}", text)
+        if self._store.add(f"{place}arrived", 1) == self.size:
+            end("")
+        until = time.monotonic() + patience
+        try:
+            while not self._store.check([f"{place}outcome"]):
+                if time.monotonic() > until:
+                    absent = [
+                        f"rank {r}"
+                        for r in range(self.size)
+                        if not self._store.check([f"{place}{r}"])
+                    ]
+                    end(f"{', '.join(absent)} did not come within {patience:g} s")
+                time.sleep(0.01)
+        except BaseException:
+            end(f"rank {self.rank} was interrupted")
+            raise
+        if failure := self._get(f"{place}outcome"):
+            raise RanksMissing(failure)
+        texts = [self._get(f"{place}{r}") for r in range(self.size)]
+        if self.rank == 0:  # every rank has left the previous meeting
+            for key in ("ends", "arrived", "outcome", *map(str, range(self.size))):
+                self._store.delete_key(f"{PREFIX}meeting/{number - 1}/{key}")
+        return texts
+
+    def _get(self, key: str) -> str:
+        return self._store.get(key).decode()
+
+
+def get_store(session: Session) -> GroupStore | None:
+    """Return the keys that the session's ranks share; None if they have no store."""
+    comm = session.comm
+    return None if comm.store is None else GroupStore(comm.store, comm.rank, comm.size)

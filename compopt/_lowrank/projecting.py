@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._engine.inside import ReducingOptimizer, Unsent
-from .._engine.options import Setting
+from .._engine.options import Group, Setting
 from .._engine.reducer import WholeReducer
 from .._engine.when import dense_steps
 from .._ops.norms import clip_factor
@@ -32,13 +31,18 @@ from .._state.layouts import Dense, Layout, Prefix, Unsharded
 from .._state.tensors import to_local
 from .._wire.collectives import connect
 from .._wire.warning import warn
-from . import options
 from .matrices import MatrixSource, RandomMatrices, checksum_projection
-from .projections import Projection, is_sharded, plan_projection
-from .reducer import Encoding, ProjectionReducer
-from .tensors import ProjectedTensor, TrackedTensor, WholeTensor
+from .projections import (
+    Projection,
+    check_options,
+    is_adapt_step,
+    is_clipped,
+    is_reset_step,
+    is_sharded,
+    plan_projection,
+)
+from .reducer import Encoding, ProjectedTensor, ProjectionReducer, TrackedTensor, WholeTensor
 
-Group = dict[str, Any]
 Plan = list[Projection | None]  # of each tensor of a bucket; None: sent whole
 
 
@@ -49,7 +53,7 @@ class ProjectingOptimizer(ReducingOptimizer):
     _warned_of_beta = False
 
     def check_group(self, group: Group) -> None:
-        options.check_options(group)
+        check_options(group)
 
     # Buckets and their state
 
@@ -154,7 +158,7 @@ class ProjectingOptimizer(ReducingOptimizer):
     def reducer(self, bucket: Bucket) -> ProjectionReducer:
         h, plan = bucket.group, self._plan_next_step(bucket)
         local_factor = 1.0
-        if options.is_clipped(h, "local"):
+        if is_clipped(h, "local"):
             local_factor = clip_factor(self._norm, h["max_grad_norm"])
         # the residual of a Gaussian projection is noise; that of a contraction is due
         has_due_residual = bucket.has_residual and h["projection"] != "gaussian"
@@ -164,16 +168,14 @@ class ProjectingOptimizer(ReducingOptimizer):
             whole_reducer = WholeReducer(bucket, self.ops)
             whole_reducer.sent_whole = [i for i, q in enumerate(plan) if q is None]
             whole_reducer.sends_residuals = sends_residuals
-        adapts = any(plan) and options.is_adapt_step(h, h["step"] + 1)
+        adapts = any(plan) and is_adapt_step(h, h["step"] + 1)
         random = [None if q is None or q.is_tracked else q for q in plan]
         encoding = Encoding(
             tensors=self._make_tensors(bucket, plan, local_factor, sends_residuals),
             draw_matrices=self._make_draw(bucket, random, self._matrices.draw_cached),
             local_factor=local_factor,
             sends_residuals=sends_residuals,
-            norm_is_exact=any(
-                options.is_clipped(group, "average") for group in self._option_groups
-            ),
+            norm_is_exact=any(is_clipped(group, "average") for group in self._option_groups),
             params_with_basis=self._params_with_basis,
             on_cosines=self._cosines.update if adapts else None,
             whole_reducer=whole_reducer,
@@ -232,7 +234,7 @@ class ProjectingOptimizer(ReducingOptimizer):
     # during backward
 
     def _clips_locally(self) -> bool:
-        return any(options.is_clipped(group, "local") for group in self._option_groups)
+        return any(is_clipped(group, "local") for group in self._option_groups)
 
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
         if not self._clips_locally():
@@ -277,8 +279,8 @@ class ProjectingOptimizer(ReducingOptimizer):
     def keep_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
         """Line 5 of tensor i; ``factor`` has clipped the average."""
         residual, h = bucket.state["residual"][i], bucket.group
-        unsent.replace_residual(residual, factor if options.is_clipped(h, "average") else 1.0)
-        if options.is_reset_step(h, h["step"] + 1):
+        unsent.replace_residual(residual, factor if is_clipped(h, "average") else 1.0)
+        if is_reset_step(h, h["step"] + 1):
             residual.zero_()
         for name, value in unsent.state.items():
             bucket.state[name][i].copy_(value.reshape(-1))

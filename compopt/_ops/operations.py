@@ -20,7 +20,7 @@ from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
 from .._wire import quantization
 from .._wire.payload import Payload, Scratch, block_size
-from .._wire.quantized_mean import QuantizedMean
+from .._wire.quantization import QuantizedMean
 from .._wire.requests import RequestGenerator, RunBatched
 from . import norms, reference
 

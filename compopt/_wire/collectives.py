@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .payload import Payload
-from .quantized_mean import make_quantized_mean
+from .quantization import make_quantized_mean
 from .requests import (
     AllGather,
     AllReduceMean,
@@ -36,7 +36,6 @@ from .requests import (
     average_rows,
     count_bytes,
 )
-from .store import GroupStore
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -57,6 +56,16 @@ class Work(Protocol):
     def wait(self, timeout: timedelta = ..., /) -> object: ...
 
     def is_completed(self) -> bool: ...
+
+
+class Store(Protocol):
+    """The methods of torch.distributed's stores that are used here."""
+
+    def add(self, key: str, amount: int, /) -> int: ...
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def delete_key(self, key: str, /) -> bool: ...
 
 
 class PendingCollective:
@@ -367,12 +376,13 @@ class Communicator:
             ) from error
 
     @functools.cached_property
-    def store(self) -> GroupStore | None:
-        """The store of the group; None if there is none."""
+    def store(self) -> Store | None:
+        """The store of the group, for messages beside its collectives; None if there is none."""
         group = getattr(self, "group", None)  # the tests' simulator has none
         if group is None or self.size == 1 or dist.get_backend(group) == "mpi":
             return None
-        return GroupStore(group.get_group_store(), self.rank, self.size)
+        store: Store = group.get_group_store()
+        return store
 
     def get_backend(self, device: torch.device) -> str:
         """Return the backend for tensors of this device; "" if there is none.

@@ -67,7 +67,7 @@ class Payload:
 
     ``dropped``, as long as the body, is the rounding error of what this rank sends, if compressed
     tensors are rounded. With a ``seed`` the body is quantized to ``bits`` bits (see
-    ``quantized_mean``) with random numbers that follow from it; ``dropped`` is then known once the
+    ``quantization``) with random numbers that follow from it; ``dropped`` is then known once the
     payload has been averaged. In a dtype that is too narrow, values are written to ``exact``, and
     ``round`` makes the message of them.
     """

@@ -19,7 +19,9 @@ from torch import nn
 import compopt
 from compopt._engine import missing_ranks
 from compopt._engine.missing_ranks import (
+    GroupStore,
     Note,
+    RanksMissing,
     explain_failure,
     find_missing_rank,
     post_lost_masks,
@@ -27,7 +29,6 @@ from compopt._engine.missing_ranks import (
     run_step,
 )
 from compopt._wire.collectives import PendingCollective
-from compopt._wire.store import GroupStore, RanksMissing
 
 by_name = by_name | {case.name: case for case in FORMS}
 
@@ -118,7 +119,7 @@ def waiting_elsewhere(rank: int) -> str:
     """All ranks that wait leave when one of them gives up, though they would wait longer."""
     run = Run(rank)
     run.train(2)
-    store = run.optimizer.comm.store._store
+    store = run.optimizer.comm.store
     while rank == 0 and not store.check(["compopt/meeting/0/1"]):
         time.sleep(0.01)
     said = "" if rank == 2 else consolidate(run, patience=0.1 if rank == 0 else HANG_GUARD)
@@ -254,8 +255,8 @@ def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
     ranks.train(loss, 3)
     here, there = (optimizer._session for optimizer in ranks.optimizers)
     store = dist.HashStore()
-    for rank, session in enumerate((here, there)):
-        session.comm.store = GroupStore(store, rank, 2)
+    for session in (here, there):
+        session.comm.store = store
     post_note(there, Note.LEFT, "rank 1 was interrupted")
     assert find_missing_rank(here) == "rank 1 was interrupted" and explain_failure(here) == " (rank 1 was interrupted)"
     here.option_groups[0]["step"] -= 1  # a step that rank 1 has applied

@@ -17,7 +17,7 @@ from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
 from ..._state.tensors import to_local
 from ..._wire.payload import Payload
-from ..._wire.quantized_mean import QuantizedMean
+from ..._wire.quantization import QuantizedMean
 from .. import operations
 from ..operations import Fused, Ops, empty_payload
 from .build import isa_of_library, load_library

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..._wire import quantization
 from ..._wire.payload import ROW, Payload, Scratch, packed_bytes
-from ..._wire.quantization import Chunk, noise_offset, noise_table, pack_int4
-from ..._wire.quantized_mean import QuantizedMean
+from ..._wire.quantization import Chunk, QuantizedMean, noise_offset, noise_table, pack_int4
 from .passes import Table, address, is_plain, run_over_rows
 
 

@@ -18,8 +18,7 @@ from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
 from ..._state.tensors import pin
 from ..._wire.payload import Payload
-from ..._wire.quantization import noise_offset, noise_table
-from ..._wire.quantized_mean import QuantizedMean
+from ..._wire.quantization import QuantizedMean, noise_offset, noise_table
 from ..operations import Fused, Group, empty_payload
 from .selection import TritonSelection, clear_masks, store_masks, store_next_masks
 from .tables import (
