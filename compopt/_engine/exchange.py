@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from .._wire.requests import (
     RequestGenerator,
     RunBatched,
 )
-from .turns import Turns
+from .turns import Result, Turns
 
 Algorithm = Callable[[Bucket], RequestGenerator[None]]
 
@@ -163,13 +162,12 @@ class Exchange:
         if isinstance(answer, PendingCollective):
             self.pending = answer
         else:
-            self._answers.append(answer)
-            self._encode(lambda: self._send(answer))
+            self.resume_before_agree(answer)
 
-    def resume_with_numbers(self, numbers: list[Any]) -> None:
-        """Resume the generator with the ``numbers_to_read``."""
-        self._answers.append(numbers)
-        self._encode(lambda: self._send(numbers))
+    def resume_before_agree(self, answer: Answer) -> None:
+        """Resume the generator with what it has requested before ``Agree``."""
+        self._answers.append(answer)
+        self._encode(lambda: self._send(answer))
 
     def resume(self, answer: Answer) -> None:
         """Resume the generator up to its next request, and start that."""
@@ -191,19 +189,16 @@ class Exchange:
             return torch.ones(1, dtype=torch.float32, device=self.bucket.device)
         return self.staleness.measure()
 
-    def abandon(self) -> None:
-        """Close the generator, and wait for the collective in flight, whose memory is reused."""
-        if self.pending is not None:
+    def abandon(self, waits: bool = True) -> None:
+        """Close the generator, and wait for the collective in flight, whose memory is reused; if it
+        does not wait, that memory is not reused.
+        """
+        if self.pending is not None and waits:
             self.pending.drain()
-        self.close()
-        self.error = None  # whose frames hold this
-
-    def leave(self) -> None:
-        """Close the generator without waiting: the memory of what is in flight is not reused."""
-        if self.pending is not None:
+        elif self.pending is not None:
             self.bucket.release_memory()
         self.close()
-        self.error = None
+        self.error = None  # whose frames hold this
 
     def forget(self) -> None:
         """Close the generator; what is in flight will never arrive, because its group is gone."""
@@ -252,7 +247,8 @@ class Exchange:
         self.close()
         failed = [float(self.error is not None)]
         self.control = self.bucket.control = ControlFields(failed=failed, **self.fields)
-        self._generator = self._make_generator()
+        # some classes read gradients already here
+        self._generator = self._withhold_if_failed(lambda: self.algorithm(self.bucket))
         request = self._send(None)
         for answer in answers:
             if isinstance(answer, Payload):
@@ -261,22 +257,20 @@ class Exchange:
             request = self._send(answer)
         return request
 
-    def _make_generator(self) -> RequestGenerator[None]:
-        """Make a generator; some classes read gradients here already."""
-        self.bucket.withholds_gradients = self.error is not None
-        try:
-            return self.algorithm(self.bucket)
-        finally:
-            self.bucket.withholds_gradients = False
-
     def _send(self, answer: Answer) -> Request:
-        assert self._generator is not None
+        generator = self._generator
+        assert generator is not None
+        request = self._withhold_if_failed(lambda: generator.send(answer))
+        self.request = request
+        return request
+
+    def _withhold_if_failed(self, run: Callable[[], Result]) -> Result:
+        """Return ``run()``; meanwhile the bucket has no gradients if this rank has an error."""
         self.bucket.withholds_gradients = self.error is not None
         try:
-            self.request = self._generator.send(answer)
+            return run()
         finally:
             self.bucket.withholds_gradients = False
-        return self.request
 
     def _start(self, request: Request) -> None:
         self.is_ready_to_commit = isinstance(request, Commit)
@@ -342,17 +336,11 @@ class ExchangeSchedule:
         """For each exchange that started in backward, 1 where its gradients have changed since."""
         return [one.measure_staleness() for one in self.exchanges if one.in_backward]
 
-    def abandon(self) -> None:
-        """Give up what has started, and wait for what is in flight."""
+    def abandon(self, waits: bool = True) -> None:
+        """Give up what has started; by default wait for what is in flight."""
         self.error = None
         for exchange in self.exchanges:
-            exchange.abandon()
-
-    def leave(self) -> None:
-        """Give up what has started, without waiting."""
-        self.error = None
-        for exchange in self.exchanges:
-            exchange.leave()
+            exchange.abandon(waits)
 
 
 def _in_order(
@@ -390,4 +378,4 @@ def _read_together(exchanges: list[Exchange]) -> None:
     for pairs in by_device.values():
         values = iter(torch.cat([numbers for _, numbers in pairs]).tolist())
         for exchange, numbers in pairs:
-            exchange.resume_with_numbers(list(islice(values, len(numbers))))
+            exchange.resume_before_agree(list(islice(values, len(numbers))))

@@ -80,7 +80,8 @@ class WholeReducer:
         return "rounded" if self.bucket.is_rounded else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
-        flat = self.pack_rows(finite_marks(self.grads, self._like()))
+        like = torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
+        flat = self.pack_rows(finite_marks(self.grads, like))
         self.write_whole_tensors()
         mean = yield from self.exchange(flat)
         self.values = list(mean.parts)
@@ -168,10 +169,6 @@ class WholeReducer:
         sizes = [row.flat.numel() for row in self.rows]
         received = yield ReduceScatterMean(flat, sizes)
         return self.rows[self.layout.rank].over(received)
-
-    def _like(self) -> Tensor:
-        """Of the dtype in which the header is made."""
-        return torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
 
 
 class MaskReducer:

@@ -262,13 +262,9 @@ class Step:
                 yield from _gather_parameters(decision)
         except GeneratorExit:
             raise
-        except Exception:
+        except BaseException as error:
             for schedule in schedules:
-                schedule.abandon()
-            raise
-        except BaseException:  # an interrupt: do not wait for collectives
-            for schedule in schedules:
-                schedule.leave()
+                schedule.abandon(waits=isinstance(error, Exception))  # not after an interrupt
             raise
         if not decision.applied:
             for exchange in decision.exchanges:

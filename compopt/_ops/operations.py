@@ -9,6 +9,7 @@ and does not know which backend runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -28,9 +29,22 @@ HYPER = ("betas", "eps", "weight_decay", "maximize")
 # elements: a few vectors of this length stay in a core's cache from one pass to the next
 BLOCK = 131072
 Group = dict[str, Any]
-Moments = tuple[list[Tensor], list[Tensor]]  # exp_avg and exp_avg_sq of several tensors
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class AdamWTensors:
+    """Contiguous tensors of one dtype, which an AdamW step reads and updates.
+
+    ``steps`` are those before it, one for each tensor.
+    """
+
+    weights: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
 
 
 class Fused(NamedTuple):
@@ -192,37 +206,23 @@ class Ops:
         hyper = {name: group[name] for name in HYPER}
         if not (w.is_contiguous() and g.is_contiguous()):
             return reference.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
-        adamw_batched_(group, [w], [g], [m], [v], [step])
+        adamw_batched_(group, AdamWTensors([w], [g], [m], [v], [step]))
 
-    def adamw_ahead(
-        self,
-        group: Group,
-        weights: list[Tensor],
-        grads: list[Tensor],
-        moments: Moments,
-        steps: list[Tensor],
-        out: list[Tensor],
-    ) -> None:
-        """Write to ``out`` what an AdamW step makes of vectors of one dtype, and nothing else.
-        ``steps`` are those before it.
-        """
-        m = self._scratch_like(moments[0], "exp_avg ahead")
-        v = self._scratch_like(moments[1], "exp_avg_sq ahead")
-        for new, old in zip((out, m, v), (weights, *moments), strict=True):
-            torch._foreach_copy_(new, old)
-        adamw_batched_(group, out, grads, m, v, list(torch._foreach_add(steps, 1)))
+    def adamw_ahead(self, group: Group, tensors: AdamWTensors, out: list[Tensor]) -> None:
+        """Write to ``out`` the weights after an AdamW step, and nothing else."""
+        old = tensors.weights, tensors.exp_avgs, tensors.exp_avg_sqs
+        m = self._scratch_like(tensors.exp_avgs, "exp_avg ahead")
+        v = self._scratch_like(tensors.exp_avg_sqs, "exp_avg_sq ahead")
+        for to, source in zip((out, m, v), old, strict=True):
+            torch._foreach_copy_(to, source)
+        steps = list(torch._foreach_add(tensors.steps, 1))
+        adamw_batched_(group, AdamWTensors(out, tensors.grads, m, v, steps))
 
-    def adamw_moments(
-        self,
-        group: Group,
-        weights: list[Tensor],
-        grads: list[Tensor],
-        moments: Moments,
-        steps: list[Tensor],
-    ) -> None:
-        """Do all of such a step but the update of ``weights``."""
-        torch._foreach_add_(steps, 1)
-        adamw_batched_(group, self._scratch_like(weights, "ahead"), grads, *moments, steps)
+    def adamw_moments(self, group: Group, tensors: AdamWTensors) -> None:
+        """Do all of such a step but the update of the weights."""
+        torch._foreach_add_(tensors.steps, 1)
+        weights = self._scratch_like(tensors.weights, "ahead")
+        adamw_batched_(group, replace(tensors, weights=weights))
 
     def _scratch_like(self, tensors: list[Tensor], use: str) -> list[Tensor]:
         """Return scratch memory for vectors of these sizes."""
@@ -340,18 +340,11 @@ def add_residuals(bucket: Bucket, ops: Ops, grads: Tensors, add: Tensors, out: T
     return norms.finite_marks(grads, torch.empty(0, dtype=wide, device=bucket.device))
 
 
-def adamw_batched_(
-    group: Group,
-    weights: list[Tensor],
-    grads: list[Tensor],
-    m: list[Tensor],
-    v: list[Tensor],
-    steps: list[Tensor],
-) -> None:
-    """Do one AdamW step of contiguous tensors of one dtype, in one launch; ``steps`` already count
-    it.
-    """
+def adamw_batched_(group: Group, tensors: AdamWTensors) -> None:
+    """Do one AdamW step in one launch; ``steps`` already count it."""
     hyper = {name: group[name] for name in HYPER}
     beta1, beta2 = hyper.pop("betas")
     hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
-    torch._fused_adamw_(weights, grads, m, v, [], steps, **hyper)
+    weights, grads = tensors.weights, tensors.grads
+    moments = tensors.exp_avgs, tensors.exp_avg_sqs
+    torch._fused_adamw_(weights, grads, *moments, [], tensors.steps, **hyper)

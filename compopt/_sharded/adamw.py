@@ -24,7 +24,7 @@ from torch import Tensor
 from .._engine.options import require
 from .._engine.reducer import ShardReducer
 from .._ops.norms import clip_factor
-from .._ops.operations import Moments, Ops, adamw_batched_
+from .._ops.operations import AdamWTensors, Ops, adamw_batched_
 from .._state.buckets import Bucket
 from .._state.shards import unshard
 from .._state.tensors import to_local
@@ -95,7 +95,7 @@ class ShardedAdamW:
                 n = sum(sizes[i] for i in self.stepped)
                 memory = self.ops.scratch(self.weights[0], n, use="new masters")
                 new = list(memory.split([sizes[i] for i in self.stepped]))
-            self.ops.adamw_ahead(bucket.group, *self._tensors(), new)
+            self.ops.adamw_ahead(bucket.group, self._stepped_tensors(), new)
             if new is not to:
                 torch._foreach_copy_(to, new)
         if stay:
@@ -131,34 +131,28 @@ class ShardedAdamW:
         if elsewhere:
             torch._foreach_add_([state["step"][i] for i in elsewhere], 1)
         if self.stepped:
-            weights, grads, moments, steps = self._tensors()
+            tensors = self._stepped_tensors()
             if "master" in state:
-                torch._foreach_add_(steps, 1)
-                adamw_batched_(bucket.group, weights, grads, *moments, steps)
+                torch._foreach_add_(tensors.steps, 1)
+                adamw_batched_(bucket.group, tensors)
             else:  # the parameters themselves are gathered
-                self.ops.adamw_moments(bucket.group, weights, grads, moments, steps)
+                self.ops.adamw_moments(bucket.group, tensors)
         if self.codec is not None:
             self.codec.keep_residual(self.gathered, present)
-        publish(bucket, self.rows, add=self.sends_updates)
+        params = [to_local(p.detach()) for p in bucket.params]
+        flats: list[Tensor | None] = []
+        for p in params:
+            flats.append(p.view(-1) if p.is_contiguous() else p.reshape(-1).clone())
+        unshard(self.shards, self.rows, flats, add=self.sends_updates)
+        for p, flat in zip(params, flats, strict=True):
+            if flat is not None and not p.is_contiguous():
+                p.copy_(flat.view(p.shape))
 
-    def _tensors(self) -> tuple[list[Tensor], list[Tensor], Moments, list[Tensor]]:
-        """Weights, gradients, moments and step counts of what is updated here."""
-        state, stepped = self.bucket.state, self.stepped
+    def _stepped_tensors(self) -> AdamWTensors:
+        """Return the tensors of the shards that are updated here."""
+        state = self.bucket.state
         columns = (self.weights, self.grads, state["exp_avg"], state["exp_avg_sq"], state["step"])
-        weights, grads, m, v, steps = ([column[i] for i in stepped] for column in columns)
-        return weights, grads, (m, v), steps
-
-
-def publish(bucket: Bucket, rows: Tensor, add: bool) -> None:
-    """Gathered shards into the parameters; ``add``: they are updates."""
-    tensors = [to_local(p.detach()) for p in bucket.params]
-    flats: list[Tensor | None] = []
-    for w in tensors:
-        flats.append(w.view(-1) if w.is_contiguous() else w.reshape(-1).clone())
-    unshard(bucket.shards, rows, flats, add=add)
-    for w, flat in zip(tensors, flats, strict=True):
-        if flat is not None and not w.is_contiguous():
-            w.copy_(flat.view(w.shape))
+        return AdamWTensors(*([column[i] for i in self.stepped] for column in columns))
 
 
 # Quantized updates

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors, selection_size
 from ..._state.tensors import to_local
 from ..._wire.payload import Payload
-from ..operations import Group, Moments, Ops
+from ..operations import AdamWTensors, Group, Ops
 from ..updates import (
     feed_back_rounding,
     gradient_weight,
@@ -47,50 +48,29 @@ class NativeUpdates(Ops):
 
     library: ctypes.CDLL
 
-    def adamw_ahead(
-        self,
-        group: Group,
-        weights: list[Tensor],
-        grads: list[Tensor],
-        moments: Moments,
-        steps: list[Tensor],
-        out: list[Tensor],
-    ) -> None:
-        if not is_plain(*weights, *grads, *moments[0], *moments[1], *steps, *out):
-            return super().adamw_ahead(group, weights, grads, moments, steps, out)
-        self._adamw(group, weights, grads, moments, steps, out)
+    def adamw_ahead(self, group: Group, tensors: AdamWTensors, out: list[Tensor]) -> None:
+        if is_plain(*chain(*vars(tensors).values(), out)):
+            self._adamw(group, tensors, out)
+        else:
+            super().adamw_ahead(group, tensors, out)
 
-    def adamw_moments(
-        self,
-        group: Group,
-        weights: list[Tensor],
-        grads: list[Tensor],
-        moments: Moments,
-        steps: list[Tensor],
-    ) -> None:
-        if not is_plain(*weights, *grads, *moments[0], *moments[1], *steps):
-            return super().adamw_moments(group, weights, grads, moments, steps)
-        self._adamw(group, weights, grads, moments, steps, None)
+    def adamw_moments(self, group: Group, tensors: AdamWTensors) -> None:
+        if is_plain(*chain(*vars(tensors).values())):
+            self._adamw(group, tensors, None)
+        else:
+            super().adamw_moments(group, tensors)
 
-    def _adamw(
-        self,
-        group: Group,
-        weights: list[Tensor],
-        grads: list[Tensor],
-        moments: Moments,
-        steps: list[Tensor],
-        out: list[Tensor] | None,
-    ) -> None:
+    def _adamw(self, group: Group, tensors: AdamWTensors, out: list[Tensor] | None) -> None:
         """Write updated parameters to ``out``; without it, moments and steps only."""
-        lengths = [w.numel() for w in weights]
+        lengths = [w.numel() for w in tensors.weights]
         table = ADAMW.table(
-            len(weights),
+            len(lengths),
             n=lengths,
-            w=Memory(weights, lengths),
-            m=Memory(moments[0], lengths),
-            v=Memory(moments[1], lengths),
-            step=Memory(steps, [1] * len(steps)),
-            mean=Memory(grads, lengths),
+            w=Memory(tensors.weights, lengths),
+            m=Memory(tensors.exp_avgs, lengths),
+            v=Memory(tensors.exp_avg_sqs, lengths),
+            step=Memory(tensors.steps, [1] * len(lengths)),
+            mean=Memory(tensors.grads, lengths),
             k=lengths,
             ahead=0 if out is None else Memory(out, lengths),
             moments=int(out is None),
