@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import compopt
-from compopt._ops import reference
+from compopt._state.bits import pack_bits
 from compopt._state.masks import code_layout, shard_mask
 
 RESULTS = Path(__file__).parent / "results"
@@ -127,7 +127,7 @@ def codes(n: int, device: torch.device) -> dict[str, Operation]:
     coded = code_layout(shard)
     flags = torch.rand(8 * shard.nbytes, device=device) < 0.01
     flags[flags.nonzero()[shard.max_k :]] = False
-    bits = reference.pack_bits(flags)
+    bits = pack_bits(flags.clone())
     code = torch.zeros((shards.message_bytes + 3) // 4, dtype=torch.int32, device=device)
     encoded = [kernels.EncodeRow(8 * len(bits), bits, 0, *coded)]
     blocks = kernels.make_blocks((8 * len(bits),), device)

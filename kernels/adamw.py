@@ -1,6 +1,6 @@
 """AdamW on an averaged gradient that is given at a packed mask, and Radius's residual, in one pass.
 
-No dense gradient is made in between. Reference: ``radius_`` of ``reference.py``.
+No dense gradient is made in between. Reference: ``radius_`` of ``tests/oracles/kernels.py``.
 """
 
 from __future__ import annotations

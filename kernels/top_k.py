@@ -1,5 +1,5 @@
 """Exactly the k elements of largest magnitude, as bits, without a host wait. Reference: ``top_k``
-of ``reference.py``.
+of ``tests/oracles/kernels.py``.
 
 Radix selection: three passes read 11, 11 and 9 bits of |x| as a float32, from the top. Each counts
 the elements in every bin and descends into the bin of the k-th. The result is the k-th magnitude

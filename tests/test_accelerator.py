@@ -39,7 +39,7 @@ LOOKS = {
     "_ops.updates update_magnitudes": ("RadiusAdamW", "a resample: AdamW's bias correction, by a step count"),
     "radius broadcast_mask": ("RadiusAdamW", "a resample: whether an absent tensor has an old mask"),
     "_engine.overlap confirm": ("RadiusAdamW", "after a resample: whether all ranks have the mask"),
-    "_ops.reference positions": ("RadiusAdamW", "a new mask, or a loaded one: how many are selected"),
+    "_ops.operations positions": ("RadiusAdamW", "a new mask, or a loaded one: how many are selected"),
     "_sparse.scape_masks select": ("ScapeAdamS", "the threshold of the step before, kept with the state"),
     "_sparse.top_k select_above": ("ScapeAdamS, sampled", "how many a threshold lets through"),
     "_sparse.top_k _threshold_of_sample": ("ScapeAdamS, sampled", "a threshold, from a sample"),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracles import kernels as reference
 
-from compopt._ops import reference
 from compopt._state.masks import code_layout, encode_mask, shard_mask
 
 kernels = pytest.importorskip("compopt_kernels", reason="needs triton")

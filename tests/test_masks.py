@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
+from oracles import kernels as reference
 
-from compopt._ops import operations, reference
+from compopt._ops import operations
 from compopt._sparse import top_k
 from compopt._state import bits as _bits
 from compopt._state import masks

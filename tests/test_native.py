@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracles import kernels as reference
 from sim import Ranks
 from table import by_name
 from test_backends import assert_same, trained
 from torch import nn
 
 import compopt
-from compopt._ops import reference
 from compopt._ops.native import build
 from compopt._ops.native.backend import NativeOps
 from compopt._ops.native.passes import Table

@@ -8,11 +8,11 @@ import functools
 import pytest
 import torch
 from oracles import RadiusOracle
+from oracles import kernels as reference
 from problems import COMPRESSED, gradients, replicas, step, weights
 from torch import nn
 
 import compopt
-from compopt._ops import reference
 
 
 def make(ranks: int, **options):

@@ -7,11 +7,11 @@ import functools
 
 import pytest
 import torch
+from oracles import kernels as reference
 from problems import gradients, replicas, step, weights
 from torch import Tensor, nn
 
 import compopt
-from compopt._ops import reference
 
 SHAPES = {  # of float32 sizes above the blocks that passes work in
     torch.float32: [(64, 80), (80,), (260, 520), (70, 300)],

@@ -8,11 +8,11 @@ import itertools
 import pytest
 import torch
 from oracles import AdamSOracle, ScapeOracle
+from oracles import kernels as reference
 from problems import COMPRESSED, gradients, replicas, step, weights
 from torch import nn
 
 import compopt
-from compopt._ops import reference
 
 SHAPES = [(64, 80), (80,), (128, 64), (3, 41, 47), (10, 10)]
 HYPER = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -10,11 +10,11 @@ import functools
 
 import pytest
 import torch
+from oracles import kernels as reference
 from problems import gradients, replicas, step, weights
 from torch import Tensor
 
 import compopt
-from compopt._ops import reference
 
 SHAPES = {  # of float32 sizes above the blocks that passes work in; all are cut between ranks
     torch.float32: [(64, 80), (80,), (260, 520), (70, 300)],

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .._state.bits import find_positions
+from .._state.bits import find_positions, make_bits, positions_dtype, unpack_bits
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
 from .._wire import quantization
@@ -266,7 +266,8 @@ class Ops:
 
     def top_k_mask(self, score: Tensor, k: int) -> Tensor:
         """Return the packed mask of the k elements of largest magnitude."""
-        return reference.top_k(score, k)
+        positions = score.reshape(-1).topk(k, sorted=False).indices
+        return make_bits(positions, (score.numel() + 7) // 8)
 
     def top_k_positions(self, x: Tensor, k: int) -> Tensor | None:
         """Return the positions, ascending, of the k largest |x|, int64; None where the search for a
@@ -279,7 +280,7 @@ class Ops:
 
         ``size``: how many, where that is known.
         """
-        return reference.positions(bits, n)
+        return unpack_bits(bits)[:n].nonzero().view(-1).to(positions_dtype([n]))
 
     def set_bits_of(self, bits: Tensor) -> Tensor:
         """Return the positions of all set bits, ascending, int64."""
@@ -313,7 +314,7 @@ def encode(
         elif part.dtype == g.dtype:
             torch.index_select(g.reshape(-1), 0, index, out=part)
         else:
-            reference.gather(g, index, part)
+            part.copy_(g.reshape(-1).index_select(0, index))
         if negate:
             part.neg_()
         if residual is not None:

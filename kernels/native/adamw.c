@@ -1,5 +1,5 @@
-// Radius, lines 10, 15, 16 and 21 to 25 (the numbered lines of compopt/radius.py), and AdamW. Reference: radius_ and adamw_ of
-// compopt/_ops/reference.py.
+// Radius, lines 10, 15, 16 and 21 to 25 (the numbered lines of compopt/radius.py), and AdamW. Reference: radius_ of
+// tests/oracles/kernels.py and adamw_ of compopt/_ops/reference.py.
 
 #include "common.h"
 
