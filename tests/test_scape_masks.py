@@ -33,7 +33,9 @@ def test_a_lost_mask_makes_the_next_step_dense_and_nothing_is_lost_with_it():
     world, _, params, optimizers = make(2, density=0.1, density_warmup_steps=0)
     for t in range(3):
         step(world, params, optimizers, gradients(2, t, SHAPES))
-    for pending in (exchange.pending for optimizer in optimizers for exchange in optimizer._session.post_commit):
+    for pending in (
+        exchange.pending for optimizer in optimizers for exchange in optimizer._session.post_commit.exchanges
+    ):
         world.failing_everywhere.add(pending.number)
     p = params[0][0]
     owed = sum(o.state[own[0]]["residual"] for o, own in zip(optimizers, params, strict=True)) / 2
@@ -53,7 +55,7 @@ def test_a_checkpoint_with_a_mask_in_flight_continues_to_the_bit(at, selection):
     world, _, params, optimizers = make(2, shapes, **options)
     for t in range(at):
         step(world, params, optimizers, gradients(2, t, shapes))
-    assert all(optimizer._session.post_commit for optimizer in optimizers)  # in flight
+    assert all(optimizer._session.post_commit.exchanges for optimizer in optimizers)  # in flight
     reached = [[p.detach().clone() for p in own] for own in params]
     saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
     again, _, new_params, new = make(2, shapes, **options)

@@ -7,7 +7,7 @@ backward are stale. The next step waits for post-commit exchanges, which send ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,12 +28,6 @@ class PostCommitExchanges:
         self.lost = False
         # ranks have to tell each other whether one has failed
         self.unconfirmed = False
-
-    def __iter__(self) -> Iterator[Exchange]:
-        return iter(self.exchanges)
-
-    def __len__(self) -> int:
-        return len(self.exchanges)
 
     def commit_bucket(self, exchange: Exchange, answer: Answer) -> None:
         """Let one bucket apply the step, up to work that is batched over buckets, and keep the
@@ -66,12 +60,6 @@ class PostCommitExchanges:
                 exchange.close()
                 self.lost = True
         run_batched_requests(exchanges, Exchange.resume_after_commit)
-
-    def finish_in_turns(self) -> Turns[None]:
-        """Wait as ``finish`` does, but yield each collective first."""
-        for exchange in self.exchanges:
-            yield exchange.in_flight
-        self.finish()
 
     def confirm(self, comm: Communicator, device: torch.device) -> Turns[None]:
         """Tell all ranks whether any has lost a mask that all must have."""

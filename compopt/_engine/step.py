@@ -205,7 +205,9 @@ class Step:
     def _finish_post_commit(self) -> Turns[None]:
         """Wait for the exchanges after the last commit, and find out whether a handshake is due."""
         session, post_commit = self.session, self.session.post_commit
-        yield from post_commit.finish_in_turns()
+        for exchange in post_commit.exchanges:
+            yield exchange.in_flight
+        post_commit.finish()
         if post_commit.lost and not post_commit.unconfirmed:
             post_lost_masks(session)
         yield from post_commit.confirm(self.comm, session.device)

@@ -13,30 +13,26 @@ WIDTH = 65536  # elements that are added up side by side
 
 
 def finite_marks(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
-    """Return for every gradient 1 if it is finite, NaN if it is not, 0 if there is none."""
-    given = [g for g in grads if g is not None]
-    if len(given) == len(grads) and all(g.device.type != "cpu" for g in given):
-        return _mark_all_finite(given).to(like.dtype)
-    zero = like.new_zeros(())
-    return torch.stack([zero if g is None else mark_finite(g).to(zero.dtype) for g in grads])
-
-
-def mark_finite(g: Tensor) -> Tensor:
-    """Return 1 if ``g`` and its squared norm are finite, NaN otherwise: a second moment could not
-    hold such a gradient.
+    """Return for every gradient 1 if it and its squared norm are finite, NaN if they are not (a
+    second moment could not hold it), 0 if there is no gradient.
 
     All backends skip a step by this rule. The square is of the gradient's dtype, at least float32:
     one element of 1e20 is too large, 1e18 is not, and many of 1e18 are.
     """
-    dtype = torch.promote_types(g.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(g, dtype=dtype)
-    return norm.mul_(0).add_(1)
-
-
-def _mark_all_finite(gs: Sequence[Tensor]) -> Tensor:
-    """Do the same for gradients of one dtype, in a few launches."""
-    dtype = torch.promote_types(gs[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(list(gs), 2, dtype=dtype)).mul_(0).add_(1)
+    given = [g for g in grads if g is not None]
+    if len(given) == len(grads) and all(g.device.type != "cpu" for g in given):
+        dtype = torch.promote_types(given[0].dtype, torch.float32)  # a few launches for all
+        norms = torch.stack(torch._foreach_norm(given, 2, dtype=dtype))
+        return norms.mul_(0).add_(1).to(like.dtype)
+    marks = []
+    for g in grads:
+        if g is None:
+            marks.append(like.new_zeros(()))
+        else:
+            dtype = torch.promote_types(g.dtype, torch.float32)
+            norm: Tensor = torch.linalg.vector_norm(g, dtype=dtype)
+            marks.append(norm.mul_(0).add_(1).to(like.dtype))
+    return torch.stack(marks)
 
 
 # Squared norms

@@ -134,11 +134,12 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that cross the network."""
+        """Bytes that cross the network, each way."""
         if self.seed is None:
             return self.flat.numel() * self.flat.element_size()
-        fields = len(self.flat) - len(self.body)
-        return quantized_bytes(self.lengths, fields, self.bits)
+        # quantized values, and in float32 a scale for each row, header and control fields
+        numbers = len(self.flat) - len(self.body) + sum(map(count_rows, self.lengths))
+        return packed_bytes(sum(self.lengths), self.bits) + 4 * numbers
 
 
 # Control fields
@@ -180,11 +181,6 @@ class ControlFields:
     def split(self, mean: list[float]) -> dict[str, list[float]]:
         """Return the mean over ranks of all fields by name."""
         return {name: mean[at] for name, at in self.slices}
-
-    @property
-    def lengths(self) -> list[tuple[str, int]]:
-        """The names of the fields, and the number of values of each."""
-        return [(name, len(values)) for name, values in self.fields.items()]
 
     @property
     def slices(self) -> list[tuple[str, slice]]:
@@ -276,10 +272,3 @@ def count_rows(n: int) -> int:
 def packed_bytes(n: int, bits: int) -> int:
     """Return the bytes of n quantized values."""
     return -(-n * bits // 8)
-
-
-def quantized_bytes(lengths: list[int], fields: int, bits: int) -> int:
-    """Return the bytes that a rank sends of a quantized payload, each way: quantized values, scales
-    and so many header and control ``fields`` in float32.
-    """
-    return packed_bytes(sum(lengths), bits) + 4 * (sum(map(count_rows, lengths)) + fields)
