@@ -35,7 +35,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
-from ._engine.options import Group, check_adam, check_compression, check_torch_options, require
+from ._engine.options import (
+    Group,
+    check_adam,
+    check_compression,
+    check_torch_options,
+    require,
+    require_option,
+)
 from ._engine.when import choose_warmup, dense_steps
 from ._ops.norms import clip_factor, scale_
 from ._ops.operations import Ops
@@ -281,19 +288,11 @@ class RadiusAdamW(CompressedOptimizer):
     def check_group(self, group: Group) -> None:
         check_adam(group)
         check_compression(group)
-        require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
-        require(
-            group["interval"] >= 1 and int(group["interval"]) == group["interval"],
-            "interval",
-            group["interval"],
-            "an integer >= 1",
-        )
-        require(
-            0 <= group["residual_scale"] <= 1,
-            "residual_scale",
-            group["residual_scale"],
-            "in [0, 1]",
-        )
+        interval, scale = group["interval"], group["residual_scale"]
+        is_count = interval >= 1 and int(interval) == interval
+        require_option(0 < group["density"] <= 1, group, "density", "in (0, 1]")
+        require_option(is_count, group, "interval", "an integer >= 1")
+        require_option(0 <= scale <= 1, group, "residual_scale", "in [0, 1]")
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {

@@ -41,6 +41,7 @@ from ._engine.options import (
     check_steps,
     check_torch_options,
     require,
+    require_option,
 )
 from ._engine.session import weak_method
 from ._engine.stats import Stats
@@ -309,18 +310,13 @@ class ScapeAdamS(CompressedOptimizer):
     def check_group(self, group: Group) -> None:
         check_adams(group)
         check_compression(group)
-        require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
+        require_option(0 < group["density"] <= 1, group, "density", "in (0, 1]")
         check_steps(group, "density_warmup_steps")
         for name, choices in CHOICES.items():
-            words = " or ".join(map(repr, choices))
-            require(group[name] in choices, name, group[name], words)
-        if self.sharded:
-            require(
-                quantized_bits(group["payload_dtype"]) is None,
-                "payload_dtype",
-                group["payload_dtype"],
-                "None or a floating-point dtype where state is sharded",
-            )
+            require_option(group[name] in choices, group, name, " or ".join(map(repr, choices)))
+        is_float = quantized_bits(group["payload_dtype"]) is None
+        wanted = "None or a floating-point dtype where state is sharded"
+        require_option(is_float or not self.sharded, group, "payload_dtype", wanted)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         momentum: dict[str, Layout] = {"exp_avg": OnMask(dtype, "mask")}

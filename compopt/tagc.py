@@ -40,7 +40,7 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.decision import StepDecision
 from ._engine.inside import ReducingOptimizer, apply_shards
-from ._engine.options import check_adam, check_compression, check_torch_options, require
+from ._engine.options import check_adam, check_compression, check_torch_options, require_option
 from ._engine.reducer import WholeReducer
 from ._engine.stats import Stats
 from ._engine.update import AdamW
@@ -351,23 +351,18 @@ class TagcAdamW(ReducingOptimizer):
                 "be exact; use 'bfloat16'."
             )
         check_updates(group)
-        require(0 <= group["sparsity"] < 1, "sparsity", group["sparsity"], "in [0, 1)")
-        require(group["sketch_ratio"] >= 1, "sketch_ratio", group["sketch_ratio"], ">= 1")
-        require(
-            group["codec"] in CODECS,
-            "codec",
-            group["codec"],
-            " or ".join(map(repr, CODECS)),
-        )
-        require(
-            group["select"] is None or is_valid_pattern(group["select"]),
-            "select",
-            group["select"],
-            "None or a regular expression",
-        )
-        if group["select"] is not None and group["params"] and "param_names" not in group:
+        require_option(0 <= group["sparsity"] < 1, group, "sparsity", "in [0, 1)")
+        require_option(group["sketch_ratio"] >= 1, group, "sketch_ratio", ">= 1")
+        require_option(group["codec"] in CODECS, group, "codec", " or ".join(map(repr, CODECS)))
+        select = group["select"]
+        try:
+            is_pattern = select is None or bool(re.compile(select))
+        except (TypeError, re.error):
+            is_pattern = False
+        require_option(is_pattern, group, "select", "None or a regular expression")
+        if select is not None and group["params"] and "param_names" not in group:
             raise ValueError(
-                f"select={group['select']!r} selects by name, and these parameters have none: pass "
+                f"select={select!r} selects by name, and these parameters have none: pass "
                 "named_parameters()."
             )
 
@@ -418,10 +413,3 @@ class TagcAdamW(ReducingOptimizer):
             total, sent = total + n, sent + (n if union is None else union)
             leftovers += left
         return TagcStats(**vars(stats), density=sent / max(1, total), leftovers=leftovers)
-
-
-def is_valid_pattern(given: Any) -> bool:
-    try:
-        return bool(re.compile(given))
-    except (TypeError, re.error):
-        return False

@@ -43,6 +43,11 @@ def require(good: bool, argument: str, value: object, wanted: str) -> None:
         raise ValueError(f"{argument} must be {wanted}, got {value!r}.")
 
 
+def require_option(is_valid: bool, group: Group, name: str, wanted: str) -> None:
+    """Raise a ValueError that names the option of ``group`` and its value."""
+    require(is_valid, name, group[name], wanted)
+
+
 def check_adam(group: dict[str, Any]) -> None:
     """Check the options that every AdamW-like class has; the errors begin as torch's own."""
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
@@ -55,7 +60,7 @@ def check_adam(group: dict[str, Any]) -> None:
         if not float(group[option]) >= 0:
             raise ValueError(f"Invalid {name}: {group[option]}: {option} must be >= 0.")
     betas = group["betas"]
-    require(len(betas) == 2, "betas", betas, "two numbers in [0, 1)")
+    require_option(len(betas) == 2, group, "betas", "two numbers in [0, 1)")
     for i, beta in enumerate(betas):
         if not 0 <= beta < 1:
             raise ValueError(
@@ -124,7 +129,7 @@ def check_tensors(group: Mapping[str, Any]) -> None:
 def check_compression(group: dict[str, Any]) -> None:
     """Check the options that all compressing classes share, and normalize them in ``group``."""
     when = group.setdefault("when", "always")  # missing in older checkpoints
-    require(when in ("always", "auto"), "when", when, "'always' or 'auto'")
+    require_option(when in ("always", "auto"), group, "when", "'always' or 'auto'")
     for name, value in OPTIONS.items():
         group.setdefault(name, value)
     check_steps(group, "warmup_steps")
@@ -136,11 +141,11 @@ def check_steps(group: dict[str, Any], name: str) -> None:
     """Check a number of steps that may be a share of ``total_steps``."""
     given, total = group[name], group.setdefault("total_steps", None)
     counts = isinstance(total, int) and not isinstance(total, bool) and total >= 1
-    require(total is None or counts, "total_steps", total, "None or an integer >= 1")
+    require_option(total is None or counts, group, "total_steps", "None or an integer >= 1")
     is_count = not isinstance(given, str | None) and given >= 0 and int(given) == given
     is_share = isinstance(given, float) and 0 < given < 1
     wanted = "a number of steps >= 0, or a share of total_steps in (0, 1)"
-    require(is_count or is_share, name, given, wanted)
+    require_option(is_count or is_share, group, name, wanted)
     if is_share and total is None:
         raise ValueError(
             f"{name}={given} is a share of total_steps, which is not given: pass total_steps=, the "
@@ -151,14 +156,10 @@ def check_steps(group: dict[str, Any], name: str) -> None:
 def check_payload(group: dict[str, Any], has_residual: bool = False) -> None:
     """Check clip and payload dtype; ``has_residual``: every tensor keeps its rounding error."""
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
-    require(norm is None or norm > 0, "max_grad_norm", norm, "None or > 0")
+    require_option(norm is None or norm > 0, group, "max_grad_norm", "None or > 0")
+    wanted = f"None, {PAYLOAD_DTYPE_NAMES} or the torch.dtype of that name"
+    require_option(is_payload_dtype(dtype), group, "payload_dtype", wanted)
     group["payload_dtype"] = dtype_name(dtype)
-    require(
-        is_payload_dtype(dtype),
-        "payload_dtype",
-        dtype,
-        f"None, {PAYLOAD_DTYPE_NAMES} or the torch.dtype of that name",
-    )
     if not has_residual and quantized_bits(dtype) == 2:
         raise ValueError(
             f"payload_dtype={dtype!r} is for Average and LocalSteps, which keep the rounding error "
@@ -168,23 +169,15 @@ def check_payload(group: dict[str, Any], has_residual: bool = False) -> None:
 
 def check_compress(group: dict[str, Any]) -> None:
     """Check a group's ``compress``."""
-    require(
-        group["compress"] in (None, True, False),
-        "compress",
-        group["compress"],
-        "None, True or False",
-    )
+    is_valid = group["compress"] in (None, True, False)
+    require_option(is_valid, group, "compress", "None, True or False")
 
 
 def check_adams(group: dict[str, Any]) -> None:
     """Check the options that AdamS-like classes share."""
     check_adam(group)
-    require(
-        group["bias_correction"] in ("scape", "adams"),
-        "bias_correction",
-        group["bias_correction"],
-        "'scape' or 'adams'",
-    )
+    is_valid = group["bias_correction"] in ("scape", "adams")
+    require_option(is_valid, group, "bias_correction", "'scape' or 'adams'")
 
 
 # The form in which ranks compare options

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._engine.options import Group, check_compression, require
+from .._engine.options import Group, check_compression, require, require_option
 from .._engine.when import choose_warmup
 from .._ops.reference import one_thread
 from .._state.tensors import to_local
@@ -289,26 +289,27 @@ def check_options(group: Group) -> None:
     check_compression(group)
 
     beta, reset = group["ef_beta"], group["reset_interval"]
-    require(group["ratio"] >= 1, "ratio", group["ratio"], ">= 1")
+    require_option(group["ratio"] >= 1, group, "ratio", ">= 1")
     is_weight = beta == "auto" or (not isinstance(beta, str) and 0 <= beta <= 1)
-    require(is_weight, "ef_beta", beta, '"auto" or in [0, 1]')
+    require_option(is_weight, group, "ef_beta", '"auto" or in [0, 1]')
     is_interval = reset in (None, "auto") or is_positive_integer(reset)
-    require(is_interval, "reset_interval", reset, 'None, "auto" or an integer >= 1')
-    require(is_positive_integer(group["rank"]), "rank", group["rank"], "an integer >= 1")
+    require_option(is_interval, group, "reset_interval", 'None, "auto" or an integer >= 1')
+    require_option(is_positive_integer(group["rank"]), group, "rank", "an integer >= 1")
 
     kind, interval, height = group["projection"], group["adapt_interval"], group["block_rows"]
     is_tracked = kind == "tracked"
     adapts_rank = is_tracked and group["adaptive"]
     require(not adapts_rank, "adaptive", True, "False with projection='tracked'")
-    require(kind in RESET_INTERVALS, "projection", kind, " or ".join(map(repr, RESET_INTERVALS)))
-    require(interval >= 1, "adapt_interval", interval, "an integer >= 1")
+    kinds = " or ".join(map(repr, RESET_INTERVALS))
+    require_option(kind in RESET_INTERVALS, group, "projection", kinds)
+    require_option(interval >= 1, group, "adapt_interval", "an integer >= 1")
     is_height = height in (None, "auto") or (not is_tracked and is_positive_integer(height))
     wanted = "None, 'auto' or, of a random projection, an integer >= 1"
-    require(is_height, "block_rows", height, wanted)
+    require_option(is_height, group, "block_rows", wanted)
 
     if group["clip"] == "reconstructed":  # its name in 0.1.0
         group["clip"] = "average"
-    require(group["clip"] in ("average", "local"), "clip", group["clip"], "'average' or 'local'")
+    require_option(group["clip"] in ("average", "local"), group, "clip", "'average' or 'local'")
     if is_clipped(group, "local") and any(map(is_sharded, group["params"])):
         raise ValueError(
             "max_grad_norm with clip='local' would clip every shard by its own norm: leave clip at "

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from .._engine.options import require
+from .._engine.options import require_option
 from .._engine.reducer import ShardReducer
 from .._ops.norms import clip_factor
 from .._ops.operations import AdamWTensors, Ops, adamw_batched_
@@ -161,13 +161,9 @@ class ShardedAdamW:
 def check_updates(group: dict[str, Any]) -> None:
     """Raise ValueError where ``update_dtype`` is none, or parameters cannot keep what it sends."""
     given = dtype_name(group["update_dtype"])
-    known = given is None or given in QUANTIZED_BITS
-    require(
-        known,
-        "update_dtype",
-        group["update_dtype"],
-        f"None or {', '.join(map(repr, QUANTIZED_BITS))}",
-    )
+    is_known = given is None or given in QUANTIZED_BITS
+    wanted = f"None or {', '.join(map(repr, QUANTIZED_BITS))}"
+    require_option(is_known, group, "update_dtype", wanted)
     group["update_dtype"] = given
     low = [p.dtype for p in group["params"] if p.dtype.itemsize < 4]
     if given is not None and low:
