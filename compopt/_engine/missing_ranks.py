@@ -48,7 +48,8 @@ def meet_to_consolidate(session: Session, patience: float | None) -> None:
     Raises CommunicationError, with nothing started, if some have not after ``patience`` seconds;
     ValueError if they consolidate different optimizers.
     """
-    store, names = get_store(session), session.optimizer.averaged_state
+    comm, names = session.comm, session.optimizer.averaged_state
+    store = comm.store
     if store is None or not (names or session.optimizer.sharded):
         return
     averaged = sum(bucket.flat[name].numel() for bucket in session.buckets for name in names)
@@ -59,14 +60,14 @@ def meet_to_consolidate(session: Session, patience: float | None) -> None:
     )
     state = f"{averaged} elements of {', '.join(names) or 'nothing'}, {sharded} in shards"
     if patience is None:
-        patience = PATIENCE if store.rank == 0 else PATIENCE_WITH_RANK_0
+        patience = PATIENCE if comm.rank == 0 else PATIENCE_WITH_RANK_0
     try:
-        described = store.meet(f"{session.name}, {state}", patience)
+        described = meet(store, comm.rank, comm.size, f"{session.name}, {state}", patience)
     except RanksMissing as error:
-        who = f"rank {store.rank}"
+        who = f"rank {comm.rank}"
         post_note(session, Note.CONSOLIDATES, f"{who} was in consolidate_state(): {ADVICE}")
         raise CommunicationError(
-            f"consolidate_state() was called on rank {store.rank}, but {error}: {ADVICE}, or wait "
+            f"consolidate_state() was called on rank {comm.rank}, but {error}: {ADVICE}, or wait "
             "longer (patience=). Nothing was changed."
         ) from None
     except RuntimeError as error:
@@ -120,19 +121,22 @@ def post_lost_masks(session: Session) -> None:
 
 def post_note(session: Session, kind: Note, sentence: str) -> None:
     """Post a note of this rank, in place of an earlier one, until ``withdraw_note``."""
-    store, session.posted_note = get_store(session), kind.value
-    if store is not None:
-        with contextlib.suppress(RuntimeError):
-            store.post_note(json.dumps([*_identify_step(session), kind.value, sentence]))
+    session.posted_note = kind.value
+    _write_note(session, json.dumps([*_identify_step(session), kind.value, sentence]))
 
 
 def withdraw_note(session: Session) -> None:
     """Remove this rank's note, if there is one: the rank takes part again."""
-    store = get_store(session) if session.posted_note else None
+    if session.posted_note:
+        _write_note(session, "")
+    session.posted_note = ""
+
+
+def _write_note(session: Session, text: str) -> None:
+    store = session.comm.store
     if store is not None:
         with contextlib.suppress(RuntimeError):
-            store.post_note("")
-    session.posted_note = ""
+            store.set(f"{PREFIX}note/{session.comm.rank}", text)
 
 
 def find_missing_rank(session: Session) -> str:
@@ -151,11 +155,13 @@ def explain_failure(session: Session) -> str:
 
 def _read_notes(session: Session) -> list[tuple[Note, str]]:
     """Read the notes of ranks that have applied no more steps of this optimizer than this rank."""
-    store, (name, steps) = get_store(session), _identify_step(session)
-    notes = []
+    comm, (name, steps) = session.comm, _identify_step(session)
+    store, texts = comm.store, []
     if store is not None:
+        keys = [f"{PREFIX}note/{rank}" for rank in range(comm.size) if rank != comm.rank]
         with contextlib.suppress(RuntimeError):
-            notes = [json.loads(text) for text in store.read_notes().values() if text]
+            texts = [store.get(key) for key in keys if store.check([key])]
+    notes = [json.loads(text) for text in texts if text]
     return [(Note(kind), text) for owner, n, kind, text in notes if owner == name and n <= steps]
 
 
@@ -164,78 +170,49 @@ def _identify_step(session: Session) -> tuple[str, int]:
     return f"{session.name} of {len(session.parameters)} parameters", session.steps
 
 
-# The store of a process group
+# Meetings
 
 
 class RanksMissing(Exception):
     """Some ranks did not come to a meeting; the message names them."""
 
 
-class GroupStore:
-    """The keys that the ranks of one group share.
+def meet(store: Store, rank: int, size: int, text: str, patience: float) -> list[str]:
+    """Wait until all ranks have called this, and return the texts of all.
 
-    Raises RuntimeError, as the store does, if the store does not answer.
+    A collective that only some ranks start hangs, and desynchronizes a gloo group permanently; a
+    rank that gives up here has not started one. Raises RanksMissing on all waiting ranks if one of
+    them gives up after ``patience`` seconds or is interrupted; RuntimeError if the store does not
+    answer.
     """
+    ended = f"{PREFIX}meetings"  # the number of ended meetings, and of the running one
+    number = int(store.get(ended)) if store.check([ended]) else 0
+    place = f"{PREFIX}meeting/{number}/"
 
-    def __init__(self, store: Store, rank: int, size: int):
-        self._store, self.rank, self.size = store, rank, size
+    def end(failure: str) -> None:
+        """End the meeting with this outcome, unless another rank has ended it."""
+        if store.add(f"{place}ends", 1) == 1:
+            # before the outcome: a rank that has seen it may start the next meeting
+            store.add(ended, 1)
+            store.set(f"{place}outcome", failure)
 
-    def post_note(self, text: str) -> None:
-        """Write this rank's note for the other ranks, in place of the last one."""
-        self._store.set(f"{PREFIX}note/{self.rank}", text)
-
-    def read_notes(self) -> dict[int, str]:
-        """Read the last note of every other rank that has written one."""
-        keys = {r: f"{PREFIX}note/{r}" for r in range(self.size) if r != self.rank}
-        return {r: self._get(key) for r, key in keys.items() if self._store.check([key])}
-
-    def meet(self, text: str, patience: float) -> list[str]:
-        """Wait until all ranks have called this, and return the texts of all.
-
-        Raises RanksMissing on all waiting ranks if one of them gives up after ``patience`` seconds
-        or is interrupted.
-        """
-        ended = f"{PREFIX}meetings"  # the number of ended meetings, and of the running one
-        number = int(self._get(ended)) if self._store.check([ended]) else 0
-        place = f"{PREFIX}meeting/{number}/"
-
-        def end(failure: str) -> None:
-            """End the meeting with this outcome, unless another rank has ended it."""
-            if self._store.add(f"{place}ends", 1) == 1:
-                # before the outcome: a rank that has seen it may start the next meeting
-                self._store.add(ended, 1)
-                self._store.set(f"{place}outcome", failure)
-
-        self._store.set(f"{place}{self.rank}", text)
-        if self._store.add(f"{place}arrived", 1) == self.size:
-            end("")
-        until = time.monotonic() + patience
-        try:
-            while not self._store.check([f"{place}outcome"]):
-                if time.monotonic() > until:
-                    absent = [
-                        f"rank {r}"
-                        for r in range(self.size)
-                        if not self._store.check([f"{place}{r}"])
-                    ]
-                    end(f"{', '.join(absent)} did not come within {patience:g} s")
-                time.sleep(0.01)
-        except BaseException:
-            end(f"rank {self.rank} was interrupted")
-            raise
-        if failure := self._get(f"{place}outcome"):
-            raise RanksMissing(failure)
-        texts = [self._get(f"{place}{r}") for r in range(self.size)]
-        if self.rank == 0:  # every rank has left the previous meeting
-            for key in ("ends", "arrived", "outcome", *map(str, range(self.size))):
-                self._store.delete_key(f"{PREFIX}meeting/{number - 1}/{key}")
-        return texts
-
-    def _get(self, key: str) -> str:
-        return self._store.get(key).decode()
-
-
-def get_store(session: Session) -> GroupStore | None:
-    """Return the keys that the session's ranks share; None if they have no store."""
-    comm = session.comm
-    return None if comm.store is None else GroupStore(comm.store, comm.rank, comm.size)
+    store.set(f"{place}{rank}", text)
+    if store.add(f"{place}arrived", 1) == size:
+        end("")
+    until = time.monotonic() + patience
+    try:
+        while not store.check([f"{place}outcome"]):
+            if time.monotonic() > until:
+                absent = [f"rank {r}" for r in range(size) if not store.check([f"{place}{r}"])]
+                end(f"{', '.join(absent)} did not come within {patience:g} s")
+            time.sleep(0.01)
+    except BaseException:
+        end(f"rank {rank} was interrupted")
+        raise
+    if failure := store.get(f"{place}outcome").decode():
+        raise RanksMissing(failure)
+    texts = [store.get(f"{place}{r}").decode() for r in range(size)]
+    if rank == 0:  # every rank has left the previous meeting
+        for key in ("ends", "arrived", "outcome", *map(str, range(size))):
+            store.delete_key(f"{PREFIX}meeting/{number - 1}/{key}")
+    return texts

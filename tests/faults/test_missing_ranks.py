@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -19,11 +20,11 @@ from torch import nn
 import compopt
 from compopt._engine import missing_ranks
 from compopt._engine.missing_ranks import (
-    GroupStore,
     Note,
     RanksMissing,
     explain_failure,
     find_missing_rank,
+    meet,
     post_lost_masks,
     post_note,
     run_step,
@@ -239,13 +240,13 @@ class LateStore(dist.HashStore):
 
 def test_a_meeting_ends_once():
     store = LateStore()
-    first, second = (GroupStore(store, rank, 2) for rank in range(2))
-    store.last_rank = lambda: second.meet("b", patience=0)
-    assert first.meet("a", patience=-1) == store.met == ["a", "b"]  # though it would have given up
+    first, second = (functools.partial(meet, store, rank, 2) for rank in range(2))
+    store.last_rank = lambda: second("b", patience=0)
+    assert first("a", patience=-1) == store.met == ["a", "b"]  # though it would have given up
     with pytest.raises(RanksMissing, match="rank 0 did not come within 0 s"):
-        second.meet("b", patience=0)
-    store.last_rank = lambda: second.meet("d", patience=0)
-    assert first.meet("c", patience=60) == store.met == ["c", "d"]
+        second("b", patience=0)
+    store.last_rank = lambda: second("d", patience=0)
+    assert first("c", patience=60) == store.met == ["c", "d"]
     left = [number for number in range(4) if dist.HashStore.check(store, [f"compopt/meeting/{number}/outcome"])]
     assert left == [0, 2], "of a meeting that was complete nothing is left after the next one"
 
