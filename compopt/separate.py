@@ -139,7 +139,7 @@ class SeparateAdam(ProjectingOptimizer):
             share of ``total_steps``. None: 10 steps for tracked projections, else 15 % of
             ``total_steps``, or none. Tracked, 400 steps of a GPT of 0.86 M parameters ended at
             1.018 times AdamW's loss without a start, 1.016 after 10 steps, 1.017 after 50.
-        total_steps: the number of steps of the run, for options that are shares of it.
+        total_steps, when, process_group, simulate: as in :class:`RadiusAdamW`.
         max_grad_norm: clip to this L2 norm, all groups together (None: no clipping).
         clip: "average" clips the average over ranks of gradient and error, inside the step. Its
             norm is computed from the payload: a Gaussian projection gives an unbiased estimate,
@@ -148,17 +148,8 @@ class SeparateAdam(ProjectingOptimizer):
             by its own norm before the projection; then nothing is sent during backward. (0.1.0
             called "average" "reconstructed", which is still accepted; its norm was that of the
             reconstruction, about sqrt(1 + w) times as large.)
-        payload_dtype: dtype on the wire ("auto": int8 for tracked projections, else the gradient's;
-            None: the gradient's), as a name, "bfloat16", or as the torch.dtype of that name; groups
-            keep the name. Rounding errors of compressed tensors are added to ``residual``. "int8"
-            sends 1 byte per value and "int4" half a byte, and a scale for each 128 values, with
-            unbiased stochastic rounding.
-        when: "always", or "auto": time dense and compressed steps at the start, and stay dense
-            where compression does not pay (see ``stats.when``).
-        process_group: the ranks to average over. None: the default group, or a single process
-            where there is none.
-        simulate: compress in a single process too, to see the effect of compression. Otherwise a
-            step without other ranks is plain AdamW.
+        payload_dtype: as in :class:`RadiusAdamW`; "auto": int8 for tracked projections, else the
+            gradient's.
 
     State beside AdamW's two moments, for compressed tensors: ``residual``, the error, as large as
     the parameter; for tracked ones also ``basis``, rank * columns.

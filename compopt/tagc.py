@@ -261,10 +261,7 @@ class TagcAdamW(ReducingOptimizer):
             selection).
         warmup_steps: steps of plain AdamW before compression starts, or as a float in (0, 1) a
             share of ``total_steps``. None: 15 % of ``total_steps``, or none.
-        total_steps: the number of steps of the run, for options that are shares of it.
-        max_grad_norm: clip the averaged gradient, of all groups together, to this L2 norm (None: no
-            clipping). ``clip_grad_norm_`` before ``step()`` is something else: it clips the local
-            gradient.
+        total_steps, max_grad_norm, when, process_group, simulate: as in :class:`RadiusAdamW`.
         payload_dtype: dtype of gradients on the wire (None: the gradient's), as a name, "bfloat16",
             or as the torch.dtype of that name; groups keep the name. Rounding errors of compressed
             tensors are added to ``residual``. With "bfloat16" float32 parameters are gathered as
@@ -273,12 +270,6 @@ class TagcAdamW(ReducingOptimizer):
             parameters, with a scale for each 128 values. The owner keeps the rounding error in
             ``update_residual``, and adds it to the next update. None: parameters are gathered, or
             updates in ``payload_dtype``.
-        when: "always", or "auto": time dense and compressed steps at the start, and stay dense
-            where compression does not pay (see ``stats.when``).
-        process_group: the ranks to average over. None: the default group, or a single process
-            where there is none.
-        simulate: compress in a single process too, to see the effect of compression. Otherwise a
-            step without other ranks is plain AdamW.
 
     State: ``exp_avg`` and ``exp_avg_sq`` of this rank's shard of each tensor, as vectors that may
     be empty; for compressed tensors ``residual``, as large as the parameter; with ``update_dtype``

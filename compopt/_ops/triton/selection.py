@@ -15,7 +15,7 @@ from ..._state.masks import Mask, MaskShard, MaskShards, Tensors, bits_by_tensor
 from .tables import (
     KernelOps,
     Key,
-    OldMomenta,
+    addresses,
     block_offsets_of_all,
     blocks_of,
     flatten,
@@ -46,8 +46,7 @@ class TritonSelection:
 
     def select_all(self, grads: Sequence[Tensor | None]) -> None:
         """Select by line 10's x of all tensors, before anything is written."""
-        old = OldMomenta(self.bucket, self.bucket.state["exp_avg"])
-        select_all([SelectionInputs(self, grads, old)])
+        select_all([SelectionInputs(self, grads, self.bucket.state["exp_avg"])])
 
     def store_thresholds(self) -> None:
         """Do nothing: kernels need no guess of a threshold."""
@@ -87,7 +86,7 @@ class SelectionInputs(NamedTuple):
 
     selection: TritonSelection
     grads: Sequence[Tensor | None]
-    old: OldMomenta
+    old: list[Tensor]
 
     @property
     def tensors(self) -> slice:
@@ -104,7 +103,7 @@ class SelectionInputs(NamedTuple):
             bucket.storage_version,
             selection.shard,
             selection.bits.data_ptr(),
-            self.old.key,
+            addresses(self.old),
             gradients_key(self.grads[self.tensors]),
             mask_key(bucket, bucket.cache["mask"]),
         )
@@ -171,7 +170,7 @@ def _moment_rows(
     rows, remaining, ahead = [], iter(xs), 0
     for one, selected_grads in zip(inputs, grads, strict=True):
         bucket, slices = one.selection.bucket, {p.tensor: p for p in one.selection.shard.slices}
-        held, residual, old = bucket.cache["mask"], bucket.state["residual"], one.old.tensors
+        held, residual, old = bucket.cache["mask"], bucket.state["residual"], one.old
         counts = blocks_of(bucket).per_tensor
         ahead += sum(counts[: one.tensors.start])
         for i, grad in enumerate(selected_grads, one.tensors.start):

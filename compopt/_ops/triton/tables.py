@@ -142,27 +142,6 @@ def payload_key(payload: Payload) -> Key:
     return flat.data_ptr(), flat.dtype, dropped_address, tuple(payload.lengths)
 
 
-class OldMomenta:
-    """The momenta of one bucket before this step: in flat memory, or one by one."""
-
-    def __init__(self, bucket: Bucket, tensors: list[Tensor] | None, flat: Tensor | None = None):
-        self.flat, self.sizes, self._tensors = flat, bucket.sizes["exp_avg"], tensors
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        if self._tensors is None:
-            assert self.flat is not None
-            self._tensors = list(self.flat.split(self.sizes))
-        return self._tensors
-
-    @property
-    def key(self) -> Key:
-        """Return what determines their addresses."""
-        if self.flat is None:
-            return make_key(addresses(self.tensors))
-        return self.flat.data_ptr(), tuple(self.sizes)
-
-
 # Blocks, and how many elements are selected before each
 
 

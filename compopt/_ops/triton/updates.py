@@ -28,7 +28,7 @@ from .selection import SelectionInputs, TritonSelection, select_all
 from .tables import (
     KernelOps,
     Key,
-    OldMomenta,
+    addresses,
     block_offsets_of_all,
     blocks_of_all,
     bucket_key,
@@ -235,38 +235,37 @@ def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
         _update_scape(batch, momenta, grads)
         for bucket, old, present in zip(batch.buckets, momenta, batch.present, strict=True):
             if not all(present):
-                keep_absent_momenta(old.tensors, bucket.state["exp_avg"], present)
+                keep_absent_momenta(old, bucket.state["exp_avg"], present)
     return [None] * len(calls)
 
 
-def _old_momenta(batch: Batch) -> list[OldMomenta]:
+def _old_momenta(batch: Batch) -> list[list[Tensor]]:
     """Resize momenta; return those before this step, in other memory where positions change."""
-    old, moved = [], []
+    old: list[list[Tensor]] = []
+    moved = []
     for n, call in enumerate(batch.calls):
         bucket = call.bucket
-        momenta = resize_momenta(bucket, call.mean, call.mask)
-        old.append(OldMomenta(bucket, momenta))
+        old.append(resize_momenta(bucket, call.mean, call.mask))
         has_moved = call.mask.is_sparse or bucket.cache["mask"].is_sparse
-        if momenta is bucket.state["exp_avg"] and has_moved:
+        if old[n] is bucket.state["exp_avg"] and has_moved:
             moved.append(n)
     flats = [batch.buckets[n].flat["exp_avg"] for n in moved]
     copies = [torch.empty_like(flat) for flat in flats]
     if flats:
         torch._foreach_copy_(copies, flats)
     for n, copy in zip(moved, copies, strict=True):
-        old[n] = OldMomenta(batch.buckets[n], None, copy)
+        old[n] = list(copy.split(batch.buckets[n].sizes["exp_avg"]))
     return old
 
 
-def _update_scape(batch: Batch, momenta: list[OldMomenta], grads: list[Tensors]) -> None:
+def _update_scape(batch: Batch, momenta: list[list[Tensor]], grads: list[Tensors]) -> None:
     """Do all but the selection."""
     h, calls, buckets = batch.group, batch.calls, batch.buckets
     masks, held = [call.mask for call in calls], [bucket.cache["mask"] for bucket in buckets]
+    rows = zip(momenta, grads, buckets, masks, held, strict=True)
     keys = [
-        make_key(old.key, gradients_key(g), mask_key(bucket, mask), mask_key(bucket, mask_before))
-        for old, g, bucket, mask, mask_before in zip(
-            momenta, grads, buckets, masks, held, strict=True
-        )
+        make_key(addresses(old), gradients_key(g), mask_key(bucket, new), mask_key(bucket, before))
+        for old, g, bucket, new, before in rows
     ]
 
     def kernel(table: kernels.Table) -> None:
@@ -279,12 +278,12 @@ def _update_scape(batch: Batch, momenta: list[OldMomenta], grads: list[Tensors])
 
 
 def scape_rows(
-    call: ScapeCall, present: list[bool], old: OldMomenta, grads: Tensors
+    call: ScapeCall, present: list[bool], old: list[Tensor], grads: Tensors
 ) -> Iterator[kernels.ScapeRow]:
     bucket, mask, mean, held = call.bucket, call.mask, call.mean, call.bucket.cache["mask"]
     state, grads = bucket.state, flatten(grads)
     dropped: Tensors = [*mean.dropped_parts] or [None] * len(grads)
-    rows = zip(contiguous_weights(bucket), old.tensors, state["exp_avg"], strict=True)
+    rows = zip(contiguous_weights(bucket), old, state["exp_avg"], strict=True)
     for i, (weight, before, m) in enumerate(rows):
         tensors = mask.bits[i], held.bits[i], before, mean.parts[i], weight, m, state["step"][i]
         yield kernels.ScapeRow(
