@@ -59,7 +59,7 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
     phase, grads = phase_of(bucket), bucket.grads()  # lines 3, 7, 12
     mask = bucket.cache["mask"] if phase == "sparse" else Mask(bucket)
-    residuals, scale = residuals_to_send(bucket, ops, phase)
+    residuals, scale = residuals_to_send(bucket, phase)
     sent = ops.encode(bucket, grads, mask, residuals, scale)  # lines 8, 13
     mean = yield AllReduceMean(sent)  # lines 4, 9, 14
     norm = yield Agree(mean, phase)  # from here on state changes
@@ -79,9 +79,7 @@ def phase_of(bucket: Bucket) -> str:
     return "resample" if "mask" not in bucket.cache or t % h["interval"] == 0 else "sparse"
 
 
-def residuals_to_send(
-    bucket: Bucket, ops: Ops, phase: str
-) -> tuple[Iterator[Tensor | None] | None, float]:
+def residuals_to_send(bucket: Bucket, phase: str) -> tuple[Iterator[Tensor | None] | None, float]:
     """Return the residuals that this step sends, if any, and the factor on them (line 8).
 
     A resample step sends them, and a dense one that follows sparse ones (the warm-up was
@@ -90,7 +88,6 @@ def residuals_to_send(
     """
     if not (phase == "resample" or bucket.is_rounded or (phase == "dense" and bucket.has_residual)):
         return None, 1.0
-    clear_sent(bucket, ops)
     scale = bucket.group["residual_scale"] if phase == "resample" else 1.0
     return bucket.iterate_state("residual"), scale
 
@@ -121,26 +118,13 @@ def update(
                 ops.write_at(residual, index, mean.dropped_parts[i])
             elif resamples:
                 residual.zero_()  # line 10
-            elif index is not None and g is not None:
-                bucket.cache["sent"] = True  # line 16, "0 on the mask": clear_sent does it
+            elif index is not None:
+                ops.clear_at(residual, index)  # line 16
             bucket.publish_master(i)
         if resamples:
             u = update_magnitudes(h, before, m, v, step)
             masks.append(ops.top_k_mask(u, selection_size(h["density"], w.numel())))  # line 22
     return masks
-
-
-def clear_sent(bucket: Bucket, ops: Ops) -> None:
-    """Set residuals to 0 on the mask (line 16): once before they are read, for all sparse steps
-    that shared this mask.
-    """
-    if not bucket.cache.get("sent", False):
-        return
-    residuals, mask = bucket.iterate_state("residual", write=True), bucket.cache["mask"]
-    for residual, index in zip(residuals, mask.positions, strict=True):
-        if index is not None:
-            ops.clear_at(residual, index)
-    bucket.cache["sent"] = False  # last: an interrupted call is repeated
 
 
 def note_residuals(bucket: Bucket, mean: Payload, phase: str) -> None:
@@ -228,8 +212,8 @@ class RadiusAdamW(CompressedOptimizer):
             overlap with the work on the tensor between.
 
     State beside AdamW's two moments, for compressed tensors: ``residual`` (as large as the
-    parameter; between saves it may also hold values that were sent) and ``mask`` (1 bit per
-    element). Positions are decoded when a backend first reads them, 4 bytes per selected element.
+    parameter) and ``mask`` (1 bit per element). Positions are decoded when a backend first reads
+    them, 4 bytes per selected element.
 
     Raises:
         ValueError: an option is out of its range.
@@ -310,9 +294,6 @@ class RadiusAdamW(CompressedOptimizer):
         interval: int = bucket.group["interval"]
         sparse = sum(sizes_at_density(bucket, bucket.group["density"]))
         return sparse + (bucket.numel - sparse) / interval
-
-    def tidy(self, bucket: Bucket) -> None:
-        clear_sent(bucket, self.ops)
 
     def restore(self, bucket: Bucket) -> None:
         bucket.cache.clear()

@@ -129,8 +129,7 @@ def update(
         if e is not None:
             e = e.view(-1)
             if index is not None or piece or held[i] is not None:
-                on_mask = bucket.cache["residual_on_mask"][i]
-                m = accumulate_x(h, e, grads[i], m, held[i], index, on_mask)  # line 10
+                m = accumulate_x(h, e, grads[i], m, held[i], index)  # line 10
             if selection and piece:
                 selection.select(i, e[piece.start : piece.stop])  # line 15
             e.zero_() if index is None else ops.clear_at(e, index)  # line 11
@@ -149,27 +148,23 @@ def accumulate_x(
     m: Tensor,
     held: Tensor | None,
     index: Tensor | None,
-    residual_on_mask: bool,
 ) -> Tensor:
     """Turn the residual e of a tensor, flat, into line 10's x; return the momentum at ``index``
-    (None: everywhere).
-
-    ``m`` is the momentum at ``held``, where e is 0 unless there is a ``residual_on_mask``.
+    (None: everywhere). ``m`` is the momentum at ``held``.
     """
     beta1: float = h["betas"][0]
     if held is None:
         old = m if index is None else m.index_select(0, index)
         e.add_(m, alpha=beta1)
     else:
-        held, rest = held.long(), None
-        if residual_on_mask:
-            rest = e.index_select(0, held)
-            e.index_fill_(0, held, 0)
+        held = held.long()
+        rest = e.index_select(0, held)
+        e.index_fill_(0, held, 0)
         # With m in it for a moment, e tells the momentum anywhere.
         before = e.clone() if index is None else e.index_select(0, index)
         e.scatter_(0, held, m)
         old = (e if index is None else e.index_select(0, index)).sub(before)
-        e.scatter_(0, held, beta1 * m if rest is None else rest.add_(m, alpha=beta1))
+        e.scatter_(0, held, rest.add_(m, alpha=beta1))
     if g is not None:
         e.view(g.shape).add_(g, alpha=gradient_weight(h))
     return old

@@ -41,8 +41,6 @@ class Run:
     def held(self, rank: int) -> list[Tensor]:
         """The same, while masks are on their way that will not come."""
         optimizer = self.optimizers[rank]
-        for bucket in optimizer._buckets:
-            optimizer.tidy(bucket)
         return [optimizer.state[self.params[rank][i]]["residual"].clone() for i in COMPRESSED]
 
     def said(self, rank: int) -> str:

@@ -102,9 +102,6 @@ class OptimizerHooks(Optimizer):
     def restore(self, bucket: Bucket) -> None:
         """Rebuild ``bucket.cache`` from the bucket's state, which was just laid out or loaded."""
 
-    def tidy(self, bucket: Bucket) -> None:
-        """Bring state into its public form, if steps keep it in a cheaper one."""
-
     def values_sent(self, bucket: Bucket, ranks: int) -> float | None:
         """Estimate how many values a compressed step sends of a bucket; None if unknown."""
         return None

@@ -362,10 +362,8 @@ class Session:
         self.build_buckets()
 
     def settle_state(self) -> None:
-        """Wait for the exchanges after the last commit, and bring state into its public form."""
+        """Wait for the exchanges after the last commit, and for copies of offloaded state."""
         self.post_commit.finish()
-        for bucket in self.buckets:
-            self.optimizer.tidy(bucket)
         self.offload.finish()
 
     def residual_norm(self) -> float:
@@ -377,8 +375,6 @@ class Session:
     def use_pytorch(self) -> None:
         """Fall back to PyTorch's operators, because ranks have chosen different backends."""
         optimizer = self.optimizer
-        for bucket in self.buckets:
-            optimizer.tidy(bucket)
         self.ops = fall_back_to_torch(self.comm.rank)
         for bucket in self.buckets:
             bucket.make_mean = self.ops.quantized_mean(bucket)
@@ -387,10 +383,8 @@ class Session:
 
     def forget_masks(self) -> None:
         """Clear all masks: the next step chooses new ones."""
-        optimizer = self.optimizer
         for bucket in self.buckets:
-            optimizer.tidy(bucket)
-            for name in optimizer.chosen_state:
+            for name in self.optimizer.chosen_state:
                 bucket.flat[name].zero_()
                 bucket.cache.pop(name, None)
 

@@ -154,9 +154,6 @@ def _store_current_mask(
 ) -> RequestGenerator[None]:
     """Note that the momenta of tensors with a gradient on any rank are on this mask now."""
     present, held = bucket.present(mean), bucket.cache["mask"]
-    for i, is_present in enumerate(present):
-        if is_present:
-            bucket.cache["residual_on_mask"][i] = mean.dropped is not None
     if bucket.group["mask_delay"] == 0:  # the mask of before is not kept
         _note_overlap(bucket, mask, held, present)
     if all(present) and mask.is_sparse:
@@ -180,8 +177,6 @@ def restore_masks(bucket: Bucket, decode: Callable[[Tensor, int, int | None], Te
     """Derive the bucket's cache from its state, which was loaded."""
     state, count = bucket.state, len(bucket.params)
     bucket.cache["overlap"] = [None] * count
-    # Residuals are not 0 on the mask where payloads are rounded.
-    bucket.cache["residual_on_mask"] = [True] * count
     bits: Tensors = [None] * count
     for i, n in enumerate(bucket.compressed_lengths):
         if n and _has_dense_momentum(bucket, i):
