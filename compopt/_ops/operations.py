@@ -148,7 +148,26 @@ class Ops:
         ``Mask(bucket)`` sends all elements. ``add`` are residuals, in an algorithm with error
         feedback.
         """
-        return self.run(encode, bucket, grads, mask, add, scale, negate)
+        payload = empty_payload(bucket, mask)
+        self.write_header(payload, grads)
+        residuals = add or [None] * len(grads)
+        rows = zip(payload.exact, grads, mask.positions, residuals, strict=True)
+        for part, g, index, residual in rows:
+            if g is None:
+                part.zero_()
+            elif index is None:
+                part.copy_(g.reshape(-1))
+            elif part.dtype == g.dtype:
+                torch.index_select(g.reshape(-1), 0, index, out=part)
+            else:
+                part.copy_(g.reshape(-1).index_select(0, index))
+            if negate:
+                part.neg_()
+            if residual is not None:
+                residual = residual.view(-1)
+                selected = residual if index is None else residual.index_select(0, index)
+                part.add_(selected, alpha=scale)
+        return payload.round()
 
     def write_header(self, payload: Payload, grads: Tensors) -> None:
         """Write into the header of which tensors this rank has a gradient, and a finite one."""
@@ -156,7 +175,21 @@ class Ops:
 
     def add_residuals(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
         """Write ``grad + add`` into every ``out``; return the marks of all gradients."""
-        return self.run(add_residuals, bucket, grads, add, out)
+        rows = [
+            (sums, residual.reshape(sums.shape), None if g is None else g.reshape(sums.shape))
+            for g, residual, sums in zip(grads, add, out, strict=True)
+            if sums is not None and residual is not None
+        ]
+        # On a CPU one after the other: each stays in the cache.
+        for batch in [rows] if bucket.device.type != "cpu" else [[row] for row in rows]:
+            torch._foreach_copy_(
+                [sums for sums, _, _ in batch], [residual for _, residual, _ in batch]
+            )
+            pairs = [(sums, g) for sums, _, g in batch if g is not None]
+            if pairs:
+                torch._foreach_add_([sums for sums, _ in pairs], [g for _, g in pairs])
+        wide = torch.promote_types(bucket.dtype, torch.float32)
+        return norms.finite_marks(grads, torch.empty(0, dtype=wide, device=bucket.device))
 
     def decode(self, values: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
         """Return averaged values at ``index`` (None: everywhere) as a dense tensor like ``like``, 0
@@ -290,55 +323,6 @@ class Ops:
 def empty_payload(bucket: Bucket, mask: Mask, marks: Sequence[float] = ()) -> Payload:
     """Return a payload for what is on the mask, with these ``marks`` in its header, if any."""
     return bucket.make_payload(mask.sizes, bucket.group.get("payload_dtype"), marks=marks)
-
-
-def encode(
-    bucket: Bucket,
-    ops: Ops,
-    grads: Tensors,
-    mask: Mask,
-    add: Iterable[Tensor | None] | None,
-    scale: float,
-    negate: bool,
-) -> Payload:
-    """Compute ``Ops.encode`` by PyTorch's operators."""
-    payload = empty_payload(bucket, mask)
-    ops.write_header(payload, grads)
-    residuals = add or [None] * len(grads)
-    rows = zip(payload.exact, grads, mask.positions, residuals, strict=True)
-    for part, g, index, residual in rows:
-        if g is None:
-            part.zero_()
-        elif index is None:
-            part.copy_(g.reshape(-1))
-        elif part.dtype == g.dtype:
-            torch.index_select(g.reshape(-1), 0, index, out=part)
-        else:
-            part.copy_(g.reshape(-1).index_select(0, index))
-        if negate:
-            part.neg_()
-        if residual is not None:
-            residual = residual.view(-1)
-            selected = residual if index is None else residual.index_select(0, index)
-            part.add_(selected, alpha=scale)
-    return payload.round()
-
-
-def add_residuals(bucket: Bucket, ops: Ops, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
-    """Compute ``Ops.add_residuals`` by PyTorch's operators."""
-    rows = [
-        (sums, residual.reshape(sums.shape), None if g is None else g.reshape(sums.shape))
-        for g, residual, sums in zip(grads, add, out, strict=True)
-        if sums is not None and residual is not None
-    ]
-    # On a CPU one after the other: each stays in the cache.
-    for batch in [rows] if bucket.device.type != "cpu" else [[row] for row in rows]:
-        torch._foreach_copy_([sums for sums, _, _ in batch], [residual for _, residual, _ in batch])
-        pairs = [(sums, g) for sums, _, g in batch if g is not None]
-        if pairs:
-            torch._foreach_add_([sums for sums, _ in pairs], [g for _, g in pairs])
-    wide = torch.promote_types(bucket.dtype, torch.float32)
-    return norms.finite_marks(grads, torch.empty(0, dtype=wide, device=bucket.device))
 
 
 def adamw_batched_(group: Group, tensors: AdamWTensors) -> None:

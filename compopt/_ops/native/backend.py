@@ -18,7 +18,6 @@ from ..._state.masks import Mask, Tensors
 from ..._state.tensors import to_local
 from ..._wire.payload import Payload
 from ..._wire.quantization import QuantizedMean
-from .. import operations
 from ..operations import Fused, Ops, empty_payload
 from .build import isa_of_library, load_library
 from .passes import (
@@ -67,39 +66,61 @@ class NativeOps(NativeUpdates, NativeTopK):
     def set_bits_of(self, bits: Tensor) -> Tensor:
         return self.positions(bits, 8 * bits.numel()).long()
 
+    def encode(
+        self,
+        bucket: Bucket,
+        grads: Tensors,
+        mask: Mask,
+        add: Iterable[Tensor | None] | None = None,
+        scale: float = 1.0,
+        negate: bool = False,
+    ) -> Payload:
+        if not can_read(self, bucket):
+            return super().encode(bucket, grads, mask, add, scale, negate)
+        lengths, payload = bucket.lengths, empty_payload(bucket, mask)
+        header, body = _float32_memory(bucket, self, payload)
+        bits, positions = bits_or_positions(mask)
+        sizes = [part.numel() for part in payload.parts]
+        table = PACK.table(
+            len(grads),
+            n=lengths,
+            g=Memory(as_float32(grads), lengths),
+            add=Memory(list(add), lengths) if add else 0,
+            index=Memory(positions, sizes),
+            mask=Memory(bits, mask_sizes(lengths)),
+            k=sizes,
+            out=address_in_turn("a message", body, sizes),
+            mark=address_in_turn("marks", header, [1] * len(grads)),
+        )
+        sign, library = -1.0 if negate else 1.0, self.library
+        bad_row = run_over_rows(lengths, lambda a, b, _: library.pack(table, a, b, sign, scale))
+        raise_bad_row(bucket, bad_row)
+        if payload.flat.dtype != torch.float32:
+            payload.header.copy_(header)
+            if payload.dropped is None:
+                payload.body.copy_(body)
+        return payload.round()
 
-def encode(
-    bucket: Bucket,
-    ops: NativeOps,
-    grads: Tensors,
-    mask: Mask,
-    add: Iterable[Tensor | None] | None,
-    scale: float,
-    negate: bool,
-) -> Payload:
-    lengths, payload = bucket.lengths, empty_payload(bucket, mask)
-    header, body = _float32_memory(bucket, ops, payload)
-    bits, positions = bits_or_positions(mask)
-    sizes = [part.numel() for part in payload.parts]
-    table = PACK.table(
-        len(grads),
-        n=lengths,
-        g=Memory(as_float32(grads), lengths),
-        add=Memory(list(add), lengths) if add else 0,
-        index=Memory(positions, sizes),
-        mask=Memory(bits, mask_sizes(lengths)),
-        k=sizes,
-        out=address_in_turn("a message", body, sizes),
-        mark=address_in_turn("marks", header, [1] * len(grads)),
-    )
-    sign, library = -1.0 if negate else 1.0, ops.library
-    bad_row = run_over_rows(lengths, lambda a, b, _: library.pack(table, a, b, sign, scale))
-    raise_bad_row(bucket, bad_row)
-    if payload.flat.dtype != torch.float32:
-        payload.header.copy_(header)
-        if payload.dropped is None:
-            payload.body.copy_(body)
-    return payload.round()
+    def add_residuals(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
+        tensors = [x for x in (*grads, *add, *out) if x is not None]
+        if bucket.device.type != "cpu" or not is_plain(*tensors):
+            return super().add_residuals(bucket, grads, add, out)
+        lengths, library = bucket.lengths, self.library
+        marks = torch.empty(len(grads), dtype=torch.float32)
+        none = torch.empty(0, dtype=torch.int32)  # the positions of a tensor without ``out``
+        table = PACK.table(
+            len(grads),
+            n=lengths,
+            g=Memory(grads, lengths),
+            add=Memory(add, lengths),
+            index=Memory([none if sums is None else None for sums in out], [0] * len(out)),
+            k=[0 if sums is None else n for n, sums in zip(lengths, out, strict=True)],
+            out=Memory(out, lengths),
+            mark=address_in_turn("marks", marks, [1] * len(grads)),
+        )
+        bad_row = run_over_rows(lengths, lambda a, b, _: library.pack(table, a, b, 1.0, 1.0))
+        raise_bad_row(bucket, bad_row)
+        return marks
 
 
 def _float32_memory(bucket: Bucket, ops: Ops, payload: Payload) -> tuple[Tensor, Tensor]:
@@ -111,29 +132,6 @@ def _float32_memory(bucket: Bucket, ops: Ops, payload: Payload) -> tuple[Tensor,
     if body is None:
         body = ops.scratch(like, len(payload.body), torch.float32, "payload")
     return header, body
-
-
-def add_residuals(
-    bucket: Bucket, ops: NativeOps, grads: Tensors, add: Tensors, out: Tensors
-) -> Tensor:
-    if not is_plain(*(x for x in (*grads, *add, *out) if x is not None)):
-        return operations.add_residuals(bucket, ops, grads, add, out)
-    lengths, library = bucket.lengths, ops.library
-    marks = torch.empty(len(grads), dtype=torch.float32)
-    none = torch.empty(0, dtype=torch.int32)  # the positions of a tensor without ``out``
-    table = PACK.table(
-        len(grads),
-        n=lengths,
-        g=Memory(grads, lengths),
-        add=Memory(add, lengths),
-        index=Memory([none if sums is None else None for sums in out], [0] * len(out)),
-        k=[0 if sums is None else n for n, sums in zip(lengths, out, strict=True)],
-        out=Memory(out, lengths),
-        mark=address_in_turn("marks", marks, [1] * len(grads)),
-    )
-    bad_row = run_over_rows(lengths, lambda a, b, _: library.pack(table, a, b, 1.0, 1.0))
-    raise_bad_row(bucket, bad_row)
-    return marks
 
 
 def bits_or_positions(mask: Mask) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
@@ -172,8 +170,6 @@ def can_write(ops: Ops, bucket: Bucket) -> bool:
 
 
 NativeOps.fused = {
-    "_ops.operations.encode": Fused(can_read, encode),
-    "_ops.operations.add_residuals": Fused(is_on_cpu, add_residuals),
     "radius.update": Fused(can_write, update_radius),
     "adams.update": Fused(can_write, update_adams),
     "scape.update": Fused(can_write, update_scape),

@@ -83,33 +83,34 @@ class TritonOps(KernelOps):
     def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantizedMean] | None:
         return make_mean if is_supported(self, bucket) else None
 
+    def encode(
+        self,
+        bucket: Bucket,
+        grads: Tensors,
+        mask: Mask,
+        add: Iterable[Tensor | None] | None = None,
+        scale: float = 1.0,
+        negate: bool = False,
+    ) -> Payload:
+        if not is_supported(self, bucket):
+            return super().encode(bucket, grads, mask, add, scale, negate)
+        payload = empty_payload(bucket, mask, [float(g is not None) for g in grads])
+        blocks, offsets = blocks_of(bucket), block_offsets(bucket, mask)
+        residuals = [None] * len(grads) if add is None else list(add)
+        flat: list[Tensor | None] = []  # copies in it have to live until the kernel was launched
 
-def encode(
-    bucket: Bucket,
-    ops: TritonOps,
-    grads: Tensors,
-    mask: Mask,
-    add: Iterable[Tensor | None] | None,
-    scale: float,
-    negate: bool,
-) -> Payload:
-    payload = empty_payload(bucket, mask, [float(g is not None) for g in grads])
-    blocks, offsets = blocks_of(bucket), block_offsets(bucket, mask)
-    residuals = [None] * len(grads) if add is None else list(add)
-    flat: list[Tensor | None] = []  # copies in it have to live until the kernel was launched
+        def table() -> kernels.Table:
+            flat.extend(flatten(grads))
+            return kernels.compact_table(
+                blocks, mask.bits, flat, payload.exact, payload.header, residuals
+            )
 
-    def table() -> kernels.Table:
-        flat.extend(flatten(grads))
-        return kernels.compact_table(
-            blocks, mask.bits, flat, payload.exact, payload.header, residuals
-        )
-
-    inputs = make_key(gradients_key(grads), mask_key(bucket, mask), addresses(residuals))
-    key = make_key(bucket, inputs, payload_key(payload))
-    rows = ops.tables(("encode payload", bucket.index), key, table)
-    sign = -1.0 if negate else 1.0
-    kernels.compact_with_table(blocks, rows, offsets, payload.header, scale, sign)
-    return payload.round()
+        inputs = make_key(gradients_key(grads), mask_key(bucket, mask), addresses(residuals))
+        key = make_key(bucket, inputs, payload_key(payload))
+        rows = self.tables(("encode payload", bucket.index), key, table)
+        sign = -1.0 if negate else 1.0
+        kernels.compact_with_table(blocks, rows, offsets, payload.header, scale, sign)
+        return payload.round()
 
 
 def make_mean(payload: Payload, rank: int, ranks: int) -> QuantizedMean:
@@ -182,7 +183,6 @@ def is_supported(ops: TritonOps, bucket: Bucket) -> bool:
 
 
 TritonOps.fused = {
-    "_ops.operations.encode": Fused(is_supported, encode),
     "radius.update": Fused(is_supported, update_radius, is_batched=True),
     "adams.update": Fused(is_supported, update_adams, is_batched=True),
     "scape.update": Fused(is_supported, update_scape, is_batched=True),
