@@ -119,34 +119,6 @@ def test_the_bits_depend_on_seed_step_and_number_and_on_nothing_else():
     assert R[0, :4].mul(2**16).int().tolist() == [-44268, -1014, -63346, -57635]
 
 
-class Counting(MatrixSource):
-    """Counts how often matrices are drawn."""
-
-    draws = 0
-
-    def draw(self, *args):
-        self.draws += 1
-        return super().draw(*args)
-
-
-@pytest.mark.parametrize("kind", ["gaussian", "orthonormal"])
-def test_small_matrices_are_drawn_once_a_step_and_large_ones_whenever_asked(kind):
-    held, one, other = Counting(), bucket_of((128, 64), (10,)), bucket_of((90, 64), index=1)
-
-    def ask(bucket: Bucket, ratio: float, step: int) -> None:
-        plan, numbers = plan_of(bucket, ratio, kind), [5 + bucket.index, 7][: len(bucket.params)]
-        expected = MatrixSource().draw(bucket, numbers, plan, 0, step)[0].clone()
-        assert torch.equal(held.draw_cached(bucket, numbers, plan, 0, step)[0], expected)
-
-    for step in (1, 2):
-        for bucket in (one, other, one, other):  # all are sent before any is committed
-            ask(bucket, 8, step)
-        assert held.draws == 2 * step
-    for again in (1, 2):  # a number for two elements, where one for eight is kept
-        ask(one, 2, 2)
-        assert held.draws == 4 + again
-
-
 def test_one_buffer_serves_all_buckets():
     held, small, large = MatrixSource(), bucket_of((64, 64)), bucket_of((128, 128))
     first = held.draw(large, [0], plan_of(large, 8), 0, 1)[0].data_ptr()

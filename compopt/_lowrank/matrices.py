@@ -24,11 +24,6 @@ GOLDEN, FIRST, SECOND = (
     c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
-# Matrices are cached while a payload is in flight if they hold at most one number for this many
-# projected elements. Larger ones are drawn again: with blocks of one row they are larger than the
-# tensor.
-MIN_ELEMENTS_PER_CACHED_NUMBER = 8
-
 CounterKey = tuple[tuple[int, int], ...]  # (number, words) of each tensor of a bucket
 RandomMatrices = list[Tensor | None]  # of each tensor of a bucket; None: nothing is drawn
 
@@ -40,29 +35,6 @@ class MatrixSource:
         self._buffer = Scratch()
         self._quantiles: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._counters: dict[int, tuple[tuple[CounterKey, torch.device], Tensor]] = {}
-        self._cached: dict[int, tuple[tuple[object, ...], RandomMatrices]] = {}
-
-    def draw_cached(
-        self,
-        bucket: Bucket,
-        numbers: Sequence[int],
-        plan: Sequence[Projection | None],
-        seed: int,
-        step: int,
-    ) -> RandomMatrices:
-        """Draw as ``draw`` does, and cache small matrices for later calls in the same step."""
-        drawn = [q for q in plan if q is not None]
-        count = sum(math.prod(q.random_shape) for q in drawn)
-        if MIN_ELEMENTS_PER_CACHED_NUMBER * count > sum(q.m * q.d for q in drawn):
-            return self.draw(bucket, numbers, plan, seed, step)
-        key = [*numbers], [*plan], seed, step, bucket.dtype, bucket.device
-        # the entry is removed first, since drawing overwrites its memory
-        entry = self._cached.pop(bucket.index, None)
-        if entry is None or entry[0] != key:
-            use = f"of bucket {bucket.index}"
-            entry = key, self.draw(bucket, numbers, plan, seed, step, use)
-        self._cached[bucket.index] = entry
-        return entry[1]
 
     def draw(
         self,
@@ -71,18 +43,17 @@ class MatrixSource:
         plan: Sequence[Projection | None],
         seed: int,
         step: int,
-        use: str = "values",
     ) -> RandomMatrices:
         """Draw R of each projected tensor, a stack of them where it is projected in blocks.
 
-        They are valid until the next call with the same ``use``.
+        They are valid until the next call.
         """
         counts = [0 if q is None else math.prod(q.random_shape) for q in plan]
         words = [(count + 3) // 4 for count in counts]  # a word holds four numbers of 16 bits
         if not any(words):
             return [None] * len(plan)
         key = tuple(zip(numbers, words, strict=True))
-        values = self._draw_normal(bucket, key, seed, step, use)
+        values = self._draw_normal(bucket, key, seed, step)
         matrices: RandomMatrices = []
         parts = torch.split(values, [4 * n for n in words])
         for q, part, count in zip(plan, parts, counts, strict=True):
@@ -92,9 +63,7 @@ class MatrixSource:
             matrices.append(R)
         return matrices
 
-    def _draw_normal(
-        self, bucket: Bucket, key: CounterKey, seed: int, step: int, use: str
-    ) -> Tensor:
+    def _draw_normal(self, bucket: Bucket, key: CounterKey, seed: int, step: int) -> Tensor:
         """Draw four normal numbers for every word of the bucket."""
         # a counter for every word, unique in the model: the tensor's number above bit 40, the
         # position below
@@ -126,7 +95,7 @@ class MatrixSource:
         dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
         if (dtype, device) not in self._quantiles:
             self._quantiles[dtype, device] = gaussian_quantiles().to(device, dtype)
-        values = self._buffer(use, len(index), dtype, device)
+        values = self._buffer("values", len(index), dtype, device)
         return torch.index_select(self._quantiles[dtype, device], 0, index, out=values)
 
 

@@ -172,7 +172,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         random = [None if q is None or q.is_tracked else q for q in plan]
         encoding = Encoding(
             tensors=self._make_tensors(bucket, plan, local_factor, sends_residuals),
-            draw_matrices=self._make_draw(bucket, random, self._matrices.draw_cached),
+            draw_matrices=self._make_draw(bucket, random),
             local_factor=local_factor,
             sends_residuals=sends_residuals,
             norm_is_exact=any(is_clipped(group, "average") for group in self._option_groups),
@@ -215,17 +215,16 @@ class ProjectingOptimizer(ReducingOptimizer):
         drawn: Plan = [None] * len(plan)
         for i, q in tracked.items():
             drawn[i] = None if has_basis[i] else replace(q, m=q.d, d=q.m)
-        random = self._make_draw(bucket, drawn, self._matrices.draw)()
+        random = self._make_draw(bucket, drawn)()
         stored = bucket.state["basis"]
         bases = {i: stored[i] if has_basis[i] else random[i] for i in tracked}
         return {i: Q.view(tracked[i].m, -1) for i, Q in bases.items() if Q is not None}
 
-    def _make_draw(
-        self, bucket: Bucket, plan: Plan, draw: Callable[..., RandomMatrices]
-    ) -> Callable[[], RandomMatrices]:
+    def _make_draw(self, bucket: Bucket, plan: Plan) -> Callable[[], RandomMatrices]:
         """Return a function that draws the matrices of the coming step, without a reference to the
         optimizer.
         """
+        draw = self._matrices.draw
         numbers = [self._numbers[p][0] for p in bucket.origins]
         seed, t = bucket.group["seed"], bucket.group["step"] + 1
         return lambda: draw(bucket, numbers, plan, seed, t)
