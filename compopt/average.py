@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._engine.combined import OneOrSeveral
 from ._engine.inside import ReducingOptimizer, apply_shards
 from ._engine.options import Group, check_compress, check_payload, ignore_capturable
 from ._engine.reducer import MaskReducer, Reducer, WholeReducer
@@ -92,7 +93,7 @@ class Average(Wrapper, ReducingOptimizer):
 
     def __init__(
         self,
-        base: torch.optim.Optimizer,
+        base: OneOrSeveral,
         *,
         payload_dtype: PayloadDtype = None,
         max_grad_norm: float | None = None,

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from ._engine.checkpoint import check_groups, warn_of_missing_state
+from ._engine.combined import OneOrSeveral
 from ._engine.decision import StepDecision
 from ._engine.missing_ranks import RankLeft
 from ._engine.options import Group
@@ -132,7 +133,7 @@ class LocalSteps(Wrapper):
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: OneOrSeveral,
         every: int = 30,
         *,
         outer: MakeOuter | None = None,

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ._engine.combined import OneOrSeveral
 from ._engine.inside import apply_shards
 from ._engine.options import check_adam, check_torch_options, ignore_capturable
 from ._engine.update import AdamW, Update
@@ -272,7 +273,7 @@ class Separate(Wrapper, ProjectingOptimizer):
 
     def __init__(
         self,
-        base: torch.optim.Optimizer,
+        base: OneOrSeveral,
         *,
         ratio: float | None = None,
         ef_beta: float | Literal["auto"] = "auto",
