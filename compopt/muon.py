@@ -64,7 +64,8 @@ class MuonAdamW(CombinedOptimizer):
 
     Raises:
         RuntimeError: torch is older than 2.9.
-        ValueError: a tensor of Muon's is no matrix; matrices without names, and no ``use_muon``.
+        ValueError: a tensor of Muon's is no matrix, or has fewer rows than FSDP2 has ranks; there
+            are matrices without names, and no ``use_muon``.
     """
 
     def __init__(
@@ -146,13 +147,11 @@ class MuonAdamW(CombinedOptimizer):
                     f"params has {describe(p, names)} without a name, which may be a hidden matrix "
                     "or an embedding: pass model.named_parameters(), or use_muon=."
                 )
-            return p.ndim == 2 and all(is_hidden(name, self._has_layers) for name in names)
-        if not isinstance(use_muon, bool):
+            use_muon = p.ndim == 2 and all(is_hidden(name, self._has_layers) for name in names)
+        elif not isinstance(use_muon, bool):
             use_muon = all(use_muon(name, p) for name in names)
-        if use_muon and p.ndim != 2:
-            raise ValueError(
-                f"use_muon chooses {describe(p, names)}, and torch's Muon takes 2 dimensions only."
-            )
+        if use_muon:
+            check_matrix(p, names)
         return bool(use_muon)
 
     def list_parameters(self) -> dict[str, list[str]]:
@@ -202,6 +201,21 @@ def read_group(group: Group) -> dict[Tensor, list[str]]:
         name, p = p if isinstance(p, tuple) else (name, p)
         names_of.setdefault(p, []).append(name)
     return names_of
+
+
+def check_matrix(p: Any, names: list[str]) -> None:
+    """Raise ValueError if torch's Muon cannot step a tensor."""
+    if p.ndim != 2:
+        raise ValueError(
+            f"use_muon chooses {describe(p, names)}, and torch's Muon takes 2 dimensions only."
+        )
+    # it steps a DTensor as a whole, but leaves what it adds in another place if a rank has nothing
+    for n, placement in enumerate(getattr(p, "placements", ())):
+        if placement.is_shard() and p.shape[placement.dim] < p.device_mesh.size(n):
+            raise ValueError(
+                f"{describe(p, names)} is sharded over {p.device_mesh.size(n)} ranks, more than it "
+                "has rows, which torch's Muon cannot step: leave it to AdamW, by use_muon=."
+            )
 
 
 def describe(p: Tensor, names: list[str]) -> str:
