@@ -1,9 +1,15 @@
-"""Muon on hidden matrices and AdamW on the rest, as one optimizer.
+"""Muon on hidden matrices (Jordan et al., 2024) and AdamW on the rest, as one optimizer; both are
+torch's own.
 
-Muon (Jordan et al., 2024) replaces the momentum of a matrix by the nearest one with orthonormal
-rows or columns. Embeddings, the head, vectors and tensors of other shapes are AdamW's. Both are
-torch's own. Updates of matrices are scaled to those of AdamW (Liu et al., 2502.16982), so one
-learning rate serves both.
+A hidden matrix w of m rows and d columns at one step, with gradient g::
+
+    1  v <- mu v + (1 - mu) g
+    2  u <- mu v + (1 - mu) g                    # with Nesterov's momentum; else v
+    3  o <- u, its singular values about 1       # a Newton-Schulz iteration, in bfloat16
+    4  w <- w - lr (decay w + .2 sqrt(max(m, d)) o)
+
+Line 4 scales updates to the size of AdamW's (Liu et al., 2502.16982), so one learning rate serves
+both. Embeddings, the head, vectors and tensors of more dimensions are AdamW's.
 """
 
 from __future__ import annotations
