@@ -526,6 +526,44 @@ def test_ranks_with_other_members_are_told():
         ranks.world.step(ranks.optimizers)
 
 
+def test_ranks_that_differ_in_an_option_of_one_member_are_told():
+    ranks = Ranks(
+        2, Small, lambda params, process_group: compopt.Average(groups_in(params), process_group=process_group)
+    )
+    ranks.train(loss, 1)
+    ranks.optimizers[1].base.members[0].param_groups[0]["momentum"] = 0.25
+    ranks.backward(loss)
+    with pytest.raises(ValueError, match=r"base's group 0, momentum: rank 0 has 0\.9.* rank 1 has 0\.25"):
+        ranks.world.step(ranks.optimizers)
+
+
+def groups_in(params) -> list[torch.optim.Optimizer]:
+    params = list(params)
+    return [torch.optim.SGD(params[:3], lr=0.1, momentum=0.9), torch.optim.AdamW(params[3:])]
+
+
+def test_a_late_group_keeps_its_place_in_copies():
+    params = [nn.Parameter(torch.ones(n + 1)) for n in range(3)]
+    both = combine([torch.optim.SGD(params[:1], lr=1.0), torch.optim.SGD(params[1:2], lr=2.0)])
+    both.members[0].add_param_group({"params": params[2:], "lr": 3.0})
+    for one in (both, copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
+        assert [group["lr"] for group in one.param_groups] == [1.0, 2.0, 3.0]
+        assert [group["params"][0].numel() for group in one.param_groups] == [1, 2, 3]
+        assert [group["params"] for group in one.state_dict()["param_groups"]] == [[0], [1], [2]]
+
+
+def test_a_checkpoint_gives_every_member_its_own_state_only():
+    model = Small()
+    both = combine(of_model(model))
+    for t in range(2):
+        loss(model, 0, t).backward()
+        both.step()
+    both.load_state_dict(both.state_dict())
+    for member in both.members:
+        assert {*member.state} <= {p for group in member.param_groups for p in group["params"]}
+    assert len(both.state) == 5  # idle's two have none
+
+
 # Real ranks
 
 

@@ -34,18 +34,23 @@ class CombinedOptimizer(Optimizer):
         defaults = {name: members[0].defaults[name] for name in sorted(names)}
         # torch's own constructor would make groups and state of its own
         self.__setstate__({"members": tuple(members), "_places": [], "defaults": defaults})
+        self._note_new_groups()
 
     # Groups
 
     @property
     def param_groups(self) -> list[Group]:  # type: ignore[override]
-        members = self.members
-        places = [(m, n) for m, n in self._places if n < len(members[m].param_groups)]
-        for m, member in enumerate(members):
+        self._note_new_groups()
+        return [self.members[m].param_groups[n] for m, n in self._places]
+
+    def _note_new_groups(self) -> None:
+        """Append the groups that members have been given, and forget those that were taken back."""
+        groups = [member.param_groups for member in self.members]
+        places = [(m, n) for m, n in self._places if n < len(groups[m])]
+        for m, own in enumerate(groups):
             known = sum(of == m for of, _ in places)
-            places += [(m, n) for n in range(known, len(member.param_groups))]
+            places += [(m, n) for n in range(known, len(own))]
         self._places = places
-        return [members[m].param_groups[n] for m, n in places]
 
     def add_param_group(self, param_group: Group) -> None:
         """Raise: only a member can be given a group."""
@@ -75,7 +80,7 @@ class CombinedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        self.param_groups  # noqa: B018  (notes new groups)
+        self._note_new_groups()
         parts = [member.state_dict() for member in self.members]
         groups: list[Group] = []
         numbers: list[dict[Any, int]] = [{} for _ in parts]  # by member, of its own numbers
