@@ -10,6 +10,7 @@ from .average import Average
 from .integrations import fsdp as _fsdp  # noqa: F401  (looks at every new optimizer)
 from .integrations.ddp import attach
 from .local_steps import LocalSteps
+from .muon import MuonAdamW
 from .planning.diagnose import diagnose
 from .radius import RadiusAdamW
 from .scape import ScapeAdamS
@@ -22,6 +23,7 @@ __all__ = [
     "Average",
     "CommunicationError",
     "LocalSteps",
+    "MuonAdamW",
     "RadiusAdamW",
     "ScapeAdamS",
     "Separate",

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._engine.combined import OneOrSeveral
 from ._engine.inside import ReducingOptimizer, apply_shards
 from ._engine.options import Group, check_compress, check_payload, ignore_capturable
 from ._engine.reducer import MaskReducer, Reducer, WholeReducer
@@ -67,8 +68,8 @@ class Average(Wrapper, ReducingOptimizer):
     after it is this rank's own.
 
     Args:
-        base: an optimizer over the model's parameters; one of this package (AdamS) is stopped from
-            averaging.
+        base: an optimizer over the model's parameters, or a list of several over disjoint ones; one
+            of this package (AdamS) is stopped from averaging.
         payload_dtype: dtype on the wire (None: the gradient's), as a name, "int8", or as the
             torch.dtype of that name; groups keep the name. "int4" sends half a byte a value and
             "int2" a quarter. What rounding takes off is owed, and sent with the next gradient.
@@ -85,14 +86,15 @@ class Average(Wrapper, ReducingOptimizer):
     Raises:
         TypeError: base is no optimizer, or one that evaluates the model more than once a step
             (LBFGS).
-        ValueError: base compresses by itself; an option out of its range.
+        ValueError: base compresses by itself; two of several have the same parameters; an option
+            out of its range.
     """
 
     averaged_state = ("residual",)
 
     def __init__(
         self,
-        base: torch.optim.Optimizer,
+        base: OneOrSeveral,
         *,
         payload_dtype: PayloadDtype = None,
         max_grad_norm: float | None = None,

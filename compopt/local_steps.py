@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from ._engine.checkpoint import check_groups, warn_of_missing_state
+from ._engine.combined import OneOrSeveral
 from ._engine.decision import StepDecision
 from ._engine.missing_ranks import RankLeft
 from ._engine.options import Group
@@ -84,8 +85,8 @@ class LocalSteps(Wrapper):
     ends, where all fragments are exchanged then and nothing is delayed. Moments stay on their rank.
 
     Args:
-        inner: an optimizer over the model's parameters; one of this package (AdamS) is stopped from
-            averaging.
+        inner: an optimizer over the model's parameters, or a list of several over disjoint ones;
+            one of this package (AdamS) is stopped from averaging.
         every: H, steps of a round.
         outer: makes the optimizer, one of this package, that steps the anchors it is given, on
             pseudo-gradients; those of further fragments are added to it as groups. None:
@@ -119,7 +120,8 @@ class LocalSteps(Wrapper):
     Raises:
         TypeError: inner is no optimizer, or one that evaluates the model more than once a step
             (LBFGS).
-        ValueError: inner compresses by itself; an option out of its range.
+        ValueError: inner compresses by itself; two of several have the same parameters; an option
+            out of its range.
     """
 
     averaged_state = ("residual",)
@@ -132,7 +134,7 @@ class LocalSteps(Wrapper):
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: OneOrSeveral,
         every: int = 30,
         *,
         outer: MakeOuter | None = None,

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ._engine.combined import OneOrSeveral
 from ._engine.inside import apply_shards
 from ._engine.options import Group, check_adam, check_torch_options, ignore_capturable
 from ._engine.update import AdamW, Update
@@ -247,8 +248,8 @@ class Separate(Wrapper, ProjectingOptimizer):
     ``compress``, ``ratio``, ``rank`` and ``ef_beta`` for its tensors.
 
     Args:
-        base: an optimizer over the model's parameters; one of this package (AdamS) does not average
-            any more.
+        base: an optimizer over the model's parameters, or a list of several over disjoint ones; one
+            of this package (AdamS) does not average any more.
         ratio, ...: all other options are those of :class:`SeparateAdam`.
 
     State beside the base's: the residual, and the basis of tracked tensors. Memory that is not
@@ -256,14 +257,15 @@ class Separate(Wrapper, ProjectingOptimizer):
 
     Raises:
         TypeError: base is no optimizer, or evaluates the model more than once per step (LBFGS).
-        ValueError: base compresses by itself; an option is out of its range.
+        ValueError: base compresses by itself; two of several have the same parameters; an option is
+            out of its range.
     """
 
     options_in_base = (*Wrapper.options_in_base, "ratio", "rank", "ef_beta")
 
     def __init__(
         self,
-        base: torch.optim.Optimizer,
+        base: OneOrSeveral,
         *,
         ratio: float | None = None,
         ef_beta: float | Literal["auto"] = "auto",

@@ -23,10 +23,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from compopt import AdamS, LocalSteps, RadiusAdamW, ScapeAdamS, SeparateAdam, TagcAdamW
+from compopt import AdamS, LocalSteps, MuonAdamW, RadiusAdamW, ScapeAdamS, SeparateAdam, TagcAdamW
 
 BASE = dict(betas=(0.9, 0.95), weight_decay=0.1)  # of AdamS, in its paper
-# The line that differs: DDP averages the gradients for the first, the second averages them itself, compressed.
+# The line that differs: DDP averages the gradients for adamw and muon, the others average them themselves, compressed.
 OPTIMIZERS = {
     "adamw": lambda p, a: torch.optim.AdamW(p, a.lr, fused=True),
     "radius": lambda p, a: RadiusAdamW(p, a.lr, density=a.density, interval=a.interval, warmup_steps=a.warmup),
@@ -35,6 +35,8 @@ OPTIMIZERS = {
     "separate": lambda p, a: SeparateAdam(p, a.lr, projection="gaussian", ratio=a.ratio, warmup_steps=a.warmup),
     "tracked": lambda p, a: SeparateAdam(p, a.lr, warmup_steps=a.warmup),
     "local": lambda p, a: LocalSteps(torch.optim.AdamW(p, a.lr), a.every, warmup_steps=a.warmup, every_warmup_steps=0),
+    "muon": lambda p, a: MuonAdamW(p, a.lr),
+    "local-muon": lambda p, a: LocalSteps(MuonAdamW(p, a.lr), a.every, warmup_steps=a.warmup, every_warmup_steps=0),
     "tagc": lambda p, a: TagcAdamW(p, a.lr, sparsity=1 - a.density, warmup_steps=a.warmup),
 }
 

@@ -40,6 +40,7 @@ class Case:
     form: str = ""  # of a class that has several
     # with these every step averages gradients, where the class also takes steps of a rank's own
     averaging: dict[str, Any] = field(default_factory=dict)
+    several: bool = False  # optimizers inside: one of them is given a new group
     draws: bool = False  # rounds by random bits: minus a gradient is not rounded to minus what the gradient is
 
     @property
@@ -58,8 +59,9 @@ class Case:
 
     @property
     def works_outside(self) -> bool:
-        """True if it can be the outer optimizer of local steps."""
-        return issubclass(self.cls, CompressedOptimizer) and self.cls is not compopt.LocalSteps
+        """True if it can be the outer optimizer of local steps, which steps all anchors in their order."""
+        is_one = not self.several and self.form != "Muon"
+        return issubclass(self.cls, CompressedOptimizer) and self.cls is not compopt.LocalSteps and is_one
 
     @property
     def sends_updates(self) -> bool:
@@ -77,6 +79,9 @@ class Case:
 
     def make(self, params: Any, **options: Any) -> torch.optim.Optimizer:
         return self.new(params, **{"lr": self.lr, **self.compressed, **options})
+
+    def add_group(self, optimizer: Any, group: dict[str, Any]) -> None:
+        (optimizer.base.members[-1] if self.several else optimizer).add_param_group(group)
 
 
 def around_adamw(params: Any, lr: float = 1e-3, weight_decay: float = 1e-2, maximize: bool = False, **options: Any):
@@ -100,6 +105,49 @@ def averaging_adamw(params: Any, lr: float = 1e-3, weight_decay: float = 1e-2, m
 def local_adamw(params: Any, fused: bool | None = None, **options: Any):
     known = {name: options.pop(name) for name in ("lr", "weight_decay", "maximize") if name in options}
     return compopt.LocalSteps(torch.optim.AdamW(params, fused=fused, **known), **options)
+
+
+def in_halves(params: Any, **options: Any) -> list[torch.optim.Optimizer]:
+    """Two of AdamW, of every second tensor or group."""
+    given = list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given[n::2]} for n in range(2)]
+    halves = [groups[n::2] or [{"params": []}] for n in range(2)]
+    return [torch.optim.AdamW(half, **options) for half in halves]
+
+
+def split_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Take from ``options`` those of the inner optimizers."""
+    return {name: options.pop(name) for name in ("lr", "weight_decay", "maximize") if name in options}
+
+
+def around_several(params: Any, **options: Any):
+    return compopt.Separate(in_halves(params, **split_options(options)), **options)
+
+
+def local_several(params: Any, **options: Any):
+    return compopt.LocalSteps(in_halves(params, **split_options(options)), **options)
+
+
+def is_matrix(name: str, p: torch.Tensor) -> bool:
+    return p.ndim == 2 and p.shape[0] != 1  # which FSDP2's ranks cannot share
+
+
+def negate_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.neg_()
+
+
+def muon(params: Any, maximize: bool = False, **options: Any) -> compopt.MuonAdamW:
+    optimizer = compopt.MuonAdamW(params, use_muon=is_matrix, **options)
+    if maximize:  # which torch's Muon has not
+        optimizer.register_step_pre_hook(negate_gradients)
+    return optimizer
+
+
+def averaging_muon(params: Any, **options: Any):
+    return compopt.Average(muon(params, **split_options(options)), **options)
 
 
 def adams(params: Any, **options: Any) -> torch.optim.Optimizer:
@@ -223,6 +271,37 @@ FORMS = [
         draws=True,
         averaging=dict(warmup_steps=100),
         form="rounds",
+    ),
+    # several optimizers inside
+    Case(
+        compopt.Separate,
+        compressed=GAUSSIAN | dict(ratio=8, warmup_steps=2),
+        lossless=GAUSSIAN | dict(ratio=1),
+        reference=torch.optim.AdamW,
+        method="separate",
+        build=around_several,
+        several=True,
+        form="several",
+    ),
+    Case(
+        compopt.Average,
+        compressed=dict(payload_dtype=torch.int8),
+        lossless=dict(payload_dtype=None),
+        reference=muon,
+        build=averaging_muon,
+        draws=True,
+        form="Muon",
+    ),
+    Case(
+        compopt.LocalSteps,
+        compressed=dict(every=3, warmup_steps=2, every_warmup_steps=2, payload_dtype=torch.int8),
+        lossless=dict(warmup_steps=100, payload_dtype=None),
+        reference=torch.optim.AdamW,
+        build=local_several,
+        several=True,
+        draws=True,
+        averaging=dict(warmup_steps=100),
+        form="rounds, several",
     ),
 ]
 

@@ -25,7 +25,7 @@ FLOORS = [
     ["planning"],
     ["integrations", "activations"],
     ["local_steps"],
-    ["radius", "scape", "separate", "tagc", "adams", "average"],  # papers
+    ["radius", "scape", "separate", "tagc", "adams", "average", "muon"],  # papers
     ["_sharded", "_lowrank", "_local"],
     ["_sparse"],
     ["_engine"],

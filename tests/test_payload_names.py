@@ -107,7 +107,8 @@ def test_a_checkpoint_with_either_form_loads(case):
 def test_set_by_hand_a_torch_dtype_is_saved_by_its_name_and_ranks_do_not_differ_by_it(case):
     run = conformance.make_ranks(case, 2)
     for optimizer, given in zip(run.optimizers, ("float16", torch.float16), strict=True):
-        optimizer._option_groups[0]["payload_dtype"] = given
+        for group in optimizer._option_groups:
+            group["payload_dtype"] = given
     run.train(conformance.loss, 4)
     run.finish_round(conformance.loss)
     run.assert_replicas_equal()

@@ -208,7 +208,7 @@ def test_a_bad_gradient_on_one_rank_never_reaches_the_base():
 
 def test_what_cannot_be_wrapped_is_refused():
     p = nn.Parameter(torch.zeros(64, 64))
-    with pytest.raises(TypeError, match="torch optimizer, got list"):
+    with pytest.raises(TypeError, match="torch optimizer or a list of them, got a list with a Parameter"):
         compopt.Separate([p])
     with pytest.raises(TypeError, match="LBFGS"):
         compopt.Separate(torch.optim.LBFGS([p]))

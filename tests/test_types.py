@@ -64,6 +64,8 @@ def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
         compopt.AdamS(params, betas=(0.9, 0.95), bias_correction="adams"),
         compopt.Average(torch.optim.AdamW(named), payload_dtype="int4", max_grad_norm=1.0, process_group=group),
         compopt.LocalSteps(torch.optim.AdamW(params), every=30, fragments=2, delay=3, payload_dtype=torch.int8),
+        compopt.LocalSteps([torch.optim.Muon(params), torch.optim.AdamW(params)], every=30),
+        compopt.Separate(compopt.MuonAdamW(model.named_parameters(), lr=1e-3, use_muon=lambda name, p: p.ndim == 2)),
     ]
 
 

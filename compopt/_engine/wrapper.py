@@ -27,6 +27,14 @@ from .._state.tensors import is_accelerator
 from .._wire.collectives import ProcessGroup
 from .base import CompressedOptimizer
 from .checkpoint import NOT_OPTIONS, check_groups, describe_group
+from .combined import (
+    OneOrSeveral,
+    check_disjoint,
+    combine,
+    describe_members,
+    find_owner,
+    list_members,
+)
 from .options import Group, Setting, name_groups
 from .session import Role, Sync
 from .update import WrappedUpdate
@@ -44,11 +52,12 @@ class Wrapper(CompressedOptimizer):
 
     def __init__(
         self,
-        base: Optimizer,
+        base: OneOrSeveral,
         options: Group,
         process_group: ProcessGroup | None,
         simulate: bool = False,
     ):
+        base = combine(base)
         check_base(base)
         self.base = base
         self._wrapper_groups: list[Group] = []
@@ -84,14 +93,13 @@ class Wrapper(CompressedOptimizer):
         is_new = all(param_group is not group for group in self.param_groups)
         if is_new:
             self.base.add_param_group(param_group)
-            param_group = self.param_groups[-1]
         try:
-            self._wrapper_groups.append(self._options_for(param_group))
+            self.add_groups_of_base()
         except (TypeError, ValueError):
             if is_new:
-                self.param_groups.pop()
+                for group in self.param_groups[len(self._wrapper_groups) :]:
+                    find_owner(self.base, group).param_groups.pop()
             raise
-        self._lay_out_group(self._wrapper_groups[-1])
 
     def _options_for(self, group: Group) -> Group:
         """Return the checked options of the wrapper for a group of the base."""
@@ -101,25 +109,34 @@ class Wrapper(CompressedOptimizer):
         return options
 
     def add_groups_of_base(self) -> None:
-        """Add the wrapper's options for groups that users have added to the base."""
-        for group in self.param_groups[len(self._wrapper_groups) :]:
-            self.add_param_group(group)
+        """Add the wrapper's options for groups that the base has more."""
+        if groups := self.param_groups[len(self._wrapper_groups) :]:
+            check_disjoint(list_members(self.base))
+            added = [self._options_for(group) for group in groups]
+            self._wrapper_groups += added
+            for options in added:
+                self._lay_out_group(options)
 
     def before_exchange(self) -> None:
         self.add_groups_of_base()
         super().before_exchange()
 
     def _settings(self) -> list[Setting]:
-        groups = name_groups("base's group", self.base.param_groups, self.base.defaults)
-        return [*super()._settings(), ("base", type(self.base).__name__), *groups]
+        known = {name for member in list_members(self.base) for name in member.defaults}
+        groups = name_groups("base's group", self.base.param_groups, known)
+        return [*super()._settings(), ("base", describe_members(self.base)), *groups]
 
     # State
 
+    @property
+    def _compressed_members(self) -> list[CompressedOptimizer]:
+        """The optimizers of this package that the base is, or consists of."""
+        return [m for m in list_members(self.base) if isinstance(m, CompressedOptimizer)]
+
     def before_layout(self) -> None:
         super().before_layout()
-        if isinstance(self.base, CompressedOptimizer):
-            inner = self.base._session
-            inner.role, inner.connection = Role.WRAPPED, None
+        for inner in self._compressed_members:
+            inner._session.role, inner._session.connection = Role.WRAPPED, None
         self._update = WrappedUpdate(self.base)
 
     def _specs(self, bucket: Bucket) -> dict[str, Layout]:
@@ -128,8 +145,8 @@ class Wrapper(CompressedOptimizer):
         return specs
 
     def on_fallback(self) -> None:
-        if isinstance(self.base, CompressedOptimizer):
-            self.base._session.use_pytorch()
+        for inner in self._compressed_members:
+            inner._session.use_pytorch()
 
     # Stepping
 
@@ -175,7 +192,7 @@ class Wrapper(CompressedOptimizer):
             state_dict, self._known_options, self.param_groups
         )
         if base_saved is None:
-            check_base_checkpoint(state_dict, groups, type(self.base).__name__)
+            check_base_checkpoint(state_dict, groups, describe_members(self.base))
         check_groups(self._session, base_saved or state_dict)
         before = self.base.state_dict()
         try:
@@ -184,8 +201,8 @@ class Wrapper(CompressedOptimizer):
                 self.base.load_state_dict(copy.deepcopy(base_saved or state_dict))
             except (TypeError, ValueError) as error:
                 raise ValueError(
-                    f"loaded state dict does not fit the base optimizer {type(self.base).__name__} "
-                    f"({error}): it is damaged, or of another class."
+                    f"loaded state dict does not fit the base optimizer "
+                    f"{describe_members(self.base)} ({error}): it is damaged, or of another class."
                 ) from error
             if base_saved is not None:
                 super().load_state_dict(wrapper_saved)
@@ -222,19 +239,22 @@ class Wrapper(CompressedOptimizer):
 
 def check_base(base: object) -> None:
     """Raise TypeError or ValueError if an optimizer cannot be wrapped."""
-    name = type(base).__name__
     if not isinstance(base, Optimizer):
         raise TypeError(
-            f"base must be a torch optimizer, got {name}: pass e.g. torch.optim.AdamW(...)."
+            f"base must be a torch optimizer, got {type(base).__name__}: pass e.g. "
+            "torch.optim.AdamW(...)."
         )
-    if isinstance(base, torch.optim.LBFGS):
-        raise TypeError(
-            "base must use one gradient per step: LBFGS evaluates the model again within its step."
-        )
-    if getattr(base, "averaged_state", ()):
-        raise ValueError(
-            f"base {name} compresses by itself: wrap one that does not, or use {name} directly."
-        )
+    for member in list_members(base):
+        name = type(member).__name__
+        if isinstance(member, torch.optim.LBFGS):
+            raise TypeError(
+                "base must use one gradient per step: LBFGS evaluates the model again within its "
+                "step."
+            )
+        if getattr(member, "averaged_state", ()):
+            raise ValueError(
+                f"base {name} compresses by itself: wrap one that does not, or use {name} directly."
+            )
 
 
 # Merged state dicts
@@ -271,10 +291,11 @@ def merge_state_dicts(
 def _make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any]:
     """Return the state that a first step of ``base`` on zeros makes; empty if that raises.
 
-    A copy of ``base`` steps a stand-in for this tensor only.
+    A copy of ``base``, or of its member, steps a stand-in for this tensor only.
     """
     if not p.requires_grad:
         return {}
+    base = find_owner(base, group)
     stand_in = torch.nn.Parameter(torch.zeros_like(p))
     stand_in.grad = torch.zeros_like(p)
     copied = object.__new__(type(base))

@@ -1,0 +1,234 @@
+"""Several optimizers over disjoint parameters, as one: Muon on the matrices, AdamW on the rest.
+
+Groups and state stay with the members; the combination shows them. So a scheduler, a hook or a
+checkpoint of a member goes on working, and nothing has to be kept equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .options import Group
+
+OneOrSeveral = Optimizer | Sequence[Optimizer]
+
+
+class CombinedOptimizer(Optimizer):
+    """Steps its ``members`` one after the other.
+
+    ``param_groups`` are the members' own, in the order in which they were added, and ``defaults``
+    the options that all members have. A state dict numbers parameters in this order.
+    """
+
+    members: tuple[Optimizer, ...]
+    _places: list[tuple[int, int]]  # of every group: its member, and which of the member's it is
+
+    def __init__(self, members: Sequence[Optimizer]):
+        check_disjoint(members)
+        names = set[str].intersection(*(set(member.defaults) for member in members))
+        defaults = {name: members[0].defaults[name] for name in sorted(names)}
+        # torch's own constructor would make groups and state of its own
+        self.__setstate__({"members": tuple(members), "_places": [], "defaults": defaults})
+        self._note_new_groups()
+
+    # Groups
+
+    @property
+    def param_groups(self) -> list[Group]:  # type: ignore[override]
+        self._note_new_groups()
+        return [self.members[m].param_groups[n] for m, n in self._places]
+
+    def _note_new_groups(self) -> None:
+        """Append the groups that members have been given, and forget those that were taken back."""
+        groups = [member.param_groups for member in self.members]
+        places = [(m, n) for m, n in self._places if n < len(groups[m])]
+        for m, own in enumerate(groups):
+            known = sum(of == m for of, _ in places)
+            places += [(m, n) for n in range(known, len(own))]
+        self._places = places
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Raise: only a member can be given a group."""
+        names = describe_members(self)
+        raise TypeError(
+            f"add_param_group cannot tell which of {names} is to step the new group: call "
+            "add_param_group of that one. The group takes part from the next step on."
+        )
+
+    # State
+
+    @property
+    def state(self) -> JoinedState:  # type: ignore[override]
+        return JoinedState(self.members)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every member, on the gradients of one evaluation."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for member in self.members:
+            member.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        self._note_new_groups()
+        parts = [member.state_dict() for member in self.members]
+        groups: list[Group] = []
+        numbers: list[dict[Any, int]] = [{} for _ in parts]  # by member, of its own numbers
+        count = 0
+        for m, n in self._places:
+            group = parts[m]["param_groups"][n]
+            new = list(range(count, count + len(group["params"])))
+            numbers[m].update(zip(group["params"], new, strict=True))
+            groups.append({**group, "params": new})
+            count += len(new)
+        state = {
+            number.get(key, key): entry
+            for number, part in zip(numbers, parts, strict=True)
+            for key, entry in part["state"].items()
+        }
+        saved: dict[str, Any] = {"state": state, "param_groups": groups}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            saved = after(self, saved) or saved
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load every member's part.
+
+        Raises ValueError, with nothing loaded, if groups differ in number or length.
+        """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        groups, saved = self.param_groups, state_dict["param_groups"]
+        lengths, loaded = ([len(group["params"]) for group in of] for of in (groups, saved))
+        if lengths != loaded:
+            raise ValueError(
+                f"loaded state dict has groups of {loaded} parameters, the optimizer has groups of "
+                f"{lengths}."
+            )
+        for m, member in enumerate(self.members):
+            own = [group for (of, _), group in zip(self._places, saved, strict=True) if of == m]
+            keys = {key for group in own for key in group["params"]}
+            others = {key for group in saved for key in group["params"]} - keys
+            state = {k: entry for k, entry in state_dict["state"].items() if k not in others}
+            member.load_state_dict({"state": state, "param_groups": own})
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"members": self.members, "_places": self._places, "defaults": self.defaults}
+
+
+class JoinedState(MutableMapping[Any, Any]):
+    """The members' ``state``, looked up and changed where it is."""
+
+    def __init__(self, members: Sequence[Optimizer]):
+        self._members = members
+
+    def _find(self, key: Any) -> Optimizer | None:
+        return next((member for member in self._members if key in member.state), None)
+
+    def _owner(self, key: Any) -> Optimizer:
+        """Return the member that has the state, or the parameter."""
+        if (member := self._find(key)) is not None:
+            return member
+        for member in self._members:
+            if any(p is key for group in member.param_groups for p in group["params"]):
+                return member
+        raise KeyError(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._owner(key).state[key]
+
+    def __setitem__(self, key: Any, entry: Any) -> None:
+        self._owner(key).state[key] = entry
+
+    def __delitem__(self, key: Any) -> None:
+        del self._owner(key).state[key]
+
+    def __contains__(self, key: object) -> bool:
+        return self._find(key) is not None
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return an entry; unlike ``[]`` this makes none."""
+        member = self._find(key)
+        return default if member is None else member.state[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        for member in self._members:
+            yield from member.state
+
+    def __len__(self) -> int:
+        return sum(len(member.state) for member in self._members)
+
+
+def combine(base: OneOrSeveral) -> Optimizer:
+    """Return an optimizer that steps all of several; one as it is.
+
+    Raises TypeError or ValueError if they cannot be combined.
+    """
+    if not isinstance(base, list | tuple):
+        return base  # type: ignore[return-value]  # whatever it is: the caller checks it
+    if not base:
+        raise ValueError("base is an empty list: pass one optimizer, or several.")
+    for member in base:
+        if not isinstance(member, Optimizer):
+            raise TypeError(
+                f"base must be a torch optimizer or a list of them, got a list with a "
+                f"{type(member).__name__}: pass e.g. [torch.optim.Muon(...), "
+                "torch.optim.AdamW(...)]."
+            )
+    return base[0] if len(base) == 1 else CombinedOptimizer(base)
+
+
+def list_members(base: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that a combination consists of; another optimizer alone."""
+    if not isinstance(base, CombinedOptimizer):
+        return [base]
+    return [one for member in base.members for one in list_members(member)]
+
+
+def find_owner(base: Optimizer, group: Group) -> Optimizer:
+    """Return the member of ``base`` that has a group."""
+    return next(
+        member for member in list_members(base) if any(group is own for own in member.param_groups)
+    )
+
+
+def describe_members(base: Optimizer) -> str:
+    """Return the class of an optimizer; of a combination those of its members."""
+    return " + ".join(type(member).__name__ for member in list_members(base))
+
+
+def check_disjoint(members: Sequence[Optimizer]) -> None:
+    """Raise ValueError if a parameter is in more than one optimizer; it names them."""
+    places: dict[Tensor, str] = {}
+    shared = []
+    for m, member in enumerate(members):
+        mine: dict[Tensor, str] = {}
+        for n, group in enumerate(member.param_groups):
+            names = group.get("param_names") or [""] * len(group["params"])
+            for i, (p, name) in enumerate(zip(group["params"], names, strict=True)):
+                label = f"{name} " if name else ""
+                where = f"{type(member).__name__} (optimizer {m}, group {n}, parameter {i})"
+                if p in places:
+                    shared.append(f"{label}of shape {tuple(p.shape)} in {places[p]} and {where}")
+                mine[p] = where
+        places = {**mine, **places}
+    if shared:
+        more = f", and {len(shared) - 5} more" if len(shared) > 5 else ""
+        raise ValueError(
+            f"base has optimizers that share {len(shared)} parameters: {'; '.join(shared[:5])}"
+            f"{more}. Give every parameter to one of them."
+        )

@@ -1,0 +1,377 @@
+"""MuonAdamW: which tensor is whose, torch's own two optimizers by hand, checkpoints, ranks, refusals."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conformance import Small, data, loss, through_a_file
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+import compopt
+
+
+def of(shapes: dict[str, tuple[int, ...]], **options) -> dict[str, list[str]]:
+    """The names of Muon's and of AdamW's tensors."""
+    named = [(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
+    listed = compopt.MuonAdamW(named, **options).list_parameters()
+    return {name: [line.rpartition(" (")[0] for line in lines] for name, lines in listed.items()}
+
+
+M, V, C = (8, 6), (8,), (8, 6, 3, 3)  # a matrix, a vector, a convolution
+
+MODELS = {  # names as these models have them: Muon's, AdamW's
+    "nanoGPT": (
+        {"transformer.h.0.attn.c_attn.weight": M, "transformer.h.11.mlp.c_proj.weight": M},
+        {
+            "transformer.wte.weight": M,
+            "transformer.wpe.weight": M,
+            "transformer.h.0.ln_1.weight": V,
+            "lm_head.weight": M,
+        },
+    ),
+    "under DDP and torch.compile": (
+        {"module._orig_mod.transformer.h.0.attn.c_attn.weight": M},
+        {"module._orig_mod.transformer.wte.weight": M, "module._orig_mod.lm_head.weight": M},
+    ),
+    "Llama": (
+        {"layers.0.attention.wq.weight": M, "layers.31.feed_forward.w2.weight": M},
+        {"tok_embeddings.weight": M, "layers.0.attention_norm.weight": V, "norm.weight": V, "output.weight": M},
+    ),
+    "Hugging Face's Llama": (
+        {"model.layers.0.self_attn.q_proj.weight": M, "model.layers.0.mlp.down_proj.weight": M},
+        {"model.embed_tokens.weight": M, "lm_head.weight": M},
+    ),
+    "BERT": (  # whose layers have an ``output`` each
+        {
+            "bert.encoder.layer.0.attention.output.dense.weight": M,
+            "bert.encoder.layer.0.output.dense.weight": M,
+            "bert.encoder.layer.0.attention.self.query.weight": M,
+        },
+        {
+            "bert.embeddings.word_embeddings.weight": M,
+            "bert.embeddings.position_embeddings.weight": M,
+            "bert.pooler.dense.weight": M,
+            "cls.predictions.decoder.weight": M,
+            "classifier.weight": M,
+        },
+    ),
+    "a lecture's GPT, with heads in each layer": (
+        {"blocks.0.sa.heads.3.key.weight": M, "blocks.0.sa.proj.weight": M, "blocks.0.ffwd.net.0.weight": M},
+        {"token_embedding_table.weight": M, "position_embedding_table.weight": M, "lm_head.weight": M},
+    ),
+    "ViT": (
+        {"blocks.0.attn.qkv.weight": M},
+        {"cls_token": (1, 1, 8), "pos_embed": (1, 4, 8), "patch_embed.proj.weight": C, "head.weight": M},
+    ),
+    "a mixer, of tokens": ({"blocks.0.mlp_tokens.fc1.weight": M}, {"stem.proj.weight": M, "head.weight": M}),
+    "embeddings in every layer": (
+        {"blocks.0.attn.q.weight": M},
+        {"blocks.0.attn.rel_pos_emb.weight": M, "blocks.0.attn.position.weight": M, "blocks.1.value_embeds.weight": M},
+    ),
+    "examples/train_gpt.py": (
+        {"blocks.0.qkv.weight": M, "blocks.3.out.weight": M},
+        {"bytes.weight": M, "positions.weight": M, "head.weight": M, "norm.weight": V},
+    ),
+    "no layers": (
+        {"up.weight": M, "multihead_attn.in_proj_weight": M, "out.weight": M},
+        {"up.bias": V, "tokens.weight": M, "word_emb.weight": M, "classifier.weight": M, "output.weight": M},
+    ),
+    "several heads": ({"layers.0.weight": M}, {"heads.0.weight": M, "task_heads.1.fc.weight": M, "logits.weight": M}),
+    "other shapes": ({"layers.0.w": M}, {"layers.0.experts": (4, 8, 6), "layers.0.conv": C, "layers.0.gain": ()}),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_hidden_matrices_are_muons_by_shape_and_name(model):
+    muon, adamw = MODELS[model]
+    listed = of({**adamw, **muon})
+    assert listed == {"Muon": [*muon], "AdamW": [*adamw]}
+
+
+def test_a_predicate_or_a_group_decides():
+    shapes = {"blocks.0.a": M, "blocks.0.b": M, "embed": M}
+    assert of(shapes, use_muon=lambda name, p: name == "embed")["Muon"] == ["embed"]
+    params = [nn.Parameter(torch.zeros(M)) for _ in range(3)]
+    optimizer = compopt.MuonAdamW(
+        [{"params": params[:2], "use_muon": True}, {"params": params[2:], "use_muon": False, "lr": 0.5}], lr=0.25
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
+    muon, adamw = optimizer.members
+    assert muon.param_groups[0]["params"] == params[:2] and adamw.param_groups[0]["params"] == params[2:]
+    assert optimizer.list_parameters()["AdamW"] == ["a tensor (8, 6)"]
+
+
+def test_a_tied_embedding_and_head_counts_once():
+    tied, hidden = (nn.Parameter(torch.zeros(M)) for _ in range(2))
+    for names in (("mixer.0.w", "wte.weight"), ("wte.weight", "mixer.0.w")):
+        named = [(names[0], tied), ("blocks.0.w", hidden), (names[1], tied)]
+        optimizer = compopt.MuonAdamW(named)
+        assert optimizer.list_parameters() == {"Muon": ["blocks.0.w (8, 6)"], "AdamW": [f"{names[0]} (8, 6)"]}
+    assert "1 tensors, 48 elements" in repr(optimizer) and "AdamW: 1 tensors" in repr(optimizer)
+
+
+def by_hand(model: Small, lr: float = 1e-2):
+    matrices = [model.up.weight, model.down.weight, model.idle.weight]
+    rest = [model.scale, model.up.bias, model.down.bias, model.idle.bias]
+    muon = torch.optim.Muon(
+        matrices, lr=lr, weight_decay=0.2, momentum=0.9, nesterov=False, ns_steps=4, adjust_lr_fn="match_rms_adamw"
+    )
+    return muon, torch.optim.AdamW(rest, lr=lr, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-5)
+
+
+OPTIONS = dict(weight_decay=0.2, momentum=0.9, nesterov=False, ns_steps=4, betas=(0.8, 0.9), eps=1e-5)
+
+
+@pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)])
+def test_it_is_torchs_two_optimizers_to_the_bit(lr):
+    torch.manual_seed(0)
+    model = Small()
+    other = copy.deepcopy(model)
+    optimizer, two = compopt.MuonAdamW(model.named_parameters(), lr, **OPTIONS), by_hand(other, lr)
+    for t in range(5):
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        assert optimizer.step(lambda: (value := loss(model, 0, t)).backward() or value).requires_grad  # noqa: B023
+        for each in two:
+            each.zero_grad()
+        loss(other, 0, t).backward()
+        for each in two:
+            each.step()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_defaults_are_those_of_the_measured_runs():
+    optimizer = compopt.MuonAdamW(Small().named_parameters())
+    muon, adamw = optimizer.param_groups
+    wanted = dict(lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_steps=5, adjust_lr_fn="match_rms_adamw")
+    assert {name: muon[name] for name in wanted} == wanted
+    assert (adamw["lr"], adamw["betas"], adamw["eps"], adamw["weight_decay"]) == (1e-3, (0.9, 0.95), 1e-8, 0.1)
+
+
+def test_groups_keep_their_options_and_what_users_add():
+    named = [("blocks.0.w", nn.Parameter(torch.zeros(M))), ("blocks.0.b", nn.Parameter(torch.zeros(V)))]
+    group = {"params": named, "lr": 0.5, "momentum": 0.8, "betas": (0.7, 0.8), "eps": 1e-4, "rank": 4, "name": "first"}
+    given = dict(group)
+    muon, adamw = compopt.MuonAdamW([group]).param_groups
+    assert group == given
+    assert (muon["lr"], muon["momentum"], muon["rank"], muon["name"]) == (0.5, 0.8, 4, "first")
+    assert (adamw["lr"], adamw["betas"], adamw["eps"], adamw["rank"], adamw["name"]) == (
+        0.5,
+        (0.7, 0.8),
+        1e-4,
+        4,
+        "first",
+    )
+    assert "betas" not in muon and muon["eps"] == 1e-7 and "momentum" not in adamw and "use_muon" not in muon
+    assert muon["param_names"] == ["blocks.0.w"] and adamw["param_names"] == ["blocks.0.b"]
+
+
+def test_a_new_group_is_divided_and_known_tensors_are_refused():
+    first, second, bias = (nn.Parameter(torch.zeros(shape)) for shape in (M, M, V))
+    optimizer = compopt.MuonAdamW([("blocks.0.w", first)])
+    assert [len(member.param_groups) for member in optimizer.members] == [1, 0]
+    optimizer.add_param_group({"params": [("blocks.1.w", second), ("blocks.1.b", bias)], "lr": 0.5})
+    assert [(len(group["params"]), group["lr"]) for group in optimizer.param_groups] == [(1, 1e-3), (1, 0.5), (1, 0.5)]
+    with pytest.raises(ValueError, match=r"blocks\.1\.b \(8,\) in more than one group"):
+        optimizer.add_param_group({"params": [("blocks.1.b", bias)]})
+    with pytest.raises(ValueError, match="more than one group"):
+        compopt.MuonAdamW([{"params": [("a.0.w", first)]}, {"params": [("wte", first)]}])
+    assert len(optimizer.param_groups) == 3
+
+
+def test_what_it_cannot_step_is_refused_by_name(monkeypatch):
+    matrix, vector = nn.Parameter(torch.zeros(M)), nn.Parameter(torch.zeros(V))
+    with pytest.raises(ValueError, match=r"a tensor \(8, 6\) without a name.*model\.named_parameters\(\)"):
+        compopt.MuonAdamW([matrix, vector])
+    assert compopt.MuonAdamW([vector]).param_groups[0]["params"] == [vector]
+    with pytest.raises(ValueError, match=r"use_muon chooses b \(8,\)"):
+        compopt.MuonAdamW([("b", vector)], use_muon=lambda name, p: True)
+    with pytest.raises(ValueError, match="params is empty"):
+        compopt.MuonAdamW([])
+    with pytest.raises(TypeError, match="got a Tensor"):
+        compopt.MuonAdamW(matrix)
+    with pytest.raises(TypeError, match="got a set"):
+        compopt.MuonAdamW([{"params": {matrix}}])
+    with pytest.raises(TypeError, match="can only optimize Tensors"):
+        compopt.MuonAdamW([("a", 3)])
+    bad = dict(lr=-1.0, weight_decay=-1.0, momentum=-1.0, eps=-1.0, betas=(1.0, 0.5), ns_steps=100)
+    for name, value in bad.items():
+        with pytest.raises(ValueError):
+            optimizer = compopt.MuonAdamW([("blocks.0.w", matrix), ("b", vector)], **{name: value})
+            matrix.grad = torch.ones_like(matrix)
+            optimizer.step()  # where torch's Muon checks its iteration
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(RuntimeError, match=r"torch has since 2\.9, and this is torch 2"):
+        compopt.MuonAdamW([("b", vector)])
+
+
+def train(model, optimizer, steps) -> None:
+    for t in steps:
+        optimizer.zero_grad()
+        (loss(model, 0, t) + model.idle(data(0, t, torch.float32)).square().mean()).backward()
+        optimizer.step()
+
+
+def trained() -> tuple[Small, compopt.MuonAdamW]:
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = compopt.MuonAdamW(model.named_parameters(), lr=1e-2)
+    train(model, optimizer, range(4))
+    return model, optimizer
+
+
+def test_checkpoints_and_copies_go_on_to_the_bit():
+    model, optimizer = trained()
+    saved = through_a_file(optimizer.state_dict())
+    assert [group["params"] for group in saved["param_groups"]] == [[0, 1, 2], [3, 4, 5, 6]]
+    loaded = copy.deepcopy(model)
+    resumed = compopt.MuonAdamW(loaded.named_parameters(), lr=0.7)
+    resumed.load_state_dict(saved)
+    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer))), (loaded, resumed)]
+    train(model, optimizer, range(4, 8))
+    for net, one in copies:
+        train(net, one, range(4, 8))
+        assert all(map(torch.equal, net.parameters(), model.parameters()))
+        assert one.list_parameters() == optimizer.list_parameters()
+    with pytest.raises(ValueError, match="groups of"):
+        compopt.MuonAdamW([("blocks.0.w", nn.Parameter(torch.zeros(M)))]).load_state_dict(saved)
+
+
+def test_a_scheduler_and_a_gradscaler_take_it_as_one_optimizer():
+    model, optimizer = trained()
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for t in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss(model, 0, t)).backward()
+        scaler.unscale_(optimizer)
+        if t == 1:
+            model.up.bias.grad[3] = float("nan")
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            scaler.scale(torch.ones(()))
+            before = model.up.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        if t == 1:
+            assert torch.equal(before, model.up.weight)
+    assert len({group["lr"] for group in optimizer.param_groups}) == 1 and optimizer.param_groups[0]["lr"] < 1e-2
+
+
+@pytest.mark.parametrize("around", [compopt.Average, compopt.Separate, compopt.LocalSteps])
+def test_its_checkpoint_goes_on_inside_a_class_that_averages(around):
+    model, optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = copy.deepcopy(model)
+    wrapped = around(compopt.MuonAdamW(other.named_parameters(), lr=1e-2))
+    wrapped.load_state_dict(saved)
+    train(model, optimizer, range(4, 7))
+    train(other, wrapped, range(4, 7))  # one process: nothing is averaged
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+DCP = {
+    "none": {},
+    "full": dict(full_state_dict=True),
+    "offload": dict(cpu_offload=True),
+    "full, offload": dict(full_state_dict=True, cpu_offload=True),
+    "flat": dict(flatten_optimizer_state_dict=True),
+    "flat, offload": dict(flatten_optimizer_state_dict=True, cpu_offload=True),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    file = tmp_path_factory.mktemp("group") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", DCP)
+def test_torchs_checkpoint_functions_bring_everything_back(how, alone, tmp_path):
+    model, optimizer = trained()
+    options = StateDictOptions(**DCP[how])
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    other = copy.deepcopy(model)
+    resumed = compopt.MuonAdamW(other.named_parameters(), lr=0.7)
+    state = {"optimizer": get_optimizer_state_dict(other, resumed, options=options)}
+    dcp.save({"optimizer": saved}, checkpoint_id=tmp_path)
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other, resumed, optim_state_dict=state["optimizer"], options=options)
+    assert [group["lr"] for group in resumed.param_groups] == [1e-2, 1e-2]
+    train(model, optimizer, range(4, 8))
+    train(other, resumed, range(4, 8))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+# Real ranks
+
+
+class Slope(nn.Module):
+    """A loss whose gradient is the same matrix on all ranks, whatever the parameters."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(rows, 48))
+
+    def forward(self) -> torch.Tensor:
+        return (self.w * gradient(len(self.w))).sum()
+
+
+def gradient(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 48, generator=torch.Generator().manual_seed(7))
+
+
+def on_two(rank: int) -> tuple[bool, float, float, str]:
+    """Are DDP's replicas equal? How far is FSDP2's step from Muon's on the whole matrix, and on each rank's rows?"""
+    torch.manual_seed(0)
+    net = Small()
+    ddp = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer = compopt.MuonAdamW(ddp.named_parameters(), lr=1e-2)
+    for t in range(4):
+        optimizer.zero_grad()
+        x = data(rank, t, torch.float32)
+        (ddp(x) - x.flip(1)).square().mean().backward()
+        optimizer.step()
+    flat = torch.cat([p.detach().view(-1) for p in net.parameters()])
+    of_rank_0 = flat.clone()
+    dist.broadcast(of_rank_0, 0)
+
+    cut = fully_shard(Slope(32))
+    optimizer = compopt.MuonAdamW([("blocks.0.w", cut.w)])
+    cut().backward()
+    optimizer.step()
+    whole, steps = cut.w.full_tensor().detach(), []
+    for parts in (1, 2):
+        ps = [nn.Parameter(torch.zeros(32 // parts, 48)) for _ in range(parts)]
+        for p, g in zip(ps, gradient(32).chunk(parts), strict=True):
+            p.grad = g
+        torch.optim.Muon(ps, adjust_lr_fn="match_rms_adamw").step()
+        steps.append(torch.cat([p.detach() for p in ps]))
+    far = [float((whole - one).norm() / one.norm()) for one in steps]
+    row = fully_shard(Slope(1))
+    try:
+        compopt.MuonAdamW([("blocks.0.w", row.w)])
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    return torch.equal(flat, of_rank_0), *far, said
+
+
+def test_ddp_averages_for_it_and_fsdp2s_shards_are_stepped_as_a_whole():
+    for is_equal, from_whole, from_rows, said in run_ranks(on_two, 2):
+        assert is_equal and from_whole < 0.02 < 0.2 < from_rows, (from_whole, from_rows)
+        assert "blocks.0.w (1, 48) is sharded over 2 ranks, more than it has rows" in said
