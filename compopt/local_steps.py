@@ -34,6 +34,7 @@ from torch import Tensor
 
 from ._engine.checkpoint import check_groups, warn_of_missing_state
 from ._engine.decision import StepDecision
+from ._engine.join import JoinHook, follow_ranks_with_data
 from ._engine.missing_ranks import RankLeft
 from ._engine.options import Group
 from ._engine.peers import gather_rows, warn_without_gradients
@@ -225,6 +226,7 @@ class LocalSteps(Wrapper):
         check_can_step(session)
         self._look_around()
         if session.sync is not Sync.VERIFIED and not session.is_single_process:
+            yield from self._follow_ranks_with_data()
             yield from Step(session, session.comm, session.steps + 1).verify_peers()
         self._connect()
         if self._anchors is not None:
@@ -308,7 +310,7 @@ class LocalSteps(Wrapper):
         check_gradients(session)
         scale = unscale_gradients(session)
         grads = {p: to_local(p.grad) for p in self._params if p.grad is not None}
-        if not grads and session.comm.size > 1 and session.trainable:
+        if not grads and session.comm.size > 1 and session.trainable and session.has_data:
             step = self._options["step"] + 1
             warn_without_gradients(session, step, "adds nothing to the average of its round")
         try:
@@ -373,6 +375,7 @@ class LocalSteps(Wrapper):
         optimizer have this ``share`` of their own.
         """
         fragments, session = self._due, self._session
+        yield from self._follow_ranks_with_data()
         try:
             squared = anchors.set_pseudo_gradients(fragments, anchors.outer._session.device)
             if session.shard_communicators:  # a replica is lost where one of its shards is
@@ -498,6 +501,27 @@ class LocalSteps(Wrapper):
         if is_applied or t > begun:
             self._report(last.grad_norm, is_applied, is_step=False)
             self._session.stats.bytes_sent += last.bytes_sent
+
+    # Join: ranks that run out of data
+
+    def _follow_ranks_with_data(self) -> Turns[None]:
+        session = self._session
+        if session.is_joining and session.comm.size > 1:
+            yield from follow_ranks_with_data(session, session.comm)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        if not kwargs.get("divide_by_initial_world_size", True):
+            raise ValueError(
+                "LocalSteps averages what all ranks have moved: pass "
+                "divide_by_initial_world_size=True to Join."
+            )
+        return super().join_hook(**kwargs)
+
+    def end_join(self) -> None:
+        """End the running round: what all ranks have moved is averaged."""
+        if self._session.is_joining:
+            self.end_round()
+        super().end_join()
 
     # Reports
 

@@ -369,7 +369,8 @@ def test_consolidated_within_a_round_nothing_that_ranks_moved_is_lost(options, a
 
     def mean_with_residuals() -> list[torch.Tensor]:
         states = [[quiet_state(optimizer)[i]["outer"] for i in range(len(params[0]))] for optimizer in optimizers]
-        owed = [[p - e["optimizer"]["residual"] for p, e in zip(*pair, strict=True)] for pair in zip(params, states, strict=True)]
+        ranks = zip(params, states, strict=True)
+        owed = [[p - e["optimizer"]["residual"] for p, e in zip(*pair, strict=True)] for pair in ranks]
         return [sum(parts) / 3 for parts in zip(*owed, strict=True)]
 
     before = mean_with_residuals()
