@@ -310,13 +310,12 @@ def _on_join(optimizer: CompressedOptimizer) -> None:
     """
     models = [thing for thing in gc.get_objects() if issubclass(type(thing), DDP)]
     for ddp in hand_over_gradients(models, optimizer, time.monotonic_ns()):
-        if ddp._sync_final_model.__func__ is DDP._sync_final_model:
-            ddp._sync_final_model = types.MethodType(_end_join, ddp)
+        ddp.__dict__["_sync_final_model"] = types.MethodType(_end_join, ddp)
 
 
 def _end_join(ddp: DDP, is_last_joiner: bool) -> None:
     """End the join of the optimizers of ``ddp``, and then its own."""
-    del ddp._sync_final_model
+    del ddp.__dict__["_sync_final_model"]
     for optimizer in _handovers[ddp].iterate_optimizers():
         optimizer.end_join()
     ddp._sync_final_model(is_last_joiner)
