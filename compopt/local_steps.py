@@ -35,10 +35,11 @@ from torch import Tensor
 from ._engine.checkpoint import check_groups, warn_of_missing_state
 from ._engine.combined import OneOrSeveral
 from ._engine.decision import StepDecision
+from ._engine.join import JoinHook, follow_ranks_with_data
 from ._engine.missing_ranks import RankLeft
 from ._engine.options import Group
 from ._engine.peers import gather_rows, warn_without_gradients
-from ._engine.resharding import average_base, catch_up, warn_of_lost_residuals
+from ._engine.resharding import average_base, average_state, catch_up, warn_of_lost_residuals
 from ._engine.session import Corrupt, Sync, weak_method
 from ._engine.stats import Stats, show_line
 from ._engine.step import (
@@ -54,6 +55,7 @@ from ._engine.turns import Background, Turns, sum_over_groups
 from ._engine.wrapper import Wrapper
 from ._local import rounds
 from ._local.anchors import Anchors, MakeOuter, assign_to_fragments, reset_moments
+from ._local.checkpoint import Entry, SavedRounds, save_rounds, split_rounds
 from ._local.distances import cosine_and_spread
 from ._local.exchange import Exchange, Outcome, communicate
 from ._local.open_round import OpenRound
@@ -197,9 +199,7 @@ class LocalSteps(Wrapper):
         if self.averages_gradients:
             return super()._specs(bucket)
         return {
-            "residual": Prefix(
-                bucket.compute_dtype, lambda p: 0, compressed_only=True, optional=True
-            )
+            "residual": Prefix(bucket.compute_dtype, lambda p: 0, optional=True)  # of the start
         }
 
     @property
@@ -228,6 +228,7 @@ class LocalSteps(Wrapper):
         check_can_step(session)
         self._look_around()
         if session.sync is not Sync.VERIFIED and not session.is_single_process:
+            yield from self._follow_ranks_with_data()
             yield from Step(session, session.comm, session.steps + 1).verify_peers()
         self._connect()
         if self._anchors is not None:
@@ -311,7 +312,7 @@ class LocalSteps(Wrapper):
         check_gradients(session)
         scale = unscale_gradients(session)
         grads = {p: to_local(p.grad) for p in self._params if p.grad is not None}
-        if not grads and session.comm.size > 1 and session.trainable:
+        if not grads and session.comm.size > 1 and session.trainable and session.has_data:
             step = self._options["step"] + 1
             warn_without_gradients(session, step, "adds nothing to the average of its round")
         try:
@@ -376,6 +377,7 @@ class LocalSteps(Wrapper):
         optimizer have this ``share`` of their own.
         """
         fragments, session = self._due, self._session
+        yield from self._follow_ranks_with_data()
         try:
             squared = anchors.set_pseudo_gradients(fragments, anchors.outer._session.device)
             if session.shard_communicators:  # a replica is lost where one of its shards is
@@ -459,7 +461,7 @@ class LocalSteps(Wrapper):
             t.write_back(moved, 0.0 if outcome.is_lost else exchange.mix)  # line 5
             t.has_moved |= exchange.mix > 0
         session.sync = sync
-        anchors.outer._session.consolidated_at = None
+        anchors.outer._session.consolidated_at = session.consolidated_at = None
         anchors.clear_gradients()
         return True
 
@@ -501,6 +503,27 @@ class LocalSteps(Wrapper):
         if is_applied or t > begun:
             self._report(last.grad_norm, is_applied, is_step=False)
             self._session.stats.bytes_sent += last.bytes_sent
+
+    # Join: ranks that run out of data
+
+    def _follow_ranks_with_data(self) -> Turns[None]:
+        session = self._session
+        if session.is_joining and session.comm.size > 1:
+            yield from follow_ranks_with_data(session, session.comm)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        if not kwargs.get("divide_by_initial_world_size", True):
+            raise ValueError(
+                "LocalSteps averages what all ranks have moved: pass "
+                "divide_by_initial_world_size=True to Join."
+            )
+        return super().join_hook(**kwargs)
+
+    def end_join(self) -> None:
+        """End the running round: what all ranks have moved is averaged."""
+        if self._session.is_joining:
+            self.end_round()
+        super().end_join()
 
     # Reports
 
@@ -608,34 +631,60 @@ class LocalSteps(Wrapper):
     # Checkpoints
 
     def consolidate_in_turns(self) -> Generator[PendingCollective, None, None]:
-        """Beside residuals, what the inner optimizer keeps becomes its mean over ranks."""
+        """Beside residuals, what the inner optimizer keeps becomes its mean over ranks, and within
+        a round the parameters too: what ranks have moved is then the same on all.
+        """
+        session, anchors = self._session, self._anchors
         if self._exchange is not None:
-            yield from self._exchange.turns.finish()
+            yield from self._perform_sync(self._exchange)
+        if anchors is not None and self.round_is_open:
+            for t in anchors.tensors:
+                if not bool(to_local(t.param.detach()).isfinite().all()):
+                    t.write_back(None, 0.0)
+                    reset_moments(self.base, [t])
+                yield from average_state(t.param.detach(), session.device, session.comm)
+        if anchors is not None:
+            yield from anchors.outer.consolidate_in_turns()
+            yield from average_base(self.base, session.buckets, session.comm)
         yield from super().consolidate_in_turns()
-        if self._anchors is not None:
-            yield from self._anchors.outer.consolidate_in_turns()
-            yield from average_base(self.base, self._session.buckets, self._session.comm)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, of our own options, with the inner optimizer's under "base", and under
-        "outer" anchors, the outer optimizer's, and what is on its way. No communication.
+        """As torch's, of our own options. The entry of a parameter has the inner optimizer's state
+        under "base", and under "outer" its anchor, the outer optimizer's state of that, and the
+        running round. No communication.
         """
         saved = self._saved()
-        for entry in saved["state"].values() if not self.averages_gradients else ():
+        for entry in saved["state"].values() if not self._options["warmup_steps"] else ():
             entry.pop("residual", None)
+        for place, entry in enumerate(self._save_rounds()):
+            if entry is not None:
+                saved["state"].setdefault(place, {})["outer"] = entry
         outer = [] if self._anchors is None else [self._anchors.outer._session]
-        if outer:
-            saved["outer"] = self._outer_state()
         warn_of_missing_state(self._session, outer)
         return saved
 
-    def _outer_state(self) -> dict[str, Any] | None:
-        anchors, exchange = self._anchors, self._exchange
-        if anchors is None:
-            return None
-        now = {"fragments": anchors.fragments_of(self._params), "due": sorted(self._due)}
-        on_its_way = None if exchange is None else exchange.state_dict()
-        return {**anchors.state_dict(), **now, "exchange": on_its_way}
+    def _save_rounds(self) -> list[Entry | None]:
+        """Return what the state dict has under "outer"; before there are anchors, of some that are
+        made for it.
+        """
+        options, anchors = self._options, self._anchors
+        if anchors is not None:
+            return save_rounds(self._params, anchors, options, self._due, self._exchange)
+        fragments = assign_to_fragments(self.param_groups, options["fragments"])
+        if set(fragments) <= {-1}:
+            return [None] * len(self._params)
+        anchors = self._make_anchors(options, fragments)
+        entries = save_rounds(self._params, anchors, options, frozenset(), None)
+        for entry in entries:
+            if entry is not None:
+                entry["fragment"].fill_(-1)
+        return entries
+
+    def _show_base(self) -> None:
+        """Also name what is under "outer", for a flattened state dict."""
+        super()._show_base()
+        for entry in self.state.values():
+            entry["outer"] = {}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -647,49 +696,53 @@ class LocalSteps(Wrapper):
         groups = check_groups(self._session, state_dict)
         for group in groups:
             rounds.check_counts(group)
-        saved, options = state_dict.get("outer"), {**self._options, **groups[0]}
+        if "outer" in state_dict:
+            raise ValueError(
+                "loaded state dict is of an earlier version of LocalSteps, with anchors apart: "
+                'call end_round() there, and load what its state_dict() has under "base". Outer '
+                "momentum then begins anew."
+            )
+        state_dict, saved = split_rounds(state_dict)
+        options = {**self._options, **groups[0]}
         written_by = groups[0].get("class", self._session.name)
-        if saved is not None and written_by != self._session.name:
+        if any(saved.entries) and written_by != self._session.name:
             raise ValueError(
                 f"loaded state dict is of {written_by}, and its anchors are nothing that "
                 f"{self._session.name} goes on from: load a checkpoint of {self._session.name}."
             )
-        anchors = None if saved is None else self._restore_anchors(saved, options)
+        anchors = self._restore_anchors(saved, options)
         super().load_state_dict(state_dict)
         self._resume(anchors, saved)
 
-    def _restore_anchors(self, saved: Any, options: Group) -> Anchors:
-        """Anchors as they were saved, with their outer optimizer."""
-        if isinstance(saved, list):
-            raise ValueError(
-                "loaded state dict is of an earlier version of LocalSteps, with an outer "
-                "optimizer for every fragment: call end_round() there, and load what its "
-                'state_dict() has under "base". Outer momentum then begins anew.'
-            )
+    def _restore_anchors(self, saved: SavedRounds, options: Group) -> Anchors | None:
+        """Return anchors as they were saved, with their outer optimizer; None if none were."""
         try:
-            exchange = saved["exchange"] or {"fragments": (), "apply_at": 0, "mix": 0}
-            counts = [*saved["due"], *exchange["fragments"], exchange["apply_at"] or 0]
-            counts += [n + 1 for n in saved["fragments"]]
-            if not all(rounds.is_count(n, 0) for n in [*counts, exchange["mix"] // 1]):
-                raise TypeError(f"fragments or steps {counts}")
-            anchors = self._make_anchors(options, saved["fragments"])
+            saved.check()
+            if set(saved.fragments) <= {-1}:
+                return None
+            anchors = self._make_anchors(options, saved.fragments)
             self._session.connect_ranks()
             self._connect_outer(anchors, options)
-            anchors.load_state_dict(saved)
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            saved.load_into(anchors, options.get("residuals", "mean"))
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"loaded state dict has an outer optimizer that is damaged, or of other "
                 f"parameters: {error}."
             ) from error
         return anchors
 
-    def _resume(self, anchors: Anchors | None, saved: Any) -> None:
+    def _resume(self, anchors: Anchors | None, saved: SavedRounds) -> None:
         """Go on with anchors that were saved, and with the exchange that was on its way."""
         if self._exchange is not None:
             self._exchange.drain()
         self._cancel_exchange()
-        self._anchors, self._due = anchors, frozenset(saved["due"] if saved else ())
-        if anchors is not None and (exchange := saved["exchange"]):
+        self._anchors, self._due = anchors, frozenset()
+        if anchors is None:
+            return
+        for group in self._wrapper_groups:
+            group.update(saved.counts)
+        self._due = saved.due
+        if exchange := saved.exchange:
             device = anchors.outer._session.device
             squared = torch.tensor(exchange["squared"], dtype=torch.float64, device=device)
             self._begin_exchange(anchors, **{**exchange, "squared": squared})
@@ -700,13 +753,15 @@ class LocalSteps(Wrapper):
         super()._begin_anew()
 
     def _contents(self) -> dict[str, Any]:
-        outer = {"_make_outer": self._make_outer, "_outer_state": self._outer_state()}
+        saved = None if self._anchors is None else self._save_rounds()
+        outer = {"_make_outer": self._make_outer, "_rounds": saved}
         return {**super()._contents(), **outer}
 
     @torch.no_grad()
     def _revive(self, contents: dict[str, Any], group: ProcessGroup | Communicator | None) -> None:
         contents = dict(contents)
-        saved = contents.pop("_outer_state")
+        entries = contents.pop("_rounds")
         super()._revive(contents, group)
-        if saved is not None:
+        if entries is not None:
+            saved = SavedRounds(entries)
             self._resume(self._restore_anchors(saved, self._options), saved)

@@ -86,8 +86,7 @@ def tensors_of(optimizer) -> dict:
     return copy.deepcopy(optimizer.state_dict()["state"])
 
 
-COVERED = [case for case in [*CASES, *FORMS] if case.cls is not compopt.LocalSteps]  # see docs/checkpoints.md
-PAIRS = [(case, dtype) for case in COVERED for dtype in DTYPES] + [(case, None) for case in BASES]
+PAIRS = [(case, dtype) for case in [*CASES, *FORMS] for dtype in DTYPES] + [(case, None) for case in BASES]
 
 
 @pytest.mark.parametrize("case, dtype", PAIRS, ids=lambda one: getattr(one, "name", str(one)))

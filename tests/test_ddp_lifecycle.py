@@ -168,7 +168,7 @@ def test_copies_ignored_parameters_and_join():
         assert found["same"] and found["apart"] == 0
         assert found["ignored"] == 0
         for when in ("join at first", "join later"):
-            assert "remove join() and" in found[when]
+            assert "write `with Join([ddp_model, optimizer]):`" in found[when]
 
 
 def chain(depth: int) -> nn.Module:

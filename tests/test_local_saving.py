@@ -150,13 +150,17 @@ DAMAGES = {
     "begun": lambda saved: saved["param_groups"][0].update(begun=-5),
     "begun later": lambda saved: saved["param_groups"][0].update(begun=7),
     "round": lambda saved: saved["param_groups"][0].update(round=None),
-    "outer": lambda saved: saved.update(outer={}),
-    "anchors": lambda saved: saved["outer"]["anchors"].pop(),
-    "anchor": lambda saved: saved["outer"]["anchors"].__setitem__(0, "x"),
-    "moved": lambda saved: saved["outer"].update(moved=[10**6]),
-    "due": lambda saved: saved["outer"].update(due=["x"]),
-    "fragments": lambda saved: saved["outer"]["fragments"].__setitem__(0, -1),
-    "exchange": lambda saved: saved["outer"].update(exchange={"apply_at": "x", "mix": 0.0, "squared": 0.0}),
+    "no anchor": lambda saved: saved["state"][0]["outer"].pop("anchor"),
+    "anchor": lambda saved: saved["state"][0]["outer"].update(anchor="x"),
+    "shape": lambda saved: saved["state"][0]["outer"].update(anchor=torch.zeros(3)),
+    "optimizer": lambda saved: saved["state"][0]["outer"].update(optimizer={}),
+    "moved": lambda saved: saved["state"][0]["outer"].update(has_moved=torch.zeros(2)),
+    "due": lambda saved: saved["state"][0]["outer"].pop("is_due"),
+    "fragment": lambda saved: saved["state"][0]["outer"].update(fragment=torch.tensor(-2)),
+    "another fragment": lambda saved: saved["state"][0]["outer"].update(fragment=torch.tensor(0.5)),
+    "begun within": lambda saved: saved["state"][0]["outer"].update(begun=torch.tensor(-5)),
+    "exchanges": lambda saved: saved["state"][0]["outer"].update(exchanges="x"),
+    "exchange": lambda saved: saved["state"][0]["outer"].update(exchange={"is_underway": 1, "apply_at": "x"}),
     "step": lambda saved: saved["base"]["state"][0].update(step="abc"),
 }
 
@@ -190,11 +194,11 @@ def assert_equal_states(a, b) -> None:
         assert a == b
 
 
-def test_a_checkpoint_of_fragments_with_an_optimizer_each_is_refused_in_a_sentence():
-    """As 0.1.0 wrote them."""
+@pytest.mark.parametrize("outer", [[{"anchors": [], "outer": {}}], {"anchors": [], "due": [], "exchange": None}])
+def test_a_checkpoint_with_anchors_apart_is_refused_in_a_sentence(outer):
+    """As earlier versions wrote them: a list, with an optimizer for each fragment, and later a dict."""
     _, optimizers = train(2, 6, torch.float32)
-    saved = state_of(optimizers[0])
-    saved["outer"] = [{"anchors": saved["outer"]["anchors"], "outer": {}}]
+    saved = {**state_of(optimizers[0]), "outer": outer}
     with pytest.raises(ValueError, match=r"an earlier version .*end_round\(\).*\"base\""):
         optimizers[0].load_state_dict(saved)
 
@@ -323,10 +327,70 @@ def test_a_copy_goes_on_as_the_original(options):
         assert all(map(torch.equal, rank, other))
 
 
-def test_residuals_of_the_averaged_start_are_saved_in_it_alone():
-    for steps, is_saved in ((2, True), (4, False)):
-        _, optimizers = train(2, steps, torch.float32, warmup_steps=3, payload_dtype="int8")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            entries = optimizers[0].state_dict()["state"].values()
-        assert any("residual" in entry for entry in entries) == is_saved
+@pytest.mark.parametrize(("warmup_steps", "steps"), [(0, 4), (3, 2), (3, 4)])
+def test_names_in_a_state_dict_are_the_same_throughout_a_run(warmup_steps, steps):
+    """Those of a run with an averaged start include its residual, which is zero afterwards."""
+    options = dict(warmup_steps=warmup_steps, payload_dtype="int8", delay=1)
+    _, optimizers = train(2, steps, torch.float32, **options)
+    _, new = train(2, 0, torch.float32, **options)
+    state, fresh = quiet_state(optimizers[0]), quiet_state(new[0])
+    assert names_of(state) == names_of(fresh)
+    residuals = [entry["residual"] for entry in state.values() if "residual" in entry]
+    assert bool(residuals) == bool(warmup_steps) and any(r.any() for r in residuals) == (steps < warmup_steps)
+
+
+def quiet_state(optimizer) -> dict:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return copy.deepcopy(optimizer.state_dict()["state"])
+
+
+def names_of(state: dict) -> object:
+    return {key: names_of(value) if isinstance(value, dict) else None for key, value in state.items()}
+
+
+def test_before_its_first_step_a_state_dict_has_no_rounds_to_load():
+    """Only their names, for torch.distributed.checkpoint; nor does a single process have any."""
+    params, optimizers = train(2, 0, torch.float32, warmup_steps=2, delay=1)
+    others, resumed_ = train(2, 0, torch.float32, warmup_steps=2, delay=1)
+    for optimizer in resumed_:
+        optimizer.load_state_dict(state_of(optimizer))
+    for t in range(8):
+        step(optimizers[0].comm.world, params, optimizers, single(2, t))
+        step(resumed_[0].comm.world, others, resumed_, single(2, t))
+    assert all(map(torch.equal, params[0], others[0])) and optimizers[0].stats.round == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 2}, {"delay": 3}])
+@pytest.mark.parametrize("at", [2, 4, 5])
+def test_consolidated_within_a_round_nothing_that_ranks_moved_is_lost(options, at):
+    """The mean over ranks of parameters, less residuals, is what it was; an exchange on its way is applied."""
+    params, optimizers = train(3, at, payload_dtype="int8", outer_lr=1, outer_momentum=0, **options)
+
+    def mean_with_residuals() -> list[torch.Tensor]:
+        states = [[quiet_state(optimizer)[i]["outer"] for i in range(len(params[0]))] for optimizer in optimizers]
+        ranks = zip(params, states, strict=True)
+        owed = [[p - e["optimizer"]["residual"] for p, e in zip(*pair, strict=True)] for pair in ranks]
+        return [sum(parts) / 3 for parts in zip(*owed, strict=True)]
+
+    before = mean_with_residuals()
+    optimizers[0].comm.world.consolidate(optimizers)
+    for p, q in zip(before, mean_with_residuals(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
+    for rank in params[1:]:
+        assert all(map(torch.equal, params[0], rank))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is missing
+        states = [state_of(optimizer)["state"] for optimizer in optimizers]
+    assert_equal_states(states[0], states[2])
+
+
+def test_a_rank_whose_parameters_are_not_finite_spoils_no_mean():
+    params, optimizers = train(2, 6, torch.float32)
+    params[1][2].data[0, 0] = float("nan")
+    optimizers[1].inner.state[params[1][2]]["exp_avg"][0, 0] = float("nan")
+    optimizers[0].comm.world.consolidate(optimizers)
+    anchor = optimizers[0].state_dict()["state"][2]["outer"]["anchor"]
+    assert all(torch.equal(p, q) and bool(p.isfinite().all()) for p, q in zip(*params, strict=True))
+    assert not torch.equal(anchor, params[0][2]), "what rank 0 has moved is in it"
+    assert bool(optimizers[0].inner.state[params[0][2]]["exp_avg"].isfinite().all())

@@ -170,7 +170,8 @@ def test_a_rounds_distances():
 def test_low_precision_has_float32_anchors():
     params, optimizers = train(2, 8, torch.bfloat16, payload_dtype=None)
     assert all(map(torch.equal, *params))
-    anchors = optimizers[0].state_dict()["outer"]["anchors"]
+    state = optimizers[0].state_dict()["state"]
+    anchors = [state[i]["outer"]["anchor"] for i in range(len(params[0]))]
     for p, anchor in zip(params[0], anchors, strict=True):
         assert anchor.dtype == torch.float32 and torch.equal(anchor.bfloat16(), p)
     assert any(not torch.equal(a, a.bfloat16().float()) for a in anchors)

@@ -18,9 +18,10 @@ from torch._compile import _disable_dynamo
 
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
-from .._wire.collectives import Communicator, PendingCollective, ProcessGroup
+from .._wire.collectives import Communicator, PendingCollective, ProcessGroup, notify_join
 from . import checkpoint, missing_ranks, resharding
 from .hooks import OptimizerHooks
+from .join import JoinHook
 from .options import Group, Setting, check_tensors, name_groups, refuse_unsupported
 from .session import Session, Sync
 from .stats import Stats
@@ -29,6 +30,8 @@ from .when import OPTIONS
 
 # called with every new optimizer, by the integrations
 construction_callbacks: list[Callable[[CompressedOptimizer], None]] = []
+# called with an optimizer that is given to torch's Join, by the integrations
+join_callbacks: list[Callable[[CompressedOptimizer], None]] = []
 _has_integrations: ContextVar[bool] = ContextVar("compopt integrations", default=True)
 
 
@@ -125,6 +128,8 @@ class CompressedOptimizer(OptimizerHooks):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._session.is_joining:
+            notify_join(self)
         missing_ranks.run_step(self._session, self.step_in_turns())
         for on_step in tuple(self.step_callbacks):
             on_step()
@@ -157,6 +162,45 @@ class CompressedOptimizer(OptimizerHooks):
         self, process_group: ProcessGroup | Communicator | None = None
     ) -> Generator[PendingCollective, None, None]:
         yield from resharding.rebind_session(self._session, process_group)
+
+    # Join: ranks that run out of data
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what torch's ``Join`` calls on a rank that has finished its data.
+
+        Args:
+            kwargs: of ``Join``. ``divide_by_initial_world_size=False`` averages over the ranks that
+                have data; by default, as in DDP, over all.
+
+        Raises ValueError inside FSDP2, whose own collectives every rank has to call.
+        """
+        session = self._session
+        if self.reduces_inside:
+            raise ValueError(
+                "Join cannot stand in for FSDP2's collectives: give all ranks equally many batches "
+                "(drop_last=True)."
+            )
+        session.divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        for on_join in join_callbacks:
+            on_join(self)
+        return JoinHook(session)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the collectives of torch's ``Join``."""
+        return self._session.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of the optimizer, for torch's ``Join``."""
+        return self.comm.group
+
+    def end_join(self) -> None:
+        """End a ``Join``: steps are again those of ranks that all have data."""
+        session = self._session
+        self._join_config, session.has_data, session.divides_by_all = None, True, True
+        for bucket in session.buckets:
+            bucket.gradient_factor = 1.0
 
     # Calls of the integrations
 

@@ -6,6 +6,7 @@ checks of its options (``check_group``). All other hooks have a default.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from .._state.buckets import Bucket
 from .._state.layouts import Dense, Layout, Sharded
 from .._state.tensors import is_compressed
+from .._wire.collectives import PendingCollective
 from .._wire.requests import RequestGenerator
 from .decision import StepDecision
 from .options import Group, Setting
@@ -49,6 +51,8 @@ class OptimizerHooks(Optimizer):
     inside: Averager | None = None  # averages in backward if reduces_inside
     # every rank updates all masters, although other state is sharded
     whole_masters = False
+    # set by torch's Join: whether it is enabled, and whether this optimizer is the first in it
+    _join_config: Any = None
     # state in host memory: "residual", "all" (masters too), or None
     offload: str | None = None
     # compress in a single process too
@@ -147,6 +151,14 @@ class OptimizerHooks(Optimizer):
             return specs
         layout = Sharded if self.sharded and not self.whole_masters else Dense
         return {**specs, "master": layout(torch.float32)}
+
+    def step_in_turns(self) -> Generator[PendingCollective, None, None]:
+        """Return the step as a generator, which yields each collective that it waits for."""
+        raise NotImplementedError
+
+    def end_join(self) -> None:
+        """Called on all ranks when the last one has finished its data."""
+        raise NotImplementedError
 
     def _saved(self) -> dict[str, Any]:
         """Return the state dict, without warning of state that is missing."""

@@ -117,7 +117,7 @@ def _report_equal_gradients(session: Session, comm: Communicator) -> None:
 def warn_if_without_gradients(session: Session, decision: StepDecision) -> None:
     """Warn once on a rank without gradients in a step in which other ranks had some."""
     reads_grad = session.optimizer.inside is None and not session.has_pseudo_gradients
-    if session.comm.size == 1 or not reads_grad:
+    if session.comm.size == 1 or not reads_grad or not session.has_data:
         return
     if any(p.grad is not None for bucket in session.buckets for p in bucket.params):
         return
@@ -216,7 +216,7 @@ def _checksum_masks(session: Session) -> int:
 
 def raise_mismatch(session: Session, comm: Communicator) -> Turns[NoReturn]:
     """Gather the descriptions, and raise a ValueError that names the first difference."""
-    gathered = yield from _gather_json(describe_optimizer(session), session.device, comm)
+    gathered = yield from gather_json(describe_optimizer(session), session.device, comm)
     descriptions = [[Fact(*fact) for fact in facts] for facts in gathered]
     for rank, facts in enumerate(descriptions):
         if message := _explain_difference(descriptions[0], facts, rank):
@@ -260,7 +260,7 @@ def raise_failure(session: Session, comm: Communicator, failure: str) -> Turns[N
     ``failure``: the error of this rank; empty if it had none. It is text, because the frames of an
     exception and this one would refer to each other.
     """
-    failures = yield from _gather_json(failure, session.device, comm)
+    failures = yield from gather_json(failure, session.device, comm)
     failed = [f"rank {rank} ({text})" for rank, text in enumerate(failures) if text]
     raise CommunicationError(
         f"the gradients of {', '.join(failed) or 'another shard'} could not be sent, and nothing "
@@ -276,7 +276,7 @@ def gather_rows(tensor: Tensor, comm: Communicator) -> Turns[Tensor]:
     return (yield from ask(comm, AllGather(tensor)))
 
 
-def _gather_json(value: object, device: torch.device, comm: Communicator) -> Turns[list[Any]]:
+def gather_json(value: object, device: torch.device, comm: Communicator) -> Turns[list[Any]]:
     """Gather ``value`` of every rank."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = torch.tensor([text.numel()], dtype=torch.int64, device=device)

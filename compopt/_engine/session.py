@@ -129,6 +129,8 @@ class Session:
         self.overlap = BackwardOverlap(self.post_commit)
         self.has_local_gradients = False  # DDP did not average those of the coming step
         self.has_grad_scaler = False  # a GradScaler drives the steps
+        self.has_data = True  # False in a Join once this rank has finished its data
+        self.divides_by_all = True  # in a Join: the mean is over all ranks, not those with data
         # gradients are those of local steps, which may be equal on all ranks
         self.has_pseudo_gradients = False
 
@@ -178,6 +180,12 @@ class Session:
         """True if there are no other ranks, so that steps are the base optimizer's."""
         has_one_rank = self.connection is not None and self.connection.size == 1
         return has_one_rank and not self.optimizer.simulate
+
+    @property
+    def is_joining(self) -> bool:
+        """True within a ``Join`` of torch, where ranks may run out of data."""
+        config = self.optimizer._join_config
+        return config is not None and bool(config.enable)
 
     @property
     def settings(self) -> list[Setting]:

@@ -29,6 +29,7 @@ from .._wire.payload import FieldValues, encode_bits
 from .._wire.requests import CommunicationError
 from .decision import StepDecision, combine_decisions, error_of_misplaced, read_decision
 from .exchange import Exchange, ExchangeSchedule
+from .join import follow_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .options import Group
 from .overlap import run_batched_requests
@@ -49,6 +50,8 @@ def step_in_turns(session: Session) -> Turns[None]:
     """Take a step, as a generator that yields each collective it is about to wait for."""
     check_can_step(session)
     comm = session.connect_ranks()  # first: state may have to be resharded
+    if session.is_joining and comm.size > 1:
+        yield from follow_ranks_with_data(session, comm)
     step = Step(session, comm, session.steps + 1)
     try:
         decision = yield from step.exchange()
@@ -404,6 +407,8 @@ def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
     ``params``: those whose gradients backward has just finished.
     """
     if session.sync is not Sync.VERIFIED or session.has_grad_scaler or session.comm.size == 1:
+        return
+    if session.is_joining:  # a rank without data has no backward
         return
     overlap = session.overlap
     if overlap.is_idle and (

@@ -75,6 +75,7 @@ class Anchors:
         self.count, self._on_host = count, on_host
         self.tensors: list[Anchored] = []
         self._rates: list[tuple[float, float]] = []  # of the outer optimizer's groups
+        self.outer_share = 1.0  # of these rates, in the last exchange
         for fragment in sorted(set(fragments) - {-1}):
             members = [p for p, n in zip(params, fragments, strict=True) if n == fragment]
             anchors = self._anchor(members, fragment)
@@ -113,6 +114,7 @@ class Anchors:
         """Set rate and momentum of an outer optimizer around SGD, from those that average
         parameters (0) to its own (1).
         """
+        self.outer_share = share
         for group, (lr, momentum) in zip(self.outer.param_groups, self._rates, strict=False):
             # without momentum SGD would not renew v
             least = torch.finfo(torch.float64).tiny if momentum else 0.0
@@ -182,37 +184,6 @@ class Anchors:
         for t in self.sent(fragments):
             t.has_moved = True
         self.clear_gradients()
-
-    # Checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return lists with an entry for every anchor, and the outer optimizer's state."""
-        return {
-            "anchors": [t.anchor.detach() for t in self.tensors],
-            "pseudo_gradients": [t.anchor.grad for t in self.tensors],
-            "moved": [t.has_moved for t in self.tensors],
-            "sent": [t.anchor.requires_grad for t in self.tensors],
-            "optimizer": self.outer._saved(),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned. Raises ValueError where it is of other tensors."""
-        names = "anchors", "pseudo_gradients", "moved", "sent"
-        for t, anchor, d, moved, sent in zip(self.tensors, *(saved[n] for n in names), strict=True):
-            for value in (anchor, anchor if d is None else d):
-                if value.shape != t.param.shape:
-                    raise ValueError(
-                        f"an anchor has shape {tuple(value.shape)}, its parameter "
-                        f"{tuple(t.param.shape)}"
-                    )
-            t.anchor.copy_(anchor)
-            t.anchor.grad = (
-                None if d is None else distribute_like(t.anchor.detach(), to_local(d).clone())
-            )
-            t.has_moved = bool(moved)
-            t.anchor.requires_grad_(bool(sent))
-        self.outer.load_state_dict(saved["optimizer"])
 
 
 def copy_wide(p: Tensor, on_host: bool) -> Tensor:

@@ -79,7 +79,6 @@ class Exchange:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "fragments": sorted(self.fragments),
             "apply_at": self.apply_at,
             "mix": self.mix,
             "squared": float(self.squared),

@@ -72,6 +72,8 @@ class Bucket:
         self.copies = 1
         # True while this rank takes part in an exchange without its gradients.
         self.withholds_gradients = False
+        # Of this rank's gradients, where the mean is over some ranks only.
+        self.gradient_factor = 1.0
 
         # Storage of state: ``flat[name]``, and ``state[name]``, a view for each tensor. A tensor
         # without such state has None, which the type omits: some kinds exist for compressed
@@ -123,9 +125,11 @@ class Bucket:
         if self.withholds_gradients:
             return [None] * len(self.params)
         grads = [p.grad for p in self.params]
-        if not self.is_dtensor:
-            return grads
-        return [None if g is None else to_local(g) for g in grads]
+        if self.is_dtensor:
+            grads = [None if g is None else to_local(g) for g in grads]
+        if self.gradient_factor != 1:
+            return [None if g is None else g * self.gradient_factor for g in grads]
+        return grads
 
     # State
 

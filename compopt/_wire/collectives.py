@@ -437,6 +437,11 @@ def bitwise_or_rows(rows: Tensor) -> Tensor:
     return rows[0]
 
 
+def notify_join(joinable: object) -> None:
+    """Tell the ranks that have finished their data, in a ``Join`` of torch, that a step follows."""
+    dist.algorithms.join.Join.notify_join_context(joinable)  # type: ignore[arg-type]
+
+
 # Processes
 
 

@@ -11,7 +11,9 @@ still be alive on some ranks only. Optimizers over different parameters share a 
 from __future__ import annotations
 
 import functools
+import gc
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -178,7 +181,7 @@ class Handover:
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
-            _refuse_join(self.ddp)
+            _check_join(self.ddp, self.iterate_optimizers())
             required_grad = [p.requires_grad for p in self.ddp.parameters()]
             if required_grad != self._required_grad:
                 self._check_all_owned()
@@ -243,7 +246,8 @@ def _return_bucket(
     if handover is None or not optimizers:
         group = _get_default_group() if handover is None else handover.ddp.process_group
         return allreduce_hook(group, bucket)
-    if not handover.is_by_parameter:
+    is_in_backward = torch._C._current_graph_task_id() >= 0  # not on a rank without data
+    if is_in_backward and not handover.is_by_parameter:
         handover.on_gradients_ready(bucket.parameters())
     for optimizer in optimizers:
         optimizer._session.has_local_gradients = True
@@ -260,7 +264,7 @@ def _call_if_alive(ref: weakref.ref[Handover], method: Callable[[Handover], None
 
 def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
     """Raise if ``optimizer`` cannot average the gradients of ``ddp``."""
-    _refuse_join(ddp)
+    _check_join(ddp, [optimizer])
     if any(isinstance(m, DDP) for m in ddp.module.modules()):
         raise RuntimeError(
             "a DistributedDataParallel wraps another one, and both collect the same gradients: "
@@ -278,13 +282,44 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
         )
 
 
-def _refuse_join(ddp: DDP) -> None:
-    if ddp._join_config.enable:
-        raise RuntimeError(
-            "DistributedDataParallel.join() lets ranks end at different steps, but a compopt "
-            "optimizer exchanges in step(), which a rank that has ended no longer calls: remove "
-            "join() and give all ranks equally many batches (drop_last=True)."
-        )
+# Join: ranks that run out of data
+
+
+def _check_join(ddp: DDP, optimizers: Iterable[CompressedOptimizer]) -> None:
+    """Raise RuntimeError if a DDP is in a ``Join`` that lacks its optimizers, or has them first."""
+    if not ddp._join_config.enable:
+        return
+    advice = "write `with Join([ddp_model, optimizer]):` (torch.distributed.algorithms.join)."
+    for optimizer in optimizers:
+        config = optimizer._join_config
+        if config is None:
+            raise RuntimeError(
+                "DistributedDataParallel.join() lets ranks end at different steps, but a compopt "
+                "optimizer exchanges in step(), which a rank that has ended no longer calls: "
+                f"{advice}"
+            )
+        if config.is_first_joinable:
+            raise RuntimeError(
+                f"DistributedDataParallel has to come before its optimizer in Join: {advice}"
+            )
+
+
+def _on_join(optimizer: CompressedOptimizer) -> None:
+    """Take over the DDPs of an optimizer also on a rank that will never run a forward, and arrange
+    for its join to end before DDP copies the parameters of one rank to all.
+    """
+    models = [thing for thing in gc.get_objects() if issubclass(type(thing), DDP)]
+    for ddp in hand_over_gradients(models, optimizer, time.monotonic_ns()):
+        ddp.__dict__["_sync_final_model"] = types.MethodType(_end_join, ddp)
+
+
+def _end_join(ddp: DDP, is_last_joiner: bool) -> None:
+    """End the join of the optimizers of ``ddp``, and then its own."""
+    del ddp.__dict__["_sync_final_model"]
+    for optimizer in _handovers[ddp].iterate_optimizers():
+        optimizer.end_join()
+    ddp._sync_final_model(is_last_joiner)
+    ddp._join_config = _JoinConfig.construct_disabled_join_config()
 
 
 def _on_construction(optimizer: CompressedOptimizer) -> None:
@@ -295,3 +330,5 @@ def _on_construction(optimizer: CompressedOptimizer) -> None:
 
 
 base.construction_callbacks.append(_on_construction)
+base.join_callbacks.append(_on_join)
+Joinable.register(CompressedOptimizer)

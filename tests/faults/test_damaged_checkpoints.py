@@ -22,7 +22,8 @@ def first_group(key: str, value: object) -> Damage:
 
 def entry_of(state: dict) -> dict:
     """The state of a compressed parameter; in rounds that of its anchor, in the outer optimizer."""
-    return (state["outer"]["optimizer"] if "outer" in state else state)["state"][1]
+    entry = state["state"][1]
+    return entry["outer"]["optimizer"] if entry.get("outer", {}).get("fragment", -1) >= 0 else entry
 
 
 def tensors(change: Callable[[dict, str, torch.Tensor], object]) -> Damage:

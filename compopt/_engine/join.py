@@ -1,0 +1,97 @@
+"""Ranks that run out of data at different steps, in ``torch.distributed.algorithms.join.Join``.
+
+A rank that has finished its data goes on to call the steps of the others, without gradients: it
+sends its residuals, and zeros for the rest. LocalSteps then takes empty steps, and takes part in
+exchanges. In every step that averages, ranks gather the options of their groups, because a rank
+that has finished no longer calls its scheduler.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._wire.collectives import Communicator
+from .missing_ranks import run_step
+from .options import Group, to_plain
+from .peers import gather_json
+from .session import Session
+from .turns import Turns
+
+KEEP = {"params", "param_names"}  # entries of a group that are each rank's
+
+
+class JoinHook:
+    """What a rank without data calls; of the interface of torch's ``JoinHook``."""
+
+    def __init__(self, session: Session):
+        self._session = session
+
+    @torch.no_grad()
+    def main_hook(self) -> None:
+        """Take part in a step of the ranks that have data."""
+        session, optimizer = self._session, self._session.optimizer
+        _clear_gradients(session)
+        session.has_data = False
+        run_step(session, optimizer.step_in_turns())
+        for on_step in tuple(session.step_callbacks):
+            on_step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """End the join: all ranks have finished their data."""
+        self._session.optimizer.end_join()
+
+
+def _clear_gradients(session: Session) -> None:
+    """Set gradients to zeros where this rank has a residual, which is sent so; else to None."""
+    names = session.optimizer.averaged_state
+    for p in session.parameters:
+        entry = session.optimizer.state.get(p, {})
+        p.grad = None
+        if p.requires_grad and any(bool(entry[name].any()) for name in names if name in entry):
+            p.grad = torch.zeros_like(p)
+
+
+def follow_ranks_with_data(session: Session, comm: Communicator) -> Turns[None]:
+    """Give a rank without data the options of the first rank that has some, and all ranks the
+    factor by which gradients are multiplied where the mean is over ranks with data only.
+    """
+    groups = list(_iterate_groups(session))
+    options = [{n: to_plain(v) for n, v in g.items() if n not in KEEP} for g in groups]
+    options = [{n: v for n, v in g.items() if _is_number(v)} for g in options]
+    rows = yield from gather_json([session.has_data, options], session.device, comm)
+    with_data = [theirs for has_data, theirs in rows if has_data]
+    if not session.has_data and with_data:
+        for group, theirs in zip(groups, with_data[0], strict=True):
+            _adopt_options(group, theirs)
+    factor = 1.0 if session.divides_by_all else comm.size / max(1, len(with_data))
+    for bucket in session.buckets:
+        bucket.gradient_factor = factor
+
+
+def _iterate_groups(session: Session) -> Iterator[Group]:
+    """Yield the groups of the optimizer, and those of its own options."""
+    yield from session.optimizer.param_groups
+    if session.option_groups is not session.optimizer.param_groups:
+        yield from session.option_groups
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_number, value))
+    return isinstance(value, int | float)
+
+
+def _adopt_options(group: Group, theirs: dict[str, Any]) -> None:
+    for name, value in theirs.items():
+        current = group.get(name)
+        if json.loads(json.dumps(to_plain(current))) == value:
+            continue
+        if isinstance(current, Tensor):
+            current.fill_(value)
+        else:
+            group[name] = tuple(value) if isinstance(value, list) else value

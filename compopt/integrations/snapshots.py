@@ -1,0 +1,378 @@
+"""Snapshots of a run, from which it goes on with any number of ranks.
+
+Every replica of the model writes a snapshot of its own, whole, into a folder that other replicas
+need not see: nothing crosses the network. In most runs a replica is one rank; where parameters are
+sharded, the ranks that hold its shards write together.
+
+What ranks have in common is in each snapshot. A rank's own part is its residual and, in
+LocalSteps, the moments of the inner optimizer and what the rank has moved in the running round. If
+the same ranks resume, each has its own part back, to the bit. If others do, they receive what ranks
+have in common, and the rest becomes its mean over the snapshots that are left::
+
+    folder/step-00000120/replica-1-of-3/.metadata      # written last: the snapshot is complete
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._engine.base import CompressedOptimizer
+from .._engine.peers import gather_json
+from .._engine.turns import ask
+from .._state.tensors import to_local
+from .._wire.requests import Broadcast
+
+State = dict[str, Any]
+Path_ = tuple[str, ...]  # the keys of a value in nested dicts
+Result = TypeVar("Result")
+
+PATTERN = re.compile(r"step-(\d+)/replica-(\d+)-of-(\d+)$")
+
+
+class Stateful(Protocol):
+    """An object with a state to save: a scheduler, a sampler."""
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state_dict: Any) -> object: ...
+
+
+class Snapshot(NamedTuple):
+    """A complete snapshot: the step after which it was taken, its replica, and how many there
+    were.
+    """
+
+    step: int
+    replica: int
+    replicas: int
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step:08}/replica-{self.replica}-of-{self.replicas}"
+
+
+class Snapshots:
+    """Snapshots of a model and its optimizer::
+
+        snapshots = Snapshots("snapshots", model, optimizer, scheduler=scheduler)
+        for step in range(snapshots.resume(), steps):
+            ...
+            if optimizer.stats.steps_into_round == 0:
+                snapshots.save()
+        snapshots.close()
+
+    Args:
+        folder: of this machine, or one that all see. It may have been moved.
+        model: the model, also within DistributedDataParallel or FSDP2.
+        optimizer: one of this package over its parameters.
+        keep: the number of snapshots that are kept.
+        stateful: further objects with ``state_dict`` and ``load_state_dict``, such as a scheduler
+            and the position in the data. Their states are the same on all ranks.
+
+    Raises:
+        ValueError: FSDP2 shards the parameters over the optimizer's own ranks; keep is below 1.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        optimizer: CompressedOptimizer,
+        *,
+        keep: int = 2,
+        **stateful: Stateful,
+    ):
+        if keep < 1:
+            raise ValueError(f"keep must be an integer >= 1, got {keep!r}.")
+        if optimizer.reduces_inside:
+            raise ValueError(
+                "Snapshots are of whole replicas, and FSDP2 shards parameters over the optimizer's "
+                "ranks: save with torch.distributed.checkpoint."
+            )
+        self.folder, self._keep = Path(folder), keep
+        self._model, self._optimizer, self._stateful = model, optimizer, stateful
+        self._group: dist.ProcessGroup | None = None
+        self._pending: Future[Any] | None = None
+
+    # Saving
+
+    def save(self) -> None:
+        """Write a snapshot in the background. All ranks call this after the same step.
+
+        It waits until the one before is written, and then for a copy of all state in host memory.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        self.wait()
+        if self._optimizer.sharded:
+            self._optimizer.consolidate_state()
+        comm = self._optimizer.comm
+        snapshot = Snapshot(self._optimizer._session.steps, comm.rank, comm.size)
+        path, group = self.folder / snapshot.name, self._get_group()
+        if group is None or dist.get_rank(group) == 0:
+            self._remove_old(snapshot)
+        if group is not None:
+            dist.barrier(group)
+        with _without_warning(self._optimizer):
+            state = self._read_state()
+        written = dcp.async_save(state, checkpoint_id=path, process_group=group)
+        self._pending = getattr(written, "upload_completion", written)
+
+    def wait(self) -> None:
+        """Wait until the last snapshot is written; raise the error if that failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    close = wait
+
+    def _read_state(self) -> State:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        weights, optimizer_state = get_state_dict(self._model, self._optimizer)
+        others = {name: thing.state_dict() for name, thing in self._stateful.items()}
+        return {"model": weights, "optimizer": optimizer_state, "stateful": others}
+
+    def _get_group(self) -> dist.ProcessGroup | None:
+        """Return the ranks that write a replica's snapshot together."""
+        if self._group is None and dist.is_initialized():
+            replicas: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(replicas, self._optimizer.comm.rank)
+            mine = [rank for rank, n in enumerate(replicas) if n == self._optimizer.comm.rank]
+            self._group = dist.new_group(mine, backend="gloo", use_local_synchronization=True)
+        return self._group
+
+    def _remove_old(self, new: Snapshot) -> None:
+        """Remove what is in the place of the new snapshot, and all steps but the last complete."""
+        shutil.rmtree(self.folder / new.name, ignore_errors=True)
+        steps = sorted({snapshot.step for snapshot in self.find()} - {new.step})
+        kept = {new.step, *steps[len(steps) - self._keep + 1 :]}
+        for path in self.folder.glob("step-*"):
+            if int(path.name.removeprefix("step-")) not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+    # Resuming
+
+    def find(self) -> list[Snapshot]:
+        """Return the complete snapshots in the folder, in order."""
+        found = []
+        for path in self.folder.glob("step-*/replica-*/.metadata"):
+            if match := PATTERN.search(path.parent.as_posix()):
+                found.append(Snapshot(*map(int, match.groups())))
+        return sorted(found)
+
+    def resume(self) -> int:
+        """Load the newest snapshot that any rank has, and return its step; 0 if there is none. All
+        ranks must call this.
+        """
+        optimizer = self._optimizer
+        comm, device = optimizer.comm, optimizer._session.device
+        self._get_group()  # on all ranks, those without a snapshot too
+        visible = _run(gather_json(self.find(), device, comm))
+        dealt = deal_snapshots([[Snapshot(*one) for one in found] for found in visible])
+        if not any(dealt):
+            return 0
+        mine = dealt[comm.rank]
+        others = {(s.replica, s.replicas) for snapshots in dealt for s in snapshots}
+        is_unchanged = others == {(rank, comm.size) for rank in range(comm.size)}
+        with _without_warning(optimizer):
+            if is_unchanged and len(mine) == 1:
+                state = self._read(mine[0])
+            else:
+                state = self._join_parts(dealt)
+            self._write_state(state)
+        if not is_unchanged:
+            optimizer.consolidate_state()
+        return optimizer._session.steps
+
+    def _read(self, snapshot: Snapshot) -> State:
+        import torch.distributed.checkpoint as dcp
+
+        state = self._read_state()
+        dcp.load(state, checkpoint_id=self.folder / snapshot.name, process_group=self._get_group())
+        return state
+
+    def _join_parts(self, dealt: list[list[Snapshot]]) -> State:
+        """Return what ranks have in common, with this rank's share of their own parts: its mean
+        over ranks is the mean over snapshots.
+        """
+        comm = self._optimizer.comm
+        source = next(rank for rank, snapshots in enumerate(dealt) if snapshots)
+        own, parts, state = OwnParts(self._optimizer), [], self._read_state()
+        for snapshot in dealt[comm.rank]:
+            state = self._read(snapshot)  # in the memory of the one before
+            parts.append(own.list_parts(state))
+        if not all(dealt):
+            self._share(state, source)
+        own.scale(state, parts, comm.size / sum(map(len, dealt)))
+        for group in state["optimizer"]["param_groups"]:
+            if "residuals" in group:
+                group["residuals"] = "mean"
+        return state
+
+    def _share(self, state: State, source: int) -> None:
+        """Copy what ranks have in common from rank ``source`` to those without a snapshot."""
+        optimizer = self._optimizer
+        comm, device = optimizer.comm, optimizer._session.device
+        own = OwnParts(optimizer)
+        leaves = list(iterate_leaves(state))
+        shared = [
+            to_local(value)
+            for path, value in leaves
+            if isinstance(value, Tensor) and not own.is_own(path, value)
+        ]
+        for tensor in shared:
+            copied = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+            message = copied.to(device).contiguous()
+            copied.copy_(_run(ask(comm, Broadcast(message, source))))
+        plain = {path: value for path, value in leaves if not isinstance(value, Tensor)}
+        raw = _to_bytes(plain)
+        size = torch.tensor([raw.numel()], device=device)
+        size = _run(ask(comm, Broadcast(size, source)))
+        message = (
+            raw.to(device)
+            if comm.rank == source
+            else torch.empty(int(size), dtype=torch.uint8, device=device)
+        )
+        received = _run(ask(comm, Broadcast(message, source)))
+        for path, value in _from_bytes(received.cpu()).items():
+            _set_leaf(state, path, value)
+
+    def _write_state(self, state: State) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(
+            self._model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        for name, thing in self._stateful.items():
+            thing.load_state_dict(state["stateful"][name])
+
+
+def deal_snapshots(visible: list[list[Snapshot]]) -> list[list[Snapshot]]:
+    """Return which snapshots of the newest step each rank loads, of those that it sees: each is
+    loaded once, by the rank of its number if that sees it, else by one that has fewest.
+    """
+    newest = max((s.step for found in visible for s in found), default=0)
+    dealt: list[list[Snapshot]] = [[] for _ in visible]
+    snapshots = sorted({s for found in visible for s in found if s.step == newest})
+    for snapshot in snapshots:
+        seen_by = [rank for rank, found in enumerate(visible) if snapshot in found]
+        rank = min(seen_by, key=lambda rank: (len(dealt[rank]), rank != snapshot.replica, rank))
+        dealt[rank].append(snapshot)
+    return dealt
+
+
+class OwnParts:
+    """The parts of a state that each rank has for itself: those of which only the mean counts."""
+
+    def __init__(self, optimizer: CompressedOptimizer):
+        self._names = {*optimizer.averaged_state, "residual", "pseudo_gradient"}
+        self._has_own_moments = hasattr(optimizer, "end_round")
+
+    def is_own(self, path: Path_, value: Tensor) -> bool:
+        """Return True if the value at ``path`` is a rank's own."""
+        if path[:2] != ("optimizer", "state"):
+            return False
+        is_moment = self._has_own_moments and path[3:4] == ("base",)
+        return path[-1] in self._names or (
+            is_moment and value.is_floating_point() and value.dim() > 0
+        )
+
+    def list_parts(self, state: State) -> dict[Path_, Tensor]:
+        """Return copies of a rank's own parts, among them what its parameters have moved from
+        their anchors.
+        """
+        parts = {
+            path: to_local(value).clone()
+            for path, value in iterate_leaves(state)
+            if isinstance(value, Tensor) and self.is_own(path, value)
+        }
+        for name, anchor in _iterate_anchors(state):
+            parts["moved", name] = to_local(state["model"][name]) - anchor
+        return parts
+
+    def scale(self, state: State, parts: list[dict[Path_, Tensor]], factor: float) -> None:
+        """Set the own parts of ``state`` to the sum of ``parts`` times ``factor``."""
+        for path, value in iterate_leaves(state):
+            if isinstance(value, Tensor) and self.is_own(path, value):
+                local = to_local(value).zero_()
+                for part in parts:
+                    local.add_(part[path], alpha=factor)
+        for name, anchor in _iterate_anchors(state):
+            moved = sum((part["moved", name] * factor for part in parts), torch.zeros_like(anchor))
+            to_local(state["model"][name]).copy_(anchor + moved)
+
+
+def _iterate_anchors(state: State) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name of every parameter that has an anchor, and this rank's part of it."""
+    for name, entry in state["optimizer"]["state"].items():
+        outer = entry.get("outer") or {}
+        if int(outer.get("fragment", -1)) >= 0:
+            yield name, to_local(outer["anchor"])
+
+
+# Nested states
+
+
+def iterate_leaves(state: State, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+    """Yield the path and the value of everything in nested dicts that is no dict."""
+    items = enumerate(state) if isinstance(state, list) else state.items()
+    for key, value in items:
+        if isinstance(value, dict) or (isinstance(value, list) and path[-1:] == ("optimizer",)):
+            yield from iterate_leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _set_leaf(state: Any, path: Path_, value: Any) -> None:
+    for key in path[:-1]:
+        state = state[key]
+    state[path[-1]] = value
+
+
+def _to_bytes(value: object) -> Tensor:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def _from_bytes(raw: Tensor) -> Any:
+    """Return the value; it runs no code, whatever another rank has sent."""
+    return torch.load(io.BytesIO(bytes(raw.tolist())), weights_only=True)
+
+
+def _run(turns: Generator[Any, None, Result]) -> Result:
+    """Run a generator of collectives to its end, and return its result."""
+    while True:
+        try:
+            next(turns)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+
+
+@contextmanager
+def _without_warning(optimizer: CompressedOptimizer) -> Iterator[None]:
+    """Say nothing of state that other ranks have: they save it themselves."""
+    warned = optimizer._session.warned
+    is_new = "saving" not in warned
+    warned.add("saving")
+    try:
+        yield
+    finally:
+        if is_new:
+            warned.discard("saving")

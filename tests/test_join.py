@@ -1,0 +1,202 @@
+"""Uneven data: torch's Join with DDP and an optimizer of every class, and a mean that loses nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from conformance import Small
+from ranks import run_ranks
+from table import CASES, FORMS, by_name
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import compopt
+
+BATCHES = {2: (5, 3), 3: (5, 3, 0)}
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def loss_of(model, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - x.flip(1)).square().mean()
+
+
+def are_equal(params) -> bool:
+    """Whether all ranks hold the same."""
+    mine = torch.cat([p.detach().double().view(-1) for p in params])
+    other = mine.clone()
+    dist.broadcast(other, 0)
+    same = torch.tensor(float(torch.equal(mine, other)))
+    dist.all_reduce(same, dist.ReduceOp.MIN)
+    return bool(same)
+
+
+def every_class(rank: int, batches: tuple[int, ...]) -> dict[str, tuple[bool, bool, int]]:
+    """Replicas equal after a Join, and after some more steps without one; and how many steps were taken."""
+    found = {}
+    for case in [*CASES, *FORMS]:
+        torch.manual_seed(0)
+        ddp = DDP(Small(), find_unused_parameters=True)
+        optimizer = case.make(ddp.parameters())
+        with Join([ddp, optimizer]):
+            for step in range(batches[rank]):
+                optimizer.zero_grad()
+                loss_of(ddp, batch(rank, step)).backward()
+                optimizer.step()
+        after, steps = are_equal(ddp.parameters()), optimizer._option_groups[0]["step"]
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(ddp, batch(rank, 10 + step)).backward()
+            optimizer.step()
+        if isinstance(optimizer, compopt.LocalSteps):
+            optimizer.end_round()
+        found[case.name] = after, are_equal(ddp.parameters()), steps
+        del optimizer, ddp
+    return found
+
+
+@pytest.mark.parametrize("ranks", BATCHES)
+def test_every_class_ends_with_equal_replicas_however_much_data_ranks_have(ranks):
+    for found in run_ranks(every_class, ranks, BATCHES[ranks]):
+        assert found == {case.name: (True, True, 5) for case in [*CASES, *FORMS]}
+
+
+class Linear(nn.Module):
+    """Its loss is linear: the gradient is what it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.p = nn.Parameter(torch.randn(64, 96, dtype=torch.float64))
+
+    def forward(self, g: torch.Tensor) -> torch.Tensor:
+        return (self.p * g).sum()
+
+
+def make(name: str, params, **options):
+    sgd = torch.optim.SGD(params, lr=1.0)
+    if name == "LocalSteps":
+        rounds = {"every": 2, "every_warmup_steps": 0, "outer_lr": 1, "outer_momentum": 0, **options}
+        return compopt.LocalSteps(sgd, payload_dtype="int4", **rounds)
+    if name == "Separate":
+        return compopt.Separate(sgd, rank=4, warmup_steps=0, **options)
+    return compopt.Average(sgd, payload_dtype="int4", **options)
+
+
+FORMS_OF = [("Average", {}), ("Separate", {}), ("LocalSteps", {}), ("LocalSteps", {"fragments": 2, "delay": 1})]
+
+
+def books(rank: int, batches: tuple[int, ...], with_ddp: bool, divide: bool) -> list[float]:
+    """How far what all ranks moved, and what they hold back, is from their gradients: relative."""
+    found = []
+    for name, options in FORMS_OF:
+        if name == "LocalSteps" and not divide:
+            continue
+        linear = Linear()
+        p, model = linear.p, DDP(linear) if with_ddp else linear
+        start = p.detach().clone()
+        optimizer = make(name, model.parameters(), **options)
+        total, active = torch.zeros_like(p), 0
+        with Join([model, optimizer] if with_ddp else [optimizer], divide_by_initial_world_size=divide):
+            for step in range(batches[rank]):
+                optimizer.zero_grad()
+                g = torch.randn(64, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(99 * step + rank))
+                active = len(batches) if divide else sum(n > step for n in batches)
+                total += g / active
+                model(g).backward()
+                optimizer.step()
+        entry = optimizer.state_dict()["state"][0]
+        residual = entry["outer"]["optimizer"]["residual"] if name == "LocalSteps" else entry["residual"]
+        owed = residual.double() / len(batches)
+        for tensor in (total, owed):
+            dist.all_reduce(tensor)
+        error = (start - p.detach() + owed - total).norm() / total.norm()
+        found.append(float(error))
+        del model, optimizer, linear, p
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*is incomplete")
+@pytest.mark.parametrize(("with_ddp", "divide"), [(True, True), (False, True), (True, False)])
+def test_nothing_that_a_rank_computed_is_lost(with_ddp, divide):
+    """The gradients of all ranks have moved the parameters, but for the residuals."""
+    for errors in run_ranks(books, 3, BATCHES[3], with_ddp, divide):
+        assert len(errors) == (4 if divide else 2) and max(errors) < 1e-12
+
+
+def schedules(rank: int, batches: tuple[int, ...]) -> list[tuple[bool, float]]:
+    """With a scheduler that only ranks with data step; equal replicas, and the learning rate at the end."""
+    found = []
+    for name in ("RadiusAdamW", "LocalSteps"):
+        torch.manual_seed(0)
+        ddp = DDP(Small(), find_unused_parameters=True)
+        if name == "LocalSteps":
+            adamw = torch.optim.AdamW(ddp.parameters(), lr=torch.tensor(0.01))
+            optimizer = compopt.LocalSteps(adamw, 2, every_warmup_steps=0)
+        else:
+            optimizer = by_name[name].make(ddp.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        first = float(scheduler.base_lrs[0])
+        with Join([ddp, optimizer]):
+            for step in range(batches[rank]):
+                optimizer.zero_grad()
+                loss_of(ddp, batch(rank, step)).backward()
+                optimizer.step()
+                scheduler.step()
+        found.append((are_equal(ddp.parameters()), float(optimizer.param_groups[0]["lr"]) / first))
+    return found
+
+
+def test_a_rank_without_data_follows_the_schedule_of_the_others():
+    for found in run_ranks(schedules, 2, BATCHES[2]):
+        for same, share in found:
+            assert same and share < 1 / 4
+
+
+def refusals(rank: int) -> dict[str, str]:
+    found = {}
+
+    def said(function) -> str:
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            function()
+        return str(raised.value)
+
+    def one_step(*joinables_of) -> None:
+        torch.manual_seed(0)
+        ddp = DDP(Small(), find_unused_parameters=True)
+        optimizer = compopt.SeparateAdam(ddp.parameters())
+        with Join([{"ddp": ddp, "optimizer": optimizer}[name] for name in joinables_of]):
+            loss_of(ddp, batch(rank, 0)).backward()
+
+    found["alone"] = said(lambda: one_step("ddp"))
+    found["order"] = said(lambda: one_step("optimizer", "ddp"))
+    rounds = make("LocalSteps", [nn.Parameter(torch.ones(4))])
+    found["rounds"] = said(lambda: Join([rounds], divide_by_initial_world_size=False))
+    found["early"] = said(lambda: ends_early(rank))
+    return found
+
+
+def ends_early(rank: int) -> None:
+    p = nn.Parameter(torch.ones(64, 96))
+    optimizer = make("Average", [p])
+    with Join([optimizer], throw_on_early_termination=True):
+        for _ in range(2 + rank):
+            p.grad = torch.full_like(p, 1.0 + rank)
+            optimizer.step()
+
+
+def test_what_does_not_work_is_refused_with_the_line_to_write():
+    for rank, found in enumerate(run_ranks(refusals, 2)):
+        assert "write `with Join([ddp_model, optimizer]):`" in found["alone"]
+        assert "has to come before its optimizer" in found["order"]
+        assert "divide_by_initial_world_size=True" in found["rounds"]
+        assert ("exhausted all inputs" if rank == 0 else "Detected at least one rank") in found["early"]
+
+
+def test_every_optimizer_is_joinable():
+    p = nn.Parameter(torch.ones(4))
+    assert all(isinstance(make(name, [p]), Joinable) for name in ("Average", "Separate", "LocalSteps"))

@@ -1,0 +1,186 @@
+"""Snapshots: the newest that any rank has, on any number of ranks, in folders apart or in one."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conformance import Small
+from ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import compopt
+from compopt.integrations.snapshots import Snapshot, Snapshots, deal_snapshots
+
+OPTIONS = [dict(), dict(fragments=2, delay=2)]
+
+
+class Position:
+    """Of the data: how many samples were taken."""
+
+    def __init__(self):
+        self.samples = 0
+
+    def state_dict(self) -> dict:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.samples = state_dict["samples"]
+
+
+class Run:
+    def __init__(self, folder: Path, kind: str, **options):
+        torch.manual_seed(0)
+        self.model = DDP(Small(), find_unused_parameters=True)
+        if kind == "rounds":
+            options = {"every": 4, "every_warmup_steps": 0, "payload_dtype": "int4", **options}
+            adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+            self.optimizer = compopt.LocalSteps(adamw, **options)
+        else:
+            self.optimizer = compopt.RadiusAdamW(self.model.parameters(), lr=1e-2, density=0.3, warmup_steps=1)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.position = Position()
+        stateful = dict(scheduler=self.scheduler, data=self.position)
+        self.snapshots = Snapshots(folder, self.model, self.optimizer, **stateful)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(100 * self.position.samples + dist.get_rank())
+            x = torch.randn(16, 64, generator=generator)
+            (self.model(x) - x.flip(1)).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.position.samples += 16 * dist.get_world_size()
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The parameters, and all tensors of the optimizer's state by their names."""
+        found = {name: p.detach().clone() for name, p in self.model.module.named_parameters()}
+
+        def add(prefix: str, entry: dict) -> None:
+            for name, value in entry.items():
+                if isinstance(value, dict):
+                    add(f"{prefix}.{name}", value)
+                else:
+                    found[f"{prefix}.{name}"] = value.clone()
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for place, entry in self.optimizer.state_dict()["state"].items():
+                add(str(place), entry)
+        return found
+
+
+def begins(rank: int, folder: str, kind: str, options: dict, is_shared: bool) -> dict[str, torch.Tensor]:
+    """Six steps, a snapshot, and more: what the snapshot must have."""
+    run = Run(Path(folder) / ("all" if is_shared else f"node {rank}"), kind, **options)
+    assert run.snapshots.resume() == 0
+    for _ in range(3):
+        run.train(2)
+        run.snapshots.save()
+        saved = run.parts()
+    run.train(1)  # while it is written
+    run.snapshots.close()
+    assert len({s.step for s in run.snapshots.find()}) == 2, "as many as are kept"
+    run.train(1)
+    return {**saved, **{f"then {name}": value for name, value in run.parts().items()}}
+
+
+def resumes(rank: int, folder: str, kind: str, options: dict, is_shared: bool) -> dict[str, torch.Tensor]:
+    """What is there after resuming, and two steps later."""
+    run = Run(Path(folder) / ("all" if is_shared else f"node {rank}"), kind, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run.snapshots.resume() == 6
+    loaded = run.parts()
+    assert run.scheduler.last_epoch == 6 and run.position.samples > 0
+    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 7)
+    run.train(2)
+    found = {**loaded, **{f"then {name}": value for name, value in run.parts().items()}}
+    if isinstance(run.optimizer, compopt.LocalSteps):
+        run.optimizer.end_round()
+    run.snapshots.save()
+    run.snapshots.close()
+    mine = torch.cat([p.detach().view(-1) for p in run.model.parameters()])
+    other = mine.clone()
+    dist.broadcast(other, 0)
+    assert torch.equal(mine, other)
+    return found
+
+
+KINDS = [("rounds", OPTIONS[0]), ("rounds", OPTIONS[1]), ("Radius", {})]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_the_same_ranks_go_on_to_the_bit(kind, options, tmp_path):
+    before = run_ranks(begins, 2, str(tmp_path), kind, options, False)
+    after = run_ranks(resumes, 2, str(tmp_path), kind, options, False)
+    for was, now in zip(before, after, strict=True):
+        assert was.keys() == now.keys()
+        assert [name for name in was if not torch.equal(was[name], now[name])] == []
+
+
+def is_own(name: str) -> bool:
+    return any(part in name for part in ("residual", ".base.exp_avg")) and "outer.optimizer.base" not in name
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS[::2])
+@pytest.mark.parametrize(("ranks", "is_shared"), [(3, False), (3, True), (1, True)])
+def test_other_ranks_go_on_from_the_mean(kind, options, ranks, is_shared, tmp_path):
+    """What ranks had in common is the same on all, and what each had for itself is the mean of that."""
+    before = run_ranks(begins, 2, str(tmp_path), kind, options, is_shared)
+    after = run_ranks(resumes, ranks, str(tmp_path), kind, options, is_shared)
+    for now in after:
+        for name, value in now.items():
+            if name.startswith("then "):
+                continue
+            was = [one[name] for one in before]
+            if value.is_floating_point() and value.dim() > 0:
+                mean = torch.stack(was).double().mean(0)
+                torch.testing.assert_close(value.double(), mean, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+            elif name.split(".")[-1] not in ("is_due",):
+                assert torch.equal(value, was[0]), name
+
+
+def test_a_rank_that_is_gone_takes_only_its_own_part_with_it(tmp_path):
+    before = run_ranks(begins, 2, str(tmp_path), "rounds", {}, False)
+    shutil.rmtree(tmp_path / "node 0")
+    (tmp_path / "node 1").rename(tmp_path / "node 0")
+    (now,) = run_ranks(resumes, 1, str(tmp_path), "rounds", {}, False)
+    for name in ("0.outer.anchor", "0.base.exp_avg", "0.outer.optimizer.base.momentum_buffer"):
+        torch.testing.assert_close(now[name], before[1][name])
+
+
+def test_what_is_not_complete_is_passed_over(tmp_path):
+    run_ranks(begins, 2, str(tmp_path), "rounds", {}, False)
+    torn = tmp_path / "node 0" / "step-00000008" / "replica-0-of-2"
+    torn.mkdir(parents=True)
+    (torn / "__0_0.distcp").write_bytes(b"torn")
+    run_ranks(resumes, 2, str(tmp_path), "rounds", {}, False)
+
+
+def test_each_snapshot_of_the_newest_step_is_loaded_once():
+    def of(*numbers: int, step: int = 9, size: int = 3) -> list[Snapshot]:
+        return [Snapshot(step, n, size) for n in numbers]
+
+    assert deal_snapshots([[], []]) == [[], []]
+    assert deal_snapshots([of(1), of(0), of(2)]) == [of(1), of(0), of(2)], "folders apart: ranks have other numbers"
+    everything = of(0, 1, 2)
+    assert deal_snapshots([everything] * 3) == [of(0), of(1), of(2)]
+    assert deal_snapshots([everything] * 2) == [of(0, 2), of(1)]
+    assert deal_snapshots([everything] * 4) == [of(0), of(1), of(2), []]
+    assert deal_snapshots([of(0, step=6), of(1)]) == [[], of(1)], "the newest, wherever it is"
+
+
+def test_what_cannot_be_is_refused():
+    model = torch.nn.Linear(4, 4)
+    optimizer = compopt.SeparateAdam(model.parameters())
+    with pytest.raises(ValueError, match="keep must be"):
+        Snapshots("x", model, optimizer, keep=0)
+    optimizer.reduces_inside = True
+    with pytest.raises(ValueError, match=r"save with torch\.distributed\.checkpoint"):
+        Snapshots("x", model, optimizer)
