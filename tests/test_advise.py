@@ -21,9 +21,10 @@ from compopt.costmodel import METHODS, Workload, advise
 from compopt.planning.advise_command import main
 from compopt.planning.decision import pays_below
 from compopt.planning.formatting import parse_quantity
-from compopt.planning.measurement import measure_local, profile_script
+from compopt.planning.measurement import measure_local
 from compopt.planning.prediction import BASELINE
 from compopt.planning.probe import collective_device
+from compopt.planning.scripts import profile_script
 from compopt.probe import main as measure
 
 FAST = (1e12, 1e14)  # memory and matrix products that cost nothing beside the links below

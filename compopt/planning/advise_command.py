@@ -21,19 +21,25 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from .activation_advice import advise_layers
 from .advice import WAN_LATENCY, advise
 from .decision import at_link_rate
-from .formatting import parse_quantity, parse_rate
+from .formatting import (
+    format_count,
+    format_seconds,
+    make_figure,
+    parse_quantity,
+    parse_rate,
+    save_figure,
+)
 from .hardware import DEVICES
-from .measurement import profile_script
-from .methods import METHODS, Workload
+from .methods import Workload
 from .pipeline import Layers
 from .prediction import Situation, predict_rows
 from .probe import read_layer_probe, read_probe
+from .scripts import profile_script
 
 # Options of only one of the two kinds of advice.
 GRADIENT_OPTIONS = (
@@ -202,42 +208,25 @@ def layer_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 def plot_speedups(path: str, situation: Situation) -> None:
     """Save a PNG: speed-up of every method's run over link rates from 10 Mbit/s to 100 Gbit/s."""
-    if not Path(path).resolve().parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no folder {Path(path).resolve().parent}.")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed: pip install matplotlib."
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    figure, axes = make_figure(f"--plot {path}", path)
     rates = [10 ** (exponent / 10) for exponent in range(70, 111)]
-    machine = situation.machine
     tables = [predict_rows(at_link_rate(situation, rate)) for rate in rates]
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for i, row in enumerate(tables[0]):
-        axes.plot(
-            [rate / 1e6 for rate in rates],
-            [table[i].run for table in tables],
-            "-" if METHODS[row.method].ours else "--",
-            label=row.method,
-        )
+        speedups = [table[i].run for table in tables]
+        style = "-" if row.ours else "--"
+        axes.plot([rate / 1e6 for rate in rates], speedups, style, label=row.method)
+    machine = situation.machine
     axes.axvline(8 * machine.link_bytes_per_s / 1e6, color="grey", linestyle=":", label="your link")
     axes.set(
         xscale="log",
         yscale="log",
         xlabel="link of a rank, Mbit/s",
         ylabel="speed-up of the run over AdamW+DDP",
-    )
-    axes.set_title(
-        f"{situation.work.parameters / 1e6:.4g} M parameters, {machine.ranks} ranks, "
-        f"{situation.compute_s * 1e3:.4g} ms of computation"
+        title=f"{format_count(situation.work.parameters)} parameters, {machine.ranks} ranks, "
+        f"{format_seconds(situation.compute_s)} of computation",
     )
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "compopt-advise") -> None:
