@@ -33,7 +33,7 @@ from .planning.model_parallel import (
 )
 from .planning.pipeline import Grid, LayerRow, Layers
 from .planning.pipeline import predict_layer_rows as rows_of_layers
-from .planning.prediction import Row, Situation, Step, step_seconds, training_speedup
+from .planning.prediction import Row, Situation, Step, step_seconds
 from .planning.prediction import predict_rows as rows_of
 
 __all__ = [
@@ -74,5 +74,4 @@ __all__ = [
     "rows_of_layers",
     "speedup",
     "step_seconds",
-    "training_speedup",
 ]

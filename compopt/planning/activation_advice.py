@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from .activation_costs import COMPRESSORS, MEASURED_ON, UNCOMPRESSED
 from .decision import WORTH_IT
-from .formatting import align_columns, format_rate, format_seconds
-from .hardware import DEVICES, LAYER_SHARE, Machine, Speed
+from .formatting import align_columns, format_advice, format_rate, format_seconds
+from .hardware import LAYER_SHARE, Machine, Speed, find_device
 from .model_parallel import LayerCosts
 from .pipeline import (
     NONE,
@@ -56,13 +56,11 @@ class LayersAdvice:
         return f"Use {self.compressor}, of {of}: {self.why}"
 
     def __str__(self) -> str:
-        return "\n\n".join(
-            [
-                textwrap.fill(self.recommendation, 100, break_on_hyphens=False),
-                textwrap.indent(self.line, "    "),
-                format_layer_table(self.rows, self.compressor),
-                format_grid(self.grid),
-            ]
+        return format_advice(
+            self.recommendation,
+            self.line,
+            format_layer_table(self.rows, self.compressor),
+            format_grid(self.grid),
         )
 
 
@@ -107,13 +105,11 @@ def advise_layers(
     Raises:
         ValueError: a number is out of range or missing; the sentence names it.
     """
-    if device is not None and device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)}; got {device!r}.")
+    chosen, named = find_device(device)
     if not 0 <= loss_budget < math.inf:
         raise ValueError(f"loss_budget must be a share such as 0.01; got {loss_budget}.")
     _check_link("pipeline", pipeline, "link_bits_per_s", link_bits_per_s)
     _check_link("tensor", tensor, "inside_bits_per_s", inside_bits_per_s)
-    chosen, named = DEVICES[device or "a100"], device or "a100, name another with --device"
     computed = "measured" if costs else f"assumed: {named}"
     known = {
         "computation": computed if step_s is None else "given",

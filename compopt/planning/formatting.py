@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,12 @@ def align_columns(lines: Sequence[tuple[str, ...]], left: int = 1) -> list[str]:
         ).rstrip()
         for line in lines
     ]
+
+
+def format_advice(recommendation: str, line: str, table: str, inputs: str) -> str:
+    """The recommendation and the line to paste, then what they follow from."""
+    paragraph = textwrap.fill(recommendation, 100, break_on_hyphens=False)
+    return "\n\n".join([paragraph, textwrap.indent(line, "    "), table, inputs])
 
 
 def make_figure(asked: str, path: str, columns: int = 1) -> tuple[Any, Any]:
