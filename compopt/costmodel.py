@@ -24,9 +24,7 @@ from .planning.measurement import Fit, fit, fit_communication
 from .planning.methods import METHODS, Cost, Method, Workload
 from .planning.model_parallel import (
     PAPER,
-    Encoded,
     LayerCosts,
-    encoded,
     layer_flops,
     layer_seconds,
     speedup,
@@ -45,7 +43,6 @@ __all__ = [
     "Advice",
     "Cost",
     "Device",
-    "Encoded",
     "Fit",
     "Grid",
     "Kind",
@@ -65,7 +62,6 @@ __all__ = [
     "advise_layers",
     "all_gather_seconds",
     "all_reduce_seconds",
-    "encoded",
     "fit",
     "fit_communication",
     "layer_flops",

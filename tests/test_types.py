@@ -33,7 +33,6 @@ from compopt.activations import (
     AutoEncoder,
     CompressedRowwiseParallel,
     Compressor,
-    ErrorFeedback,
     Identity,
     PowerSGD,
     Quantize,
@@ -113,7 +112,7 @@ def activations(mlp: nn.Module, blocks: list[nn.Module], mesh: dist.device_mesh.
     row = CompressedRowwiseParallel(lambda: AutoEncoder(hidden=1024, code=100))
     parallelize_module(mlp, mesh, {"up": ColwiseParallel(), "down": row})
     codecs: list[Compressor] = [Identity(), RandomK(0.1), PowerSGD(4, hidden=64), Halves()]
-    codecs.append(ErrorFeedback(Quantize(4, scale="tensor", gradient_bits=4)))
+    codecs.append(Quantize(4, scale="tensor", gradient_bits=4))
     pair = dist.new_group([0, 1])
     first = SendCompressed(nn.Sequential(*blocks[:6]), Quantize(2), pair=pair)
     second = ReceiveCompressed(nn.Sequential(*blocks[6:]), TopK(0.1), shape=(8, 128, 1024))

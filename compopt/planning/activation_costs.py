@@ -42,14 +42,14 @@ class Kind:
         codec: its class.
         settings: its arguments for (tokens, hidden).
         label: its name in bench/results/mcbench-quality.csv.
-        accuracy: percent on `MEASURED_ON`, the mean; None: not measured.
+        accuracy: percent on `MEASURED_ON`, the mean.
         options: its keyword arguments.
     """
 
     codec: Callable[..., Compressor]
     settings: Callable[[int, int], tuple[float, ...]]
     label: str
-    accuracy: float | None
+    accuracy: float
     options: dict[str, int] = field(default_factory=dict)
 
     def text(self, tokens: int, hidden: int) -> str:
@@ -124,6 +124,13 @@ class Work:
             + self.flops / speed.flops_per_s
             + self.half_flops / speed.half_flops_per_s
         )
+
+
+def dtype_of(activation_bytes: int) -> torch.dtype:
+    """bfloat16 or float32; ValueError for other sizes."""
+    if activation_bytes not in (2, 4):
+        raise ValueError(f"activation_bytes must be 2 or 4; got {activation_bytes}.")
+    return torch.bfloat16 if activation_bytes == 2 else torch.float32
 
 
 @dataclass(frozen=True)

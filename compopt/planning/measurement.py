@@ -68,10 +68,6 @@ class Fit:
     coefficients: dict[str, float]
     residuals: list[float]
 
-    def predict(self, point: Mapping[str, float]) -> float:
-        """Seconds of a point that need not have been measured."""
-        return sum(value * point.get(name, 0.0) for name, value in self.coefficients.items())
-
     def __str__(self) -> str:
         lines = [f"{name} = {value:.4g}" for name, value in self.coefficients.items()]
         return "\n".join(
