@@ -10,18 +10,14 @@ import torch
 from torch import nn
 from watched import FEW, noise, watch
 
-from compopt._wire.collectives import Communicator
 from compopt.planning.candidates import CANDIDATES, Candidate, CandidateRuns, adam_options
 from compopt.planning.diagnosis import weighted_mean
 from compopt.planning.gradient_statistics import (
-    GradientSpread,
     TopKStability,
     crop_shape,
     find_eligible_tensors,
     sample_tensors,
 )
-
-CPU = torch.device("cpu")
 
 
 def brute_force(rows: list[torch.Tensor], density: float, lag: int, every: int) -> tuple[float, float]:
@@ -68,26 +64,6 @@ def test_known_sets_have_known_overlaps():
 def parts_of(model: nn.Module, elements: int = 1 << 20) -> list:
     named = {id(p): name for name, p in model.named_parameters()}
     return sample_tensors(find_eligible_tensors([{"params": list(model.parameters())}], named), elements)
-
-
-def test_two_batches_stand_for_two_ranks():
-    meter = GradientSpread(parts_of(nn.Linear(64, 64, bias=False)))
-    a, b = torch.zeros(64, 64), torch.zeros(64, 64)
-    a[0, 0], b[0, 0], b[0, 1] = 1.0, 0.6, 0.8  # of length 1, at a cosine of 0.6
-    for step in range(6):
-        meter.record_step([meter.subsample(0, (a, b)[step % 2])])
-    ((cosine, ratio),) = meter.compute(Communicator(single_process=True), CPU)
-    assert cosine == pytest.approx(0.6) and ratio == pytest.approx(1 / math.sqrt(0.8))
-
-
-def test_a_step_without_a_gradient_is_not_compared_and_few_are_kept():
-    meter = GradientSpread(parts_of(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))))
-    row = torch.ones(4)
-    meter.record_step([row, None])
-    assert meter.rows == []
-    for _ in range(100):
-        meter.record_step([row, row])
-    assert len(meter.rows) == 64
 
 
 def test_residuals_are_in_units_of_the_gradient():

@@ -75,7 +75,7 @@ class Trainer:
         with compopt.diagnose(self.model, self.optimizer, steps=40, start=5) as seen:
             pass
         words: list[str] = [f"{row.method} {row.kept:.2f} {row.line}" for row in seen.rows]
-        print(seen, seen.order, words, seen.findings["cosine", ""])
+        print(seen, seen.order, words, seen.findings["seconds", "step"])
 
     def train(self, x: Tensor, y: Tensor) -> float:
         loss: Tensor = nn.functional.mse_loss(self.model(x), y)

@@ -290,25 +290,16 @@ def crossing_of(codec: Compressor, shape: tuple[int, ...], dtype: torch.dtype) -
     arrived = values.detach().requires_grad_()
     with _count_work() as receive:
         y = codec.decompress(arrived, side, shape)
-    if is_separate:
-        return _with_separate_gradient(
-            codec, x, values, Crossing(forth, 0, send, receive, Work(), Work())
-        )
-    gradient, receive_back = _count_backward(y, arrived, codec, torch.empty_like(y))
-    _, send_back = _count_backward(values, x, codec, gradient)
-    return Crossing(forth, gradient.nbytes, send, receive, receive_back, send_back)
-
-
-def _with_separate_gradient(
-    codec: Compressor, x: Tensor, values: Tensor, forward: Crossing
-) -> Crossing:
-    """A boundary whose gradient returns beside a message of the payload's size."""
-    bits = codec.gradient_bits
+    if not is_separate:
+        gradient, receive_back = _count_backward(y, arrived, codec, torch.empty_like(y))
+        _, send_back = _count_backward(values, x, codec, gradient)
+        return Crossing(forth, gradient.nbytes, send, receive, receive_back, send_back)
     packed, receive_back, send_back = x, Work(), Work()
-    if bits is not None:
+    if codec.gradient_bits is not None:
         with _count_work() as receive_back:
-            packed = codec.pack(x, bits)
+            packed = codec.pack(x, codec.gradient_bits)
         with _count_work() as send_back:
-            codec.unpack(packed, tuple(x.shape), bits)
+            codec.unpack(packed, shape, codec.gradient_bits)
+    # The gradient's number takes a message of the payload's size.
     back = values.nbytes + packed.nbytes
-    return Crossing(forward.forth, back, forward.send, forward.receive, receive_back, send_back)
+    return Crossing(forth, back, send, receive, receive_back, send_back)

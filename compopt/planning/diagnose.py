@@ -65,7 +65,7 @@ def diagnose(
         elements: elements of the model to sample; of every shape of matrix one tensor is sampled,
             in part where it is larger than its share. Every element takes about 450 bytes of
             memory.
-        process_group: the ranks whose gradients are compared (None: the default group). All of them
+        process_group: the ranks whose findings are averaged (None: the default group). All of them
             must come to the end of the block after equally many steps.
 
     Raises:
@@ -158,7 +158,7 @@ def diagnose_script(script: str, arguments: Sequence[str], options: dict[str, An
         run_script(script, arguments, hooks)
     finally:
         if watcher.diagnosis is not None:
-            watcher.diagnosis.remove_hooks()
+            watcher.diagnosis.remove_hook()
     if watcher.error is not None:
         raise ScriptError(str(watcher.error))
     if watcher.diagnosis is None or not watcher.diagnosis.rows:

@@ -6,13 +6,12 @@ import itertools
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from statistics import mean, median
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .._engine.base import CompressedOptimizer
 from .._ops.reference import one_thread
@@ -25,7 +24,6 @@ from .candidates import CANDIDATES, TINY, Candidate, CandidateRuns, adam_options
 from .diagnosis_report import Findings, Row
 from .gradient_statistics import (
     DENSITIES,
-    GradientSpread,
     SampledTensor,
     TopKStability,
     find_eligible_tensors,
@@ -75,9 +73,7 @@ class Diagnosis:
         )
         self._device = self.sampled[0].param.device
         self._comm = Communicator(process_group)
-        self._is_ours = isinstance(self.optimizer, CompressedOptimizer)
-        self._hooks: list[Any] = []
-        self._local_rows: list[Tensor | None] = [None] * len(self.sampled)
+        self._hook: RemovableHandle | None = None
         self._is_used = False
         self.steps, self.skipped, self.seconds = 0, 0, 0.0
         self.gradient_norms: list[float] = []
@@ -98,44 +94,17 @@ class Diagnosis:
         groups = adam_options(self.optimizer.param_groups)
         self.runs = CandidateRuns(self.candidates, self.sampled, groups, self.start)
         self.stability = TopKStability([tensor.numel for tensor in self.sampled])
-        self._spread = GradientSpread(self.sampled)
-        self._hooks = [self.optimizer.register_step_post_hook(self._after_step)]
-        if self._gradients_are_averaged:
-            # These see a rank's own gradient, before DistributedDataParallel averages it.
-            self._hooks += [
-                tensor.param.register_hook(partial(self._after_backward, i))
-                for i, tensor in enumerate(self.sampled)
-            ]
+        self._hook = self.optimizer.register_step_post_hook(self._after_step)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.remove_hooks()
+        self.remove_hook()
         if kind is None and not self.rows:
             self.finish()
 
-    def remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    @property
-    def _gradients_are_averaged(self) -> bool:
-        """True if p.grad is already the average over ranks."""
-        return self._comm.size > 1 and not self._is_ours
-
-    @property
-    def _compared_ranks(self) -> Communicator:
-        """The ranks whose gradients are compared; none under FSDP, which shows no rank's own."""
-        is_sharded = any(tensor.param is not to_local(tensor.param) for tensor in self.sampled)
-        return Communicator(single_process=True) if is_sharded and not self._is_ours else self._comm
-
-    # Hooks
-
-    def _after_backward(self, i: int, grad: Tensor) -> None:
-        if grad.layout == torch.strided:
-            row = self._spread.subsample(i, self.sampled[i].extract(grad))
-            before = self._local_rows[i]
-            self._local_rows[i] = row if before is None else before + row
+    def remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -143,28 +112,18 @@ class Diagnosis:
         if self._ended is not None:
             self._step_seconds.append(began - self._ended)
         grads = [extract_dense_gradient(tensor) for tensor in self.sampled]
-        rows, self._local_rows = self._local_rows, [None] * len(self.sampled)
-        if not self._gradients_are_averaged or self._compared_ranks is not self._comm:
-            rows = [
-                None if g is None else self._spread.subsample(i, g) for i, g in enumerate(grads)
-            ]
         weights = [tensor.extract(tensor.param) for tensor in self.sampled]
         if was_skipped(optimizer, [*grads, *weights]):
             self.skipped += 1
         elif any(g is not None for g in grads):
-            self._record_step(weights, grads, rows)
+            self._record_step(weights, grads)
         if self.steps == self.limit:
-            self.remove_hooks()
+            self.remove_hook()
         self._ended = time.perf_counter()
         self.seconds += self._ended - began
 
-    def _record_step(
-        self,
-        weights: list[Tensor],
-        grads: list[Tensor | None],
-        local_rows: Sequence[Tensor | None],
-    ) -> None:
-        """Record the sampled weights and gradients of a step, and rows of this rank's gradients.
+    def _record_step(self, weights: list[Tensor], grads: list[Tensor | None]) -> None:
+        """Record the sampled weights and gradients of a step.
 
         It runs on one thread: its result must not depend on their number, and on tensors of this
         size more threads are slower where others want the cores too.
@@ -175,7 +134,6 @@ class Diagnosis:
             self.stability.record_step(
                 [None if g is None else u for g, u in zip(grads, updates, strict=True)]
             )
-            self._spread.record_step(local_rows)
             squares = [float(g.square().sum()) for g in grads if g is not None]
             self.gradient_norms.append(sum(squares) ** 0.5)
 
@@ -208,13 +166,9 @@ class Diagnosis:
         findings["seconds", "step"] = median(self._step_seconds)
         findings |= summarize_stability(self.stability, sampled)
         if comm.size > 1:
-            texts = [*map(str, sorted(findings)), str(len(self._spread.rows))]
-            check_same_on_all_ranks(texts, self.steps, comm, self._device)
-        pairs = self._spread.compute(self._compared_ranks, self._device)
-        for number, name in enumerate(("cosine", "ratio")):
-            values = {i: pair[number] for i, pair in enumerate(pairs)}
-            findings |= name_by_layer((name,), sampled, values)
-        return average_findings(findings, comm, self._device) if comm.size > 1 else findings
+            check_same_on_all_ranks(map(str, sorted(findings)), self.steps, comm, self._device)
+            findings = average_findings(findings, comm, self._device)
+        return findings
 
     @property
     def _gradient_norm(self) -> float:
@@ -225,9 +179,7 @@ class Diagnosis:
         if not self.rows:
             return f"compopt.diagnose: {self.steps} steps seen; it tells when its block has ended."
         findings = self.findings
-        sentences = diagnosis_report.conclude(
-            findings, self.rows, self._compared_ranks.size, self.training
-        )
+        sentences = diagnosis_report.conclude(findings, self.rows, self.training)
         blocks = [
             self._summarize_sample(),
             ["What it means", *map(diagnosis_report.format_item, sentences)],

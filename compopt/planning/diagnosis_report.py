@@ -123,6 +123,7 @@ def format_methods(rows: Sequence[Row]) -> list[str]:
         "  kept: cosine of the method's update and AdamW's at the same gradients, mean over steps",
         "  residual: not sent yet, in norms of a gradient; + where it still grows",
         "  bytes: share of a dense step's, after the start; *: no row with fewer bytes keeps more",
+        "  TAGC selects on each rank; its rows are of a single rank, and judged too well",
     ]
 
 
@@ -148,22 +149,20 @@ def format_layers(
 ) -> list[str]:
     best = recommend_row(rows).method
     table: list[tuple[str, ...]] = [
-        ("  Layer", "rows x columns", "looked at", "kept", "overlap 10", "cosine")
+        ("  Layer", "rows x columns", "looked at", "kept", "overlap 10")
     ]
     for tensor in sampled:
         part = "all" if tensor.is_complete else f"{tensor.rows} x {tensor.columns}"
         numbers = [
             findings["kept", best, tensor.name],
             findings.get(("overlap", "0.1", "10", tensor.name)),
-            findings.get(("cosine", tensor.name)),
         ]
         shape = "{} x {}".format(*tensor.full_shape)
         cells = ("-" if n is None else f"{n:.2f}" for n in numbers)
         table.append((f"  {tensor.name}", shape, part, *cells))
     return [
         *align_columns(table),
-        f"  kept: by {best}; overlap 10: of the largest tenth of AdamW's update, 10 steps before;",
-        "  cosine: of two ranks' gradients",
+        f"  kept: by {best}; overlap 10: of the largest tenth of AdamW's update, 10 steps before",
     ]
 
 
@@ -177,10 +176,10 @@ def format_item(sentence: str) -> str:
     )
 
 
-def conclude(findings: Findings, rows: Sequence[Row], ranks: int, training: Situation) -> list[str]:
+def conclude(findings: Findings, rows: Sequence[Row], training: Situation) -> list[str]:
     """All sentences that follow from the findings, the most important first.
 
-    ``ranks`` are those whose gradients were compared; ``training`` is as the advice sees it.
+    ``training`` is as the advice sees it.
     """
     best = recommend_row(rows)
     sentences = [
@@ -189,7 +188,6 @@ def conclude(findings: Findings, rows: Sequence[Row], ranks: int, training: Situ
         compare_with_advice(training, best.class_name),
         assess_interval(findings),
         assess_start(findings),
-        assess_spread(findings, ranks),
         list_growing_residuals(rows),
         "This ranks the methods by these steps alone. It does not predict the value of a loss.",
     ]
@@ -309,23 +307,6 @@ def assess_start(findings: Findings) -> str:
             "start would not help. Diagnose again later: methods that select may keep less."
         )
     return f"Dense start: {numbers}. A longer one would change little of what is selected."
-
-
-def assess_spread(findings: Findings, ranks: int) -> str:
-    if ("cosine", "") not in findings:
-        return ""
-    cosine, ratio = findings["cosine", ""], findings["ratio", ""]
-    who = f"{ranks} ranks" if ranks > 1 else "two batches in a row, which stand for ranks,"
-    text = (
-        f"Spread: gradients of {who} have a cosine of {cosine:.2f}; the norm of one is {ratio:.2f} "
-        "times that of their average."
-    )
-    if cosine < 0.1:
-        text += (
-            " A rank's own gradient is mostly noise: what each rank selects by itself (TagcAdamW) "
-            "differs from rank to rank, and is judged too well here."
-        )
-    return text
 
 
 def list_growing_residuals(rows: Sequence[Row]) -> str:

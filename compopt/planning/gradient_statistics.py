@@ -3,7 +3,6 @@
 - `SampledTensor`: a tensor of the model, or evenly spaced rows and columns of it, as a float32
   matrix. Of every shape of matrix at least one tensor is sampled.
 - `TopKStability`: whether the largest elements stay the same (Radius's Figure 1, SCAPE's Figure 6).
-- `GradientSpread`: how far the gradients of ranks lie apart.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from torch import Tensor
 
 from .._lowrank.projections import matrix_shape
 from .._state.tensors import is_compressed, to_local
-from .._wire.collectives import Communicator
-from .._wire.requests import AllReduceMean
 
 # Elements of the smallest tensor that is compressed, and of the smallest sample.
 LEAST_ELEMENTS = 4096
@@ -199,70 +196,3 @@ def top_k_masks(x: Tensor, densities: Sequence[float]) -> Tensor:
     for row, count in zip(masks, counts, strict=True):
         row[positions[:count]] = True
     return masks
-
-
-# Ranks
-
-# Elements that are kept of all tensors together, for each step.
-SPREAD_ELEMENTS = 1 << 15
-# Steps that are kept.
-SPREAD_STEPS = 64
-
-
-class GradientSpread:
-    """Elements of this rank's own gradients, step for step, to be compared with other ranks' at the
-    end.
-
-    Among N gradients the mean cosine of a pair is ``(N^2 |mean|^2 - sum |g|^2) / ((N - 1) sum
-    |g|^2)``, for gradients of equal norm. The norm ratio is a rank's norm, as a root mean square,
-    over the mean's. On a single process two consecutive batches stand for two ranks.
-    """
-
-    def __init__(self, sampled: Sequence[SampledTensor]):
-        share = max(1, SPREAD_ELEMENTS // len(sampled))
-        self.strides = [max(1, tensor.numel // share) for tensor in sampled]
-        # By step: a row of every tensor.
-        self.rows: list[list[Tensor]] = []
-
-    def record_step(self, rows: Sequence[Tensor | None]) -> None:
-        """Keep rows that `subsample` returned; a step in which one is missing is left out."""
-        present = [row for row in rows if row is not None]
-        if len(self.rows) < SPREAD_STEPS and len(present) == len(rows):
-            self.rows.append(present)
-
-    def subsample(self, i: int, grad: Tensor) -> Tensor:
-        return grad.reshape(-1)[:: self.strides[i]].cpu().clone()
-
-    def compute(self, comm: Communicator, device: torch.device) -> list[tuple[float, float]]:
-        """Cosine and norm ratio of each tensor; collective, after equally many steps."""
-        if len(self.rows) < 2:
-            return []
-        return [
-            cosine_and_norm_ratio([step[i] for step in self.rows], comm, device)
-            for i in range(len(self.strides))
-        ]
-
-
-def cosine_and_norm_ratio(
-    steps: list[Tensor], comm: Communicator, device: torch.device
-) -> tuple[float, float]:
-    """Cosine and norm ratio of one tensor's gradients, means over steps."""
-    rows = torch.stack(steps).double()
-    if comm.size > 1:
-        size = comm.size
-        mean = mean_over_ranks(rows, comm, device)
-        squares = mean_over_ranks(rows.square().sum(1), comm, device)
-    else:
-        size, mean = 2, (rows[1:] + rows[:-1]) / 2
-        squares = (rows[1:].square().sum(1) + rows[:-1].square().sum(1)) / 2
-    of_mean, of_one = float(mean.square().sum()), float(squares.sum())
-    if not of_mean or not of_one:
-        return 0.0, 1.0
-    cosine = (size * of_mean / of_one - 1) / (size - 1)
-    return cosine, (of_one / of_mean) ** 0.5
-
-
-def mean_over_ranks(tensor: Tensor, comm: Communicator, device: torch.device) -> Tensor:
-    sent = tensor.float().to(device).contiguous()
-    comm.start(AllReduceMean(sent)).wait()
-    return sent.to(tensor)
