@@ -317,10 +317,10 @@ def test_the_smallest_setting_whose_loss_does_not_matter_is_recommended():
         told[0].startswith("Start with compopt.SeparateAdam()")
         and "keeps 0.96 of AdamW's update with 4.4% of the bytes" in told[0]
     )
-    listed = "tracked 4: 0.84, tracked 8: 0.91, tracked 16: 0.96, tracked 32: 0.98"
-    assert told[1] == f"Settings of this method keep {listed}. Above tracked 16, at most 0.05 is gained."
+    listed = "0.84 (tracked 4), 0.91 (tracked 8), 0.96 (tracked 16), 0.98 (tracked 32)"
+    assert told[1] == f"Settings of this method keep {listed}. More bytes than tracked 16 sends keep at most 0.05 more."
     large = row("tracked 64", 1.0, 0.2)
-    assert "Above tracked 8, more is kept, for more bytes." in conclude({}, [large, *ranks[2:]], training)[1]
+    assert "More bytes than tracked 8 sends keep more." in conclude({}, [large, *ranks[2:]], training)[1]
 
 
 def test_it_says_whether_the_advice_names_the_same_class():

@@ -228,14 +228,12 @@ def describe_settings(rows: Sequence[Row], best: Row) -> str:
     """Describe the shares that other settings of the recommended method keep."""
     family = [row for row in rows if row.family == best.family]
     family.sort(key=lambda row: row.share or 0.0)
-    listed = ", ".join(f"{row.method}: {row.kept:.2f}" for row in family)
+    listed = ", ".join(f"{row.kept:.2f} ({row.method})" for row in family)
     is_enough = max(row.kept for row in family) < best.kept + NEGLIGIBLE
-    more = (
-        f"Above {best.method}, at most {NEGLIGIBLE} is gained."
-        if is_enough
-        else f"Above {best.method}, more is kept, for more bytes."
+    gain = f"at most {NEGLIGIBLE} more" if is_enough else "more"
+    return (
+        f"Settings of this method keep {listed}. More bytes than {best.method} sends keep {gain}."
     )
-    return f"Settings of this method keep {listed}. {more}"
 
 
 def compare_with_advice(training: Situation, class_name: str) -> str:
