@@ -16,7 +16,6 @@ from compopt.activations import (
     AutoEncoder,
     CompressedRowwiseParallel,
     Compressor,
-    ErrorFeedback,
     Identity,
     PowerSGD,
     Quantize,
@@ -96,7 +95,6 @@ def variants(tokens: int, hidden: int, sequence: int) -> dict[str, tuple[Make, d
         "T1, gradient past it": (lambda: StraightTopK(1 / 40), {}),
         "P2, by sequence": (lambda: PowerBySequence(rank, hidden), {}),
         **{f"{name}, bias inside": (table[name], {"bias_inside": True}) for name in ("A1", "T1", "R1", "Q1", "P2")},
-        **{f"{name}, feedback": (lambda name=name: ErrorFeedback(table[name]()), {}) for name in ("T1", "Q1")},
         **{f"{name}, 100 steps later": (table[name], {"warmup": 100}) for name in ("A1", "T1")},
     }
 

@@ -24,16 +24,14 @@ from .planning.measurement import Fit, fit, fit_communication
 from .planning.methods import METHODS, Cost, Method, Workload
 from .planning.model_parallel import (
     PAPER,
-    Encoded,
     LayerCosts,
-    encoded,
     layer_flops,
     layer_seconds,
     speedup,
 )
 from .planning.pipeline import Grid, LayerRow, Layers
 from .planning.pipeline import predict_layer_rows as rows_of_layers
-from .planning.prediction import Row, Situation, Step, step_seconds, training_speedup
+from .planning.prediction import Row, Situation, Step, step_seconds
 from .planning.prediction import predict_rows as rows_of
 
 __all__ = [
@@ -45,7 +43,6 @@ __all__ = [
     "Advice",
     "Cost",
     "Device",
-    "Encoded",
     "Fit",
     "Grid",
     "Kind",
@@ -65,7 +62,6 @@ __all__ = [
     "advise_layers",
     "all_gather_seconds",
     "all_reduce_seconds",
-    "encoded",
     "fit",
     "fit_communication",
     "layer_flops",
@@ -74,5 +70,4 @@ __all__ = [
     "rows_of_layers",
     "speedup",
     "step_seconds",
-    "training_speedup",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compopt.activations import AutoEncoder, Compressor, ErrorFeedback, Identity, PowerSGD, Quantize, RandomK, TopK
+from compopt.activations import AutoEncoder, Compressor, Identity, PowerSGD, Quantize, RandomK, TopK
 
 HIDDEN, SHAPE = 8, (3, 5, 8)
 COMPRESSORS = {
@@ -20,9 +20,6 @@ COMPRESSORS = {
     "QuantizeStochastic": lambda: Quantize(4, stochastic=True),
     "QuantizeBack4": lambda: Quantize(4, gradient_bits=4),
     "QuantizeBeside4": lambda: Quantize(2, gradient_bits=4),
-    "Feedback": lambda: ErrorFeedback(TopK(0.25)),
-    "FeedbackQuantize": lambda: ErrorFeedback(Quantize(2)),
-    "FeedbackPowerSGD": lambda: ErrorFeedback(PowerSGD(2, HIDDEN)),
 }
 
 

@@ -23,7 +23,7 @@ from compopt.activations import (
     set_compression,
 )
 
-ONE_PROCESS = [n for n in COMPRESSORS if not n.startswith(("Quantize", "FeedbackQ")) or n == "QuantizeBack4"]
+ONE_PROCESS = [n for n in COMPRESSORS if not n.startswith("Quantize") or n == "QuantizeBack4"]
 
 
 def ends(sender, receiver, shape=SHAPE):

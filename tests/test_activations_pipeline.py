@@ -100,7 +100,7 @@ def test_random_k_and_powersgd_boundaries_apply_one_projection_both_ways(two_ran
         torch.testing.assert_close(sender["grad"], projected)
 
 
-@pytest.mark.parametrize("name", ["Quantize2", "Quantize4", "Quantize8", "QuantizeTensor", "FeedbackQuantize"])
+@pytest.mark.parametrize("name", ["Quantize2", "Quantize4", "Quantize8", "QuantizeTensor"])
 def test_the_gradient_of_a_quantized_boundary_returns_in_full(two_ranks, name):
     sender, receiver = (found[name] for found in two_ranks)
     assert sender["grad"].abs().sum() > 0

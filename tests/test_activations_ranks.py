@@ -19,7 +19,7 @@ from compopt.activations import (
     MeshRanks,
 )
 
-PLAIN = ["Identity", "AutoEncoder", "TopK", "RandomK", "PowerSGD", "Quantize4", "QuantizeStochastic", "Feedback"]
+PLAIN = ["Identity", "AutoEncoder", "TopK", "RandomK", "PowerSGD", "Quantize4", "QuantizeStochastic"]
 
 
 class MLP(nn.Module):
@@ -161,7 +161,7 @@ def test_made_on_meta_the_auto_encoder_is_one_over_the_ranks(two_ranks):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in COMPRESSORS if n != "QuantizeStochastic" and not n.startswith("Feedback")]
+    "name", [n for n in COMPRESSORS if n != "QuantizeStochastic"]
 )  # the first draws anew, the others have met one activation already
 def test_compressed_all_reduce_is_the_sum_and_its_gradient_exact(two_ranks, name):
     """Against the same formula in one process: decompress(sum of values), or the sum of the decompressed."""

@@ -21,9 +21,10 @@ from compopt.costmodel import METHODS, Workload, advise
 from compopt.planning.advise_command import main
 from compopt.planning.decision import pays_below
 from compopt.planning.formatting import parse_quantity
-from compopt.planning.measurement import measure_local, profile_script
+from compopt.planning.measurement import measure_local
 from compopt.planning.prediction import BASELINE
 from compopt.planning.probe import collective_device
+from compopt.planning.scripts import profile_script
 from compopt.probe import main as measure
 
 FAST = (1e12, 1e14)  # memory and matrix products that cost nothing beside the links below
@@ -204,6 +205,15 @@ def test_the_console_profiles_a_script(tmp_path, capsys):
     assert "4.1 k parameters" in capsys.readouterr().out
 
 
+def test_a_profiled_script_may_import_its_neighbors_and_make_a_process_group(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "neighbor.py").write_text("")
+    script = tmp_path / "train.py"
+    script.write_text(f"import neighbor\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n{SCRIPT}")
+    main(["--ranks", "2", "--link", "1gbit", "--profile", str(script), "0.1", "50"])
+    assert "4.1 k parameters" in capsys.readouterr().out and not torch.distributed.is_initialized()
+
+
 GIVEN = ["--parameters", "10M", "--ranks", "4", "--link", "1gbit", "--step-time", "100"]
 
 
@@ -214,6 +224,13 @@ def test_a_latency_is_given_or_that_of_a_wan(capsys):
         said[" ".join(words)] = capsys.readouterr().out
     assert "50 us a message (assumed)" in said[""] and "5 ms a message (given)" in said["--latency 5"]
     assert "30 ms a message (assumed: --wan)" in said["--wan"]
+
+
+def test_a_loss_budget_is_passed_on(capsys):
+    main([*GIVEN, "--loss-budget", "0"])
+    assert "no method within the loss budget of 0 % makes the run 5 % faster" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_rows_that_others_beat_are_shown_when_asked_for(capsys):

@@ -22,7 +22,6 @@ from compopt.costmodel import (
     layer_seconds,
     speedup,
     step_seconds,
-    training_speedup,
 )
 from compopt.planning.prediction import sent_bytes
 
@@ -235,12 +234,6 @@ def test_one_stage_has_no_boundary_and_two_have_one():
     assert speedup(PAPER, nodes=2, link_bits_per_s=1e9, sequence=128, **sizes) == pytest.approx(wanted)
 
 
-def test_warm_up_steps_are_dense():
-    assert training_speedup(2.0, 1.0) == 2.0
-    assert training_speedup(2.0, 1.0, warmup_share=0.5) == pytest.approx(4 / 3)
-    assert training_speedup(2.0, 1.0, warmup_share=1.0) == 1.0
-
-
 def test_fit_recovers_constants_and_shows_residuals():
     points = [{"flops": f, "bytes": b} for f, b in [(1e9, 1e6), (2e9, 1e6), (1e9, 4e6), (3e9, 2e6)]]
     seconds = [3e-10 * p["flops"] + 2e-8 * p["bytes"] for p in points]
@@ -272,7 +265,6 @@ def test_fit_communication_finds_the_knee():
         (lambda: step_seconds(Machine(2, 1.0), Cost(1.0), 0.0), "compute_s"),
         (lambda: fit([{"a": 1}], [0.0]), "positive measurements"),
         (lambda: fit([{"a": 1, "b": 2}], [1.0]), "features"),
-        (lambda: training_speedup(1.0, 1.0, 2.0), "warmup_share"),
         (lambda: Workload.of(torch.nn.ReLU().named_parameters()), "No parameter"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import copy
 import csv
 import dataclasses
@@ -137,7 +136,7 @@ def test_sparse_gradients_are_left_out():
             optimizer.step()
             optimizer.zero_grad()
     assert seen.findings["kept", "tracked 16, int8", "0.weight"] == 0 and seen.rows[0].kept > 0.5
-    assert ("overlap", "gradient", "0.1", "1", "0.weight") not in seen.findings
+    assert ("overlap", "0.1", "1", "0.weight") not in seen.findings
 
 
 def test_steps_that_are_not_finite_are_left_out():
@@ -216,26 +215,18 @@ class Square(nn.Module):
         return x.square().mean()
 
 
-def on_a_rank(rank: int, ours: bool, watched: bool) -> tuple[list, str, float, float]:
+def on_a_rank(rank: int, ours: bool, watched: bool) -> tuple[list, str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False), Square())
     ddp = DistributedDataParallel(model)
     make = OPTIMIZERS["ours" if ours else "AdamW"]
     optimizer = make(list(ddp.parameters()))
-    own: list[torch.Tensor] = []
-    model[0].weight.register_hook(lambda g: own.append(g.clone()))
     if not watched:
         train(optimizer, ddp, 6, rank)
-        return bits([model.state_dict(), optimizer.state_dict()]), "", 0.0, 0.0
+        return bits([model.state_dict(), optimizer.state_dict()]), ""
     with compopt.diagnose(ddp, optimizer, start=2) as seen:
         train(optimizer, ddp, 6, rank)
-    both = [torch.zeros(2, 64, 64) for _ in own]
-    for pair, g in zip(both, own, strict=True):
-        torch.distributed.all_gather(list(pair.unbind()), g)
-    dots = sum(float((a * b).sum()) for a, b in both)
-    squares = sum(float((a * a).sum() + (b * b).sum()) for a, b in both) / 2
-    assert seen.findings["cosine", ""] == pytest.approx(dots / squares, abs=1e-4)
-    return bits([model.state_dict(), optimizer.state_dict()]), str(seen), seen.findings["cosine", ""], seen.rows[0].kept
+    return bits([model.state_dict(), optimizer.state_dict()]), str(seen)
 
 
 @pytest.mark.parametrize("ours", [False, True])
@@ -243,7 +234,6 @@ def test_two_ranks_train_as_without_it_and_tell_the_same(ours):
     plain, watched = (run_ranks(on_a_rank, 2, ours, how) for how in (False, True))
     assert [one[0] for one in plain] == [one[0] for one in watched]
     assert watched[0][1] == watched[1][1] and "2 ranks" in watched[0][1]
-    assert 0 < watched[0][2] < 1
 
 
 def sharded(rank: int, watched: bool) -> tuple[list, str]:
@@ -263,40 +253,7 @@ def test_under_fsdp_shards_are_looked_at():
     plain, watched = (run_ranks(sharded, 2, how) for how in (False, True))
     assert [one[0] for one in plain] == [one[0] for one in watched]
     told = watched[0][1]
-    assert told == watched[1][1] and "128 x 64" in told and "two batches in a row" in told
-
-
-def in_pieces(rank: int) -> float:
-    """The last of three micro-batches averages over ranks; a rank's own gradient is the sum of all three."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), Square())
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-    random, whole = torch.Generator().manual_seed(rank), []
-    with compopt.diagnose(ddp, optimizer, start=2) as seen:
-        for _ in range(5):
-            own = torch.zeros(64, 64)
-            for piece in range(3):
-                x = torch.randn(2, 64, generator=random)
-                w = model[0].weight.detach().clone().requires_grad_()
-                (x @ w.t()).square().mean().backward()
-                own += w.grad
-                with ddp.no_sync() if piece < 2 else contextlib.nullcontext():
-                    ddp(x).backward()
-            whole.append(own)
-            optimizer.step()
-            optimizer.zero_grad()
-    dots = squares = 0.0
-    for own in whole:
-        pair = torch.zeros(2, 64, 64)
-        torch.distributed.all_gather(list(pair.unbind()), own)
-        dots, squares = dots + float((pair[0] * pair[1]).sum()), squares + float(pair.square().sum()) / 2
-    assert seen.findings["cosine", ""] == pytest.approx(dots / squares, abs=1e-4)
-    return seen.findings["cosine", ""]
-
-
-def test_micro_batches_are_one_gradient():
-    assert 0 < run_ranks(in_pieces, 2)[0] < 1
+    assert told == watched[1][1] and "128 x 64" in told
 
 
 def one_step_less(rank: int) -> str:
@@ -321,11 +278,10 @@ def test_what_is_told_has_every_method_and_what_it_means():
     assert all(name in text for name in CANDIDATES) and max(map(len, text.splitlines())) <= 110
     words = (
         "Start with",
-        " keep 0.",
+        "Settings of this method keep ",
         "compopt-advise",
         "Radius's interval:",
         "Dense start: from",
-        "Spread:",
         "not predict the value of a loss",
     )
     for word in words:
@@ -344,27 +300,27 @@ def test_a_start_is_advised_where_the_largest_elements_settle():
     assert found["settling", "first"] < found["settling", "last"] < 1
 
 
-def row(method: str, kept: float, share: float, cls: str = "SeparateAdam", family: str = "Tracked projections") -> Row:
-    return Row(method, f"compopt.{cls}()", kept, kept, kept, 0.0, False, share, cls, family, method)
+def row(method: str, kept: float, share: float, cls: str = "SeparateAdam") -> Row:
+    return Row(method, f"compopt.{cls}()", cls, kept, kept, kept, 0.0, False, share)
 
 
 def test_the_smallest_setting_whose_loss_does_not_matter_is_recommended():
     kept = {32: (0.98, 0.088), 16: (0.96, 0.044), 8: (0.91, 0.022), 4: (0.84, 0.01)}
-    ranks = [row(f"rank {rank}", *numbers) for rank, numbers in kept.items()]
-    others = [row("Radius 0.5", 0.99, 0.53, "RadiusAdamW", "Radius's masks"), row("AdamS", 1.0, 1.0, "AdamS", "")]
-    assert recommend_row([*ranks, *others]).method == "rank 16"  # of a tenth of the bytes: .98 and .96 are alike
-    assert recommend_row([*ranks[2:], *others]).method == "rank 8"
+    ranks = [row(f"tracked {rank}", *numbers) for rank, numbers in kept.items()]
+    others = [row("Radius 0.5", 0.99, 0.53, "RadiusAdamW"), row("AdamS", 1.0, 1.0, "AdamS")]
+    assert recommend_row([*ranks, *others]).method == "tracked 16"  # of a tenth of the bytes: .98 and .96 are alike
+    assert recommend_row([*ranks[2:], *others]).method == "tracked 8"
     assert recommend_row(others).method == "Radius 0.5"  # nothing sends little
     training = advise(10_000_000, ranks=2, link_bits_per_s=1e9, step_s=0.4).situation
-    told = conclude({}, [*ranks, *others], 1, training)
+    told = conclude({}, [*ranks, *others], training)
     assert (
         told[0].startswith("Start with compopt.SeparateAdam()")
         and "keeps 0.96 of AdamW's update with 4.4% of the bytes" in told[0]
     )
-    listed = "0.84 at rank 4, 0.91 at rank 8, 0.96 at rank 16, 0.98 at rank 32"
-    assert told[1] == f"Tracked projections keep {listed}. Above rank 16, at most 0.05 is gained."
-    large = row("rank 64", 1.0, 0.2)
-    assert "Above rank 8, more is kept, for more bytes." in conclude({}, [large, *ranks[2:]], 1, training)[1]
+    listed = "0.84 (tracked 4), 0.91 (tracked 8), 0.96 (tracked 16), 0.98 (tracked 32)"
+    assert told[1] == f"Settings of this method keep {listed}. More bytes than tracked 16 sends keep at most 0.05 more."
+    large = row("tracked 64", 1.0, 0.2)
+    assert "More bytes than tracked 8 sends keep more." in conclude({}, [large, *ranks[2:]], training)[1]
 
 
 def test_it_says_whether_the_advice_names_the_same_class():

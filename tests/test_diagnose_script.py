@@ -67,13 +67,13 @@ def test_a_script_is_watched_until_enough_was_seen(script, tmp_path, capsys):
     assert (hooks(), sys.argv, sys.path) == (before, argv, path)
 
 
-def test_under_torchrun_ranks_are_compared(script):
+def test_under_torchrun_all_ranks_are_watched(script):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = ["-m", "compopt", "diagnose", "--steps", "6", "--dense", "2", script, "100", "ranks"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launcher, *words], env=environment, capture_output=True, text=True, timeout=HANG_GUARD)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("6 steps of AdamW on 2 ranks") == 1 and "gradients of 2 ranks" in done.stdout
+    assert done.stdout.count("6 steps of AdamW on 2 ranks") == 1
 
 
 def test_a_script_that_makes_a_process_group_runs_alone_too(script, capsys, monkeypatch):
@@ -83,7 +83,7 @@ def test_a_script_that_makes_a_process_group_runs_alone_too(script, capsys, monk
     before, environment = torch.distributed.init_process_group, dict(os.environ)
     commands(["diagnose", "--steps", "6", "--dense", "2", script, "100", "ranks"])
     told = capsys.readouterr().out
-    assert "6 steps of AdamW on 1 rank" in told and "gradients of two batches" in told
+    assert "6 steps of AdamW on 1 rank" in told
     assert torch.distributed.init_process_group is before and dict(os.environ) == environment
     assert not torch.distributed.is_initialized()
 

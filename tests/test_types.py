@@ -33,7 +33,6 @@ from compopt.activations import (
     AutoEncoder,
     CompressedRowwiseParallel,
     Compressor,
-    ErrorFeedback,
     Identity,
     PowerSGD,
     Quantize,
@@ -78,7 +77,7 @@ class Trainer:
         with compopt.diagnose(self.model, self.optimizer, steps=40, start=5) as seen:
             pass
         words: list[str] = [f"{row.method} {row.kept:.2f} {row.line}" for row in seen.rows]
-        print(seen, seen.order, words, seen.findings["cosine", ""])
+        print(seen, seen.order, words, seen.findings["seconds", "step"])
 
     def train(self, x: Tensor, y: Tensor) -> float:
         loss: Tensor = nn.functional.mse_loss(self.model(x), y)
@@ -115,7 +114,7 @@ def activations(mlp: nn.Module, blocks: list[nn.Module], mesh: dist.device_mesh.
     row = CompressedRowwiseParallel(lambda: AutoEncoder(hidden=1024, code=100))
     parallelize_module(mlp, mesh, {"up": ColwiseParallel(), "down": row})
     codecs: list[Compressor] = [Identity(), RandomK(0.1), PowerSGD(4, hidden=64), Halves()]
-    codecs.append(ErrorFeedback(Quantize(4, scale="tensor", gradient_bits=4)))
+    codecs.append(Quantize(4, scale="tensor", gradient_bits=4))
     pair = dist.new_group([0, 1])
     first = SendCompressed(nn.Sequential(*blocks[:6]), Quantize(2), pair=pair)
     second = ReceiveCompressed(nn.Sequential(*blocks[6:]), TopK(0.1), shape=(8, 128, 1024))

@@ -31,7 +31,7 @@ code with their effects.
 from typing import TYPE_CHECKING
 
 from .base import ALONE, Compressor, replicated
-from .codecs import AutoEncoder, ErrorFeedback, Identity, PowerSGD, Quantize, RandomK, TopK
+from .codecs import AutoEncoder, Identity, PowerSGD, Quantize, RandomK, TopK
 from .pipeline import ReceiveCompressed, SendCompressed, drop_compressors, set_compression
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ __all__ = [
     "AutoEncoder",
     "CompressedRowwiseParallel",
     "Compressor",
-    "ErrorFeedback",
     "Identity",
     "MeshRanks",
     "PowerSGD",

@@ -1,5 +1,5 @@
-"""The compressors: no compression, an auto-encoder, sparse and low-rank methods, quantization, and
-error feedback around any of them (MCBench, section 3).
+"""The compressors: no compression, an auto-encoder, sparse and low-rank methods, and quantization
+(MCBench, section 3).
 """
 
 from __future__ import annotations
@@ -373,60 +373,3 @@ class Quantize(Compressor):
         columns = [(packed >> (i * bits)) & ((1 << bits) - 1) for i in range(per_byte)]
         levels = torch.stack(columns, dim=1).view(-1)[:n].to(wide).view(-1, len(scales)) - half
         return (levels * (scales / half)).to(values.dtype).view(shape)
-
-
-# Error feedback
-
-
-class ErrorFeedback(Compressor):
-    """Error feedback, in training: adds the error of `codec` on this rank's last activation to the
-    next one of the same shape.
-
-    It is here for comparison with data-parallel training. The residual belongs to other tokens, so
-    it can help only with errors that all tokens share.
-    """
-
-    def __init__(self, codec: Compressor) -> None:
-        super().__init__()
-        self.codec = codec
-        self.summable, self.straight_through = codec.summable, codec.straight_through
-        self.gradient_bits = codec.gradient_bits
-        # Not a buffer: the residual belongs to other tokens and is not saved.
-        self._error: Tensor | None = None
-        self._replay: Replay[Tensor | None] = Replay()
-
-    def extra_repr(self) -> str:
-        return f"{type(self.codec).__name__}({self.codec.extra_repr()})"
-
-    def fits_payload(self) -> bool:
-        return self.codec.fits_payload()
-
-    def learn(self, total: Tensor) -> None:
-        self.codec.learn(total)
-
-    def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor | None]:
-        error = self._replay(lambda: self._error) if self.training else None
-        if error is not None and error.shape != x.shape:
-            error = None
-        y = x if error is None else x + error.to(x.dtype)
-        values, side = self.codec.compress(y, ranks)
-        if self.training and not is_recomputing():
-            with torch.no_grad():
-                error = y - self.codec.decompress(values.detach(), side, x.shape)
-                self._error = error if error.isfinite().all() else None
-        return values, side
-
-    def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        return self.codec.decompress(values, side, shape)
-
-    def pack(self, x: Tensor, bits: int) -> Tensor:
-        return self.codec.pack(x, bits)
-
-    def size(self, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> int:
-        return self.codec.size(shape, bits, dtype)
-
-    def unpack(self, values: Tensor, shape: tuple[int, ...], bits: int) -> Tensor:
-        return self.codec.unpack(values, shape, bits)
-
-    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-        return self.codec.bytes(shape, dtype)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import textwrap
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from .activation_costs import COMPRESSORS, MEASURED_ON, UNCOMPRESSED
 from .decision import WORTH_IT
-from .formatting import align_columns, format_rate, format_seconds
-from .hardware import DEVICES, LAYER_SHARE, Machine, Speed
+from .formatting import align_columns, format_advice, format_rate, format_seconds
+from .hardware import LAYER_SHARE, Machine, Speed, find_device
 from .model_parallel import LayerCosts
 from .pipeline import (
     NONE,
@@ -56,13 +57,11 @@ class LayersAdvice:
         return f"Use {self.compressor}, of {of}: {self.why}"
 
     def __str__(self) -> str:
-        return "\n\n".join(
-            [
-                textwrap.fill(self.recommendation, 100, break_on_hyphens=False),
-                textwrap.indent(self.line, "    "),
-                format_layer_table(self.rows, self.compressor),
-                format_grid(self.grid),
-            ]
+        return format_advice(
+            self.recommendation,
+            self.line,
+            format_layer_table(self.rows, self.compressor),
+            format_grid(self.grid),
         )
 
 
@@ -107,13 +106,11 @@ def advise_layers(
     Raises:
         ValueError: a number is out of range or missing; the sentence names it.
     """
-    if device is not None and device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)}; got {device!r}.")
+    chosen, named = find_device(device)
     if not 0 <= loss_budget < math.inf:
         raise ValueError(f"loss_budget must be a share such as 0.01; got {loss_budget}.")
     _check_link("pipeline", pipeline, "link_bits_per_s", link_bits_per_s)
     _check_link("tensor", tensor, "inside_bits_per_s", inside_bits_per_s)
-    chosen, named = DEVICES[device or "a100"], device or "a100, name another with --device"
     computed = "measured" if costs else f"assumed: {named}"
     known = {
         "computation": computed if step_s is None else "given",
@@ -145,7 +142,13 @@ def advise_layers(
         {**known, **(sources or {})},
     )
     codecs = count_codecs(work, tensor)
-    return decide_layers(grid, predict_layer_rows(grid, codecs), codecs)
+    rows = predict_layer_rows(grid, codecs)
+    best = choose_layer_row(grid, rows)
+    if best is None:
+        why, line = explain_none(grid, rows, codecs), make_lines(grid, NONE, "")
+        return LayersAdvice(grid, rows, NONE, line, why)
+    line = make_lines(grid, best.compressor, best.where)
+    return LayersAdvice(grid, rows, best.compressor, line, explain_compressor(rows[0], best))
 
 
 def _check_link(dimension: str, ranks: int, name: str, rate: float | None) -> None:
@@ -156,25 +159,14 @@ def _check_link(dimension: str, ranks: int, name: str, rate: float | None) -> No
         raise ValueError(f"{name} is missing: activations cross that link.")
 
 
-def allowed_layer_rows(grid: Grid, rows: list[LayerRow]) -> list[LayerRow]:
-    """The rows that may be advised: the fastest first, of equally fast ones the most accurate."""
+def choose_layer_row(grid: Grid, rows: list[LayerRow]) -> LayerRow | None:
+    """The most accurate of the fastest rows within the budget; None where none is worth it."""
     least = (1 - grid.loss_budget) * UNCOMPRESSED - 1e-9
-    near = [row for row in rows if row.accuracy is not None and row.accuracy >= least]
-    fastest = max((row.speedup for row in near), default=0.0)
-    return sorted(
-        near, key=lambda row: (row.speedup < fastest / AS_FAST, -(row.accuracy or 0), -row.speedup)
-    )
-
-
-def decide_layers(grid: Grid, rows: list[LayerRow], codecs: dict[str, CodecCosts]) -> LayersAdvice:
-    allowed = allowed_layer_rows(grid, rows)
-    if allowed and allowed[0].speedup >= WORTH_IT:
-        best = allowed[0]
-        line = make_lines(grid, best.compressor, best.where)
-        return LayersAdvice(grid, rows, best.compressor, line, explain_compressor(rows[0], best))
-    return LayersAdvice(
-        grid, rows, NONE, make_lines(grid, NONE, ""), explain_none(grid, rows, codecs)
-    )
+    near = [row for row in rows if row.accuracy >= least]
+    fastest = max(row.speedup for row in near)
+    as_fast = [row for row in near if row.speedup >= fastest / AS_FAST]
+    best = max(as_fast, key=lambda row: (row.accuracy, row.speedup))
+    return best if best.speedup >= WORTH_IT else None
 
 
 def explain_compressor(none: LayerRow, best: LayerRow) -> str:
@@ -204,17 +196,13 @@ def explain_none(grid: Grid, rows: list[LayerRow], codecs: dict[str, CodecCosts]
     faster = [row for row in rows if row.speedup >= WORTH_IT]
     if faster:
         other = max(faster, key=lambda row: row.speedup)
-        run = f"{other.compressor} would make it {other.speedup:.2f} times as fast"
-        return f"{because} {run}, {state_objection(other)}."
+        return (
+            f"{because} {other.compressor} would make it {other.speedup:.2f} times as fast, but "
+            f"had {other.accuracy:.1f} % instead of {UNCOMPRESSED} % on {MEASURED_ON}."
+        )
     rate = layers_pay_below(grid, codecs)
     where = "between stages" if grid.pipeline > 1 else "inside"
     return because + (f" Below about {format_rate(rate)} a rank {where} one would." if rate else "")
-
-
-def state_objection(row: LayerRow) -> str:
-    if row.accuracy is None:
-        return "but its accuracy was not measured"
-    return f"but had {row.accuracy:.1f} % instead of {UNCOMPRESSED} % on {MEASURED_ON}"
 
 
 def layers_pay_below(grid: Grid, codecs: dict[str, CodecCosts]) -> float | None:
@@ -222,21 +210,15 @@ def layers_pay_below(grid: Grid, codecs: dict[str, CodecCosts]) -> float | None:
     compressor is advised, in bit/s; None where none is at 1 Mbit/s.
     """
 
-    def pays(exponent: int) -> bool:
-        rate = 10 ** (exponent / 10) / 8
+    def does_not_pay(exponent: int) -> bool:
         name = "between" if grid.pipeline > 1 else "inside"
-        link = replace(getattr(grid, name), link_bytes_per_s=rate)
-        slower = Grid(**{**grid.__dict__, name: link})
-        allowed = allowed_layer_rows(slower, predict_layer_rows(slower, codecs))
-        return bool(allowed) and allowed[0].speedup >= WORTH_IT
+        link = replace(getattr(grid, name), link_bytes_per_s=10 ** (exponent / 10) / 8)
+        slower = Grid(**{**vars(grid), name: link})
+        return choose_layer_row(slower, predict_layer_rows(slower, codecs)) is None
 
-    low, high = 60, 131
-    if not pays(low):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    return 10 ** (low / 10)
+    exponents = range(60, 131)
+    count = bisect_left(exponents, True, key=does_not_pay)
+    return 10 ** (exponents[count - 1] / 10) if count else None
 
 
 HEAD = (
@@ -292,7 +274,6 @@ def format_layer_table(rows: list[LayerRow], chosen: str) -> str:
 
 def format_layer_row(row: LayerRow, chosen: str) -> tuple[str, ...]:
     step = row.step
-    accuracy = UNCOMPRESSED if row.compressor == NONE else row.accuracy
     return (
         f"{'>' if row.compressor == chosen else ' '} {row.compressor}",
         row.where,
@@ -302,7 +283,7 @@ def format_layer_row(row: LayerRow, chosen: str) -> tuple[str, ...]:
             for seconds in (step.compute, step.local, step.exchange, step.total)
         ),
         f"{row.speedup:.2f}x",
-        "?" if accuracy is None else f"{accuracy:.1f}",
+        f"{row.accuracy:.1f}",
     )
 
 

@@ -42,14 +42,14 @@ class Kind:
         codec: its class.
         settings: its arguments for (tokens, hidden).
         label: its name in bench/results/mcbench-quality.csv.
-        accuracy: percent on `MEASURED_ON`, the mean; None: not measured.
+        accuracy: percent on `MEASURED_ON`, the mean.
         options: its keyword arguments.
     """
 
     codec: Callable[..., Compressor]
     settings: Callable[[int, int], tuple[float, ...]]
     label: str
-    accuracy: float | None
+    accuracy: float
     options: dict[str, int] = field(default_factory=dict)
 
     def text(self, tokens: int, hidden: int) -> str:
@@ -124,6 +124,13 @@ class Work:
             + self.flops / speed.flops_per_s
             + self.half_flops / speed.half_flops_per_s
         )
+
+
+def dtype_of(activation_bytes: int) -> torch.dtype:
+    """bfloat16 or float32; ValueError for other sizes."""
+    if activation_bytes not in (2, 4):
+        raise ValueError(f"activation_bytes must be 2 or 4; got {activation_bytes}.")
+    return torch.bfloat16 if activation_bytes == 2 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -283,25 +290,16 @@ def crossing_of(codec: Compressor, shape: tuple[int, ...], dtype: torch.dtype) -
     arrived = values.detach().requires_grad_()
     with _count_work() as receive:
         y = codec.decompress(arrived, side, shape)
-    if is_separate:
-        return _with_separate_gradient(
-            codec, x, values, Crossing(forth, 0, send, receive, Work(), Work())
-        )
-    gradient, receive_back = _count_backward(y, arrived, codec, torch.empty_like(y))
-    _, send_back = _count_backward(values, x, codec, gradient)
-    return Crossing(forth, gradient.nbytes, send, receive, receive_back, send_back)
-
-
-def _with_separate_gradient(
-    codec: Compressor, x: Tensor, values: Tensor, forward: Crossing
-) -> Crossing:
-    """A boundary whose gradient returns beside a message of the payload's size."""
-    bits = codec.gradient_bits
+    if not is_separate:
+        gradient, receive_back = _count_backward(y, arrived, codec, torch.empty_like(y))
+        _, send_back = _count_backward(values, x, codec, gradient)
+        return Crossing(forth, gradient.nbytes, send, receive, receive_back, send_back)
     packed, receive_back, send_back = x, Work(), Work()
-    if bits is not None:
+    if codec.gradient_bits is not None:
         with _count_work() as receive_back:
-            packed = codec.pack(x, bits)
+            packed = codec.pack(x, codec.gradient_bits)
         with _count_work() as send_back:
-            codec.unpack(packed, tuple(x.shape), bits)
+            codec.unpack(packed, shape, codec.gradient_bits)
+    # The gradient's number takes a message of the payload's size.
     back = values.nbytes + packed.nbytes
-    return Crossing(forward.forth, back, forward.send, forward.receive, receive_back, send_back)
+    return Crossing(forth, back, send, receive, receive_back, send_back)

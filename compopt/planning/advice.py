@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from dataclasses import dataclass
 
 import torch
 
 from . import advice_report as report
 from .decision import choose_row
-from .hardware import DEVICES, Machine
+from .formatting import format_advice
+from .hardware import Machine, find_device
 from .losses import TOKENS_PER_PARAMETER
 from .methods import Workload
 from .prediction import (
@@ -59,13 +59,11 @@ class Advice:
 
     def format(self, all_rows: bool = False) -> str:
         """The recommendation, the line to paste, the table, and the inputs."""
-        return "\n\n".join(
-            [
-                textwrap.fill(self.recommendation, 100, break_on_hyphens=False),
-                textwrap.indent(self.line, "    "),
-                report.format_table(self.situation, self.rows, self.method, all_rows),
-                report.format_situation(self.situation),
-            ]
+        return format_advice(
+            self.recommendation,
+            self.line,
+            report.format_table(self.situation, self.rows, self.method, all_rows),
+            report.format_situation(self.situation),
         )
 
 
@@ -123,21 +121,14 @@ def advise(
     if isinstance(model, torch.nn.Module):
         model = Workload.of(model.named_parameters())
     work = model if isinstance(model, Workload) else Workload.of_size(model)
-    if device is not None and device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)}; got {device!r}.")
+    chosen, named = find_device(device)
     if not 0 <= loss_budget < math.inf:
         raise ValueError(f"loss_budget must be a share such as 0.01; got {loss_budget}.")
-    chosen = DEVICES[device or "a100"]
-    memory = chosen.memory_bytes if memory_bytes is None else memory_bytes
-    counts = {"steps": steps, "tokens_per_parameter": tokens_per_parameter, "memory_bytes": memory}
-    for name, value in counts.items():
+    counts = {"steps": steps, "tokens_per_parameter": tokens_per_parameter}
+    for name, value in {**counts, "memory_bytes": memory_bytes}.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite; got {value}.")
     node = check_layout(ranks, shard, ranks_per_node)
-    inside = inside_bits_per_s
-    if inside is None:
-        # Where all ranks share one machine there is one kind of link.
-        inside = link_bits_per_s if node == ranks else chosen.inside_bits_per_s
     machine = Machine(
         ranks,
         link_bits_per_s / 8,
@@ -146,7 +137,8 @@ def advise(
         *interference,
         ranks_per_node=node,
     )
-    named = device or "a100, name another with --device"
+    # Where all ranks share one machine there is one kind of link.
+    inside = link_bits_per_s if node == ranks else chosen.inside_bits_per_s
     known = {
         "computation": "given",
         "overlap": "assumed" if overlap_s is None else "given",
@@ -162,18 +154,23 @@ def advise(
     situation = Situation(
         work,
         machine,
-        step_s,
-        (1 - LAST_BUCKET) * BACKWARD * step_s if overlap_s is None else overlap_s,
-        shard,
-        memory,
-        loss_budget,
-        {**known, **(sources or {})},
-        STEPS if steps is None else steps,
-        TOKENS_PER_PARAMETER if tokens_per_parameter is None else tokens_per_parameter,
-        inside / 8,
-        CPU_BUCKET if device == "cpu" else DEVICE_BUCKET,
+        compute_s=step_s,
+        overlap_s=(1 - LAST_BUCKET) * BACKWARD * step_s if overlap_s is None else overlap_s,
+        shard=shard,
+        memory_bytes=chosen.memory_bytes if memory_bytes is None else memory_bytes,
+        loss_budget=loss_budget,
+        sources={**known, **(sources or {})},
+        steps=STEPS if steps is None else steps,
+        tokens_per_parameter=(
+            TOKENS_PER_PARAMETER if tokens_per_parameter is None else tokens_per_parameter
+        ),
+        inside_bytes_per_s=(inside if inside_bits_per_s is None else inside_bits_per_s) / 8,
+        bucket_bytes=CPU_BUCKET if device == "cpu" else DEVICE_BUCKET,
     )
-    return make_advice(situation, predict_rows(situation))
+    rows = predict_rows(situation)
+    best = choose_row(situation, rows)
+    row, why = best or rows[0], report.explain_choice(situation, rows, best)
+    return Advice(situation, rows, row.method, report.make_line(situation, row), why)
 
 
 def check_layout(ranks: int, shard: int | None, ranks_per_node: int | None) -> int:
@@ -189,9 +186,3 @@ def check_layout(ranks: int, shard: int | None, ranks_per_node: int | None) -> i
             f"shard must divide the {node} ranks of a machine, or be a multiple; got {shard}."
         )
     return node
-
-
-def make_advice(situation: Situation, rows: list[Row]) -> Advice:
-    best = choose_row(situation, rows)
-    row, why = best or rows[0], report.explain_choice(situation, rows, best)
-    return Advice(situation, rows, row.method, report.make_line(situation, row), why)

@@ -20,54 +20,67 @@ step_s=0.4))`, and `compopt.costmodel.advise_layers`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .activation_advice import advise_layers
 from .advice import WAN_LATENCY, advise
 from .decision import at_link_rate
-from .formatting import parse_quantity, parse_rate
-from .hardware import DEVICES
-from .measurement import profile_script
-from .methods import METHODS, Workload
+from .formatting import (
+    format_count,
+    format_seconds,
+    make_figure,
+    parse_quantity,
+    parse_rate,
+    save_figure,
+)
+from .hardware import DEVICES, find_device
 from .pipeline import Layers
 from .prediction import Situation, predict_rows
 from .probe import read_layer_probe, read_probe
+from .scripts import profile_script
 
+# Options, and the arguments of `advise` and `advise_layers` that they are: of both, and of one.
+COMMON_ARGUMENTS = {
+    "link": "link_bits_per_s",
+    "inside": "inside_bits_per_s",
+    "latency": "latency_s",
+    "step_time": "step_s",
+    "device": "device",
+    "loss_budget": "loss_budget",
+}
+GRADIENT_ARGUMENTS = {
+    "ranks": "ranks",
+    "ranks_per_node": "ranks_per_node",
+    "overlap": "overlap_s",
+    "memory": "memory_bytes",
+    "shard": "shard",
+    "steps": "steps",
+    "tokens_per_parameter": "tokens_per_parameter",
+}
+LAYER_ARGUMENTS = {"tensor": "tensor", "pipeline": "pipeline"}
+LAYER_SIZES = ("hidden", "layers", "sequence", "micro_batch")
 # Options of only one of the two kinds of advice.
-GRADIENT_OPTIONS = (
-    "parameters",
-    "ranks",
-    "ranks_per_node",
-    "profile",
-    "overlap",
-    "memory",
-    "shard",
-    "plot",
-    "steps",
-    "tokens_per_parameter",
-)
-LAYER_SIZES = "hidden", "layers", "sequence", "micro_batch"
-LAYER_OPTIONS = *LAYER_SIZES, "micro_batches", "activation_bytes"
+GRADIENT_OPTIONS = (*GRADIENT_ARGUMENTS, "parameters", "profile", "plot")
+LAYER_OPTIONS = (*LAYER_SIZES, "micro_batches", "activation_bytes")
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog, description="Predict what compression would make of a training run."
     )
-    add = parser.add_argument
+    add, ms = parser.add_argument, parse_milliseconds
     add("--parameters", type=parse_quantity, help="of the model, for example 350M (or --profile)")
     add("--ranks", type=int, help="processes in all (or give --probed)")
     add("--ranks-per-node", type=int, help="of them, in one machine (else 1)")
     add("--link", type=parse_rate, help="of one rank to other machines, for example 1gbit")
     add("--inside", type=parse_rate, metavar="RATE", help="of one rank inside its machine")
     wait = parser.add_mutually_exclusive_group()
-    wait.add_argument("--latency", type=float, metavar="MS", help="of one message (else 0.05)")
+    wait.add_argument("--latency", type=ms, metavar="MS", help="of one message (else 0.05)")
     wait.add_argument("--wan", action="store_true", help="a latency of 30 ms, as between sites")
-    add("--step-time", type=float, metavar="MS", help="of one process, without communication")
+    add("--step-time", type=ms, metavar="MS", help="of one process, without communication")
     add("--profile", nargs=argparse.REMAINDER, metavar="SCRIPT", help="measure it (give it last)")
-    add("--overlap", type=float, metavar="MS", help="of it that hides communication (else 60 %%)")
+    add("--overlap", type=ms, metavar="MS", help="of it that hides communication (else 60 %%)")
     add("--steps", type=int, help="of the run (else 10,000)")
     add("--tokens-per-parameter", type=float, metavar="N", help="of the run, in all (else 20)")
     add("--probed", metavar="FILE", help="written by compopt.probe: ranks, link, local speed")
@@ -91,172 +104,136 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def list_given(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Of these options those that were given, as they are written."""
-    return [f"--{n.replace('_', '-')}" for n in names if getattr(options, n) is not None]
+def parse_milliseconds(text: str) -> float:
+    """Seconds, from milliseconds."""
+    return float(text) / 1e3
 
 
-def read_latency(options: argparse.Namespace) -> tuple[float | None, str]:
-    """Return the seconds of a message and their source; None where they are not given."""
-    if options.wan:
-        return WAN_LATENCY, "assumed: --wan"
-    return (None, "") if options.latency is None else (options.latency / 1e3, "given")
+def refuse_given(given: argparse.Namespace, names: Iterable[str], reason: str) -> None:
+    """Raise ValueError if one of these options was given."""
+    for name in names:
+        if getattr(given, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {reason}")
 
 
-def gradient_arguments(options: argparse.Namespace) -> dict[str, Any]:
+def merge_arguments(
+    given: argparse.Namespace, names: dict[str, str], probed: dict[str, Any], latency: str
+) -> dict[str, Any]:
+    """Return the arguments that were given as options of these names or measured by a probe, and
+    the sources of measured numbers.
+
+    ``latency`` is the name of the latency among the sources.
+    """
+    values = {argument: getattr(given, option) for option, argument in names.items()}
+    arguments = {name: value for name, value in values.items() if value is not None}
+    sources = {
+        source: "measured"
+        for source, name in (
+            ("link", "link_bits_per_s"),
+            (latency, "latency_s"),
+            ("inside", "inside_bits_per_s"),
+            ("inside latency", "inside_latency_s"),
+        )
+        if name in probed and name not in arguments
+    }
+    if given.wan:
+        arguments["latency_s"], sources[latency] = WAN_LATENCY, "assumed: --wan"
+    return {**probed, **arguments, "sources": sources}
+
+
+def gradient_arguments(given: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `advise`; raises ValueError for a missing one."""
-    arguments: dict[str, Any] = read_probe(options.probed) if options.probed else {}
-    sources = {"latency": "measured"} if options.probed else {}
-    if options.probed and options.link is None:
-        sources["link"] = "measured"
-    for name, value in (("ranks", options.ranks), ("link_bits_per_s", options.link)):
-        arguments |= {name: value} if value is not None else {}
-    if "ranks" not in arguments or "link_bits_per_s" not in arguments:
+    probed = read_probe(given.probed) if given.probed else {}
+    if given.device:
+        probed.pop("local", None)
+    arguments = merge_arguments(given, COMMON_ARGUMENTS | GRADIENT_ARGUMENTS, probed, "latency")
+    sources = arguments["sources"]
+    if not {"ranks", "link_bits_per_s"} <= arguments.keys():
         raise ValueError("The network is missing: give --ranks and --link, or --probed FILE.")
-    latency, source = read_latency(options)
-    if latency is not None:
-        arguments["latency_s"], sources["latency"] = latency, source
-    model: Workload | int | None = round(options.parameters) if options.parameters else None
-    step_s = options.step_time / 1e3 if options.step_time is not None else None
-    if options.profile:
-        measured_s, work = profile_script(options.profile[0], options.profile[1:])
-        sources |= {"computation": "measured"} if step_s is None else {}
-        step_s, model = measured_s if step_s is None else step_s, model or work
-    if model is None or step_s is None:
+    if given.parameters:
+        arguments["model"] = round(given.parameters)
+    if given.profile:
+        step_s, work = profile_script(given.profile[0], given.profile[1:])
+        if given.step_time is None:
+            arguments["step_s"], sources["computation"] = step_s, "measured"
+        arguments.setdefault("model", work)
+    if not {"model", "step_s"} <= arguments.keys():
         raise ValueError(
             "The model is missing: give --parameters and --step-time, or --profile SCRIPT."
         )
-    if options.memory_bandwidth:
-        flops = DEVICES[options.device or "a100"].local[1]
-        arguments["local"], sources["own work"] = (options.memory_bandwidth, flops), "given"
-    elif options.device:
-        arguments.pop("local", None)
-    return arguments | {
-        "model": model,
-        "step_s": step_s,
-        "overlap_s": None if options.overlap is None else options.overlap / 1e3,
-        "device": options.device,
-        "memory_bytes": options.memory,
-        "shard": options.shard,
-        "loss_budget": options.loss_budget,
-        "ranks_per_node": options.ranks_per_node,
-        "inside_bits_per_s": options.inside,
-        "steps": options.steps,
-        "tokens_per_parameter": options.tokens_per_parameter,
-        "sources": sources,
-    }
+    if given.memory_bandwidth:
+        flops = find_device(given.device)[0].local[1]
+        arguments["local"], sources["own work"] = (given.memory_bandwidth, flops), "given"
+    return arguments
 
 
-def layer_arguments(options: argparse.Namespace) -> dict[str, Any]:
+def layer_arguments(given: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `advise_layers`; raises ValueError for a missing or invalid one."""
-    if misplaced := list_given(options, GRADIENT_OPTIONS):
-        raise ValueError(
-            f"{misplaced[0]} is for advice on gradients: leave out --tensor, --pipeline."
-        )
-    if len(list_given(options, LAYER_SIZES)) < len(LAYER_SIZES):
+    if any(getattr(given, name) is None for name in LAYER_SIZES):
         raise ValueError(
             "The layers are missing: give --hidden, --layers, --sequence and --micro-batch."
         )
-    arguments: dict[str, Any] = read_layer_probe(options.probed) if options.probed else {}
-    measured = ("link", "link latency", "inside", "inside latency") if options.probed else ()
-    sources = dict.fromkeys(measured, "measured")
-    if options.probed and options.tensor not in (None, arguments["tensor"]):
-        raise ValueError(
-            f"--probed {options.probed} was measured with --tensor {arguments['tensor']}."
-        )
-    nbytes = arguments.pop("activation_bytes", 2)
-    for name in ("tensor", "pipeline"):
-        value = getattr(options, name)
-        arguments[name] = arguments.get(name, 1) if value is None else value
-    for name, value in (("link", options.link), ("inside", options.inside)):
-        if value is not None:
-            arguments[f"{name}_bits_per_s"], sources[name] = value, "given"
-    latency, source = read_latency(options)
-    if latency is not None:
-        arguments["latency_s"], sources["link latency"] = latency, source
-    if options.micro_batches is None:
-        sources["micro-batches"] = "assumed"
-    chosen = DEVICES[options.device or "a100"].speed
-    if options.memory_bandwidth:
-        speeds = options.memory_bandwidth, chosen.flops_per_s, chosen.half_flops_per_s
-        arguments["local"], sources["own work"] = speeds, "bandwidth given"
-    elif options.device:
-        arguments = {n: value for n, value in arguments.items() if n not in ("local", "costs")}
-    stages = max(1, arguments["pipeline"])
-    work = Layers(
-        options.hidden,
-        options.layers,
-        options.sequence,
-        options.micro_batch,
-        4 * stages if options.micro_batches is None else options.micro_batches,
-        nbytes if options.activation_bytes is None else options.activation_bytes,
+    probed = read_layer_probe(given.probed) if given.probed else {}
+    if given.probed and given.tensor not in (None, probed["tensor"]):
+        raise ValueError(f"--probed {given.probed} was measured with --tensor {probed['tensor']}.")
+    if given.device:
+        probed = {name: value for name, value in probed.items() if name not in ("local", "costs")}
+    nbytes = probed.pop("activation_bytes", 2)
+    arguments = {"tensor": 1, "pipeline": 1} | merge_arguments(
+        given, COMMON_ARGUMENTS | LAYER_ARGUMENTS, probed, "link latency"
     )
-    return arguments | {
-        "work": work,
-        "step_s": options.step_time / 1e3 if options.step_time is not None else None,
-        "device": options.device,
-        "loss_budget": options.loss_budget,
-        "sources": sources,
-    }
+    micro_batches = given.micro_batches
+    if micro_batches is None:
+        micro_batches = 4 * max(1, arguments["pipeline"])
+        arguments["sources"]["micro-batches"] = "assumed"
+    if given.memory_bandwidth:
+        speed = find_device(given.device)[0].speed
+        arguments["local"] = given.memory_bandwidth, speed.flops_per_s, speed.half_flops_per_s
+        arguments["sources"]["own work"] = "bandwidth given"
+    sizes = {name: getattr(given, name) for name in LAYER_SIZES}
+    nbytes = nbytes if given.activation_bytes is None else given.activation_bytes
+    work = Layers(**sizes, micro_batches=micro_batches, activation_bytes=nbytes)
+    return arguments | {"work": work}
 
 
 def plot_speedups(path: str, situation: Situation) -> None:
     """Save a PNG: speed-up of every method's run over link rates from 10 Mbit/s to 100 Gbit/s."""
-    if not Path(path).resolve().parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no folder {Path(path).resolve().parent}.")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed: pip install matplotlib."
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    figure, axes = make_figure(f"--plot {path}", path)
     rates = [10 ** (exponent / 10) for exponent in range(70, 111)]
-    machine = situation.machine
     tables = [predict_rows(at_link_rate(situation, rate)) for rate in rates]
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for i, row in enumerate(tables[0]):
-        axes.plot(
-            [rate / 1e6 for rate in rates],
-            [table[i].run for table in tables],
-            "-" if METHODS[row.method].ours else "--",
-            label=row.method,
-        )
+        speedups = [table[i].run for table in tables]
+        style = "-" if row.ours else "--"
+        axes.plot([rate / 1e6 for rate in rates], speedups, style, label=row.method)
+    machine = situation.machine
     axes.axvline(8 * machine.link_bytes_per_s / 1e6, color="grey", linestyle=":", label="your link")
     axes.set(
         xscale="log",
         yscale="log",
         xlabel="link of a rank, Mbit/s",
         ylabel="speed-up of the run over AdamW+DDP",
-    )
-    axes.set_title(
-        f"{situation.work.parameters / 1e6:.4g} M parameters, {machine.ranks} ranks, "
-        f"{situation.compute_s * 1e3:.4g} ms of computation"
+        title=f"{format_count(situation.work.parameters)} parameters, {machine.ranks} ranks, "
+        f"{format_seconds(situation.compute_s)} of computation",
     )
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "compopt-advise") -> None:
     """Run the command `compopt-advise`; ``argv`` are its arguments, by default the process's."""
     parser = make_parser(prog)
-    options = parser.parse_args(argv)
+    given = parser.parse_args(argv)
     try:
-        if options.tensor is not None or options.pipeline is not None:
-            arguments = layer_arguments(options)
-            print(advise_layers(arguments.pop("work"), **arguments))
+        if given.tensor is not None or given.pipeline is not None:
+            reason = "is for advice on gradients: leave out --tensor, --pipeline."
+            refuse_given(given, GRADIENT_OPTIONS, reason)
+            print(advise_layers(**layer_arguments(given)))
             return
-        if misplaced := list_given(options, LAYER_OPTIONS):
-            raise ValueError(
-                f"{misplaced[0]} is for activations: give --tensor, --pipeline or both."
-            )
-        arguments = gradient_arguments(options)
-        advice = advise(arguments.pop("model"), **arguments)
-        if options.plot:
-            plot_speedups(options.plot, advice.situation)
-        print(advice.format(options.all))
+        reason = "is for activations: give --tensor, --pipeline or both."
+        refuse_given(given, LAYER_OPTIONS, reason)
+        advice = advise(**gradient_arguments(given))
+        if given.plot:
+            plot_speedups(given.plot, advice.situation)
+        print(advice.format(given.all))
     except (ValueError, OverflowError) as error:
         parser.error(str(error))

@@ -9,7 +9,7 @@ residual. Nothing that it does reaches the training.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -44,17 +44,14 @@ class Candidate:
         class_name: a key of `CLASSES`.
         options: its keyword arguments.
         cost_row: its row in the cost model's ``METHODS``; "": no formula counts its bytes.
-        cost_options: the options of that row's formula.
-        family, setting: the method, and what a user chooses of it.
+        cost_options: the options of that row's formula, where they are not ``options``.
         simulate: compress although there is no other rank.
     """
 
     class_name: str
     options: dict[str, Any]
     cost_row: str = ""
-    cost_options: dict[str, Any] = field(default_factory=dict)
-    family: str = ""
-    setting: str = ""
+    cost_options: dict[str, Any] | None = None
     simulate: bool = True
 
     @property
@@ -67,8 +64,8 @@ class Candidate:
         """Bytes of a compressed step over those of a dense one; None without a formula."""
         if not self.cost_row:
             return None
-        sent = METHODS[self.cost_row](work, ranks, **self.cost_options).sent
-        return sent / (4 * work.parameters)
+        options = self.options if self.cost_options is None else self.cost_options
+        return METHODS[self.cost_row](work, ranks, **options).sent / (4 * work.parameters)
 
     def make_optimizer(self, groups: Iterable[dict[str, Any]], start: int) -> CompressedOptimizer:
         """Construct the optimizer; it is dense for ``start`` steps."""
@@ -93,48 +90,44 @@ def construct_silently(make: Callable[..., Any], params: Any, **options: Any) ->
     return made
 
 
-def tracked_projection(rank: int, payload: str = "int8") -> Candidate:
-    bits = {"int8": 8, "int4": 4}[payload]
-    options = {"rank": rank} | ({"payload_dtype": payload} if bits == 4 else {})
-    costs = {"rank": rank, "bits": bits}
-    setting = f"rank {rank}" + (f" in {payload}" if bits == 4 else "")
-    return Candidate("SeparateAdam", options, "SeparateAdam", costs, "Tracked projections", setting)
-
-
-def gaussian_projection(ratio: int) -> Candidate:
-    options = {"projection": "gaussian", "ratio": ratio}
-    row, setting = "SeparateAdam, Gaussian 16", f"ratio {ratio}"
-    return Candidate("SeparateAdam", options, row, {"ratio": ratio}, "Random projections", setting)
-
-
 def radius_mask(density: float, interval: int) -> Candidate:
-    options = {"density": density, "interval": interval}
-    setting = f"density {density}" + (f" and interval {interval}" if interval != 20 else "")
-    return Candidate("RadiusAdamW", options, "RadiusAdamW", options, "Radius's masks", setting)
-
-
-def scape_mask(density: float) -> Candidate:
-    options = {"density": density}
-    setting = f"density {density}"
-    return Candidate("ScapeAdamS", options, "ScapeAdamS", options, "SCAPE's masks", setting)
-
-
-def tagc_top_k(sparsity: float) -> Candidate:
-    options, setting = {"sparsity": sparsity}, f"sparsity {sparsity}"
-    return Candidate("TagcAdamW", options, "TagcAdamW", options, "TAGC's selections", setting)
+    return Candidate("RadiusAdamW", {"density": density, "interval": interval}, "RadiusAdamW")
 
 
 # The class is plain AdamW where there is no other rank.
 ADAMW = Candidate("SeparateAdam", {}, "AdamW+DDP", simulate=False)
+# The first word of a name is the method, the rest its setting.
 CANDIDATES: Mapping[str, Candidate] = MappingProxyType(
     {
-        **{f"tracked {rank}, int8": tracked_projection(rank) for rank in (4, 8, 16, 32)},
-        "tracked 16, int4": tracked_projection(16, "int4"),
-        **{f"Gaussian {ratio}": gaussian_projection(ratio) for ratio in (8, 16)},
+        **{
+            f"tracked {rank}, int8": Candidate("SeparateAdam", {"rank": rank}, "SeparateAdam")
+            for rank in (4, 8, 16, 32)
+        },
+        "tracked 16, int4": Candidate(
+            "SeparateAdam",
+            {"rank": 16, "payload_dtype": "int4"},
+            "SeparateAdam",
+            {"rank": 16, "bits": 4},
+        ),
+        **{
+            f"Gaussian {ratio}": Candidate(
+                "SeparateAdam",
+                {"projection": "gaussian", "ratio": ratio},
+                "SeparateAdam, Gaussian 16",
+                {"ratio": ratio},
+            )
+            for ratio in (8, 16)
+        },
         **{f"Radius {density}": radius_mask(density, 20) for density in (0.5, 0.4, 0.2)},
         "Radius 0.4, interval 100": radius_mask(0.4, 100),
-        **{f"SCAPE {density}": scape_mask(density) for density in (0.1, 0.01)},
-        **{f"TAGC {sparsity}": tagc_top_k(sparsity) for sparsity in (0.9, 0.9875)},
+        **{
+            f"SCAPE {density}": Candidate("ScapeAdamS", {"density": density}, "ScapeAdamS")
+            for density in (0.1, 0.01)
+        },
+        **{
+            f"TAGC {sparsity}": Candidate("TagcAdamW", {"sparsity": sparsity}, "TagcAdamW")
+            for sparsity in (0.9, 0.9875)
+        },
         "AdamS, dense": Candidate("AdamS", {}, "AdamW+DDP"),
     }
 )
@@ -157,11 +150,6 @@ def adam_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return options
 
 
-def has_betas(groups: Iterable[Mapping[str, Any]]) -> bool:
-    """True if all groups have the options that AdamW needs."""
-    return all("betas" in group for group in groups)
-
-
 class CandidateRun:
     """One method on copies of the sampled tensors."""
 
@@ -173,23 +161,15 @@ class CandidateRun:
         start: int,
     ):
         self.params = [
-            torch.zeros(
-                tensor.rows, tensor.columns, dtype=torch.float32, device=tensor.param.device
-            ).requires_grad_()
-            for tensor in sampled
+            torch.zeros(t.rows, t.columns, dtype=torch.float32, device=t.param.device)
+            for t in sampled
         ]
-        named = [
-            [
-                (tensor.name, p)
-                for tensor, p in zip(sampled, self.params, strict=True)
-                if tensor.group == number
-            ]
-            for number in range(len(groups))
-        ]
-        filled = [
-            {**group, "params": pairs} for group, pairs in zip(groups, named, strict=True) if pairs
-        ]
-        self.candidate, self.optimizer = candidate, candidate.make_optimizer(filled, start)
+        named: list[list[tuple[str, Tensor]]] = [[] for _ in groups]
+        for tensor, p in zip(sampled, self.params, strict=True):
+            named[tensor.group].append((tensor.name, p.requires_grad_()))
+        pairs = zip(groups, named, strict=True)
+        filled = [{**group, "params": params} for group, params in pairs if params]
+        self.optimizer = candidate.make_optimizer(filled, start)
         # SCAPE's residual is in units of the momentum.
         self.residual_unit = 1 - ADAMS_BETAS[0] if candidate.class_name in ADAMS_CLASSES else 1.0
 
@@ -218,7 +198,7 @@ class CandidateRuns:
     """All candidates beside AdamW: how much of AdamW's update each keeps, and its residual.
 
     ``cosines`` holds for every step after the start one value for each tensor, and last one for all
-    of them; ``lengths`` the norm of the update over AdamW's; ``residuals`` the residual's norm.
+    of them; ``residuals`` the residual's norm.
     """
 
     def __init__(
@@ -235,7 +215,6 @@ class CandidateRuns:
             for name, candidate in candidates.items()
         }
         self.cosines: dict[str, list[list[float]]] = {name: [] for name in candidates}
-        self.lengths: dict[str, list[float]] = {name: [] for name in candidates}
         self.residuals: dict[str, list[float]] = {name: [] for name in candidates}
 
     def record_step(
@@ -258,16 +237,16 @@ class CandidateRuns:
     def _append_cosines(
         self, name: str, products: list[list[float]], reference: list[list[float]]
     ) -> None:
-        totals, cosines = [0.0, 0.0, 0.0], []
+        totals = [0.0, 0.0, 0.0]
+        cosines = []
         for tensor, (dot, square), (_, dense) in zip(
             self.sampled, products, reference, strict=True
         ):
             cosines.append(dot / max(TINY, (square * dense) ** 0.5))
             for i, value in enumerate((dot, square, dense)):
                 totals[i] += tensor.weight * value
-        cosines.append(totals[0] / max(TINY, (totals[1] * totals[2]) ** 0.5))
-        self.cosines[name].append(cosines)
-        self.lengths[name].append((totals[1] / max(TINY, totals[2])) ** 0.5)
+        dot, square, dense = totals
+        self.cosines[name].append([*cosines, dot / max(TINY, (square * dense) ** 0.5)])
 
 
 def dot_products(a: Tensor, b: Tensor) -> Tensor:

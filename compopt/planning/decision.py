@@ -9,7 +9,6 @@ is deterministic.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from .methods import METHODS
@@ -26,8 +25,11 @@ MUCH_FASTER = 1.25
 
 
 def could_help(situation: Situation, row: Row) -> bool:
-    """True if the row is a method of this package, averages over a link, and has a known loss."""
-    return row.ours and row.expected_loss is not None and row.shard < situation.machine.ranks
+    """True if the row is a method of this package with a known loss, averages over a link, and does
+    not wait for shards.
+    """
+    is_known = row.ours and row.expected_loss is not None
+    return is_known and row.shard < situation.machine.ranks and not row.is_bound_by_shards
 
 
 def allowed_rows(situation: Situation, rows: list[Row]) -> list[Row]:
@@ -39,7 +41,6 @@ def allowed_rows(situation: Situation, rows: list[Row]) -> list[Row]:
         if could_help(situation, row)
         and row.fits
         and (row.expected_loss or 0.0) <= limit
-        and not row.is_bound_by_shards
         and (row.run >= WORTH_IT or not rows[0].fits)
     ]
     return sorted(allowed, key=lambda row: row.run_s)
@@ -48,15 +49,10 @@ def allowed_rows(situation: Situation, rows: list[Row]) -> list[Row]:
 def choose_row(situation: Situation, rows: list[Row]) -> Row | None:
     """The row to advise; None where AdamW is as good."""
     allowed = allowed_rows(situation, rows)
-    if not allowed:
-        return None
-    as_fast = {
-        row.method: row.expected_loss or 0.0
-        for row in allowed
-        if row.run_s <= AS_FAST * allowed[0].run_s
-    }
-    least = min(as_fast.values())
-    return next(row for row in rows if as_fast.get(row.method, math.inf) <= least + SAME_LOSS)
+    as_fast = [row for row in allowed if row.run_s <= AS_FAST * allowed[0].run_s]
+    limit = min((row.expected_loss or 0.0 for row in as_fast), default=0.0) + SAME_LOSS
+    close = [row for row in rows if row in as_fast and (row.expected_loss or 0.0) <= limit]
+    return close[0] if close else None
 
 
 def choose_alternative(situation: Situation, rows: list[Row], best: Row) -> Row | None:
@@ -68,11 +64,7 @@ def choose_alternative(situation: Situation, rows: list[Row], best: Row) -> Row 
     if others:
         return others[0]
     faster = [
-        row
-        for row in rows
-        if could_help(situation, row)
-        and not row.is_bound_by_shards
-        and row.run_s * MUCH_FASTER <= best.run_s
+        row for row in rows if could_help(situation, row) and row.run_s * MUCH_FASTER <= best.run_s
     ]
     return min(faster, key=lambda row: (not row.fits, row.expected_loss), default=None)
 

@@ -16,15 +16,11 @@ the same to the bit. Ranks exchange some numbers once, at the end.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
-import runpy
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -36,6 +32,7 @@ from torch.optim.optimizer import (
 from .._wire.collectives import ProcessGroup
 from .diagnosis import Diagnosis
 from .diagnosis_report import Row
+from .scripts import ScriptError, StopScriptError, run_script
 
 __all__ = ["Diagnosis", "Row", "diagnose", "main"]
 
@@ -68,7 +65,7 @@ def diagnose(
         elements: elements of the model to sample; of every shape of matrix one tensor is sampled,
             in part where it is larger than its share. Every element takes about 450 bytes of
             memory.
-        process_group: the ranks whose gradients are compared (None: the default group). All of them
+        process_group: the ranks whose findings are averaged (None: the default group). All of them
             must come to the end of the block after equally many steps.
 
     Raises:
@@ -99,20 +96,13 @@ def diagnose(
 # The command
 
 
-class _StopScriptError(BaseException):
-    """Ends a script; not an Exception, so that the script does not catch it."""
-
-
-class CannotDiagnoseError(BaseException):
-    """The reason why a script cannot be diagnosed; not raised for the script's own errors."""
-
-
 class _ScriptWatcher:
     """Global hooks that see a running script's modules and the first optimizer that it steps."""
 
-    def __init__(self, begin: Callable[[nn.Module, Optimizer], Diagnosis]):
-        self.begin, self.modules = begin, dict[int, nn.Module]()
+    def __init__(self, options: dict[str, Any]):
+        self.options, self.modules = options, dict[int, nn.Module]()
         self.diagnosis: Diagnosis | None = None
+        self.error: Exception | None = None
 
     def before_forward(self, module: nn.Module, args: object) -> None:
         """Outer modules are called before the modules that they hold."""
@@ -121,20 +111,25 @@ class _ScriptWatcher:
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self.diagnosis is None:
-            try:
-                self.diagnosis = self.begin(self.find_model(optimizer), optimizer).__enter__()
-            except ValueError as error:
-                raise CannotDiagnoseError(str(error)) from error
+            with self._stop_on_error():
+                model = self.find_model(optimizer)
+                self.diagnosis = diagnose(model, optimizer, **self.options).__enter__()
             self.modules.clear()
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self.diagnosis is not None and self.diagnosis.steps == self.diagnosis.limit:
-            # The script's process group still exists here.
-            try:
+            with self._stop_on_error():
+                # The script's process group still exists here.
                 self.diagnosis.finish()
-            except RuntimeError as error:
-                raise CannotDiagnoseError(str(error)) from error
-            raise _StopScriptError
+            raise StopScriptError
+
+    @contextmanager
+    def _stop_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            self.error = error
+            raise StopScriptError from error
 
     def find_model(self, optimizer: Optimizer) -> nn.Module:
         """The outermost of the modules that hold most of an optimizer's parameters."""
@@ -147,78 +142,28 @@ class _ScriptWatcher:
         return model
 
 
-@contextmanager
-def default_process_group() -> Iterator[None]:
-    """Let a script call `init_process_group` without a launcher: it is then the only rank.
-
-    This holds where RANK is not set and the call names no store, rank or method of its own. RANK,
-    WORLD_SIZE and LOCAL_RANK are set from then on; at the end they and the group are gone.
-    """
-    distributed: Any = dist
-    init_process_group = distributed.init_process_group
-    single_process = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    added: dict[str, str] = {}
-
-    @functools.wraps(init_process_group)
-    def init_single_process(*args: Any, **options: Any) -> None:
-        method = options.get("init_method", "env://") if len(args) < 2 else args[1]
-        is_specified = "RANK" in os.environ or len(args) > 2 or options.keys() & {"store", "rank"}
-        if is_specified or method not in (None, "env://"):
-            init_process_group(*args, **options)
-            return
-        added.update({k: v for k, v in single_process.items() if k not in os.environ})
-        os.environ.update(added)
-        options |= {
-            "init_method": None,
-            "store": distributed.HashStore(),
-            "rank": 0,
-            "world_size": 1,
-        }
-        init_process_group(*args[:1], **options)
-
-    distributed.init_process_group = init_single_process
-    try:
-        yield
-    finally:
-        distributed.init_process_group = init_process_group
-        for name in added:
-            os.environ.pop(name, None)
-        if added and dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def diagnose_script(
-    script: str, arguments: Sequence[str], begin: Callable[[nn.Module, Optimizer], Diagnosis]
-) -> Diagnosis:
+def diagnose_script(script: str, arguments: Sequence[str], options: dict[str, Any]) -> Diagnosis:
     """Run a script until enough steps of its first optimizer were recorded.
 
-    Raises CannotDiagnoseError where there is no such file, the script ended before, or no tensor
-    would be compressed.
+    Raises ScriptError where there is no such file, the script ended before, or no tensor would be
+    compressed.
     """
-    if not os.path.isfile(script):
-        raise CannotDiagnoseError(f"{script}: there is no such file.")
-    watcher, argv, path = _ScriptWatcher(begin), sys.argv, list(sys.path)
+    watcher = _ScriptWatcher(options)
     hooks = [
         register_module_forward_pre_hook(watcher.before_forward),
         register_optimizer_step_pre_hook(watcher.before_step),
         register_optimizer_step_post_hook(watcher.after_step),
     ]
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
-        with default_process_group():
-            runpy.run_path(script, run_name="__main__")
-    except (_StopScriptError, SystemExit):
-        pass
+        run_script(script, arguments, hooks)
     finally:
-        for hook in hooks:
-            hook.remove()
         if watcher.diagnosis is not None:
-            watcher.diagnosis.remove_hooks()
-        sys.argv, sys.path[:] = argv, path
+            watcher.diagnosis.remove_hook()
+    if watcher.error is not None:
+        raise ScriptError(str(watcher.error))
     if watcher.diagnosis is None or not watcher.diagnosis.rows:
         steps = watcher.diagnosis.steps if watcher.diagnosis else 0
-        raise CannotDiagnoseError(
+        raise ScriptError(
             f"{script} ended after {steps} optimizer steps that could be looked at: give it more, "
             "or lower --steps."
         )
@@ -232,31 +177,24 @@ def main(argv: Sequence[str] | None = None, prog: str = "compopt-diagnose") -> N
         description="Say which compression a training script tolerates, from its first steps. "
         "Where the script runs under torchrun, so does this: torchrun ... -m compopt diagnose.",
     )
-    parser.add_argument("--steps", type=int, default=60, help="of its optimizer to look at (60)")
-    parser.add_argument(
-        "--dense", dest="start", type=int, default=10, help="of these, dense at first (10)"
-    )
-    parser.add_argument(
-        "--elements", type=int, default=1 << 21, help="of the model to look at (2 million)"
-    )
-    parser.add_argument("--plot", metavar="FILE.png", help="save a picture")
-    parser.add_argument("script", help="that trains")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
-    options = parser.parse_args(argv)
-
-    def begin(model: nn.Module, optimizer: Optimizer) -> Diagnosis:
-        asked = {name: getattr(options, name) for name in ("steps", "start", "elements")}
-        return diagnose(model, optimizer, **asked)
-
+    add = parser.add_argument
+    add("--steps", type=int, default=60, help="of its optimizer to look at (60)")
+    add("--dense", dest="start", type=int, default=10, help="of these, dense at first (10)")
+    add("--elements", type=int, default=1 << 21, help="of the model to look at (2 million)")
+    add("--plot", metavar="FILE.png", help="save a picture")
+    add("script", help="that trains")
+    add("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    asked = parser.parse_args(argv)
+    options = {name: getattr(asked, name) for name in ("steps", "start", "elements")}
     try:
-        diagnosis = diagnose_script(options.script, options.arguments, begin)
-    except CannotDiagnoseError as error:
+        diagnosis = diagnose_script(asked.script, asked.arguments, options)
+    except ScriptError as error:
         parser.error(str(error))
     if os.environ.get("RANK", "0") != "0":
         return
     print(diagnosis)
-    if options.plot:
+    if asked.plot:
         try:
-            diagnosis.plot(options.plot)
+            diagnosis.plot(asked.plot)
         except ValueError as error:
             parser.error(str(error))

@@ -6,13 +6,12 @@ import itertools
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from statistics import mean, median
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .._engine.base import CompressedOptimizer
 from .._ops.reference import one_thread
@@ -21,29 +20,17 @@ from .._wire.collectives import Communicator, ProcessGroup
 from .._wire.requests import AllGather, AllReduceMean
 from . import diagnosis_report
 from .advice import advise
-from .candidates import (
-    CANDIDATES,
-    TINY,
-    Candidate,
-    CandidateRuns,
-    adam_options,
-    has_betas,
-)
-from .diagnosis_report import QUANTITIES, Findings, Row
+from .candidates import CANDIDATES, TINY, Candidate, CandidateRuns, adam_options
+from .diagnosis_report import Findings, Row
 from .gradient_statistics import (
     DENSITIES,
-    GradientSpread,
     SampledTensor,
-    SubspaceNorms,
     TopKStability,
     find_eligible_tensors,
     sample_tensors,
 )
 from .methods import Workload
 from .prediction import Situation
-
-# Of AdamS's first moment.
-MOMENTUM = 0.9
 
 
 class Diagnosis:
@@ -57,6 +44,9 @@ class Diagnosis:
         skipped: steps that were left out, because a gradient or a weight was not finite.
         seconds: time that the diagnosis took in this process.
     """
+
+    runs: CandidateRuns
+    stability: TopKStability
 
     def __init__(
         self,
@@ -81,19 +71,16 @@ class Diagnosis:
         self._work = Workload.of(
             (names.get(id(p), ""), to_local(p)) for group in groups for p in group["params"]
         )
+        self._device = self.sampled[0].param.device
         self._comm = Communicator(process_group)
-        self._is_ours = isinstance(self.optimizer, CompressedOptimizer)
-        self._recorder: Recorder | None = None
-        self._local_rows: list[Tensor | None] = [None] * len(self.sampled)
-        self._hooks: list[Any] = []
-        self.skipped, self.seconds = 0, 0.0
+        self._hook: RemovableHandle | None = None
+        self._is_used = False
+        self.steps, self.skipped, self.seconds = 0, 0, 0.0
+        self.gradient_norms: list[float] = []
+        self._step_seconds: list[float] = []
         self._ended: float | None = None  # The end of the last step's hook.
         self.rows: list[Row] = []
         self.findings: Findings = {}
-
-    @property
-    def steps(self) -> int:
-        return self._recorder.steps if self._recorder else 0
 
     @property
     def order(self) -> list[str]:
@@ -101,70 +88,54 @@ class Diagnosis:
         return [row.method for row in self.rows]
 
     def __enter__(self) -> Diagnosis:
-        if self._recorder is not None:
+        if self._is_used:
             raise RuntimeError("this diagnosis was used before: call compopt.diagnose again.")
+        self._is_used = True
         groups = adam_options(self.optimizer.param_groups)
-        self._recorder = Recorder(self.sampled, groups, self.candidates, self.start)
-        self._hooks = [self.optimizer.register_step_post_hook(self._after_step)]
-        if self._gradients_are_averaged:
-            # These see a rank's own gradient, before DistributedDataParallel averages it.
-            self._hooks += [
-                tensor.param.register_hook(partial(self._after_backward, i))
-                for i, tensor in enumerate(self.sampled)
-            ]
+        self.runs = CandidateRuns(self.candidates, self.sampled, groups, self.start)
+        self.stability = TopKStability([tensor.numel for tensor in self.sampled])
+        self._hook = self.optimizer.register_step_post_hook(self._after_step)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.remove_hooks()
+        self.remove_hook()
         if kind is None and not self.rows:
             self.finish()
 
-    def remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    @property
-    def _gradients_are_averaged(self) -> bool:
-        """True if p.grad is already the average over ranks."""
-        return self._comm.size > 1 and not self._is_ours
-
-    @property
-    def _compared_ranks(self) -> Communicator:
-        """The ranks whose gradients are compared; none under FSDP, which shows no rank's own."""
-        is_sharded = any(tensor.param is not to_local(tensor.param) for tensor in self.sampled)
-        return Communicator(single_process=True) if is_sharded and not self._is_ours else self._comm
-
-    # Hooks
-
-    def _after_backward(self, i: int, grad: Tensor) -> None:
-        if self._recorder and grad.layout == torch.strided:
-            row = self._recorder.spread.subsample(i, self.sampled[i].extract(grad))
-            before = self._local_rows[i]
-            self._local_rows[i] = row if before is None else before + row
+    def remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        recorder, began = self._recorder, time.perf_counter()
-        if recorder is None:
-            return
+        began = time.perf_counter()
         if self._ended is not None:
-            recorder.step_seconds.append(began - self._ended)
+            self._step_seconds.append(began - self._ended)
         grads = [extract_dense_gradient(tensor) for tensor in self.sampled]
-        rows, self._local_rows = self._local_rows, [None] * len(self.sampled)
-        if not self._gradients_are_averaged or self._compared_ranks is not self._comm:
-            rows = [
-                None if g is None else recorder.spread.subsample(i, g) for i, g in enumerate(grads)
-            ]
         weights = [tensor.extract(tensor.param) for tensor in self.sampled]
         if was_skipped(optimizer, [*grads, *weights]):
             self.skipped += 1
         elif any(g is not None for g in grads):
-            recorder.record_step(weights, grads, rows)
-        if recorder.steps == self.limit:
-            self.remove_hooks()
+            self._record_step(weights, grads)
+        if self.steps == self.limit:
+            self.remove_hook()
         self._ended = time.perf_counter()
         self.seconds += self._ended - began
+
+    def _record_step(self, weights: list[Tensor], grads: list[Tensor | None]) -> None:
+        """Record the sampled weights and gradients of a step.
+
+        It runs on one thread: its result must not depend on their number, and on tensors of this
+        size more threads are slower where others want the cores too.
+        """
+        self.steps += 1
+        with one_thread():
+            updates = self.runs.record_step(weights, grads)
+            self.stability.record_step(
+                [None if g is None else u for g, u in zip(grads, updates, strict=True)]
+            )
+            squares = [float(g.square().sum()) for g in grads if g is not None]
+            self.gradient_norms.append(sum(squares) ** 0.5)
 
     # Results
 
@@ -174,48 +145,59 @@ class Diagnosis:
         Raises RuntimeError where too few steps were recorded, or ranks have recorded different
         ones.
         """
-        if self._recorder is None or self.steps < self.start + 2:
+        if self.steps < self.start + 2:
             raise RuntimeError(
                 f"compopt.diagnose has seen {self.steps} steps of this optimizer "
                 f"({self.skipped} more were skipped): it needs {self.start + 2} at least, and some "
                 "dozens to tell anything. Step the optimizer inside its block, or lower start=."
             )
         began = time.perf_counter()
-        self.findings = self._recorder.collect_findings(self._comm, self._compared_ranks)
+        self.findings = self._collect_findings()
         ranks = max(2, self._comm.size)
         self.rows = diagnosis_report.make_rows(
             self.findings, self.candidates, self._work, ranks, self.sampled
         )
         self.seconds += time.perf_counter() - began
 
+    def _collect_findings(self) -> Findings:
+        """All findings, the same on all ranks; collective."""
+        comm, sampled = self._comm, self.sampled
+        findings = summarize_runs(self.runs, self._gradient_norm)
+        findings["seconds", "step"] = median(self._step_seconds)
+        findings |= summarize_stability(self.stability, sampled)
+        if comm.size > 1:
+            check_same_on_all_ranks(map(str, sorted(findings)), self.steps, comm, self._device)
+            findings = average_findings(findings, comm, self._device)
+        return findings
+
+    @property
+    def _gradient_norm(self) -> float:
+        """The mean norm of the gradient after the start."""
+        return max(mean(self.gradient_norms[self.start :]), TINY)
+
     def __str__(self) -> str:
         if not self.rows:
             return f"compopt.diagnose: {self.steps} steps seen; it tells when its block has ended."
-        findings, sampled = self.findings, self.sampled
-        width = diagnosis_report.typical_width(sampled)
-        sentences = diagnosis_report.conclude(
-            findings, self.rows, self._compared_ranks.size, self.training
-        )
+        findings = self.findings
+        sentences = diagnosis_report.conclude(findings, self.rows, self.training)
         blocks = [
             self._summarize_sample(),
             ["What it means", *map(diagnosis_report.format_item, sentences)],
             diagnosis_report.format_methods(self.rows),
             diagnosis_report.format_stability(findings),
-            diagnosis_report.format_subspaces(findings, width),
-            diagnosis_report.format_layers(findings, sampled),
+            diagnosis_report.format_layers(findings, self.rows, self.sampled),
         ]
         return "\n\n".join("\n".join(block) for block in blocks)
 
     @property
     def training(self) -> Situation:
         """This training as `compopt-advise` sees it, over any link."""
-        on_cpu = self.sampled[0].param.device.type == "cpu"
         return advise(
             self._work,
             ranks=max(2, self._comm.size),
             link_bits_per_s=1e9,
             step_s=self.findings["seconds", "step"],
-            device="cpu" if on_cpu else None,
+            device="cpu" if self._device.type == "cpu" else None,
         ).situation
 
     def _summarize_sample(self) -> list[str]:
@@ -231,7 +213,7 @@ class Diagnosis:
             lines.append(
                 f"{self.skipped} more steps were left out: gradients or weights were not finite."
             )
-        if not has_betas(self.optimizer.param_groups):
+        if any("betas" not in group for group in self.optimizer.param_groups):
             lines.append(f"{base} has no betas: methods are judged as if AdamW took its place.")
         if any(not tensor.is_complete for tensor in self.sampled):
             lines.append("Of a part of a tensor ranks keep more than they would of the whole.")
@@ -243,14 +225,13 @@ class Diagnosis:
         Raises ValueError where the folder is missing or matplotlib is not installed, RuntimeError
         before the block has ended.
         """
-        if self._recorder is None or not self.rows:
+        if not self.rows:
             raise RuntimeError(
                 "there is nothing to plot before compopt.diagnose's block has ended."
             )
-        norm = max(self._recorder.gradient_norm, TINY)
         residuals = {
-            name: [value / norm for value in values]
-            for name, values in self._recorder.runs.residuals.items()
+            name: [value / self._gradient_norm for value in values]
+            for name, values in self.runs.residuals.items()
         }
         diagnosis_report.draw(path, self.findings, self.rows, residuals)
 
@@ -276,96 +257,8 @@ def was_skipped(optimizer: Optimizer, tensors: list[Tensor | None]) -> bool:
     return not all(bool(x.isfinite().all()) for x in tensors if x is not None)
 
 
-class Recorder:
-    """All statistics of one diagnosis, step by step.
-
-    ``steps`` counts the recorded steps.
-    """
-
-    def __init__(
-        self,
-        sampled: Sequence[SampledTensor],
-        groups: list[dict[str, Any]],
-        candidates: Mapping[str, Candidate],
-        start: int,
-    ):
-        self.sampled, self.start, self.steps = sampled, start, 0
-        self.device = sampled[0].param.device
-        self.runs = CandidateRuns(candidates, sampled, groups, start)
-        sizes = [tensor.numel for tensor in sampled]
-        self.stability = {quantity: TopKStability(sizes) for quantity in QUANTITIES}
-        shapes = [(tensor.rows, tensor.columns) for tensor in sampled]
-        devices = [tensor.param.device for tensor in sampled]
-        self.subspaces = {
-            quantity: SubspaceNorms(shapes, devices) for quantity in ("gradient", "update")
-        }
-        self.spread = GradientSpread(sampled)
-        self.moments: list[Tensor | None] = [None] * len(sampled)
-        self.gradient_norms: list[float] = []
-        self.step_seconds: list[float] = []
-
-    def record_step(
-        self,
-        weights: list[Tensor],
-        grads: list[Tensor | None],
-        local_rows: Sequence[Tensor | None],
-    ) -> None:
-        """Record the sampled weights and gradients of a step, and rows of this rank's gradients.
-
-        It runs on one thread: its result must not depend on their number, and on tensors of this
-        size more threads are slower where others want the cores too.
-        """
-        self.steps += 1
-        with one_thread():
-            updates = self.runs.record_step(weights, grads)
-            self._update_moments(grads)
-            values: dict[str, list[Tensor | None]] = {
-                "gradient": grads,
-                "update": [None if g is None else u for g, u in zip(grads, updates, strict=True)],
-                "moment": self.moments,
-            }
-            for quantity, stability in self.stability.items():
-                stability.record_step(values[quantity])
-            for quantity, subspace in self.subspaces.items():
-                subspace.record_step(values[quantity])
-            self.spread.record_step(local_rows)
-            squares = [float(g.square().sum()) for g in grads if g is not None]
-            self.gradient_norms.append(sum(squares) ** 0.5)
-
-    def _update_moments(self, grads: Sequence[Tensor | None]) -> None:
-        for i, g in enumerate(grads):
-            m = self.moments[i]
-            if g is not None:
-                self.moments[i] = g.clone() if m is None else m.lerp_(g, 1 - MOMENTUM)
-
-    @property
-    def gradient_norm(self) -> float:
-        """The mean norm of the gradient after the start."""
-        norms = self.gradient_norms[self.start :]
-        return sum(norms) / len(norms)
-
-    def collect_findings(self, comm: Communicator, compared: Communicator) -> Findings:
-        """All findings, the same on all ranks of ``comm``; collective.
-
-        Gradients are compared over the ranks of ``compared``.
-        """
-        sampled = self.sampled
-        findings = summarize_runs(self.runs, self.gradient_norm)
-        findings["seconds", "step"] = median(self.step_seconds)
-        for quantity, stability in self.stability.items():
-            findings |= summarize_stability(quantity, stability, sampled)
-        findings |= summarize_settling(self.stability["update"], DENSITIES[1])
-        for quantity, subspace in self.subspaces.items():
-            findings |= summarize_subspaces(quantity, subspace, sampled)
-        if comm.size > 1:
-            texts = [*map(str, sorted(findings)), str(len(self.spread.rows))]
-            check_same_on_all_ranks(texts, self.steps, comm, self.device)
-        findings |= summarize_spread(self.spread.compute(compared, self.device), sampled)
-        return average_findings(findings, comm, self.device) if comm.size > 1 else findings
-
-
-# Findings: numbers by names of texts, ("kept", method, layer), ("overlap", quantity, density, lag,
-# layer) and so on. The layer "" stands for all sampled tensors.
+# Findings: numbers by names of texts, ("kept", method, layer), ("overlap", density, lag, layer) and
+# so on. The layer "" stands for all sampled tensors.
 
 
 def weighted_mean(sampled: Sequence[SampledTensor], values: Mapping[int, float]) -> float:
@@ -390,55 +283,29 @@ def summarize_runs(runs: CandidateRuns, gradient_norm: float) -> Findings:
     for name, rows in runs.cosines.items():
         for layer, cosines in zip(layers, zip(*rows, strict=True), strict=True):
             findings["kept", name, layer] = mean(cosines)
-        findings["length", name] = mean(runs.lengths[name])
         residuals = runs.residuals[name]
         half = len(residuals) // 2
         early, late = max(residuals[:half]), max(residuals[half:])
-        findings["residual", name] = late / max(gradient_norm, TINY)
+        findings["residual", name] = late / gradient_norm
         # Without a residual in the first half there is nothing to compare with.
         findings["growth", name] = late / early if early else 1.0
     return findings
 
 
-def summarize_stability(
-    quantity: str, stability: TopKStability, sampled: Sequence[SampledTensor]
-) -> Findings:
+def summarize_stability(stability: TopKStability, sampled: Sequence[SampledTensor]) -> Findings:
+    """Summarize overlaps and norms by density and lag, and the overlap from step to step in the
+    first and in the last third of the steps.
+    """
     findings: Findings = {}
     for kind, table in (("overlap", stability.overlaps), ("norm", stability.norms)):
         for density, lag in sorted({(density, lag) for density, lag, _ in table}):
             means = {i: mean(v) for (d, g, i), v in table.items() if (d, g) == (density, lag)}
-            findings |= name_by_layer((kind, quantity, str(density), str(lag)), sampled, means)
+            findings |= name_by_layer((kind, str(density), str(lag)), sampled, means)
+    rows = [v for (d, lag, _), v in stability.overlaps.items() if (d, lag) == (DENSITIES[1], 1)]
+    if rows and min(map(len, rows)) >= 6:
+        findings["settling", "first"] = mean(mean(row[: len(row) // 3]) for row in rows)
+        findings["settling", "last"] = mean(mean(row[-(len(row) // 3) :]) for row in rows)
     return findings
-
-
-def summarize_settling(stability: TopKStability, density: float) -> Findings:
-    """The overlap from step to step, in the first and in the last third of the steps."""
-    rows = [v for (d, lag, _), v in stability.overlaps.items() if (d, lag) == (density, 1)]
-    if not rows or min(map(len, rows)) < 6:
-        return {}
-    thirds = [len(row) // 3 for row in rows]
-    return {
-        ("settling", "first"): mean(mean(row[:n]) for row, n in zip(rows, thirds, strict=True)),
-        ("settling", "last"): mean(mean(row[-n:]) for row, n in zip(rows, thirds, strict=True)),
-    }
-
-
-def summarize_subspaces(
-    quantity: str, subspace: SubspaceNorms, sampled: Sequence[SampledTensor]
-) -> Findings:
-    findings: Findings = {}
-    for rank in sorted({rank for rank, _ in subspace.kept}):
-        means = {i: mean(v) for (r, i), v in subspace.kept.items() if r == rank}
-        findings |= name_by_layer(("share", quantity, str(rank)), sampled, means)
-    return findings
-
-
-def summarize_spread(
-    pairs: Sequence[tuple[float, float]], sampled: Sequence[SampledTensor]
-) -> Findings:
-    cosines = {i: cosine for i, (cosine, _) in enumerate(pairs)}
-    ratios = {i: ratio for i, (_, ratio) in enumerate(pairs)}
-    return name_by_layer(("cosine",), sampled, cosines) | name_by_layer(("ratio",), sampled, ratios)
 
 
 def check_same_on_all_ranks(

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from .candidates import Candidate
 from .decision import at_link_rate, choose_row
-from .formatting import format_rate, format_seconds
-from .gradient_statistics import DENSITIES, LAGS, RANKS, SampledTensor
+from .formatting import align_columns, format_rate, format_seconds, make_figure, save_figure
+from .gradient_statistics import DENSITIES, LAGS, SampledTensor
 from .methods import Workload
 from .prediction import Situation, predict_rows
 
 Findings = dict[tuple[str, ...], float]
 
-QUANTITIES = {
-    "gradient": "gradient",
-    "update": "AdamW's update (Radius)",
-    "moment": "first moment (SCAPE)",
-}
 # A residual grows if its maximum in the second half of the steps is so many times the first half's.
 GROWTH = 1.2
 # Share of a dense step's bytes that a slow link allows.
@@ -48,30 +42,32 @@ class Row:
     """A method in the report.
 
     Args:
-        method: its name.
+        method: its name; the first word is the method's, the rest its setting.
         line: the constructor call.
+        class_name: of the method.
         kept: cosine of its update and AdamW's, over all sampled tensors.
         least, most: the same of the layers that keep least and most.
         residual: in norms of the gradient.
         grows: whether the residual still grows.
         share: of a dense step's bytes; None where no formula counts them.
-        class_name: of the method.
-        family, setting: the method, and what a user chooses of it ("rank 16").
         front: no method that sends less keeps as much.
     """
 
     method: str
     line: str
+    class_name: str
     kept: float
     least: float
     most: float
     residual: float
     grows: bool
     share: float | None
-    class_name: str = ""
-    family: str = ""
-    setting: str = ""
     front: bool = False
+
+    @property
+    def family(self) -> str:
+        """The method without its setting."""
+        return self.method.split()[0]
 
 
 def make_rows(
@@ -85,12 +81,18 @@ def make_rows(
     rows = []
     for name, candidate in candidates.items():
         layers = [findings["kept", name, tensor.name] for tensor in sampled]
-        kept, grows = findings["kept", name, ""], findings["growth", name] > GROWTH
-        share = candidate.share_of_bytes(work, ranks)
-        residual = findings["residual", name]
-        numbers = kept, min(layers), max(layers), residual, grows, share
-        chosen = candidate.class_name, candidate.family, candidate.setting
-        rows.append(Row(name, candidate.line, *numbers, *chosen))
+        row = Row(
+            name,
+            candidate.line,
+            candidate.class_name,
+            kept=findings["kept", name, ""],
+            least=min(layers),
+            most=max(layers),
+            residual=findings["residual", name],
+            grows=findings["growth", name] > GROWTH,
+            share=candidate.share_of_bytes(work, ranks),
+        )
+        rows.append(row)
     rows.sort(key=lambda row: -row.kept)
     counted = [(row.share, row.kept) for row in rows if row.share is not None]
 
@@ -98,99 +100,69 @@ def make_rows(
         share, kept = row.share, row.kept
         return share is not None and not any(s < share and k >= kept for s, k in counted)
 
-    return [Row(**{**vars(row), "front": is_in_front(row)}) for row in rows]
-
-
-def typical_width(sampled: Sequence[SampledTensor]) -> int:
-    """The smaller side of most of the elements."""
-    weights: dict[int, float] = {}
-    for tensor in sampled:
-        side = min(tensor.full_shape)
-        weights[side] = weights.get(side, 0.0) + tensor.weight * tensor.numel
-    return max(weights, key=lambda side: weights[side])
+    return [replace(row, front=is_in_front(row)) for row in rows]
 
 
 # Tables
 
 
 def format_methods(rows: Sequence[Row]) -> list[str]:
-    lines = [
-        "Methods, in the order in which their losses are expected",
-        f"  {'':<28}{'kept':>6}{'by layer':>14}{'residual':>10}{'bytes':>9}",
+    cells = [
+        (
+            f"{'*' if row.front else ' '} {row.method}",
+            f"{row.kept:.2f}",
+            f"{row.least:.2f} .. {row.most:.2f}",
+            f"{row.residual:.2f}{'+' if row.grows else ' '}",
+            "-" if row.share is None else f"{row.share:.1%}",
+        )
+        for row in rows
     ]
-    for row in rows:
-        grows = "+" if row.grows else " "
-        share = "-" if row.share is None else f"{row.share:.1%}"
-        layers = f"{row.least:.2f} .. {row.most:.2f}"
-        residual = f"{row.residual:.2f}{grows}"
-        name = f"{'*' if row.front else ' '} {row.method}"
-        lines.append(f"  {name:<28}{row.kept:>6.2f}{layers:>14}{residual:>10}{share:>9}")
     return [
-        *lines,
+        "Methods, in the order in which their losses are expected",
+        *align_columns([("", "kept", "by layer", "residual ", "bytes"), *cells]),
         "  kept: cosine of the method's update and AdamW's at the same gradients, mean over steps",
         "  residual: not sent yet, in norms of a gradient; + where it still grows",
         "  bytes: share of a dense step's, after the start; *: no row with fewer bytes keeps more",
+        "  TAGC selects on each rank; its rows are of a single rank, and judged too well",
     ]
 
 
 def format_stability(findings: Findings) -> list[str]:
-    heads = "".join(f"{f'{lag} steps' if lag > 1 else '1 step':>16}" for lag in LAGS)
-    lines = [
-        "The largest elements: the share of them that was among the largest so many steps before,",
-        "and in brackets the norm that those of before still have, over that of the largest",
-        f"  {'':<26}{'density':>8}{heads}",
+    table = [("  density", *(f"{lag} steps" if lag > 1 else "1 step" for lag in LAGS))]
+    for density in DENSITIES:
+        cells = []
+        for lag in LAGS:
+            key = (str(density), str(lag), "")
+            overlap, norm = findings.get(("overlap", *key)), findings.get(("norm", *key), 0.0)
+            cells.append("-" if overlap is None else f"{overlap:.2f} ({norm:.2f})")
+        table.append((f"  {density}", *cells))
+    return [
+        "The largest elements of AdamW's update: the share of them that was among the largest so",
+        "many steps before, and in brackets the norm that those of before still have, over that of",
+        "the largest",
+        *align_columns(table),
     ]
-    for quantity, label in QUANTITIES.items():
-        for density in DENSITIES:
-            cells = []
-            for lag in LAGS:
-                key = (quantity, str(density), str(lag), "")
-                overlap, norm = findings.get(("overlap", *key)), findings.get(("norm", *key), 0.0)
-                cells.append("-" if overlap is None else f"{overlap:.2f} ({norm:.2f})")
-            first = label if density == DENSITIES[0] else ""
-            lines.append(f"  {first:<26}{density:>8}" + "".join(f"{cell:>16}" for cell in cells))
-    return lines
 
 
-def format_subspaces(findings: Findings, width: int) -> list[str]:
-    ranks = [rank for rank in RANKS if ("share", "gradient", str(rank), "") in findings]
-    lines = [
-        f"Share of the norm that tracked columns keep (width: {width}, the smaller side of most)",
-        f"  {'rank':<26}" + "".join(f"{rank:>8}" for rank in ranks),
-        f"  {'rank / width':<26}" + "".join(f"{rank / width:>8.3f}" for rank in ranks),
-    ]
-    for quantity in ("gradient", "update"):
-        cells = (findings["share", quantity, str(rank), ""] for rank in ranks)
-        label = QUANTITIES[quantity].split(" (")[0]
-        lines.append(f"  {label:<26}" + "".join(f"{cell:>8.2f}" for cell in cells))
-    return lines
-
-
-def format_layers(findings: Findings, sampled: Sequence[SampledTensor]) -> list[str]:
-    longest = max(len(tensor.name) for tensor in sampled)
-    lines = [
-        f"  {'Layer':<{longest}}{'rows x columns':>16}{'looked at':>14}"
-        f"{'gradient 16':>13}{'update 16':>11}{'overlap 10':>12}{'cosine':>8}",
+def format_layers(
+    findings: Findings, rows: Sequence[Row], sampled: Sequence[SampledTensor]
+) -> list[str]:
+    best = recommend_row(rows).method
+    table: list[tuple[str, ...]] = [
+        ("  Layer", "rows x columns", "looked at", "kept", "overlap 10")
     ]
     for tensor in sampled:
-        rows, columns = tensor.full_shape
         part = "all" if tensor.is_complete else f"{tensor.rows} x {tensor.columns}"
         numbers = [
-            findings.get(("share", "gradient", "16", tensor.name)),
-            findings.get(("share", "update", "16", tensor.name)),
-            findings.get(("overlap", "update", "0.1", "10", tensor.name)),
-            findings.get(("cosine", tensor.name)),
+            findings["kept", best, tensor.name],
+            findings.get(("overlap", "0.1", "10", tensor.name)),
         ]
-        cells = [
-            f"{'-' if n is None else f'{n:.2f}':>{w}}"
-            for n, w in zip(numbers, (13, 11, 12, 8), strict=True)
-        ]
-        size = f"{rows} x {columns}"
-        lines.append(f"  {tensor.name:<{longest}}{size:>16}{part:>14}" + "".join(cells))
+        shape = "{} x {}".format(*tensor.full_shape)
+        cells = ("-" if n is None else f"{n:.2f}" for n in numbers)
+        table.append((f"  {tensor.name}", shape, part, *cells))
     return [
-        *lines,
-        "  gradient 16, update 16: share of the norm at rank 16; overlap 10: of the largest tenth",
-        "  of AdamW's update, 10 steps before; cosine: of two ranks' gradients",
+        *align_columns(table),
+        f"  kept: by {best}; overlap 10: of the largest tenth of AdamW's update, 10 steps before",
     ]
 
 
@@ -204,19 +176,18 @@ def format_item(sentence: str) -> str:
     )
 
 
-def conclude(findings: Findings, rows: Sequence[Row], ranks: int, training: Situation) -> list[str]:
+def conclude(findings: Findings, rows: Sequence[Row], training: Situation) -> list[str]:
     """All sentences that follow from the findings, the most important first.
 
-    ``ranks`` are those whose gradients were compared; ``training`` is as the advice sees it.
+    ``training`` is as the advice sees it.
     """
     best = recommend_row(rows)
     sentences = [
-        describe_recommendation(rows, best),
+        describe_recommendation(best),
         describe_settings(rows, best),
         compare_with_advice(training, best.class_name),
         assess_interval(findings),
         assess_start(findings),
-        assess_spread(findings, ranks),
         list_growing_residuals(rows),
         "This ranks the methods by these steps alone. It does not predict the value of a loss.",
     ]
@@ -235,7 +206,7 @@ def recommend_row(rows: Sequence[Row]) -> Row:
     return min(close, key=lambda row: row.share or 0.0)
 
 
-def describe_recommendation(rows: Sequence[Row], best: Row) -> str:
+def describe_recommendation(best: Row) -> str:
     share = best.share or 0.0
     text = (
         f"Start with {best.line}: it keeps {best.kept:.2f} of AdamW's update with {share:.1%} of "
@@ -257,12 +228,12 @@ def describe_settings(rows: Sequence[Row], best: Row) -> str:
     """Describe the shares that other settings of the recommended method keep."""
     family = [row for row in rows if row.family == best.family]
     family.sort(key=lambda row: row.share or 0.0)
-    listed = ", ".join(f"{row.kept:.2f} at {row.setting}" for row in family)
-    enough = max(row.kept for row in family) < best.kept + NEGLIGIBLE
-    more = f"Above {best.setting}, at most {NEGLIGIBLE} is gained."
-    if not enough:
-        more = f"Above {best.setting}, more is kept, for more bytes."
-    return f"{best.family} keep {listed}. {more}"
+    listed = ", ".join(f"{row.kept:.2f} ({row.method})" for row in family)
+    is_enough = max(row.kept for row in family) < best.kept + NEGLIGIBLE
+    gain = f"at most {NEGLIGIBLE} more" if is_enough else "more"
+    return (
+        f"Settings of this method keep {listed}. More bytes than {best.method} sends keep {gain}."
+    )
 
 
 def compare_with_advice(training: Situation, class_name: str) -> str:
@@ -297,7 +268,7 @@ def assess_interval(findings: Findings) -> str:
     """The longest lag at which an old mask keeps enough of the norm, for Radius."""
     parts = []
     for density in DENSITIES:
-        norms = {g: findings.get(("norm", "update", str(density), str(g), "")) for g in LAGS}
+        norms = {g: findings.get(("norm", str(density), str(g), "")) for g in LAGS}
         seen = [lag for lag, norm in norms.items() if norm is not None]
         if not seen:
             return ""
@@ -336,23 +307,6 @@ def assess_start(findings: Findings) -> str:
     return f"Dense start: {numbers}. A longer one would change little of what is selected."
 
 
-def assess_spread(findings: Findings, ranks: int) -> str:
-    if ("cosine", "") not in findings:
-        return ""
-    cosine, ratio = findings["cosine", ""], findings["ratio", ""]
-    who = f"{ranks} ranks" if ranks > 1 else "two batches in a row, which stand for ranks,"
-    text = (
-        f"Spread: gradients of {who} have a cosine of {cosine:.2f}; the norm of one is {ratio:.2f} "
-        "times that of their average."
-    )
-    if cosine < 0.1:
-        text += (
-            " A rank's own gradient is mostly noise: what each rank selects by itself (TagcAdamW) "
-            "differs from rank to rank, and is judged too well here."
-        )
-    return text
-
-
 def list_growing_residuals(rows: Sequence[Row]) -> str:
     growing = [row.method for row in rows if row.grows]
     if not growing:
@@ -369,61 +323,27 @@ def list_growing_residuals(rows: Sequence[Row]) -> str:
 def draw(
     path: str, findings: Findings, rows: Sequence[Row], residuals: Mapping[str, Sequence[float]]
 ) -> None:
-    """Save four panels; the suffix of the path says as what kind of picture.
+    """Save three panels; the suffix of the path says as what kind of picture.
 
     Raises ValueError where its folder is missing or matplotlib is not installed.
     """
-    if not Path(path).resolve().parent.is_dir():
-        raise ValueError(f"plot({path!r}): there is no folder {Path(path).resolve().parent}.")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError(
-            "plot() needs matplotlib, which is not installed: pip install matplotlib."
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
-    _draw_overlaps(axes[0, 0], findings)
-    _draw_subspaces(axes[0, 1], findings)
-    _draw_methods(axes[1, 0], rows)
-    _draw_residuals(axes[1, 1], residuals)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    figure, axes = make_figure(f"plot({path!r})", path, columns=3)
+    _draw_overlaps(axes[0], findings)
+    _draw_methods(axes[1], rows)
+    _draw_residuals(axes[2], residuals)
+    save_figure(figure, path)
 
 
 def _draw_overlaps(axis: Any, findings: Findings) -> None:
-    for number, (quantity, label) in enumerate(QUANTITIES.items()):
-        for density, style in zip(DENSITIES, ("-", "--", ":"), strict=True):
-            key = ("overlap", quantity, str(density))
-            points = [(lag, findings.get((*key, str(lag), ""))) for lag in LAGS]
-            seen = [(lag, share) for lag, share in points if share is not None]
-            if seen:
-                text = f"{label}, {density}" if density == DENSITIES[0] else f"{density}"
-                x, y = zip(*seen, strict=True)
-                axis.plot(x, y, style, color=f"C{number}", marker="o", label=text)
-    axis.set(
-        xscale="log", xlabel="steps between", ylim=(0, 1), title="share of the largest that stay"
-    )
-    axis.legend(fontsize=7, frameon=False, ncols=3)
-
-
-def _draw_subspaces(axis: Any, findings: Findings) -> None:
-    ranks = [rank for rank in RANKS if ("share", "gradient", str(rank), "") in findings]
-    for number, quantity in enumerate(("gradient", "update")):
-        layers = {name[3] for name in findings if name[:2] == ("share", quantity)}
-        for layer in sorted(layers):
-            y = [findings["share", quantity, str(rank), layer] for rank in ranks]
-            style = dict(color=f"C{number}", alpha=0.25 if layer else 1.0, lw=1 if layer else 2.5)
-            axis.plot(ranks, y, label=None if layer else QUANTITIES[quantity], **style)
-    axis.set(xscale="log", xlabel="rank", ylim=(0, 1), title="share of the norm kept, by layer")
-    axis.minorticks_off()
-    axis.set_xticks(ranks, [str(rank) for rank in ranks])
-    axis.legend(fontsize=8, frameon=False)
+    for density in DENSITIES:
+        points = [(lag, findings.get(("overlap", str(density), str(lag), ""))) for lag in LAGS]
+        seen = [(lag, share) for lag, share in points if share is not None]
+        if seen:
+            x, y = zip(*seen, strict=True)
+            axis.plot(x, y, marker="o", label=f"density {density}")
+    axis.set(xscale="log", xlabel="steps between", ylim=(0, 1))
+    axis.set_title("share of AdamW's largest updates that stay")
+    axis.legend(fontsize=7, frameon=False)
 
 
 def _draw_methods(axis: Any, rows: Sequence[Row]) -> None:

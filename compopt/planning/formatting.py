@@ -1,9 +1,13 @@
-"""Numbers and tables as people write them."""
+"""Numbers, tables and pictures for people."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 
@@ -60,7 +64,7 @@ def format_percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
 
 
-def align_columns(lines: list[tuple[str, ...]], left: int = 1) -> list[str]:
+def align_columns(lines: Sequence[tuple[str, ...]], left: int = 1) -> list[str]:
     """Columns as wide as their cells, the first ``left`` of them flush left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
@@ -70,3 +74,41 @@ def align_columns(lines: list[tuple[str, ...]], left: int = 1) -> list[str]:
         ).rstrip()
         for line in lines
     ]
+
+
+def format_advice(recommendation: str, line: str, table: str, inputs: str) -> str:
+    """The recommendation and the line to paste, then what they follow from."""
+    paragraph = textwrap.fill(recommendation, 100, break_on_hyphens=False)
+    return "\n\n".join([paragraph, textwrap.indent(line, "    "), table, inputs])
+
+
+def make_figure(asked: str, path: str, columns: int = 1) -> tuple[Any, Any]:
+    """An empty figure of matplotlib and its axes, to be saved at ``path``.
+
+    Raises ValueError, which begins with what the user ``asked`` for, where the path's folder is
+    missing or matplotlib is not installed.
+    """
+    if not (folder := Path(path).resolve().parent).is_dir():
+        raise ValueError(f"{asked}: there is no folder {folder}.")
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError(
+            f"{asked} needs matplotlib, which is not installed: pip install matplotlib."
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, columns, figsize=(2 + 5 * columns, 4.2), layout="constrained")
+    for axis in figure.axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    return figure, axes
+
+
+def save_figure(figure: Any, path: str) -> None:
+    """Save a figure that `make_figure` made, and free it."""
+    from matplotlib import pyplot
+
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -107,6 +107,13 @@ DEVICES = {
 }
 
 
+def find_device(name: str | None) -> tuple[Device, str]:
+    """The device of this name, or an assumed one, and how reports name it."""
+    if name is not None and name not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}; got {name!r}.")
+    return DEVICES[name or "a100"], name or "a100, name another with --device"
+
+
 @dataclass(frozen=True)
 class Machine:
     """The ranks that average gradients, and the links between them.

@@ -1,22 +1,16 @@
-"""Measurements of a machine and a script, and constants fitted to them."""
+"""Measurements of a machine, and constants fitted to them."""
 
 from __future__ import annotations
 
-import itertools
-import os
-import runpy
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .._state.tensors import get_device, synchronize
-from .methods import Workload
+from .._state.tensors import synchronize
 
 # Speeds
 
@@ -60,57 +54,6 @@ def median_seconds(call: Callable[[], object], device: torch.device, repeats: in
     return statistics.median(seconds[2:])
 
 
-# A script
-
-
-class _StopScriptError(BaseException):
-    """Ends a profiled script; not an Exception, so that the script does not catch it."""
-
-
-def profile_script(
-    script: str, arguments: Sequence[str] = (), steps: int = 12
-) -> tuple[float, Workload]:
-    """Run a training script until its optimizer has stepped `steps` times: median seconds a step,
-    and its parameters.
-
-    The first third of the steps is left out. Start it as one process: waiting for others would
-    count as computation.
-
-    Raises:
-        ValueError: the script ended before enough steps, or there is no such file.
-    """
-    if not os.path.isfile(script):
-        raise ValueError(f"--profile {script}: there is no such file.")
-    moments: list[float] = []
-    named: dict[int, tuple[str, torch.Tensor]] = {}
-
-    def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        synchronize(get_device())
-        moments.append(time.perf_counter())
-        for group in optimizer.param_groups:
-            names = group.get("param_names") or [""] * len(group["params"])
-            named.update({id(p): (name, p) for name, p in zip(names, group["params"], strict=True)})
-        if len(moments) > steps:
-            raise _StopScriptError
-
-    hook, argv = register_optimizer_step_post_hook(after_step), sys.argv
-    sys.argv = [script, *arguments]
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except (_StopScriptError, SystemExit):
-        pass
-    finally:
-        hook.remove()
-        sys.argv = argv
-    if len(moments) <= steps:
-        raise ValueError(
-            f"--profile {script}: it ended after {len(moments)} optimizer steps, {steps + 1} are "
-            "needed."
-        )
-    gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
-    return statistics.median(gaps[steps // 3 :]), Workload.of(named.values())
-
-
 # Constants
 
 
@@ -124,10 +67,6 @@ class Fit:
 
     coefficients: dict[str, float]
     residuals: list[float]
-
-    def predict(self, point: Mapping[str, float]) -> float:
-        """Seconds of a point that need not have been measured."""
-        return sum(value * point.get(name, 0.0) for name, value in self.coefficients.items())
 
     def __str__(self) -> str:
         lines = [f"{name} = {value:.4g}" for name, value in self.coefficients.items()]

@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..activations import Identity
 from ..activations.base import Compressor
-from .activation_costs import COMPRESSORS, Crossing, Exchange, crossing_of, exchange_of
+from .activation_costs import (
+    COMPRESSORS,
+    UNCOMPRESSED,
+    Crossing,
+    Exchange,
+    crossing_of,
+    dtype_of,
+    exchange_of,
+)
 from .hardware import Machine, Speed, all_gather_seconds, all_reduce_seconds
-from .model_parallel import dtype_of
 from .prediction import Step
 
 # Most micro-batches times stages: the schedule goes through them one by one.
@@ -185,7 +192,7 @@ class LayerRow:
         speedup: over a step that sends everything.
         inside, between: bytes that a rank of the last stages sends in a step, to those it shares
             layers with; that cross the last boundary, both ways.
-        accuracy: measured, percent; None: not measured.
+        accuracy: measured, percent.
     """
 
     compressor: str
@@ -194,7 +201,7 @@ class LayerRow:
     speedup: float
     inside: float
     between: float
-    accuracy: float | None
+    accuracy: float
 
 
 @dataclass(frozen=True)
@@ -219,62 +226,50 @@ def count_codecs(work: Layers, tensor: int) -> dict[str, CodecCosts]:
     }
 
 
-@dataclass
-class _StageSeconds:
-    """Seconds of a micro-batch in every stage, and of its messages."""
-
-    forward: list[float]
-    backward: list[float]
-    forth: list[float]
-    back: list[float]
-
-    def seconds(self, micro_batches: int) -> float:
-        return pipeline_seconds(self.forward, self.backward, self.forth, self.back, micro_batches)
+# Links that take no time, and ranks whose compressors' own work takes none.
+INSTANT_LINK = {"link_bytes_per_s": 1e300, "latency_s": 0.0}
+INSTANT_WORK = Speed(1e300, 1e300, 1e300)
 
 
 def predict_step(grid: Grid, costs: dict[str, CodecCosts], name: str, where: Where) -> Step:
     """Predict one step, from schedules without work and messages, with work, and with both."""
-    m = grid.work.micro_batches
-    compute, with_work, total = (
-        _stage_seconds(grid, costs, name, where, *parts).seconds(m)
-        for parts in ((False, False), (True, False), (True, True))
-    )
+    links = {at: replace(getattr(grid, at), **INSTANT_LINK) for at in ("inside", "between")}
+    with_work = replace(grid, **links)
+    grids = replace(with_work, speed=INSTANT_WORK), with_work, grid
+    compute, worked, total = (schedule_seconds(each, costs, name, where) for each in grids)
     # Equal sums in another order differ by rounding.
-    return Step(compute, max(0.0, with_work - compute), max(0.0, total - max(with_work, compute)))
+    return Step(compute, max(0.0, worked - compute), max(0.0, total - max(worked, compute)))
 
 
-def _stage_seconds(
-    grid: Grid,
-    costs: dict[str, CodecCosts],
-    name: str,
-    where: Where,
-    with_work: bool,
-    with_messages: bool,
-) -> _StageSeconds:
-    work, n = grid.work, grid.pipeline
+def schedule_seconds(grid: Grid, costs: dict[str, CodecCosts], name: str, where: Where) -> float:
+    """Seconds of a step with this compressor at these places."""
+    work, n, speed, link = grid.work, grid.pipeline, grid.speed, grid.between
     layer = grid.compute_s / work.micro_batches / (work.layers / n)
     dense, compressor = costs[NONE], costs[name]
-    stages = _StageSeconds([], [], [], [])
+    forward, backward, forth, back = [0.0] * n, [0.0] * n, list[float](), list[float]()
     for stage in range(n):
         first, last = stage * work.layers // n, (stage + 1) * work.layers // n
         compressed = count_compressed(work, first, last) if where in ("layers", "both") else 0
-        forward, backward = FORWARD * layer * (last - first), (1 - FORWARD) * layer * (last - first)
+        forward[stage] += FORWARD * layer * (last - first)
+        backward[stage] += (1 - FORWARD) * layer * (last - first)
         for exchange, layers in (
             (dense.exchange, last - first - compressed),
             (compressor.exchange, compressed),
         ):
-            forth, back = _exchange_seconds(
-                grid, exchange, dense.exchange, with_work, with_messages
-            )
-            forward, backward = forward + layers * forth, backward + layers * back
-        stages.forward.append(forward)
-        stages.backward.append(backward)
+            seconds = exchange_seconds(grid, exchange, dense.exchange)
+            forward[stage] += layers * seconds[0]
+            backward[stage] += layers * seconds[1]
         if stage == 0:
             continue
         is_compressed = first >= work.layers // 2 and where in ("boundaries", "both")
         crossing = compressor.crossing if is_compressed else dense.crossing
-        _add_boundary(grid, stages, crossing, with_work, with_messages)
-    return stages
+        forward[stage - 1] += crossing.send.seconds(speed)
+        forward[stage] += crossing.receive.seconds(speed)
+        backward[stage - 1] += crossing.send_back.seconds(speed)
+        backward[stage] += crossing.receive_back.seconds(speed)
+        forth.append(link.latency_s + crossing.forth / link.link_bytes_per_s)
+        back.append(link.latency_s + crossing.back / link.link_bytes_per_s)
+    return pipeline_seconds(forward, backward, forth, back, work.micro_batches)
 
 
 def count_compressed(work: Layers, first: int, last: int) -> int:
@@ -282,44 +277,19 @@ def count_compressed(work: Layers, first: int, last: int) -> int:
     return last - max(first, min(last, work.layers // 2))
 
 
-def _exchange_seconds(
-    grid: Grid, exchange: Exchange, dense: Exchange, with_work: bool, with_messages: bool
-) -> tuple[float, float]:
+def exchange_seconds(grid: Grid, exchange: Exchange, dense: Exchange) -> tuple[float, float]:
     """Seconds of one layer's exchanges, forward and backward."""
     if grid.tensor == 1:
         return 0.0, 0.0
-    forward = backward = 0.0
-    if with_work:
-        forward += exchange.forward.seconds(grid.speed)
-        backward += exchange.backward.seconds(grid.speed)
-    if with_messages:
-        forward += sum(all_reduce_seconds(grid.inside, size) for size in exchange.reduced)
-        forward += sum(
-            all_gather_seconds(grid.inside, grid.tensor * size) for size in exchange.gathered
-        )
-        # Gradients of a layer's input are summed uncompressed.
-        gradients = (*dense.reduced, *exchange.reduced_back)
-        backward += sum(all_reduce_seconds(grid.inside, size) for size in gradients)
+    link = grid.inside
+    forward = exchange.forward.seconds(grid.speed)
+    forward += sum(all_reduce_seconds(link, size) for size in exchange.reduced)
+    forward += sum(all_gather_seconds(link, grid.tensor * size) for size in exchange.gathered)
+    # Gradients of a layer's input are summed uncompressed.
+    gradients = (*dense.reduced, *exchange.reduced_back)
+    backward = exchange.backward.seconds(grid.speed)
+    backward += sum(all_reduce_seconds(link, size) for size in gradients)
     return EXCHANGES * forward, EXCHANGES * backward
-
-
-def _add_boundary(
-    grid: Grid, stages: _StageSeconds, crossing: Crossing, with_work: bool, with_messages: bool
-) -> None:
-    """Add the boundary in front of the last of these stages."""
-    if with_work:
-        for part, works in (
-            (stages.forward, (crossing.send, crossing.receive)),
-            (stages.backward, (crossing.send_back, crossing.receive_back)),
-        ):
-            part[-2] += works[0].seconds(grid.speed)
-            part[-1] += works[1].seconds(grid.speed)
-    stages.forth.append(_message_seconds(grid.between, crossing.forth) if with_messages else 0.0)
-    stages.back.append(_message_seconds(grid.between, crossing.back) if with_messages else 0.0)
-
-
-def _message_seconds(link: Machine, size: int) -> float:
-    return link.latency_s + size / link.link_bytes_per_s
 
 
 def compressible_places(grid: Grid) -> tuple[Where, ...]:
@@ -357,5 +327,5 @@ def _make_row(
     plain = 4 * ring * sum(costs[NONE].exchange.reduced)
     inside = EXCHANGES * work.micro_batches * (compressed * one + (last - compressed) * plain)
     between = work.micro_batches * (crossing.forth + crossing.back) if grid.pipeline > 1 else 0
-    accuracy = COMPRESSORS[name].accuracy if name != NONE else None
+    accuracy = COMPRESSORS[name].accuracy if name != NONE else UNCOMPRESSED
     return LayerRow(name, where, step, dense.total / step.total, inside, float(between), accuracy)

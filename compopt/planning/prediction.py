@@ -96,7 +96,12 @@ def step_seconds(
         )
     local = max(0.0, cost.traffic) / machine.memory_bytes_per_s + cost.flops / machine.flops_per_s
     local += cost.calls + cost.host / HOST_BYTES_PER_S
-    waited = _interference_seconds(machine, cost, compute_s)
+    waited = 0.0
+    if machine.ranks > 1:
+        # However well an exchange is hidden, the slowest rank is waited for, and copying and adding
+        # bytes takes time from computation.
+        waited = machine.wait_share * compute_s / (cost.every or 1)
+        waited += machine.lost_s_per_byte * sent_bytes(machine, cost)
     if cost.every is not None:
         waited += _round_seconds(machine, cost, compute_s, buckets)
         waited += _exposed(shared_link_s, 0.0, 0.0, compute_s)
@@ -122,16 +127,6 @@ def _exposed(nbytes_s: float, last_s: float, others_s: float, overlap_s: float) 
     return max(LAST_BUCKET * nbytes_s + last_s, nbytes_s + last_s + others_s - overlap_s)
 
 
-def _interference_seconds(machine: Machine, cost: Cost, compute_s: float) -> float:
-    """Seconds that an exchange costs a step however well it is hidden: the slowest rank is waited
-    for, and copying and adding bytes takes time from computation.
-    """
-    if machine.ranks == 1:
-        return 0.0
-    waited = machine.wait_share * compute_s / (cost.every or 1)
-    return waited + machine.lost_s_per_byte * sent_bytes(machine, cost)
-
-
 def _round_seconds(machine: Machine, cost: Cost, compute_s: float, buckets: int) -> float:
     """Seconds a step, as a mean over a round: the part of its exchange that the steps of its delay
     do not hide.
@@ -140,13 +135,6 @@ def _round_seconds(machine: Machine, cost: Cost, compute_s: float, buckets: int)
     nbytes_s = every * exchange_seconds(machine, cost)
     latency_s = buckets * cost.exchanges * message_seconds(machine) if nbytes_s else 0.0
     return max(0.0, nbytes_s + latency_s - cost.delay * compute_s) / every
-
-
-def training_speedup(dense: float, compressed: float, warmup_share: float = 0.0) -> float:
-    """Speed-up of a whole training whose first `warmup_share` of steps stay dense."""
-    if not 0 <= warmup_share <= 1:
-        raise ValueError(f"warmup_share must be between 0 and 1; got {warmup_share}.")
-    return dense / (warmup_share * dense + (1 - warmup_share) * compressed)
 
 
 @dataclass(frozen=True)
@@ -196,44 +184,62 @@ class Situation:
 
 @dataclass(frozen=True)
 class Row:
-    """Prediction of one method: bytes, state, the parts of its step, and its run.
+    """Prediction of one method: bytes, memory, the parts of its step, and its run.
 
     Args:
         method: its name in `METHODS`.
+        ours: whether it is a class of this package.
+        shard: ranks that hold one copy of the model.
         sent: bytes that leave a rank in a compressed step, of ring collectives, with those of a
             copy that is cut over machines; of local steps the mean over a round.
         step: seconds of such a step: computation, own work, exposed communication.
-        speedup: of such a step over AdamW's.
-        run: speed-up of the whole run, with its dense start, or with its rounds while they grow.
-        run_bytes: share of AdamW's bytes that the whole run sends.
+        run_s: seconds of the whole run, with its dense start, or with its rounds while they grow.
+        run_sent: bytes of the whole run.
         state: bytes of optimizer state a rank.
-        loss: final loss over AdamW's in the nearest measurement, else None.
-        ours: whether it is a class of this package.
-        fits: whether parameters, gradients and state fit into the memory that is left for them.
-        run_s: seconds of the whole run.
-        shard: ranks that hold one copy of the model.
         held_bytes: bytes of parameters, gradients and state a rank.
-        measurement: where ``loss`` is from.
-        expected_loss: ``loss``, with an allowance for the distance of that measurement.
+        fits: whether these fit into the memory that is left for them.
+        measurement: of the loss, the nearest one.
+        expected_loss: final loss over AdamW's, with an allowance for the distance of that
+            measurement; None where there is none.
         shard_s: seconds that parameters and gradients of a cut copy occupy the slow link in a step.
+        baseline: AdamW's row; None in that row itself.
     """
 
     method: str
+    ours: bool
+    shard: int
     sent: float
     step: Step
-    speedup: float
-    run: float
-    run_bytes: float
+    run_s: float
+    run_sent: float
     state: float
-    loss: float | None
-    ours: bool
+    held_bytes: float
     fits: bool
-    run_s: float = 0.0
-    shard: int = 1
-    held_bytes: float = 0.0
-    measurement: Measurement | None = None
-    expected_loss: float | None = None
-    shard_s: float = 0.0
+    measurement: Measurement | None
+    expected_loss: float | None
+    shard_s: float
+    baseline: Row | None = field(default=None, repr=False)
+
+    @property
+    def loss(self) -> float | None:
+        """Final loss over AdamW's as it was measured; None where it was not."""
+        return self.measurement.ratio if self.measurement else self.expected_loss
+
+    @property
+    def speedup(self) -> float:
+        """Of a compressed step over AdamW's."""
+        return (self.baseline or self).step.total / self.step.total
+
+    @property
+    def run(self) -> float:
+        """Speed-up of the whole run."""
+        return (self.baseline or self).run_s / self.run_s
+
+    @property
+    def run_bytes(self) -> float:
+        """Share of AdamW's bytes that the whole run sends."""
+        dense = (self.baseline or self).run_sent
+        return self.run_sent / dense if dense else 1.0
 
     @property
     def is_bound_by_shards(self) -> bool:
@@ -275,24 +281,16 @@ def shard_seconds(situation: Situation, shard: int) -> tuple[float, float]:
 
 def predict_rows(situation: Situation) -> list[Row]:
     """Every method in this situation; offloaded where it does not fit without crossing the link."""
-    baseline = _predict(situation, BASELINE, None)
-    rows = {BASELINE: _relative(baseline, baseline)}
+    baseline = predict_row(situation, BASELINE, None)
+    rows = {BASELINE: baseline}
     for name, method in METHODS.items():
         plain = rows.get(method.instead_of)
-        if name == BASELINE or (plain and plain.fits and not plain.shard_s):
-            continue
-        rows[name] = _relative(_predict(situation, name, baseline), baseline)
+        if name != BASELINE and not (plain and plain.fits and not plain.shard_s):
+            rows[name] = predict_row(situation, name, baseline)
     return list(rows.values())
 
 
-@dataclass(frozen=True)
-class _Prediction:
-    row: Row
-    run_bytes: float
-
-
-def _predict(situation: Situation, name: str, baseline: _Prediction | None) -> _Prediction:
-    """A row, its speed-ups not yet known, and the bytes of the run."""
+def predict_row(situation: Situation, name: str, baseline: Row | None) -> Row:
     method = METHODS[name]
     shard = choose_shard(situation, method)
     held, state = count_held_bytes(situation, method, shard)
@@ -303,46 +301,35 @@ def _predict(situation: Situation, name: str, baseline: _Prediction | None) -> _
     compute = situation.compute_s
     # Inside a machine all of forward and backward hide the shards' traffic, but for the last unit.
     exposed = _exposed(inside_s, 0.0, 0.0, (1 - LAST_BUCKET) * compute)
-
-    def step_of(cost: Cost) -> Step:
-        step = step_seconds(replicas, cost, compute, situation.overlap_s, buckets, between_s)
-        return replace(step, exchange=step.exchange + exposed)
-
-    phases = method.phases(part, replicas.ranks, situation.steps)
-    cost = method(part, replicas.ranks)
     shard_bytes = between_s * replicas.link_bytes_per_s
+
+    def step_of(cost: Cost) -> tuple[Step, float]:
+        """A step and its bytes."""
+        step = step_seconds(replicas, cost, compute, situation.overlap_s, buckets, between_s)
+        sent = sent_bytes(replicas, cost) + shard_bytes
+        return replace(step, exchange=step.exchange + exposed), sent
+
+    run_s = run_sent = 0.0
+    for number, cost in method.phases(part, replicas.ranks, situation.steps):
+        step, sent = step_of(cost)
+        run_s, run_sent = run_s + number * step.total, run_sent + number * sent
+    step, sent = step_of(method(part, replicas.ranks))
     key, size = method.losses or name, situation.work.parameters
     measurement = nearest_measurement(key, size, replicas.ranks, situation.tokens_per_parameter)
-    loss = expected_loss = 1.0 if name == BASELINE else None
-    if measurement:
-        loss, expected_loss = measurement.ratio, measurement.allow_for_size(size)
-    row = Row(
+    expected_loss = 1.0 if baseline is None else None
+    return Row(
         name,
-        sent_bytes(replicas, cost) + shard_bytes,
-        step_of(cost),
-        1.0,
-        1.0,
-        1.0,
-        state,
-        loss,
         method.ours,
-        held <= situation.room_bytes,
-        sum(n * step_of(phase).total for n, phase in phases),
         shard,
+        sent,
+        step,
+        run_s,
+        run_sent,
+        state,
         held,
+        held <= situation.room_bytes,
         measurement,
-        expected_loss,
+        measurement.allow_for_size(size) if measurement else expected_loss,
         between_s,
-    )
-    run_bytes = sum(n * (sent_bytes(replicas, phase) + shard_bytes) for n, phase in phases)
-    return _Prediction(row, run_bytes)
-
-
-def _relative(one: _Prediction, baseline: _Prediction) -> Row:
-    row, dense = one.row, baseline.row
-    return replace(
-        row,
-        speedup=dense.step.total / row.step.total,
-        run=dense.run_s / row.run_s,
-        run_bytes=one.run_bytes / baseline.run_bytes if baseline.run_bytes else 1.0,
+        baseline,
     )

@@ -1,0 +1,123 @@
+"""Running a training script under hooks, for `compopt-advise --profile` and `compopt-diagnose`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .._state.tensors import get_device, synchronize
+from .methods import Workload
+
+
+class StopScriptError(BaseException):
+    """Ends a script; not an Exception, so that the script does not catch it."""
+
+
+class ScriptError(ValueError):
+    """The reason why a script cannot be watched; not raised for the script's own errors."""
+
+
+def run_script(script: str, arguments: Sequence[str], hooks: Sequence[Any]) -> None:
+    """Run a script as Python would, until it ends or a hook raises `StopScriptError`.
+
+    Args:
+        script: the file.
+        arguments: of the script.
+        hooks: handles of registered hooks, removed at the end.
+    """
+    argv, path = sys.argv, list(sys.path)
+    try:
+        if not os.path.isfile(script):
+            raise ScriptError(f"{script}: there is no such file.")
+        sys.argv = [script, *arguments]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        with default_process_group():
+            runpy.run_path(script, run_name="__main__")
+    except (StopScriptError, SystemExit):
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+        sys.argv, sys.path[:] = argv, path
+
+
+@contextmanager
+def default_process_group() -> Iterator[None]:
+    """Let a script call `init_process_group` without a launcher: it is then the only rank.
+
+    This holds where RANK is not set and the call names no store, rank or method of its own. RANK,
+    WORLD_SIZE and LOCAL_RANK are set from then on; at the end they and the group are gone.
+    """
+    distributed: Any = dist
+    init_process_group = distributed.init_process_group
+    single_process = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    added: dict[str, str] = {}
+
+    @functools.wraps(init_process_group)
+    def init_single_process(*args: Any, **options: Any) -> None:
+        method = options.get("init_method", "env://") if len(args) < 2 else args[1]
+        is_specified = "RANK" in os.environ or len(args) > 2 or options.keys() & {"store", "rank"}
+        if is_specified or method not in (None, "env://"):
+            init_process_group(*args, **options)
+            return
+        added.update({k: v for k, v in single_process.items() if k not in os.environ})
+        os.environ.update(added)
+        options |= {
+            "init_method": None,
+            "store": distributed.HashStore(),
+            "rank": 0,
+            "world_size": 1,
+        }
+        init_process_group(*args[:1], **options)
+
+    distributed.init_process_group = init_single_process
+    try:
+        yield
+    finally:
+        distributed.init_process_group = init_process_group
+        for name in added:
+            os.environ.pop(name, None)
+        if added and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def profile_script(
+    script: str, arguments: Sequence[str] = (), steps: int = 12
+) -> tuple[float, Workload]:
+    """Run a training script until its optimizer has stepped `steps` times: median seconds a step,
+    and its parameters.
+
+    The first third of the steps is left out. Start it as one process: waiting for others would
+    count as computation.
+    """
+    moments: list[float] = []
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+
+    def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        synchronize(get_device())
+        moments.append(time.perf_counter())
+        for group in optimizer.param_groups:
+            names = group.get("param_names") or [""] * len(group["params"])
+            named.update({id(p): (name, p) for name, p in zip(names, group["params"], strict=True)})
+        if len(moments) > steps:
+            raise StopScriptError
+
+    run_script(script, arguments, [register_optimizer_step_post_hook(after_step)])
+    if len(moments) <= steps:
+        raise ScriptError(
+            f"{script} ended after {len(moments)} optimizer steps; --profile needs {steps + 1}."
+        )
+    gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    return statistics.median(gaps[steps // 3 :]), Workload.of(named.values())
