@@ -245,6 +245,8 @@ def test_checkpoints_and_copies_go_on_to_the_bit():
         train(net, one, range(4, 8))
         assert all(map(torch.equal, net.parameters(), model.parameters()))
         assert one.list_parameters() == optimizer.list_parameters()
+        one.add_param_group({"params": [("more.weight", nn.Parameter(torch.zeros(M)))]})
+        assert one.list_parameters()["Muon"][-1] == "more.weight (8, 6)"
     with pytest.raises(ValueError, match="groups of"):
         compopt.MuonAdamW([("blocks.0.w", nn.Parameter(torch.zeros(M)))]).load_state_dict(saved)
 
