@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ANSWERS = $(BIN)/python -c 'import urllib.request as u; u.urlopen("$(TORCH_INDEX)/torch/", timeout=3)' 2>/dev/null
 
-.PHONY: demo test properties fuzz soak sanitize neon mutants lint types wheel docs bench clean
+.PHONY: demo test properties fuzz soak elastic sanitize neon mutants lint types wheel docs bench clean
 
 .venv/demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -51,6 +51,9 @@ fuzz: .venv/ready  ## 3000 new examples of shapes, layouts, dtypes and options, 
 
 soak: .venv/ready  ## 20,000 steps on four simulated ranks with random faults
 	COMPOPT_SOAK=20000 $(BIN)/pytest -q tests/faults/test_soak.py
+
+elastic: .venv/ready  ## torchrun agents on this machine that are killed and added during a run, in about ten minutes
+	$(BIN)/python tests/elastic_run.py
 
 mutants: .venv/ready  ## deliberate faults, each put into a copy of the package: the tests must see every one
 	$(BIN)/python tests/mutants.py

@@ -297,6 +297,9 @@ class LocalSteps(Wrapper):
         outer.simulate = self.simulate
         if options["delay"]:  # what runs beside training has a process group of its own
             comm = comm.with_own_group()
+            outer._session.own_shard_communicators = [
+                shards.with_own_group() for shards in self._session.shard_communicators
+            ]
         if outer._session.group is not comm and not self._session.is_single_process:
             outer._session.waits = self._session.waits
             outer._session.connect_to(comm)

@@ -28,12 +28,10 @@ def parse():
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--snapshots", default="snapshots", help="a folder of this node, or one that all nodes see")
     cli.add_argument("--data", help="a file to train on (default: the Python standard library's source)")
-    cli.add_argument("--log", help="a file to which rank 0 adds a line of JSON for each step")
+    cli.add_argument("--losses", help="a file to which rank 0 adds a line of JSON for each step")
     cli.add_argument("--timeout", type=int, default=300, help="seconds after which a silent rank counts as lost")
     cli.add_argument("--growth", type=int, default=200, help="steps in which rounds grow to their length")
-    for name, default in dict(
-        steps=1000, every=30, batch=8, layers=4, heads=4, width=128, context=64, lr=2e-3
-    ).items():
+    for name, default in dict(steps=1000, every=30, batch=8, layers=4, heads=4, width=128, context=64, lr=2e-3).items():
         cli.add_argument("--" + name, type=type(default), default=default)
     return cli.parse_args()
 
@@ -87,8 +85,8 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         decay.step()
-        if rank == 0 and args.log:
-            with open(args.log, "a") as log:
+        if rank == 0 and args.losses:
+            with open(args.losses, "a") as log:
                 line = {"step": step, "loss": loss.item(), "ranks": ranks, "time": time.time()}
                 log.write(json.dumps(line) + "\n")
         if optimizer.stats.steps_into_round == 0:  # the same step on all ranks, whose models are equal now

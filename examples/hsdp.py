@@ -23,6 +23,7 @@ def parse():
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--nodes", type=int, default=2, help="replicas; the gradients between them are compressed")
     cli.add_argument("--batch", type=int, default=8, help="sequences a step, on each rank")
+    cli.add_argument("--every", type=int, help="local steps between exchanges (default: none, every step averages)")
     cli.add_argument("--density", type=float, default=0.1, help="share of the gradient sent between nodes")
     cli.add_argument("--data", help="a file to train on (default: the Python standard library's source)")
     cli.add_argument("--checkpoint", help="a folder: continued from if it is there, written at the end")
@@ -47,22 +48,22 @@ def main():
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     # The optimizer averages each rank's shards over the other dimension, and makes its parameters equal there first.
-    optimizer = compopt.RadiusAdamW(
-        model.parameters(),
-        lr=args.lr,
-        density=args.density,
-        interval=50,
-        warmup_steps=args.steps // 7,
-        max_grad_norm=1.0,
-        process_group=mesh.get_group("replicate"),
-    )
+    between = dict(max_grad_norm=1.0, process_group=mesh.get_group("replicate"))
+    if args.every:
+        adamw = torch.optim.AdamW(model.parameters(), lr=args.lr)
+        optimizer = compopt.LocalSteps(adamw, args.every, every_warmup_steps=args.steps // 3, **between)
+    else:
+        radius = dict(density=args.density, interval=50, warmup_steps=args.steps // 7)
+        optimizer = compopt.RadiusAdamW(model.parameters(), lr=args.lr, **radius, **between)
+    begin = 0
     if args.checkpoint and os.path.isdir(args.checkpoint):
         weights, state = get_state_dict(model, optimizer)
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=args.checkpoint)
+        saved = {"model": weights, "optimizer": state, "step": 0}
+        dcp.load(saved, checkpoint_id=args.checkpoint)
+        begin = saved["step"]
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
     text, _ = corpus.load(args.data)
-    begin = optimizer.param_groups[0]["step"]
     data = corpus.batches(text, args.batch, args.context, seed=1000 * begin + rank)  # its own on each rank
     for step in range(begin + 1, begin + args.steps + 1):
         x, y = next(data)
@@ -81,7 +82,7 @@ def main():
     if args.checkpoint:
         optimizer.consolidate_state()  # on all ranks: the checkpoint then loads on any mesh
         weights, state = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=args.checkpoint)
+        dcp.save({"model": weights, "optimizer": state, "step": begin + args.steps}, checkpoint_id=args.checkpoint)
     dist.destroy_process_group()
 
 

@@ -141,7 +141,9 @@ def test_other_ranks_go_on_from_the_mean(kind, options, ranks, is_shared, tmp_pa
             was = [one[name] for one in before]
             if value.is_floating_point() and value.dim() > 0:
                 mean = torch.stack(was).double().mean(0)
-                torch.testing.assert_close(value.double(), mean, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    value.double(), mean, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+                )
             elif name.split(".")[-1] not in ("is_due",):
                 assert torch.equal(value, was[0]), name
 

@@ -109,6 +109,8 @@ class Session:
         self.verified_structure = ""
         # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
         self.shard_communicators: list[Communicator] = []
+        # those to use in place of the mesh's, for collectives that run beside training
+        self.own_shard_communicators: list[Communicator] = []
         self.posted_note = ""  # the kind of note that this rank has left for the others
 
         # buckets and backend
@@ -315,7 +317,7 @@ class Session:
         self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))
         # inside FSDP2 the optimizer's own ranks hold the other shards
         parted = () if optimizer.reduces_inside else self.buckets
-        self.shard_communicators = make_shard_communicators(
+        self.shard_communicators = self.own_shard_communicators or make_shard_communicators(
             p for bucket in parted for p in bucket.params
         )
         self.is_built = True
