@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._engine.base import CompressedOptimizer, without_integrations
+from .._ops.norms import scale_all_
 from .._state.tensors import HOST, distribute_like, pin, to_local
 
 Group = dict[str, Any]
@@ -168,6 +169,11 @@ class Anchors:
                 moved.append(t.start().to(to_local(t.anchor).dtype) - t.value())
                 t.anchor.grad, t.has_moved = distribute_like(t.anchor.detach(), moved[-1]), False
         return torch.nn.utils.get_total_norm(moved).to(device, torch.float64).square()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply pseudo-gradients by a factor."""
+        grads = [to_local(t.anchor.grad) for t in self.tensors if t.anchor.grad is not None]
+        scale_all_(grads, factor)
 
     def sent(self, fragments: Collection[int]) -> list[Anchored]:
         """Return the parameters of these fragments that are part of their last exchange."""
