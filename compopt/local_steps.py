@@ -28,7 +28,8 @@ that is a_p as they show it, else rounding would pull anchors to what is shown o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from time import monotonic
 from typing import Any, Literal
@@ -140,6 +141,7 @@ class LocalSteps(Wrapper):
     _samples: float | None = None  # of the coming step
     _bytes_sent = 0  # before the running step
     _open_round: OpenRound | None = None
+    _hidden: list[tuple[Tensor, Tensor]] | None = None  # parameters while anchors are shown
 
     def __init__(
         self,
@@ -278,6 +280,7 @@ class LocalSteps(Wrapper):
             return
         session = self._session
         check_can_step(session)
+        self._check_not_hidden()
         self._look_around()
         if session.sync is not Sync.VERIFIED and not session.is_single_process:
             yield from Step(session, session.comm, session.steps + 1).verify_peers()
@@ -584,6 +587,7 @@ class LocalSteps(Wrapper):
 
     def end_round_in_turns(self) -> Generator[PendingCollective, None, None]:
         options, anchors, last = self._options, self._anchors, self._session.stats
+        self._check_not_hidden()
         if anchors is None:
             return
         t, begun, is_applied = options["step"], options["begun"], False
@@ -618,6 +622,37 @@ class LocalSteps(Wrapper):
             outcome = yield from exchange.turns.finish()  # which it has
             is_last = outcome.mean.is_last == 1
         return is_applied
+
+    @contextmanager
+    def use_anchors(self) -> Iterator[None]:
+        """Put the anchors into the model, and afterwards this rank's own parameters back::
+
+            with optimizer.use_anchors():
+                evaluate(model)
+
+        Anchors are the parameters as of the last exchange, which are equal on all ranks. Nothing is
+        communicated, and training goes on as if nothing had been. Any rank may do so alone, at any
+        time. Within the block a step, the end of a round, and saving or loading this optimizer
+        raise RuntimeError.
+        """
+        if self._anchors is None or self._hidden is not None:
+            yield
+            return
+        with torch.no_grad():
+            self._hidden = self._anchors.show()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in self._hidden:
+                    p.copy_(value)
+            self._hidden = None
+
+    def _check_not_hidden(self) -> None:
+        if self._hidden is not None:
+            raise RuntimeError(
+                "the model shows anchors, not this rank's parameters: leave use_anchors() first."
+            )
 
     # Reports
 
@@ -664,6 +699,7 @@ class LocalSteps(Wrapper):
         self, process_group: ProcessGroup | Communicator | None = None
     ) -> Generator[PendingCollective, None, None]:
         session = self._session
+        self._check_not_hidden()
         before = session.connection.size if session.connection else 0
         self._cancel_exchange()
         session.forget_in_flight()
@@ -755,6 +791,7 @@ class LocalSteps(Wrapper):
 
     def _outer_state(self) -> dict[str, Any] | None:
         anchors, exchange = self._anchors, self._exchange
+        self._check_not_hidden()
         if anchors is None:
             return None
         now = {"fragments": anchors.fragments_of(self._params), "due": sorted(self._due)}
@@ -768,6 +805,7 @@ class LocalSteps(Wrapper):
 
         Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
         """
+        self._check_not_hidden()
         groups = check_groups(self._session, state_dict)
         for group in groups:
             rounds.check_counts(group)

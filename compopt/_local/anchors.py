@@ -189,6 +189,16 @@ class Anchors:
             t.has_moved = True
         self.clear_gradients()
 
+    def show(self) -> list[tuple[Tensor, Tensor]]:
+        """Write anchors into the parameters that may have moved. Returns each of these with its
+        value before.
+        """
+        moved = [t for t in self.tensors if t.has_moved or t.anchor.grad is not None]
+        before = [(to_local(t.param.detach()), to_local(t.param.detach()).clone()) for t in moved]
+        for t in moved:
+            t.write_back(None, 0.0)
+        return before
+
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
