@@ -58,6 +58,15 @@ def test_training_goes_on_as_if_they_had_not_been_shown(options, offload):
         assert all(map(torch.equal, own, theirs))
 
 
+def test_what_is_on_its_way_is_not_shown():
+    """Right after an exchange has begun: what is frozen there moves no more, and has not got its anchor yet."""
+    params, optimizers = train(2, 4, delay=2)
+    for own in params:
+        own[2].requires_grad_(False)
+    for own in shown(params, optimizers):
+        assert all(map(torch.equal, own, weights()))
+
+
 def test_an_error_brings_the_parameters_back():
     params, optimizers = train(2, 6)
     before = copies(params)

@@ -175,6 +175,67 @@ def test_a_step_that_a_rank_skips_has_no_weight():
         torch.testing.assert_close(p.detach(), q, rtol=1e-12, atol=1e-12)
 
 
+def test_weights_of_every_round_are_its_own():
+    world, params, optimizers = make_ranks(2, round_seconds=None, every=2, weighted=True)
+    for t in range(6):
+        for rank, optimizer in enumerate(optimizers):
+            give(params, optimizer, rank, samples=[1 + t, 2][rank])
+        world.step(optimizers)
+    assert optimizers[0].stats.weight == pytest.approx(11 / 15)
+
+
+def test_a_weighted_rank_that_lacks_an_exchange_begins_with_no_weight():
+    world, params, optimizers = make_ranks(2, round_seconds=None, every=3, weighted=True)
+    for t in range(7):
+        if t == 3:
+            rebind(World(2), optimizers)
+            world = optimizers[0].comm.world
+        if t == 2:
+            world.failing.add((1, world.comms[1].started + 2))  # behind the message in front, and the handshake
+        for rank, optimizer in enumerate(optimizers):
+            give(params, optimizer, rank)
+        try:
+            world.step(optimizers)
+            assert t != 2
+        except compopt.CommunicationError:
+            assert t == 2
+    assert are_equal(params) is False and optimizers[1].stats.weight == optimizers[0].stats.weight == 0.5
+
+
+def test_time_that_a_rank_waits_is_not_of_the_next_round(clock):
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [2, 2])
+    clock.now += 11
+    give(params, optimizers[0], 0)
+    turns = optimizers[0].step_in_turns()
+    pending = next(turns)
+
+    def go_on():
+        yield pending
+        yield from turns
+
+    clock.now += 100
+    give(params, optimizers[1], 1)
+    world.run([go_on(), optimizers[1].step_in_turns()])
+    assert [optimizer.stats.phase for optimizer in optimizers] == ["exchanged"] * 2
+    take_alone(clock, world, params, optimizers, 0, 1)
+
+
+def test_time_between_saving_and_loading_does_not_count(clock):
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [2, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    clock.now += 100
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        optimizer.load_state_dict(state)
+    for rank, optimizer in enumerate(optimizers):
+        give(params, optimizer, rank)
+    world.step(optimizers)
+    assert optimizers[0].stats.phase == "local"
+
+
 def test_a_round_ends_at_the_first_step_after_its_time(clock):
     world, params, optimizers = make_ranks(2)
     phases = []

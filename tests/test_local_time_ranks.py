@@ -13,6 +13,7 @@ from problems import gradients, weights
 from ranks import run_ranks
 
 import compopt
+from compopt.integrations._shared import end_open_rounds
 
 ROUNDS, SECONDS = 6, 0.4
 
@@ -89,3 +90,25 @@ def test_ranks_with_equal_data_and_unequal_speed_end_together_under_ddp():
     first, second = run_ranks(under_ddp, 2)
     assert torch.equal(first["flat"], second["flat"]) and first["flat"].isfinite().all()
     assert first["rounds"][1] == second["rounds"][1] > second["rounds"][0], "the fast rank has followed the slow one"
+
+
+def before_an_evaluation(rank: int) -> list[bool]:
+    """As trainers call it; rank 1 takes no step between two evaluations."""
+    params = [torch.nn.Parameter(w) for w in weights()]
+    optimizer = compopt.LocalSteps(adamw(params), round_seconds=1000, every_warmup_steps=0, payload_dtype="int8")
+    found = []
+    for steps in ([2, 1][rank], [1, 0][rank], 0):
+        for _ in range(steps):
+            for p, g in zip(params, gradient(rank, optimizer.stats.step), strict=True):
+                p.grad = g
+            optimizer.step()
+        end_open_rounds([optimizer])
+        mine = torch.cat([p.detach().view(-1) for p in params])
+        other = mine.clone()
+        torch.distributed.broadcast(other, 0)
+        found.append(torch.equal(mine, other))
+    return found
+
+
+def test_trainers_end_rounds_on_ranks_that_have_not_stepped():
+    assert run_ranks(before_an_evaluation, 2) == [[True] * 3] * 2
