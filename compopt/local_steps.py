@@ -15,6 +15,9 @@ round has H steps::
 At first all gradients are averaged for ``warmup_steps``, as ``Average(inner)`` does, and rounds
 grow from 1 step to H over ``every_warmup_steps``, mu and lr from 0 and 1 with them.
 
+Where rounds end by time, or ranks are ``weighted``, line 3 is a mean weighted by the steps or
+samples that ranks took in the round.
+
 There is one outer optimizer; anchors are its parameters, fragments its groups. An exchange is one
 step of it, of the fragments that are due, cut in two: up to the decision of all ranks, and the
 commit. Where we differ: the papers lose what a rank moved while an exchange was on its way, in part
@@ -25,8 +28,10 @@ that is a_p as they show it, else rounding would pull anchors to what is shown o
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from time import monotonic
 from typing import Any, Literal
 
 import torch
@@ -37,7 +42,7 @@ from ._engine.combined import OneOrSeveral
 from ._engine.decision import StepDecision
 from ._engine.join import JoinHook, follow_ranks_with_data
 from ._engine.missing_ranks import RankLeft
-from ._engine.options import Group
+from ._engine.options import Group, Setting, require, select_options
 from ._engine.peers import gather_rows, warn_without_gradients
 from ._engine.resharding import average_base, average_state, catch_up, warn_of_lost_residuals
 from ._engine.session import Corrupt, Sync, weak_method
@@ -57,7 +62,7 @@ from ._local import rounds
 from ._local.anchors import Anchors, MakeOuter, assign_to_fragments, reset_moments
 from ._local.checkpoint import Entry, SavedRounds, save_rounds, split_rounds
 from ._local.distances import cosine_and_spread
-from ._local.exchange import Exchange, Outcome, communicate
+from ._local.exchange import Contribution, Exchange, Outcome, communicate
 from ._local.open_round import OpenRound
 from ._ops.norms import clip_factor, scale_all_
 from ._state.buckets import Bucket
@@ -89,7 +94,12 @@ class LocalSteps(Wrapper):
     Args:
         inner: an optimizer over the model's parameters, or a list of several over disjoint ones;
             one of this package (AdamS) is stopped from averaging.
-        every: H, steps of a round.
+        every: H, steps of a round; 30 by default.
+        round_seconds: instead of ``every``: a round ends on a rank at its first step after this
+            time. Each rank takes as many steps as it can, and all are averaged by their weights.
+        weighted: a rank's weight in an average is the number of steps that it took since the last
+            one, without those that it skipped, or of the ``samples`` that it gives ``step()``. So
+            it is with ``round_seconds``. Else weights are equal.
         outer: makes the optimizer, one of this package, that steps the anchors it is given, on
             pseudo-gradients; those of further fragments are added to it as groups. None:
             ``Average`` around ``torch.optim.SGD`` with Nesterov's momentum, by ``payload_dtype``,
@@ -103,7 +113,7 @@ class LocalSteps(Wrapper):
             meanwhile. At most every / fragments.
         mix: what a rank keeps of its own parameters, in [0, 1); the rest is the new anchor.
         warmup_steps: steps at the start in which gradients are averaged, as by :class:`Average`.
-        every_warmup_steps: steps after these in which rounds grow from 1 step to ``every``, and
+        every_warmup_steps: steps after these in which rounds grow from 1 step to their length, and
             an ``outer`` around SGD, as the default, from averaging parameters to its own rate and
             momentum.
         max_grad_norm: clips each rank's own gradient to this L2 norm; in the start the averaged
@@ -130,15 +140,20 @@ class LocalSteps(Wrapper):
     _anchors: Anchors | None = None  # from the first local step on, where there are other ranks
     _exchange: Exchange | None = None  # on its way
     _due: frozenset[int] = frozenset()  # fragments that wait for an exchange
-    _distances = (0.0, 0.0)  # cosine and spread, of the last exchange
+    _exchanged: dict[str, Any] = {}  # what ``stats`` report of the last exchange
+    _clock: float | None = None  # as read last, in the running round
+    _samples: float | None = None  # of the coming step
     _bytes_sent = 0  # before the running step
     _open_round: OpenRound | None = None
+    _hidden: list[tuple[Tensor, Tensor]] | None = None  # parameters while anchors are shown
 
     def __init__(
         self,
         inner: OneOrSeveral,
-        every: int = 30,
+        every: int | None = None,
         *,
+        round_seconds: float | None = None,
+        weighted: bool = False,
         outer: MakeOuter | None = None,
         payload_dtype: PayloadDtype = "int4",
         outer_lr: float = 0.7,
@@ -154,8 +169,15 @@ class LocalSteps(Wrapper):
         simulate: bool = False,
     ):
         self.offload = offload
+        if every is not None and round_seconds is not None:
+            raise ValueError(
+                f"a round has every={every} steps or round_seconds={round_seconds}: pass one of "
+                "them."
+            )
         options: dict[str, Any] = dict(
-            every=every,
+            every=30 if every is None else every,
+            round_seconds=round_seconds,
+            weighted=weighted or round_seconds is not None,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             fragments=fragments,
@@ -167,6 +189,9 @@ class LocalSteps(Wrapper):
             max_grad_norm=max_grad_norm,
             round=0,  # rounds that have ended
             begun=0,  # the step after which the running one began
+            mean_step=0.0,  # mean of the ranks' local steps up to there
+            weight=0.0,  # steps or samples of this rank since the last exchange
+            seconds=0.0,  # since then, where rounds end by time
         )
         self._make_outer = outer
         super().__init__(inner, options, process_group, simulate)
@@ -186,6 +211,15 @@ class LocalSteps(Wrapper):
     def after_layout(self) -> None:
         super().after_layout()
         self._session.stats = self.add_to_stats(self._session.stats)
+
+    def _settings(self) -> list[Setting]:
+        unequal = rounds.list_unequal(self._options)
+        return [
+            (subject, select_options(value, value.keys() - unequal))
+            if isinstance(value, dict)
+            else (subject, value)
+            for subject, value in super()._settings()
+        ]
 
     # The averaged start
 
@@ -220,12 +254,35 @@ class LocalSteps(Wrapper):
 
     # A step
 
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, samples: float | None = None
+    ) -> Any:
+        """Take a step of the inner optimizer, and the exchange that is due after it. All ranks must
+        call it, with ``round_seconds`` as often as they can.
+
+        ``samples``: in this rank's batch; its weight in the average, if ranks are ``weighted``.
+        Pass them in every step on all ranks, or in none.
+
+        Raises CommunicationError if the exchange failed; the rank's own step was then taken.
+        """
+        if samples is not None:
+            is_good = rounds.is_number(samples) and 0 <= samples < math.inf
+            require(is_good, "samples", samples, "a number >= 0")
+            if not self._options["weighted"]:
+                raise ValueError(
+                    "samples= weighs ranks, and these have equal weights: make the optimizer with "
+                    "weighted=True or round_seconds=."
+                )
+        self._samples = samples
+        return super().step(closure)
+
     def step_in_turns(self) -> Generator[PendingCollective, None, None]:
         if self.averages_gradients:
             yield from super().step_in_turns()
             return
         session = self._session
         check_can_step(session)
+        self._check_not_hidden()
         self._look_around()
         if session.sync is not Sync.VERIFIED and not session.is_single_process:
             yield from self._follow_ranks_with_data()
@@ -233,6 +290,7 @@ class LocalSteps(Wrapper):
         self._connect()
         if self._anchors is not None:
             self._anchors.note_training(self._params)
+            self._read_clock()
         norm = yield from self._step_inner()  # line 1
         try:
             is_applied = yield from self._synchronize()
@@ -305,6 +363,12 @@ class LocalSteps(Wrapper):
             outer._session.connect_to(comm)
             self._bytes_sent = comm.bytes_sent
 
+    def _read_clock(self) -> None:
+        """Add the time since the last call to that of the round."""
+        now = monotonic()
+        self._options["seconds"] += now - (now if self._clock is None else self._clock)
+        self._clock = now
+
     def _step_inner(self) -> Turns[float]:
         """Step the inner optimizer, unless a gradient of this rank, or of another shard of its
         replica, is not finite, and count the step. Signals are handled afterwards.
@@ -331,12 +395,17 @@ class LocalSteps(Wrapper):
                 entries = [self.state.get(p, {}) for p in grads]
                 if counts := [entry["step"] for entry in entries if "step" in entry]:
                     torch._foreach_add_(counts, 1)
+                if grads and self._anchors is not None:
+                    self._options["weight"] += 1 if self._samples is None else self._samples
             for group in self._wrapper_groups:
                 group["step"] += 1
+            self._samples = None
         return norm
 
     def _gradient_norm(self, grads: dict[Tensor, Tensor]) -> Turns[float]:
-        """The norm over all shards of the replica; NaN where a GradScaler has found an inf."""
+        """The norm over all shards of the replica; NaN where a GradScaler has found an inf. Shards
+        also agree on the time of the round.
+        """
         shards = self._session.shard_communicators
         by_copies: dict[int, list[Tensor]] = {}
         for p, g in grads.items():
@@ -345,7 +414,9 @@ class LocalSteps(Wrapper):
         squared = sum(norm**2 / copies for copies, norm in norms.items())
         if getattr(self, "found_inf", None):
             squared = math.nan
-        (total,) = yield from sum_over_groups(shards, [squared], self._session.device)
+        numbers = [squared, self._options["seconds"]]
+        total, seconds = yield from sum_over_groups(shards, numbers, self._session.device)
+        self._options["seconds"] = seconds / math.prod(comm.size for comm in shards)
         return math.sqrt(total)
 
     # Exchanges
@@ -357,15 +428,19 @@ class LocalSteps(Wrapper):
             return False
         t, begun, count = options["step"], options["begun"], options["fragments"]
         steps = rounds.round_length(options, begun - options["warmup_steps"])
-        self._due |= {n for n in anchors.fragments if rounds.is_due(n, t - begun, steps, count)}
-        if t - begun >= steps:
-            options.update(round=options["round"] + 1, begun=t)
+        if options["round_seconds"] is not None:
+            steps, is_over = t - begun, options["seconds"] >= rounds.round_duration(options)
+            self._due |= anchors.fragments if is_over else set()
+        else:
+            self._due |= {n for n in anchors.fragments if rounds.is_due(n, t - begun, steps, count)}
+            if t - begun >= steps:
+                options.update(round=options["round"] + 1, begun=t)
         if self._exchange is not None and (self._due or t >= (self._exchange.apply_at or 0)):
             is_applied = yield from self._perform_sync(self._exchange)
         if self._due:
-            share, delay = rounds.outer_share(options, steps), rounds.delay_within(options, steps)
+            delay = rounds.delay_within(options, steps)
             apply_at = t + delay if delay else None
-            exchange = yield from self._prepare_sync(anchors, share, apply_at, options["mix"])
+            exchange = yield from self._prepare_sync(anchors, steps, apply_at, options["mix"])
             if delay:
                 exchange.turns.poll()
             else:
@@ -374,11 +449,14 @@ class LocalSteps(Wrapper):
 
     @torch.no_grad()
     def _prepare_sync(
-        self, anchors: Anchors, share: float, apply_at: int | None, mix: float
+        self,
+        anchors: Anchors,
+        steps: int,
+        apply_at: int | None,
+        mix: float,
+        is_last: bool = False,
     ) -> Turns[Exchange]:
-        """Begin the exchange of the fragments that are due; rate and momentum of the outer
-        optimizer have this ``share`` of their own.
-        """
+        """Begin the exchange of the fragments that are due, after a round of so many ``steps``."""
         fragments, session = self._due, self._session
         yield from self._follow_ranks_with_data()
         try:
@@ -391,9 +469,10 @@ class LocalSteps(Wrapper):
         except BaseException:
             anchors.cancel(fragments)
             raise
-        anchors.set_outer_share(share)
-        self._due = frozenset()
-        return self._begin_exchange(anchors, fragments, apply_at, mix, squared)
+        self._due, options = frozenset(), self._options
+        weight = options["weight"] if options["weighted"] else 1.0
+        contribution = Contribution(weight, steps, options["seconds"], is_last)
+        return self._begin_exchange(anchors, fragments, apply_at, mix, squared, contribution)
 
     def _begin_exchange(
         self,
@@ -402,12 +481,17 @@ class LocalSteps(Wrapper):
         apply_at: int | None,
         mix: float,
         squared: Tensor,
+        contribution: Contribution,
     ) -> Exchange:
         session, fragments = anchors.outer._session, frozenset(fragments)
         groups = anchors.groups_of(fragments)
         step = Step(session, session.connect_ranks(), anchors.exchanges + 1, groups)
-        turns = communicate(self._session, anchors, step, squared, apply_at is not None)  # line 3
-        exchange = Exchange(anchors, fragments, apply_at, mix, squared, step, Background(turns))
+        turns = communicate(  # line 3
+            self._session, anchors, step, squared, contribution, apply_at is not None
+        )
+        exchange = Exchange(
+            anchors, fragments, apply_at, mix, squared, contribution, step, Background(turns)
+        )
         self._exchange = exchange
         if apply_at is not None:
             session.comm.unfinished.add("delayed exchange")
@@ -419,6 +503,7 @@ class LocalSteps(Wrapper):
         finite. Where it fails, on all ranks, nothing is applied, and it is due again.
         """
         session = self._session
+        waited = session.waits.seconds
         try:
             outcome = yield from exchange.turns.finish()
             apart = [outcome.squared, outcome.product]
@@ -433,8 +518,15 @@ class LocalSteps(Wrapper):
             raise
         self._exchange = None
         exchange.step.comm.unfinished.clear()
+        self._exchanged = {
+            **self._exchanged,
+            "weight": outcome.share,
+            "round_steps": int(exchange.contribution.steps),
+            "round_wait_seconds": session.waits.seconds - waited,
+        }
         if outcome.ranks > 1 and squared > 0:
-            self._distances = cosine_and_spread(squared, product, outcome.ranks)
+            cosine, spread = cosine_and_spread(squared, product, outcome.ranks)
+            self._exchanged |= {"cosine": cosine, "spread": spread}
         if outcome.is_lost and is_applied:
             reset_moments(self.base, exchange.list_received(is_lost=True))
             session.warn_once(
@@ -449,6 +541,10 @@ class LocalSteps(Wrapper):
     def _apply(self, exchange: Exchange, outcome: Outcome) -> bool:
         """Apply lines 4 and 5, as a whole."""
         anchors, session, decision = exchange.anchors, self._session, outcome.decision
+        options = self._options
+        if outcome.is_empty:
+            anchors.clear_gradients()
+            return False
         if decision is not None and not decision.applied:
             exchange.step.commit(decision)  # which counts and reports what is skipped
             anchors.cancel(exchange.fragments)
@@ -466,7 +562,16 @@ class LocalSteps(Wrapper):
         session.sync = sync
         anchors.outer._session.consolidated_at = session.consolidated_at = None
         anchors.clear_gradients()
+        options["weight"] = 0.0
+        if options["round_seconds"] is not None:
+            self._begin_round(options["round"] + 1, options["mean_step"] + outcome.mean.steps)
         return True
+
+    def _begin_round(self, number: int, mean_step: float) -> None:
+        """Begin a round that ends by time, on this rank's clock."""
+        t = self._options["step"]
+        self._options.update(round=number, begun=t, mean_step=mean_step, weight=0.0, seconds=0.0)
+        self._clock = monotonic()
 
     def _cancel_exchange(self) -> None:
         """Give up the exchange on its way: it is due again."""
@@ -489,23 +594,41 @@ class LocalSteps(Wrapper):
 
     def end_round_in_turns(self) -> Generator[PendingCollective, None, None]:
         options, anchors, last = self._options, self._anchors, self._session.stats
+        self._check_not_hidden()
         if anchors is None:
             return
         t, begun, is_applied = options["step"], options["begun"], False
         if self._exchange is not None:
             self._exchange.mix = 0.0
             is_applied = yield from self._perform_sync(self._exchange)
-        if t > begun:
+        if options["round_seconds"] is not None:
+            is_applied = yield from self._follow_rounds(anchors)
+        elif t > begun:
             options.update(round=options["round"] + 1, begun=t)
         self._due |= {moved.fragment for moved in anchors.tensors if moved.has_moved}
         if self._due:
-            share = rounds.outer_share(options, max(1, t - begun))
-            exchange = yield from self._prepare_sync(anchors, share, None, 0.0)
+            exchange = yield from self._prepare_sync(anchors, max(1, t - begun), None, 0.0)
             is_applied = yield from self._perform_sync(exchange)
         self._note_open_round()
         if is_applied or t > begun:
             self._report(last.grad_norm, is_applied, is_step=False)
             self._session.stats.bytes_sent += last.bytes_sent
+
+    def _follow_rounds(self, anchors: Anchors) -> Turns[bool]:
+        """Take part in the rounds of ranks that go on, until all have come to their end. Returns
+        whether an exchange was applied.
+        """
+        options, is_applied, is_last = self._options, False, False
+        while not is_last:
+            self._read_clock()
+            anchors.note_training(self._params)
+            self._due |= anchors.fragments
+            steps = options["step"] - options["begun"]
+            exchange = yield from self._prepare_sync(anchors, steps, None, 0.0, is_last=True)
+            is_applied |= yield from self._perform_sync(exchange)
+            outcome = yield from exchange.turns.finish()  # which it has
+            is_last = outcome.mean.is_last == 1
+        return is_applied
 
     # Join: ranks that run out of data
 
@@ -527,6 +650,39 @@ class LocalSteps(Wrapper):
         if self._session.is_joining:
             self.end_round()
         super().end_join()
+
+    # Anchors in the model
+
+    @contextmanager
+    def use_anchors(self) -> Iterator[None]:
+        """Put the anchors into the model, and afterwards this rank's own parameters back::
+
+            with optimizer.use_anchors():
+                evaluate(model)
+
+        Anchors are the parameters as of the last exchange, which are equal on all ranks. Nothing is
+        communicated, and training goes on as if nothing had been. Any rank may do so alone, at any
+        time. Within the block a step, the end of a round, and saving or loading this optimizer
+        raise RuntimeError.
+        """
+        if self._anchors is None or self._hidden is not None:
+            yield
+            return
+        with torch.no_grad():
+            self._hidden = self._anchors.show()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in self._hidden:
+                    p.copy_(value)
+            self._hidden = None
+
+    def _check_not_hidden(self) -> None:
+        if self._hidden is not None:
+            raise RuntimeError(
+                "the model shows anchors, not this rank's parameters: leave use_anchors() first."
+            )
 
     # Reports
 
@@ -564,7 +720,7 @@ class LocalSteps(Wrapper):
     def add_to_stats(self, stats: Stats, decision: StepDecision | None = None) -> Stats:
         if self._anchors is not None:
             stats.residual_norm = weak_method(self._anchors.outer._session.residual_norm)
-        return rounds.with_rounds(stats, self._options, *self._distances)
+        return rounds.with_rounds(stats, self._options, self._exchanged)
 
     # Other ranks
 
@@ -573,6 +729,7 @@ class LocalSteps(Wrapper):
         self, process_group: ProcessGroup | Communicator | None = None
     ) -> Generator[PendingCollective, None, None]:
         session = self._session
+        self._check_not_hidden()
         before = session.connection.size if session.connection else 0
         self._cancel_exchange()
         session.forget_in_flight()
@@ -594,20 +751,27 @@ class LocalSteps(Wrapper):
     def _adopt_counts(self) -> Turns[list[int]]:
         """If any rank has anchors, adopt the counts of the one that is furthest. Returns its
         fragments; none where no rank has anchors.
+
+        Where rounds end by time a rank keeps its number of steps, if it has taken any, and begins a
+        round if it lacks one.
         """
-        session, options, names = self._session, self._options, ("step", "round", "begun")
+        session, options = self._session, self._options
+        names = ("round", "step", "begun", "mean_step")
         fragments = (
             self._anchors.fragments_of(self._params) if self._anchors else [-1] * len(self._params)
         )
         numbers = [self._anchors is not None, *(options[name] for name in names), *fragments]
-        message = torch.tensor(numbers, dtype=torch.int64, device=session.device)
-        rows: list[list[int]] = (yield from gather_rows(message, session.comm)).tolist()
-        has_anchors, *numbers = max(rows)
+        message = torch.tensor(numbers, dtype=torch.float64, device=session.device)
+        rows: list[list[float]] = (yield from gather_rows(message, session.comm)).tolist()
+        has_anchors, number, step, begun, mean_step, *numbers = max(rows)
         if not has_anchors:
             return []
-        for group in self._wrapper_groups:
-            group.update(zip(names, numbers, strict=False))
-        return numbers[len(names) :]
+        keeps_step = self._anchors is not None and options["round_seconds"] is not None
+        for group in self._wrapper_groups if not keeps_step else ():
+            group.update(round=int(number), step=int(step), begun=int(begun))
+        if options["round_seconds"] is not None and (not keeps_step or options["round"] < number):
+            self._begin_round(int(number), mean_step)
+        return [int(fragment) for fragment in numbers]
 
     def _rejoin(self, anchors: Anchors, is_new: bool) -> Turns[None]:
         """Bring anchors, and parameters of ranks that are new or lack an exchange, to where those
@@ -618,7 +782,7 @@ class LocalSteps(Wrapper):
         outer.forget_masks()
         yield from catch_up(outer, outer.comm, is_new)
         if is_new or anchors.exchanges > before:
-            self._due = frozenset()
+            self._due, self._options["weight"] = frozenset(), 0.0
             for t in anchors.tensors:
                 t.write_back(None, 0.0)
                 t.has_moved = False
@@ -638,6 +802,7 @@ class LocalSteps(Wrapper):
         a round the parameters too: what ranks have moved is then the same on all.
         """
         session, anchors = self._session, self._anchors
+        self._check_not_hidden()
         if self._exchange is not None:
             yield from self._perform_sync(self._exchange)
         if anchors is not None and self.round_is_open:
@@ -671,6 +836,7 @@ class LocalSteps(Wrapper):
         made for it.
         """
         options, anchors = self._options, self._anchors
+        self._check_not_hidden()
         if anchors is not None:
             return save_rounds(self._params, anchors, options, self._due, self._exchange)
         fragments = assign_to_fragments(self.param_groups, options["fragments"])
@@ -696,6 +862,7 @@ class LocalSteps(Wrapper):
 
         Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
         """
+        self._check_not_hidden()
         groups = check_groups(self._session, state_dict)
         for group in groups:
             rounds.check_counts(group)
@@ -739,6 +906,7 @@ class LocalSteps(Wrapper):
         if self._exchange is not None:
             self._exchange.drain()
         self._cancel_exchange()
+        self._clock = None
         self._anchors, self._due = anchors, frozenset()
         if anchors is None:
             return
@@ -752,7 +920,7 @@ class LocalSteps(Wrapper):
 
     def _begin_anew(self) -> None:
         for group in self._wrapper_groups:
-            group.update(round=0, begun=0)
+            group.update(round=0, begun=0, mean_step=0.0, weight=0.0, seconds=0.0)
         super()._begin_anew()
 
     def _contents(self) -> dict[str, Any]:

@@ -21,7 +21,9 @@ def sharded(mesh, **options) -> tuple[list[nn.Parameter], compopt.LocalSteps]:
     params = [nn.Parameter(distribute_tensor(torch.randn(ROWS, 40), mesh["shard"], [Shard(0)])) for _ in range(2)]
     sgd = torch.optim.SGD(params, lr=1.0)
     group = mesh.get_group("replicate")
-    return params, compopt.LocalSteps(sgd, 2, every_warmup_steps=0, process_group=group, **options)
+    if "round_seconds" not in options:
+        options["every"] = 2
+    return params, compopt.LocalSteps(sgd, every_warmup_steps=0, process_group=group, **options)
 
 
 def give(params: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
@@ -140,3 +142,31 @@ def test_replicas_of_two_shards_exchange_and_lose_a_replica_as_a_whole():
         reported, true, _ = found["cosine"]
         assert abs(reported - true) < 0.02
         assert found["lost"] < 1e-5, "the lost replica contributes nothing, in either of its shards"
+
+
+def ends_by_time(rank: int) -> list[str]:
+    """Two replicas of two shards; a step takes 3 s by the first shard's clock and 6 s by the other's."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from compopt import local_steps
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    seconds = 0.0
+    local_steps.monotonic = lambda: seconds
+    params, optimizer = sharded(mesh, round_seconds=10)
+    phases = []
+    for t in range(7):
+        give(params, gradients(10 * t + mesh["replicate"].get_local_rank()))
+        optimizer.step()
+        phases.append(optimizer.stats.phase)
+        seconds += 3 * (1 + mesh["shard"].get_local_rank())
+    flat = whole(params)
+    other = flat.clone()
+    dist.broadcast(other, 0)
+    return [*phases, str(torch.equal(flat, other))]
+
+
+def test_shards_of_a_replica_end_a_round_together():
+    """By the mean of their clocks."""
+    for found in run_ranks(ends_by_time, 4):
+        assert found == [*["local"] * 3, "exchanged", *["local"] * 2, "exchanged", "True"]

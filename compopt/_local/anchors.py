@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._engine.base import CompressedOptimizer, without_integrations
+from .._ops.norms import scale_all_
 from .._state.tensors import HOST, distribute_like, pin, to_local
 
 Group = dict[str, Any]
@@ -171,6 +172,11 @@ class Anchors:
                 t.anchor.grad, t.has_moved = distribute_like(t.anchor.detach(), moved[-1]), False
         return torch.nn.utils.get_total_norm(moved).to(device, torch.float64).square()
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply pseudo-gradients by a factor."""
+        grads = [to_local(t.anchor.grad) for t in self.tensors if t.anchor.grad is not None]
+        scale_all_(grads, factor)
+
     def sent(self, fragments: Collection[int]) -> list[Anchored]:
         """Return the parameters of these fragments that are part of their last exchange."""
         return [t for t in self.within(fragments) if t.anchor.requires_grad]
@@ -184,6 +190,16 @@ class Anchors:
         for t in self.sent(fragments):
             t.has_moved = True
         self.clear_gradients()
+
+    def show(self) -> list[tuple[Tensor, Tensor]]:
+        """Write anchors into the parameters that may have moved. Returns each of these with its
+        value before.
+        """
+        moved = [t for t in self.tensors if t.has_moved or t.anchor.grad is not None]
+        before = [(to_local(t.param.detach()), to_local(t.param.detach()).clone()) for t in moved]
+        for t in moved:
+            t.write_back(None, 0.0)
+        return before
 
 
 def copy_wide(p: Tensor, on_host: bool) -> Tensor:

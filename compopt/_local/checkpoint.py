@@ -16,11 +16,10 @@ from torch import Tensor
 
 from .._state.tensors import distribute_like, to_local
 from .anchors import Anchored, Anchors
-from .exchange import Exchange
-from .rounds import is_count
+from .exchange import Contribution, Exchange
+from .rounds import COUNTS, check_counts, is_count
 
 Entry = dict[str, Any]
-COUNTS = ("step", "round", "begun")  # options of LocalSteps that count
 
 
 # Saving
@@ -63,6 +62,7 @@ def _save_exchange(t: Anchored, exchange: Exchange | None) -> Entry:
     """Return the part of the parameter in the exchange on its way."""
     d = t.anchor.grad
     numbers: dict[str, float] = {"is_underway": False, "apply_at": 0, "mix": 0.0, "squared": 0.0}
+    numbers.update(Contribution()._asdict())
     if exchange is not None and t.fragment in exchange.fragments:
         numbers = {**exchange.state_dict(), "is_underway": True}
     return {
@@ -105,8 +105,8 @@ class SavedRounds:
         """Raise ValueError, KeyError or TypeError if a number in an entry is impossible."""
         _ = self.fragments, self.due, self.exchange
         for entry in filter(None, self.entries):
-            for name in (*COUNTS, "exchanges"):
-                _read_count(entry, name)
+            check_counts({name: _read_number(entry, name) for name in COUNTS})
+            _read_count(entry, "exchanges")
 
     @property
     def fragments(self) -> list[int]:
@@ -114,9 +114,9 @@ class SavedRounds:
         return [-1 if e is None else _read_count(e, "fragment", least=-1) for e in self.entries]
 
     @property
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, float]:
         first = next(e for e in self.entries if e is not None)
-        return {name: _read_count(first, name) for name in COUNTS}
+        return {name: _read_number(first, name) for name in COUNTS}
 
     @property
     def due(self) -> frozenset[int]:
@@ -137,6 +137,7 @@ class SavedRounds:
             "apply_at": _read_count(first, "apply_at"),
             "mix": float(first["mix"]),
             "squared": float(first["squared"]),
+            "contribution": Contribution(*(_read_number(first, n) for n in Contribution._fields)),
         }
 
     @property
@@ -186,9 +187,14 @@ def _load_anchor(t: Anchored, entry: Entry) -> None:
         )
 
 
-def _read_count(entry: Entry, name: str, least: int = 0) -> int:
+def _read_number(entry: Entry, name: str) -> float:
     value = entry[name]
-    number = value.item() if isinstance(value, Tensor) else value
+    number: float = value.item() if isinstance(value, Tensor) else value
+    return number
+
+
+def _read_count(entry: Entry, name: str, least: int = 0) -> int:
+    number = _read_number(entry, name)
     if not is_count(number, least):
         raise ValueError(f"{name} is {number!r}")
     return int(number)

@@ -1,7 +1,10 @@
 """An exchange on its way: a step of the outer optimizer, and the message in front of its payloads.
 
-In the message every rank sends what must be equal on all, the norm of its pseudo-gradient, and
-random projections of it.
+In the message every rank sends what must be equal on all, its weight in the average, the norm of
+its pseudo-gradient, and random projections of it.
+
+Ranks of unequal weights send their pseudo-gradients times ``ranks * weight / sum of weights``: the
+mean of these is the weighted mean, whatever the codec, and a residual is a part of such a mean.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import contextlib
 import math
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,24 +27,45 @@ from .._state.tensors import to_local
 from .._wire.requests import AllGather, CommunicationError
 from .anchors import Anchored, Anchors
 from .distances import count_signs, estimate_products, project_signs
+from .rounds import outer_share
 
-FIELDS = 3  # of a message, in float64: exchanges, checksum of the settings, squared norm
+# of a message, in float64: exchanges, checksum of the settings, those of Contribution, squared norm
+FIELDS = 7
 
 
-@dataclass(frozen=True)
+class Contribution(NamedTuple):
+    """What a rank brings into an exchange: its weight in the average, and the steps and seconds
+    since the last exchange that was applied. ``is_last``: the rank waits in ``end_round()``.
+    """
+
+    weight: float = 1.0
+    steps: float = 0
+    seconds: float = 0.0
+    is_last: float = False
+
+
+@dataclass
 class Outcome:
     """The result of an exchange, which all ranks know.
 
     ``decision``: None where there was nothing to send. ``is_lost``: this rank's parameters are not
     finite. ``squared``, ``product``: of the pseudo-gradients of the ``ranks`` that are not lost,
-    the mean squared norm, and the mean inner product of two.
+    the mean squared norm, and the mean inner product of two. ``mean``: of the contributions; its
+    ``is_last`` is 1 where no rank goes on. ``share``: of this rank's weight in all.
     """
 
-    decision: StepDecision | None
     is_lost: bool
     squared: float
     product: float
     ranks: int
+    mean: Contribution
+    share: float
+    decision: StepDecision | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no rank has stepped, and none goes on."""
+        return self.mean.is_last == 1 and not self.mean.steps
 
 
 @dataclass(eq=False)
@@ -50,7 +74,7 @@ class Exchange:
     ``apply_at`` of the inner one (None: at once).
 
     ``squared``: the squared norm of this rank's pseudo-gradient. Where it is not finite, the rank
-    sends nothing and takes the average of the others.
+    sends nothing and takes the average of the others. ``contribution``: of this rank.
     """
 
     anchors: Anchors
@@ -58,6 +82,7 @@ class Exchange:
     apply_at: int | None
     mix: float
     squared: Tensor
+    contribution: Contribution
     step: Step
     turns: Background[Outcome]
 
@@ -82,22 +107,30 @@ class Exchange:
             "apply_at": self.apply_at,
             "mix": self.mix,
             "squared": float(self.squared),
+            **self.contribution._asdict(),
         }
 
 
 def communicate(
-    source: Session, anchors: Anchors, step: Step, squared: Tensor, is_delayed: bool
+    source: Session,
+    anchors: Anchors,
+    step: Step,
+    squared: Tensor,
+    contribution: Contribution,
+    is_delayed: bool,
 ) -> Turns[Outcome]:
     """Exchange messages and payloads, up to the decision. ``source``: of the inner steps.
 
-    Payloads follow when messages have shown that they fit. Where they are to travel while training
-    goes on, they start at once.
+    Payloads follow when messages have shown that they fit, and ranks know each other's weights.
+    Where they are to travel while training goes on, they start at once, and weights are equal.
     """
     comm = step.comm
-    message = _make_message(source, anchors, step, squared)
+    message = _make_message(source, anchors, step, squared, contribution)
     if is_delayed:
         pending = comm.start(AllGather(message))
-        decision = yield from _send_pseudo_gradients(anchors, step, float(squared))
+        decision = yield from _send_pseudo_gradients(
+            source, anchors, step, float(squared), contribution
+        )
         yield pending
         gathered = pending.wait()
         assert isinstance(gathered, Tensor)
@@ -105,7 +138,7 @@ def communicate(
         gathered = yield from ask(comm, AllGather(message))
     rows = gathered.cpu()  # the host waits for the device once
     fields = rows[:, : 8 * FIELDS].contiguous().view(torch.float64)
-    exchanges, settings, squares = fields.unbind(1)
+    exchanges, settings, *contributions, squares = fields.unbind(1)
     if (settings != settings[comm.rank]).any():
         yield from raise_mismatch(source, comm)
     if (exchanges != exchanges[0]).any():
@@ -113,21 +146,38 @@ def communicate(
             f"rank {int(exchanges.argmin())} lacks an exchange that others have applied: call "
             "rebind() on all ranks"
         )
-    if not is_delayed:
-        decision = yield from _send_pseudo_gradients(anchors, step, float(squares[comm.rank]))
+    mean = Contribution(*(float(values.mean()) for values in contributions))
+    # where no rank has any weight, all have the same
+    scale = contribution.weight / mean.weight if mean.weight else 1.0
     finite = squares.isfinite()
     mean_square, product = estimate_products(squares[finite], rows[finite, 8 * FIELDS :])
-    is_lost = not bool(finite[comm.rank])
-    return Outcome(decision, is_lost, mean_square, product, int(finite.sum()))
+    outcome = Outcome(
+        is_lost=not bool(finite[comm.rank]),
+        squared=mean_square,
+        product=product,
+        ranks=int(finite.sum()),
+        mean=mean,
+        share=scale / comm.size,
+    )
+    if is_delayed:
+        outcome.decision = decision
+    elif not outcome.is_empty:
+        anchors.scale_gradients(scale)
+        own = float(squares[comm.rank])
+        outcome.decision = yield from _send_pseudo_gradients(source, anchors, step, own, mean)
+    return outcome
 
 
-def _make_message(source: Session, anchors: Anchors, step: Step, squared: Tensor) -> Tensor:
+def _make_message(
+    source: Session, anchors: Anchors, step: Step, squared: Tensor, contribution: Contribution
+) -> Tensor:
     """Return the bytes that a rank sends of itself."""
     device = step.session.device
-    counts = [anchors.exchanges, zlib.crc32(repr(source.settings).encode())]
-    fields = torch.tensor(counts, dtype=torch.float64).to(device)
+    settings = zlib.crc32(repr(source.settings).encode())
+    numbers = [anchors.exchanges, settings, *contribution]
+    fields = torch.tensor(numbers, dtype=torch.float64).to(device)
     vector = [to_local(t.anchor.grad) for t in anchors.tensors if t.anchor.grad is not None]
-    signs = project_signs(vector, step.comm.size, source.steps, device)
+    signs = project_signs(vector, step.comm.size, anchors.exchanges, device)
     return torch.cat([torch.cat([fields, squared.view(1)]).view(torch.uint8), signs])
 
 
@@ -137,8 +187,11 @@ def message_bytes(ranks: int) -> int:
 
 
 def _send_pseudo_gradients(
-    anchors: Anchors, step: Step, squared: float
+    source: Session, anchors: Anchors, step: Step, squared: float, mean: Contribution
 ) -> Turns[StepDecision | None]:
+    """Exchange payloads, up to the decision; ``mean``: of the ranks' contributions."""
+    share = outer_share(source.option_groups[0], mean.steps, mean.seconds)
+    anchors.set_outer_share(share)
     if not math.isfinite(squared):
         anchors.clear_gradients()  # this rank takes the average of the others
     return (yield from step.exchange())

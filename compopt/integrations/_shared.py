@@ -28,7 +28,7 @@ def has_open_round(optimizer: Any) -> bool:
 def end_open_rounds(optimizers: Iterable[Any]) -> None:
     """End the open rounds of ``optimizers``. All ranks must call it."""
     for optimizer in optimizers:
-        if has_open_round(optimizer):
+        if hasattr(optimizer, "end_round"):
             optimizer.end_round()
 
 

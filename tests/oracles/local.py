@@ -86,3 +86,35 @@ class LocalOracle:
         steps = len(self.given)
         whole = train(self.ranks, self.start, lambda _, t: self.given[t], steps, self.every, self.inner, **self.options)
         self.params = whole[-1]
+
+
+def train_rounds(
+    start: list[Tensor],
+    counts: list[list[int]],
+    gradients: Callable[[int, int], list[Tensor]],
+    inner: Callable[[list[Tensor]], torch.optim.Optimizer],
+    weights: list[list[float]] | None = None,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+) -> list[Tensor]:
+    """All ranks' tensors after rounds in which rank k takes ``counts[round][k]`` steps, and has that weight or one of
+    ``weights``. ``gradients(rank, t)``: of the rank's step t, from 0.
+    """
+    ranks = len(counts[0])
+    w = [[torch.nn.Parameter(x.clone()) for x in start] for _ in range(ranks)]
+    optimizers, taken = [inner(own) for own in w], [0] * ranks
+    anchor, v = [x.clone() for x in start], [torch.zeros_like(x) for x in start]
+    for steps, weigh in zip(counts, weights or counts, strict=True):
+        for k in range(ranks):
+            for _ in range(steps[k]):
+                for p, g in zip(w[k], gradients(k, taken[k]), strict=True):
+                    p.grad = g.clone()
+                optimizers[k].step()
+                taken[k] += 1
+        for i in range(len(start)):
+            moved = sum(weigh[k] * (anchor[i] - w[k][i].detach()) for k in range(ranks)) / sum(weigh)
+            v[i] = outer_momentum * v[i] + moved
+            anchor[i] = anchor[i] - outer_lr * (moved + outer_momentum * v[i])
+            for k in range(ranks):
+                w[k][i].data.copy_(anchor[i])
+    return anchor
