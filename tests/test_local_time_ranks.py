@@ -54,10 +54,12 @@ def test_a_slow_rank_is_averaged_by_its_steps(ranks):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
     for run in runs[1:]:
         assert all(map(torch.equal, runs[0]["params"], run["params"]))
+    # What all ranks wait is the exchange itself, which takes long on a busy machine; the rest is for the slow rank.
+    rounds = list(zip(*(run["waits"] for run in runs), strict=True))
     slow = statistics.mean(runs[-1]["seconds"])
-    waits = [statistics.mean(run["waits"][1:]) / slow for run in runs]  # the first round begins with a handshake
-    print(f"{ranks} ranks: steps {counts}, waits in steps of the slow rank: {[round(w, 2) for w in waits]}")
-    assert max(waits) <= 1.5
+    longest = statistics.mean(max(waits) - min(waits) for waits in rounds) / slow
+    print(f"{ranks} ranks: steps {counts}; waited for the slow rank: {longest:.2f} of its steps a round")
+    assert longest <= 1.5
 
 
 def under_ddp(rank: int) -> dict:
