@@ -23,7 +23,9 @@ def other(name: str, form: str, **options) -> Case:
 
 
 def projected(name: str, projection: str, **options) -> Case:
-    return replace(by_name[name], form=projection, compressed=projecting(projection, warmup_steps=2, **options))
+    compressed = projecting(projection, warmup_steps=2, **options)
+    whole = projecting(projection, ratio=1, rank=2**20)
+    return replace(by_name[name], form=projection, compressed=compressed, lossless=whole)
 
 
 # forms that send otherwise than the lines of the table, for the tests that look at what is sent

@@ -113,8 +113,9 @@ def test_a_clip_takes_what_was_sent_and_nothing_that_is_owed(case, backend, payl
         pytest.skip("rounding is not a kernel's work")
     if "max_grad_norm" not in inspect.signature(case.cls).parameters:
         pytest.skip("does not clip")
-    # of a norm of 9 to 72 and, of three ranks, 80 to 220
-    said = dict(payload_dtype=payload_dtype, max_grad_norm=6.0 if backend == "triton" else 40.0)
+    # of a norm of 9 to 72 and, of three ranks, 80 to 220; of tracked projections less arrives
+    limit = 6.0 if backend == "triton" or case.form == "tracked" else 40.0
+    said = dict(payload_dtype=payload_dtype, max_grad_norm=limit)
     try:
         Audit(case, *((1, FEW) if backend == "triton" else (3, SHAPES)), **said).train()
     except ValueError as error:

@@ -98,10 +98,14 @@ def test_inside_fsdp2_lossless_equals_the_reference_a_clip_one_from_outside_and_
                 assert clipped < 1e-12, (name, clipped)
 
 
+SAVED = ("TagcAdamW", "SeparateAdam, tracked", "Average")  # a form for each way to keep what is owed
+
+
 def saved(rank: int, folder: str, write: bool) -> dict[str, tuple[float, list[float]]]:
     """A run that goes on, and one from its checkpoint: how far apart they end, and what is kept for the next step."""
     found = {}
-    for name, case in INSIDE.items():
+    for name in SAVED:
+        case = INSIDE[name]
         first, second = cut(make()), cut(make())
         optimizer, other = (case.make(model.parameters()) for model in (first, second))
         place = f"{folder}/{name}"
@@ -124,10 +128,10 @@ def saved(rank: int, folder: str, write: bool) -> dict[str, tuple[float, list[fl
 def test_inside_fsdp2_a_checkpoint_goes_on_to_the_bit_and_on_more_ranks(tmp_path):
     written = run_ranks(saved, 2, str(tmp_path), True)
     read = run_ranks(saved, 3, str(tmp_path), False)
-    for name, case in INSIDE.items():
+    for name in SAVED:
         assert [found[name][0] for found in written] == [0, 0], name
         assert all(found[name][1] == written[0][name][1] for found in (*written, *read)), name
-        assert any(written[0][name][1]) == bool(case.cls.averaged_state), name
+        assert any(written[0][name][1]), name
 
 
 # The outer optimizer of local steps
