@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
 from sim import Ranks
-from table import CASES, FORMS, Case
+from table import CASES, FORMS, Case, by_name, projecting
 from torch import nn
 
 every = pytest.mark.parametrize("case", CASES + FORMS, ids=lambda case: case.name)
 # those whose every step averages gradients, and leaves replicas equal; test_local_steps.py: rounds
 AVERAGING = [case for case in CASES + FORMS if not case.averaging]
 every_average = pytest.mark.parametrize("case", AVERAGING, ids=lambda case: case.name)
+
+
+def other(name: str, form: str, **options) -> Case:
+    case = by_name[name]
+    return replace(case, form=form, compressed={**case.compressed, **options})
+
+
+def projected(name: str, projection: str, **options) -> Case:
+    compressed = projecting(projection, warmup_steps=2, **options)
+    whole = projecting(projection, ratio=1, rank=2**20)
+    return replace(by_name[name], form=projection, compressed=compressed, lossless=whole)
+
+
+# forms that send otherwise than the lines of the table, for the tests that look at what is sent
+OTHERS = [
+    other("ScapeAdamS", "no delay", mask_delay=0),
+    other("TagcAdamW", "sketch", codec="sketch", sketch_ratio=4),
+    projected("SeparateAdam", "orthonormal"),
+    projected("SeparateAdam", "tracked"),
+    projected("Separate", "tracked"),
+]
 
 
 class Small(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from inside import apart, cut, loss, make, train, whole
+from inside import apart, cut, loss, make, train
 from ranks import run_ranks
 from torch import nn
 
@@ -24,30 +24,6 @@ def beside_sgd(rank: int, **options) -> float:
     return apart(ours, theirs) / apart(make(), theirs)
 
 
-def clipped(rank: int) -> float:
-    """By max_grad_norm, beside a clip from outside."""
-    ours, theirs = cut(make()), cut(make())
-    train(ours, average(ours, max_grad_norm=0.5), range(4), rank)
-    train(theirs, average(theirs), range(4), rank, clip=0.5)
-    return apart(ours, theirs)
-
-
-def skipped(rank: int, payload_dtype: str) -> bool:
-    """An inf in one rank's gradient: nothing changes on any rank."""
-    model = cut(make())
-    optimizer = average(model, payload_dtype=payload_dtype)
-    train(model, optimizer, range(2), rank)
-    kept = [state["residual"] for state in optimizer.state.values()]
-    before = [whole(model), *(x.clone() for x in kept)]
-    optimizer.zero_grad()
-    (loss(model, 2, rank) * (float("inf") if rank == 1 else 1)).backward()
-    optimizer.step()
-    unchanged = all(map(torch.equal, before, [whole(model), *kept]))
-    skipped_there = optimizer.stats.phase == "skipped"
-    train(model, optimizer, range(3, 5), rank)
-    return skipped_there and unchanged and optimizer.stats.phase == "rounded" and bool(whole(model).isfinite().all())
-
-
 def uses_the_backend(rank: int) -> bool:
     """Quantized means are computed by the backend where it has them, as under DDP."""
     model = cut(make(dtype=torch.float32))
@@ -62,9 +38,7 @@ def uses_the_backend(rank: int) -> bool:
 def all_of(rank: int) -> dict[str, float]:
     return {
         "unrounded": beside_sgd(rank),
-        "max_grad_norm": clipped(rank),
         "backend": float(not uses_the_backend(rank)),
-        **{f"skipped, {dtype}": float(not skipped(rank, dtype)) for dtype in ("bfloat16", "int4")},
         **{dtype: beside_sgd(rank, payload_dtype=dtype) for dtype in ("bfloat16", "int8")},
     }
 

@@ -11,7 +11,7 @@ import compopt
 
 
 @every  # all kinds, at ten steps in a row: faults/test_nonfinite.py
-@pytest.mark.parametrize(("bad", "at"), [(float("inf"), 0), (float("nan"), 2), (float("inf"), 4), (float("nan"), 8)])
+@pytest.mark.parametrize(("bad", "at"), [(float("inf"), 4), (float("nan"), 8)])
 def test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(case, at, bad):
     ranks = make_ranks(case, 3, **case.averaging)
     ranks.train(loss, at)

@@ -11,15 +11,18 @@ import copy
 
 import pytest
 import torch
-from inside import apart, cut, make, train, whole
+import torch.distributed.checkpoint as dcp
+from conformance import OTHERS
+from inside import apart, cut, loss, make, train, whole
 from local_runs import adamw, are_equal
 from problems import gradients, replicas, step, weights
 from ranks import run_ranks
 from table import CASES, FORMS, Case
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import compopt
 
-INSIDE = {case.name: case for case in CASES + FORMS if case.works_inside}
+INSIDE = {case.name: case for case in CASES + FORMS + OTHERS if case.works_inside}
 OUTER = [case for case in CASES + FORMS if case.works_outside]
 every_outer = pytest.mark.parametrize("case", OUTER, ids=lambda case: case.name)
 
@@ -38,8 +41,8 @@ def beside_the_reference(rank: int, name: str) -> float:
     case = INSIDE[name]
     ours, theirs = cut(make()), cut(make())
     optimizer = case.make(ours.parameters(), **case.lossless)
-    train(ours, optimizer, range(6), rank)
-    train(theirs, case.reference(theirs.parameters(), lr=case.lr), range(6), rank)
+    train(ours, optimizer, range(6), rank, clip=0.5)
+    train(theirs, case.reference(theirs.parameters(), lr=case.lr), range(6), rank, clip=0.5)
     assert optimizer.inside is not None
     return apart(ours, theirs) / apart(make(), theirs)
 
@@ -57,17 +60,78 @@ def beside_a_clip_from_outside(rank: int, name: str) -> tuple[str, float]:
     return optimizer.stats.phase, float((runs[0] - runs[1]).abs().max())
 
 
-def all_inside(rank: int) -> dict[str, tuple[float, str, float]]:
-    return {name: (beside_the_reference(rank, name), *beside_a_clip_from_outside(rank, name)) for name in INSIDE}
+def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Copies of everything that a step may change."""
+    optimizer.state_dict()  # settles masks that are still on their way
+    kept = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
+    return [whole(model), *(getattr(value, "_local_tensor", value).clone() for value in kept)]
 
 
-def test_inside_fsdp2_lossless_equals_the_reference_and_a_clip_one_from_outside():
+def skips(rank: int, name: str) -> bool:
+    """An inf in one rank's gradient: nothing changes on any rank, and training goes on."""
+    model = cut(make())
+    optimizer = INSIDE[name].make(model.parameters())
+    train(model, optimizer, range(4), rank)
+    before, phase = held(model, optimizer), optimizer.stats.phase
+    optimizer.zero_grad()
+    (loss(model, 4, rank) * (float("inf") if rank == 1 else 1)).backward()
+    optimizer.step()
+    unchanged = optimizer.stats.phase == "skipped" and all(map(torch.equal, before, held(model, optimizer)))
+    train(model, optimizer, range(5, 7), rank)
+    return unchanged and optimizer.stats.phase == phase and bool(whole(model).isfinite().all())
+
+
+def all_inside(rank: int) -> dict[str, tuple[float, str, float, bool]]:
+    return {
+        name: (beside_the_reference(rank, name), *beside_a_clip_from_outside(rank, name), skips(rank, name))
+        for name in INSIDE
+    }
+
+
+def test_inside_fsdp2_lossless_equals_the_reference_a_clip_one_from_outside_and_all_skip_together():
     for answers in run_ranks(all_inside, 2):
-        for name, (far, phase, clipped) in answers.items():
+        for name, (far, phase, clipped, skipped) in answers.items():
+            assert skipped, name
             assert far < 1e-9, (name, far)
             assert phase != "dense", name
             if INSIDE[name].method != "separate":  # whose clip takes from residuals too
                 assert clipped < 1e-12, (name, clipped)
+
+
+SAVED = ("TagcAdamW", "SeparateAdam, tracked", "Average")  # a form for each way to keep what is owed
+
+
+def saved(rank: int, folder: str, write: bool) -> dict[str, tuple[float, list[float]]]:
+    """A run that goes on, and one from its checkpoint: how far apart they end, and what is kept for the next step."""
+    found = {}
+    for name in SAVED:
+        case = INSIDE[name]
+        first, second = cut(make()), cut(make())
+        optimizer, other = (case.make(model.parameters()) for model in (first, second))
+        place = f"{folder}/{name}"
+        if write:
+            train(first, optimizer, range(4), rank)
+            optimizer.consolidate_state()
+            weights, state = get_state_dict(first, optimizer)
+            dcp.save({"model": weights, "optimizer": state}, checkpoint_id=place)
+        weights, state = get_state_dict(second, other)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=place)
+        set_state_dict(second, other, model_state_dict=weights, optim_state_dict=state)
+        entries = other.state.values()
+        kept = [float(entry[n].sum()) for entry in entries for n in ("residual", "basis") if n in entry]
+        for model, one in ((first, optimizer), (second, other)):
+            train(model, one, range(4, 7), rank)
+        found[name] = (apart(first, second) if write else 0.0), kept
+    return found
+
+
+def test_inside_fsdp2_a_checkpoint_goes_on_to_the_bit_and_on_more_ranks(tmp_path):
+    written = run_ranks(saved, 2, str(tmp_path), True)
+    read = run_ranks(saved, 3, str(tmp_path), False)
+    for name in SAVED:
+        assert [found[name][0] for found in written] == [0, 0], name
+        assert all(found[name][1] == written[0][name][1] for found in (*written, *read)), name
+        assert any(written[0][name][1]), name
 
 
 # The outer optimizer of local steps

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._pytree import tree_flatten
 
 import compopt
-from compopt._wire.payload import QUANTIZED_BITS
+from compopt._wire.payload import dtype_name
 
 OPTIONS = {
     "none": {},
@@ -32,7 +32,7 @@ OPTIONS = {
     "flat, offload": dict(flatten_optimizer_state_dict=True, cpu_offload=True),
 }  # flat and full together torch 2.13 cannot load, of its own AdamW either
 SOME = ("full", "flat, offload")  # with every dtype: what an option does depends on no dtype
-DTYPES = [None, torch.int8, torch.bfloat16, "float16", "float32", *({"int4"} & QUANTIZED_BITS.keys())]
+DTYPES = [None, torch.int8, "bfloat16"]
 
 
 def around(base):
@@ -118,6 +118,8 @@ def test_every_option_brings_everything_back(case, dtype, alone, tmp_path):
         for other in again.optimizers:
             assert_same(tensors_of(other), then)
             assert [group["step"] for group in other._option_groups] == [6] * len(other._option_groups), name
+            if dtype is not None:
+                assert {group["payload_dtype"] for group in other._option_groups} == {dtype_name(dtype)}, name
         again.train(loss, 2)
         for p, q in zip(ranks.models[1].parameters(), again.models[1].parameters(), strict=True):
             assert torch.equal(p, q), name

@@ -161,56 +161,6 @@ def test_a_script_written_for_adamw_trains_the_same(scripts, name):
         assert early == (buckets - 1 if overlapped else 0)
 
 
-def one_bad_rank(rank: int) -> list:
-    torch.manual_seed(0)
-    model = DDP(Net())
-    optimizer = radius(model.parameters())
-    seen = []
-    for step in range(8):
-        loss = model(batch(step)).square().mean()
-        (loss * (float("inf") if step in (3, 6) and rank == 1 else 1)).backward()
-        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-        optimizer.step()
-        moved = not torch.equal(before, nn.utils.parameters_to_vector(model.parameters()))
-        seen.append((optimizer.stats.phase == "skipped", moved))
-        optimizer.zero_grad()
-    return [*seen, float(nn.utils.parameters_to_vector(model.parameters()).double().sum())]
-
-
-def test_inf_on_one_rank_makes_both_skip():
-    first, second = run_ranks(one_bad_rank, 2)
-    assert first == second
-    assert [skipped for skipped, _ in first[:-1]] == [step in (3, 6) for step in range(8)]
-    assert all(skipped != moved for skipped, moved in first[:-1])
-
-
-def overflowing(rank: int) -> list:
-    torch.manual_seed(0)
-    model = DDP(Net())
-    optimizer = radius(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    seen = []
-    for step in range(8):
-        loss = model(batch(step)).square().mean()
-        scaler.scale(loss * (float("inf") if step == 5 and rank == 0 else 1)).backward()
-        if step % 2:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 100.0)
-        scaler.step(optimizer)
-        scaler.update()
-        seen.append(optimizer.stats.phase)
-        optimizer.zero_grad()
-    return [seen, scaler.get_scale(), float(nn.utils.parameters_to_vector(model.parameters()).double().sum())]
-
-
-def test_a_grad_scaler_that_overflows_on_one_rank():
-    """All skip together, no rank waits alone; the scales part, and the replicas do not."""
-    first, second = run_ranks(overflowing, 2)
-    assert first[0] == second[0] and [phase == "skipped" for phase in first[0]] == [step == 5 for step in range(8)]
-    assert first[1] < second[1]
-    assert first[2] == second[2]
-
-
 def when_the_optimizer_is_gone(rank: int) -> float:
     torch.manual_seed(0)
     model = DDP(Net())

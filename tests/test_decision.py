@@ -141,20 +141,6 @@ def test_what_leaves_in_backward_is_complete_and_a_second_backward_replaces_it(m
     assert torch.equal(parameters(ours), parameters(plain))
 
 
-def test_a_rank_that_cannot_read_its_gradients_is_heard_by_all(make):
-    ranks = make()
-    ranks.train(loss, 2)
-    before = parameters(ranks)
-    ranks.backward(loss)
-    p = ranks.models[1].layers[0].weight
-    p.grad = p.grad.to_sparse()
-    turns = [optimizer.step_in_turns() for optimizer in ranks.optimizers]
-    with pytest.raises(Exception, match=r"sparse|rank 1"):
-        ranks.world.run(turns)
-    for rank in range(2):
-        assert torch.equal(parameters(ranks, rank), before)
-
-
 def combined(*decisions: StepDecision) -> list[StepDecision]:
     """The decisions of shards of one model, combined."""
     world, device = World(len(decisions)), torch.device("cpu")

@@ -175,6 +175,11 @@ def discarded(method: str, rank: int) -> dict[str, float]:
     first = run.backward()
     found["added up"] = run.lost_of({n: g + first[n] for n, g in run.backward().items()}, lambda: None)
     run.optimizer.zero_grad()
+    run.model.set_requires_gradient_sync(False)
+    first = run.backward()
+    run.model.set_requires_gradient_sync(True)
+    found["kept back"] = run.lost_of({n: g + first[n] for n, g in run.backward().items()}, lambda: None)
+    run.optimizer.zero_grad()
     run.backward(), run.optimizer.zero_grad(set_to_none=False), run.backward(), run.optimizer.zero_grad()
     found["twice discarded"] = run.lost_of(run.backward(), lambda: None)
     left = run.applied()  # by the step before, and not set to zero after it

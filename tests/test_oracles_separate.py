@@ -72,18 +72,6 @@ def test_separate_is_unbiased_and_its_variance_is_w():
     assert lost / 2000 == pytest.approx(17 / 4 * g.square().sum().item(), rel=0.05)
 
 
-def test_separate_is_linear_in_the_ranks():
-    """N ranks do what one rank with the averaged gradient does, and errors average to its error."""
-    many, one = (SeparateOracle(start(), ranks, sgd, gaussian(2), compress=[True, True, False]) for ranks in (4, 1))
-    for step in range(6):
-        grads = random_grads(4, step)
-        many.step(grads)
-        one.step([mean(grads)])
-        assert_close(many.params, one.params, 1e-11)
-        assert_close(mean(many.error), one.error[0], 1e-11)
-    assert one.error[0][0].abs().max() > 0 and one.error[0][2].abs().max() == 0
-
-
 def test_separate_auto_beta_and_its_stability():
     """Stationary gradients, ratio 16: bounded with "auto"; weighting the new error, as printed, diverges."""
 

@@ -12,8 +12,8 @@ import test_conformance_faults as faults
 import test_conformance_saving as saving
 import torch
 from ranks import run_ranks
-from sim import Ranks, World
-from table import CASES, projecting
+from sim import World
+from table import CASES
 from torch import nn
 
 import compopt
@@ -48,7 +48,6 @@ every = pytest.mark.parametrize(
     [case for cases in (*CASES_OF.values(), INT2) for case in cases],
     ids=lambda case: f"{case.name}, {case.compressed['payload_dtype']}",
 )
-both = pytest.mark.parametrize("payload", CASES_OF)
 of_bits = pytest.mark.parametrize("bits", [8, 4])
 
 
@@ -208,111 +207,6 @@ def test_a_quarter_or_an_eighth_of_the_bytes_and_nearly_the_same_run(case):
     share, off = {"int8": (0.27, 0.02), "int4": (0.145, 0.02), "int2": (0.09, 0.1)}[case.compressed["payload_dtype"]]
     assert sent <= share * before + 4 * words, "header and control words stay float32"
     assert sum(got[-10:]) == pytest.approx(sum(wanted[-10:]), rel=off)
-
-
-def wholes(optimizer: torch.optim.Optimizer, name: str) -> list[torch.Tensor]:
-    """A state of the two compressed matrices, in their shape, as float64."""
-    state = optimizer.state_dict()["state"]
-    return [state[key][name].double() for key in sorted(state) if "residual" in state[key]][:2]
-
-
-def mean_of(ranks: Ranks, read) -> list[torch.Tensor]:
-    return [torch.stack(same).mean(0) for same in zip(*(read(rank) for rank in range(ranks.world.size)), strict=True)]
-
-
-def matrices(model: nn.Module) -> list[nn.Parameter]:
-    return [model.up.weight, model.down.weight]
-
-
-def residual_of(ranks: Ranks) -> list[torch.Tensor]:
-    return mean_of(ranks, lambda rank: wholes(ranks.optimizers[rank], "residual"))
-
-
-def gradient_of(ranks: Ranks) -> list[torch.Tensor]:
-    return mean_of(ranks, lambda rank: [p.grad.double() for p in matrices(ranks.models[rank])])
-
-
-def one_step(ranks: Ranks) -> list[torch.Tensor]:
-    """Train a step on simulated ranks; the mean gradient that went in."""
-    ranks.backward(conformance.loss)
-    gradient = gradient_of(ranks)
-    ranks.world.step(ranks.optimizers)
-    ranks.steps += 1
-    return gradient
-
-
-def assert_conserved(came: list[torch.Tensor], went: list[torch.Tensor], kept: list[torch.Tensor]) -> None:
-    for a, b, c in zip(came, went, kept, strict=True):
-        torch.testing.assert_close(b + c, a, rtol=1e-5, atol=1e-6 * float(a.abs().max()))
-
-
-by_name = {payload: {case.name: case for case in cases} for payload, cases in CASES_OF.items()}
-
-
-@both
-@pytest.mark.parametrize("backend", ["torch", "auto"])
-@pytest.mark.parametrize("size", [1, 3])
-def test_radius_conserves_what_rounding_drops(size, backend, monkeypatch, payload):
-    """Dense, resample and sparse: what AdamW got and the mean residual are what came in and the residual before."""
-    monkeypatch.setenv("COMPOPT_BACKEND", backend)
-    ranks = conformance.make_ranks(by_name[payload]["RadiusAdamW"], size)
-    given: dict[int, torch.Tensor] = {}
-    ops, adamw = ranks.optimizers[0].ops, ranks.optimizers[0].ops.adamw
-
-    def spy(h, w, g, *rest):
-        given[w.data_ptr()] = g.double()
-        adamw(h, w, g, *rest)
-
-    def spy_on_all(bucket, ops, mean, phase, mask, grads):  # where a kernel takes all tensors at once
-        for i, (values, w) in enumerate(zip(mean.parts, bucket.weights, strict=True)):
-            given[w.data_ptr()] = ops.decode(values, mask.positions[i], w).double()
-        return commit.run(bucket, ops, mean, phase, mask, grads)
-
-    monkeypatch.setattr(ops, "adamw", spy)
-    if commit := ops.fused.get("radius.update"):
-        spied = {"radius.update": commit._replace(run=spy_on_all)}
-        monkeypatch.setattr(ops, "fused", {**ops.fused, **spied}, raising=False)
-    phases = set()
-    for _ in range(9):
-        before = residual_of(ranks)
-        came = [g + e for g, e in zip(one_step(ranks), before, strict=True)]
-        assert_conserved(came, [given[p.data_ptr()] for p in matrices(ranks.models[0])], residual_of(ranks))
-        phases.add(ranks.optimizers[0].stats.phase)
-    assert phases == {"dense", "resample", "sparse"}
-
-
-@both
-@pytest.mark.parametrize("size", [1, 3])
-def test_scape_conserves_what_rounding_drops(size, payload):
-    """Line 10 over the ranks: the new momentum and the mean residual are b1 m + (1 - b1) g + e."""
-    ranks = conformance.make_ranks(by_name[payload]["ScapeAdamS"], size)
-    for _ in range(9):
-        before, m = residual_of(ranks), wholes(ranks.optimizers[0], "exp_avg")
-        gradient = one_step(ranks)
-        came = [0.9 * a + 0.1 * g + e for a, g, e in zip(m, gradient, before, strict=True)]
-        assert_conserved(came, wholes(ranks.optimizers[0], "exp_avg"), residual_of(ranks))
-    assert ranks.optimizers[0].stats.phase == "sparse"
-
-
-@both
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("projection", ["gaussian", "orthonormal"])
-def test_separate_feeds_back_what_the_others_got(projection, size, payload):
-    """e <- beta e + (1 - beta) (h - what arrived of it), for the mean over ranks: plain SGD shows what arrived."""
-    options = projecting(projection, ef_beta=0.95, warmup_steps=2, payload_dtype=payload)
-
-    def make(params, process_group):
-        return compopt.Separate(torch.optim.SGD(params, lr=1.0), process_group=process_group, **options)
-
-    ranks = Ranks(size, conformance.Small, make)
-    for t in range(6):
-        before, weights = residual_of(ranks), [p.detach().double() for p in matrices(ranks.models[0])]
-        h = [g + e for g, e in zip(one_step(ranks), before, strict=True)]
-        arrived = [w - p.detach().double() for w, p in zip(weights, matrices(ranks.models[0]), strict=True)]
-        beta = 0.95 if t >= 2 else 0.0  # the dense start keeps all that was dropped
-        wanted = [beta * e + (1 - beta) * (x - a) for e, x, a in zip(before, h, arrived, strict=True)]
-        for got, want in zip(residual_of(ranks), wanted, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
 
 
 def test_the_dtype_may_change_between_steps():

@@ -57,32 +57,6 @@ def test_equals_the_oracle(ranks, options):
                 )
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_conservation(ranks):
-    """In a sparse step what was averaged plus what was kept is what came in; a resample sends all that was kept."""
-    world, _, params, optimizers = make(ranks, density=0.3, interval=5, warmup_steps=2)
-    kept: list[torch.Tensor] = []
-    for t in range(12):
-        grads = gradients(ranks, t)
-        world.record, world.log = True, []
-        step(world, params, optimizers, grads)
-        sent = sum(
-            float(payload.sum())
-            for kind, per_rank in world.log
-            if kind == "AllReduceMean"
-            for payload in [torch.stack(per_rank)]
-        )
-        came = sum(float(g.sum()) for own in grads for g in own) + sum(float(k.sum()) for k in kept)
-        for optimizer in optimizers:
-            optimizer.state_dict()  # residuals are made readable when they are read
-        states = [optimizer.state[p] for own, optimizer in zip(params, optimizers, strict=True) for p in own]
-        kept = [state["residual"].clone() for state in states if "residual" in state]
-        if t == 0:  # dense: beside gradients, presence and control words are sent, as many of them in every step
-            marks = round(sent - came)
-        assert sent - marks + sum(float(k.sum()) for k in kept) == pytest.approx(came, abs=1e-8)
-        assert all(optimizer.stats.phase != "sparse" or optimizer.stats.residual_norm() > 0 for optimizer in optimizers)
-
-
 def test_the_schedule_resamples_at_once_after_warm_up_and_then_at_multiples_of_the_interval():
     world, _, params, optimizers = make(1, density=0.3, interval=4, warmup_steps=6)
     phases = []
@@ -105,40 +79,6 @@ def test_all_ranks_take_rank_0s_mask_and_a_lost_one_makes_the_next_step_resample
     assert optimizers[1].stats.phase == "sparse"
     masks = [optimizer.state[own[0]]["mask"] for own, optimizer in zip(params, optimizers, strict=True)]
     assert torch.equal(*masks) and masks[0].any()
-
-
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_ranks_whose_own_masks_differ_take_rank_0s(backend, monkeypatch):
-    """As where processors round differently: the moments of ranks 1 and 2 are moved, so they would choose others."""
-    monkeypatch.setenv("COMPOPT_BACKEND", backend)
-    shapes = [(64, 80), (130, 129)]
-    start = weights(shapes, torch.float32)
-    world, params, optimizers = replicas(
-        3, start, functools.partial(compopt.RadiusAdamW, density=0.3, interval=100, warmup_steps=3)
-    )
-    grads = functools.partial(gradients, 3, shapes=shapes, dtype=torch.float32)
-    step(world, params, optimizers, grads(0))
-    for rank, (own, optimizer) in enumerate(zip(params, optimizers, strict=True)):
-        for p in own:
-            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(rank))
-            optimizer.state[p]["exp_avg"].add_(noise, alpha=0.0 if rank == 0 else 1.0)
-    alone_world, alone, (alone_optimizer,) = replicas(
-        1, start, functools.partial(compopt.RadiusAdamW, density=0.3, interval=100, warmup_steps=3)
-    )
-    for t in range(3):  # the resample is the third step
-        if t:
-            step(world, params, optimizers, grads(t))
-        mean = [[torch.stack(each).mean(0) for each in zip(*grads(t), strict=True)]]
-        step(alone_world, alone, [alone_optimizer], mean)
-    assert optimizers[0].stats.phase == alone_optimizer.stats.phase == "resample"
-    wanted = alone_optimizer.state_dict()["state"]
-    for optimizer in optimizers:
-        for n, entry in optimizer.state_dict()["state"].items():
-            differ = int((entry["mask"] != wanted[n]["mask"]).sum())
-            assert differ <= 2  # means are rounded otherwise: one element for another
-            assert torch.equal(entry["mask"], optimizers[0].state_dict()["state"][n]["mask"])
-    step(world, params, optimizers, grads(3))  # payloads of the same positions
-    assert {optimizer.stats.phase for optimizer in optimizers} == {"sparse"}
 
 
 def test_state_takes_four_bytes_and_one_bit_an_element_beside_adamws():

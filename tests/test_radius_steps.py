@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import pytest
 import torch
 from oracles import kernels as reference
 from problems import gradients, replicas, step, weights
-from torch import Tensor, nn
+from torch import Tensor
 
 import compopt
 
@@ -81,25 +80,6 @@ def test_ranks_whose_own_choice_differs_take_rank_0s_mask(dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize("saved", [False, True], ids=["running", "from a checkpoint"])
-def test_dense_steps_in_between_send_what_is_owed_and_leave_to_absent_tensors_what_they_owe(dtype, saved):
-    run = Run(dtype, density=0.3, interval=100, warmup_steps=0)
-    for _ in range(3):
-        run.step()
-    assert run.phase == "sparse" and run.owed(2).any()
-    for optimizer in run.optimizers if saved else ():
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    run.options(warmup_steps=100)
-    run.step(absent=2)
-    assert run.phase == "dense" and run.owed(2).any() and not run.owed(0).any()
-    run.step()
-    assert not run.owed(2).any()
-    run.options(warmup_steps=0)
-    run.step()
-    assert run.phase == "sparse" and run.owed(2).any()
-
-
-@each_dtype
 @pytest.mark.parametrize("denser", [False, True], ids=["same density", "other density"])
 def test_a_tensor_absent_when_masks_are_chosen_keeps_its_own_and_what_it_owes(dtype, denser):
     run = Run(dtype, density=0.3, interval=4, warmup_steps=0)
@@ -143,18 +123,3 @@ def test_masks_are_of_the_largest_updates_with_the_weights_of_before(dtype, dens
             assert int(mask.sum()) == k
             wanted = update.abs().view(-1).topk(k).values.sum()
             torch.testing.assert_close(update.abs().view(-1)[mask].sum(), wanted, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("maximize", [False, True])
-def test_how_a_tensor_lies_in_memory_changes_nothing(maximize):
-    runs = []
-    for turned in (False, True):
-        random = torch.Generator().manual_seed(0)
-        w = torch.randn(80, 70, generator=random)
-        p = nn.Parameter(w.t().contiguous().t() if turned else w)
-        optimizer = compopt.RadiusAdamW([p], lr=0.1, density=0.3, interval=3, warmup_steps=2, maximize=maximize)
-        for _ in range(7):
-            p.grad = torch.randn(80, 70, generator=random)
-            optimizer.step()
-        runs.append(p.detach())
-    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)

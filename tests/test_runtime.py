@@ -88,21 +88,6 @@ def test_gradients_that_were_written_to_but_not_changed_do_not_go_out_again(make
     assert_same_parameters(touched, without)
 
 
-def test_a_second_backward_replaces_the_payload(make):
-    ranks, without = make(), make()
-
-    def again(ranks: Ranks, step: int) -> None:
-        for rank, model, _ in ranks:
-            loss(model, rank, step + 50).backward()
-        if ranks is not without:
-            early(ranks)
-
-    train(ranks, 7, again)
-    train(without, 7, again, overlap=False)
-    assert not ranks.optimizers[0].stats.resent
-    assert_same_parameters(ranks, without)
-
-
 def test_an_accumulating_backward_that_is_not_synced_makes_the_payload_stale(make):
     ranks, without = make(), make()
 

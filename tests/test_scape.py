@@ -97,29 +97,6 @@ def test_density_1_equals_adams(ranks, delay):
         torch.testing.assert_close(p.detach(), wanted, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("selection", ["exact", "sampled"])
-def test_nothing_is_lost(ranks, delay, selection):
-    """The sum over ranks of b1 m + (1 - b1) g + e before a step is that of m + e after it."""
-    world, _, params, optimizers = make(
-        ranks, density=0.05, density_warmup_steps=4, mask_delay=delay, selection=selection
-    )
-
-    def held(momentum: float) -> list[torch.Tensor]:
-        pairs = [(optimizer, own[i]) for i in (0, 2, 3) for optimizer, own in zip(optimizers, params, strict=True)]
-        each = [momentum * dense_moment(o, p) + o.state[p]["residual"] for o, p in pairs]
-        return [sum(each[n : n + ranks]) for n in range(0, len(each), ranks)]
-
-    for t in range(12):
-        grads = gradients(ranks, t, SHAPES)
-        before = [x + 0.1 * sum(own[i] for own in grads) for x, i in zip(held(0.9), (0, 2, 3), strict=True)]
-        step(world, params, optimizers, grads)
-        for came, kept in zip(before, held(1.0), strict=True):
-            torch.testing.assert_close(kept, came, rtol=1e-11, atol=1e-12)
-    assert optimizers[0].stats.residual_norm() > 0
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("options", [{}, {"mask_delay": 0}, {"payload_dtype": torch.bfloat16}])
 def test_replicas_and_masks_are_equal_to_the_bit(ranks, options):

@@ -123,23 +123,6 @@ def test_equals_the_oracle(ranks, base, options):
                 torch.testing.assert_close(residual, error, rtol=1e-10, atol=1e-11)
 
 
-def test_the_mean_of_the_reconstructions_is_the_reconstruction_of_the_mean():
-    """All of it is linear: four ranks train as one does on their mean gradient, errors included."""
-    many, one = make(4, "SGD", ratio=8), make(1, "SGD", ratio=8)
-    for t in range(12):
-        grads = gradients(4, t)
-        step(*many, grads)
-        step(*one, [[torch.stack(same).mean(0) for same in zip(*grads, strict=True)]])
-        for p, q in zip(many[1][3], one[1][0], strict=True):
-            torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-9, atol=1e-10)
-    for p, *others in zip(one[1][0], *many[1], strict=True):
-        if "residual" in one[2][0].state[p]:
-            errors = [o.state[q]["residual"] for o, q in zip(many[2], others, strict=True)]
-            torch.testing.assert_close(
-                torch.stack(errors).mean(0), one[2][0].state[p]["residual"], rtol=1e-9, atol=1e-9
-            )
-
-
 def errors_over(steps: int, **options) -> list[float]:
     """The error's norm over the gradient's, under stationary gradients; weights stand still."""
     p = nn.Parameter(torch.zeros(128, 160))

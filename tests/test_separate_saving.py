@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -58,19 +57,3 @@ def test_a_checkpoint_of_the_base_alone_is_taken_and_one_that_does_not_fit_is_re
     with pytest.raises(ValueError, match="residual"):
         optimizer.load_state_dict(broken)
     assert_same(optimizer.state_dict(), before)
-
-
-def test_copies_and_pickles_continue_alike():
-    model = Net()
-    optimizer = compopt.Separate(adamw(model.parameters()), projection="gaussian", ratio=8)
-    for t in range(3):
-        optimizer.zero_grad()
-        loss(model, 0, t).backward()
-        optimizer.step()
-    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
-    for net, own in [(model, optimizer), *copies]:
-        own.zero_grad()
-        loss(net, 0, 3).backward()
-        own.step()
-        assert own.param_groups is own.base.param_groups and own.param_groups[0]["params"][0] is net.up.weight
-        assert torch.equal(net.up.weight, model.up.weight) and torch.equal(net.down.weight, model.down.weight)

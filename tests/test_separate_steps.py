@@ -55,33 +55,6 @@ class Run:
         return books
 
 
-@pytest.mark.parametrize("projection", ["gaussian", "orthonormal"])
-def test_another_seed_draws_other_matrices(projection):
-    ends = []
-    for seed in (0, 0, 7):
-        run = Run(seed=seed, projection=projection)
-        run.step()
-        ends.append(run.params[0][0].detach())
-    assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])
-
-
-@pytest.mark.parametrize(
-    "projection, interval, forgets",
-    [("gaussian", "auto", 128), ("orthonormal", "auto", 128), ("tracked", "auto", None), ("tracked", 128, 128),
-     ("gaussian", None, None), ("gaussian", 5, 5)],
-)  # fmt: skip
-def test_errors_are_forgotten_when_it_is_said_and_else_never(projection, interval, forgets):
-    p = nn.Parameter(torch.zeros(64, 80))
-    optimizer = compopt.SeparateAdam([p], **projecting(projection, rank=2), reset_interval=interval, simulate=True)
-    p.grad = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
-    empty = []
-    for t in range(1, 131):
-        optimizer.step()
-        if not optimizer.state[p]["residual"].any():
-            empty.append(t)
-    assert empty == ([t for t in range(1, 131) if t % forgets == 0] if forgets else [])
-
-
 @pytest.mark.parametrize("projection, beta", [("gaussian", "auto"), ("orthonormal", 0.5), ("tracked", "auto")])
 def test_dense_steps_in_between_leave_to_absent_tensors_what_they_owe(projection, beta):
     """What a contraction left over is sent. An unbiased projection's error is noise: a dense step drops it."""
@@ -218,13 +191,3 @@ def test_what_is_adapted_is_each_tensors_own():
     plan = dict(zip(bucket.params, optimizer._plan_next_step(bucket), strict=True))
     for i in COMPRESSED:
         assert plan[own[i]].r == math.ceil(min(SHAPES[i]) / ratios[i])
-
-
-def test_a_group_of_the_base_may_have_an_ef_beta_of_its_own():
-    params = [nn.Parameter(torch.zeros(64, 80)) for _ in range(2)]
-    base = torch.optim.SGD([{"params": params[:1], "ef_beta": 1.0}, {"params": params[1:]}], lr=0.1)
-    optimizer = compopt.Separate(base, projection="gaussian", ratio=8, ef_beta=0.9, simulate=True)
-    for p in params:
-        p.grad = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
-    optimizer.step()
-    assert [bool(optimizer.state[p]["residual"].any()) for p in params] == [False, True]

@@ -17,24 +17,6 @@ def tagc(model: nn.Module, **options) -> compopt.TagcAdamW:
     return compopt.TagcAdamW(model.named_parameters(), lr=1e-2, **{"sparsity": 0.9, **options})
 
 
-def beside_adamw(rank: int, **options) -> float:
-    """Losslessly, and clipped from outside; beside FSDP2 and torch's AdamW."""
-    ours, theirs = cut(make()), cut(make())
-    optimizer = tagc(ours, sparsity=0, **options)
-    train(ours, optimizer, range(6), rank, clip=0.5)
-    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), range(6), rank, clip=0.5)
-    assert optimizer.stats.phase == "sparse" and optimizer.stats.density == 1
-    return apart(ours, theirs)
-
-
-def clipped(rank: int) -> float:
-    """By max_grad_norm, beside a clip from outside."""
-    ours, theirs = cut(make()), cut(make())
-    train(ours, tagc(ours, max_grad_norm=0.5), range(4), rank)
-    train(theirs, tagc(theirs), range(4), rank, clip=0.5)
-    return apart(ours, theirs)
-
-
 def beside_ddp(rank: int, **options) -> dict[str, float]:
     """Beside the form under DistributedDataParallel, its buckets FSDP's modules."""
     fsdp, ddp = cut(make(Two)), DistributedDataParallel(make(Two))
@@ -127,9 +109,6 @@ def beside_oracle(rank: int) -> dict[str, float]:
 
 def all_of(rank: int) -> dict[str, object]:
     return {
-        "adamw": beside_adamw(rank),
-        "adamw, sketch": beside_adamw(rank, codec="sketch", sketch_ratio=1),
-        "clipped": clipped(rank),
         "ddp": beside_ddp(rank),
         "ddp, sketch": beside_ddp(rank, codec="sketch", sketch_ratio=4),
         "ddp, float32": beside_ddp(rank, payload_dtype="float32"),
@@ -140,11 +119,6 @@ def all_of(rank: int) -> dict[str, object]:
 @pytest.fixture(scope="module", params=(2, 4))
 def runs(request):
     return run_ranks(all_of, request.param)
-
-
-@pytest.mark.parametrize("name", ["adamw", "adamw, sketch", "clipped"])
-def test_at_sparsity_0_it_is_adamw_under_fsdp_and_a_clip_inside_is_one_from_outside(runs, name):
-    assert max(rank[name] for rank in runs) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp, sketch"])

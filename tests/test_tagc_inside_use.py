@@ -1,4 +1,4 @@
-"""What users do with TAGC inside FSDP2: skips, accumulation, mixed precision, hooks, refusals, checkpoints."""
+"""What users do with TAGC inside FSDP2: mixed precision, hooks, refusals."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from inside import apart, cut, loss, make, train, whole
+from inside import apart, cut, loss, make, train
 from ranks import run_ranks
 from test_ddp_refusals import said
+from test_tagc_inside import tagc
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import compopt
 from compopt._ops.backends import choose_backend
 from compopt._sparse.top_k import select_exact_top_k
-
-
-def tagc(model: nn.Module, **options) -> compopt.TagcAdamW:
-    return compopt.TagcAdamW(model.named_parameters(), lr=1e-2, **{"sparsity": 0.9, **options})
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
@@ -38,45 +33,6 @@ def test_what_is_not_finite_is_among_the_largest(dtype, backend, wrong, monkeypa
             x[torch.randperm(n)[:count]] = wrong
             found = select_exact_top_k(x, k, ops)
             assert len(found) == k and not x[found].isfinite().all()
-
-
-def skipped(rank: int) -> dict[str, bool]:
-    """An inf in one rank's gradient, of a tensor that is compressed; then training goes on."""
-    model = cut(make())
-    optimizer = tagc(model)
-    train(model, optimizer, range(3), rank)
-    before = [whole(model), *(optimizer.state[p]["residual"].clone() for p in optimizer.state if p.dim() > 1)]
-    optimizer.zero_grad()
-    (loss(model, 3, rank) * (float("inf") if rank == 1 else 1)).backward()
-    optimizer.step()
-    after = [whole(model), *(optimizer.state[p]["residual"] for p in optimizer.state if p.dim() > 1)]
-    found = {"skipped": optimizer.stats.phase == "skipped", "kept": all(map(torch.equal, before, after))}
-    train(model, optimizer, range(4, 6), rank)
-    return {**found, "goes on": optimizer.stats.phase == "sparse" and bool(whole(model).isfinite().all())}
-
-
-def accumulated(rank: int) -> dict[str, float]:
-    """Gradients of two backwards, each reduced; or the first kept back by set_requires_gradient_sync(False)."""
-    found = {}
-    for waits in (False, True):
-        for sparsity in (0, 0.9):
-            ours, theirs = cut(make()), cut(make())
-            optimizer = tagc(ours, sparsity=sparsity)
-            for model in (ours, theirs):
-                if waits:
-                    model.set_requires_gradient_sync(False)
-                loss(model, 0, rank).backward()
-                model.set_requires_gradient_sync(True)
-                loss(model, 1, rank).backward()
-            optimizer.step()
-            worst = 0.0
-            for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-                got = p.grad.full_tensor()
-                owed = optimizer.state[p].get("residual", torch.zeros_like(got))
-                dist.all_reduce(owed)
-                worst = max(worst, float((got + owed / dist.get_world_size() - q.grad.full_tensor()).abs().max()))
-            found[f"{waits} {sparsity}"] = worst
-    return found
 
 
 def as_others_do(rank: int) -> dict[str, object]:
@@ -186,47 +142,17 @@ def refused(rank: int) -> dict[str, str]:
     return found
 
 
-def saved(rank: int, folder: str, write: bool) -> tuple[float, float]:
-    """A run that goes on, and one from its checkpoint: how far apart they end, and their means of what is owed."""
-    first = cut(make())
-    optimizer = tagc(first)
-    if write:
-        train(first, optimizer, range(4), rank)
-        optimizer.consolidate_state()
-        weights, state = get_state_dict(first, optimizer)
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    second = cut(make())
-    other = tagc(second)
-    weights, state = get_state_dict(second, other)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(second, other, model_state_dict=weights, optim_state_dict=state)
-    owed = torch.cat([s["residual"].reshape(-1) for s in other.state.values() if "residual" in s]).clone()
-    for model, one in ((first, optimizer), (second, other)):
-        train(model, one, range(4, 7), rank)
-    return (apart(first, second) if write else 0.0), float(owed.sum())
-
-
 def all_of(rank: int) -> dict[str, object]:
     return {
-        "skipped": skipped(rank),
-        "accumulated": accumulated(rank),
         "others": as_others_do(rank),
         "low precision": in_low_precision(rank),
         "refused": refused(rank),
     }
 
 
-@pytest.fixture(scope="module", params=(2, 4))
-def runs(request):
-    return run_ranks(all_of, request.param)
-
-
-def test_an_inf_on_one_rank_makes_all_skip_and_nothing_is_owed_of_it(runs):
-    assert all(all(rank["skipped"].values()) for rank in runs), [rank["skipped"] for rank in runs]
-
-
-def test_nothing_is_lost_of_gradients_that_are_accumulated(runs):
-    assert max(value for rank in runs for value in rank["accumulated"].values()) < 1e-12
+@pytest.fixture(scope="module")
+def runs():
+    return run_ranks(all_of, 2)
 
 
 def test_zeroed_gradients_hooks_that_read_and_frozen_parameters(runs):
@@ -251,10 +177,3 @@ def test_refusals_say_what_to_do(runs):
         )
         assert "set_reduce_scatter_unused_params(True)" in found["unused"]
         assert "without a scaler" in found["scaler"] and "scale the loss" in found["factor"]
-
-
-def test_a_checkpoint_goes_on_to_the_bit_and_on_more_ranks(tmp_path):
-    written = run_ranks(saved, 2, str(tmp_path), True)
-    assert [far for far, _ in written] == [0, 0]
-    read = run_ranks(saved, 4, str(tmp_path), False)
-    assert {owed for _, owed in written} == {owed for _, owed in read} and written[0][1] != 0

@@ -93,29 +93,6 @@ def test_nothing_is_lost_and_the_owner_steps_as_adamw_does(dtype, options):
     assert run.phase == "sparse" and run.owed(2).any()
 
 
-def test_what_rounding_to_bfloat16_takes_off_is_owed():
-    """Of what is sent sparse and dense; the tensors, and what becomes of them, are float32."""
-    run = Run(torch.float32, ranks=2, payload_dtype=torch.bfloat16, warmup_steps=2)
-    for _ in range(5):
-        run.step(exact=False)
-    assert run.phase == "sparse"
-
-
-@each_dtype
-def test_dense_steps_in_between_send_what_is_owed_and_leave_to_absent_tensors_what_they_owe(dtype):
-    run = Run(dtype)
-    for _ in range(3):
-        run.step()
-    run.options(warmup_steps=100)
-    run.step(absent=2)
-    assert run.phase == "dense" and run.owed(2).any() and not run.owed(0).any()
-    run.step()
-    assert not run.owed(2).any()
-    run.options(warmup_steps=0)
-    run.step()
-    assert run.phase == "sparse" and run.owed(2).any()
-
-
 @pytest.mark.parametrize("n", [1, 7, 4096, 16_384, 16_385, 200_000])
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.8, 0.9, 0.9875, 0.999])
 def test_what_is_left_is_what_sparsity_says(n, sparsity):

@@ -16,28 +16,6 @@ SHAPES = [(0, 5), (), (80, 70), (8, 16, 8, 8), (1, 4096), (64, 64, 0), (3,)]
 
 
 @every_average
-def test_presence_that_changes_from_step_to_step_counts_as_zeros(case):
-    absent, zeros = make_ranks(case, 3), make_ranks(case, 3)
-    for step in range(9):
-        for ranks in (absent, zeros):
-            ranks.backward(loss)
-        draw = torch.rand(3, 5, generator=torch.Generator().manual_seed(step)) < 0.4
-        draw[step % 3] = False  # somebody has a gradient for each
-        for rank in range(3):
-            pairs = zip(absent.models[rank].parameters(), zeros.models[rank].parameters(), strict=True)
-            for gone, (p, q) in zip(draw[rank], pairs, strict=False):
-                if gone:
-                    p.grad = None
-                    q.grad.zero_()
-        for ranks in (absent, zeros):
-            ranks.world.step(ranks.optimizers)
-            ranks.steps += 1
-        absent.assert_replicas_equal()
-    for a, b in zip(absent.optimizers, zeros.optimizers, strict=True):
-        assert_same(snapshot(a), snapshot(b))
-
-
-@every_average
 def test_a_step_without_any_gradient_changes_nothing_but_its_count(case):
     ranks = make_ranks(case, 2)
     for at in (3, 1, 1, 2):  # after dense, resampling and sparse steps
