@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from watched import FEW, noise, watch
 
 from compopt._wire.collectives import Communicator
 from compopt.planning.candidates import CANDIDATES, Candidate, CandidateRuns, adam_options
-from compopt.planning.diagnosis import weighted_mean
+from compopt.planning.diagnosis import summarize_settling, weighted_mean
 from compopt.planning.gradient_statistics import (
     GradientSpread,
     SubspaceNorms,
@@ -64,6 +65,26 @@ def test_known_sets_have_known_overlaps():
     meter.record_step([x])
     assert meter.overlaps[0.1, 1, 0] == pytest.approx([0.7, 0.7])
     assert meter.norms[0.1, 1, 0] == pytest.approx([math.sqrt(0.7)] * 2)
+
+
+def test_masks_settle_from_the_first_third_of_the_steps_to_the_last():
+    meter = TopKStability([100, 100])
+    for i, shift in enumerate((0.0, 0.125)):
+        meter.overlaps[0.1, 1, i] = [shift, shift, 0.5, 0.5, 0.75 + shift, 0.75 + shift]
+    found = summarize_settling(meter, 0.1)
+    assert found == {("settling", "first"): 0.0625, ("settling", "last"): 0.8125}
+
+
+def test_names_are_those_of_the_model_within_its_wrappers():
+    model = nn.Sequential(nn.Linear(64, 64))
+    assert [part.name for part in parts_of(nn.Sequential(OrderedDict(module=torch.compile(model))))] == ["0.weight"]
+
+
+def test_of_a_large_tensor_some_elements_are_compared():
+    meter = TopKStability([1 << 17])
+    meter.record_step([torch.arange(float(1 << 17))])
+    (mask,) = meter.masks[1]
+    assert mask.shape[1] == 1 << 15 and mask[:, -300:].all() and mask.sum(1).tolist() == [13107, 3277, 328]
 
 
 def test_the_share_that_columns_keep_is_that_of_singular_values():
@@ -170,6 +191,15 @@ def test_what_a_method_keeps_and_holds_back_is_what_an_oracle_finds():
     assert seen.rows[0].residual == pytest.approx(max(norms[half:]) / gradient, rel=1e-4)
     assert seen.findings["growth", "top-k"] == pytest.approx(max(norms[half:]) / max(norms[:half]), rel=1e-4)
     assert seen.rows[0].grows == (max(norms[half:]) / max(norms[:half]) > 1.2)
+
+
+def test_a_residual_that_shrinks_has_not_grown():
+    rows = [0.8**t * g for t, g in enumerate(noise(20))]
+    seen = watch(rows, {"top-k": Candidate("TagcAdamW", {"sparsity": 0.75})})
+    _, norms = top_k(rows, 0.25, 3)
+    half = len(norms) // 2
+    growth = max(norms[half:]) / max(norms[:half])
+    assert growth < 0.9 and seen.findings["growth", "top-k"] == pytest.approx(growth, rel=1e-4)
 
 
 def test_a_part_counts_for_what_it_stands_for():

@@ -242,6 +242,8 @@ def left_over(method: str, rank: int) -> bool:
         run.backward()
         run.optimizer.step()
     owed = [run.owed() for run in runs]
+    dense = sum(p.numel() * p.element_size() for p in runs[0].uncut.parameters())
+    assert [run.optimizer.stats.bytes_dense for run in runs] == [dense] * 2
     return all(torch.equal(owed[0][name], owed[1][name]) for name in owed[0])
 
 
