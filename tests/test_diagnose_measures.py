@@ -76,8 +76,9 @@ def test_masks_settle_from_the_first_third_of_the_steps_to_the_last():
 
 
 def test_names_are_those_of_the_model_within_its_wrappers():
-    model = nn.Sequential(nn.Linear(64, 64))
-    assert [part.name for part in parts_of(nn.Sequential(OrderedDict(module=torch.compile(model))))] == ["0.weight"]
+    compiled = nn.Sequential(OrderedDict(_orig_mod=nn.Sequential(nn.Linear(64, 64))))
+    wrapped = nn.Sequential(OrderedDict(module=compiled))
+    assert [part.name for part in parts_of(wrapped)] == ["0.weight"]
 
 
 def test_of_a_large_tensor_some_elements_are_compared():
@@ -268,6 +269,8 @@ def test_every_shape_is_looked_at_and_large_ones_in_part():
     assert [part.name for part in some] == ["1.weight", "3.weight", "5.weight", "6.weight"]
     for sampled in (few, some):
         assert sum(part.weight * part.numel for part in sampled) == pytest.approx(6 * 64 * 64 + 5000 * 64)
+    large_first = parts_of(nn.Sequential(nn.Linear(80, 80, bias=False), nn.Linear(64, 64, bias=False)))
+    assert [part.name for part in large_first] == ["0.weight", "1.weight"]
     counted = torch.arange(5000.0).view(-1, 1).expand(5000, 64)
     cut = parts[-1].extract(counted)
     assert torch.equal(cut[:, 0], torch.arange(553.0) * (5000 // 553))
