@@ -532,8 +532,8 @@ class LocalSteps(Wrapper):
             session.warn_once(
                 "lost",
                 f"rank {session.comm.rank} had parameters that are not finite after step "
-                f"{session.steps}: it took the other ranks' average, and its moments begin anew. "
-                "Lower the learning rate, or clip (max_grad_norm=).",
+                f"{session.steps}: it took the other ranks' average, and zeroed its moments "
+                "that are not finite. Lower the learning rate, or clip (max_grad_norm=).",
                 0,  # on this rank, whichever it is
             )
         return is_applied

@@ -5,7 +5,8 @@
 
 How an area's list is written, patches.py says. Of one process, which has imported torch, a child is
 forked for every patch, that imports the package from the copy. A fault is seen when a test fails, the
-child dies, or takes longer than a minute. Tests run once without any, at first.
+child dies, waits for ever, or computes without end: the speed of the machine decides nothing. Tests run
+once without any, at first.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from pathlib import Path
 
 from patches import LISTS, ROOT, Mutant, read
 
-BASELINE = 15  # times as long may the tests take without a fault, all of an area together
+BASELINE = 10  # times as long may the tests take without a fault, all of an area together
+IDLE = 180.0  # seconds without work after which a child is taken to wait for ever; tests/ranks.py ends sooner
 
 # What finds the two packages in the copy, also in processes that tests start: on their path as sitecustomize.py.
 FINDER = """
@@ -104,7 +106,18 @@ class Job:
     pid: int
     began: float
     limit: float
-    late: bool = False
+    used: float = 0.0
+    last_work: float = 0.0
+    late: str = ""
+
+    def find_late(self) -> str:
+        """Why it will not end, if so: it computes without end, or waits."""
+        now, used = time.monotonic(), cpu_seconds(self.pid)
+        if not used or abs(used - self.used) > 0.1:  # not told on this system, or more, or of fewer processes
+            self.used, self.last_work = used, now
+        if used > self.limit:
+            return f"it computed for {used:.0f} s"
+        return f"it waited for {IDLE:.0f} s" if now > self.last_work + IDLE else ""
 
     def verdict(self, status: int) -> str:
         """What became of it, in a word or a sentence."""
@@ -113,11 +126,21 @@ class Job:
         if self.mutant is None:
             return "" if code == 0 else f"fail without a fault ({code}): {complaints(output)}"
         if self.late or code < 0:
-            return f"killed in {seconds:.0f} s: " + ("it took too long" if self.late else f"signal {-code}")
+            return f"killed in {seconds:.0f} s: " + (self.late or f"signal {-code}")
         if code == 1:
             seen = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
             return f"killed in {seconds:.0f} s by {seen[0] if seen else 'a test'}"
         return "SURVIVED" if code == 0 else f"no verdict (pytest's {code}): {complaints(output)}"
+
+
+def cpu_seconds(session: int) -> float:
+    """The processor time of a child and all that it has started."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended since
+            fields = stat.read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15])) if int(fields[3]) == session else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def complaints(output: str) -> str:
@@ -128,8 +151,9 @@ def complaints(output: str) -> str:
 def run(
     jobs: Iterator[tuple[Mutant | None, str, list[str]]], at_once: int, limit: float, told: Callable[[Job, str], None]
 ) -> None:
-    """A child for each, so many ``at_once``, for so many seconds each."""
+    """A child for each, so many ``at_once``, for so many seconds of a processor each."""
     running: dict[int, Job] = {}
+    looked = time.monotonic()
     try:
         while True:
             while len(running) < at_once and (job := next(jobs, None)):
@@ -142,7 +166,8 @@ def run(
                     continue
                 own_cache = mutant is not None and mutant.file.startswith(("kernels/native", "compopt/_ops/native"))
                 pid = os.fork() or child(folder, tests, own_cache)
-                running[pid] = Job(mutant, name, folder, pid, time.monotonic(), limit)
+                now = time.monotonic()
+                running[pid] = Job(mutant, name, folder, pid, now, limit, last_work=now)
             if not running:
                 return
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -150,10 +175,12 @@ def run(
                 done = running.pop(pid)
                 told(done, done.verdict(status))
                 end(done)
-            for job in running.values():
-                if not job.late and time.monotonic() - job.began > job.limit:
-                    job.late = True
-                    os.killpg(job.pid, signal.SIGKILL)
+            if time.monotonic() > looked + 1:
+                looked = time.monotonic()
+                for job in running.values():
+                    job.late = job.late or job.find_late()
+                    if job.late:
+                        os.killpg(job.pid, signal.SIGKILL)
             time.sleep(0.02)
     finally:
         for job in running.values():
@@ -208,7 +235,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--area", nargs="*", choices=areas, default=areas)
     parser.add_argument("--only", nargs="*", type=int, help="numbers within the area")
     parser.add_argument("-j", type=int, default=2, help="children at once")
-    parser.add_argument("--limit", type=float, default=60, help="seconds a mutant may take")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of a processor that a mutant may take")
     parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault first")
     parser.add_argument("--check", action="store_true", help="run nothing: only look whether every patch fits its file")
     parser.add_argument("-v", action="store_true", help="say what sees each")

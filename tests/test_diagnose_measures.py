@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -61,6 +62,19 @@ def test_known_sets_have_known_overlaps():
     assert meter.norms[0.1, 1, 0] == pytest.approx([math.sqrt(0.7)] * 2)
 
 
+def test_names_are_those_of_the_model_within_its_wrappers():
+    compiled = nn.Sequential(OrderedDict(_orig_mod=nn.Sequential(nn.Linear(64, 64))))
+    wrapped = nn.Sequential(OrderedDict(module=compiled))
+    assert [part.name for part in parts_of(wrapped)] == ["0.weight"]
+
+
+def test_of_a_large_tensor_some_elements_are_compared():
+    meter = TopKStability([1 << 17])
+    meter.record_step([torch.arange(float(1 << 17))])
+    (mask,) = meter.masks[1]
+    assert mask.shape[1] == 1 << 15 and mask[:, -300:].all() and mask.sum(1).tolist() == [13107, 3277, 328]
+
+
 def parts_of(model: nn.Module, elements: int = 1 << 20) -> list:
     named = {id(p): name for name, p in model.named_parameters()}
     return sample_tensors(find_eligible_tensors([{"params": list(model.parameters())}], named), elements)
@@ -114,6 +128,15 @@ def test_what_a_method_keeps_and_holds_back_is_what_an_oracle_finds():
     assert seen.rows[0].residual == pytest.approx(max(norms[half:]) / gradient, rel=1e-4)
     assert seen.findings["growth", "top-k"] == pytest.approx(max(norms[half:]) / max(norms[:half]), rel=1e-4)
     assert seen.rows[0].grows == (max(norms[half:]) / max(norms[:half]) > 1.2)
+
+
+def test_a_residual_that_shrinks_has_not_grown():
+    rows = [0.8**t * g for t, g in enumerate(noise(20))]
+    seen = watch(rows, {"top-k": Candidate("TagcAdamW", {"sparsity": 0.75})})
+    _, norms = top_k(rows, 0.25, 3)
+    half = len(norms) // 2
+    growth = max(norms[half:]) / max(norms[:half])
+    assert growth < 0.9 and seen.findings["growth", "top-k"] == pytest.approx(growth, rel=1e-4)
 
 
 def test_a_part_counts_for_what_it_stands_for():
@@ -182,6 +205,8 @@ def test_every_shape_is_looked_at_and_large_ones_in_part():
     assert [part.name for part in some] == ["1.weight", "3.weight", "5.weight", "6.weight"]
     for sampled in (few, some):
         assert sum(part.weight * part.numel for part in sampled) == pytest.approx(6 * 64 * 64 + 5000 * 64)
+    large_first = parts_of(nn.Sequential(nn.Linear(80, 80, bias=False), nn.Linear(64, 64, bias=False)))
+    assert [part.name for part in large_first] == ["0.weight", "1.weight"]
     counted = torch.arange(5000.0).view(-1, 1).expand(5000, 64)
     cut = parts[-1].extract(counted)
     assert torch.equal(cut[:, 0], torch.arange(553.0) * (5000 // 553))

@@ -237,9 +237,25 @@ def one_by_one(method: str, rank: int) -> dict[str, float]:
     return found
 
 
+def left_over(method: str, rank: int) -> bool:
+    """Gradients that nobody sets to zero after their step: the next backward sends residuals all the same."""
+    runs = [Run(method, rank), Run(method, rank)]
+    for run in runs:
+        run.train(3)
+    runs[0].optimizer.zero_grad()
+    for run in runs:
+        run.backward()
+        run.optimizer.step()
+    owed = [run.owed() for run in runs]
+    dense = sum(p.numel() * p.element_size() for p in runs[0].uncut.parameters())
+    assert [run.optimizer.stats.bytes_dense for run in runs] == [dense] * 2
+    return all(torch.equal(owed[0][name], owed[1][name]) for name in owed[0])
+
+
 def all_of(rank: int, method: str) -> dict[str, float]:
     found = {**frozen(method, rank), **loaded(method, rank), **discarded(method, rank), **one_by_one(method, rank)}
-    return {**found, "added up in one half": in_half(method, rank), "zeroed": float(not zeroed(method, rank))}
+    found |= {"zeroed": float(not zeroed(method, rank)), "left over is sent": float(not left_over(method, rank))}
+    return {**found, "added up in one half": in_half(method, rank)}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -163,15 +163,17 @@ def test_refused_where_not_all_is_owed(cls):
         cls([torch.nn.Parameter(torch.ones(3))], payload_dtype="int2")
 
 
-def test_biases_are_owed_as_well():
-    """Ranks without a compressed tensor: a bias's mean comes whole in the end."""
+@pytest.mark.parametrize(("payload", "other", "bound"), [("int2", 3, 0.1), ("bfloat16", 0, 1e-4)])
+def test_biases_are_owed_as_well(payload, other, bound):
+    """Ranks without a compressed tensor: a bias's mean comes whole in the end. bfloat16 is summed in bfloat16; here
+    the sum is exact."""
 
     def make(params, process_group):
         sgd = torch.optim.SGD(params, lr=1.0)
-        return compopt.Average(sgd, payload_dtype="int2", process_group=process_group)
+        return compopt.Average(sgd, payload_dtype=payload, process_group=process_group)
 
     bias = torch.linspace(-1, 1, 10)
     world, params, optimizers = replicas(2, [torch.zeros(10)], make)
     for _ in range(50):
-        step(world, params, optimizers, [[bias], [3 * bias]])
-    torch.testing.assert_close(-params[0][0].detach() / 50, 2 * bias, rtol=0.1, atol=0.1)
+        step(world, params, optimizers, [[bias], [other * bias]])
+    torch.testing.assert_close(-params[0][0].detach() / 50, (1 + other) / 2 * bias, rtol=bound, atol=bound)

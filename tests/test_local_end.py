@@ -91,6 +91,18 @@ def test_a_round_that_is_ended_after_one_fragment_exchanges_the_others_only():
     assert are_equal(params) and stayed == exchanged
 
 
+def test_what_is_on_its_way_is_all_that_is_exchanged_where_nothing_has_moved_since():
+    """Also where ranks keep a share of their own."""
+    _, params, optimizers = train(2, 8, every=4, delay=2, mix=0.5)
+
+    def exchanges() -> int:
+        return optimizers[0].state_dict()["outer"]["optimizer"]["param_groups"][0]["step"]
+
+    assert exchanges() == 1
+    end_round(optimizers)
+    assert exchanges() == 2 and are_equal(params)
+
+
 def test_on_one_process_there_is_nothing_to_end():
     model = torch.nn.Linear(4, 4)
     optimizer = compopt.LocalSteps(adamw(model.parameters()))

@@ -47,6 +47,17 @@ def test_a_failed_exchange_is_repeated_where_the_round_is_ended():
     assert are_equal(params) and exchanges_of(optimizers[0]) == 1
 
 
+def test_after_a_failed_exchange_anchors_are_compared_anew():
+    params, optimizers = train(2, 7)
+    world = optimizers[0].comm.world
+    world.failing_everywhere.add(world.comms[0].started)
+    with pytest.raises(compopt.CommunicationError):
+        step(world, params, optimizers, gradients(2, 7))
+    optimizers[1].state_dict()["outer"]["anchors"][0].add_(1)  # as an exchange would that rank 0 has not applied
+    with pytest.raises(ValueError, match="checksum of its values: rank 0 has"):
+        step(world, params, optimizers, gradients(2, 8))
+
+
 def test_survivors_and_newcomers_go_on_from_the_anchors():
     params, optimizers = train(3, 6)
     before = [p.detach().clone() for p in params[0]]
@@ -78,11 +89,14 @@ def test_a_rank_whose_parameters_are_not_finite_takes_the_others_average_and_say
     world = optimizers[0].comm.world
     params[1][2].data[0, 0] = float("nan")
     optimizers[1].inner.state[params[1][2]]["exp_avg"][0, 0] = float("nan")
+    before = optimizers[1].inner.state[params[1][0]]["exp_avg"].clone()
     with pytest.warns(UserWarning, match="rank 1 had parameters that are not finite"):
         step(world, params, optimizers, gradients(3, 3))
     assert all(p.isfinite().all() for p in params[0])
     assert all(map(torch.equal, params[0], params[1]))
     assert optimizers[1].inner.state[params[1][2]]["exp_avg"].isfinite().all()
+    finite = torch.lerp(before, gradients(3, 3)[1][0], 0.1)
+    torch.testing.assert_close(optimizers[1].inner.state[params[1][0]]["exp_avg"], finite)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for t in range(4, 12):
@@ -308,6 +322,21 @@ def test_a_rank_that_lacks_an_exchange_takes_it_over_and_does_not_repeat_it():
     assert optimizers[0].stats.phase == optimizers[1].stats.phase == "local"
 
 
+def test_a_layer_that_is_frozen_when_an_exchange_was_taken_over_has_moved_on_no_rank():
+    params, optimizers = train(2, 3)
+    world = optimizers[0].comm.world
+    world.failing.add((1, world.comms[1].started + 2))
+    with pytest.raises(compopt.CommunicationError):
+        step(world, params, optimizers, gradients(2, 3))
+    rebind(optimizers, World(2))
+    for own in params:
+        own[2].requires_grad_(False)
+    for t in range(4, 8):
+        grads = [[None if i == 2 else g for i, g in enumerate(given)] for given in gradients(2, t)]
+        step(optimizers[0].comm.world, params, optimizers, grads)
+    assert are_equal(params) and optimizers[0].stats.round == 2
+
+
 def test_a_rank_that_lacks_an_exchange_of_the_second_fragment_takes_it_over():
     """The first exchange of a round, which the outer optimizer's first group has no part in."""
     params, optimizers = train(2, 1, fragments=2)
@@ -347,6 +376,38 @@ def test_a_rank_that_joins_in_the_first_round_begins_at_the_anchors():
     for t in range(2, 8):
         step(world, params, optimizers, gradients(3, t))
     assert are_equal(params) and optimizers[2].stats.round == 2
+
+
+def test_a_rank_that_is_left_alone_trains_as_its_inner_optimizer():
+    (own, _), (optimizer, _) = train(2, 5)
+    rebind([optimizer], World(1))
+    alone = [torch.nn.Parameter(p.detach().clone()) for p in own]
+    inner = adamw(alone)
+    inner.load_state_dict(copy.deepcopy(optimizer.inner.state_dict()))
+    for t in range(5, 13):
+        (grads,) = gradients(1, t)
+        for p, g in zip(alone, grads, strict=True):
+            p.grad = g.clone()
+        inner.step()
+        step(optimizer.comm.world, [own], [optimizer], [grads])
+    assert all(map(torch.equal, own, alone))
+
+
+def test_a_round_begins_where_processes_that_trained_alone_meet():
+    params, optimizers = [], []
+    for _ in range(2):
+        (own,), (optimizer,) = train(1, 0)
+        optimizer.simulate = False
+        params.append(own), optimizers.append(optimizer)
+        for t in range(6):
+            step(optimizer.comm.world, [own], [optimizer], gradients(1, t))
+    world = World(2)
+    rebind(optimizers, world)
+    phases = []
+    for t in range(6, 10):
+        step(world, params, optimizers, gradients(2, t))
+        phases.append(optimizers[0].stats.phase)
+    assert phases == ["local"] * 3 + ["exchanged"] and are_equal(params)
 
 
 def test_a_rank_that_joins_takes_part_where_an_exchange_that_failed_is_repeated():

@@ -27,6 +27,22 @@ def test_stats_count_rounds_from_the_end_of_the_averaged_start():
     assert found == [(0, 0), (0, 0), (0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]
 
 
+def test_steps_are_counted_by_parameter_as_in_the_averaged_start():
+    params, optimizers = train(2, 6, warmup_steps=2)
+    grads = gradients(2, 6)
+    grads[0][1], grads[1][2][0, 0] = None, float("nan")
+    step(optimizers[0].comm.world, params, optimizers, grads)
+    counts = [[int(optimizer.state[p]["step"]) for p in own] for optimizer, own in zip(optimizers, params, strict=True)]
+    assert counts[0] == [7, 6, *[7] * (len(counts[0]) - 2)] and set(counts[1]) == {6}
+
+
+def test_the_averaged_start_leaves_no_residual_in_memory():
+    params, optimizers = train(2, 2, torch.float32, warmup_steps=2, payload_dtype="int4")
+    assert optimizers[0].state[params[0][0]]["residual"].any()
+    step(optimizers[0].comm.world, params, optimizers, gradients(2, 2, dtype=torch.float32))
+    assert not any(optimizers[0].state[p].get("residual", torch.empty(0)).numel() for p in params[0])
+
+
 def test_stats_count_the_bytes_of_a_step():
     params, optimizers = train(2, 0, every=2)
     found = []

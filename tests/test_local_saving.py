@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from conformance import through_a_file
-from local_runs import adamw, end_round, single, train
+from local_runs import adamw, are_equal, end_round, single, train
 from problems import gradients, replicas, step, weights
 from sim import World
 
@@ -228,6 +228,19 @@ def test_consolidated_the_run_that_is_resumed_from_rank_0_is_the_one_that_goes_o
         step(world2, params2, resumed_, single(3, t))
     for rank, other in zip(params, params2, strict=True):
         assert all(map(torch.equal, rank, other))
+
+
+def test_from_the_inner_optimizers_own_checkpoint_all_begins_anew():
+    params, optimizers = train(2, 9, torch.float32)
+    for optimizer in optimizers:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.inner.state_dict()))
+        assert optimizer.stats.round == 0
+    for own in params:
+        for p, q in zip(own, params[0], strict=True):
+            p.data.copy_(q)
+    for t in range(4):
+        step(optimizers[0].comm.world, params, optimizers, single(2, t))
+        assert are_equal(params) == (t == 3) and optimizers[0].stats.round == (t == 3)
 
 
 def test_a_state_that_only_some_ranks_keep_stays_as_it_is():

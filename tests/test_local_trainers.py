@@ -148,7 +148,9 @@ def lightning_model(rank: int, found: dict, inner):
     return Model()
 
 
-def lightning_run(rank: int, folder: str, inner, checkpoint: str | None = None) -> tuple[dict, torch.Tensor]:
+def lightning_run(
+    rank: int, folder: str, inner, checkpoint: str | None = None, steps: int = STEPS
+) -> tuple[dict, torch.Tensor]:
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -159,7 +161,7 @@ def lightning_run(rank: int, folder: str, inner, checkpoint: str | None = None) 
     saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
     light = ModelCheckpoint(f"{folder}/light", filename="{step}", every_n_train_steps=7, save_weights_only=True)
     one = Trainer(
-        strategy="ddp", devices=2, accelerator="cpu", max_steps=STEPS, callbacks=[saves, light, CompoptCallback()],
+        strategy="ddp", devices=2, accelerator="cpu", max_steps=steps, callbacks=[saves, light, CompoptCallback()],
         val_check_interval=3, limit_val_batches=1, enable_progress_bar=False, enable_model_summary=False, logger=False,
     )  # fmt: skip
     loader = torch.utils.data.DataLoader(torch.zeros(100, 1), batch_size=1)
@@ -175,6 +177,7 @@ def in_lightning(rank: int, folder: str) -> dict:
         place = f"{folder}/{inner.__name__}"
         found[inner.__name__], whole = lightning_run(rank, place, inner)
     found["resumed"], resumed = lightning_run(rank, place, torch.optim.SGD, f"{place}/step={SAVED}.ckpt")
+    found["not saved"], _ = lightning_run(rank, f"{folder}/more", torch.optim.SGD, steps=STEPS + 1)
     found["to the bit"] = torch.equal(whole, resumed)
     return found
 
@@ -334,6 +337,13 @@ def test_other_ends_of_a_trainer(ranks, how):
         events = found[how]
         assert events["ended"] and not events["open"]
         assert all(same for _, same in [*events.get("evaluated", []), *events["saved"]])
+
+
+@on("Lightning")
+def test_lightning_ends_a_round_though_it_saves_nothing_at_the_end(ranks):
+    for found in ranks:
+        events = found["not saved"]
+        assert events["ended"] and not events["open"]
 
 
 @on("the script in nanoGPT's shape")

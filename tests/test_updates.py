@@ -72,18 +72,22 @@ def test_what_is_sent_and_what_is_owed_is_the_update_and_what_was_owed(kind, ran
         before = after
 
 
-def test_random_numbers_of_rounding_differ_between_steps_and_ranks():
-    """Two ranks own equal halves of a tensor, and every step updates by the same: only the random numbers differ."""
+def test_random_numbers_of_rounding_differ_between_steps_ranks_and_buckets():
+    """As between buckets: two ranks own equal halves of two tensors, of a group each, and every step updates by the
+    same. Only the random numbers differ."""
     half = torch.linspace(0.1, 1, 4096, dtype=torch.float64)
     both = torch.cat([half, half]).view(64, 128)
     options = {"lr": 1e-2, "eps": 1.0, "weight_decay": 0.0, "sparsity": 0.0, "update_dtype": "int4"}
-    make = functools.partial(compopt.TagcAdamW, **options)
-    world, params, optimizers = replicas(2, [torch.zeros_like(both)], make)
+
+    def in_two_groups(params, process_group):
+        return compopt.TagcAdamW([{"params": [p]} for p in params], process_group=process_group, **options)
+
+    world, params, optimizers = replicas(2, [torch.zeros_like(both)] * 2, in_two_groups)
     rest = []
     for _ in range(2):
-        step(world, params, optimizers, [[0.5 * both], [1.5 * both]])
-        for own, optimizer in zip(params, optimizers, strict=True):
-            residual = optimizer.state[own[0]]["update_residual"]
+        step(world, params, optimizers, [[0.5 * both] * 2, [1.5 * both] * 2])
+        for optimizer, p in ((o, p) for o, own in zip(optimizers, params, strict=True) for p in own):
+            residual = optimizer.state[p]["update_residual"]
             rest.append(residual.clone())
             residual.zero_()
     for i, one in enumerate(rest):
@@ -269,7 +273,8 @@ def test_refusals():
     params = [torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]
     with pytest.raises(ValueError, match=r"update_dtype='int8' is for float32 parameters.* these are torch.bfloat16"):
         compopt.TagcAdamW(params, update_dtype="int8")
-    compopt.TagcAdamW([torch.nn.Parameter(torch.ones(4))], update_dtype=torch.int8)
+    optimizer = compopt.TagcAdamW([torch.nn.Parameter(torch.ones(4))], update_dtype=torch.int8)
+    assert optimizer.param_groups[0]["update_dtype"] == "int8"
     for wrong in ("bfloat16", "int16", 8, torch.float16):
         with pytest.raises(ValueError, match="update_dtype must be None or 'int8', 'int4', 'int2', got"):
             compopt.TagcAdamW([torch.nn.Parameter(torch.ones(4))], update_dtype=wrong)

@@ -155,7 +155,6 @@ class TopKStability:
     def record_step(self, values: Sequence[Tensor | None]) -> None:
         """Compare the quantity with earlier steps; None where a tensor has no gradient."""
         self.step += 1
-        lags = [lag for lag in LAGS if lag == 1 or self.step % MASK_INTERVAL == 0]
         now: list[Tensor | None] = []
         for i, value in enumerate(values):
             if value is None:
@@ -163,7 +162,7 @@ class TopKStability:
                 continue
             x = value.reshape(-1)[:: self.strides[i]].abs()
             now.append(chosen := top_k_masks(x, self.densities))
-            for lag in lags:
+            for lag in LAGS:
                 before = self.masks.get(self.step - lag, [None] * len(values))[i]
                 if before is not None:
                     self._compare(i, lag, x, chosen, before)
@@ -189,8 +188,8 @@ class TopKStability:
 
 
 def top_k_masks(x: Tensor, densities: Sequence[float]) -> Tensor:
-    """A row for every density: the mask of the round(density n) largest of x >= 0, at least one."""
-    counts = [max(1, round(density * x.numel())) for density in densities]
+    """A row for every density: the mask of the round(density n) largest of x >= 0."""
+    counts = [round(density * x.numel()) for density in densities]
     positions = x.topk(max(counts)).indices
     masks = torch.zeros(len(counts), x.numel(), dtype=torch.bool, device=x.device)
     for row, count in zip(masks, counts, strict=True):
