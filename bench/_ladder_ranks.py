@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _ladder_model import StackedGPT
 from torch import Tensor, nn
 
-from _ladder_model import StackedGPT
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from sim import World  # noqa: E402
+from sim import World
 
 Views = dict[str, nn.Parameter]
 Make = Callable[[Views, Any], torch.optim.Optimizer]  # from a replica's parameters and its communicator or group

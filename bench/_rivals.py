@@ -1,8 +1,8 @@
 """Published methods that compopt does not have, written from their papers to be measured beside it.
 
-DeMo and SparseLoCo gather what the ranks have chosen, so a rank's link carries (N - 1) times what it hands over, where a ring
-all-reduce carries 2 (N - 1) / N times. ``stats.bytes_sent`` is stated as an all-reduce's: N / 2 bytes for each that is
-handed over.
+DeMo and SparseLoCo gather what the ranks have chosen, so a rank's link carries (N - 1) times what it hands over, where
+a ring all-reduce carries 2 (N - 1) / N times. ``stats.bytes_sent`` is stated as an all-reduce's: N / 2 bytes for each
+that is handed over.
 """
 
 from __future__ import annotations

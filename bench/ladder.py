@@ -20,60 +20,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import math
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from _ladder_model import SIZES
-from _ladder_rows import MOMENTA, OUTER_LRS, ROWS, Run
-from _ladder_runs import claimed, kept, train
-
-
-def loss_of(line: dict[str, Any]) -> float:
-    """Infinite where the run has diverged."""
-    return math.inf if line["val_loss"] is None else line["val_loss"]
-
-
-def best_of(runs: dict[Run, dict[str, Any]], like: Run) -> Run | None:
-    """The best run of the row, among those that differ from ``like`` in what is tuned."""
-    tuned = {"lr": like.lr, "outer_lr": like.outer_lr, "momentum": like.momentum}
-    alike = [run for run in runs if run._replace(**tuned) == like]
-    return min(alike, key=lambda run: loss_of(runs[run]), default=None)
-
-
-def neighbours(run: Run, outer: bool) -> Iterator[Run]:
-    """Half and twice its rate; with ``outer`` the momenta beside its own, and the other outer rate."""
-    yield run._replace(lr=run.lr * 2)
-    yield run._replace(lr=run.lr / 2)
-    if outer and run.momentum is not None:
-        at = MOMENTA.index(run.momentum)
-        yield from (run._replace(momentum=momentum) for momentum in MOMENTA[max(0, at - 1) : at + 2])
-        yield from (run._replace(outer_lr=rate) for rate in OUTER_LRS)
-
-
-def missing(runs: dict[Run, dict[str, Any]], start: Run, outer: bool) -> list[Run]:
-    """The runs to do next: the start, then what is missing around the best. Empty: the best is at no edge."""
-    best = best_of(runs, start)
-    if best is None:
-        return [start]
-    return [run for run in neighbours(best, outer) if run not in runs]
-
-
-def start_of(row: str, size: str, runs: dict[Run, dict[str, Any]], others: dict[str, Any]) -> Run:
-    """The best of the next smaller size that has runs of the row, else the row's own start."""
-    start = ROWS[row].start(size, **others)
-    names = list(SIZES)
-    for smaller in reversed(names[: names.index(size)]):
-        if best := best_of(runs, start._replace(size=smaller)):
-            return best._replace(size=size)
-    return start
+from _ladder_rows import ROWS
+from _ladder_runs import KEPT, claimed, kept, train
+from _ladder_search import best_of, list_missing, start_of
+from _ladder_tables import draw, show, tabulate
 
 
 def tune(args: argparse.Namespace, others: dict[str, Any], until: float) -> None:
     """Row after row, until no row's best has an untried neighbour that is nobody else's."""
     for row in args.rows:
         while True:
-            for run in missing(kept(), start_of(row, args.size, kept(), others), args.outer):
+            for run in list_missing(kept(), start_of(row, args.size, kept(), **others), args.outer):
                 with claimed(run) as is_mine:
                     if is_mine:
                         if not train(run, args.device, args.data, until):
@@ -86,7 +47,7 @@ def tune(args: argparse.Namespace, others: dict[str, Any], until: float) -> None
 def run_all(args: argparse.Namespace, others: dict[str, Any], until: float) -> None:
     """The rows named, at the settings given, else at their best of this size or the next smaller."""
     for row in args.rows:
-        start = start_of(row, args.size, kept(), others | {"seed": 0})
+        start = start_of(row, args.size, kept(), **others | {"seed": 0})
         start = best_of(kept(), start) or start
         given = {"lr": args.lr, "outer_lr": args.outer_lr, "momentum": args.momentum}
         if start.momentum is None:
@@ -121,11 +82,16 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
+    is_fast = args.device != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    products = args.products or ("bfloat16" if is_fast else "float32")
+    others = {"seed": args.seed, "ranks": args.ranks, "tokens": args.tokens, "products": products}
     if args.what and not args.show:
-        is_fast = args.device != "cpu" or torch.cpu._is_avx512_bf16_supported()
-        products = args.products or ("bfloat16" if is_fast else "float32")
-        others = {"seed": args.seed, "ranks": args.ranks, "tokens": args.tokens, "products": products}
         {"tune": tune, "run": run_all}[args.what](args, others, time.time() + 60 * args.minutes)
+    elif table := tabulate(kept(), **others | {"seed": 0}):
+        show(table, KEPT.with_suffix(".csv"))
+        draw(table, KEPT.with_suffix(".png"))
+    else:
+        print("no run of this kind has finished")
 
 
 if __name__ == "__main__":
