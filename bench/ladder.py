@@ -31,17 +31,18 @@ from _ladder_tables import draw, show, tabulate
 
 
 def tune(args: argparse.Namespace, others: dict[str, Any], until: float) -> None:
-    """Row after row, until no row's best has an untried neighbour that is nobody else's."""
-    for row in args.rows:
-        while True:
+    """A run of each row in turn, until no row's best has an untried neighbour that is nobody else's."""
+    rows = list(args.rows)
+    while rows:
+        for row in list(rows):
             for run in list_missing(kept(), start_of(row, args.size, kept(), **others), args.outer):
                 with claimed(run) as is_mine:
-                    if is_mine:
-                        if not train(run, args.device, args.data, until):
-                            return
-                        break
+                    if is_mine and not train(run, args.device, args.data, until):
+                        return
+                if is_mine:
+                    break
             else:
-                break
+                rows.remove(row)
 
 
 def run_all(args: argparse.Namespace, others: dict[str, Any], until: float) -> None:
