@@ -128,8 +128,8 @@ class StackedGPT:
 class Text:
     """Training batches of every rank, and the validation windows; ``steps`` of them can be skipped."""
 
-    def __init__(self, size: Size, ranks: int, seed: int, path: str | None, limit: int = corpus.LIMIT):
-        train, self.validation = corpus.load(path, limit)
+    def __init__(self, size: Size, ranks: int, seed: int, path: str | None):
+        train, self.validation = corpus.load(path, corpus.LIMIT if path is None else 2**40)
         self.ranks = [
             corpus.batches(train, size.batch, size.context, seed=1000 * seed + 1 + rank) for rank in range(ranks)
         ]

@@ -40,7 +40,7 @@ class Training:
         model = SIZES[run.size].make(run.seed).to(self.device, dtype)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.steps = count_steps(run, self.parameters)
-        self.text = Text(SIZES[run.size], run.ranks, run.seed, data)
+        self.text, self.source = Text(SIZES[run.size], run.ranks, run.seed, data), data or "standard library"
         products = None if run.products == str(dtype).removeprefix("torch.") else getattr(torch, run.products)
         self.replicas = row.replicas(run.ranks)
         self.model = StackedGPT(model, self.replicas, products)
@@ -94,6 +94,7 @@ class Training:
             "share": round(self.ranks.bytes_sent / dense, 6),
             "seconds": round(self.seconds, 1),
             "device": self.device.type,
+            "text": Path(self.source).name,
             "evals": self.evals,
         }
 

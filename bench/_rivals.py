@@ -39,11 +39,11 @@ def forgetful(ddp, args):
 
 
 @functools.cache
-def dct_basis(side: int, dtype: torch.dtype) -> Tensor:
+def dct_basis(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The orthonormal rows of the DCT-II."""
     n = torch.arange(side, dtype=dtype)
     basis = torch.cos(math.pi * (n + 0.5) * n[:, None] / side) * math.sqrt(2 / side)
-    return basis.index_fill(0, torch.tensor(0), math.sqrt(1 / side))
+    return basis.index_fill(0, torch.tensor(0), math.sqrt(1 / side)).to(device)
 
 
 class Processes:
@@ -136,7 +136,7 @@ class DeMo(Rival):
 
     def exchange(self, m: Tensor, k: int) -> Tensor:
         """The mean of the ranks' largest components, k of 64 x 64; they leave ``m``."""
-        rows, columns = (dct_basis(side, m.dtype) for side in self.sides(m.shape))
+        rows, columns = (dct_basis(side, m.dtype, m.device) for side in self.sides(m.shape))
         components = (rows @ self.blocks(m) @ columns.T).flatten(1)
         share = components.shape[1] / self.BLOCK**2
         where = components.abs().topk(max(1, round(k * share)), dim=1).indices
@@ -150,7 +150,7 @@ class DeMo(Rival):
         return self.decode(total / self.ranks, m.shape)
 
     def decode(self, components: Tensor, shape: torch.Size) -> Tensor:
-        rows, columns = (dct_basis(side, components.dtype) for side in self.sides(shape))
+        rows, columns = (dct_basis(side, components.dtype, components.device) for side in self.sides(shape))
         return self.whole(rows.T @ components.unflatten(1, (len(rows), len(columns))) @ columns, shape)
 
 
