@@ -290,14 +290,20 @@ def finished(*losses: tuple[Run, float | None]) -> dict[Run, dict]:
     return {run: {**run._asdict(), "val_loss": loss} for run, loss in losses}
 
 
-def test_the_search_begins_at_the_start_and_ends_beside_no_untried_rate():
-    start = ROWS["DDP + AdamW"].start("0.2M")
+@pytest.mark.parametrize(
+    ("curve", "rates"),
+    [
+        ({4e-3: 1.6, 8e-3: 1.5, 1.6e-2: 1.4, 3.2e-2: None}, {8e-3, 1.6e-2, 3.2e-2}),
+        ({2e-3: 1.6, 4e-3: 1.4, 8e-3: 1.5, 1.6e-2: 1.6}, {2e-3, 4e-3, 8e-3, 1.6e-2}),
+    ],
+)
+def test_the_search_begins_at_the_start_and_ends_beside_no_untried_rate(curve, rates):
+    start, runs = ROWS["DDP + AdamW"].start("0.2M"), {}
     assert list_missing({}, start, False) == [start]
-    runs, curve = {}, {4e-3: 1.6, 8e-3: 1.5, 1.6e-2: 1.4, 3.2e-2: None}
     while todo := list_missing(runs, start, True):
         runs |= finished((todo[0], curve[round(todo[0].lr, 6)]))
-    assert best_of(runs, start).lr == 1.6e-2
-    assert {run.lr for run in runs} == {8e-3, 1.6e-2, 3.2e-2}
+    assert runs[best_of(runs, start)]["val_loss"] == 1.4
+    assert {run.lr for run in runs} == rates
 
 
 def test_outer_settings_are_searched_where_there_are_any():
