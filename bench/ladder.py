@@ -60,6 +60,12 @@ def run_all(args: argparse.Namespace, others: dict[str, Any], until: float) -> N
                 return
 
 
+def choose_products(device: str) -> str:
+    """The dtype of matrix products that is faster on the device."""
+    is_fast = device != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    return "bfloat16" if is_fast else "float32"
+
+
 def parse() -> argparse.Namespace:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("what", choices=["tune", "run"], nargs="?")
@@ -83,8 +89,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
-    is_fast = args.device != "cpu" or torch.cpu._is_avx512_bf16_supported()
-    products = args.products or ("bfloat16" if is_fast else "float32")
+    products = args.products or choose_products(args.device)
     others = {"seed": args.seed, "ranks": args.ranks, "tokens": args.tokens, "products": products}
     if args.what and not args.show:
         {"tune": tune, "run": run_all}[args.what](args, others, time.time() + 60 * args.minutes)

@@ -25,6 +25,8 @@ from _ladder_tables import tabulate
 from _rivals import DeMo, PowerSGD
 from torch import Tensor
 
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon, of torch 2.9")
+
 TINY, RANKS, STEPS = Size(1, 64, 2, batch=2, context=16), 2, 14  # past the dense starts of ten steps
 SIZES["tiny"] = TINY
 PARAMETERS = sum(p.numel() for p in TINY.make(0).parameters())
