@@ -1,14 +1,16 @@
-"""Two published methods that compopt does not have, written from their papers to be measured beside it.
+"""Published methods that compopt does not have, written from their papers to be measured beside it.
 
-Both gather what the ranks have chosen, so a rank's link carries (N - 1) times what it hands over, where a ring
-all-reduce carries 2 (N - 1) / N times. ``stats.bytes_sent`` is stated as an all-reduce's: N / 2 bytes for each that is
-handed over.
+DeMo and SparseLoCo gather what the ranks have chosen, so a rank's link carries (N - 1) times what it hands over, where
+a ring all-reduce carries 2 (N - 1) / N times. ``stats.bytes_sent`` is stated as an all-reduce's: N / 2 bytes for each
+that is handed over.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,12 +38,42 @@ def forgetful(ddp, args):
     return Forgetful(ddp, args.warmup, args.density)
 
 
-class Rival(torch.optim.Optimizer):
-    """What both share: tensors that are compressed and those that are not, and the bytes of a step."""
+@functools.cache
+def dct_basis(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The orthonormal rows of the DCT-II."""
+    n = torch.arange(side, dtype=dtype)
+    basis = torch.cos(math.pi * (n + 0.5) * n[:, None] / side) * math.sqrt(2 / side)
+    return basis.index_fill(0, torch.tensor(0), math.sqrt(1 / side)).to(device)
 
-    def __init__(self, params: list, **defaults: float):
+
+class Processes:
+    """The collectives of a rival, among the ranks of the default process group."""
+
+    def __init__(self) -> None:
+        self.size = dist.get_world_size()
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """What all ranks have handed over, rank by rank."""
+        row = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(row, x)
+        return row
+
+    def mean(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x.div_(self.size)
+
+
+class Rival(torch.optim.Optimizer):
+    """What they share: tensors that are compressed and those that are not, and the bytes of a step.
+
+    ``group`` has the collectives; None: those of the default process group.
+    """
+
+    def __init__(self, params: list, group: Processes | None = None, **defaults: float):
         super().__init__(params, defaults)
-        self.ranks = dist.get_world_size()
+        self.group = group or Processes()
+        self.ranks = self.group.size
         self.stats = SimpleNamespace(phase="compressed", bytes_sent=0)
 
     def compressed(self, p: Tensor) -> bool:
@@ -49,19 +81,12 @@ class Rival(torch.optim.Optimizer):
 
     def gather(self, *parts: Tensor) -> list[tuple[Tensor, ...]]:
         """What all ranks have handed over, rank by rank."""
-        rows = []
-        for part in parts:
-            row = [torch.empty_like(part) for _ in range(self.ranks)]
-            dist.all_gather(row, part)
-            rows.append(row)
-        return list(zip(*rows, strict=True))
+        return list(zip(*(self.group.gather(part) for part in parts), strict=True))
 
     def mean(self, x: Tensor) -> Tensor:
         """The dense mean over ranks."""
-        x = x.clone()
-        dist.all_reduce(x)
         self.stats.bytes_sent += 4 * x.numel()
-        return x.div_(self.ranks)
+        return self.group.mean(x)
 
     def count(self, values: int, bits: int) -> None:
         """So many values were handed to a gather."""
@@ -77,20 +102,22 @@ class DeMo(Rival):
 
     BLOCK = 64
 
-    def __init__(self, params: list, lr: float, k: int = 32, decay: float = 0.999, weight_decay: float = 0.0):
-        super().__init__(params, lr=lr, k=k, decay=decay, weight_decay=weight_decay)
-        n = torch.arange(self.BLOCK, dtype=torch.float32)
-        basis = torch.cos(math.pi * (n + 0.5) * n[:, None] / self.BLOCK) * math.sqrt(2 / self.BLOCK)
-        self.basis = basis.index_fill(0, torch.tensor(0), math.sqrt(1 / self.BLOCK))  # orthonormal rows
+    def __init__(self, params: list, lr: float, k: int = 32, decay: float = 0.999, **options: Any):
+        super().__init__(params, **{"lr": lr, "k": k, "decay": decay, "weight_decay": 0.0} | options)
+
+    def sides(self, shape: torch.Size) -> tuple[int, int]:
+        """Of a matrix's blocks: the largest that divide its own and are at most 64."""
+        rows, columns = (max(n for n in range(1, self.BLOCK + 1) if side % n == 0) for side in shape)
+        return rows, columns
 
     def blocks(self, x: Tensor) -> Tensor:
-        """(blocks, 64, 64) of a matrix whose sides are multiples of 64."""
-        rows, columns = x.shape[0] // self.BLOCK, x.shape[1] // self.BLOCK
-        return x.view(rows, self.BLOCK, columns, self.BLOCK).transpose(1, 2).reshape(-1, self.BLOCK, self.BLOCK)
+        """(blocks, rows, columns) of a matrix."""
+        rows, columns = self.sides(x.shape)
+        return x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2).flatten(0, 1)
 
     def whole(self, blocks: Tensor, shape: torch.Size) -> Tensor:
-        rows, columns = shape[0] // self.BLOCK, shape[1] // self.BLOCK
-        return blocks.view(rows, columns, self.BLOCK, self.BLOCK).transpose(1, 2).reshape(shape)
+        rows, columns = self.sides(shape)
+        return blocks.view(shape[0] // rows, shape[1] // columns, rows, columns).transpose(1, 2).reshape(shape)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -108,9 +135,11 @@ class DeMo(Rival):
         return average
 
     def exchange(self, m: Tensor, k: int) -> Tensor:
-        """The mean of the ranks' largest components; they leave ``m``."""
-        components = (self.basis @ self.blocks(m) @ self.basis.T).flatten(1)
-        where = components.abs().topk(k, dim=1).indices
+        """The mean of the ranks' largest components, k of 64 x 64; they leave ``m``."""
+        rows, columns = (dct_basis(side, m.dtype, m.device) for side in self.sides(m.shape))
+        components = (rows @ self.blocks(m) @ columns.T).flatten(1)
+        share = components.shape[1] / self.BLOCK**2
+        where = components.abs().topk(max(1, round(k * share)), dim=1).indices
         values = components.gather(1, where)
         self.count(values.numel(), 16 + 32)
         mine = torch.zeros_like(components).scatter_(1, where, values)
@@ -121,24 +150,17 @@ class DeMo(Rival):
         return self.decode(total / self.ranks, m.shape)
 
     def decode(self, components: Tensor, shape: torch.Size) -> Tensor:
-        blocks = components.view(-1, self.BLOCK, self.BLOCK)
-        return self.whole(self.basis.T @ blocks @ self.basis, shape)
+        rows, columns = (dct_basis(side, components.dtype, components.device) for side in self.sides(shape))
+        return self.whole(rows.T @ components.unflatten(1, (len(rows), len(columns))) @ columns, shape)
 
 
-class SparseLoCo(Rival):
-    """Local AdamW steps, then the largest of what was moved in 2 bits, with error feedback (2508.15706, Algorithm 1).
+class AroundAdamW(Rival):
+    """AdamW, on gradients that are averaged for the first ``dense`` steps; afterwards as the subclass does."""
 
-    Chunks of 4096, ``k`` of each: a 12-bit position, a sign and one of two sizes. Over all ranks, as in the paper. The
-    first ``dense`` steps average gradients, so that it starts as the rows beside it do.
-    """
-
-    CHUNK = 4096
-
-    def __init__(self, params: list, lr: float, every: int = 15, k: int = 64, dense: int = 0, **options: float):
-        self.inner = torch.optim.AdamW(params, lr=lr, fused=True, weight_decay=options.pop("weight_decay", 0.0))
-        super().__init__(self.inner.param_groups, every=every, k=k, **{"ef": 0.95, "outer_lr": 1.0} | options)
+    def __init__(self, params: list, lr: float, group: Processes | None, dense: int, adamw: dict, **options: Any):
+        self.inner = torch.optim.AdamW(params, lr=lr, fused=True, **adamw)
+        super().__init__(self.inner.param_groups, group, **options)
         self.dense, self.steps = dense, 0
-        self.anchor = [p.detach().clone() for p in self.params]
 
     @property
     def params(self) -> list[Tensor]:
@@ -154,6 +176,73 @@ class SparseLoCo(Rival):
         if start:
             for p in self.params:
                 p.grad.copy_(self.mean(p.grad))
+        self.step_inner(start)
+
+    def step_inner(self, start: bool) -> None:
+        raise NotImplementedError
+
+    def state_dict(self) -> dict:
+        return super().state_dict() | {"inner": self.inner.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, saved: dict) -> None:
+        super().load_state_dict({name: saved[name] for name in ("state", "param_groups")})
+        self.inner.load_state_dict(saved["inner"])
+        self.steps = saved["steps"]
+
+
+class PowerSGD(AroundAdamW):
+    """Two thin factors a matrix, with error feedback and a warm start (1905.13727), as torch's hook makes them.
+
+    The hook needs the buckets of DDP; this needs ``group`` alone, so that ranks can be threads.
+    """
+
+    def __init__(self, params: list, lr: float, rank: int = 4, group: Processes | None = None, dense: int = 0, **adamw):
+        super().__init__(params, lr, group, dense, adamw, rank=rank)
+
+    def step_inner(self, start: bool) -> None:
+        for number, p in enumerate(self.params if not start else ()):
+            p.grad.copy_(self.low_rank_mean(number, p) if self.compressed(p) else self.mean(p.grad))
+        self.inner.step()
+
+    def low_rank_mean(self, number: int, p: Tensor) -> Tensor:
+        state, rank = self.state[p], self.defaults["rank"]
+        if not state:
+            random = torch.Generator().manual_seed(number)
+            state["q"] = torch.randn(p.shape[1], rank, generator=random).to(p)
+            state["residual"] = torch.zeros_like(p)
+        owed = p.grad + state["residual"]
+        left = torch.linalg.qr(self.mean(owed @ torch.linalg.qr(state["q"]).Q)).Q
+        state["q"] = self.mean(owed.T @ left)
+        average = left @ state["q"].T
+        state["residual"] = owed - average
+        return average
+
+
+class SparseLoCo(AroundAdamW):
+    """Local AdamW steps, then the largest of what was moved in 2 bits, with error feedback (2508.15706, Algorithm 1).
+
+    Chunks of 4096, ``k`` of each: a 12-bit position, a sign and one of two sizes. Over all ranks, as in the paper. The
+    first ``dense`` steps average gradients, so that it starts as the rows beside it do.
+    """
+
+    CHUNK = 4096
+
+    def __init__(
+        self,
+        params: list,
+        lr: float,
+        every: int = 15,
+        k: int = 64,
+        group: Processes | None = None,
+        dense: int = 0,
+        ef: float = 0.95,
+        outer_lr: float = 1.0,
+        **adamw: Any,
+    ):
+        super().__init__(params, lr, group, dense, adamw, every=every, k=k, ef=ef, outer_lr=outer_lr)
+        self.anchor = [p.detach().clone() for p in self.params]
+
+    def step_inner(self, start: bool) -> None:
         self.inner.step()
         if start:
             for a, p in zip(self.anchor, self.params, strict=True):
@@ -161,6 +250,13 @@ class SparseLoCo(Rival):
         elif (self.steps - self.dense) % self.defaults["every"] == 0:
             for a, p in zip(self.anchor, self.params, strict=True):
                 self.exchange(a, p)
+
+    def state_dict(self) -> dict:
+        return super().state_dict() | {"anchor": self.anchor}
+
+    def load_state_dict(self, saved: dict) -> None:
+        super().load_state_dict(saved)
+        self.anchor = [a.clone() for a in saved["anchor"]]
 
     def exchange(self, anchor: Tensor, p: Tensor) -> None:
         h = self.defaults

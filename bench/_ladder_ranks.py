@@ -1,0 +1,154 @@
+"""Simulated ranks of one process: the replicas of a stacked model, each stepped by an optimizer of its own.
+
+Three ways of stepping. Where replicas are equal and gradients are averaged whole, one replica stands for all. Classes
+of compopt step in lockstep (tests/sim.py). The rivals of _rivals.py call collectives in the middle of a step: their
+ranks are threads.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from _ladder_model import StackedGPT
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from sim import World
+
+Views = dict[str, nn.Parameter]
+Make = Callable[[Views, Any], torch.optim.Optimizer]  # from a replica's parameters and its communicator or group
+
+
+class Composite(torch.optim.Optimizer):
+    """Several optimizers over disjoint parameters as one: a list of groups, a state.
+
+    To be replaced by the list that LocalSteps and Separate are going to take.
+    """
+
+    def __init__(self, *optimizers: torch.optim.Optimizer):
+        self.optimizers = optimizers
+        super().__init__([group for o in optimizers for group in o.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for optimizer in self.optimizers:
+            optimizer.state = self.state
+            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+class Ranks:
+    """What trains the replicas of a model; ``bytes_sent`` by rank 0 so far."""
+
+    def __init__(self, model: StackedGPT, optimizers: list[torch.optim.Optimizer]):
+        self.model, self.optimizers, self.bytes_sent = model, optimizers, 0
+
+    def step(self, lr: float) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        self.step_all()
+        self.bytes_sent += self.sent_in_step()
+
+    def step_all(self) -> None:
+        raise NotImplementedError
+
+    def sent_in_step(self) -> int:
+        return self.optimizers[0].stats.bytes_sent
+
+    def finish(self) -> None:
+        """Make replicas equal after the last step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "params": {name: p.detach() for name, p in self.model.params.items()},
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "bytes_sent": self.bytes_sent,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        for name, p in self.model.params.items():
+            p.copy_(saved["params"][name])
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.bytes_sent = saved["bytes_sent"]
+
+
+class OneReplica(Ranks):
+    """DDP: gradients are averaged whole, so that one replica with everyone's batches is all of them."""
+
+    def __init__(self, model: StackedGPT, make: Make, ranks: int):
+        super().__init__(model, [make(model.views(0), None)])
+
+    def step_all(self) -> None:
+        self.optimizers[0].step()
+
+    def sent_in_step(self) -> int:
+        return sum(p[0].numel() * 4 for p in self.model.params.values())
+
+
+class Lockstep(Ranks):
+    """Optimizers of compopt; each rank runs until it waits for the others."""
+
+    def __init__(self, model: StackedGPT, make: Make, ranks: int):
+        self.world = World(ranks)
+        super().__init__(model, [make(model.views(rank), comm) for rank, comm in enumerate(self.world.comms)])
+
+    def step_all(self) -> None:
+        self.world.step(self.optimizers)
+
+    def finish(self) -> None:
+        if hasattr(self.optimizers[0], "end_round_in_turns"):
+            before = self.sent_in_step()  # stats then count the last step again
+            self.world.run([optimizer.end_round_in_turns() for optimizer in self.optimizers])
+            self.bytes_sent += self.sent_in_step() - before
+
+
+class Threads(Ranks):
+    """Optimizers of _rivals.py; a rank is a thread that waits for the others in every exchange."""
+
+    def __init__(self, model: StackedGPT, make: Make, ranks: int):
+        groups = ThreadGroup.make(ranks)
+        self.pool = ThreadPoolExecutor(ranks, initializer=torch.set_num_threads, initargs=(1,))
+        super().__init__(model, [make(model.views(rank), group) for rank, group in enumerate(groups)])
+
+    def step_all(self) -> None:
+        list(self.pool.map(lambda optimizer: optimizer.step(), self.optimizers))
+
+
+class ThreadGroup:
+    """Collectives among threads, one of them this rank; sums are in the order of ranks."""
+
+    def __init__(self, rank: int, size: int, slots: list[Any], barrier: threading.Barrier):
+        self.rank, self.size, self.slots, self.barrier = rank, size, slots, barrier
+
+    @classmethod
+    def make(cls, size: int) -> list[ThreadGroup]:
+        slots, barrier = [None] * size, threading.Barrier(size)
+        return [cls(rank, size, slots, barrier) for rank in range(size)]
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        self.slots[self.rank] = x.clone()
+        self.barrier.wait(60)
+        gathered = list(self.slots)
+        self.barrier.wait(60)
+        return gathered
+
+    def mean(self, x: Tensor) -> Tensor:
+        return torch.stack(self.gather(x)).sum(0) / self.size

@@ -1,0 +1,129 @@
+"""The rows of the ladder: what each trains with, and where the search for its settings begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import _rivals
+import torch
+from _ladder_model import StackedGPT
+from _ladder_ranks import Composite, Lockstep, OneReplica, Ranks, Threads, Views
+
+import compopt
+
+ADAMW = dict(betas=(0.9, 0.95), weight_decay=0.1)  # of every row
+DENSE = 10  # steps, averaged whole at the start of PowerSGD and SparseLoCo; SeparateAdam's own default
+MOMENTA, OUTER_LRS = (0.0, 0.3, 0.6, 0.9), (0.7, 1.0)
+
+
+class Run(NamedTuple):
+    """What a run is known by. ``tokens`` are per parameter; outer settings are those of local steps."""
+
+    row: str
+    size: str
+    lr: float
+    outer_lr: float | None = None
+    momentum: float | None = None
+    seed: int = 0
+    ranks: int = 4
+    tokens: float = 20
+    products: str = "bfloat16"
+
+
+Make = Callable[[Run, int, Views, Any], torch.optim.Optimizer]  # of a run, its steps, a replica, its ranks
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a method is made and stepped. ``momentum`` is None where there is no outer optimizer."""
+
+    make: Make
+    ranks: type[Ranks]
+    lr: float  # to begin with
+    momentum: float | None = None
+
+    def start(self, size: str, **others: Any) -> Run:
+        """The run the search begins with."""
+        outer_lr = None if self.momentum is None else 1.0
+        return Run(next(n for n, row in ROWS.items() if row is self), size, self.lr, outer_lr, self.momentum, **others)
+
+    def replicas(self, ranks: int) -> int:
+        return 1 if self.ranks is OneReplica else ranks
+
+    def build(self, run: Run, steps: int, model: StackedGPT) -> Ranks:
+        return self.ranks(model, lambda views, group: self.make(run, steps, views, group), run.ranks)
+
+
+def adamw(run: Run, steps: int, views: Views, group: Any = None) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(views.values(), run.lr, fused=True, **ADAMW)
+
+
+def muon(run: Run, steps: int, views: Views, group: Any = None) -> torch.optim.Optimizer:
+    """Muon on the matrices of the blocks; AdamW on embeddings, head and vectors."""
+    matrices = {name for name, p in views.items() if name.startswith("blocks.") and p.dim() == 2}
+    hidden = [views[name] for name in views if name in matrices]
+    others = [views[name] for name in views if name not in matrices]
+    return Composite(
+        torch.optim.Muon(
+            hidden, run.lr, momentum=0.95, nesterov=True, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(others, run.lr, fused=True, **ADAMW),
+    )
+
+
+def separate_adam(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
+    return compopt.SeparateAdam(views.values(), run.lr, process_group=group, **ADAMW)
+
+
+def separate_muon(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
+    inner = muon(run, steps, views)
+    return compopt.Separate(inner, projection="tracked", rank=16, payload_dtype="int8", process_group=group)
+
+
+def local(inner: Make, every: int) -> Make:
+    """Local steps in int2, whose rounds grow over the whole run."""
+
+    def make(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
+        return compopt.LocalSteps(
+            inner(run, steps, views, None),
+            every,
+            payload_dtype="int2",
+            outer_lr=run.outer_lr,
+            outer_momentum=run.momentum,
+            every_warmup_steps=steps,
+            process_group=group,
+        )
+
+    return make
+
+
+def power_sgd(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
+    return _rivals.PowerSGD([*views.values()], run.lr, rank=4, group=group, dense=DENSE, **ADAMW)
+
+
+def demo(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
+    return _rivals.DeMo([*views.values()], run.lr, k=8, group=group, weight_decay=ADAMW["weight_decay"])
+
+
+def sparse_loco(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
+    """Its last round ends with the run: the dense start is longer by what is left over."""
+    dense = DENSE + (steps - DENSE) % 15
+    return _rivals.SparseLoCo([*views.values()], run.lr, every=15, group=group, dense=dense, **ADAMW)
+
+
+BASELINES = ("DDP + AdamW", "DDP + Muon")
+ROWS = {
+    "DDP + AdamW": Row(adamw, OneReplica, 8e-3),
+    "DDP + Muon": Row(muon, OneReplica, 8e-3),
+    "LocalSteps(Muon) 30": Row(local(muon, 30), Lockstep, 8e-3, 0.3),
+    "LocalSteps(Muon) 140": Row(local(muon, 140), Lockstep, 8e-3, 0.6),
+    "Separate(Muon) 16": Row(separate_muon, Lockstep, 8e-3),
+    "SeparateAdam": Row(separate_adam, Lockstep, 8e-3),
+    "LocalSteps(AdamW) 30": Row(local(adamw, 30), Lockstep, 8e-3, 0.6),
+    "LocalSteps(AdamW) 140": Row(local(adamw, 140), Lockstep, 4e-3, 0.6),
+    "PowerSGD 4": Row(power_sgd, Threads, 8e-3),
+    "DeMo 8": Row(demo, Threads, 1e-3),
+    "SparseLoCo 15": Row(sparse_loco, Threads, 4e-3),
+}

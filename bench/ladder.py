@@ -1,0 +1,104 @@
+"""The scaling ladder: loss after 20 tokens per parameter at several sizes of a model, every row at its tuned rate.
+
+    python bench/ladder.py tune --size 0.2M                        # learning rates, row by row
+    python bench/ladder.py tune --size 0.2M --outer                # and the outer rate and momentum of local steps
+    python bench/ladder.py run --size 0.4M --rows "DDP + AdamW" --lr 4e-3 --seed 1
+    python bench/ladder.py --show                                  # train nothing: table, ladder.csv, ladder.png
+
+Four ranks of one process (_ladder_ranks.py) train a GPT on Python source, 8 x 64 bytes a rank and step. Finished runs
+are lines of results/ladder.jsonl. An unfinished one goes on from its checkpoint in runs/ladder. Processes side by side
+share the work: a run belongs to the one that holds its lock. Sizes of 35M and 124M are for ``--device cuda``, with a
+text of some gigabytes (``--data``).
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import math
+import time
+from typing import Any
+
+import torch
+from _ladder_model import SIZES
+from _ladder_rows import ROWS
+from _ladder_runs import KEPT, claimed, kept, train
+from _ladder_search import best_of, list_missing, start_of
+from _ladder_tables import draw, show, tabulate
+
+
+def tune(args: argparse.Namespace, others: dict[str, Any], until: float) -> None:
+    """A run of each row in turn, until no row's best has an untried neighbour that is nobody else's."""
+    rows = list(args.rows)
+    while rows:
+        for row in list(rows):
+            for run in list_missing(kept(), start_of(row, args.size, kept(), **others), args.outer):
+                with claimed(run) as is_mine:
+                    if is_mine and not train(run, args.device, args.data, until):
+                        return
+                if is_mine:
+                    break
+            else:
+                rows.remove(row)
+
+
+def run_all(args: argparse.Namespace, others: dict[str, Any], until: float) -> None:
+    """The rows named, at the settings given, else at their best of this size or the next smaller."""
+    for row in args.rows:
+        start = start_of(row, args.size, kept(), **others | {"seed": 0})
+        start = best_of(kept(), start) or start
+        given = {"lr": args.lr, "outer_lr": args.outer_lr, "momentum": args.momentum}
+        if start.momentum is None:
+            given = {"lr": args.lr}
+        run = start._replace(**{name: value for name, value in given.items() if value is not None})
+        run = run._replace(seed=others["seed"])
+        with claimed(run) as is_mine:
+            if is_mine and not train(run, args.device, args.data, until):
+                return
+
+
+def choose_products(device: str) -> str:
+    """The dtype of matrix products that is faster on the device."""
+    is_fast = device != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    return "bfloat16" if is_fast else "float32"
+
+
+def parse() -> argparse.Namespace:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("what", choices=["tune", "run"], nargs="?")
+    cli.add_argument("--size", choices=SIZES, default="0.2M")
+    cli.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
+    cli.add_argument("--outer", action="store_true", help="tune the outer rate and momentum too")
+    cli.add_argument("--lr", type=float)
+    cli.add_argument("--outer-lr", type=float)
+    cli.add_argument("--momentum", type=float, help="of the outer optimizer")
+    cli.add_argument("--seed", type=int, default=0)
+    cli.add_argument("--ranks", type=int, default=4)
+    cli.add_argument("--tokens", type=float, default=20, help="per parameter")
+    cli.add_argument("--products", choices=["bfloat16", "float32"], default=None, help="default: what is faster here")
+    cli.add_argument("--device", default="cpu")
+    cli.add_argument("--data", help="a text to train on (default: the source of Python's standard library)")
+    cli.add_argument("--minutes", type=float, default=math.inf, help="end after these, with a checkpoint")
+    cli.add_argument("--show", action="store_true", help="train nothing")
+    return cli.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(1)
+    products = args.products or choose_products(args.device)
+    others = {"seed": args.seed, "ranks": args.ranks, "tokens": args.tokens, "products": products}
+    if args.what and not args.show:
+        {"tune": tune, "run": run_all}[args.what](args, others, time.time() + 60 * args.minutes)
+    elif table := tabulate(kept(), **others | {"seed": 0}):
+        show(table, KEPT.with_suffix(".csv"))
+        draw(table, KEPT.with_suffix(".png"))
+    else:
+        print("no run of this kind has finished")
+
+
+if __name__ == "__main__":
+    main()
