@@ -5,7 +5,8 @@
 
 Four ranks in one process (tests/sim.py) train 0.14 M parameters on Python source: LocalSteps(AdamW), rounds grow to 30
 steps over half of the run. A save is end_round() and consolidate_state(), as trainers do it; rows differ in how often,
-and in what is loaded afterwards. Prints the validation loss at the end, saves results/local_variants.csv.
+and in what is loaded afterwards. Prints the validation loss after the last round was ended, and before that the loss of
+the anchors and of one replica; saves results/local_variants.csv.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ TABLES = {
 }
 
 
-def train(variant: Variant, seed: int, steps: int, lr: float) -> float:
-    """The validation loss at the end, where all ranks hold the same model."""
+def train(variant: Variant, seed: int, steps: int, lr: float) -> dict[str, float]:
+    """Validation losses at the end: of one replica and of the anchors within the round, and of the model after it."""
     share = variant.share
     saves = [] if share is None else [round(share * steps * n) for n in range(1, math.ceil(1 / share))]
     text, val = corpus.load(None)
@@ -77,6 +78,12 @@ def train(variant: Variant, seed: int, steps: int, lr: float) -> float:
         compopt.LocalSteps(torch.optim.AdamW(m.parameters(), lr), process_group=comm, **options)
         for m, comm in zip(models, world.comms, strict=True)
     ]
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        batches = islice(corpus.batches(val, BATCH, CONTEXT, seed=0), 100)
+        return round(statistics.mean(models[0](x, y).item() for x, y in batches), 4)
+
     for step in range(1, steps + 1):
         for optimizer in optimizers:  # a rise over 40 steps, and a cosine down to a tenth
             scale = min(1.0, step / 40) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
@@ -85,6 +92,10 @@ def train(variant: Variant, seed: int, steps: int, lr: float) -> float:
             m.zero_grad()
             m(*next(batches)).backward()
         world.step(optimizers)
+        if step == steps:
+            losses = {"into_round": optimizers[0].stats.steps_into_round, "replica_loss": evaluate()}
+            with optimizers[0].use_anchors():
+                losses["anchor_loss"] = evaluate()
         if step in [*saves, steps]:
             world.run([optimizer.end_round_in_turns() for optimizer in optimizers])
         if step in saves and variant.averages_moments:
@@ -93,9 +104,7 @@ def train(variant: Variant, seed: int, steps: int, lr: float) -> float:
             saved = copy.deepcopy(optimizers[0].state_dict())
             for optimizer in optimizers:
                 optimizer.load_state_dict(copy.deepcopy(saved))
-    with torch.no_grad():
-        losses = [models[0](x, y).item() for x, y in islice(corpus.batches(val, BATCH, CONTEXT, seed=0), 100)]
-    return statistics.mean(losses)
+    return losses | {"val_loss": evaluate()}
 
 
 def main() -> None:
@@ -111,9 +120,9 @@ def main() -> None:
     for table, seed in product(args.table, args.seeds):
         for name, variant in TABLES[table].items():
             begin, case = time.perf_counter(), {"table": table, "row": name, "seed": seed}
-            loss = train(variant, seed, args.steps, args.lr)
-            rows.append(case | {"steps": args.steps, "lr": args.lr, "val_loss": round(loss, 4)})
-            print(f"{name:<70}{seed:>3}{loss:>9.4f}{time.perf_counter() - begin:>7.0f} s", flush=True)
+            losses = train(variant, seed, args.steps, args.lr)
+            rows.append(case | {"steps": args.steps, "lr": args.lr} | losses)
+            print(f"{name:<70}{seed:>3}", *losses.values(), f"{time.perf_counter() - begin:>7.0f} s", flush=True)
     with (HERE / "results" / "local_variants.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()
