@@ -2,6 +2,7 @@
 
 On every node, HOST being one of them that stays:
 
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # torch 2.13's shared store does not survive new nodes
 torchrun --nnodes 1:4 --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/elastic.py
 
 Whenever the nodes change, torchrun starts all workers again, and they go on from the newest snapshot.

@@ -26,6 +26,9 @@ ROOT = Path(__file__).parents[1]
 RENDEZVOUS = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,is_host=0,join_timeout=600"
 SMALL = ["--layers", "1", "--heads", "2", "--width", "32", "--context", "32", "--batch", "4", "--lr", "1e-2"]
 
+# Else torch 2.13 goes on with the store of the first rendezvous: its keys are stale, and new nodes never learn of it.
+PRIVATE_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
 
 class Fleet:
     """Agents, each with a worker and a folder of snapshots, which meet at a store that outlives all of them."""
@@ -51,7 +54,7 @@ class Fleet:
         launcher += ["--rdzv-endpoint", f"127.0.0.1:{self.store.port}", "--rdzv-conf", RENDEZVOUS]
         launcher += ["--local-addr", "127.0.0.1", str(ROOT / "examples" / "elastic.py"), *self.arguments]
         launcher += ["--losses", str(self.log), "--snapshots", str(self.folder / f"node {node}"), "--timeout", "60"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **PRIVATE_STORES}
         with open(self.folder / f"node {node}.txt", "ab") as output:
             self.agents[node] = subprocess.Popen(
                 launcher, env=environment, stdout=output, stderr=output, start_new_session=True

@@ -109,3 +109,16 @@ def test_two_sites_of_two_ranks_are_two_replicas(number, sites):
 
 def test_a_checkpoint_of_sites_goes_on_to_the_bit(sites):
     assert all(is_same for found in sites for _, is_same in found)
+
+
+def groups_of(rank: int) -> list[bool]:
+    """Whether the exchange and the decision of shards run over groups in which training sends nothing."""
+    model, optimizer = sharded(delay=1)
+    train(model, optimizer, rank, range(1))
+    outer, session = optimizer._anchors.outer._session, optimizer._session
+    pairs = [(outer.comm, session.comm), *zip(outer.shard_communicators, session.shard_communicators, strict=True)]
+    return [beside.group is not training.group and beside.ranks == training.ranks for beside, training in pairs]
+
+
+def test_a_delayed_exchange_has_groups_of_its_own():
+    assert run_ranks(groups_of, 4) == [[True, True]] * 4

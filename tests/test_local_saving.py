@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -152,6 +153,7 @@ DAMAGES = {
     "round": lambda saved: saved["param_groups"][0].update(round=None),
     "no anchor": lambda saved: saved["state"][0]["outer"].pop("anchor"),
     "anchor": lambda saved: saved["state"][0]["outer"].update(anchor="x"),
+    "not finite": lambda saved: saved["state"][0]["outer"]["anchor"].view(-1)[:1].fill_(float("nan")),
     "shape": lambda saved: saved["state"][0]["outer"].update(anchor=torch.zeros(3)),
     "optimizer": lambda saved: saved["state"][0]["outer"].update(optimizer={}),
     "moved": lambda saved: saved["state"][0]["outer"].update(has_moved=torch.zeros(2)),
@@ -396,6 +398,46 @@ def test_consolidated_within_a_round_nothing_that_ranks_moved_is_lost(options, a
         warnings.simplefilter("error")  # nothing is missing
         states = [state_of(optimizer)["state"] for optimizer in optimizers]
     assert_equal_states(states[0], states[2])
+
+
+def test_consolidated_within_a_round_an_exchange_on_its_way_is_applied():
+    _, optimizers = train(2, 5, torch.float32, delay=2)
+    optimizers[0].comm.world.consolidate(optimizers)
+    entry = optimizers[0].state_dict()["state"][0]["outer"]
+    assert int(entry["exchanges"]) == 1 and not entry["exchange"]["is_underway"] and not entry["is_due"]
+
+
+def test_an_exchange_ends_what_was_consolidated():
+    """``end_round()`` is no step: what each rank then holds back is its own again."""
+    _, optimizers = train(2, 6, torch.float32, payload_dtype="int8")
+    optimizers[0].comm.world.consolidate(optimizers)
+    end_round(optimizers)
+    with pytest.warns(UserWarning, match="it lacks the residuals of the other rank"):
+        groups = optimizers[0].state_dict()["param_groups"]
+    assert groups[0]["residuals"] == "rank 0 of 2"
+
+
+def test_an_exchange_on_its_way_has_the_rate_of_its_round():
+    """Where rounds still grow, the outer rate and momentum have not reached their own."""
+    options = dict(every=8, every_warmup_steps=100, delay=1, payload_dtype="int8")
+
+    def make(params, process_group):
+        return compopt.LocalSteps(adamw(params), process_group=process_group, **options)
+
+    world, params, optimizers = replicas(2, weights(dtype=torch.float32), make)
+    at = next(t for t in itertools.count(30) if advance(world, params, optimizers, t)) + 1
+    world2, params2, optimizers2 = resumed(params, optimizers, make)
+    for t in range(at, at + 2):
+        step(world, params, optimizers, single(2, t))
+        step(world2, params2, optimizers2, single(2, t))
+    assert all(map(torch.equal, params[0], params2[0]))
+
+
+def advance(world, params, optimizers, t: int) -> bool:
+    """Take step t, the first time all before it; whether an exchange is on its way then."""
+    for at in range(optimizers[0].stats.step, t + 1):
+        step(world, params, optimizers, single(2, at))
+    return bool(quiet_state(optimizers[0])[0]["outer"]["exchange"]["is_underway"])
 
 
 def test_a_rank_whose_parameters_are_not_finite_spoils_no_mean():
