@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from conformance import through_a_file
 from ranks import run_ranks
 from table import CASES, by_name
 from test_fsdp import hsdp, loss, make, train, whole
@@ -148,13 +148,6 @@ def between_wrappers(rank: int, folder: str) -> dict:
 def test_from_ddp_to_fsdp_and_back(tmp_path):
     for found in run_ranks(between_wrappers, 2, str(tmp_path)):
         assert len(found) == 6 and not any(found.values()), found
-
-
-def through_a_file(state: dict) -> dict:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("name", ["RadiusAdamW", "SeparateAdam"])

@@ -41,9 +41,12 @@ def both(rank: int) -> dict[str, list[tuple[list[bool], bool, float]]]:
 
 
 def beside(name: str, mesh) -> list[tuple[list[bool], bool, float]]:
-    """With one backward a step and with two: whether the right buckets left early, whether that changes anything."""
+    """Whether the right buckets left early, and whether that changes anything; of some with two backwards a step too.
+
+    What replaces a payload in the second is the same for all classes.
+    """
     found = []
-    for backwards, steps in ((1, 6), (2, 4)):
+    for backwards, steps in ((1, 6), (2, 4)) if name in ("RadiusAdamW", "SeparateAdam") else ((1, 6),):
         stats, parameters = run(name, mesh, True, backwards, steps)
         later, wanted = run(name, mesh, False, backwards, steps)
         assert {one.early_buckets for one in later} == {0} and not any(one.resent for one in stats)

@@ -101,16 +101,6 @@ def test_goes_in_the_right_direction_with_every_scheduler(info):
 
 
 @every
-def test_no_gradients_no_change(info):
-    for config in configurations(info):
-        params = [nn.Parameter(torch.randn(64, 64)) for _ in range(2)]
-        before = [p.clone() for p in params]
-        optimizer = info.optim_cls(params, **lr_of(config))
-        optimizer.step()
-        assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
-
-
-@every
 def test_state_dict_round_trip_goes_on_alike(info):
     for config in configurations(info):
         torch.manual_seed(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracles import RadiusOracle, ScapeOracle, SeparateOracle, TagcOracle
 from oracles.samples import ADAM, SHAPES, assert_close, randn, random_grads, start
-from oracles.training import best_of_sgd, train_dense, train_oracle
+from oracles.training import best_of_sgd, train_dense
 from problems import NAMES, problem
 
 
@@ -43,12 +43,11 @@ def test_missing_gradients_are_zeros_and_wrong_counts_are_told(make):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stated_loss_tells_adamw_and_the_methods_from_sgd(name: str):
+def test_stated_loss_tells_adamw_from_sgd(name: str):
+    """That the methods reach it too: test_problems.py."""
     toy = problem(name)
-    reached = {method: train_oracle(toy, method, ranks=4) for method in ("radius", "scape", "separate")}
-    reached["adamw"] = train_dense(toy, lambda ps: torch.optim.AdamW(ps, lr=toy.lr, weight_decay=0.0), toy.lr, ranks=1)
-    for method, loss in reached.items():
-        assert loss < toy.limit(method) <= toy.budget, method
+    loss = train_dense(toy, lambda ps: torch.optim.AdamW(ps, lr=toy.lr, weight_decay=0.0), toy.lr, ranks=1)
+    assert loss < toy.limit("adamw") <= toy.budget
     assert best_of_sgd(toy) > 1.3 * toy.budget
 
 

@@ -194,16 +194,3 @@ def test_sharded_loses_nothing_either(dtype):
     for i in COMPRESSED:
         close(run.mean_owed(i), owed[i])
     run.step()
-
-
-def test_guesses_of_thresholds_are_kept_until_states_are_consolidated():
-    """They are each rank's own: a run resumed from one rank's would select otherwise than the one that went on."""
-    run = Run(torch.float64, selection="sampled")
-    run.shapes = [(200, 300)]
-    make = functools.partial(compopt.ScapeAdamS, lr=1e-2, **run.group)
-    run.world, run.params, run.optimizers = replicas(2, weights(run.shapes, run.dtype), make)
-    for t in range(3):
-        step(run.world, run.params, run.optimizers, gradients(2, t, run.shapes, run.dtype))
-    assert all(run.state("threshold", 0, rank) > 0 for rank in range(2))
-    run.world.consolidate(run.optimizers)
-    assert all(run.state("threshold", 0, rank) == 0 for rank in range(2))

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
+from conformance import through_a_file
 from test_separate_base import Net, adamw, assert_same, loss, wrapped
 
 import compopt
-
-
-def through_a_file(state: dict) -> dict:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def test_a_checkpoint_carries_both_and_continues_to_the_bit():
