@@ -34,7 +34,7 @@ from .._state.tensors import to_local
 from .._wire.requests import Broadcast
 
 State = dict[str, Any]
-Path_ = tuple[str, ...]  # the keys of a value in nested dicts
+Path_ = tuple[Any, ...]  # the keys of a value in nested dicts
 Result = TypeVar("Result")
 
 PATTERN = re.compile(r"step-(\d+)/replica-(\d+)-of-(\d+)$")
