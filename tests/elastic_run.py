@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
-RENDEZVOUS = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,is_host=0,join_timeout=600"
+RENDEZVOUS = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=15,is_host=0,join_timeout=600"
 SMALL = ["--layers", "1", "--heads", "2", "--width", "32", "--context", "32", "--batch", "4", "--lr", "1e-2"]
 
 # Else torch 2.13 goes on with the store of the first rendezvous: its keys are stale, and new nodes never learn of it.

@@ -34,7 +34,7 @@ from .._state.tensors import to_local
 from .._wire.requests import Broadcast
 
 State = dict[str, Any]
-Path_ = tuple[str, ...]  # the keys of a value in nested dicts
+Path_ = tuple[Any, ...]  # the keys of a value in nested dicts
 Result = TypeVar("Result")
 
 PATTERN = re.compile(r"step-(\d+)/replica-(\d+)-of-(\d+)$")
@@ -112,7 +112,7 @@ class Snapshots:
 
         It waits until the one before is written, and then for a copy of all state in host memory.
         """
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.wait()
         if self._optimizer.sharded:
@@ -126,7 +126,7 @@ class Snapshots:
             dist.barrier(group)
         with _without_warning(self._optimizer):
             state = self._read_state()
-        written = dcp.async_save(state, checkpoint_id=path, process_group=group)
+        written: Any = async_save(state, checkpoint_id=path, process_group=group)
         self._pending = getattr(written, "upload_completion", written)
 
     def wait(self) -> None:
@@ -197,10 +197,10 @@ class Snapshots:
         return optimizer._session.steps
 
     def _read(self, snapshot: Snapshot) -> State:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         state = self._read_state()
-        dcp.load(state, checkpoint_id=self.folder / snapshot.name, process_group=self._get_group())
+        load(state, checkpoint_id=self.folder / snapshot.name, process_group=self._get_group())
         return state
 
     def _join_parts(self, dealt: list[list[Snapshot]]) -> State:
@@ -328,7 +328,7 @@ def _iterate_anchors(state: State) -> Iterator[tuple[str, Tensor]]:
 # Nested states
 
 
-def iterate_leaves(state: State, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+def iterate_leaves(state: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
     """Yield the path and the value of everything in nested dicts that is no dict."""
     items = enumerate(state) if isinstance(state, list) else state.items()
     for key, value in items:
