@@ -364,7 +364,9 @@ class LocalSteps(Wrapper):
             self._bytes_sent = comm.bytes_sent
 
     def _read_clock(self) -> None:
-        """Add the time since the last call to that of the round."""
+        """Add the time since the last call to that of a round that ends by time."""
+        if self._options["round_seconds"] is None:
+            return
         now = monotonic()
         self._options["seconds"] += now - (now if self._clock is None else self._clock)
         self._clock = now

@@ -79,12 +79,18 @@ def reference(make_optimizer, steps: int, clip: float | None = None) -> tuple[to
 
 
 def tensors_of(states: dict) -> dict[int, dict[str, torch.Tensor]]:
-    """What is kept of every parameter but counts; of a wrapper the base's too."""
-    found = {}
-    for n, entry in states.items():
-        base = {f"base.{name}": value for name, value in entry.get("base", {}).items()}
-        found[n] = {name: value for name, value in {**entry, **base}.items() if name != "base" and value.dim()}
-    return found
+    """What is kept of every parameter but counts; of a wrapper the base's too, of LocalSteps the outer optimizer's."""
+
+    def flatten(entry: dict, prefix: str = "") -> dict[str, torch.Tensor]:
+        found = {}
+        for name, value in entry.items():
+            if isinstance(value, dict):
+                found |= flatten(value, f"{prefix}{name}.")
+            elif value.dim():
+                found[prefix + name] = value
+        return found
+
+    return {n: flatten(entry) for n, entry in states.items()}
 
 
 def trained(rank: int, wanted: dict[str, torch.Tensor]) -> dict[str, dict]:

@@ -60,8 +60,9 @@ def test_a_deleted_optimizer_is_gone_at_once(case, no_collector):
     """Also its model, with masks on the wire, with a bucket begun in backward, and whoever holds its statistics."""
     model, optimizer = trained(case, World(1).comms[0], steps=6)
     optimizer.state_dict()
-    begun_in_backward(optimizer)
-    assert optimizer._session.overlap.schedule.exchanges
+    if getattr(optimizer, "averages_gradients", True):  # a local step sends nothing in backward
+        begun_in_backward(optimizer)
+        assert optimizer._session.overlap.schedule.exchanges
     stats, gone = optimizer.stats, [weakref.ref(optimizer), weakref.ref(model), weakref.ref(model[0].weight)]
     del optimizer
     assert gone[0]() is None

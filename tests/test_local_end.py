@@ -96,7 +96,7 @@ def test_what_is_on_its_way_is_all_that_is_exchanged_where_nothing_has_moved_sin
     _, params, optimizers = train(2, 8, every=4, delay=2, mix=0.5)
 
     def exchanges() -> int:
-        return optimizers[0].state_dict()["outer"]["optimizer"]["param_groups"][0]["step"]
+        return int(optimizers[0].state_dict()["state"][0]["outer"]["exchanges"])
 
     assert exchanges() == 1
     end_round(optimizers)

@@ -53,7 +53,9 @@ def test_after_a_failed_exchange_anchors_are_compared_anew():
     world.failing_everywhere.add(world.comms[0].started)
     with pytest.raises(compopt.CommunicationError):
         step(world, params, optimizers, gradients(2, 7))
-    optimizers[1].state_dict()["outer"]["anchors"][0].add_(1)  # as an exchange would that rank 0 has not applied
+    optimizers[1].state_dict()["state"][0]["outer"]["anchor"].add_(
+        1
+    )  # as an exchange would that rank 0 has not applied
     with pytest.raises(ValueError, match="checksum of its values: rank 0 has"):
         step(world, params, optimizers, gradients(2, 8))
 

@@ -132,10 +132,12 @@ def test_a_weighted_mean_loses_nothing_in_any_codec(clock, payload):
         for rank in range(3):
             for sum_, a, p in zip(total, before, ends[rank], strict=True):
                 sum_ += row[rank] / sum(row) * (a - p)
-    anchors = optimizers[0].state_dict()["outer"]["anchors"]
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    saved = [[state[i]["outer"] for i in range(len(state))] for state in states]
+    anchors = [entry["anchor"] for entry in saved[0]]
     residuals = [
-        torch.stack([o.state_dict()["outer"]["optimizer"]["state"][i]["residual"].double() for o in optimizers]).mean(0)
-        for i in range(len(anchors))
+        torch.stack([entry["optimizer"]["residual"].double() for entry in entries]).mean(0)
+        for entries in zip(*saved, strict=True)
     ]
     for start, anchor, moved, residual in zip(weights(dtype=torch.float32), anchors, total, residuals, strict=True):
         tolerance = 5e-4 if payload == "bfloat16" else 1e-5  # sums of bfloat16 are rounded by whoever adds them
@@ -267,7 +269,7 @@ def test_rounds_grow_with_the_mean_of_the_ranks_steps(clock):
     take_alone(clock, world, params, optimizers, 0, 3)
     clock.now += 0.11  # 1.01 s of 10 s: 4 and 1 steps
     exchange()
-    outer = optimizers[0].state_dict()["outer"]["optimizer"]["base"]["param_groups"][0]
+    outer = optimizers[0]._anchors.outer.param_groups[0]
     share = math.log(2.5) / math.log(2.5 / 0.101)
     assert outer["lr"] == pytest.approx(1 - 0.3 * share) and outer["momentum"] == pytest.approx(0.9 * share)
     assert [group["mean_step"] for group in groups] == [4.5, 4.5]

@@ -183,10 +183,34 @@ def scalars(folder: Path) -> dict[str, list[float]]:
     return found
 
 
+def plain_loop(rank: int, folder: str) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    model = DDP(net())
+    optimizer = compopt.SeparateAdam(model.parameters())
+    writer = SummaryWriter(f"{folder}/{rank}")
+    for step in range(4):
+        train(rank, optimizer, model, 1)
+        for name, value in optimizer.stats.as_dict().items():
+            if not isinstance(value, str):
+                writer.add_scalar(f"compopt/{name}", value, step)
+    writer.close()
+
+
 def skip_without(*packages: str) -> None:
     """Skip the test where one is missing; it is imported in the ranks alone."""
     if missing := [name for name in packages if find_spec(name) is None]:
         pytest.skip(f"needs {', '.join(missing)}")
+
+
+def test_a_plain_loop_writes_event_files(tmp_path):
+    pytest.importorskip("tensorboard")
+    run_ranks(plain_loop, 2, str(tmp_path))
+    found = scalars(tmp_path / "0")
+    for name in NAMES:
+        assert len(found[f"compopt/{name}"]) == 4, name
+    assert min(found["compopt/bytes_sent"]) > 0 and 0 < found["compopt/run_share"][-1] < 1
+    assert min(found["compopt/wait_seconds"]) > 0
 
 
 def trainer_loop(rank: int, folder: str) -> None:
