@@ -21,8 +21,8 @@ samples that ranks took in the round.
 There is one outer optimizer; anchors are its parameters, fragments its groups. An exchange is one
 step of it, of the fragments that are due, cut in two: up to the decision of all ranks, and the
 commit. Where we differ: the papers lose what a rank moved while an exchange was on its way, in part
-(mix = .5) or whole (0). And d_k is taken from where the rank began: of parameters below float32
-that is a_p as they show it, else rounding would pull anchors to what is shown of them.
+(mix = .5) or whole (0). And d_k is taken from where the rank began: for bfloat16 parameters
+that is a_p rounded to bfloat16. Otherwise rounding errors would leak into the anchors.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Exchange:
     """One bucket's generator, and the collective that it waits for.
 
     Where the generator raises before ``Agree``, this rank takes part as if it had no gradients, and
-    a control field says so: the other ranks would wait for it until their timeout. ``error`` is
+    a control field says so. Otherwise the other ranks would wait until their timeout. ``error`` is
     what was raised.
     """
 
@@ -122,7 +122,7 @@ class Exchange:
         self.pending: PendingCollective | None = None
         self.request: Request | None = None
         self.agree: Agree | None = None
-        self.is_ready_to_commit = False  # what a sharded step gathers after Agree has arrived
+        self.is_ready_to_commit = False  # True once all that a sharded step gathers is there
         self.error: Exception | None = None
         self.staleness: StalenessCheck | None = None
         self._answers: list[Answer] = []  # to the requests of the generator so far

@@ -206,7 +206,7 @@ class Inside:
         on_commit: Callable[[Bucket, int, Unsent, float], None],
     ):
         self.session, self.make_reducer, self.on_commit = session, make_reducer, on_commit
-        # whatever is laid out anew between a backward and its step, this is committed
+        # survives a new layout between a backward and its step: the step commits it
         self.unsent: UnsentByParam = {}
         self.reduced: dict[int, tuple[Bucket, str]] = {}  # buckets since the last step, and phases
         self.flows: list[Flow] = []
@@ -237,7 +237,7 @@ class Inside:
         or in ``finish``.
 
         ``backward``: the number of the running one. Collectives start in the order of calls, which
-        is the same on all ranks: with each call those before it come one further.
+        is the same on all ranks: each call also advances every earlier reduction by one collective.
         """
         key = tuple(p for p, _ in params)
         if backward != self._backward:

@@ -99,8 +99,8 @@ class Anchors:
         return anchors
 
     def _begin_momentum(self, anchors: Iterable[Tensor]) -> None:
-        """Create SGD's momentum, which it creates in its first step: a rank that joins later has as
-        many tensors as the others. Note rates and momenta of new groups.
+        """Create SGD's momentum buffers now, not in its first step, so that a rank that joins later
+        has as many tensors as the others. Note rates and momenta of new groups.
         """
         base = getattr(self.outer, "base", None)
         if not isinstance(base, torch.optim.SGD):

@@ -88,7 +88,7 @@ def squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> list[Tens
 
 
 def stacked_squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> Tensor:
-    """Return the same of tensors on one device, as a vector there."""
+    """Return |x|^2 of each tensor, all on one device, as one vector."""
     if xs[0].device.type == "cpu":
         norm = reproducible_squared_norm if reproducible else squared_norm
         return torch.stack([norm(x).double() for x in xs])

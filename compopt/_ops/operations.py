@@ -252,7 +252,7 @@ class Ops:
         adamw_batched_(group, AdamWTensors(out, tensors.grads, m, v, steps))
 
     def adamw_moments(self, group: Group, tensors: AdamWTensors) -> None:
-        """Do all of such a step but the update of the weights."""
+        """Update moments and step counts as an AdamW step does, and leave the weights."""
         torch._foreach_add_(tensors.steps, 1)
         weights = self._scratch_like(tensors.weights, "ahead")
         adamw_batched_(group, replace(tensors, weights=weights))

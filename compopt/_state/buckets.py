@@ -66,13 +66,13 @@ class Bucket:
         self.is_dtensor = any(hasattr(p, "to_local") for p in params)
         self.grad_dtype = get_grad_dtype(params[0])
         self.compute_dtype = torch.promote_types(self.dtype, torch.float32)
-        # Then nothing is compressed and nothing rounded.
+        # True without other ranks: nothing is compressed or rounded.
         self.is_single_process = False
         # The number of ranks that hold the same part of these tensors, in one copy of the model.
         self.copies = 1
         # True while this rank takes part in an exchange without its gradients.
         self.withholds_gradients = False
-        # Of this rank's gradients, where the mean is over some ranks only.
+        # Factor on this rank's gradients, in a Join that averages over ranks with data.
         self.gradient_factor = 1.0
 
         # Storage of state: ``flat[name]``, and ``state[name]``, a view for each tensor. A tensor

@@ -22,8 +22,8 @@ class AllReduceMean:
     """Mean over ranks, in place; answered with the same payload or tensor. A payload with a seed is
     quantized.
 
-    ``has_next``: another exchange follows before Agree. In backward the runtime starts that one,
-    too.
+    ``has_next``: another exchange follows before Agree. In backward the exchange schedule
+    starts that one, too.
     """
 
     message: Payload | Tensor

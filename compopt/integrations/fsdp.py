@@ -8,9 +8,9 @@ Hybrid sharding: shards inside a node, compressed averages between nodes::
     optimizer = compopt.RadiusAdamW(model.parameters(), lr=3e-4, process_group=group)
 
 ``fully_shard`` averages over the fast links, densely. The optimizer averages its rank's shards over
-``process_group``, as soon as FSDP2 has reduced them. Every new optimizer with DTensors is checked
-here, and its parameters are set to those of the first rank of ``process_group``, as
-DistributedDataParallel does.
+``process_group``, as soon as FSDP2 has reduced them. Every new optimizer that
+averages between nodes is checked here, and its parameters are set to those of the first rank of
+``process_group``, as DistributedDataParallel does.
 
 If FSDP2 shards the parameters over the optimizer's own ranks, the optimizer takes the place of
 FSDP2's reduce-scatter in backward, for classes that can (see ``_engine.inside``). FSDP2 modules are
