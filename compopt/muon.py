@@ -131,6 +131,8 @@ class MuonAdamW(CombinedOptimizer):
         known = {p for one in self.param_groups for p in one["params"]}
         if twice := [describe(p, names) for p, names in names_of.items() if p in known]:
             raise ValueError(f"params has {', '.join(twice[:5])} in more than one group.")
+        if group.get("maximize"):
+            raise ValueError("maximize must be False: torch's Muon has none. Negate the loss.")
         is_muon = {p: self._is_muon(p, names, group) for p, names in names_of.items()}
         muon, adamw = self.members
         for member, wanted, foreign in ((muon, True, OF_ADAMW), (adamw, False, OF_MUON)):

@@ -34,13 +34,17 @@ def everywhere(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def moments(optimizers: Optimizers) -> list[Tensor]:
-    """The first moment of every tensor, whole, in float64."""
+    """The first moment of every tensor, whole, in float64; of Muon's matrices its momentum, which is such a mean too."""
     first = optimizers[0]
     saved = first.state_dict()  # settles what is on its way
     if first.sharded:
         return joined(optimizers, "exp_avg")
     state = saved["base"]["state"] if "base" in saved else saved["state"]
-    found = [state.get(n, {}).get("exp_avg", torch.zeros_like(p)) for n, p in enumerate(everywhere(first))]
+    entries = [state.get(n, {}) for n in range(len(everywhere(first)))]
+    found = [
+        entry.get("exp_avg", entry.get("momentum_buffer", torch.zeros_like(p)))
+        for entry, p in zip(entries, everywhere(first), strict=True)
+    ]
     return [m.to(torch.float64, copy=True) for m in found]
 
 
@@ -109,7 +113,8 @@ class Ledger:
         f = self.factor
         if g is None:  # no rank had a gradient
             return torch.stack([m_, r_]), torch.stack([m, r * (not reset)])
-        beta, sign = adam["betas"][0], -1 if adam["maximize"] else 1
+        beta = adam["betas"][0] if "betas" in adam else adam["momentum"]
+        sign = -1 if adam.get("maximize") else 1
         if self.case.method == "scape":
             sent = m_.where(m_ == 0, beta * m + (m_ - beta * m) / f)  # as it would be, not clipped; 0 off the mask
             return sent + r_, beta * m + sign * (1 - beta) * g + r

@@ -198,6 +198,8 @@ def test_what_it_cannot_step_is_refused_by_name(monkeypatch):
     assert compopt.MuonAdamW([vector]).param_groups[0]["params"] == [vector]
     with pytest.raises(ValueError, match=r"use_muon chooses b \(8,\)"):
         compopt.MuonAdamW([("b", vector)], use_muon=lambda name, p: True)
+    with pytest.raises(ValueError, match="maximize must be False"):
+        compopt.MuonAdamW([{"params": [nn.Parameter(torch.zeros(3))], "maximize": True}])
     with pytest.raises(ValueError, match="params is empty"):
         compopt.MuonAdamW([])
     with pytest.raises(TypeError, match="got a Tensor"):
