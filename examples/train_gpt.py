@@ -123,8 +123,8 @@ def main():
         saved = torch.load(args.checkpoint, map_location=device, weights_only=True)
         for target, name in ((model, "model"), (optimizer, "optimizer"), (schedule, "schedule")):
             target.load_state_dict(saved[name])
-        first, (evals, losses, seconds, sent, phases) = saved["step"] + 1, saved["run"]
-        data = islice(data, saved["step"], None)  # what these steps have read
+        evals, losses, seconds, sent, phases = saved["run"]
+        first, data = len(losses) + 1, islice(data, len(losses), None)  # after what these steps have read
     bar = tqdm(range(first, args.steps + 1), desc=args.optimizer, disable=None if rank == 0 else True)
     for step in bar:
         begin = time.perf_counter()
@@ -150,9 +150,8 @@ def main():
                 for prepare in ("end_round", "consolidate_state"):  # on all ranks: the checkpoint is one for all
                     getattr(optimizer, prepare, lambda: None)()
                 if rank == 0:
-                    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-                    saved |= {"schedule": schedule.state_dict(), "run": (evals, losses, seconds, sent, phases)}
-                    torch.save(saved, args.checkpoint)
+                    rest = {"optimizer": optimizer.state_dict(), "run": (evals, losses, seconds, sent, phases)}
+                    torch.save(rest | {"model": model.state_dict(), "schedule": schedule.state_dict()}, args.checkpoint)
 
     if rank == 0 and args.out:
         result = {"config": vars(args) | {"ranks": world, "device": device.type}, "evals": evals, "phases": phases}

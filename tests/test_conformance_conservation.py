@@ -11,7 +11,7 @@ import inspect
 import pytest
 import torch
 from conformance import OTHERS
-from conservation import TOLERANCE, Ledger
+from conservation import TOLERANCE, Ledger, everywhere
 from problems import gradients, replicas, step, weights
 from table import CASES, FORMS, Case
 
@@ -75,8 +75,9 @@ class Audit:
         return self.phases
 
     def owed(self, n: int) -> torch.Tensor:
-        """All that any rank holds back of a tensor."""
-        states = [optimizer.state_dict()["state"][n] for optimizer in self.optimizers]
+        """All that any rank holds back of the n-th tensor, whose number may be another in an optimizer's groups."""
+        number = next(i for i, p in enumerate(everywhere(self.optimizers[0])) if p is self.params[0][n])
+        states = [optimizer.state_dict()["state"][number] for optimizer in self.optimizers]
         return torch.cat([s[name].view(-1) for s in states for name in ("residual", "common") if name in s])
 
 

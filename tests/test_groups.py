@@ -57,14 +57,17 @@ def test_what_a_group_holds_survives_a_state_dict_as_torchs_does(case):
     theirs, ours = make(torch.optim.AdamW, lr=0.5), make(lr=0.5)
     held = {"initial_lr": 0.5, "tags": {"body"}, "schedule": [1, 2], "name": "all"}
     for optimizer in (theirs, ours):
-        optimizer.param_groups[0].update(copy.deepcopy(held))
+        for group in optimizer.param_groups:
+            group.update(copy.deepcopy(held))
     for new, old in (make(torch.optim.AdamW), theirs), (make(), ours):
         new.load_state_dict(old.state_dict())
-        assert {key: new.param_groups[0].get(key) for key in held} == held
-        assert new.param_groups[0]["schedule"] is not old.param_groups[0]["schedule"]
         scheduler = LambdaLR(new, lambda step: 1 / (1 + step), last_epoch=5)
-        assert new.param_groups[0]["lr"] == pytest.approx(0.5 / 7) and scheduler.base_lrs == [0.5]
-        assert not {"residuals", "class", "format"} & new.param_groups[0].keys()
+        assert scheduler.base_lrs == [0.5] * len(old.param_groups)
+        for group, loaded in zip(new.param_groups, old.param_groups, strict=True):
+            assert {key: group.get(key) for key in held} == held
+            assert group["schedule"] is not loaded["schedule"]
+            assert group["lr"] == pytest.approx(0.5 / 7)
+            assert not {"residuals", "class", "format"} & group.keys()
 
 
 def test_a_checkpoint_of_torchs_adamw_comes_back_as_it_was():

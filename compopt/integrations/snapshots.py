@@ -238,7 +238,7 @@ class Snapshots:
             copied.copy_(_run(ask(comm, Broadcast(message, source))))
         plain = {path: value for path, value in leaves if not isinstance(value, Tensor)}
         raw = _to_bytes(plain)
-        size = torch.tensor([raw.numel()], device=device)
+        size = torch.tensor([raw.numel()], dtype=torch.int64, device=device)
         size = _run(ask(comm, Broadcast(size, source)))
         message = (
             raw.to(device)

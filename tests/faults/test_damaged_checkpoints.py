@@ -13,24 +13,30 @@ from table import CASES, by_name
 
 import compopt
 
-Damage = Callable[[dict], object]
+Damage = Callable[[dict, int], object]  # of a state dict and in it the number of a compressed parameter
 
 
 def first_group(key: str, value: object) -> Damage:
-    return lambda state: state["param_groups"][0].__setitem__(key, value)
+    return lambda state, at: state["param_groups"][0].__setitem__(key, value)
 
 
-def entry_of(state: dict) -> dict:
+def compressed(optimizer: torch.optim.Optimizer) -> int:
+    """The number of the first matrix, which is compressed: another one where several optimizers have groups."""
+    everywhere = [p for group in optimizer.param_groups for p in group["params"]]
+    return next(n for n, p in enumerate(everywhere) if p.dim() == 2)
+
+
+def entry_of(state: dict, at: int) -> dict:
     """The state of a compressed parameter; in rounds that of its anchor, in the outer optimizer."""
-    entry = state["state"][1]
+    entry = state["state"][at]
     return entry["outer"]["optimizer"] if entry.get("outer", {}).get("fragment", -1) >= 0 else entry
 
 
 def tensors(change: Callable[[dict, str, torch.Tensor], object]) -> Damage:
     """``change`` applied to the first tensor of a compressed parameter that is more than a count."""
 
-    def damage(state: dict) -> None:
-        entry = entry_of(state)
+    def damage(state: dict, at: int) -> None:
+        entry = entry_of(state, at)
         names = [name for name, value in sorted(entry.items()) if isinstance(value, torch.Tensor) and value.dim()]
         name = next(name for name in names if name != "common")  # which may be absent
         change(entry, name, entry[name])
@@ -39,22 +45,22 @@ def tensors(change: Callable[[dict, str, torch.Tensor], object]) -> Damage:
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "no state": (lambda s: s.pop("state"), "has no 'state'"),
-    "no groups": (lambda s: s.pop("param_groups"), "has no 'param_groups'"),
-    "groups cut": (lambda s: s["param_groups"].clear(), "0 parameter groups"),
-    "group without parameters": (lambda s: s["param_groups"][0].pop("params"), "no list of parameters"),
-    "parameters cut": (lambda s: s["param_groups"][0]["params"].pop(), "parameters in group 0"),
-    "a parameter's state cut": (lambda s: s["state"].pop(1), "lacks"),
+    "no state": (lambda s, at: s.pop("state"), "has no 'state'"),
+    "no groups": (lambda s, at: s.pop("param_groups"), "has no 'param_groups'"),
+    "groups cut": (lambda s, at: s["param_groups"].clear(), "0 parameter groups"),
+    "group without parameters": (lambda s, at: s["param_groups"][0].pop("params"), "no list of parameters"),
+    "parameters cut": (lambda s, at: s["param_groups"][0]["params"].pop(), "parameters in group 0"),
+    "a parameter's state cut": (lambda s, at: s["state"].pop(at), "lacks"),
     "one state cut": (tensors(lambda e, n, t: e.pop(n)), "lacks"),
-    "count cut": (lambda s: entry_of(s).pop("step"), "lacks step"),
-    "count tampered": (lambda s: entry_of(s).update(step=torch.tensor(-4.0)), "'step' of parameter 1"),
-    "count no number": (lambda s: entry_of(s).update(step="4"), "'step' of parameter 1"),
+    "count cut": (lambda s, at: entry_of(s, at).pop("step"), "lacks step"),
+    "count tampered": (lambda s, at: entry_of(s, at).update(step=torch.tensor(-4.0)), "'step' of parameter {at}"),
+    "count no number": (lambda s, at: entry_of(s, at).update(step="4"), "'step' of parameter {at}"),
     "elements cut": (tensors(lambda e, n, t: e.update({n: t.reshape(-1)[:-1].clone()})), "elements"),
     "other shape": (tensors(lambda e, n, t: e.update({n: torch.zeros(7, 7)})), "elements"),
     "no tensor": (tensors(lambda e, n, t: e.update({n: [1.0]})), "no tensor"),
     "not finite": (tensors(lambda e, n, t: e.update({n: torch.full_like(t, float("nan"))})), "not finite"),
     "other dtype": (tensors(lambda e, n, t: e.update({n: t.to(torch.complex64)})), "complex64"),
-    "state no dict": (lambda s: s["state"].update({1: 3}), "is no dict"),
+    "state no dict": (lambda s, at: s["state"].update({at: 3}), "is no dict"),
     "steps tampered": (first_group("step", -1), "step -1"),
     "steps no number": (first_group("step", "many"), "step 'many'"),
     "newer format": (first_group("format", 99), "format 99"),
@@ -87,15 +93,16 @@ def assert_refused(optimizer, state: object, words: str) -> None:
 def test_damage_of_every_kind_is_refused_and_told(case):
     optimizer = trained(case).optimizers[0]
     saved, other = through_a_file(trained(case, 4).optimizers[0].state_dict()), trained(case, 2).optimizers[0]
+    at = compressed(optimizer)
     for name, (damage, words) in DAMAGES.items():
         state = copy.deepcopy(saved)
         if "another class" in name and case.cls is compopt.AdamS:
             continue  # what it keeps is torch.optim.AdamW's
         if name == "one state cut" and case.name == "LocalSteps":
             continue  # what its start owes is left out where the start is over
-        damage(state)
+        damage(state, at)
         try:
-            assert_refused(optimizer, state, words)
+            assert_refused(optimizer, state, words.format(at=at))
         except Exception as error:
             raise AssertionError(f"damage: {name}") from error
     for option, value in OPTIONS.items():
