@@ -109,6 +109,14 @@ def books(rank: int, batches: tuple[int, ...], with_ddp: bool, divide: bool) -> 
                 total += g / active
                 model(g).backward()
                 optimizer.step()
+        for step in range(10, 12):  # after the join: every gradient counts once
+            optimizer.zero_grad()
+            g = torch.randn(64, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(99 * step + rank))
+            total += g / len(batches)
+            model(g).backward()
+            optimizer.step()
+        if name == "LocalSteps":
+            optimizer.end_round()
         entry = optimizer.state_dict()["state"][0]
         residual = entry["outer"]["optimizer"]["residual"] if name == "LocalSteps" else entry["residual"]
         owed = residual.double() / len(batches)
@@ -128,8 +136,8 @@ def test_nothing_that_a_rank_computed_is_lost(with_ddp, divide):
         assert len(errors) == (4 if divide else 2) and max(errors) < 1e-12
 
 
-def schedules(rank: int, batches: tuple[int, ...]) -> list[tuple[bool, float]]:
-    """With a scheduler that only ranks with data step; equal replicas, and the learning rate at the end."""
+def schedules(rank: int, batches: tuple[int, ...]) -> list[tuple[bool, float, int]]:
+    """With a scheduler that only ranks with data step: equal replicas, the last learning rate, calls after steps."""
     found = []
     for name in ("RadiusAdamW", "LocalSteps"):
         torch.manual_seed(0)
@@ -140,21 +148,42 @@ def schedules(rank: int, batches: tuple[int, ...]) -> list[tuple[bool, float]]:
         else:
             optimizer = by_name[name].make(ddp.parameters())
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        first = float(scheduler.base_lrs[0])
+        first, calls = float(scheduler.base_lrs[0]), []
+        optimizer.step_callbacks.append(lambda calls=calls: calls.append(1))
         with Join([ddp, optimizer]):
             for step in range(batches[rank]):
                 optimizer.zero_grad()
                 loss_of(ddp, batch(rank, step)).backward()
                 optimizer.step()
                 scheduler.step()
-        found.append((are_equal(ddp.parameters()), float(optimizer.param_groups[0]["lr"]) / first))
+        found.append((are_equal(ddp.parameters()), float(optimizer.param_groups[0]["lr"]) / first, len(calls)))
     return found
 
 
 def test_a_rank_without_data_follows_the_schedule_of_the_others():
     for found in run_ranks(schedules, 2, BATCHES[2]):
-        for same, share in found:
-            assert same and share < 1 / 4
+        for same, share, calls in found:
+            assert same and share < 1 / 4 and calls == 5
+
+
+def leaves_out(rank: int, batches: tuple[int, ...]) -> tuple[list[float], float]:
+    """The steps of two tensors, of which ranks leave out one once a rank has no data; what is owed of that one."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(64, 96)) for _ in range(2)]
+    optimizer = make("Average", params)
+    with Join([optimizer]):
+        for step in range(batches[rank]):
+            optimizer.zero_grad()
+            for p in params[: 2 if step < min(batches) else 1]:
+                p.grad = torch.randn(64, 96, generator=torch.Generator().manual_seed(99 * step + rank))
+            optimizer.step()
+    return [float(optimizer.state[p]["step"]) for p in params], float(optimizer.state[params[1]]["residual"].norm())
+
+
+def test_a_tensor_that_all_ranks_with_data_leave_out_takes_no_step():
+    """What a rank without data owes of it waits for the next gradient, as it does outside a join."""
+    for steps, owed in run_ranks(leaves_out, 2, BATCHES[2]):
+        assert steps == [5, 3] and owed > 0
 
 
 def refusals(rank: int) -> dict[str, str]:

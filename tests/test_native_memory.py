@@ -193,3 +193,22 @@ def test_positions_left_by_an_interrupted_commit_end_in_words(monkeypatch, broke
     }[broken]
     with pytest.raises((ValueError, RuntimeError), match=r"do not fit its|as the momentum of before"):
         train(ranks, 1)
+
+
+def test_a_mask_that_changes_between_message_and_commit_ends_in_words(monkeypatch):
+    """The commit counts the averaged values that it uses."""
+    monkeypatch.setenv("COMPOPT_BACKEND", "native")
+    ranks = Ranks(1, Net, lambda params, **o: compopt.RadiusAdamW(params, density=0.1, warmup_steps=1, **o))
+    train(ranks, 3)
+    encode = NativeOps.encode
+
+    def encode_and_clear(self, bucket, grads, mask, *args, **options):
+        message = encode(self, bucket, grads, mask, *args, **options)
+        for bits in mask.bits:
+            if bits is not None:
+                bits.zero_()
+        return message
+
+    monkeypatch.setattr(NativeOps, "encode", encode_and_clear)
+    with pytest.raises(RuntimeError, match=r"do not fit its 4480 elements"):
+        train(ranks, 1)

@@ -1,7 +1,7 @@
 """Ranks that run out of data at different steps, in ``torch.distributed.algorithms.join.Join``.
 
-A rank that has finished its data goes on to call the steps of the others, without gradients: it
-sends its residuals, and zeros for the rest. LocalSteps then takes empty steps, and takes part in
+A rank that has finished its data goes on to call the steps of the others, without gradients: of tensors
+that have one elsewhere it sends its residuals, and zeros for the rest. LocalSteps then takes empty steps, and takes part in
 exchanges. In every step that averages, ranks gather the options of their groups, because a rank
 that has finished no longer calls its scheduler.
 """
@@ -35,7 +35,8 @@ class JoinHook:
     def main_hook(self) -> None:
         """Take part in a step of the ranks that have data."""
         session, optimizer = self._session, self._session.optimizer
-        _clear_gradients(session)
+        for p in session.parameters:
+            p.grad = None
         session.has_data = False
         run_step(session, optimizer.step_in_turns())
         for on_step in tuple(session.step_callbacks):
@@ -44,16 +45,6 @@ class JoinHook:
     def post_hook(self, is_last_joiner: bool) -> None:
         """End the join: all ranks have finished their data."""
         self._session.optimizer.end_join()
-
-
-def _clear_gradients(session: Session) -> None:
-    """Set gradients to zeros where this rank has a residual, which is sent so; else to None."""
-    names = session.optimizer.averaged_state
-    for p in session.parameters:
-        entry = session.optimizer.state.get(p, {})
-        p.grad = None
-        if p.requires_grad and any(bool(entry[name].any()) for name in names if name in entry):
-            p.grad = torch.zeros_like(p)
 
 
 def follow_ranks_with_data(session: Session, comm: Communicator) -> Turns[None]:
