@@ -34,7 +34,7 @@ def everywhere(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def moments(optimizers: Optimizers) -> list[Tensor]:
-    """The first moment of every tensor, whole, in float64; of Muon's matrices its momentum, which is such a mean too."""
+    """The first moment of every tensor, whole, in float64; of Muon's matrices its momentum, such a mean too."""
     first = optimizers[0]
     saved = first.state_dict()  # settles what is on its way
     if first.sharded:
