@@ -2,8 +2,8 @@
 
 A rank that has finished its data goes on to call the steps of the others, without gradients: it
 sends its residuals of tensors that have a gradient elsewhere, and zeros for the rest. LocalSteps
-takes empty steps, and takes part in exchanges. In every step that averages, ranks gather the options of their groups, because a rank
-that has finished no longer calls its scheduler.
+takes empty steps, and takes part in exchanges. In every step that averages, ranks gather the
+options of their groups, because a rank that has finished no longer calls its scheduler.
 """
 
 from __future__ import annotations
