@@ -121,9 +121,9 @@ def format_methods(rows: Sequence[Row]) -> list[str]:
         "Methods, in the order in which their losses are expected",
         *align_columns([("", "kept", "by layer", "residual ", "bytes"), *cells]),
         "  kept: cosine of the method's update and AdamW's at the same gradients, mean over steps",
-        "  residual: not sent yet, in norms of a gradient; + where it still grows",
+        "  residual: not sent yet, in multiples of the gradient's norm; + where it still grows",
         "  bytes: share of a dense step's, after the start; *: no row with fewer bytes keeps more",
-        "  TAGC selects on each rank; its rows are of a single rank, and judged too well",
+        "  TAGC selects on each rank; its rows are of a single rank",
     ]
 
 
@@ -361,5 +361,5 @@ def _draw_residuals(axis: Any, residuals: Mapping[str, Sequence[float]]) -> None
         if any(values):
             style = "-" if number < 10 else "--"
             axis.plot(range(1, len(values) + 1), values, style, label=name, lw=1.2)
-    axis.set(xlabel="step after the start", title="residual, in norms of a gradient")
+    axis.set(xlabel="step after the start", title="residual, in multiples of the gradient's norm")
     axis.legend(fontsize=6, frameon=False, ncols=2)
