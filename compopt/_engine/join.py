@@ -1,9 +1,9 @@
 """Ranks that run out of data at different steps, in ``torch.distributed.algorithms.join.Join``.
 
-A rank that has finished its data goes on to call the steps of the others, without gradients: of tensors
-that have one elsewhere it sends its residuals, and zeros for the rest. LocalSteps then takes empty steps, and takes part in
-exchanges. In every step that averages, ranks gather the options of their groups, because a rank
-that has finished no longer calls its scheduler.
+A rank that has finished its data goes on to call the steps of the others, without gradients: of
+tensors that have one elsewhere it sends its residuals, and zeros for the rest. LocalSteps then
+takes empty steps, and takes part in exchanges. In every step that averages, ranks gather the
+options of their groups, because a rank that has finished no longer calls its scheduler.
 """
 
 from __future__ import annotations
