@@ -12,7 +12,7 @@ from torch import nn
 from watched import FEW, noise, watch
 
 from compopt.planning.candidates import CANDIDATES, Candidate, CandidateRuns, adam_options
-from compopt.planning.diagnosis import weighted_mean
+from compopt.planning.diagnosis import summarize_stability, weighted_mean
 from compopt.planning.gradient_statistics import (
     TopKStability,
     crop_shape,
@@ -60,6 +60,14 @@ def test_known_sets_have_known_overlaps():
     meter.record_step([x])
     assert meter.overlaps[0.1, 1, 0] == pytest.approx([0.7, 0.7])
     assert meter.norms[0.1, 1, 0] == pytest.approx([math.sqrt(0.7)] * 2)
+
+
+def test_masks_settle_from_the_first_third_of_the_steps_to_the_last():
+    meter = TopKStability([4096, 4096])
+    for i, shift in enumerate((0.0, 0.125)):
+        meter.overlaps[0.1, 1, i] = [shift, shift, 0.5, 0.5, 0.75 + shift, 0.75 + shift]
+    found = summarize_stability(meter, parts_of(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))))
+    assert (found["settling", "first"], found["settling", "last"]) == (0.0625, 0.8125)
 
 
 def test_names_are_those_of_the_model_within_its_wrappers():
