@@ -60,7 +60,7 @@ def _line(runs: Lines, size: str, row: str, seeds: dict, firsts: dict, others: d
         "tried": sum(run._replace(**{name: getattr(start, name) for name in tuned}) == start for run in runs),
         "lr_at_an_edge": any(run.lr != first["lr"] for run in list_missing(runs, start, False)),
         "seeds": len(losses),
-        "range": round(max(losses.values()) - min(losses.values()), 4),
+        "range": round(max(losses.values()) - min(losses.values()), 4) if len(losses) > 1 else None,
         "seconds": first["seconds"],
         "products": first["products"],
     }
@@ -104,7 +104,7 @@ def draw(table: list[dict[str, Any]], path: Path) -> None:
                 [line["parameters"] / 1e6 for line in points],
                 [line[name] for line in points],
                 marker="o",
-                label=f"{row}, {share:.2g} % of the bytes" if axis is panels[0] or row == BASELINES[0] else None,
+                label=f"{row}, {share:.3g} % of the bytes" if axis is panels[0] or row == BASELINES[0] else None,
                 color=plt.get_cmap("tab20")(2 * number % 19),
             )
         axis.axhline(1, color="black", linewidth=0.8)

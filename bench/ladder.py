@@ -8,7 +8,7 @@
 Four ranks of one process (_ladder_ranks.py) train a GPT on Python source, 8 x 64 bytes a rank and step. Finished runs
 are lines of results/ladder.jsonl. An unfinished one goes on from its checkpoint in runs/ladder. Processes side by side
 share the work: a run belongs to the one that holds its lock. Sizes of 35M and 124M are for ``--device cuda``, with a
-text of some gigabytes (``--data``).
+text of some gigabytes (``--data``); no run on a GPU has been made yet.
 """
 
 from __future__ import annotations
