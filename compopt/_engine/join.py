@@ -26,7 +26,7 @@ KEEP = {"params", "param_names"}  # entries of a group that are each rank's
 
 
 class JoinHook:
-    """What a rank without data calls; of the interface of torch's ``JoinHook``."""
+    """The hooks that a rank without data calls; the interface of torch's ``JoinHook``."""
 
     def __init__(self, session: Session):
         self._session = session

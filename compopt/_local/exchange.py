@@ -34,7 +34,7 @@ FIELDS = 7
 
 
 class Contribution(NamedTuple):
-    """What a rank brings into an exchange: its weight in the average, and the steps and seconds
+    """A rank's contribution to an exchange: its weight in the average, and the steps and seconds
     since the last exchange that was applied. ``is_last``: the rank waits in ``end_round()``.
     """
 
