@@ -31,9 +31,9 @@ import compopt._engine.base as base
 import compopt._engine.decision as decision
 import compopt._engine.step as step
 import compopt._ops.backends as backends
-from compopt._engine.exchange import Exchange
+from compopt._engine.exchange import BucketExchange
 from compopt._engine.session import Session
-from compopt._engine.turns import Turns
+from compopt._engine.collective_generators import CollectiveGenerator
 from compopt._ops.triton import tables as triton_tables
 from compopt._wire.collectives import Communicator
 
@@ -277,7 +277,7 @@ read_numbers = decision.read_numbers
 told: list[float] = []
 
 
-def _read_numbers(exchanges: list[Exchange]) -> list[float]:
+def _read_numbers(exchanges: list[BucketExchange]) -> list[float]:
     """The numbers that decide, as they would be: every rank has every gradient, all is as it should be."""
     norms = (exchange.agreement.squared_norm for exchange in exchanges)
     told[:] = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
@@ -286,7 +286,7 @@ def _read_numbers(exchanges: list[Exchange]) -> list[float]:
     return read_numbers(exchanges)
 
 
-def _greet(session: Session, comm: object, has_problem: bool) -> Turns[bool]:
+def _greet(session: Session, comm: object, has_problem: bool) -> CollectiveGenerator[bool]:
     """In place of the handshake, which compares numbers that are not there."""
     return True
     yield

@@ -97,7 +97,7 @@ def train(variant: Variant, seed: int, steps: int, lr: float) -> dict[str, float
             with optimizers[0].use_anchors():
                 losses["anchor_loss"] = evaluate()
         if step in [*saves, steps]:
-            world.run([optimizer.end_round_in_turns() for optimizer in optimizers])
+            world.run([optimizer.end_round_as_generator() for optimizer in optimizers])
         if step in saves and variant.averages_moments:
             world.consolidate(optimizers)
         if step in saves and variant.loads_of_rank_0:

@@ -16,7 +16,7 @@ from sim import Ranks
 from torch import nn
 
 import compopt
-from compopt._engine.combined import combine
+from compopt._engine.combined import combine_optimizers
 
 FIRST, SECOND = [0, 2], [1, 3, 4]  # of the tensors of ``weights``
 
@@ -289,7 +289,7 @@ def test_hooks_of_the_wrapper_of_the_combination_and_of_members_are_called():
 
 def test_a_hook_may_replace_a_state_dict():
     params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    both = combine([torch.optim.SGD(params[:1], lr=1.0), torch.optim.SGD(params[1:], lr=2.0)])
+    both = combine_optimizers([torch.optim.SGD(params[:1], lr=1.0), torch.optim.SGD(params[1:], lr=2.0)])
     both.register_state_dict_post_hook(lambda _, saved: {**saved, "more": 1})
     saved = both.state_dict()
     assert saved["more"] == 1 and [group["params"] for group in saved["param_groups"]] == [[0], [1]]
@@ -304,7 +304,7 @@ def test_a_hook_may_replace_a_state_dict():
 
 def test_a_closure_is_evaluated_once():
     params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    both, calls = combine([torch.optim.SGD(params[:1], lr=1.0), torch.optim.SGD(params[1:], lr=2.0)]), []
+    both, calls = combine_optimizers([torch.optim.SGD(params[:1], lr=1.0), torch.optim.SGD(params[1:], lr=2.0)]), []
 
     def closure():
         calls.append(torch.is_grad_enabled())
@@ -321,7 +321,7 @@ def test_a_closure_is_evaluated_once():
 def test_state_is_the_members_own():
     params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
     members = [torch.optim.AdamW(params[:1]), torch.optim.AdamW(params[1:])]
-    both = combine(members)
+    both = combine_optimizers(members)
     assert not both.state and both.state.get(params[1]) is None and params[1] not in both.state
     both.state[params[1]]["note"] = 3
     assert members[1].state[params[1]] == {"note": 3} and not members[0].state
@@ -412,7 +412,7 @@ def test_the_state_dict_of_the_combination_is_loaded_alone_and_in_its_place():
     """As one optimizer's: the checkpoint of a run without compression."""
     torch.manual_seed(0)
     model = Small()
-    plain = combine(of_model(model))
+    plain = combine_optimizers(of_model(model))
     for t in range(3):
         plain.zero_grad()
         loss(model, 0, t).backward()
@@ -544,7 +544,7 @@ def groups_in(params) -> list[torch.optim.Optimizer]:
 
 def test_a_late_group_keeps_its_place_in_copies():
     params = [nn.Parameter(torch.ones(n + 1)) for n in range(3)]
-    both = combine([torch.optim.SGD(params[:1], lr=1.0), torch.optim.SGD(params[1:2], lr=2.0)])
+    both = combine_optimizers([torch.optim.SGD(params[:1], lr=1.0), torch.optim.SGD(params[1:2], lr=2.0)])
     both.members[0].add_param_group({"params": params[2:], "lr": 3.0})
     for one in (both, copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
         assert [group["lr"] for group in one.param_groups] == [1.0, 2.0, 3.0]
@@ -554,7 +554,7 @@ def test_a_late_group_keeps_its_place_in_copies():
 
 def test_a_checkpoint_gives_every_member_its_own_state_only():
     model = Small()
-    both = combine(of_model(model))
+    both = combine_optimizers(of_model(model))
     for t in range(2):
         loss(model, 0, t).backward()
         both.step()

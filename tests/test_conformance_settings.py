@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conformance import OTHERS
-from inside import apart, cut, loss, make, train, whole
+from fsdp_models import apart, cut, loss, make, train, whole
 from local_runs import adamw, are_equal
 from problems import gradients, replicas, step, weights
 from ranks import run_ranks
@@ -43,7 +43,7 @@ def beside_the_reference(rank: int, name: str) -> float:
     optimizer = case.make(ours.parameters(), **case.lossless)
     train(ours, optimizer, range(6), rank, clip=0.5)
     train(theirs, case.reference(theirs.parameters(), lr=case.lr), range(6), rank, clip=0.5)
-    assert optimizer.inside is not None
+    assert optimizer.fsdp_reduce_scatter is not None
     return apart(ours, theirs) / apart(make(), theirs)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from inside import cut, loss, make
+from fsdp_models import cut, loss, make
 from ranks import run_ranks
 from table import CASES, FORMS, Case
 from torch import Tensor, nn

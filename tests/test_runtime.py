@@ -158,4 +158,4 @@ def test_the_simulator_reports_ranks_that_would_hang(make):
     train(ranks, 3)
     ranks.backward(loss)
     with pytest.raises(Deadlock):
-        ranks.world.run([ranks.optimizers[0].step_in_turns()])
+        ranks.world.run([ranks.optimizers[0].step_as_generator()])

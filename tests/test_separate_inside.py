@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from inside import Two, apart, cut, loss, make, train
+from fsdp_models import Two, apart, cut, loss, make, train
 from ranks import run_ranks
 from test_ddp_refusals import said
 from torch import Tensor, nn

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt.integrations.snapshots import Snapshot, Snapshots, deal_snapshots
+from compopt.integrations.snapshots import Snapshot, Snapshots, assign_snapshots
 
 OPTIONS = [dict(), dict(fragments=2, delay=2)]
 
@@ -171,13 +171,13 @@ def test_each_snapshot_of_the_newest_step_is_loaded_once():
     def of(*numbers: int, step: int = 9, size: int = 3) -> list[Snapshot]:
         return [Snapshot(step, n, size) for n in numbers]
 
-    assert deal_snapshots([[], []]) == [[], []]
-    assert deal_snapshots([of(1), of(0), of(2)]) == [of(1), of(0), of(2)], "folders apart: ranks have other numbers"
+    assert assign_snapshots([[], []]) == [[], []]
+    assert assign_snapshots([of(1), of(0), of(2)]) == [of(1), of(0), of(2)], "folders apart: ranks have other numbers"
     everything = of(0, 1, 2)
-    assert deal_snapshots([everything] * 3) == [of(0), of(1), of(2)]
-    assert deal_snapshots([everything] * 2) == [of(0, 2), of(1)]
-    assert deal_snapshots([everything] * 4) == [of(0), of(1), of(2), []]
-    assert deal_snapshots([of(0, step=6), of(1)]) == [[], of(1)], "the newest, wherever it is"
+    assert assign_snapshots([everything] * 3) == [of(0), of(1), of(2)]
+    assert assign_snapshots([everything] * 2) == [of(0, 2), of(1)]
+    assert assign_snapshots([everything] * 4) == [of(0), of(1), of(2), []]
+    assert assign_snapshots([of(0, step=6), of(1)]) == [[], of(1)], "the newest, wherever it is"
 
 
 def test_what_cannot_be_is_refused():
@@ -185,6 +185,6 @@ def test_what_cannot_be_is_refused():
     optimizer = compopt.SeparateAdam(model.parameters())
     with pytest.raises(ValueError, match="keep must be"):
         Snapshots("x", model, optimizer, keep=0)
-    optimizer.reduces_inside = True
+    optimizer.replaces_reduce_scatter = True
     with pytest.raises(ValueError, match=r"save with torch\.distributed\.checkpoint"):
         Snapshots("x", model, optimizer)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from inside import apart, cut, loss, make, train
+from fsdp_models import apart, cut, loss, make, train
 from ranks import run_ranks
 from test_ddp_refusals import said
 from test_tagc_inside import tagc

@@ -23,8 +23,8 @@ def early_and_late(rank: int) -> dict[str, list]:
     from compopt._state import buckets
 
     buckets.BUCKET_BYTES = 40_000
-    proceed, proceeded = exchange_module.Exchange.complete_stage, []
-    exchange_module.Exchange.complete_stage = lambda exchange: (
+    proceed, proceeded = exchange_module.BucketExchange.complete_stage, []
+    exchange_module.BucketExchange.complete_stage = lambda exchange: (
         proceeded.append(exchange.bucket.index) or proceed(exchange)
     )
     found: dict[str, list] = {}

@@ -29,7 +29,7 @@ from .._wire.requests import (
     RequestGenerator,
     RunBatched,
 )
-from .turns import Result, Turns
+from .collective_generators import Result, CollectiveGenerator
 
 Algorithm = Callable[[Bucket], RequestGenerator[None]]
 
@@ -105,7 +105,7 @@ class Terms:
     problem: Exception | None = None
 
 
-class Exchange:
+class BucketExchange:
     """One bucket's generator, and the collective that it waits for.
 
     Where the generator raises before ``Agree``, this rank takes part as if it had no gradients, and
@@ -116,8 +116,8 @@ class Exchange:
     def __init__(self, bucket: Bucket, terms: Terms, is_last: bool):
         self.bucket, self.algorithm, self.comm = bucket, terms.algorithm, terms.comm
         self.in_backward = terms.in_backward
-        place = encode_position(bucket.index, bucket.group["step"] + 1)
-        self.fields = {"place": place, **(terms.fields if is_last else {})}
+        position = encode_position(bucket.index, bucket.group["step"] + 1)
+        self.fields = {"position": position, **(terms.fields if is_last else {})}
         self.control = ControlFields()
         self.pending: PendingCollective | None = None
         self.request: Request | None = None
@@ -145,7 +145,7 @@ class Exchange:
         return self.agree
 
     @property
-    def has_early_stage(self) -> bool:
+    def has_next_stage(self) -> bool:
         """True if another collective, which need not wait for ``step()``, follows the one in
         flight.
         """
@@ -289,7 +289,7 @@ class ExchangeSchedule:
 
     def __init__(self, buckets: list[Bucket], algorithm: Algorithm, comm: Communicator):
         self.buckets = buckets
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[BucketExchange] = []
         self.terms = Terms(algorithm, comm)
         self.error: CommunicationError | None = None  # of backward; raised by the step
         self._order = _in_order(buckets, self.exchanges, self.terms)
@@ -312,9 +312,9 @@ class ExchangeSchedule:
     def _can_continue(self, is_ready: Callable[[Bucket], bool]) -> bool:
         if isinstance(self._next, Bucket):
             return self._next is not self.buckets[-1] and is_ready(self._next)
-        return self._next is not None and not self._next.in_turns
+        return self._next is not None and not self._next.is_lockstep
 
-    def run(self) -> Turns[None]:
+    def run(self) -> CollectiveGenerator[None]:
         """Run the rest, until every exchange has reached its ``Agree``."""
         if self.error is not None:
             error, self.error = self.error, None  # not kept: its frames hold this object
@@ -344,7 +344,7 @@ class ExchangeSchedule:
 
 
 def _in_order(
-    buckets: list[Bucket], exchanges: list[Exchange], terms: Terms
+    buckets: list[Bucket], exchanges: list[BucketExchange], terms: Terms
 ) -> Generator[Bucket | PendingCollective, None, None]:
     """Start the collectives of a step in the order that all ranks share.
 
@@ -355,13 +355,13 @@ def _in_order(
     """
     for bucket in buckets:
         yield bucket
-        exchanges.append(Exchange(bucket, terms, bucket is buckets[-1]))
+        exchanges.append(BucketExchange(bucket, terms, bucket is buckets[-1]))
         for exchange in exchanges[:-1]:
-            if exchange.has_early_stage:
+            if exchange.has_next_stage:
                 yield exchange.in_flight
                 exchange.complete_stage()
     while waiting := [exchange for exchange in exchanges if exchange.agree is None]:
-        if not any(exchange.has_early_stage for exchange in waiting):
+        if not any(exchange.has_next_stage for exchange in waiting):
             _read_together(waiting)
         for exchange in waiting:
             if exchange.numbers_to_read is None and exchange.agree is None:
@@ -369,9 +369,9 @@ def _in_order(
                 exchange.complete_stage()
 
 
-def _read_together(exchanges: list[Exchange]) -> None:
+def _read_together(exchanges: list[BucketExchange]) -> None:
     """Resume the exchanges that wait for numbers of a device, in one host wait."""
-    by_device: dict[torch.device, list[tuple[Exchange, Tensor]]] = {}
+    by_device: dict[torch.device, list[tuple[BucketExchange, Tensor]]] = {}
     for exchange in exchanges:
         if (numbers := exchange.numbers_to_read) is not None:
             by_device.setdefault(numbers.device, []).append((exchange, numbers))

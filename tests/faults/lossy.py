@@ -79,7 +79,7 @@ class Training:
 def attempt(trainings: list[Training]) -> None:
     """A step of each, all begun before the first is waited for; errors and the seconds they took are noted."""
     begun = time.monotonic()
-    turns = [training.optimizer.step_in_turns() for training in trainings]
+    turns = [training.optimizer.step_as_generator() for training in trainings]
     for finish in (False, True):
         for training, turn in zip(trainings, turns, strict=True):
             if "error" in training.told:

@@ -31,7 +31,7 @@ def die(trainings: list[Training], rank: int, when: str) -> None:
         training.backward(rank)
     if when == "in the exchange":
         for training in trainings:
-            next(training.optimizer.step_in_turns())
+            next(training.optimizer.step_as_generator())
     elif when == "before the commit":
 
         def commit(*args):

@@ -24,7 +24,7 @@ from compopt._engine.missing_ranks import (
     RanksMissing,
     explain_failure,
     find_missing_rank,
-    meet,
+    gather_at_store,
     post_lost_masks,
     post_note,
     run_step,
@@ -240,7 +240,7 @@ class LateStore(dist.HashStore):
 
 def test_a_meeting_ends_once():
     store = LateStore()
-    first, second = (functools.partial(meet, store, rank, 2) for rank in range(2))
+    first, second = (functools.partial(gather_at_store, store, rank, 2) for rank in range(2))
     store.last_rank = lambda: second("b", patience=0)
     assert first("a", patience=-1) == store.met == ["a", "b"]  # though it would have given up
     with pytest.raises(RanksMissing, match="rank 0 did not come within 0 s"):

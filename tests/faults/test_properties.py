@@ -145,7 +145,7 @@ class Run:
             self.optimizers = self.optimizers[1:]
             self.world = World(len(self.optimizers))
             pairs = zip(self.optimizers, self.world.comms, strict=True)
-            self.world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in pairs])
+            self.world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
 
     def saved_and_loaded(self, step: int) -> None:
         self.world.consolidate(self.optimizers)

@@ -63,7 +63,7 @@ class Rounds(Soak):
     def ended(self, step: int) -> None:
         for attempt in range(3):  # a failure may be waiting for it, and one beside
             try:
-                self.world.run([optimizer.end_round_in_turns() for optimizer in self.optimizers])
+                self.world.run([optimizer.end_round_as_generator() for optimizer in self.optimizers])
                 break
             except compopt.CommunicationError:
                 assert attempt < 2
