@@ -23,9 +23,9 @@ def early_and_late(rank: int) -> dict[str, list]:
     from compopt._state import buckets
 
     buckets.BUCKET_BYTES = 40_000
-    proceed, proceeded = exchange_module.BucketExchange.complete_stage, []
+    complete_stage, completed = exchange_module.BucketExchange.complete_stage, []
     exchange_module.BucketExchange.complete_stage = lambda exchange: (
-        proceeded.append(exchange.bucket.index) or proceed(exchange)
+        completed.append(exchange.bucket.index) or complete_stage(exchange)
     )
     found: dict[str, list] = {}
     tracked = projecting("tracked", lr=1e-2, warmup_steps=1)
@@ -44,9 +44,9 @@ def early_and_late(rank: int) -> dict[str, list]:
             optimizer = make(net.parameters())
             for t in range(5):
                 x = torch.randn(8, 96, generator=torch.Generator().manual_seed(10 * t + rank))
-                proceeded.clear()
+                completed.clear()
                 model(x).square().mean().backward()
-                begun.append(len(proceeded) > 0)
+                begun.append(len(completed) > 0)
                 optimizer.step()
                 optimizer.zero_grad()
             ends.append(torch.cat([p.detach().view(-1) for p in net.parameters()]))
@@ -78,8 +78,8 @@ def early_and_late(rank: int) -> dict[str, list]:
 def test_it_runs_in_backwards_shadow_and_on_sharded_rows():
     first, second = run_ranks(early_and_late, 2)
     for name in ("tracked", "tracked, int8", "Radius, int8"):
-        same, proceeded, checksum = first[name]
-        assert same and proceeded and checksum == second[name][2], name
+        same, completed, checksum = first[name]
+        assert same and completed and checksum == second[name][2], name
     assert first["sharded"] == second["sharded"] == [True, "projected", 4, True]
 
 

@@ -265,7 +265,8 @@ def _read_options(session: Session, group: Group, other: Group) -> Group:
     The optimizer keeps its own names of parameters: they select what is compressed. Raises
     ValueError if an option is invalid.
     """
-    saved_options = copy.deepcopy(upgrade_options({k: v for k, v in other.items() if k not in NOT_OPTIONS}))
+    saved_options = {name: value for name, value in other.items() if name not in NOT_OPTIONS}
+    saved_options = copy.deepcopy(upgrade_options(saved_options))
     step = saved_options.get("step", 0)
     if not isinstance(step, int) or step < 0:
         raise ValueError(

@@ -35,6 +35,7 @@ from .._wire.collectives import (
     connect,
     is_sharded_over,
 )
+from .._wire.payload import Payload
 from .._wire.requests import Agree, AllReduceMean, Commit, ReadToHost, RequestGenerator
 from .base import CompressedOptimizer
 from .reducer import Reducer
@@ -165,13 +166,20 @@ class RowBucket(Bucket):
         prefixes = (name for name, layout in layouts.items() if isinstance(layout, Prefix))
         return list(prefixes)
 
-    def write_shard(self, reducer: Reducer, out: Tensor) -> None:
-        """Write this rank's shard of the average to FSDP's output."""
+    def write_shard(self, reducer: Reducer, mean: Payload, out: Tensor) -> None:
+        """Write this rank's shard of the average to FSDP's output.
+
+        Where any rank's gradient is not finite, as the header of ``mean`` says, the shard's first
+        element becomes NaN: a reducer that sends a part of the elements may not have sent that one.
+        """
+        shards: list[Tensor] = []
         parts = reducer.read_owned_parts(out.dtype)
         for piece, matrix, part in zip(self.pieces, self.as_matrix, parts, strict=True):
             if matrix and piece.dim:
                 part = piece.own_part(part.view(piece.p.shape), self.rank)
-            out[piece.begin : piece.begin + len(part)] = part
+            shards.append(out[piece.begin : piece.begin + len(part)].copy_(part))
+        zero_or_nan = (mean.header * 0).to(out.dtype).split(1)
+        torch._foreach_add_([shard[:1] for shard in shards], [*zero_or_nan])
 
     def collect_unsent(self, reducer: Reducer, unsent: UnsentByParam) -> None:
         """Add what this backward has not sent."""
@@ -268,8 +276,8 @@ class FSDPReduceScatter:
         bucket.load_rows(rows, self.unsent)
         reducer = self.make_reducer(bucket)
         self.reduced[bucket.index] = bucket, reducer.phase
-        yield from reducer.reduce()
-        bucket.write_shard(reducer, out)
+        mean = yield from reducer.reduce()
+        bucket.write_shard(reducer, mean, out)
         bucket.collect_unsent(reducer, self.unsent)
 
     def _buckets_of(

@@ -19,7 +19,7 @@ from .._state.buckets import Bucket
 from .._state.tensors import synchronize
 
 # steps of each kind: not timed (they allocate buffers, hooks and masks), and timed
-SKIPPED_STEPS, TIMED_STEPS = 3, 8
+UNTIMED_STEPS, TIMED_STEPS = 3, 8
 WORTHWHILE_RATIO = 0.95  # of a dense step: a smaller gain is not worth approximate gradients
 FOREVER = 2**62  # steps
 UNTIMED_PHASES = {"resample"}  # phases that are not timed: dense, and rare
@@ -106,7 +106,7 @@ class Trial:
         self._tried, self._indices = tried, indices
         self._others_steady = max(map(_first_steady_step, others), default=0)
         for group in tried:
-            group["dense_until"] = max(group["step"], self._others_steady) + SKIPPED_STEPS + TIMED_STEPS + 2
+            group["dense_until"] = max(group["step"], self._others_steady) + UNTIMED_STEPS + TIMED_STEPS + 2
         self._all_steady = max(map(_first_steady_step, [*tried, *others]))
         self._seconds: dict[str, list[float]] = {"dense": [], "compressed": []}
         self._kind, self._since = "", 0.0
@@ -132,9 +132,9 @@ class Trial:
         """Return this rank's medians, dense and compressed, in nanoseconds; empty until enough
         steps are timed.
         """
-        if any(len(seconds) < SKIPPED_STEPS + TIMED_STEPS for seconds in self._seconds.values()):
+        if any(len(seconds) < UNTIMED_STEPS + TIMED_STEPS for seconds in self._seconds.values()):
             return []
-        return [int(1e9 * statistics.median(seconds[SKIPPED_STEPS:])) for seconds in self._seconds.values()]
+        return [int(1e9 * statistics.median(seconds[UNTIMED_STEPS:])) for seconds in self._seconds.values()]
 
     def compare_medians(self, rows: list[list[int]]) -> None:
         """Decide, from the medians of all ranks; ``record_result`` commits it with the step."""

@@ -74,7 +74,8 @@ def moment_of_slice(bucket: Bucket, i: int, piece: MaskSlice, g: Tensor | None) 
         x.add_(g.reshape(-1)[start:stop], alpha=gradient_weight(bucket.group))
     if momentum_positions is None:
         return x.add_(m[start:stop], alpha=beta1)
-    edges = torch.tensor([start, stop], dtype=momentum_positions.dtype, device=momentum_positions.device)
+    device, dtype = momentum_positions.device, momentum_positions.dtype
+    edges = torch.tensor([start, stop], dtype=dtype, device=device)
     first, last = torch.searchsorted(momentum_positions, edges).tolist()
     return x.index_add_(0, momentum_positions[first:last] - start, m[first:last], alpha=beta1)
 

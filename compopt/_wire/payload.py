@@ -68,8 +68,8 @@ class Payload:
     ``dropped``, as long as the body, is the rounding error of what this rank sends, if compressed
     tensors are rounded. With a ``seed`` the body is quantized to ``bits`` bits (see
     ``quantization``) with random numbers that follow from it; ``dropped`` is then known once the
-    payload has been averaged. In a dtype that is too narrow, values are written to ``unrounded_parts``, and
-    ``round`` makes the message of them.
+    payload has been averaged. In a dtype that is too narrow, values are written to
+    ``unrounded_parts``, and ``round`` makes the message of them.
     """
 
     def __init__(
@@ -123,9 +123,10 @@ class Payload:
         """Round ``unrounded_parts`` to the message; its rounding error takes its place."""
         if self.is_rounded_later and self.dropped is not None:
             block = block_size(BLOCK, self.body)
-            for sent, unrounded_parts in zip(self.body.split(block), self.dropped.split(block), strict=True):
-                sent.copy_(unrounded_parts)
-                unrounded_parts.sub_(sent)
+            pairs = zip(self.body.split(block), self.dropped.split(block), strict=True)
+            for sent, unrounded in pairs:
+                sent.copy_(unrounded)
+                unrounded.sub_(sent)
         return self
 
     def over(self, flat: Tensor) -> Payload:

@@ -13,8 +13,8 @@ averages between nodes is checked here, and its parameters are set to those of t
 ``process_group``, as DistributedDataParallel does.
 
 If FSDP2 shards the parameters over the optimizer's own ranks, the optimizer takes the place of
-FSDP2's reduce-scatter in backward, for classes that can (see ``_engine.fsdp_reduce_scatter``). FSDP2 modules are
-found at their first forward.
+FSDP2's reduce-scatter in backward, for classes that can (see ``_engine.fsdp_reduce_scatter``).
+FSDP2 modules are found at their first forward.
 """
 
 from __future__ import annotations

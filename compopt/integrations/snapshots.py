@@ -180,7 +180,8 @@ class Snapshots:
         comm, device = optimizer.comm, optimizer._session.device
         self._get_group()  # on all ranks, those without a snapshot too
         visible = _run(gather_json(self.find(), device, comm))
-        assignment = assign_snapshots([[Snapshot(*fields) for fields in snapshots] for snapshots in visible])
+        visible = [[Snapshot(*fields) for fields in snapshots] for snapshots in visible]
+        assignment = assign_snapshots(visible)
         if not any(assignment):
             return 0
         assigned = assignment[comm.rank]
@@ -271,7 +272,7 @@ def assign_snapshots(visible: list[list[Snapshot]]) -> list[list[Snapshot]]:
     candidates = {s for snapshots in visible for s in snapshots if s.step == newest}
     for snapshot in sorted(candidates):
         visible_to = [rank for rank, snapshots in enumerate(visible) if snapshot in snapshots]
-        rank = min(visible_to, key=lambda rank: (len(assignment[rank]), rank != snapshot.replica, rank))
+        rank = min(visible_to, key=lambda r: (len(assignment[r]), r != snapshot.replica, r))
         assignment[rank].append(snapshot)
     return assignment
 
@@ -313,8 +314,8 @@ class RankParts:
                 for part in parts:
                     local.add_(part[path], alpha=factor)
         for name, anchor in _iterate_anchors(state):
-            displacement = sum((part["moved", name] * factor for part in parts), torch.zeros_like(anchor))
-            to_local(state["model"][name]).copy_(anchor + displacement)
+            distances = (part["moved", name] * factor for part in parts)
+            to_local(state["model"][name]).copy_(anchor + sum(distances, torch.zeros_like(anchor)))
 
 
 def _iterate_anchors(state: State) -> Iterator[tuple[str, Tensor]]:
