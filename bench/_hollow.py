@@ -274,15 +274,15 @@ def _weighed_table(name: str) -> Callable[..., kernels.Table]:
 
 
 read_numbers = decision.read_numbers
-told: list[float] = []
+report: list[float] = []
 
 
 def _read_numbers(exchanges: list[BucketExchange]) -> list[float]:
     """The numbers that decide, as they would be: every rank has every gradient, all is as it should be."""
     norms = (exchange.agreement.squared_norm for exchange in exchanges)
-    told[:] = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
+    report[:] = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
     for exchange in exchanges:
-        told.extend([*[1.0] * len(exchange.agreement.payload.header), *exchange.control.numbers])
+        report.extend([*[1.0] * len(exchange.agreement.payload.header), *exchange.control.numbers])
     return read_numbers(exchanges)
 
 
@@ -323,7 +323,7 @@ def _to_list(x: Tensor) -> Any:
         return to_list(x)
     if Counts.running is not None:
         Counts.running.wait()
-    return list(told) if x.shape == (len(told),) else torch.zeros_like(x, device="cpu").tolist()
+    return list(report) if x.shape == (len(report),) else torch.zeros_like(x, device="cpu").tolist()
 
 
 @contextlib.contextmanager

@@ -168,8 +168,8 @@ class AroundAdamW(Rival):
 
     @torch.no_grad()
     def step(self) -> None:
-        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner["lr"] = own["lr"]
+        for local, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner["lr"] = local["lr"]
         self.stats.bytes_sent, start = 0, self.steps < self.dense
         self.stats.phase = "dense" if start else "compressed"
         self.steps += 1
@@ -210,11 +210,11 @@ class PowerSGD(AroundAdamW):
             random = torch.Generator().manual_seed(number)
             state["q"] = torch.randn(p.shape[1], rank, generator=random).to(p)
             state["residual"] = torch.zeros_like(p)
-        owed = p.grad + state["residual"]
-        left = torch.linalg.qr(self.mean(owed @ torch.linalg.qr(state["q"]).Q)).Q
-        state["q"] = self.mean(owed.T @ left)
+        residuals = p.grad + state["residual"]
+        left = torch.linalg.qr(self.mean(residuals @ torch.linalg.qr(state["q"]).Q)).Q
+        state["q"] = self.mean(residuals.T @ left)
         average = left @ state["q"].T
-        state["residual"] = owed - average
+        state["residual"] = residuals - average
         return average
 
 

@@ -127,10 +127,10 @@ def host(name: str, params: Params) -> tuple[float, float]:
                     optimizer.step()
         gc.collect()
         for _ in range(STEPS):
-            for optimizer, own in zip(optimizers, times, strict=True):
+            for optimizer, local in zip(optimizers, times, strict=True):
                 start = time.thread_time()
                 optimizer.step()
-                own.append(time.thread_time() - start)
+                local.append(time.thread_time() - start)
     ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
     return round(1e3 * statistics.median(times[0]), 1), round(ratio, 2)
 

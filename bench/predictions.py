@@ -49,14 +49,14 @@ def probed(rate: str) -> dict:
 
 def compare(rate: str, work: Workload, rounds: int, steps: int) -> list[dict]:
     """A row for each method: its step as predicted, and as measured afterwards."""
-    found, known = probed(rate), costs(work)
+    results, known = probed(rate), costs(work)
     words = ["--worker", "--methods", "none", *known, "--rounds", str(rounds), "--steps", str(steps)]
     label, gathered = over_links([sys.executable, str(Path(__file__).with_name("links.py")), *words], RANKS, rate)
     timed = summarise(label, RANKS, gathered)
     seconds = {row["method"]: row["step_ms"] / 1e3 for row in timed}
     warn_if_busy(timed[0]["cpu_share"])
-    alone = seconds["none"]
-    there = advise(work, **found, step_s=alone).situation
+    single = seconds["none"]
+    there = advise(work, **results, step_s=single).situation
     rows = []
     for method, cost in known.items():
         step = step_seconds(there.machine, cost, there.compute_s, there.overlap_s)
@@ -64,7 +64,7 @@ def compare(rate: str, work: Workload, rounds: int, steps: int) -> list[dict]:
             {
                 "rate": label,
                 "method": method,
-                "alone_s": alone,
+                "alone_s": single,
                 "own_s": step.local,
                 "exchange_s": step.exchange,
                 "predicted_s": step.total,
@@ -76,7 +76,7 @@ def compare(rate: str, work: Workload, rounds: int, steps: int) -> list[dict]:
 
 
 def show(rows: list[dict]) -> None:
-    heads = f"{'alone ms':>9}{'own':>6}{'waits':>7}{'predicted':>11}{'measured':>10}{'error':>8}"
+    heads = f"{'single ms':>9}{'own':>6}{'waits':>7}{'predicted':>11}{'measured':>10}{'error':>8}"
     print(f"\n{'rate':<10}{'method':<11}{heads}")
     for row in rows:
         parts = "".join(
@@ -96,9 +96,9 @@ def main() -> None:
     work = Workload.of(make_model().named_parameters())
     rows: list[dict] = []
     for rate in args.rates:
-        found = compare(rate, work, args.rounds, args.steps)
-        show(found)
-        rows += found
+        results = compare(rate, work, args.rounds, args.steps)
+        show(results)
+        rows += results
     with (RESULTS / "predictions.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()

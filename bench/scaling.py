@@ -93,16 +93,16 @@ def unions(ranks: int) -> float:
         first.step()
     with fleet(ranks) as comm:
         optimizer = METHODS["TagcAdamW 0.9875"](list(model.named_parameters()), comm)
-        found = [torch.zeros(bucket.shards.mask_bytes, dtype=torch.uint8) for bucket in optimizer._buckets]
+        results = [torch.zeros(bucket.shards.mask_bytes, dtype=torch.uint8) for bucket in optimizer._buckets]
         for rank in range(ranks):
             model.zero_grad()
             model(*Batches(rank).next()).backward()
-            for bits, bucket in zip(found, optimizer._buckets, strict=True):
+            for bits, bucket in zip(results, optimizer._buckets, strict=True):
                 if len(bits):
                     with torch.no_grad():
                         bits |= next(optimizer.algorithm(bucket)).tensor  # what it asks the ranks for first: their or
         lengths = [sum(bucket.compressed_lengths) for bucket in optimizer._buckets]
-    counts = [int(sum((bits >> n & 1).sum() for n in range(8))) for bits in found]
+    counts = [int(sum((bits >> n & 1).sum() for n in range(8))) for bits in results]
     return sum(counts) / sum(lengths)
 
 
@@ -222,7 +222,7 @@ def show_what_pays(rows: dict[tuple[str, str, int], dict], size: str) -> None:
         there = {n: pair for n, pair in pairs.items() if all(pair)}
         cells = []
         for rate in rates.values():
-            found = [n for n, pair in there.items() if slower(*pair, rate)]
+            results = [n for n, pair in there.items() if slower(*pair, rate)]
             cells.append(f"{found[0] if found else f'not to {max(there)}' if there else '?':>14}")
         print(f"{method:<45}{''.join(cells)}")
 

@@ -88,7 +88,7 @@ def table(results: dict[str, dict]) -> str:
 
 def sentences(results: dict[str, dict]) -> list[str]:
     """What each run saved, and on which links: those on which its whole run, dense start included, takes less time."""
-    ((_, dense), *others), said = results.items(), []
+    ((_, dense), *others), message = results.items(), []
     for name, result in others:
         lost = (step_ms(result) - step_ms(dense)) * result["config"]["steps"] / 1000  # seconds, beside the link's
         saved = link_bits(dense, last(dense, "bytes")) - link_bits(result, last(result, "bytes"))
@@ -99,8 +99,8 @@ def sentences(results: dict[str, dict]) -> list[str]:
         else:
             where = f"it pays on links below {saved / lost / 1e6:,.0f} Mbit/s; above, AdamW is faster"
         share, more = (last(result, key) / last(dense, key) for key in ("bytes", "val_loss"))
-        said.append(f"{name}: {share:.0%} of AdamW's bytes in all, {more:.3f} of its loss; {where}.")
-    return said
+        message.append(f"{name}: {share:.0%} of AdamW's bytes in all, {more:.3f} of its loss; {where}.")
+    return message
 
 
 def plot(results: dict[str, dict], path: Path) -> None:

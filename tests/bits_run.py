@@ -218,8 +218,8 @@ def entries_of(saved: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, A
         for name, value in sorted(saved["state"][number].items()):
             yield prefix + name, value
     for group in saved.get("param_groups", []):
-        said = [group.get(name) for name in ("step", "lr", "residuals", "class", "format")]
-        yield prefix + "groups", said
+        message = [group.get(name) for name in ("step", "lr", "residuals", "class", "format")]
+        yield prefix + "groups", message
     if "base" in saved:
         yield from entries_of(saved["base"], "base's ")
 

@@ -29,13 +29,13 @@ NAME = "pretend"
 
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
     """Those that an operator is given, alone or in lists. This and ``mapped`` are torch's pytrees, but quick."""
-    found = []
+    results = []
     for x in values:
         if isinstance(x, torch.Tensor):
-            found.append(x)
+            results.append(x)
         elif isinstance(x, list | tuple):
-            found += tensors_of(x)
-    return found
+            results += tensors_of(x)
+    return results
 
 
 def mapped(change: Callable[[Any], Any], x: Any) -> Any:
@@ -186,8 +186,8 @@ class Device(TorchDispatchMode):
         return there
 
     def _note(self, where: Counter[str]) -> None:
-        if said := place():
-            where[said] += 1
+        if message := place():
+            where[message] += 1
 
     def _pin(self, packet, tensor: torch.Tensor) -> Any:
         if packet is aten.is_pinned:

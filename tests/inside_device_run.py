@@ -85,7 +85,7 @@ def exchange(generators: list[Generator[Any, Any, None]]) -> None:
                 answers = [one.tensor.tolist() for one in asked]
             case ReduceScatterMean():
                 cut = [one.tensor.split(one.sizes) for one in asked]
-                answers = [average_rows(torch.stack([own[rank] for own in cut])) for rank in range(RANKS)]
+                answers = [average_rows(torch.stack([local[rank] for local in cut])) for rank in range(RANKS)]
         asked = [request for generator, answer in zip(generators, answers, strict=True) if (request := sent(generator, answer))]
 
 
@@ -100,14 +100,14 @@ def run(device: torch.device, few: bool = False, **options: Any) -> list[Tensor]
     """Two steps: averaged gradients, and what is owed."""
     group = dict(sparsity=0.9, codec="compact", sketch_ratio=10, payload_dtype=None, step=1, warmup_steps=0,
                  total_steps=None, when="always", compress=None) | options  # fmt: skip
-    found, ranks = [], [Rank(rank, device, group) for rank in range(RANKS)]
+    results, ranks = [], [Rank(rank, device, group) for rank in range(RANKS)]
     for _ in range(STEPS):
         rows = [one.rows(few).to(device) for one in ranks]
         outs = [torch.zeros(one.length).to(device) for one in ranks]
         exchange([one.average(mine, out) for one, mine, out in zip(ranks, rows, outs, strict=True)])
         for one, out in zip(ranks, outs, strict=True):
-            found += [out, *one.commit()]
-    return found
+            results += [out, *one.commit()]
+    return results
 
 
 def main() -> None:
@@ -118,8 +118,8 @@ def main() -> None:
             with _disable_current_modes():
                 wanted = run(torch.device("cpu"), **options)
             reads.clear()
-            found = run(pretend, **options)
-            held = [x.held if isinstance(x, OnDevice) else x for x in found]
+            results = run(pretend, **options)
+            held = [x.held if isinstance(x, OnDevice) else x for x in results]
             differs = [i for i, (a, b) in enumerate(zip(wanted, held, strict=True)) if not torch.equal(a, b)]
             result[name] = {"differs": differs, "looks": dict(device.accesses), "mixed": dict(device.mixed)}
             result[name] |= {"owed": bool(held[1].any()), "reads": reads["read"], "steps": STEPS}

@@ -45,7 +45,7 @@ def all_of(rank: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_it_is_fsdp_with_rounded_gradients(ranks):
-    for found in run_ranks(all_of, ranks):
-        rounded = {name: found.pop(name) for name in ("bfloat16", "int8")}
-        assert max(found.values()) < 1e-12, found
+    for results in run_ranks(all_of, ranks):
+        rounded = {name: results.pop(name) for name in ("bfloat16", "int8")}
+        assert max(results.values()) < 1e-12, results
         assert all(0 < far < 0.05 for far in rounded.values()), rounded

@@ -95,8 +95,8 @@ def test_local_steps_are_the_design_with_several_inside(inside, ranks, options):
     wanted = oracle.train(
         ranks, weights(), gradients, 14, 4, lambda ps: ByHand(inside(ps)), parts=parts, delay=delay
     )  # fmt: skip
-    for own, theirs in zip(params, wanted, strict=True):
-        for p, q in zip(own, theirs, strict=True):
+    for local_part, theirs in zip(params, wanted, strict=True):
+        for p, q in zip(local_part, theirs, strict=True):
             torch.testing.assert_close(p.detach(), q, rtol=1e-11, atol=1e-12)
 
 
@@ -105,15 +105,15 @@ def test_muon_is_torchs_on_the_averaged_gradient_to_the_bit():
         return compopt.Average(muon_and_adamw(params), process_group=process_group)
 
     world, params, optimizers = replicas(2, weights(dtype=torch.float32), make)
-    alone = [nn.Parameter(w) for w in weights(dtype=torch.float32)]
-    by_hand = ByHand(muon_and_adamw(alone))
+    single = [nn.Parameter(w) for w in weights(dtype=torch.float32)]
+    by_hand = ByHand(muon_and_adamw(single))
     for t in range(8):
         grads = gradients(2, t, dtype=torch.float32)
         step(world, params, optimizers, grads)
-        for p, a, b in zip(alone, *grads, strict=True):
+        for p, a, b in zip(single, *grads, strict=True):
             p.grad = (a + b) / 2
         by_hand.step()
-    for p, q in zip(params[1], alone, strict=True):
+    for p, q in zip(params[1], single, strict=True):
         assert torch.equal(p, q)
 
 
@@ -132,14 +132,14 @@ def test_separate_around_muon_is_torchs_muon_on_the_tracked_projection_to_the_bi
         return optimizer
 
     world, params, optimizers = replicas(2, weights(dtype=torch.float32), make)
-    alone = [nn.Parameter(w) for w in weights(dtype=torch.float32)]
-    by_hand = ByHand(muon_and_adamw(alone))
+    single = [nn.Parameter(w) for w in weights(dtype=torch.float32)]
+    by_hand = ByHand(muon_and_adamw(single))
     for t in range(8):
         step(world, params, optimizers, gradients(2, t, dtype=torch.float32))
-        for p, average in zip(alone, given[-1], strict=True):
+        for p, average in zip(single, given[-1], strict=True):
             p.grad = average.clone()
         by_hand.step()
-    for p, q, r in zip(params[0], params[1], alone, strict=True):
+    for p, q, r in zip(params[0], params[1], single, strict=True):
         assert torch.equal(p, q) and torch.equal(p, r)
     assert "projected" in optimizers[0].stats.phase and len(given) >= 8
     ranks = [int(torch.linalg.matrix_rank(given[-1][i].double(), rtol=1e-5)) for i in FIRST]
@@ -368,15 +368,15 @@ def test_a_checkpoint_goes_on_to_the_bit(name, at):
     saved = [through_a_file(optimizer.state_dict()) for optimizer in optimizers]
     assert [len(group["params"]) for group in saved[0]["param_groups"]] == [2, 3]
     world2, params2, optimizers2 = replicas(2, [p.detach() for p in params[0]], make)
-    for own, theirs, optimizer, state in zip(params2, params, optimizers2, saved, strict=True):
-        for p, q in zip(own, theirs, strict=True):
+    for local_part, theirs, optimizer, state in zip(params2, params, optimizers2, saved, strict=True):
+        for p, q in zip(local_part, theirs, strict=True):
             p.data.copy_(q)
         optimizer.load_state_dict(state)
     for t in range(at, at + 7):
         step(world, params, optimizers, gradients(2, t, dtype=torch.float32))
         step(world2, params2, optimizers2, gradients(2, t, dtype=torch.float32))
-    for own, theirs in zip(params, params2, strict=True):
-        assert all(map(torch.equal, own, theirs))
+    for local_part, theirs in zip(params, params2, strict=True):
+        assert all(map(torch.equal, local_part, theirs))
     for one, other in zip(optimizers, optimizers2, strict=True):
         assert_same(snapshot(one.base.members[0]), snapshot(other.base.members[0]))
 

@@ -102,13 +102,13 @@ def test_rows_out_of_the_ordinary(mean, device, bits):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_threads_change_nothing(mean, device, bits):
     lengths = (3 * ROW + 5, 70, 40 * ROW)
-    alone = exchanged(mean, device, lengths, 2, bits)
+    single = exchanged(mean, device, lengths, 2, bits)
     torch.set_num_threads(3)
     try:
         many = exchanged(mean, device, lengths, 2, bits)
     finally:
         torch.set_num_threads(1)
-    assert all(map(torch.equal, (*alone[0], *alone[1]), (*many[0], *many[1])))
+    assert all(map(torch.equal, (*single[0], *single[1]), (*many[0], *many[1])))
 
 
 def test_what_they_cannot_take_is_left_to_the_reference(mean, device):
@@ -129,14 +129,14 @@ def test_a_chunk_alone_has_the_references_codes(isa, lengths, dtype, bits):
     library = library_of(isa)
     (chunk,) = row_layout(lengths, 1).chunks
     values = torch.randn(chunk.stop, generator=torch.Generator().manual_seed(2)).to(dtype)
-    found = []
+    results = []
     for encode, decode in (
         (quantization.quantize_chunk, quantization.dequantize_chunk),
         (functools.partial(native.quantize, library), functools.partial(native.dequantize, library)),
     ):
         x, out, scratch = values.clone(), torch.empty_like(values), Scratch()
-        scales, codes = torch.zeros(chunk.rows), torch.zeros(packed_bytes(chunk.stop, bits), dtype=torch.int8)
-        encode(x, chunk, scales, codes, (3, 1), scratch, bits)
-        decode(scales, codes, chunk, out, scratch, bits)
-        found.append((x, scales, codes, out))
-    assert all(map(torch.equal, *found))
+        scales, quantized = torch.zeros(chunk.rows), torch.zeros(packed_bytes(chunk.stop, bits), dtype=torch.int8)
+        encode(x, chunk, scales, quantized, (3, 1), scratch, bits)
+        decode(scales, quantized, chunk, out, scratch, bits)
+        results.append((x, scales, quantized, out))
+    assert all(map(torch.equal, *results))

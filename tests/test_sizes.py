@@ -101,8 +101,8 @@ def test_tagc_leaves_as_many_as_it_says_in_every_shard(size, sparsity, backend, 
         bucket = ours.optimizers[0]._buckets[number % 3]
         for bits in sent:
             for shard in range(2):
-                own = bits[bucket.shards.cuts[shard] : bucket.shards.cuts[shard + 1]]
-                left = int((own.unsqueeze(1) >> torch.arange(8) & 1).sum())
+                local = bits[bucket.shards.cuts[shard] : bucket.shards.cuts[shard + 1]]
+                left = int((local.unsqueeze(1) >> torch.arange(8) & 1).sum())
                 assert left == most_left(sparsity, bucket.shards.owned[shard])
 
 
@@ -123,8 +123,8 @@ def test_the_largest_are_exactly_as_many(what, share, backend, monkeypatch):
         "two sizes": torch.where(x > 0, 1.0, -1e-6),
     }[what]
     k = max(1, round(share * n))
-    found = select_exact_top_k(x, k, compopt.AdamS([nn.Parameter(torch.zeros(1))]).ops)
-    assert torch.equal(found, found.unique())
-    assert len(found) == k or (len(found) < k and len(found) >= int(x.count_nonzero()))
-    chosen = x.abs()[found].sort(descending=True).values
-    assert torch.equal(chosen, x.abs().sort(descending=True).values[: len(found)])
+    results = select_exact_top_k(x, k, compopt.AdamS([nn.Parameter(torch.zeros(1))]).ops)
+    assert torch.equal(results, results.unique())
+    assert len(results) == k or (len(results) < k and len(results) >= int(x.count_nonzero()))
+    chosen = x.abs()[results].sort(descending=True).values
+    assert torch.equal(chosen, x.abs().sort(descending=True).values[: len(results)])

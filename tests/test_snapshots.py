@@ -59,20 +59,20 @@ class Run:
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The parameters, and all tensors of the optimizer's state by their names."""
-        found = {name: p.detach().clone() for name, p in self.model.module.named_parameters()}
+        results = {name: p.detach().clone() for name, p in self.model.module.named_parameters()}
 
         def add(prefix: str, entry: dict) -> None:
             for name, value in entry.items():
                 if isinstance(value, dict):
                     add(f"{prefix}.{name}", value)
                 else:
-                    found[f"{prefix}.{name}"] = value.clone()
+                    results[f"{prefix}.{name}"] = value.clone()
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for place, entry in self.optimizer.state_dict()["state"].items():
                 add(str(place), entry)
-        return found
+        return results
 
 
 def begins(rank: int, folder: str, kind: str, options: dict, is_shared: bool) -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ def resumes(rank: int, folder: str, kind: str, options: dict, is_shared: bool) -
     assert run.scheduler.last_epoch == 6 and run.position.samples > 0
     assert run.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 7)
     run.train(2)
-    found = {**loaded, **{f"then {name}": value for name, value in run.parts().items()}}
+    results = {**loaded, **{f"then {name}": value for name, value in run.parts().items()}}
     if isinstance(run.optimizer, compopt.LocalSteps):
         run.optimizer.end_round()
     run.snapshots.save()
@@ -111,7 +111,7 @@ def resumes(rank: int, folder: str, kind: str, options: dict, is_shared: bool) -
     other = mine.clone()
     dist.broadcast(other, 0)
     assert torch.equal(mine, other)
-    return found
+    return results
 
 
 KINDS = [("rounds", OPTIONS[0]), ("rounds", OPTIONS[1]), ("Radius", {})]

@@ -16,11 +16,11 @@ def watch(rows: list[torch.Tensor], candidates: dict[str, Candidate], start: int
     model = nn.Linear(rows[0].shape[1], rows[0].shape[0], bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "weight_decay": 0.0, **options})
-    with Diagnosis(model, optimizer, len(rows), start, 1 << 20, None, candidates) as seen:
+    with Diagnosis(model, optimizer, len(rows), start, 1 << 20, None, candidates) as records:
         for g in rows:
             model.weight.grad = g.clone()
             optimizer.step()
-    return seen
+    return records
 
 
 def noise(steps: int, rows: int = 64, columns: int = 80) -> list[torch.Tensor]:

@@ -162,14 +162,14 @@ def test_replicas_are_equal_runs_repeat_and_gradients_are_conserved(case):
     @given(examples(case))
     def holds(example):
         run = Run(example).go()
-        seen.update(optimizer.stats.phase for optimizer in run.optimizers)
+        records.update(optimizer.stats.phase for optimizer in run.optimizers)
         assert run.worst < 1
         if example.repeat:
             for p, q in zip(everywhere(run.optimizers[0]), everywhere(Run(example).go().optimizers[0]), strict=True):
                 assert torch.equal(p, q)
 
-    seen: set[str] = set()
+    records: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         holds()
-    assert seen - {"dense", "none"} or not case.cls.averaged_state
+    assert records - {"dense", "none"} or not case.cls.averaged_state

@@ -68,7 +68,7 @@ class RadiusOracle:
         self.t += 1
         grads = read_grads(grads, self.params, self.ranks)
         self.phase = self._phase_of(self.t)
-        average = mean_over_ranks([self._exchanged(rank, own) for rank, own in enumerate(grads)])  # lines 4, 9, 14
+        average = mean_over_ranks([self._exchanged(rank, local) for rank, local in enumerate(grads)])  # lines 4, 9, 14
         if self.maximize:
             average = [-g for g in average]
         average = clip_by_global_norm(average, self.max_grad_norm)  # line 20
