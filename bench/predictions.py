@@ -76,7 +76,7 @@ def compare(rate: str, work: Workload, rounds: int, steps: int) -> list[dict]:
 
 
 def show(rows: list[dict]) -> None:
-    heads = f"{'single ms':>9}{'own':>6}{'waits':>7}{'predicted':>11}{'measured':>10}{'error':>8}"
+    heads = f"{'alone ms':>9}{'own':>6}{'waits':>7}{'predicted':>11}{'measured':>10}{'error':>8}"
     print(f"\n{'rate':<10}{'method':<11}{heads}")
     for row in rows:
         parts = "".join(

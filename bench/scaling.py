@@ -223,7 +223,7 @@ def show_what_pays(rows: dict[tuple[str, str, int], dict], size: str) -> None:
         cells = []
         for rate in rates.values():
             results = [n for n, pair in there.items() if slower(*pair, rate)]
-            cells.append(f"{found[0] if found else f'not to {max(there)}' if there else '?':>14}")
+            cells.append(f"{results[0] if results else f'not to {max(there)}' if there else '?':>14}")
         print(f"{method:<45}{''.join(cells)}")
 
 

@@ -223,7 +223,7 @@ class Report:
     def finish(self, seconds: float) -> None:
         for area, total in self.totals.items():
             same = f", {total['same']} change nothing" if total["same"] else ""
-            print(f"{area:14} {total['records']} of {total['records'] + total['left']} seen{same}")
+            print(f"{area:14} {total['seen']} of {total['seen'] + total['left']} seen{same}")
         total = sum(self.totals.values(), Counter())
         print(f"{total.total()} mutants, {total['left']} survive, {total['same']} change nothing; {seconds:.0f} s")
         print(*self.trouble, sep="\n")
@@ -243,25 +243,25 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    arguments = arguments()
-    mutants = [m for area in arguments.area for m in read(LISTS / f"{area}.txt") if not arguments.only or m.number in arguments.only]
+    args = arguments()
+    mutants = [m for area in args.area for m in read(LISTS / f"{area}.txt") if not args.only or m.number in args.only]
     stale = [f"{m}: stale, what it replaces does not occur exactly once" for m in mutants if not m.fits()]
     print(*stale, f"{len(mutants)} patches, {len(stale)} do not fit", sep="\n", flush=True)
-    if arguments.check or stale:
+    if args.check or stale:
         return bool(stale)
     import_all()
-    began, report = time.monotonic(), Report(arguments.area, arguments.v)
+    began, report = time.monotonic(), Report(args.area, args.v)
     tried = [m for m in mutants if not m.equivalent]
     for mutant in mutants:
         report.totals[mutant.area]["same"] += bool(mutant.equivalent)
-    if not arguments.trust:
-        named = {area: list(dict.fromkeys(t for m in tried if m.area == area for t in m.tests)) for area in arguments.area}
-        tests = ((None, f"tests of {area}", local) for area, local in named.items() if local)
-        run(tests, arguments.j, BASELINE * arguments.limit, report.on_result)
+    if not args.trust:
+        named = {area: list(dict.fromkeys(t for m in tried if m.area == area for t in m.tests)) for area in args.area}
+        tests = ((None, f"tests of {area}", names) for area, names in named.items() if names)
+        run(tests, args.j, BASELINE * args.limit, report.on_result)
         if report.trouble:
             return 2
         print(f"{len(set().union(*named.values()))} tests pass, {time.monotonic() - began:.0f} s", flush=True)
-    run(((m, str(m), m.tests) for m in tried), arguments.j, arguments.limit, report.on_result)
+    run(((m, str(m), m.tests) for m in tried), args.j, args.limit, report.on_result)
     report.finish(time.monotonic() - began)
     return bool(report.trouble)
 
