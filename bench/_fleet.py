@@ -136,7 +136,7 @@ def _header_bytes(request: Request, bucket: Bucket, ranks: int) -> int:
 
 @lru_cache(maxsize=256)
 def messages(lengths: tuple[int, ...], ranks: int, density: float) -> Tensor:
-    """What ranks 1 to N - 1 send of a bucket's mask where they choose at random, shape (N - 1, bytes)."""
+    """Return what ranks 1 to N - 1 send of a bucket's mask where they choose at random, shape (N - 1, bytes)."""
     shards = shard_mask(lengths, ranks, density)
     rows = torch.empty(ranks - 1, shards.message_bytes, dtype=torch.uint8)
     for rank, shard in enumerate(shards.shards[1:], start=1):

@@ -55,7 +55,7 @@ class Stream:
 
 
 class Module:
-    """What ``torch.get_device_module`` returns of it."""
+    """The device's module, as ``torch.get_device_module`` returns it."""
 
     Stream = object
 
@@ -69,7 +69,7 @@ class Module:
 
 
 class Counts(TorchDispatchMode):
-    """What a step asks of the device. ``at``: by the place in compopt that asks."""
+    """Counts of what a step asks of the device. ``at``: by the line of compopt that asks."""
 
     running: Counts | None = None
 

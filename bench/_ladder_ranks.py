@@ -53,7 +53,7 @@ class Composite(torch.optim.Optimizer):
 
 
 class Ranks:
-    """What trains the replicas of a model; ``bytes_sent`` by rank 0 so far."""
+    """The replicas of a model and their optimizers; ``bytes_sent`` by rank 0 so far."""
 
     def __init__(self, model: StackedGPT, optimizers: list[torch.optim.Optimizer]):
         self.model, self.optimizers, self.bytes_sent = model, optimizers, 0

@@ -53,7 +53,7 @@ class Processes:
         self.size = dist.get_world_size()
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """What all ranks have handed over, rank by rank."""
+        """Return what all ranks have handed over, rank by rank."""
         row = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(row, x)
         return row
@@ -65,7 +65,7 @@ class Processes:
 
 
 class Rival(torch.optim.Optimizer):
-    """What they share: tensors that are compressed and those that are not, and the bytes of a step.
+    """The common part of the rivals: tensors that are compressed and those that are not, and the bytes of a step.
 
     ``group`` has the collectives; None: those of the default process group.
     """
@@ -80,7 +80,7 @@ class Rival(torch.optim.Optimizer):
         return p.dim() >= 2 and p.numel() >= SMALL
 
     def gather(self, *parts: Tensor) -> list[tuple[Tensor, ...]]:
-        """What all ranks have handed over, rank by rank."""
+        """Return what all ranks have handed over, rank by rank."""
         return list(zip(*(self.group.gather(part) for part in parts), strict=True))
 
     def mean(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What one steady step asks of an accelerator, counted without one: launches, waits of the host, uploads, bytes.
+"""The calls of one steady step on an accelerator, counted without one: launches, waits of the host, uploads, bytes.
 
     python bench/launches.py                    # all rows, 354.8 M parameters in GPT-2 medium's shapes; under a minute
     python bench/launches.py --only "SCAPE .01" --places

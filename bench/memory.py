@@ -142,7 +142,7 @@ def measure(name: str, ranks: int) -> dict:
 
 
 def powersgd(name: str) -> dict:
-    """What torch's hook keeps: a bucket's error, and two factors a matrix, beside AdamW's state."""
+    """Return what torch's hook keeps: a bucket's error, and two factors a matrix, beside AdamW's state."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = make_model()
     ddp = DistributedDataParallel(model, bucket_cap_mb=4096)

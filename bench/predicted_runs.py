@@ -1,4 +1,4 @@
-"""What the advice predicts for whole runs of the demo's length, beside runs of that length.
+"""Predictions of the advice for whole runs of the demo's length, beside runs of that length.
 
     .venv/bin/python bench/predicted_runs.py              # 400 steps of four runs on two ranks, over the loopback
 

@@ -1,4 +1,4 @@
-"""What the advice predicts from a probe's file alone, beside the steps that follow it on the same links.
+"""Predictions of the advice from a probe's file alone, beside the steps that follow it on the same links.
 
     sudo .venv/bin/python bench/predictions.py                               # three rates, six minutes
     sudo .venv/bin/python bench/predictions.py --rates 1gbit --steps 20
@@ -40,7 +40,7 @@ def costs(work: Workload) -> dict[str, Cost]:
 
 
 def probed(rate: str) -> dict:
-    """What the probe writes, of ranks on links of this rate."""
+    """Return what the probe writes, of ranks on links of this rate."""
     with tempfile.TemporaryDirectory() as folder, Links(RANKS, rate) as links:
         file = str(Path(folder, "probe.json"))
         links.run([sys.executable, "-m", "compopt.probe", "--out", file])

@@ -1,4 +1,4 @@
-"""What is held back over a run, and how much of the mask stays: SCAPE's Figures 3 and 6 in small.
+"""Residuals over a run, and how much of the mask stays: SCAPE's Figures 3 and 6 in small.
 
     python bench/residuals.py                       # 8 runs in one process, two minutes on a quiet core
     python bench/residuals.py --show                # train nothing: the table and the plot of what is there

@@ -1,4 +1,4 @@
-"""What int8 and int4 payloads take off a gradient, by the values that share a scale; and what rounding takes of time.
+"""Rounding errors of int8 and int4 payloads, by the values that share a scale; and the time of rounding.
 
     python bench/rounding.py            # both, one thread; a minute
 
@@ -33,7 +33,7 @@ N, RANK = 10_000_000, 16
 
 
 def sent() -> Iterator[tuple[str, list[Tensor]]]:
-    """What crosses the network, and its name."""
+    """Return what crosses the network, and its name."""
     torch.manual_seed(0)
     model, batches = GPT(5, 128, 4), Batches(rank=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

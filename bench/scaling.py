@@ -1,4 +1,4 @@
-"""What a rank sends, receives and computes in a step, as ranks grow to 4096 and parameters to 124 M.
+"""Bytes and computation of a rank in a step, as ranks grow to 4096 and parameters to 124 M.
 
     python bench/scaling.py                               # every row that is not there yet: an hour, 5 GB
     python bench/scaling.py --again --sizes 10M --methods "ScapeAdamS 0.01" --ranks 2 64
@@ -107,7 +107,7 @@ def unions(ranks: int) -> float:
 
 
 def union_at(size: str, ranks: int) -> float:
-    """What was measured in the small model, the first time now; of 512 ranks for more than that."""
+    """Return what was measured in the small model, the first time now; of 512 ranks for more than that."""
     ranks = min(ranks, 512)
     row = None if size == "1M" else saved_rows().get(("TagcAdamW 0.9875", "1M", ranks))
     return float(row["union"]) if row else unions(ranks)
@@ -207,7 +207,7 @@ def show(rows: dict[tuple[str, str, int], dict], size: str) -> None:
 
 
 def slower(row: dict, dense: dict, rate: float) -> bool:
-    """Whether step() and what it receives at ``rate`` bit/s, one after the other, take longer; latency is nothing."""
+    """Return True if step() and its traffic at ``rate`` bit/s, one after the other, take longer; without latency."""
     bytes_more = float(row["received"]) - float(dense["received"])
     ms_more = float(row["ms"]) - float(dense["ms"]) if row.get("ms") else 0.0  # a formula's: bytes alone
     return ms_more / 1000 + 8 * bytes_more / rate > 0

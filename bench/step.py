@@ -128,7 +128,7 @@ def again(isa: str) -> None:
 
 
 def instruction_set() -> str:
-    """What the C passes have; none where there is no compiler."""
+    """Return what the C passes have; none where there is no compiler."""
     return build.isa_of_library(build.load_library()) if build.find_compiler() else "none"
 
 

@@ -72,7 +72,8 @@ class Average(Wrapper, ReducingOptimizer):
             of this package (AdamS) is stopped from averaging.
         payload_dtype: dtype on the wire (None: the gradient's), as a name, "int8", or as the
             torch.dtype of that name; groups keep the name. "int4" sends half a byte a value and
-            "int2" a quarter. What rounding takes off is owed, and sent with the next gradient.
+            "int2" a quarter. What rounding takes off stays in ``residual``, and is sent with the
+            next gradient.
         max_grad_norm: clips the averaged gradient to this L2 norm.
         capturable: accepted and ignored.
         process_group: the ranks to average over. None: the default group, or one process where

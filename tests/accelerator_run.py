@@ -223,7 +223,7 @@ def lost(ranks: sim.Ranks, number: int = 0) -> object:
 
 
 def read_reports(ranks: sim.Ranks) -> object:
-    """What a user may ask after a step."""
+    """Return what a user may ask after a step."""
     return [(o.stats.grad_norm, o.stats.residual_norm(), o.stats.bytes_sent) for o in ranks.optimizers]
 
 

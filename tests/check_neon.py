@@ -21,7 +21,7 @@ CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 
 
 def missing() -> str:
-    """What is not here and is needed."""
+    """Return the tools that are needed and missing here."""
     if platform.machine() == "aarch64":
         return "" if build.find_compiler() else "a C compiler"
     return ", ".join(name for name in (CROSS, EMULATOR) if not shutil.which(name))

@@ -1,4 +1,4 @@
-"""Whether this tree computes, keeps and sends the same as another commit's, to the bit.
+"""Check that this tree computes, keeps and sends the same as another commit's, to the bit.
 
     python tests/check_same_bits.py [--rev REV] [--only PATTERN] [-j N] [--ignore WHAT]
 
@@ -54,7 +54,7 @@ def differences(before: dict[str, dict], after: dict[str, dict], ignored: set[st
 
 
 def shown(before: dict, after: dict, step: Any) -> str:
-    """What is short enough to be read."""
+    """Return the part that is short enough to be read."""
     pair = [side.get(step, "nothing") for side in (before, after)]
     digest = re.compile("[0-9a-f]{40}$")
     return "" if any(map(digest.match, pair)) else f" ({pair[0]}, now {pair[1]})"
@@ -81,7 +81,7 @@ def prepare(tree: Path, folder: Path) -> Path:
 
 
 def run_tree(script: Path, pattern: str, part: int, parts: int) -> dict[str, dict]:
-    """What each case gave, by name. A process that died says so in the case that it was in."""
+    """Return what each case gave, by name. A process that died says so in the case that it was in."""
     env = dict(os.environ, TRITON_INTERPRET="1")
     words = [sys.executable, "-W", "ignore", str(script), f"{part}/{parts}", pattern]
     done = subprocess.run(words, env=env, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What goes in comes out: over ranks, gradients equal what was applied and what is owed.
+"""Conservation: over ranks, gradients equal what was applied plus the residuals.
 
 The gradient that an optimizer applied is read off its first moment, G = (m' - b1 m) / (1 - b1), so this knows nothing
 of how it was exchanged. ``m`` and what is owed, ``r``, the mean over ranks of the residuals, are taken before a step
@@ -49,7 +49,7 @@ def moments(optimizers: Optimizers) -> list[Tensor]:
 
 
 def mean_residuals(optimizers: Optimizers) -> list[Tensor]:
-    """What all ranks together hold back of every tensor, as it counts in a mean; zeros where nothing can be."""
+    """Return what all ranks together hold back of every tensor, as it counts in a mean; zeros where nothing can be."""
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
     zeros = [torch.zeros_like(p, dtype=torch.float64) for p in everywhere(optimizers[0])]
     results = [torch.stack([s[n].get("residual", zero).double() for s in states]) for n, zero in enumerate(zeros)]

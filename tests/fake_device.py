@@ -152,7 +152,7 @@ class Device(TorchDispatchMode):
             self.moved += moves(function, *kept, result, lambda x: isinstance(x, OnDevice))
 
     def _wrapped(self, result: Any, outer: dict[int, OnDevice]) -> Any:
-        """What an operator returns: tensors that it was given, or new ones of the device."""
+        """Return what an operator returns: tensors that it was given, or new ones of the device."""
 
         def on_device(held: Any) -> Any:
             if not isinstance(held, torch.Tensor):
@@ -162,7 +162,7 @@ class Device(TorchDispatchMode):
         return mapped(on_device, result)
 
     def _look(self, function, packet, args, kwargs, given, ours) -> None:
-        """What this operator would make the host wait for, and whether a real device would take it."""
+        """Count where this operator would make the host wait, and refuse what a real device would not take."""
         if waits(function, args, kwargs):
             self._note(self.accesses)
         hosts = [x for x in given if not isinstance(x, OnDevice)]
@@ -172,7 +172,7 @@ class Device(TorchDispatchMode):
             raise RuntimeError(f"Expected all tensors to be on the same device, but {packet} was given two.")
 
     def _copied(self, packet, args, kwargs) -> bool:
-        """Whether what a copy returns is on the device; the host waits where it goes from there to pageable memory."""
+        """Return True if a copy ends on the device; the host waits where it goes from there to pageable memory."""
         if packet is aten._to_copy:
             source, to = args[0], kwargs.get("device")
             there = isinstance(source, OnDevice) if to is None else to.type == NAME

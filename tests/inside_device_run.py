@@ -66,7 +66,7 @@ class Rank:
         self.bucket.collect_unsent(reducer, self.unsent)
 
     def commit(self) -> list[Tensor]:
-        """What is owed then."""
+        """Commit the unsent parts, and return the residuals."""
         for one in self.unsent.values():
             one.replace_residual(one.residual, 1.0)
         self.unsent.clear()

@@ -119,7 +119,7 @@ def mypy(tree: Path) -> int:
 
 
 def measure(tree: Path, types: bool) -> dict[str, object]:
-    """What is counted, by name."""
+    """Return the counts, by name."""
     files = sources(tree, "compopt", "kernels")
     texts = [path.read_text() for path in files]
     lines = [line for text in texts for line in text.splitlines()]

@@ -120,7 +120,7 @@ class Job:
         return f"it waited for {IDLE:.0f} s" if now > self.last_work + IDLE else ""
 
     def outcome(self, status: int) -> str:
-        """What became of it, in a word or a sentence."""
+        """Return the outcome, in a word or a sentence."""
         seconds, code = time.monotonic() - self.began, os.waitstatus_to_exitcode(status)
         output = (self.folder / "output").read_text(errors="replace")
         if self.mutant is None:
@@ -144,7 +144,7 @@ def cpu_seconds(session: int) -> float:
 
 
 def complaints(output: str) -> str:
-    """What pytest says is wrong."""
+    """Return what pytest says is wrong."""
     return " ".join(re.findall(r"^(?:ERROR|FAILED|E  ).*", output, re.M))[-600:]
 
 
@@ -195,7 +195,7 @@ def end(job: Job) -> None:
 
 
 def import_all() -> None:
-    """What children would import for seconds each. None of it is ours."""
+    """Import what children would import for seconds each. None of it is ours."""
     os.environ.setdefault("TRITON_INTERPRET", "1")
     wanted = ("numpy", "hypothesis", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
     for name in (*wanted, "torch.testing._internal.common_optimizers"):
@@ -205,7 +205,7 @@ def import_all() -> None:
 
 
 class Report:
-    """What became of all, by area."""
+    """The outcomes of all mutants, by area."""
 
     def __init__(self, areas: list[str], every: bool):
         self.totals, self.every = {area: Counter() for area in areas}, every

@@ -242,7 +242,7 @@ class Ranks:
 
     @property
     def at_rest(self) -> bool:
-        """Whether replicas have to be equal now: always, but within a round of local steps."""
+        """Return True if replicas have to be equal now: always, but within a round of local steps."""
         return not any(getattr(optimizer.stats, "steps_into_round", 0) for optimizer in self.optimizers)
 
     def finish_round(self, loss: Callable[[nn.Module, int, int], Tensor]) -> None:

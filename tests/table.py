@@ -49,7 +49,7 @@ class Case:
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank keeps state of its own shard only."""
+        """Return True if each rank keeps state of its own shard only."""
         return self.cls.sharded or self.compressed.get("sharded", False)
 
     @property
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def sends_updates(self) -> bool:
-        """Whether what is added to parameters is gathered, rounded, and not parameters."""
+        """Return True if what is added to parameters is gathered, rounded, and not parameters."""
         return self.compressed.get("update_dtype") is not None
 
     @property

@@ -82,7 +82,7 @@ LOOKS = {
 
 @functools.cache
 def ran(names: tuple[str, ...]) -> dict[str, dict]:
-    """What is found, in a process of its own: a device cannot be taken back."""
+    """Return the results of a process of its own: a device cannot be taken back."""
     (found,) = run_ranks(run_cases, 1, names)
     return found
 

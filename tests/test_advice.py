@@ -357,7 +357,7 @@ def test_a_loss_is_the_nearest_measurements():
 
 
 def test_advice_never_contradicts_itself():
-    """What is advised is within the budget in all that is said of it; what is not, says so."""
+    """Advice is within the budget in all that it says, or says that it is not."""
     for size in (1e6, 13e6, 124e6, 1.5e9, 7e9):
         for tokens in (0.1, 1, 20, 200):
             for budget in (0.01, 0.02, 0.05):

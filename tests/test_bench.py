@@ -1,4 +1,4 @@
-"""What the benchmarks count: memory as torch allocates it, and bytes of one rank among made-up ones."""
+"""Counts of the benchmarks: memory as torch allocates it, and bytes of one rank among made-up ones."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def everything(model: nn.Module, optimizer) -> dict[str, torch.Tensor]:
 
 
 def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """What differs, to the bit."""
+    """Return the names of what differs in any bit."""
     return [name for name in a if name not in b or not torch.equal(a[name], b[name])]
 
 

@@ -1,4 +1,4 @@
-"""What goes in comes out, for every class on every back end, in float32: gradients are applied or owed.
+"""Conservation, for every class on every back end, in float32: gradients are applied or stay in residuals.
 
 Beside the table's lines also forms of the classes that send otherwise: OTHERS.
 """
@@ -128,7 +128,7 @@ def test_a_clip_takes_what_was_sent_and_nothing_that_is_owed(case, backend, payl
 @by_operators
 @pytest.mark.parametrize("saved", [False, True], ids=["running", "from a checkpoint"])
 def test_a_dense_step_sends_what_is_owed_and_absent_tensors_go_on_owing(case, backend, saved):
-    """What a contraction left over is sent; an unbiased projection's error is noise, which a dense step drops."""
+    """A contraction's residual is sent; an unbiased projection's error is noise, which a dense step drops."""
     run = Audit(case, 2, MEDIUM)
     for _ in range(6):
         run.step(run.gradients())

@@ -1,4 +1,4 @@
-"""What every optimizer here owes its users in other settings than DDP, over the table of classes: inside FSDP2 on real
+"""The promises of every optimizer here in other settings than DDP, over the table of classes: inside FSDP2 on real
 ranks, and as the outer optimizer of local steps on simulated ones.
 
 With sharded state a class is a form of the table, which takes all tests of conformance. Nothing is lost inside FSDP2:

@@ -12,7 +12,7 @@ import compopt
 
 
 def catch_message(error: type[Exception], function) -> str:
-    """What ``function`` raised; the ranks stay in step because all raise."""
+    """Return what ``function`` raised; the ranks stay in step because all raise."""
     try:
         function()
     except error as caught:

@@ -1,4 +1,4 @@
-"""What a class does where nothing is said; each paper's settings; what is refused because it says nothing."""
+"""Defaults of each class; each paper's settings; options that are refused because they have no effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of devices and of the backends that carry their tensors, by the names that other machines have."""
+"""Calls to devices and to the backends that carry their tensors, by the names that other machines have."""
 
 from __future__ import annotations
 

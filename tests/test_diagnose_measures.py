@@ -1,4 +1,4 @@
-"""What `compopt.diagnose` measures is what an oracle finds."""
+"""`compopt.diagnose` measures what an oracle finds."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def updates_of(rows: list[torch.Tensor], betas: tuple[float, float] = (0.9, 0.99
 
 
 def top_k(rows: list[torch.Tensor], density: float, start: int) -> tuple[list[torch.Tensor], list[float]]:
-    """What one rank of TAGC's sends of each gradient, and the norms of what it holds back."""
+    """Return what one rank of TAGC's sends of each gradient, and the norms of what it holds back."""
     held, sent, norms = torch.zeros_like(rows[0]), [], []
     for t, g in enumerate(rows):
         h = g + held

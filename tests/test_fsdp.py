@@ -79,7 +79,7 @@ def reference(make_optimizer, steps: int, clip: float | None = None) -> tuple[to
 
 
 def tensors_of(states: dict) -> dict[int, dict[str, torch.Tensor]]:
-    """What is kept of every parameter but counts; of a wrapper the base's too, of LocalSteps the outer optimizer's."""
+    """Return the state of every parameter but counts; of a wrapper the base's too, of LocalSteps the outer one's."""
 
     def flatten(entry: dict, prefix: str = "") -> dict[str, torch.Tensor]:
         results = {}

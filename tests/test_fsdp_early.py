@@ -41,7 +41,7 @@ def both(rank: int) -> dict[str, list[tuple[list[bool], bool, float]]]:
 
 
 def beside(name: str, mesh) -> list[tuple[list[bool], bool, float]]:
-    """Whether the right buckets left early, and whether that changes anything; of some with two backwards a step too.
+    """Compare which buckets left in backward, and whether that changes anything; of some with two backwards a step too.
 
     What replaces a payload in the second is the same for all classes.
     """

@@ -50,7 +50,7 @@ def trainer(folder: Path, model, callbacks=(), steps: int = STEPS, report_to=(),
 
 
 def given(case: Case, model) -> dict:
-    """What the Trainer is given: a class and its options, or where that is not all, the optimizer."""
+    """Return what the Trainer is given: a class and its options, or where that is not all, the optimizer."""
     if case.build:
         return {"optimizers": (case.make(model.parameters()), None)}
     return {"optimizer_cls_and_kwargs": (case.cls, {"lr": case.lr, **case.compressed})}

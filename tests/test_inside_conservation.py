@@ -83,7 +83,7 @@ class Run:
         return wanted
 
     def applied(self) -> dict[str, Tensor]:
-        """What the step takes for the averaged gradient."""
+        """Return what the step takes for the averaged gradient."""
         pairs = self.model.named_parameters()
         return {name: torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor() for name, p in pairs}
 

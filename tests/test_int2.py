@@ -25,14 +25,14 @@ every_length = pytest.mark.parametrize("n", LENGTHS)
 
 
 def by_definition(x: torch.Tensor) -> torch.Tensor:
-    """What arrives of one row of x."""
+    """Return one row of x as it arrives."""
     x = x.double()
     level = torch.where(x.abs() >= x.square().mean().sqrt(), 3.0, 1.0).double() * torch.where(x < 0, -1.0, 1.0)
     return (x @ level) / (level @ level) * level
 
 
 def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What arrives of rows of x, the codes, and what was dropped."""
+    """Return rows of x as they arrive, the quantized values, and the rounding errors."""
     quantized, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
     quantize_rows(x, (RowSpan(0, 0, x.numel()),), quantized, scales, dropped, (), Scratch(), 2)
     return dequantize_rows(quantized, scales, torch.empty_like(x)), quantized, dropped

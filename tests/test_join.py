@@ -26,7 +26,7 @@ def loss_of(model, x: torch.Tensor) -> torch.Tensor:
 
 
 def are_equal(params) -> bool:
-    """Whether all ranks hold the same."""
+    """Return True if all ranks hold the same."""
     mine = torch.cat([p.detach().double().view(-1) for p in params])
     other = mine.clone()
     dist.broadcast(other, 0)
@@ -181,7 +181,7 @@ def leaves_out(rank: int, batches: tuple[int, ...]) -> tuple[list[float], float]
 
 
 def test_a_tensor_that_all_ranks_with_data_leave_out_takes_no_step():
-    """What a rank without data owes of it waits for the next gradient, as it does outside a join."""
+    """A rank without data keeps its residual until the next gradient, as outside a join."""
     for steps, residuals in run_ranks(leaves_out, 2, BATCHES[2]):
         assert steps == [5, 3] and residuals > 0
 

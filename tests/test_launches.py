@@ -1,4 +1,4 @@
-"""What a steady step asks of an accelerator, as bench/launches.py counts it: a wait that is added shows."""
+"""Calls of a steady step on an accelerator, as bench/launches.py counts them: a wait that is added shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bench/results says of compressed activations, and the page about them."""
+"""Results of compressed activations in bench/results, and the page about them."""
 
 from __future__ import annotations
 

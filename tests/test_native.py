@@ -182,7 +182,7 @@ BROKEN = {  # what a message of one rank turns into on its way
 @pytest.mark.parametrize("density", [0.01, 0.3])
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_mask_that_is_not_what_was_agreed_is_refused(ops, broken, density):
-    """What another rank sends is not trusted with memory: positions are where they may be, or an error says so."""
+    """Another rank's message is not trusted with memory: positions are where they may be, or an error says so."""
     shards = shard_mask((4096, 0, 40_000), 2, density)
     params = [nn.Parameter(torch.zeros(n, 1)) for n in (40_000, 10, 4096)]
     (bucket,) = compopt.ScapeAdamS(params)._buckets

@@ -1,4 +1,4 @@
-"""What is asked of a backend that averages and gathers by itself, as NCCL; on torch's fake group."""
+"""Calls to a backend that averages and gathers by itself, as NCCL; on torch's fake group."""
 
 from __future__ import annotations
 

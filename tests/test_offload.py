@@ -72,7 +72,7 @@ class Delayed:
 
 
 def passes(streams: Delayed) -> bool:
-    """Whether tensors are what they should be after work on them, a look at them, and more work."""
+    """Return True if tensors are what they should be after work on them, a look at them, and more work."""
     random = torch.Generator().manual_seed(0)
     host = [torch.randn(n, generator=random) if n else None for n in (5, 0, 9, 7, 3, 8, 1)]
     wanted = [None if t is None else t.clone() for t in host]

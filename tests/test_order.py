@@ -124,7 +124,7 @@ def test_payloads_of_different_buckets_or_steps_are_told_apart(monkeypatch, swap
 
 
 class Work:
-    """What a collective returns, with the error that waiting for it raises."""
+    """A collective in flight, with the error that waiting for it raises."""
 
     def __init__(self, error: Exception | None):
         self.error = error

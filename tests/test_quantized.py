@@ -52,7 +52,7 @@ of_bits = pytest.mark.parametrize("bits", [8, 4])
 
 
 def rounded(x: torch.Tensor, *seed: int, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What arrives of rows of x, its scales, and what was dropped."""
+    """Return rows of x as they arrive, their scales, and the rounding errors."""
     quantized, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
     quantize_rows(x, (), quantized, scales, dropped, seed, Scratch(), bits)
     assert int(quantized.abs().max()) == 2 ** (bits - 1) - 1, "the largest of a row is the largest code"

@@ -92,7 +92,7 @@ def test_positions_are_alike_on_ranks_and_others_in_every_step():
 @pytest.mark.parametrize("payload_dtype", [None, "int8", "int4"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_bfloat16_parameters_conserve_gradients_too(backend, ranks, payload_dtype):
-    """What ranks add up in bfloat16 rounds once more, which nobody can owe: at one rank nothing is lost."""
+    """Sums over ranks in bfloat16 round once more, and no residual holds that: at one rank nothing is lost."""
     if backend == "triton" and ranks > 1:
         pytest.skip("one rank shows what the kernels do")
     shapes = [(64, 80), (80,)]

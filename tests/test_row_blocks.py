@@ -14,7 +14,7 @@ R = COLUMNS // RATIO
 
 
 def reconstructions(g: torch.Tensor, steps: int, **options) -> list[torch.Tensor]:
-    """What SGD is given of one gradient in each of several steps, on one process."""
+    """Return what SGD is given of one gradient in each of several steps, on one process."""
     p = nn.Parameter(torch.zeros_like(g))
     sgd = torch.optim.SGD([{"params": [p], "compress": True}], lr=1.0)
     optimizer = compopt.Separate(sgd, projection="gaussian", ratio=RATIO, ef_beta=1.0, simulate=True, **options)

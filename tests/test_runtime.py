@@ -24,7 +24,7 @@ def make(monkeypatch):
 
 
 def run_backward(ranks: Ranks) -> None:
-    """What the DDP hook does: all gradients are ready, bucket for bucket, then backward ends."""
+    """Do as the DDP hook: all gradients are ready, bucket for bucket, then backward ends."""
     for _, model, optimizer in ranks:
         optimizer.gradients_ready(reversed(list(model.parameters())))
         optimizer.backward_done()

@@ -62,7 +62,7 @@ def drawn(ratio: float, kind: str, height: int | str | None, t: int) -> list[tor
 
 
 def as_drawn(ratio: float, kind: str, height: int | str | None):
-    """What the oracle needs: every tensor with its projected dimension last, each block of rows that has an R of its
+    """Return the oracle's form: every tensor with its projected dimension last, each block of rows that has an R of its
     own as a tensor, and the matrices the package draws.
     """
 

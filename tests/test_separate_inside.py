@@ -54,7 +54,7 @@ def beside_ddp(who: int, kind=separate, backwards: int = 1, **options) -> dict[s
 
 
 def conserved(rank: int) -> dict[str, float]:
-    """What a step applies and what ranks owe is the mean of their gradients, of which the first waits."""
+    """A step applies, with what ranks hold back, the mean of their gradients; of these the first waits."""
     results = {}
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for name, options, policy in (

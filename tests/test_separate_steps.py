@@ -57,7 +57,7 @@ class Run:
 
 @pytest.mark.parametrize("projection, beta", [("gaussian", "auto"), ("orthonormal", 0.5), ("tracked", "auto")])
 def test_dense_steps_in_between_leave_to_absent_tensors_what_they_owe(projection, beta):
-    """What a contraction left over is sent. An unbiased projection's error is noise: a dense step drops it."""
+    """A contraction's residual is sent. An unbiased projection's error is noise: a dense step drops it."""
     run = Run(projection=projection, ef_beta=beta, reset_interval=None)
     for _ in range(3):
         run.step()

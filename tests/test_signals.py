@@ -20,7 +20,7 @@ from compopt._engine.step import Step, defer_signals
 
 
 class Alarm(Exception):
-    """What a handler of the user's raises."""
+    """The exception of a user's handler."""
 
 
 def raise_alarm(number: int, frame: object) -> None:

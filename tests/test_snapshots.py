@@ -93,7 +93,7 @@ def begins(rank: int, folder: str, kind: str, options: dict, is_shared: bool) ->
 
 
 def resumes(rank: int, folder: str, kind: str, options: dict, is_shared: bool) -> dict[str, torch.Tensor]:
-    """What is there after resuming, and two steps later."""
+    """Return what is there after resuming, and two steps later."""
     run = Run(Path(folder) / ("all" if is_shared else f"node {rank}"), kind, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -133,7 +133,7 @@ def is_own(name: str) -> bool:
 @pytest.mark.parametrize(("kind", "options"), KINDS[::2])
 @pytest.mark.parametrize(("ranks", "is_shared"), [(3, False), (3, True), (1, True)])
 def test_other_ranks_go_on_from_the_mean(kind, options, ranks, is_shared, tmp_path):
-    """What ranks had in common is the same on all, and what each had for itself is the mean of that."""
+    """Common state is the same on all ranks, and state of single ranks becomes its mean."""
     before = run_ranks(begins, 2, str(tmp_path), kind, options, is_shared)
     after = run_ranks(resumes, ranks, str(tmp_path), kind, options, is_shared)
     for now in after:

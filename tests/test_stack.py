@@ -1,4 +1,4 @@
-"""What users put around a model and an optimizer, a test each: one process where that shows it, two under DDP."""
+"""Wrappers that users put around a model and an optimizer, a test each: one process where that shows it, two under DDP."""
 
 from __future__ import annotations
 

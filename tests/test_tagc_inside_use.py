@@ -1,4 +1,4 @@
-"""What users do with TAGC inside FSDP2: mixed precision, hooks, refusals."""
+"""Uses of TAGC inside FSDP2: mixed precision, hooks, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a type checker says of a user's script: nothing, where it is right, and the line, where a word is wrong."""
+"""A type checker accepts a user's right script, and names the line where a word is wrong."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ compopt.RadiusAdamW(params).stats.bytes
 
 @pytest.fixture(scope="module")
 def errors_of_mypy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What mypy --strict says of the two scripts. Its cache is that of ``make types``, else it reads torch first."""
+    """Return the errors of mypy --strict in the two scripts. Its cache is that of ``make types``, else it reads torch first."""
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("needs mypy")
     folder = tmp_path_factory.mktemp("project")

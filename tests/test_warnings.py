@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve()
 
 
 def heard(call: Callable[[], object]) -> list[tuple[str, str, int]]:
-    """What ``call`` warns of: the text, the file and the line it names."""
+    """Return what ``call`` warns of: the text, the file and the line it names."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         call()

@@ -1,4 +1,4 @@
-"""What users watch a run by: the totals of a run, its summary, and TensorBoard's event files, on two ranks."""
+"""Means to watch a run: the totals of a run, its summary, and TensorBoard's event files, on two ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_class_has_flat_stats_and_totals_of_its_run():
 
 
 def with_a_slow_rank(rank: int) -> tuple[float, float]:
-    """What this rank waited, and for whom, in steps for which rank 1 takes so much longer as counts on any machine."""
+    """Return this rank's waits, and for whom, in steps for which rank 1 takes so much longer as counts anywhere."""
     model = DDP(net())
     optimizer = compopt.SeparateAdam(model.parameters())
     train(rank, optimizer, model, 2)

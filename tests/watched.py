@@ -1,4 +1,4 @@
-"""What tests of `compopt.diagnose` train, and look at."""
+"""Models and records for tests of `compopt.diagnose`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FEW = {name: CANDIDATES[name] for name in ("tracked 16, int8", "Radius 0.4", "SC
 
 
 def watch(rows: list[torch.Tensor], candidates: dict[str, Candidate], start: int = 3, **options: object) -> Diagnosis:
-    """What is found of a model of one matrix that has these gradients."""
+    """Return the diagnosis of a model of one matrix that has these gradients."""
     model = nn.Linear(rows[0].shape[1], rows[0].shape[0], bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "weight_decay": 0.0, **options})

@@ -348,8 +348,8 @@ def _in_order(
 ) -> Generator[Bucket | PendingCollective, None, None]:
     """Start the collectives of a step in the order that all ranks share.
 
-    Bucket after bucket starts. After each one, the exchanges before it that have another early
-    stage complete one stage, in order. When all have started, the rest follows in turns; numbers of
+    Bucket after bucket starts. After each one, the exchanges before it that have a next stage
+    complete one stage, in order. When all have started, the rest follows in turns; numbers of
     the device are read when every bucket has reached that point. Yields the bucket that is about to
     start, or the collective that is about to be waited for.
     """

@@ -176,7 +176,7 @@ class RowBucket(Bucket):
         parts = reducer.read_owned_parts(out.dtype)
         for piece, matrix, part in zip(self.pieces, self.as_matrix, parts, strict=True):
             if matrix and piece.dim:
-                part = piece.own_part(part.view(piece.p.shape), self.rank)
+                part = piece.select_part(part.view(piece.p.shape), self.rank)
             shards.append(out[piece.begin : piece.begin + len(part)].copy_(part))
         zero_or_nan = (mean.header * 0).to(out.dtype).split(1)
         torch._foreach_add_([shard[:1] for shard in shards], [*zero_or_nan])

@@ -201,8 +201,8 @@ def update_bits(bucket: Bucket) -> int | None:
 
 
 class UpdateCodec:
-    """Rounds the shards of updates of one bucket: each rank's message holds its scales, then its
-    codes, in as many bytes for all.
+    """Quantizes the shards of updates of one bucket: each rank's message holds its scales, then its
+    quantized values, in as many bytes for all.
     """
 
     def __init__(self, bucket: Bucket, ops: Ops, bits: int):
@@ -224,7 +224,7 @@ class UpdateCodec:
         """This rank's message; its shard of ``updates`` is left with what rounding took off."""
         bucket, chunk = self.bucket, self.chunks[self.shards.rank]
         own_updates = updates[: sum(self.shards.sizes(self.shards.rank))]
-        out = bucket.get_memory("codes of updates", self.size, torch.uint8)
+        out = bucket.get_memory("quantized updates", self.size, torch.uint8)
         seed = (bucket.group["step"], bucket.index, USE, self.shards.rank)
         scales, quantized = self._fields(out, chunk)
         self.ops.quantize(own_updates, chunk, scales, quantized, seed, bucket.scratch, self.bits)
@@ -250,6 +250,6 @@ class UpdateCodec:
             torch._foreach_copy_([residual[i] for i in some], [parts[i] for i in some])
 
     def _fields(self, message: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """A rank's scales, and its codes as bytes."""
+        """Return a rank's scales, and its quantized values as bytes."""
         scales = message[: 4 * chunk.rows].view(torch.float32)
         return scales, message[self.quantized_at :].view(torch.int8)

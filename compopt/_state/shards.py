@@ -300,7 +300,7 @@ class Piece(NamedTuple):
         padding = self.ranks * self.size - tensor.numel()
         return [tensor.reshape(-1), tensor.new_zeros(padding)]
 
-    def own_part(self, tensor: Tensor, rank: int) -> Tensor:
+    def select_part(self, tensor: Tensor, rank: int) -> Tensor:
         """Return the part of ``rank`` of a tensor of the parameter's shape, as a vector."""
         chunks = tensor.chunk(self.ranks, self.dim)
         return chunks[rank].reshape(-1) if rank < len(chunks) else tensor.new_empty(0)

@@ -115,7 +115,7 @@ def _work(rank: int, file: str, size: int, results: Any, function: Callable, arg
 def run_lossy(
     function: Callable[..., Any], size: int, *args: Any, dying: int | None = None, resume_at: tuple[str, ...] = ()
 ) -> dict[int, Any]:
-    """What ``function(rank, trainings, file, *args)`` returned on each rank but the ``dying``.
+    """Return what ``function(rank, trainings, file, *args)`` returned on each rank but the ``dying``.
 
     A rank that stops itself is resumed, the n-th time when a rank has called ``announce(file, resume_at[n])``.
     """

@@ -49,7 +49,7 @@ def die(trainings: list[Training], rank: int, when: str) -> None:
 
 @contextlib.contextmanager
 def limit_waits_after_commits(trainings: list[Training]) -> Iterator[None]:
-    """What ranks exchange after a commit may not be answered any more."""
+    """Ranks may get no answer any more to what they exchange after a commit."""
     commit = Step._commit_buckets
 
     def limiting(self, *args):

@@ -25,7 +25,7 @@ ROUNDS = next(case for case in FORMS if case.form == "rounds")
 
 
 class Rounds(Soak):
-    """What befalls a run, where ranks step on their own."""
+    """Random events of a run in which ranks step on their own."""
 
     def not_finite(self, step: int) -> None:
         optimizer = self.optimizers[step % len(self.optimizers)]

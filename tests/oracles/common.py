@@ -1,4 +1,4 @@
-"""What the oracles share: averaging over ranks, clipping by a global norm, top-k, the weight update."""
+"""Common parts of the oracles: averaging over ranks, clipping by a global norm, top-k, the weight update."""
 
 import torch
 from torch import Tensor

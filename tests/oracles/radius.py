@@ -86,7 +86,7 @@ class RadiusOracle:
         return "resample" if not self.sampled or t % self.interval == 0 else "sparse"  # line 7
 
     def _exchanged(self, rank: int, grads: list[Tensor]) -> list[Tensor]:
-        """What this rank puts into the mean; moves the rest to its residual, or the residual back."""
+        """Return what this rank puts into the mean; moves the rest to its residual, or the residual back."""
         sent = []
         for i, g in enumerate(grads):
             if self.phase == "dense" or not self.compress[i]:
