@@ -116,7 +116,7 @@ class UnionReducer(ReduceScatterReducer):
         layout, sparsity = self.layout, self.bucket.group["sparsity"]
         shards = [x[8 * first : 8 * last] for first, last in itertools.pairwise(layout.cuts)]
         pairs = zip(shards, layout.owned, strict=True)
-        ks = [most_left(sparsity, n) if sparsity else len(shard) for shard, n in pairs]
+        ks = [count_selected(sparsity, n) if sparsity else len(shard) for shard, n in pairs]
         positions = select_top_k_of_each(shards, ks, self.ops)
         values = x.index_select(0, positions)
         # Zeros are not sent: gradients of embeddings are mostly 0, and so are gaps between tensors.
@@ -211,7 +211,7 @@ class UnionReducer(ReduceScatterReducer):
         return self.ops.scratch(like, 8 * self.layout.mask_bytes, use="x")
 
 
-def most_left(sparsity: float, n: int) -> int:
+def count_selected(sparsity: float, n: int) -> int:
     """Return how many of n elements to keep so that at least ``sparsity`` are zeroed; at least one
     if there are any.
     """

@@ -70,7 +70,7 @@ def test_other_threads_hold_nothing_back():
 
 def interrupted_in_the_commit(optimizer) -> None:
     """A signal arrives before the first bucket is updated, and another between the buckets and the count."""
-    post_commit, committed = optimizer._session.post_commit, optimizer.committed
+    post_commit, after_commit = optimizer._session.post_commit, optimizer.after_commit
     commit_bucket = post_commit.commit_bucket
 
     def after(*args):
@@ -80,9 +80,9 @@ def interrupted_in_the_commit(optimizer) -> None:
 
     def between():
         signal.raise_signal(signal.SIGALRM)
-        committed()
+        after_commit()
 
-    post_commit.commit_bucket, optimizer.committed = after, between
+    post_commit.commit_bucket, optimizer.after_commit = after, between
 
 
 @every_average
@@ -95,7 +95,7 @@ def test_a_signal_in_the_commit_is_handled_after_it(case):
     interrupted_in_the_commit(optimizer)
     with pytest.raises((KeyboardInterrupt, Alarm)):
         optimizer.step()
-    del optimizer.committed
+    del optimizer.after_commit
     without.optimizers[0].step()
     assert_same(snapshot(without.optimizers[0]), snapshot(optimizer))
     for one in (ranks, without):

@@ -15,7 +15,7 @@ from torch import nn
 
 import compopt
 from compopt._sparse.top_k import select_exact_top_k
-from compopt.tagc import most_left
+from compopt.tagc import count_selected
 
 # Compressed at all; topk in place of a threshold; the table of rounding; a block of a pass; pages of a block.
 SIZES = [4096, 16384, 65536, 131072, 2**20]
@@ -103,7 +103,7 @@ def test_tagc_leaves_as_many_as_it_says_in_every_shard(size, sparsity, backend, 
             for shard in range(2):
                 local = bits[bucket.shards.cuts[shard] : bucket.shards.cuts[shard + 1]]
                 left = int((local.unsqueeze(1) >> torch.arange(8) & 1).sum())
-                assert left == most_left(sparsity, bucket.shards.owned[shard])
+                assert left == count_selected(sparsity, bucket.shards.owned[shard])
 
 
 @on_each

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import compopt
 from compopt._sharded import codecs
-from compopt.tagc import most_left
+from compopt.tagc import count_selected
 
 SHAPES = {
     torch.float32: [(64, 80), (80,), (260, 520), (70, 300)],
@@ -97,7 +97,7 @@ def test_nothing_is_lost_and_the_owner_steps_as_adamw_does(dtype, options):
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.8, 0.9, 0.9875, 0.999])
 def test_what_is_left_is_what_sparsity_says(n, sparsity):
     """At least that share is zeroed, no element more, and one is left where there are any."""
-    k = most_left(sparsity, n)
+    k = count_selected(sparsity, n)
     zeroed = math.ceil(round(sparsity * n, 6))
     assert k == max(1, n - zeroed)
     assert k == 1 or (n - k) / n >= sparsity - 1e-9
@@ -115,7 +115,7 @@ def test_every_shard_leaves_its_share(dtype):
         for rank in range(2):
             local = bits[cuts[rank] : cuts[rank + 1]]
             left = int((local.unsqueeze(1) >> torch.arange(8) & 1).sum())
-            assert left == most_left(0.75, bucket.shards.owned[rank])
+            assert left == count_selected(0.75, bucket.shards.owned[rank])
 
 
 @each_dtype

@@ -309,7 +309,7 @@ class CompressedOptimizer(OptimizerHooks):
         ``step()`` instead; ValueError if they consolidate different optimizers.
         """
         checkpoint.settle_for_saving(self._session)
-        missing_ranks.meet_to_consolidate(self._session, patience)
+        missing_ranks.wait_for_all_to_consolidate(self._session, patience)
         for _ in self.consolidate_as_generator():
             pass
 

@@ -93,7 +93,7 @@ def sum_of_bits(flat: Tensor) -> Tensor:
 
 
 @dataclass
-class Terms:
+class ExchangeInputs:
     """The values that exchanges start with."""
 
     algorithm: Algorithm
@@ -113,11 +113,11 @@ class BucketExchange:
     what was raised.
     """
 
-    def __init__(self, bucket: Bucket, terms: Terms, is_last: bool):
-        self.bucket, self.algorithm, self.comm = bucket, terms.algorithm, terms.comm
-        self.in_backward = terms.in_backward
+    def __init__(self, bucket: Bucket, inputs: ExchangeInputs, is_last: bool):
+        self.bucket, self.algorithm, self.comm = bucket, inputs.algorithm, inputs.comm
+        self.in_backward = inputs.in_backward
         position = encode_position(bucket.index, bucket.group["step"] + 1)
-        self.fields = {"position": position, **(terms.fields if is_last else {})}
+        self.fields = {"position": position, **(inputs.fields if is_last else {})}
         self.control = ControlFields()
         self.pending: PendingCollective | None = None
         self.request: Request | None = None
@@ -127,10 +127,10 @@ class BucketExchange:
         self.staleness: StalenessCheck | None = None
         self._answers: list[Answer] = []  # to the requests of the generator so far
         self._generator: RequestGenerator[None] | None = None
-        if terms.problem is None:
+        if inputs.problem is None:
             self._encode(self._begin)
         else:
-            self._take_part_without_gradients(terms.problem)
+            self._take_part_without_gradients(inputs.problem)
 
     @property
     def in_flight(self) -> PendingCollective:
@@ -290,9 +290,9 @@ class ExchangeSchedule:
     def __init__(self, buckets: list[Bucket], algorithm: Algorithm, comm: Communicator):
         self.buckets = buckets
         self.exchanges: list[BucketExchange] = []
-        self.terms = Terms(algorithm, comm)
+        self.inputs = ExchangeInputs(algorithm, comm)
         self.error: CommunicationError | None = None  # of backward; raised by the step
-        self._order = _in_order(buckets, self.exchanges, self.terms)
+        self._order = _start_in_order(buckets, self.exchanges, self.inputs)
         self._next: Bucket | PendingCollective | None = next(self._order)
 
     def run_in_backward(self, is_ready: Callable[[Bucket], bool]) -> None:
@@ -301,13 +301,13 @@ class ExchangeSchedule:
 
         In the simulator ranks take turns, so none may wait for another here.
         """
-        self.terms.in_backward = True
+        self.inputs.in_backward = True
         while self.error is None and self._can_continue(is_ready):
             try:
                 self._next = next(self._order, None)
             except CommunicationError as error:
                 self.error = error
-        self.terms.in_backward = False
+        self.inputs.in_backward = False
 
     def _can_continue(self, is_ready: Callable[[Bucket], bool]) -> bool:
         if isinstance(self._next, Bucket):
@@ -343,8 +343,8 @@ class ExchangeSchedule:
             exchange.abandon(waits)
 
 
-def _in_order(
-    buckets: list[Bucket], exchanges: list[BucketExchange], terms: Terms
+def _start_in_order(
+    buckets: list[Bucket], exchanges: list[BucketExchange], inputs: ExchangeInputs
 ) -> Generator[Bucket | PendingCollective, None, None]:
     """Start the collectives of a step in the order that all ranks share.
 
@@ -355,7 +355,7 @@ def _in_order(
     """
     for bucket in buckets:
         yield bucket
-        exchanges.append(BucketExchange(bucket, terms, bucket is buckets[-1]))
+        exchanges.append(BucketExchange(bucket, inputs, bucket is buckets[-1]))
         for exchange in exchanges[:-1]:
             if exchange.has_next_stage:
                 yield exchange.in_flight

@@ -199,7 +199,7 @@ class RowBucket(Bucket):
 
 
 @dataclass
-class RowLayout:
+class ReduceScatterLayout:
     """One reduce-scatter: whose gradients, where their state is, and the buckets they are in."""
 
     pieces: list[Piece]
@@ -226,7 +226,7 @@ class FSDPReduceScatter:
         self.unsent: UnsentByParam = {}
         self.reduced: dict[int, tuple[Bucket, str]] = {}  # buckets since the last step, and phases
         self.reductions: list[PendingReduction] = []
-        self._layouts: dict[tuple[Tensor, ...], RowLayout] = {}
+        self._layouts: dict[tuple[Tensor, ...], ReduceScatterLayout] = {}
         self._count = 0  # of buckets
         self._backward = -1  # the running one
 
@@ -287,7 +287,7 @@ class FSDPReduceScatter:
         if key not in self._layouts:
             pieces = lay_out(params, self.session.comm.size)
             positions = [find_in_buckets(p, self.session) for p in key]
-            self._layouts[key] = RowLayout(pieces, positions)
+            self._layouts[key] = ReduceScatterLayout(pieces, positions)
         layout, needs = self._layouts[key], self.session.optimizer.reduces_as_matrix
         positions = layout.bucket_positions
         as_matrix = [position is not None and needs(*position) for position in positions]

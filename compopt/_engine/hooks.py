@@ -118,7 +118,7 @@ class OptimizerHooks(Optimizer):
         if self.fsdp_reduce_scatter is not None:
             self.fsdp_reduce_scatter.check()
 
-    def committed(self) -> None:
+    def after_commit(self) -> None:
         """Called after all buckets have committed a step, before it is counted."""
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:

@@ -42,7 +42,7 @@ class RankLeft(BaseException):
 # Consolidation
 
 
-def meet_to_consolidate(session: Session, patience: float | None) -> None:
+def wait_for_all_to_consolidate(session: Session, patience: float | None) -> None:
     """Wait until all ranks have called ``consolidate_state()`` on the same optimizer.
 
     Raises CommunicationError, with nothing started, if some have not after ``patience`` seconds;

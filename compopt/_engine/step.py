@@ -284,8 +284,8 @@ class Step:
         if stale:
             device = schedule.buckets[-1].device
             any_stale = torch.cat([one.to(device) for one in stale]).amax(0, keepdim=True)
-        schedule.terms.problem = self.problem
-        schedule.terms.fields = {"stale": any_stale, **self._control_fields(schedule)}
+        schedule.inputs.problem = self.problem
+        schedule.inputs.fields = {"stale": any_stale, **self._control_fields(schedule)}
         yield from schedule.run()
         exchanges = schedule.exchanges
         decision = read_decision(exchanges)
@@ -294,7 +294,7 @@ class Step:
             return decision
         for exchange in exchanges[:-1]:
             exchange.abandon()
-        again = ExchangeSchedule(schedule.buckets[:-1], schedule.terms.algorithm, self.comm)
+        again = ExchangeSchedule(schedule.buckets[:-1], schedule.inputs.algorithm, self.comm)
         schedules.append(again)
         yield from again.run()
         decision = read_decision([*again.exchanges, exchanges[-1]])
@@ -311,7 +311,7 @@ class Step:
         is_unfrozen = session.has_other_trainable
         if is_unfrozen:  # all ranks learn of a problem, and nothing is applied
             problem = RuntimeError("other parameters require a gradient than before")
-            schedule.terms.problem = problem
+            schedule.inputs.problem = problem
         return {
             # the mean over ranks of these bits shows any difference
             "settings": encode_bits(checksum, 16),
@@ -347,7 +347,7 @@ class Step:
             session.post_commit.commit_bucket(exchange, decision.norm)
         self.committing = None
         run_batched_requests(decision.exchanges, session.post_commit.commit_bucket)
-        session.optimizer.committed()
+        session.optimizer.after_commit()
         for group in session.option_groups if self._groups is None else self._groups:
             group["step"] += 1
         if session.trial is not None and session.trial.result:

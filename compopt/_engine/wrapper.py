@@ -150,9 +150,9 @@ class Wrapper(CompressedOptimizer):
 
     # Stepping
 
-    def committed(self) -> None:
+    def after_commit(self) -> None:
         """Step the base on the averaged gradients."""
-        super().committed()
+        super().after_commit()
         self._update.step_base()
         self._show_base()
 

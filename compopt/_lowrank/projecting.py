@@ -247,9 +247,9 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     # After the commit
 
-    def committed(self) -> None:
+    def after_commit(self) -> None:
         """Adapt ratio and beta where this step has computed cosines (Algorithm 3, line 6)."""
-        super().committed()
+        super().after_commit()
         if not self._cosines:
             return
         mean = sum(self._cosines.values()) / len(self._cosines)

@@ -103,7 +103,7 @@ class Sketch:
         )
         three = torch.arange(3, dtype=torch.int64, device=device)
         salts = three.add(3 * seed).mul_(GOLDEN).unsqueeze(1)
-        hashed = mixed(self.index.unsqueeze(0) ^ salts)
+        hashed = hash_int64(self.index.unsqueeze(0) ^ salts)
         number = (hashed >> 1) & 0x7FFFFFFF  # bits that the sign does not use
         cells = number % third.clamp(min=1) + third * three.unsqueeze(1) + base
         return cells, 1 - 2 * (hashed & 1)
@@ -146,8 +146,8 @@ class Sketch:
         return values
 
 
-def mixed(x: Tensor) -> Tensor:
-    """A hash of int64 numbers, alike on every device: multiplications that wrap, and shifts."""
+def hash_int64(x: Tensor) -> Tensor:
+    """Return a hash of int64 numbers, alike on every device: multiplications that wrap, and shifts."""
     for factor, shift in ((ODD, 31), (GOLDEN, 29)):
         x = x * factor
         x = x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))
