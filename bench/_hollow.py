@@ -31,9 +31,9 @@ import compopt._engine.base as base
 import compopt._engine.decision as decision
 import compopt._engine.step as step
 import compopt._ops.backends as backends
+from compopt._engine.collective_generators import CollectiveGenerator
 from compopt._engine.exchange import BucketExchange
 from compopt._engine.session import Session
-from compopt._engine.collective_generators import CollectiveGenerator
 from compopt._ops.triton import tables as triton_tables
 from compopt._wire.collectives import Communicator
 

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from ._engine.checkpoint import check_groups, warn_of_missing_state
+from ._engine.collective_generators import Background, CollectiveGenerator, sum_over_groups
 from ._engine.combined import OneOrSeveral
 from ._engine.decision import StepDecision
 from ._engine.join import JoinHook, follow_ranks_with_data
@@ -56,7 +57,6 @@ from ._engine.step import (
     restore_scale,
     unscale_gradients,
 )
-from ._engine.collective_generators import Background, CollectiveGenerator, sum_over_groups
 from ._engine.wrapper import Wrapper
 from ._local import rounds
 from ._local.anchors import Anchors, MakeOuter, assign_to_fragments, reset_moments

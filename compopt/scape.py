@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
+from ._engine.collective_generators import CollectiveGenerator
 from ._engine.decision import StepDecision
 from ._engine.options import (
     Group,
@@ -45,11 +46,15 @@ from ._engine.options import (
 )
 from ._engine.session import weak_method
 from ._engine.stats import Stats
-from ._engine.collective_generators import CollectiveGenerator
 from ._engine.when import choose_warmup
 from ._ops.norms import clip_factor, scale_
 from ._ops.operations import Ops
-from ._ops.update_helpers import gradient_weight, keep_absent_momenta, moment_of_slice, resize_momenta
+from ._ops.update_helpers import (
+    gradient_weight,
+    keep_absent_momenta,
+    moment_of_slice,
+    resize_momenta,
+)
 from ._sharded.scape import add_common_residual, sharded_scape
 from ._sparse.scape_masks import (
     ScapeStats,

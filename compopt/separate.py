@@ -231,7 +231,9 @@ class SeparateAdam(ProjectingOptimizer):
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         update = AdamW(self.ops)
         if self.fsdp_reduce_scatter is not None:
-            return apply_shards(bucket, self.ops, self.fsdp_reduce_scatter, update, self.scales(bucket))
+            return apply_shards(
+                bucket, self.ops, self.fsdp_reduce_scatter, update, self.scales(bucket)
+            )
         return separate(bucket, self.ops, self.reducer(bucket), update)
 
 
@@ -299,7 +301,9 @@ class Separate(Wrapper, ProjectingOptimizer):
             clip=clip,
             when=when,
         )
-        super().__init__(base, {**options, "adapted": None, **TRIAL_OPTIONS}, process_group, simulate)
+        super().__init__(
+            base, {**options, "adapted": None, **TRIAL_OPTIONS}, process_group, simulate
+        )
 
     def _options_for(self, group: Group) -> Group:
         check_group_sizes(group, self._wrapper_defaults)
@@ -307,5 +311,7 @@ class Separate(Wrapper, ProjectingOptimizer):
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.fsdp_reduce_scatter is not None:
-            return apply_shards(bucket, self.ops, self.fsdp_reduce_scatter, self._update, self.scales(bucket))
+            return apply_shards(
+                bucket, self.ops, self.fsdp_reduce_scatter, self._update, self.scales(bucket)
+            )
         return separate(bucket, self.ops, self.reducer(bucket), self._update)

@@ -155,7 +155,9 @@ class UnionReducer(ReduceScatterReducer):
         self.write_whole_tensors()
         values = self._scratch().index_fill_(0, union, 0)
         values.scatter_(0, self.positions, self.selected)
-        self.codec.encode([row.unrounded_parts[-1] for row in self.rows], values.index_select(0, union))
+        self.codec.encode(
+            [row.unrounded_parts[-1] for row in self.rows], values.index_select(0, union)
+        )
         return flat
 
     @property

@@ -86,7 +86,11 @@ def exchange(generators: list[Generator[Any, Any, None]]) -> None:
             case ReduceScatterMean():
                 cut = [one.tensor.split(one.sizes) for one in asked]
                 answers = [average_rows(torch.stack([local[rank] for local in cut])) for rank in range(RANKS)]
-        asked = [request for generator, answer in zip(generators, answers, strict=True) if (request := sent(generator, answer))]
+        asked = [
+            request
+            for generator, answer in zip(generators, answers, strict=True)
+            if (request := sent(generator, answer))
+        ]
 
 
 def sent(generator: Generator[Any, Any, None], answer: object) -> Any:

@@ -149,7 +149,10 @@ def complaints(output: str) -> str:
 
 
 def run(
-    jobs: Iterator[tuple[Mutant | None, str, list[str]]], at_once: int, limit: float, on_result: Callable[[Job, str], None]
+    jobs: Iterator[tuple[Mutant | None, str, list[str]]],
+    at_once: int,
+    limit: float,
+    on_result: Callable[[Job, str], None],
 ) -> None:
     """A child for each, so many ``at_once``, for so many seconds of a processor each."""
     running: dict[int, Job] = {}

@@ -41,7 +41,8 @@ def run_pipeline(name, rank, pair):
         schedule.step(x) if rank == 0 else schedule.step(target=target, losses=losses)
     parameters = {n: p.grad for n, p in stage.named_parameters()}
     payload = records["payload"] if isinstance(records["payload"], tuple) else (records["payload"],)
-    return {"activation": records["activation"].detach(), "payload": [t.detach() for t in payload], "grad": records["grad"],
+    activation, grad = records["activation"].detach(), records["grad"]
+    return {"activation": activation, "payload": [t.detach() for t in payload], "grad": grad,
             "parameters": parameters, "x": x, "target": target, "losses": [v.item() for v in losses]}  # fmt: skip
 
 

@@ -140,7 +140,9 @@ def between_wrappers(rank: int, folder: str) -> dict:
         again = DDP(make())
         whole_again = case.make(again.parameters())
         load(place + " back", again, whole_again)
-        results[name, "back"] = [what for what in apart(then, everything(again, whole_again)) if "threshold" not in what]
+        results[name, "back"] = [
+            what for what in apart(then, everything(again, whole_again)) if "threshold" not in what
+        ]
         dist.barrier()
     return results
 

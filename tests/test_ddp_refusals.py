@@ -70,7 +70,9 @@ def test_refusals_say_what_is_wrong():
         assert "belong to no compopt optimizer (branch.weight, branch.bias" in results["parameters of nobody"]
         assert "process_group of the optimizer has ranks" in results["other ranks"]
         assert "no DistributedDataParallel" in results["no DDP"]
-        assert "wraps another one" in results["DDP within a DDP"] and "wrap the model once" in results["DDP within a DDP"]
+        assert (
+            "wraps another one" in results["DDP within a DDP"] and "wrap the model once" in results["DDP within a DDP"]
+        )
         assert "compopt.attach" in results["averaged before"]
         assert "parameter 0 of group 0, checksum of its values: rank 0 has" in results["other order"]
         assert "shape: rank 0 has (96, 96), rank 1 has (96,). Build the same model" in results["other shapes"]

@@ -1,4 +1,4 @@
-"""The decision of all ranks about a step that is exchanged in several buckets, and how they notice changed gradients."""
+"""The decision of all ranks about a step exchanged in several buckets, and how they notice changed gradients."""
 
 from __future__ import annotations
 

@@ -318,7 +318,9 @@ def test_the_smallest_setting_whose_loss_does_not_matter_is_recommended():
         and "keeps 0.96 of AdamW's update with 4.4% of the bytes" in report[0]
     )
     listed = "0.84 (tracked 4), 0.91 (tracked 8), 0.96 (tracked 16), 0.98 (tracked 32)"
-    assert report[1] == f"Settings of this method keep {listed}. More bytes than tracked 16 sends keep at most 0.05 more."
+    assert (
+        report[1] == f"Settings of this method keep {listed}. More bytes than tracked 16 sends keep at most 0.05 more."
+    )
     large = row("tracked 64", 1.0, 0.2)
     assert "More bytes than tracked 8 sends keep more." in conclude({}, [large, *ranks[2:]], training)[1]
 

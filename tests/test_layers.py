@@ -44,7 +44,7 @@ def import_statements(source: str) -> list[ast.Import | ast.ImportFrom]:
 
 
 def imported(path: Path, root: Path) -> list[tuple[str, ...]]:
-    """Return the imports of a file, wherever in it: the parts of each name, from the package's root where it is of it."""
+    """Return a file's imports, wherever in it: the parts of each name, from the package's root where it is of it."""
     package, results = path.relative_to(root.parent).parts[:-1], []
     for node in import_statements(path.read_text()):
         if isinstance(node, ast.Import):

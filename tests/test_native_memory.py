@@ -1,4 +1,4 @@
-"""Memory that C may read is checked before it does: dtype, layout, device, length; positions and masks while it does."""
+"""Checks of memory before C may read it: dtype, layout, device, length; positions and masks while it does."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conservation import everywhere, moments, mean_residuals
+from conservation import everywhere, mean_residuals, moments
 from oracles import AdamSOracle, AverageOracle, LocalOracle, RadiusOracle, ScapeOracle, SeparateOracle, TagcOracle
 from oracles.powersgd import PowerSGDOracle
 from problems import gradients, replicas, step, weights

@@ -310,7 +310,9 @@ def test_starts_of_masks_found_together_are_those_of_each(triton):
     ]  # fmt: skip
     store_block_offsets(TableCache(), buckets, results)
     whole = block_offsets_of_all(buckets, results)
-    assert torch.equal(whole, torch.cat([mask.block_offsets for mask in results])) and whole is results[0].batch_offsets[0]
+    assert (
+        torch.equal(whole, torch.cat([mask.block_offsets for mask in results])) and whole is results[0].batch_offsets[0]
+    )
     turned_round = block_offsets_of_all(buckets[::-1], results[::-1])
     assert torch.equal(turned_round, torch.cat([mask.block_offsets for mask in results[::-1]]))
     assert torch.equal(

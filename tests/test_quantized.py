@@ -157,7 +157,9 @@ def test_words_travel_in_float32_and_are_averaged_in_the_payloads_dtype():
 def test_bytes(bits):
     (payload,) = payloads(1, [100_000, 301], bits=bits)
     scales, quantized = 4 * (count_rows(100_000) + count_rows(301)), {8: 100_301, 4: 50_151}
-    assert count_bytes(AllReduceMean(payload)) == quantized[bits] + scales + 4 * 5  # header and control words are float32
+    assert (
+        count_bytes(AllReduceMean(payload)) == quantized[bits] + scales + 4 * 5
+    )  # header and control words are float32
 
 
 def real_mean(rank: int, bits: int) -> list[list[float]]:

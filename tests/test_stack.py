@@ -1,4 +1,4 @@
-"""Wrappers that users put around a model and an optimizer, a test each: one process where that shows it, two under DDP."""
+"""Wrappers around a model and an optimizer, a test each: one process where that shows it, two under DDP."""
 
 from __future__ import annotations
 

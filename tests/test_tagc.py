@@ -75,7 +75,9 @@ def test_a_sketch_in_float32_is_exact_to_a_thousandth_at_the_loads_of_table_1(op
     averages = []
     for codec in ("sketch", "compact"):
         world, _, params, optimizers = make(2, [(96, 200)], torch.float32, **{**options, "codec": codec}, lr=1.0)
-        grads = [[torch.randn(96, 200).exp() * local[0].sign()] for local in gradients(2, 0, [(96, 200)], torch.float32)]
+        grads = [
+            [torch.randn(96, 200).exp() * local[0].sign()] for local in gradients(2, 0, [(96, 200)], torch.float32)
+        ]
         grads = grads if codec == "sketch" else averages.pop()
         step(world, params, optimizers, grads)
         moments = torch.cat([o.state[local[0]]["exp_avg"] for o, local in zip(optimizers, params, strict=True)])

@@ -173,7 +173,8 @@ def test_refusals_say_what_to_do(runs):
         assert "when='auto'" in results["auto"] and "compare two runs" in results["auto"]
         assert "update_dtype='int4' cannot be followed inside FSDP" in results["updates"]
         assert (
-            "not among those that FSDP2 shards" in results["part"] and "fully_shard on the whole model" in results["part"]
+            "not among those that FSDP2 shards" in results["part"]
+            and "fully_shard on the whole model" in results["part"]
         )
         assert "set_reduce_scatter_unused_params(True)" in results["unused"]
         assert "without a scaler" in results["scaler"] and "scale the loss" in results["factor"]

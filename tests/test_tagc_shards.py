@@ -33,7 +33,8 @@ def test_whichever_collective_fails_nothing_has_changed(late):
         step(world, params, optimizers, gradients(2, t, SHAPES))
     kept = [[p.detach().clone() for p in local] for local in params]
     state = [
-        [{k: v.clone() for k, v in o.state[p].items()} for p in local] for o, local in zip(optimizers, params, strict=True)
+        [{k: v.clone() for k, v in o.state[p].items()} for p in local]
+        for o, local in zip(optimizers, params, strict=True)
     ]
     world.failing_everywhere.add(world.comms[0].started + late)
     with pytest.raises(compopt.CommunicationError, match="step 3 was not applied"):
@@ -75,7 +76,9 @@ def test_after_a_rank_is_lost_the_shards_of_the_others_are_kept():
     survivors, world = [0, 2], World(2)
     params, optimizers = [params[r] for r in survivors], [optimizers[r] for r in survivors]
     with pytest.warns(UserWarning, match="1 of 3 ranks are gone.* shards begin again"):
-        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)])
+        world.run(
+            [optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
+        )
     world.consolidate(optimizers)
     saved = optimizers[1].state_dict()["state"][0]["exp_avg_sq"]
     torch.testing.assert_close(saved.view(-1), before[0])
@@ -94,7 +97,9 @@ def test_a_rank_that_alone_missed_the_parameters_takes_the_step_over(dtype):
     assert [o.param_groups[0]["step"] for o in optimizers] == [4, 3]
     world = World(2)
     with pytest.warns(UserWarning, match="rank 1 had not applied step 4"):
-        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)])
+        world.run(
+            [optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
+        )
     step(world, params, optimizers, gradients(2, 4, SHAPES, dtype))
     assert [o.stats.step for o in optimizers] == [5, 5]
     assert all(torch.equal(p, q) for p, q in zip(*params, strict=True))

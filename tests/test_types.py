@@ -154,7 +154,7 @@ compopt.RadiusAdamW(params).stats.bytes
 
 @pytest.fixture(scope="module")
 def errors_of_mypy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Return the errors of mypy --strict in the two scripts. Its cache is that of ``make types``, else it reads torch first."""
+    """Return the errors of mypy --strict in both scripts. Its cache is that of ``make types``, else it reads torch."""
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("needs mypy")
     folder = tmp_path_factory.mktemp("project")

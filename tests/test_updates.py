@@ -116,7 +116,9 @@ def test_a_scale_is_of_128_elements_of_one_tensor_on_one_rank(kind):
 def test_bytes_are_codes_and_scales_of_the_largest_shard(kind, bits, ranks):
     world, params, optimizers = make(ranks, kind, torch.float32)
     step(world, params, optimizers, gradients(ranks, 0, SHAPES, torch.float32))
-    sizes = [[o.state[p]["update_residual"].numel() for p in local] for o, local in zip(optimizers, params, strict=True)]
+    sizes = [
+        [o.state[p]["update_residual"].numel() for p in local] for o, local in zip(optimizers, params, strict=True)
+    ]
     scales = max(sum(-(-n // 128) for n in local) for local in sizes)
     quantized = max(-(-sum(local) * bits // 8) for local in sizes)
     assert {o.stats.parameter_bytes for o in optimizers} == {4 * scales + quantized + -quantized % 4}
@@ -213,7 +215,9 @@ def test_after_a_rank_is_lost_its_shard_owes_nothing_and_the_others_what_they_di
     first = [optimizers[0].state[p]["update_residual"].numel() for p in params[0]]
     params, optimizers, world = [params[0], params[2]], [optimizers[0], optimizers[2]], World(2)
     with pytest.warns(UserWarning, match="1 of 3 ranks are gone"):
-        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)])
+        world.run(
+            [optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
+        )
     for before, after, a, n in zip(whole, mean_residuals(params, optimizers), first, gone, strict=True):
         before[a : a + n] = 0
         assert torch.equal(before, after)
@@ -232,7 +236,9 @@ def test_a_rank_that_missed_the_codes_does_not_send_again_what_they_held():
     kept = [optimizers[0].state[p]["update_residual"].clone() for p in params[0]]
     world = World(2)
     with pytest.warns(UserWarning, match="rank 1 had not applied step 4"):
-        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)])
+        world.run(
+            [optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
+        )
     assert all(map(torch.equal, kept, [optimizers[0].state[p]["update_residual"] for p in params[0]]))
     assert any(e.any() for e in kept) and not any(optimizers[1].state[p]["update_residual"].any() for p in params[1])
     step(world, params, optimizers, gradients(2, 4, SHAPES, torch.float32))

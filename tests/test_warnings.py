@@ -218,7 +218,8 @@ def test_ranks_that_are_not_connected_are_told_the_line_to_add(monkeypatch):
             output_text = texts(heard(lambda make=make: train(make)), "torch.distributed is not initialized")
             assert len(output_text) == times
             assert all(
-                f"WORLD_SIZE is {size}" in text and "torch.distributed.init_process_group()" in text for text in output_text
+                f"WORLD_SIZE is {size}" in text and "torch.distributed.init_process_group()" in text
+                for text in output_text
             )
     monkeypatch.delenv("RANK")
     assert not texts(heard(lambda: train(compopt.AdamS)), "not initialized")

@@ -22,10 +22,10 @@ from .._state.layouts import Layout, Member
 from .._state.tensors import to_local
 from .._wire.payload import dtype_name
 from .._wire.warning import warn
+from .collective_generators import CollectiveGenerator
 from .options import Group, refuse_unsupported
 from .resharding import average_state, gather_shards
 from .session import Session
-from .collective_generators import CollectiveGenerator
 from .when import upgrade_options
 
 FORMAT = 1  # of state dicts, written into every group beside the class; 0 if a group has none

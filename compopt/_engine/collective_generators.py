@@ -18,7 +18,9 @@ Result = TypeVar("Result")
 CollectiveGenerator = Generator[PendingCollective, None, Result]
 
 
-def ask(comm: Communicator, request: AllGather | AllReduceMean | Broadcast) -> CollectiveGenerator[Tensor]:
+def ask(
+    comm: Communicator, request: AllGather | AllReduceMean | Broadcast
+) -> CollectiveGenerator[Tensor]:
     """Start one request, and return its answer."""
     pending = comm.start(request)
     yield pending

@@ -19,8 +19,8 @@ from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, profiler_range
 from .._wire.payload import bits_differ
 from .._wire.requests import CommunicationError
-from .exchange import BucketExchange
 from .collective_generators import CollectiveGenerator, sum_over_groups
+from .exchange import BucketExchange
 
 ELSEWHERE = -1  # the index of a bucket that another rank of the model holds
 

@@ -29,7 +29,7 @@ from .._wire.requests import (
     RequestGenerator,
     RunBatched,
 )
-from .collective_generators import Result, CollectiveGenerator
+from .collective_generators import CollectiveGenerator, Result
 
 Algorithm = Callable[[Bucket], RequestGenerator[None]]
 

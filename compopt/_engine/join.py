@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from .._wire.collectives import Communicator
+from .collective_generators import CollectiveGenerator
 from .missing_ranks import run_step
 from .options import Group, to_plain
 from .peers import gather_json
 from .session import Session
-from .collective_generators import CollectiveGenerator
 
 KEEP = {"params", "param_names"}  # entries of a group that are each rank's
 

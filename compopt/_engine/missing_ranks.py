@@ -16,8 +16,8 @@ from enum import Enum
 
 from .._wire.collectives import Store
 from .._wire.requests import CommunicationError
-from .session import Session
 from .collective_generators import CollectiveGenerator
+from .session import Session
 
 PREFIX = "compopt/"  # of all keys, since the store is shared
 PATIENCE = 10.0  # seconds that rank 0 waits for the others in consolidate_state()
@@ -62,7 +62,9 @@ def wait_for_all_to_consolidate(session: Session, patience: float | None) -> Non
     if patience is None:
         patience = PATIENCE if comm.rank == 0 else PATIENCE_WITH_RANK_0
     try:
-        described = gather_at_store(store, comm.rank, comm.size, f"{session.name}, {state}", patience)
+        described = gather_at_store(
+            store, comm.rank, comm.size, f"{session.name}, {state}", patience
+        )
     except RanksMissing as error:
         who = f"rank {comm.rank}"
         post_note(session, Note.CONSOLIDATES, f"{who} was in consolidate_state(): {ADVICE}")

@@ -15,8 +15,8 @@ from torch import Tensor
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator
 from .._wire.requests import AllReduceMean, Answer, Broadcast, CommunicationError, RunBatched
-from .exchange import Algorithm, BucketExchange, ExchangeSchedule
 from .collective_generators import CollectiveGenerator, ask
+from .exchange import Algorithm, BucketExchange, ExchangeSchedule
 
 
 class PostCommitExchanges:

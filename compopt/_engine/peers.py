@@ -24,9 +24,9 @@ from torch import Tensor
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, CommunicationError
+from .collective_generators import CollectiveGenerator, ask
 from .decision import StepDecision
 from .session import Session
-from .collective_generators import CollectiveGenerator, ask
 
 
 class Checksums(NamedTuple):
@@ -52,7 +52,9 @@ class Fact(NamedTuple):
 # Between steps
 
 
-def verify_peers(session: Session, comm: Communicator, has_problem: bool = False) -> CollectiveGenerator[bool]:
+def verify_peers(
+    session: Session, comm: Communicator, has_problem: bool = False
+) -> CollectiveGenerator[bool]:
     """Compare this rank's optimizer with those of all ranks.
 
     Returns True if any rank had gradients to compare. ``has_problem``: this rank cannot send its
@@ -253,7 +255,9 @@ def _explain_difference(first: list[Fact], other: list[Fact], rank: int) -> str:
     return f"{what}: rank 0 has {a}, rank {rank} has {b}. {advice}"
 
 
-def raise_failure(session: Session, comm: Communicator, failure: str) -> CollectiveGenerator[NoReturn]:
+def raise_failure(
+    session: Session, comm: Communicator, failure: str
+) -> CollectiveGenerator[NoReturn]:
     """Gather why ranks could not send their gradients, and raise a CommunicationError that quotes
     all of them.
 
@@ -276,7 +280,9 @@ def gather_rows(tensor: Tensor, comm: Communicator) -> CollectiveGenerator[Tenso
     return (yield from ask(comm, AllGather(tensor)))
 
 
-def gather_json(value: object, device: torch.device, comm: Communicator) -> CollectiveGenerator[list[Any]]:
+def gather_json(
+    value: object, device: torch.device, comm: Communicator
+) -> CollectiveGenerator[list[Any]]:
     """Gather ``value`` of every rank."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = torch.tensor([text.numel()], dtype=torch.int64, device=device)

@@ -26,18 +26,22 @@ from .._state.tensors import to_local
 from .._wire.collectives import Communicator, ProcessGroup, connect
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn
+from .collective_generators import CollectiveGenerator, ask
 from .peers import gather_rows
 from .session import Session
-from .collective_generators import CollectiveGenerator, ask
 
 
-def average_state(tensor: Tensor, device: torch.device, comm: Communicator) -> CollectiveGenerator[None]:
+def average_state(
+    tensor: Tensor, device: torch.device, comm: Communicator
+) -> CollectiveGenerator[None]:
     """Replace a tensor by its mean over ranks."""
     request = AllReduceMean(to_local(tensor).to(device, copy=True))
     to_local(tensor).copy_((yield from ask(comm, request)))
 
 
-def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Communicator) -> CollectiveGenerator[None]:
+def average_base(
+    base: Optimizer, buckets: Sequence[Bucket], comm: Communicator
+) -> CollectiveGenerator[None]:
     """Replace the state of another optimizer by its mean over ranks. States that are no floats of
     the parameter's shape, such as step counts, become rank 0's.
 
@@ -88,7 +92,9 @@ def gather_shards(
     return gathered
 
 
-def reshard_state(old: list[Bucket], new: list[Bucket], comm: Communicator) -> CollectiveGenerator[None]:
+def reshard_state(
+    old: list[Bucket], new: list[Bucket], comm: Communicator
+) -> CollectiveGenerator[None]:
     """Copy the sharded state of ``old`` buckets to ``new`` ones, over the remaining ranks."""
     rank_before = torch.tensor([old[0].shards.rank], dtype=torch.int64, device=old[0].device)
     owners = (yield from ask(comm, AllGather(rank_before))).view(-1).tolist()
@@ -127,7 +133,9 @@ def follow_requires_grad(session: Session, comm: Communicator) -> CollectiveGene
 # Recovery after ranks were lost
 
 
-def rebind_session(session: Session, group: ProcessGroup | Communicator | None) -> CollectiveGenerator[None]:
+def rebind_session(
+    session: Session, group: ProcessGroup | Communicator | None
+) -> CollectiveGenerator[None]:
     """Continue over another group (see ``CompressedOptimizer.rebind``)."""
     size_before = session.connection.size if session.connection else 0
     sharded = session.optimizer.sharded
@@ -152,7 +160,9 @@ def rebind_session(session: Session, group: ProcessGroup | Communicator | None) 
     warn_of_lost_residuals(session, size_before, session.comm.size)
 
 
-def catch_up(session: Session, comm: Communicator, is_new: bool = False) -> CollectiveGenerator[None]:
+def catch_up(
+    session: Session, comm: Communicator, is_new: bool = False
+) -> CollectiveGenerator[None]:
     """Copy state from a rank that is ahead to ranks that are one step behind, or new.
 
     These lose their residuals, which may have been sent with the step that the others applied and

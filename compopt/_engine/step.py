@@ -27,6 +27,7 @@ from .._state.tensors import to_local
 from .._wire.collectives import Communicator, get_rank, profiler_range
 from .._wire.payload import FieldValues, encode_bits
 from .._wire.requests import CommunicationError
+from .collective_generators import CollectiveGenerator
 from .decision import StepDecision, combine_decisions, error_of_misplaced, read_decision
 from .exchange import BucketExchange, ExchangeSchedule
 from .join import follow_ranks_with_data
@@ -43,7 +44,6 @@ from .peers import (
 from .resharding import follow_requires_grad
 from .session import Corrupt, Role, Session, Sync
 from .stats import describe_compression, show_line
-from .collective_generators import CollectiveGenerator
 
 
 def step_as_generator(session: Session) -> CollectiveGenerator[None]:

@@ -106,7 +106,9 @@ class Trial:
         self._tried, self._indices = tried, indices
         self._others_steady = max(map(_first_steady_step, others), default=0)
         for group in tried:
-            group["dense_until"] = max(group["step"], self._others_steady) + UNTIMED_STEPS + TIMED_STEPS + 2
+            group["dense_until"] = (
+                max(group["step"], self._others_steady) + UNTIMED_STEPS + TIMED_STEPS + 2
+            )
         self._all_steady = max(map(_first_steady_step, [*tried, *others]))
         self._seconds: dict[str, list[float]] = {"dense": [], "compressed": []}
         self._kind, self._since = "", 0.0
@@ -134,7 +136,10 @@ class Trial:
         """
         if any(len(seconds) < UNTIMED_STEPS + TIMED_STEPS for seconds in self._seconds.values()):
             return []
-        return [int(1e9 * statistics.median(seconds[UNTIMED_STEPS:])) for seconds in self._seconds.values()]
+        return [
+            int(1e9 * statistics.median(seconds[UNTIMED_STEPS:]))
+            for seconds in self._seconds.values()
+        ]
 
     def compare_medians(self, rows: list[list[int]]) -> None:
         """Decide, from the medians of all ranks; ``record_result`` commits it with the step."""

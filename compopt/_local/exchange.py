@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._engine.collective_generators import Background, CollectiveGenerator, ask
 from .._engine.decision import StepDecision
 from .._engine.peers import raise_mismatch
 from .._engine.session import Session
 from .._engine.step import Step
-from .._engine.collective_generators import Background, CollectiveGenerator, ask
 from .._state.tensors import to_local
 from .._wire.requests import AllGather, CommunicationError
 from .anchors import Anchored, Anchors

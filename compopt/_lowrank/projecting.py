@@ -137,7 +137,9 @@ class ProjectingOptimizer(ReducingOptimizer):
     def _plan_compressed(self, bucket: Bucket) -> Plan:
         """Plan the projections after the dense start."""
         return [
-            plan_tensor(p, bucket.group, self._numbers[p][1], self.replaces_reduce_scatter) if c else None
+            plan_tensor(p, bucket.group, self._numbers[p][1], self.replaces_reduce_scatter)
+            if c
+            else None
             for p, c in zip(bucket.origins, bucket.compressed, strict=True)
         ]
 
@@ -293,7 +295,9 @@ def plan_tensor(p: Tensor, group: Group, index: int, is_whole: bool) -> Projecti
     """
     ratio, beta = adapted_options(group, index)
     shape, sharded = (p.shape, False) if is_whole else (to_local(p).shape, is_sharded(p))
-    return plan_projection(shape, sharded, ratio, group["projection"], beta, group["rank"], group["block_rows"])
+    return plan_projection(
+        shape, sharded, ratio, group["projection"], beta, group["rank"], group["block_rows"]
+    )
 
 
 def adapted_options(group: Group, index: int) -> tuple[float, float | str]:

@@ -140,7 +140,9 @@ class ProjectionReducer:
         if encoding.on_cosines:
             payload.unrounded_parts[-1].zero_()
             for i, projected in self.projected.items():
-                payload.unrounded_parts[-1][i] = projected.compute_cosine(payload.unrounded_parts[i])
+                payload.unrounded_parts[-1][i] = projected.compute_cosine(
+                    payload.unrounded_parts[i]
+                )
         return payload.round()
 
     def _write_whole_tensors(self, payload: Payload) -> None:

@@ -237,7 +237,9 @@ class UpdateCodec:
         rows = rows.view(len(messages), max_numel)
         for message, chunk, out in zip(messages, self.chunks, rows, strict=True):
             scales, quantized = self._fields(message, chunk)
-            self.ops.dequantize(scales, quantized, chunk, out[: chunk.stop], bucket.scratch, self.bits)
+            self.ops.dequantize(
+                scales, quantized, chunk, out[: chunk.stop], bucket.scratch, self.bits
+            )
         return rows
 
     def keep_residual(self, rounding_errors: Tensor, present: list[bool]) -> None:

@@ -116,7 +116,9 @@ class Sketch:
         in_table = values.masked_fill(self.unpeeled, 0)
         tables.index_add_(0, self.cells.reshape(-1), (in_table * self.signs).reshape(-1))
         stuck = values[self.unpeeled].split(self.stuck)
-        for part, table, leftover_values in zip(parts, tables.split(self.tables), stuck, strict=True):
+        for part, table, leftover_values in zip(
+            parts, tables.split(self.tables), stuck, strict=True
+        ):
             part[: len(table)].copy_(table)
             part[len(table) :].copy_(leftover_values)
 
@@ -147,7 +149,7 @@ class Sketch:
 
 
 def hash_int64(x: Tensor) -> Tensor:
-    """Return a hash of int64 numbers, alike on every device: multiplications that wrap, and shifts."""
+    """Hash int64 numbers, alike on every device: by multiplications that wrap, and shifts."""
     for factor, shift in ((ODD, 31), (GOLDEN, 29)):
         x = x * factor
         x = x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))

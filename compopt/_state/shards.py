@@ -61,8 +61,8 @@ class ShardLayout:
 
     Rank r owns the elements ``ranges[r][i]`` of flattened tensor i. A mask has a bit for every
     element of a compressed tensor, those of one rank together. ``cuts`` are the first bytes of the
-    ranks, and the end. ``strided_bits[i]`` are the bits of tensor i, ``gaps`` the bits of no tensor.
-    Rank r owns ``owned[r]`` compressed elements, without padding.
+    ranks, and the end. ``strided_bits[i]`` are the bits of tensor i, ``gaps`` the bits of no
+    tensor. Rank r owns ``owned[r]`` compressed elements, without padding.
     """
 
     def __init__(

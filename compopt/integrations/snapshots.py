@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._engine.base import CompressedOptimizer
-from .._engine.peers import gather_json
 from .._engine.collective_generators import ask
+from .._engine.peers import gather_json
 from .._state.tensors import to_local
 from .._wire.requests import Broadcast
 

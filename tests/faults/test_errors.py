@@ -112,7 +112,9 @@ def one_exchange_fails(rank: int) -> list[tuple[str, str, int, float]]:
             fail(outer, len(outer._buckets) - 1, 0, RuntimeError("no memory left"))
         backward(model, optimizer, step, rank)
         message = attempt(optimizer)
-        report.append((message, optimizer.stats.phase, optimizer._option_groups[0]["step"], float(flat(net).double().sum())))
+        report.append(
+            (message, optimizer.stats.phase, optimizer._option_groups[0]["step"], float(flat(net).double().sum()))
+        )
     return report
 
 
@@ -155,7 +157,9 @@ def test_all_ranks_hear_of_an_error_of_one_before_any_timeout_and_go_on():
     for rank, report in enumerate((first["exchange"], second["exchange"])):
         message, phases, steps, _ = zip(*report, strict=True)
         assert steps == tuple(range(1, 8)), "a rank's own step stands"
-        assert phases[5:] == ("exchanged", "local") and not any(message[:4] + message[5:]), "tried again after the next step"
+        assert phases[5:] == ("exchanged", "local") and not any(message[:4] + message[5:]), (
+            "tried again after the next step"
+        )
         assert f"step 5 was taken on rank {rank}, but not the exchange" in message[4] or rank == 1
         assert "no memory left" in message[4]
     ends = [[end for *_, end in results["exchange"]] for results in (first, second)]

@@ -155,7 +155,9 @@ class ScapeOracle(AdamSOracle):
         self.residual = [
             [torch.where(on, 0.0, x_i) for on, x_i in zip(self.mask, local, strict=True)] for local in x
         ]  # lines 11, 12
-        payload = [[torch.where(on, x_i, 0.0) for on, x_i in zip(self.mask, local, strict=True)] for local in x]  # line 13
+        payload = [
+            [torch.where(on, x_i, 0.0) for on, x_i in zip(self.mask, local, strict=True)] for local in x
+        ]  # line 13
         m = mean_over_ranks(payload)  # lines 14, 16
         self.average = [  # line 17
             torch.where(on, (b - beta1 * m_prev) / (1 - beta1), 0.0)

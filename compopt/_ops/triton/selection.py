@@ -153,7 +153,9 @@ def _select_batch(inputs: list[SelectionInputs]) -> None:
     moment, top_k = ops.tables(("selection", bucket.index), key, tables)
     buckets = [one.selection.bucket for one in inputs]
     offsets = block_offsets_of_all(buckets, [bucket.cache["mask"] for bucket in buckets])
-    kernels.moment(_blocks(inputs), offsets, moment, betas=group["betas"], maximize=group["maximize"])
+    kernels.moment(
+        _blocks(inputs), offsets, moment, betas=group["betas"], maximize=group["maximize"]
+    )
     kernels.top_k(kernels.make_blocks(tuple(sizes), device), top_k)
 
 

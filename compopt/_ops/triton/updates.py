@@ -261,7 +261,10 @@ def _old_momenta(batch: Batch) -> list[list[Tensor]]:
 def _update_scape(batch: Batch, momenta: list[list[Tensor]], grads: list[Tensors]) -> None:
     """Do all but the selection."""
     group, calls, buckets = batch.group, batch.calls, batch.buckets
-    masks, momentum_mask = [call.mask for call in calls], [bucket.cache["mask"] for bucket in buckets]
+    masks, momentum_mask = (
+        [call.mask for call in calls],
+        [bucket.cache["mask"] for bucket in buckets],
+    )
     rows = zip(momenta, grads, buckets, masks, momentum_mask, strict=True)
     keys = [
         make_key(addresses(old), gradients_key(g), mask_key(bucket, new), mask_key(bucket, before))
@@ -285,7 +288,15 @@ def scape_rows(
     dropped: Tensors = [*mean.dropped_parts] or [None] * len(grads)
     rows = zip(contiguous_weights(bucket), old, state["exp_avg"], strict=True)
     for i, (weight, before, m) in enumerate(rows):
-        tensors = mask.bits[i], momentum_mask.bits[i], before, mean.parts[i], weight, m, state["step"][i]
+        tensors = (
+            mask.bits[i],
+            momentum_mask.bits[i],
+            before,
+            mean.parts[i],
+            weight,
+            m,
+            state["step"][i],
+        )
         yield kernels.ScapeRow(
             bucket.lengths[i],
             *tensors,
