@@ -50,13 +50,13 @@ def randomk(bucket: Bucket, reducer: AllReduceReducer, update: AdamW) -> Request
 
 def draw(bucket: Bucket, t: int) -> Mask:
     """Line 1: ascending positions in each compressed tensor; None for what is sent whole."""
-    results: list[Tensor | None] = [None] * len(bucket.params)
+    positions: list[Tensor | None] = [None] * len(bucket.params)
     for i in (i for i, compressed in enumerate(bucket.compressed) if compressed):
         n, words = bucket.lengths[i], (bucket.group["seed"], t, bucket.index, i)
         random = torch.Generator().manual_seed(zlib.crc32(repr(words).encode()))
         some = torch.randperm(n, generator=random)[: selection_size(bucket.group["density"], n)]
-        results[i] = some.sort().values.to(bucket.device)
-    return Mask(bucket, positions=results)
+        positions[i] = some.sort().values.to(bucket.device)
+    return Mask(bucket, positions=positions)
 
 
 class RandomK(ReducingOptimizer):
@@ -92,9 +92,9 @@ class RandomK(ReducingOptimizer):
     ):
         self.sharded = sharded
         adamw = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
-        local: dict[str, Any] = dict(density=density, seed=seed, warmup_steps=warmup_steps)
-        local |= dict(max_grad_norm=max_grad_norm, payload_dtype=payload_dtype)
-        super().__init__(params, {**adamw, **local}, process_group, simulate)
+        compression: dict[str, Any] = dict(density=density, seed=seed, warmup_steps=warmup_steps)
+        compression |= dict(max_grad_norm=max_grad_norm, payload_dtype=payload_dtype)
+        super().__init__(params, {**adamw, **compression}, process_group, simulate)
 
     def check_group(self, group: dict[str, Any]) -> None:
         check_adam(group)
