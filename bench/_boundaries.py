@@ -50,7 +50,7 @@ def boundary_rank(mesh: DeviceMesh, labels: list[str], steps: int) -> None:
         everyone[label] = [None] * ranks
         dist.all_gather_object(everyone[label], dict(messages_of(trainer, x, y)))
         del trainer
-    taken: dict[tuple, list[float]] = defaultdict(list)
+    selected: dict[tuple, list[float]] = defaultdict(list)
     for _ in range(steps):  # compressors take turns
         for label in labels:
             for first in range(ranks - 1):
@@ -63,10 +63,10 @@ def boundary_rank(mesh: DeviceMesh, labels: list[str], steps: int) -> None:
                             if not size:
                                 continue
                             dist.send(message, 2 * first + 1 - sender) if rank == sender else dist.recv(message, sender)
-                    taken[label, first].append(time.perf_counter() - start)
+                    selected[label, first].append(time.perf_counter() - start)
                 dist.barrier()
     seconds: list = [None] * ranks
-    dist.all_gather_object(seconds, {key: statistics.median(found) for key, found in taken.items()})
+    dist.all_gather_object(seconds, {key: statistics.median(results) for key, results in selected.items()})
     if rank == 0:
         rows = []
         for label in labels:

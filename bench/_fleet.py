@@ -136,12 +136,12 @@ def _header_bytes(request: Request, bucket: Bucket, ranks: int) -> int:
 
 @lru_cache(maxsize=256)
 def messages(lengths: tuple[int, ...], ranks: int, density: float) -> Tensor:
-    """What ranks 1 to N - 1 send of a bucket's mask where they choose at random, shape (N - 1, bytes)."""
+    """Return what ranks 1 to N - 1 send of a bucket's mask where they choose at random, shape (N - 1, bytes)."""
     shards = shard_mask(lengths, ranks, density)
     rows = torch.empty(ranks - 1, shards.message_bytes, dtype=torch.uint8)
     for rank, shard in enumerate(shards.shards[1:], start=1):
-        found = [torch.randperm(p.stop - p.start)[: p.k].add_(p.first_bit) for p in shard.slices]
-        positions = torch.cat(found).sort().values if found else torch.empty(0, dtype=torch.int64)
+        results = [torch.randperm(p.stop - p.start)[: p.k].add_(p.first_bit) for p in shard.slices]
+        positions = torch.cat(results).sort().values if results else torch.empty(0, dtype=torch.int64)
         bits = torch.zeros(shard.nbytes, dtype=torch.uint8)
         set_bits_(bits, positions)
         rows[rank - 1] = encode_mask(positions, bits, shards, rank)

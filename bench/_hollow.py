@@ -31,9 +31,9 @@ import compopt._engine.base as base
 import compopt._engine.decision as decision
 import compopt._engine.step as step
 import compopt._ops.backends as backends
-from compopt._engine.exchange import Exchange
+from compopt._engine.collective_generators import CollectiveGenerator
+from compopt._engine.exchange import BucketExchange
 from compopt._engine.session import Session
-from compopt._engine.turns import Turns
 from compopt._ops.triton import tables as triton_tables
 from compopt._wire.collectives import Communicator
 
@@ -55,7 +55,7 @@ class Stream:
 
 
 class Module:
-    """What ``torch.get_device_module`` returns of it."""
+    """The device's module, as ``torch.get_device_module`` returns it."""
 
     Stream = object
 
@@ -69,7 +69,7 @@ class Module:
 
 
 class Counts(TorchDispatchMode):
-    """What a step asks of the device. ``at``: by the place in compopt that asks."""
+    """Counts of what a step asks of the device. ``at``: by the line of compopt that asks."""
 
     running: Counts | None = None
 
@@ -274,19 +274,19 @@ def _weighed_table(name: str) -> Callable[..., kernels.Table]:
 
 
 read_numbers = decision.read_numbers
-told: list[float] = []
+report: list[float] = []
 
 
-def _read_numbers(exchanges: list[Exchange]) -> list[float]:
+def _read_numbers(exchanges: list[BucketExchange]) -> list[float]:
     """The numbers that decide, as they would be: every rank has every gradient, all is as it should be."""
     norms = (exchange.agreement.squared_norm for exchange in exchanges)
-    told[:] = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
+    report[:] = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
     for exchange in exchanges:
-        told.extend([*[1.0] * len(exchange.agreement.payload.header), *exchange.control.numbers])
+        report.extend([*[1.0] * len(exchange.agreement.payload.header), *exchange.control.numbers])
     return read_numbers(exchanges)
 
 
-def _greet(session: Session, comm: object, has_problem: bool) -> Turns[bool]:
+def _greet(session: Session, comm: object, has_problem: bool) -> CollectiveGenerator[bool]:
     """In place of the handshake, which compares numbers that are not there."""
     return True
     yield
@@ -323,7 +323,7 @@ def _to_list(x: Tensor) -> Any:
         return to_list(x)
     if Counts.running is not None:
         Counts.running.wait()
-    return list(told) if x.shape == (len(told),) else torch.zeros_like(x, device="cpu").tolist()
+    return list(report) if x.shape == (len(report),) else torch.zeros_like(x, device="cpu").tolist()
 
 
 @contextlib.contextmanager

@@ -155,5 +155,5 @@ def validate(model: StackedGPT, text: Text, device: torch.device) -> float:
     """The mean loss of replica 0."""
     one = StackedGPT.__new__(StackedGPT)
     one.__dict__ |= model.__dict__ | {"replicas": 1, "params": {n: p.detach()[:1] for n, p in model.params.items()}}
-    found = [(one.losses(x[None].to(device), y[None].to(device)).item(), len(x)) for x, y in text.windows()]
-    return math.fsum(loss * n for loss, n in found) / sum(n for _, n in found)
+    results = [(one.losses(x[None].to(device), y[None].to(device)).item(), len(x)) for x, y in text.windows()]
+    return math.fsum(loss * n for loss, n in results) / sum(n for _, n in results)

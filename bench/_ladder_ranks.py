@@ -53,7 +53,7 @@ class Composite(torch.optim.Optimizer):
 
 
 class Ranks:
-    """What trains the replicas of a model; ``bytes_sent`` by rank 0 so far."""
+    """The replicas of a model and their optimizers; ``bytes_sent`` by rank 0 so far."""
 
     def __init__(self, model: StackedGPT, optimizers: list[torch.optim.Optimizer]):
         self.model, self.optimizers, self.bytes_sent = model, optimizers, 0
@@ -114,9 +114,9 @@ class Lockstep(Ranks):
         self.world.step(self.optimizers)
 
     def finish(self) -> None:
-        if hasattr(self.optimizers[0], "end_round_in_turns"):
+        if hasattr(self.optimizers[0], "end_round_as_generator"):
             before = self.sent_in_step()  # stats then count the last step again
-            self.world.run([optimizer.end_round_in_turns() for optimizer in self.optimizers])
+            self.world.run([optimizer.end_round_as_generator() for optimizer in self.optimizers])
             self.bytes_sent += self.sent_in_step() - before
 
 

@@ -19,7 +19,7 @@ MOMENTA, OUTER_LRS = (0.0, 0.3, 0.6, 0.9), (0.7, 1.0)
 
 
 class Run(NamedTuple):
-    """What a run is known by. ``tokens`` are per parameter; outer settings are those of local steps."""
+    """The key of a run. ``tokens`` are per parameter; outer settings are those of local steps."""
 
     row: str
     size: str

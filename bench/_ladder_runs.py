@@ -83,7 +83,7 @@ class Training:
             self.text.next()
 
     def line(self) -> dict[str, Any]:
-        """What is kept of the run."""
+        """Return what is kept of the run."""
         dense = 4 * self.parameters * max(1, self.step)
         finished = self.step == self.steps and math.isfinite(self.evals[-1]["val_loss"])
         return self.run._asdict() | {

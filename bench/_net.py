@@ -172,7 +172,7 @@ class Links:
     def _start(
         self, rank: int, argv: Sequence[str], port: str, env: Mapping[str, str], out: IO[bytes], err: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        own = {
+        local = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.ranks),
@@ -184,7 +184,7 @@ class Links:
         inside = ["ip", "netns", "exec", f"{self._name}-r{rank}"] if self.private else []
         return subprocess.Popen(
             [*inside, *argv],
-            env={**os.environ, **own, **env},
+            env={**os.environ, **local, **env},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -196,8 +196,8 @@ class Links:
         while any(process.poll() is None for process in ranks) or any(process.returncode for process in ranks):
             for rank, process in enumerate(ranks):
                 if process.poll():
-                    said = (_text(files[rank][1]) or _text(files[rank][0])).strip()[-2000:]
-                    raise RuntimeError(f"Rank {rank} ended with exit code {process.returncode}. It said: {said}")
+                    message = (_text(files[rank][1]) or _text(files[rank][0])).strip()[-2000:]
+                    raise RuntimeError(f"Rank {rank} ended with exit code {process.returncode}. It said: {message}")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"The ranks were still running after {timeout:g} s and were stopped.")
             time.sleep(0.02)

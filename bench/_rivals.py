@@ -53,7 +53,7 @@ class Processes:
         self.size = dist.get_world_size()
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """What all ranks have handed over, rank by rank."""
+        """Return what all ranks have handed over, rank by rank."""
         row = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(row, x)
         return row
@@ -65,7 +65,7 @@ class Processes:
 
 
 class Rival(torch.optim.Optimizer):
-    """What they share: tensors that are compressed and those that are not, and the bytes of a step.
+    """The common part of the rivals: tensors that are compressed and those that are not, and the bytes of a step.
 
     ``group`` has the collectives; None: those of the default process group.
     """
@@ -80,7 +80,7 @@ class Rival(torch.optim.Optimizer):
         return p.dim() >= 2 and p.numel() >= SMALL
 
     def gather(self, *parts: Tensor) -> list[tuple[Tensor, ...]]:
-        """What all ranks have handed over, rank by rank."""
+        """Return what all ranks have handed over, rank by rank."""
         return list(zip(*(self.group.gather(part) for part in parts), strict=True))
 
     def mean(self, x: Tensor) -> Tensor:
@@ -168,8 +168,8 @@ class AroundAdamW(Rival):
 
     @torch.no_grad()
     def step(self) -> None:
-        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner["lr"] = own["lr"]
+        for local, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner["lr"] = local["lr"]
         self.stats.bytes_sent, start = 0, self.steps < self.dense
         self.stats.phase = "dense" if start else "compressed"
         self.steps += 1
@@ -210,11 +210,11 @@ class PowerSGD(AroundAdamW):
             random = torch.Generator().manual_seed(number)
             state["q"] = torch.randn(p.shape[1], rank, generator=random).to(p)
             state["residual"] = torch.zeros_like(p)
-        owed = p.grad + state["residual"]
-        left = torch.linalg.qr(self.mean(owed @ torch.linalg.qr(state["q"]).Q)).Q
-        state["q"] = self.mean(owed.T @ left)
+        residuals = p.grad + state["residual"]
+        left = torch.linalg.qr(self.mean(residuals @ torch.linalg.qr(state["q"]).Q)).Q
+        state["q"] = self.mean(residuals.T @ left)
         average = left @ state["q"].T
-        state["residual"] = owed - average
+        state["residual"] = residuals - average
         return average
 
 

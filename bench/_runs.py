@@ -199,7 +199,7 @@ METHODS: dict[str, Make | str] = {
 
 
 def parts(name: str) -> tuple[Make, str, str]:
-    """What makes a method's optimizer; its hook of examples/baselines.py and the hook's setting, or "" twice."""
+    """Return a maker of the method's optimizer, the hook of examples/baselines.py and its setting ("": none)."""
     method = METHODS[name]
     if name in RIVALS:
         return RIVALS[name], "alone", ""

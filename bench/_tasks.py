@@ -1,4 +1,4 @@
-"""What mcbench.py trains to see what compression does to quality: digits and text that come with Python packages.
+"""Tasks of mcbench.py, which measure what compression does to quality: digits and text that come with Python packages.
 
 One process computes what tensor parallelism of 2 and a pipeline of 2 stages compute: two partial products added
 through the compressor, and a stage boundary in the middle. tests/test_activations_ranks.py holds ranks to these

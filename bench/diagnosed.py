@@ -110,10 +110,10 @@ def watched(steps: int, lr: float, skip: int) -> dict[str, tuple[float, float]]:
             optimizer.zero_grad()
 
     train(skip)
-    with Diagnosis(model, optimizer, STEPS, START, 1 << 21, None, CANDIDATES) as seen:
+    with Diagnosis(model, optimizer, STEPS, START, 1 << 21, None, CANDIDATES) as records:
         train(STEPS)
-    print(f"lr {lr:g}, steps {skip + 1} to {skip + STEPS}: {seen.seconds:.0f} s of diagnosis", flush=True)
-    return {row.method: (row.kept, row.residual) for row in seen.rows}
+    print(f"lr {lr:g}, steps {skip + 1} to {skip + STEPS}: {records.seconds:.0f} s of diagnosis", flush=True)
+    return {row.method: (row.kept, row.residual) for row in records.rows}
 
 
 def tau(x: Sequence[float], y: Sequence[float]) -> float:
@@ -174,8 +174,8 @@ def draw(rows: list[dict]) -> None:
         axis.plot([r["first"] for r in group], [r["loss"] for r in group], "o", markersize=4)
         for r in group:
             axis.annotate(f" {r['run']}", (r["first"], r["loss"]), fontsize=6, va="center")
-        found = tau([-r["first"] for r in group], [r["loss"] for r in group])
-        axis.set_title(f"{steps} steps, lr {lr:g}: Kendall's tau {found:.2f}", fontsize=10)
+        results = tau([-r["first"] for r in group], [r["loss"] for r in group])
+        axis.set_title(f"{steps} steps, lr {lr:g}: Kendall's tau {results:.2f}", fontsize=10)
         axis.set(xlabel="kept of AdamW's update in the first 60 steps", ylabel="validation loss in the end")
         axis.set_xlim(right=1.3)
         axis.spines[["top", "right"]].set_visible(False)

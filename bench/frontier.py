@@ -1,4 +1,4 @@
-"""What users pay: the loss at the end of a run over the bytes of the whole run, dense start included.
+"""The price of compression: the loss at the end of a run over the bytes of the whole run, dense start included.
 
     python bench/frontier.py --seeds 0                          # 2,000 steps on 4 ranks, what is missing: many hours
     python bench/frontier.py --only "LocalSteps 30, int4, growing 900" --lr 2e-3 4e-3 --seeds 0 1 2

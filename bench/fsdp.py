@@ -76,7 +76,7 @@ def work(row: str, steps: int, out: str) -> None:
     text, held_out = corpus.load(None)
     data = corpus.batches(text, 8, 64, seed=1 + rank)
     torch.manual_seed(0)
-    found = {"run": row, "ranks": world, "steps": steps}
+    results = {"run": row, "ranks": world, "steps": steps}
     before = storages()
     model, optimizer = build(train_gpt.GPT(4, 128, 4, 64), where, method, round(DENSE * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -92,17 +92,17 @@ def work(row: str, steps: int, out: str) -> None:
         seconds += (time.perf_counter() - start) * profiled
     parameters = sum(p.numel() for p in model.parameters())
     after = storages()
-    found["held"] = sum(after[at] for at in after.keys() - before.keys()) / parameters
-    found |= {"step_ms": 1e3 * seconds / PROFILED, **times(profile)}
+    results["held"] = sum(after[at] for at in after.keys() - before.keys()) / parameters
+    results |= {"step_ms": 1e3 * seconds / PROFILED, **times(profile)}
     with torch.no_grad():
         losses = [model(x, y) for x, y in islice(corpus.batches(held_out, 8, 64, seed=0), rank, 40, world)]
     loss = torch.stack(losses).mean()
     # before the group: DDP that holds it last joins gloo's thread with Python's lock, for which that thread may wait
     del model, optimizer, schedule
     dist.all_reduce(loss)
-    found["loss"] = float(loss / world)
+    results["loss"] = float(loss / world)
     if rank == 0:
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
@@ -110,8 +110,8 @@ def storages() -> dict[int, int]:
     """Bytes of all memory that Python's tensors have, by where it is."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
-    own = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
-    return {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in own)}
+    local = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
+    return {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in local)}
 
 
 def build(model, where: str, method: str, dense: int):
@@ -138,12 +138,12 @@ def train(model, optimizer, schedule, data) -> None:
 
 def times(profile: cProfile.Profile) -> dict[str, float]:
     """Milliseconds of a step, of what TIMES names."""
-    found = dict.fromkeys(TIMES, 0.0)
+    results = dict.fromkeys(TIMES, 0.0)
     for (file, _, name), (*_, cumulative, _) in pstats.Stats(profile).stats.items():
         for column, functions in TIMES.items():
             if "compopt" in file and (Path(file).name, name) in functions:
-                found[column] += 1e3 * cumulative / PROFILED
-    return found
+                results[column] += 1e3 * cumulative / PROFILED
+    return results
 
 
 def run(row: str, ranks: int, steps: int) -> dict:
@@ -177,8 +177,8 @@ def main() -> None:
         return work(row, int(steps), out)
     rows = {(r["run"], int(r["ranks"]), int(r["steps"])): r for r in kept()}
     for name in () if args.show else args.only:
-        found = run(name, args.ranks, args.steps)
-        rows[name, args.ranks, args.steps] = {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}
+        results = run(name, args.ranks, args.steps)
+        rows[name, args.ranks, args.steps] = {k: round(v, 4) if isinstance(v, float) else v for k, v in results.items()}
         with (RESULTS / "fsdp.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS)
             writer.writeheader()

@@ -62,7 +62,7 @@ def operations(n: int, device: torch.device) -> dict[str, Operation]:
     v, flags = [x.square() for x in draw()], torch.rand(n, device=device) < 0.4
     bits, step, marks = kernels.pack_bits(flags), torch.ones((), device=device), torch.empty(4, device=device)
     whole, other = torch.cat(g), torch.cat(w)
-    found = {
+    results = {
         "copy": Operation(lambda: other.copy_(whole), 8 * n),
         "pack_bits": Operation(lambda: kernels.pack_bits(flags), n + n / 8),
         "unpack_bits": Operation(lambda: kernels.unpack_bits(bits, n), n + n / 8),
@@ -80,7 +80,7 @@ def operations(n: int, device: torch.device) -> dict[str, Operation]:
             for row in zip(lengths, own, held, old, values, w, draw(sizes), [step] * 4, [1] * 4, e, g, strict=True)
         ]
         top = [kernels.TopKRow(*row) for row in zip(lengths, sizes, e, tops, strict=True)]
-        found |= {
+        results |= {
             f"block_offsets {density}": Operation(lambda own=own: kernels.block_offsets(blocks, own), n / 8),
             f"positions {density}": Operation(
                 lambda own=own, starts=starts, sizes=sizes: kernels.positions(blocks, own, starts, sizes), n / 8 + 4 * k
@@ -103,7 +103,7 @@ def operations(n: int, device: torch.device) -> dict[str, Operation]:
             ),
             f"top_k {density}": Operation(lambda rows=top: kernels.top_k(blocks, rows), 20 * n + n / 8),
         }
-    return found | codes(n, device) | products(n, device)
+    return results | codes(n, device) | products(n, device)
 
 
 def products(n: int, device: torch.device) -> dict[str, Operation]:

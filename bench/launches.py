@@ -1,4 +1,4 @@
-"""What one steady step asks of an accelerator, counted without one: launches, waits of the host, uploads, bytes.
+"""The calls of one steady step on an accelerator, counted without one: launches, waits of the host, uploads, bytes.
 
     python bench/launches.py                    # all rows, 354.8 M parameters in GPT-2 medium's shapes; under a minute
     python bench/launches.py --only "SCAPE .01" --places
@@ -127,10 +127,10 @@ def host(name: str, params: Params) -> tuple[float, float]:
                     optimizer.step()
         gc.collect()
         for _ in range(STEPS):
-            for optimizer, own in zip(optimizers, times, strict=True):
+            for optimizer, local in zip(optimizers, times, strict=True):
                 start = time.thread_time()
                 optimizer.step()
-                own.append(time.thread_time() - start)
+                local.append(time.thread_time() - start)
     ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
     return round(1e3 * statistics.median(times[0]), 1), round(ratio, 2)
 

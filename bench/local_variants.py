@@ -97,7 +97,7 @@ def train(variant: Variant, seed: int, steps: int, lr: float) -> dict[str, float
             with optimizers[0].use_anchors():
                 losses["anchor_loss"] = evaluate()
         if step in [*saves, steps]:
-            world.run([optimizer.end_round_in_turns() for optimizer in optimizers])
+            world.run([optimizer.end_round_as_generator() for optimizer in optimizers])
         if step in saves and variant.averages_moments:
             world.consolidate(optimizers)
         if step in saves and variant.loads_of_rank_0:
@@ -130,9 +130,9 @@ def main() -> None:
     for table in args.table:
         losses = {n: [r["val_loss"] for r in rows if (r["table"], r["row"]) == (table, n)] for n in TABLES[table]}
         first = next(iter(losses.values()))
-        for name, own in losses.items():
-            ratio = statistics.mean(a / b for a, b in zip(own, first, strict=True))
-            print(f"{name:<70}{statistics.mean(own):>9.4f}{ratio:>9.4f} of the first row")
+        for name, local in losses.items():
+            ratio = statistics.mean(a / b for a, b in zip(local, first, strict=True))
+            print(f"{name:<70}{statistics.mean(local):>9.4f}{ratio:>9.4f} of the first row")
 
 
 if __name__ == "__main__":

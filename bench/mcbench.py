@@ -58,11 +58,11 @@ class Clock:
             try:
                 return call(*args, **kwargs)
             finally:
-                taken = time.perf_counter() - start
+                selected = time.perf_counter() - start
                 inner = self._inner.pop()
                 nested = name in ("encode", "decode", "communication")
-                self.total[name] += taken - inner if nested else taken
-                self._inner[-1] += taken if nested else 0.0
+                self.total[name] += selected - inner if nested else selected
+                self._inner[-1] += selected if nested else 0.0
 
         return wrapper
 
@@ -93,7 +93,7 @@ def time_rank(grid: str, labels: list[str], steps: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(MICRO_BATCH * MICRO_BATCHES, TIMED["tokens"], TIMED["inputs"])
     y = torch.randint(TIMED["outputs"], (len(x),))
-    trainers, taken = {}, defaultdict(list)
+    trainers, selected = {}, defaultdict(list)
     for label in labels:
         torch.manual_seed(0)
         trainers[label] = Trainer(encoder(**TIMED), mesh, made[label], MICRO_BATCH, F.cross_entropy, 1e-4)
@@ -106,13 +106,13 @@ def time_rank(grid: str, labels: list[str], steps: int) -> None:
             before, start = sent_bytes(), time.perf_counter()
             trainer.step(x, y)
             total = time.perf_counter() - start
-            own = {name: clock.total[name] for name in COLUMNS}
-            waiting = total - own["forward"] - own["backward"] - own["optimizer"]
+            local = {name: clock.total[name] for name in COLUMNS}
+            waiting = total - local["forward"] - local["backward"] - local["optimizer"]
             sent = 0 if before is None else sent_bytes() - before
-            taken[label].append({**own, "total": total, "waiting": waiting, "sent": sent})
+            selected[label].append({**local, "total": total, "waiting": waiting, "sent": sent})
     rows = {}
     for label in labels:
-        middle = sorted(taken[label], key=lambda row: row["total"])[steps // 2]
+        middle = sorted(selected[label], key=lambda row: row["total"])[steps // 2]
         everyone: list = [None] * RANKS
         dist.all_gather_object(everyone, middle)
         rows[label] = {name: statistics.mean(row[name] for row in everyone) for name in [*COLUMNS, "sent"]}
@@ -156,11 +156,11 @@ def save(name: str, head: list[str], keys: int, rows: list[list]) -> None:
 
 def print_times(options: argparse.Namespace) -> None:
     for grid in options.grids:
-        found = ask_ranks(options, options.rate, "--grids", grid)
+        results = ask_ranks(options, options.rate, "--grids", grid)
         print(f"\ntensor x pipeline {grid}, {options.rate}, ms a step (means over {RANKS} ranks)")
         print(f"{'':<5}" + "".join(f"{name[:9]:>11}" for name in [*COLUMNS, "MB sent"]))
         rows = []
-        for label, row in found.items():
+        for label, row in results.items():
             numbers = [1e3 * row[name] for name in COLUMNS] + [row["sent"] / 1e6]
             print(f"{label:<5}" + "".join(f"{value:>11.2f}" for value in numbers))
             rows.append([grid, label, options.rate, *(f"{value:.3f}" for value in numbers)])
@@ -173,8 +173,8 @@ def print_quality(options: argparse.Namespace) -> None:
     for seed in options.seeds:
         start = pretrained(seed)
         for label in labels:
-            found = quality(label, seed, options.steps, start, options.tasks)
-            rows = [[label, task, seed, options.steps, f"{value:.2f}"] for task, value in found.items()]
+            results = quality(label, seed, options.steps, start, options.tasks)
+            rows = [[label, task, seed, options.steps, f"{value:.2f}"] for task, value in results.items()]
             save("quality", ["compressor", "task", "seed", "steps", "accuracy"], 3, rows)
     print_accuracies("quality", options.steps)
 
@@ -186,17 +186,17 @@ def print_pretraining(options: argparse.Namespace) -> None:
     for seed in options.seeds:
         for label in options.labels:
             start = pretrained(seed, made[label])
-            found = {(label, parity): later_accuracy(start, seed, options.steps, parity) for parity in (False, True)}
+            results = {(label, parity): later_accuracy(start, seed, options.steps, parity) for parity in (False, True)}
             if label == "A2":
-                found["A2, kept", False] = later_accuracy(start, seed, options.steps, False, keep=True)
+                results["A2, kept", False] = later_accuracy(start, seed, options.steps, False, keep=True)
             if label == "w/o":
                 torch.manual_seed(seed)
                 nothing = encoder(4, 4, 16, **SMALL, pool=False)
                 for parity in (False, True):
-                    found["not pre-trained", parity] = later_accuracy(nothing, seed, options.steps, parity)
+                    results["not pre-trained", parity] = later_accuracy(nothing, seed, options.steps, parity)
             rows = [
                 [name, "parity" if parity else "digits", seed, options.steps, f"{value:.2f}"]
-                for (name, parity), value in found.items()
+                for (name, parity), value in results.items()
             ]
             save("pretraining", ["compressor", "task", "seed", "steps", "accuracy"], 3, rows)
     print_accuracies("pretraining", options.steps)
@@ -217,14 +217,14 @@ def print_accuracies(name: str, steps: int) -> None:
 
 
 def print_boundaries(options: argparse.Namespace) -> None:
-    found = ask_ranks(options, options.rate)["rows"]
+    results = ask_ranks(options, options.rate)["rows"]
     print(f"ms a step over each stage boundary, {options.rate}; MB forth and back")
-    dense = {boundary: taken for label, boundary, taken, *_ in found if label == "w/o"}
+    dense = {boundary: selected for label, boundary, selected, *_ in results if label == "w/o"}
     rows = []
-    for label, boundary, taken, forth, back in found:
-        share = taken / dense[boundary] if boundary in dense else float("nan")
-        print(f"{label:<5}{boundary:>6}{taken:>10.2f}{forth:>9.3f}{back:>9.3f}{share:>8.3f} of w/o")
-        rows.append([label, boundary, options.rate, f"{taken:.3f}", f"{forth:.4f}", f"{back:.4f}"])
+    for label, boundary, selected, forth, back in results:
+        share = selected / dense[boundary] if boundary in dense else float("nan")
+        print(f"{label:<5}{boundary:>6}{selected:>10.2f}{forth:>9.3f}{back:>9.3f}{share:>8.3f} of w/o")
+        rows.append([label, boundary, options.rate, f"{selected:.3f}", f"{forth:.4f}", f"{back:.4f}"])
     save("boundaries", ["compressor", "boundary", "rate", "ms", "MB_forth", "MB_back"], 3, rows)
 
 

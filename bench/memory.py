@@ -123,26 +123,26 @@ def measure(name: str, ranks: int) -> dict:
     params = list(model.named_parameters())
     for _, p in params:
         p.grad = torch.zeros_like(p)
-    with fleet(ranks, 1 - (1 - LEFT_BY_OTHERS) ** (ranks - 1)) as comm, Allocations() as found:
+    with fleet(ranks, 1 - (1 - LEFT_BY_OTHERS) ** (ranks - 1)) as comm, Allocations() as results:
         optimizer = ROWS[name](params, comm)
         if isinstance(optimizer, compopt._engine.base.CompressedOptimizer):
             comm.follow(optimizer)
         for step in range(STEPS):
-            with found.mark(str(step)):
+            with results.mark(str(step)):
                 optimizer.step()
             for _, p in params:
                 p.grad.normal_(std=1e-2)
         saved = bytes_in(t for entry in optimizer.state.values() for t in entry.values() if torch.is_tensor(t))
         offloaded = [b.flat["residual"] for b in optimizer._buckets] if getattr(optimizer, "offload", None) else []
     last = str(STEPS - 1)
-    held, most = found.before[last], max(found.most.values())
-    sizes = (saved, held - saved, found.most[last] - held, most, bytes_in(offloaded))
+    held, most = results.before[last], max(results.most.values())
+    sizes = (saved, held - saved, results.most[last] - held, most, bytes_in(offloaded))
     n = sum(p.numel() for _, p in params)
     return {"optimizer": name, "ranks": ranks, "parameters": n, **dict(zip(PARTS, (x / n for x in sizes), strict=True))}
 
 
 def powersgd(name: str) -> dict:
-    """What torch's hook keeps: a bucket's error, and two factors a matrix, beside AdamW's state."""
+    """Return what torch's hook keeps: a bucket's error, and two factors a matrix, beside AdamW's state."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = make_model()
     ddp = DistributedDataParallel(model, bucket_cap_mb=4096)
@@ -230,10 +230,10 @@ def main() -> None:
             print(f"{row['optimizer']}, {row['ranks']} ranks", flush=True)
             rows[row["optimizer"], row["ranks"]] = row
             save(rows.values())
-    if not (found := saved_rows()):
+    if not (results := saved_rows()):
         cli.error("nothing was measured yet: leave --show away")
-    show(found)
-    plot(found)
+    show(results)
+    plot(results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the advice predicts for whole runs of the demo's length, beside runs of that length.
+"""Predictions of the advice for whole runs of the demo's length, beside runs of that length.
 
     .venv/bin/python bench/predicted_runs.py              # 400 steps of four runs on two ranks, over the loopback
 
@@ -113,11 +113,11 @@ def measure(steps: int) -> dict:
         return json.loads(Path(out).read_text())
 
 
-def relative_seconds(seconds: list[float], alone: list[float]) -> float:
+def relative_seconds(seconds: list[float], single: list[float]) -> float:
     """Steps of a run without communication that take as long as this run: the blocks' ratios, added up."""
     total = 0.0
     for block in range(0, len(seconds), BLOCK):
-        total += sum(seconds[block : block + BLOCK]) / statistics.median(alone[block : block + BLOCK])
+        total += sum(seconds[block : block + BLOCK]) / statistics.median(single[block : block + BLOCK])
     return total
 
 
@@ -127,9 +127,9 @@ def compare(measured: dict, steps: int) -> list[dict]:
     rows = []
     for clock, probed in measured["probed"].items():
         runs = {name: run["seconds"][clock] for name, run in measured["runs"].items()}
-        found = {name: tuple(v) if isinstance(v := probed[name], list) else v for name in names}
+        results = {name: tuple(v) if isinstance(v := probed[name], list) else v for name in names}
         step_s = statistics.median(runs[ALONE])
-        advice = advise(work, ranks=RANKS, step_s=step_s, device="cpu", steps=steps, **found)
+        advice = advise(work, ranks=RANKS, step_s=step_s, device="cpu", steps=steps, **results)
         for row in advice.rows:
             if row.method in runs:
                 ratio = relative_seconds(runs[row.method], runs[ALONE]) / relative_seconds(runs[ALONE], runs[ALONE])

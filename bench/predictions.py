@@ -1,4 +1,4 @@
-"""What the advice predicts from a probe's file alone, beside the steps that follow it on the same links.
+"""Predictions of the advice from a probe's file alone, beside the steps that follow it on the same links.
 
     sudo .venv/bin/python bench/predictions.py                               # three rates, six minutes
     sudo .venv/bin/python bench/predictions.py --rates 1gbit --steps 20
@@ -40,7 +40,7 @@ def costs(work: Workload) -> dict[str, Cost]:
 
 
 def probed(rate: str) -> dict:
-    """What the probe writes, of ranks on links of this rate."""
+    """Return what the probe writes, of ranks on links of this rate."""
     with tempfile.TemporaryDirectory() as folder, Links(RANKS, rate) as links:
         file = str(Path(folder, "probe.json"))
         links.run([sys.executable, "-m", "compopt.probe", "--out", file])
@@ -49,14 +49,14 @@ def probed(rate: str) -> dict:
 
 def compare(rate: str, work: Workload, rounds: int, steps: int) -> list[dict]:
     """A row for each method: its step as predicted, and as measured afterwards."""
-    found, known = probed(rate), costs(work)
+    results, known = probed(rate), costs(work)
     words = ["--worker", "--methods", "none", *known, "--rounds", str(rounds), "--steps", str(steps)]
     label, gathered = over_links([sys.executable, str(Path(__file__).with_name("links.py")), *words], RANKS, rate)
     timed = summarise(label, RANKS, gathered)
     seconds = {row["method"]: row["step_ms"] / 1e3 for row in timed}
     warn_if_busy(timed[0]["cpu_share"])
-    alone = seconds["none"]
-    there = advise(work, **found, step_s=alone).situation
+    single = seconds["none"]
+    there = advise(work, **results, step_s=single).situation
     rows = []
     for method, cost in known.items():
         step = step_seconds(there.machine, cost, there.compute_s, there.overlap_s)
@@ -64,7 +64,7 @@ def compare(rate: str, work: Workload, rounds: int, steps: int) -> list[dict]:
             {
                 "rate": label,
                 "method": method,
-                "alone_s": alone,
+                "alone_s": single,
                 "own_s": step.local,
                 "exchange_s": step.exchange,
                 "predicted_s": step.total,
@@ -96,9 +96,9 @@ def main() -> None:
     work = Workload.of(make_model().named_parameters())
     rows: list[dict] = []
     for rate in args.rates:
-        found = compare(rate, work, args.rounds, args.steps)
-        show(found)
-        rows += found
+        results = compare(rate, work, args.rounds, args.steps)
+        show(results)
+        rows += results
     with (RESULTS / "predictions.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()

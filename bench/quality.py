@@ -30,7 +30,7 @@ KEPT = RESULTS / "quality.jsonl"
 
 
 class Run(NamedTuple):
-    """What a run is known by."""
+    """The key of a run."""
 
     name: str
     lr: float

@@ -1,4 +1,4 @@
-"""What each byte of a compressed step buys in loss: all classes, with and without int8, beside PowerSGD and top-k.
+"""The loss that each byte of a compressed step buys: all classes, with and without int8, beside PowerSGD and top-k.
 
     python bench/quality_per_byte.py                                  # 800 steps on 2 ranks, seed 0: about 3 hours
     python bench/quality_per_byte.py --only "SeparateAdam tracked 16, int8" --lr 4e-3

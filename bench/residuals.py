@@ -1,4 +1,4 @@
-"""What is held back over a run, and how much of the mask stays: SCAPE's Figures 3 and 6 in small.
+"""Residuals over a run, and how much of the mask stays: SCAPE's Figures 3 and 6 in small.
 
     python bench/residuals.py                       # 8 runs in one process, two minutes on a quiet core
     python bench/residuals.py --show                # train nothing: the table and the plot of what is there
@@ -123,8 +123,8 @@ def table(rows: list[dict]) -> None:
         last = [row for row in rows if row["run"] == name and int(row["step"]) > 0.9 * STEPS]
         cells = []
         for field in FIELDS[2:]:
-            found = [float(row[field]) for row in last if row.get(field) not in (None, "")]
-            cells.append(f"{statistics.mean(found):>10.3f}" if found else f"{'-':>10}")
+            results = [float(row[field]) for row in last if row.get(field) not in (None, "")]
+            cells.append(f"{statistics.mean(results):>10.3f}" if results else f"{'-':>10}")
         if last:
             print(f"{name:<22}{''.join(cells)}")
 

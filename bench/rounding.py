@@ -1,4 +1,4 @@
-"""What int8 and int4 payloads take off a gradient, by the values that share a scale; and what rounding takes of time.
+"""Rounding errors of int8 and int4 payloads, by the values that share a scale; and the time of rounding.
 
     python bench/rounding.py            # both, one thread; a minute
 
@@ -33,7 +33,7 @@ N, RANK = 10_000_000, 16
 
 
 def sent() -> Iterator[tuple[str, list[Tensor]]]:
-    """What crosses the network, and its name."""
+    """Return what crosses the network, and its name."""
     torch.manual_seed(0)
     model, batches = GPT(5, 128, 4), Batches(rank=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -68,28 +68,28 @@ def error(tensors: list[Tensor], row: int, bits: int) -> float:
 
 def least(works: list[Callable[[], object]]) -> list[float]:
     """Milliseconds of each, taken in turns: what else the machine does is then the same for all."""
-    taken: list[list[float]] = [[] for _ in works]
+    selected: list[list[float]] = [[] for _ in works]
     for _ in range(15):
-        for work, times in zip(works, taken, strict=True):
+        for work, times in zip(works, selected, strict=True):
             start = time.perf_counter()
             work()
             times.append(time.perf_counter() - start)
-    return [1e3 * min(times) for times in taken]
+    return [1e3 * min(times) for times in selected]
 
 
 def works(bits: int) -> list[Callable[[], None]]:
     """Rounding and packing 10 M values; one rank's part in the mean of two, by operators and by C passes."""
     scratch = Scratch()
     x = torch.randn(N // ROW, ROW)
-    codes, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
+    quantized, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
     out = torch.empty(packed_bytes(N, bits), dtype=torch.int8)
 
     def rounding() -> None:
-        quantize_rows(x, (), codes, scales, dropped, (1,), scratch, bits)
+        quantize_rows(x, (), quantized, scales, dropped, (1,), scratch, bits)
         if bits == 8:
-            out.copy_(codes.view(-1))
+            out.copy_(quantized.view(-1))
         else:
-            pack_int4(codes.view(-1), out)
+            pack_int4(quantized.view(-1), out)
 
     flat = torch.cat([torch.ones(5), x.view(-1)])
     payload = Payload(flat, 3, 2, [N], (1,), dropped.view(-1), scratch, bits)
@@ -116,10 +116,10 @@ def main() -> None:
                 print(f"{what:18} int{bits}, {row:4} a scale: {wide:5.2f} bits, {price}")
     isa = torch.backends.cpu.get_cpu_capability()
     kinds = [least(list(kind)) for kind in zip(*map(works, LARGEST), strict=True)]
-    for bits, alone, mean, passes in zip(LARGEST, *kinds, strict=True):
-        times = {"rounding ms": f"{alone:.1f}", "mean ms": f"{mean:.1f}", "by C passes": f"{passes:.1f}"}
+    for bits, single, mean, passes in zip(LARGEST, *kinds, strict=True):
+        times = {"rounding ms": f"{single:.1f}", "mean ms": f"{mean:.1f}", "by C passes": f"{passes:.1f}"}
         table.append({"what": f"10 M values, {isa}", "bits": bits, "row": ROW, **times})
-        print(f"int{bits}, 10 M values, {isa}: rounded and packed in {alone:.1f} ms,")
+        print(f"int{bits}, 10 M values, {isa}: rounded and packed in {single:.1f} ms,")
         used = build.isa_of_library(build.load_library())
         print(f"    a mean of two ranks {mean:.1f} ms, by C passes ({used}) {passes:.1f} ms")
     with FILE.open("w", newline="") as file:

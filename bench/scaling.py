@@ -1,4 +1,4 @@
-"""What a rank sends, receives and computes in a step, as ranks grow to 4096 and parameters to 124 M.
+"""Bytes and computation of a rank in a step, as ranks grow to 4096 and parameters to 124 M.
 
     python bench/scaling.py                               # every row that is not there yet: an hour, 5 GB
     python bench/scaling.py --again --sizes 10M --methods "ScapeAdamS 0.01" --ranks 2 64
@@ -93,21 +93,21 @@ def unions(ranks: int) -> float:
         first.step()
     with fleet(ranks) as comm:
         optimizer = METHODS["TagcAdamW 0.9875"](list(model.named_parameters()), comm)
-        found = [torch.zeros(bucket.shards.mask_bytes, dtype=torch.uint8) for bucket in optimizer._buckets]
+        results = [torch.zeros(bucket.shards.mask_bytes, dtype=torch.uint8) for bucket in optimizer._buckets]
         for rank in range(ranks):
             model.zero_grad()
             model(*Batches(rank).next()).backward()
-            for bits, bucket in zip(found, optimizer._buckets, strict=True):
+            for bits, bucket in zip(results, optimizer._buckets, strict=True):
                 if len(bits):
                     with torch.no_grad():
                         bits |= next(optimizer.algorithm(bucket)).tensor  # what it asks the ranks for first: their or
         lengths = [sum(bucket.compressed_lengths) for bucket in optimizer._buckets]
-    counts = [int(sum((bits >> n & 1).sum() for n in range(8))) for bits in found]
+    counts = [int(sum((bits >> n & 1).sum() for n in range(8))) for bits in results]
     return sum(counts) / sum(lengths)
 
 
 def union_at(size: str, ranks: int) -> float:
-    """What was measured in the small model, the first time now; of 512 ranks for more than that."""
+    """Return what was measured in the small model, the first time now; of 512 ranks for more than that."""
     ranks = min(ranks, 512)
     row = None if size == "1M" else saved_rows().get(("TagcAdamW 0.9875", "1M", ranks))
     return float(row["union"]) if row else unions(ranks)
@@ -207,7 +207,7 @@ def show(rows: dict[tuple[str, str, int], dict], size: str) -> None:
 
 
 def slower(row: dict, dense: dict, rate: float) -> bool:
-    """Whether step() and what it receives at ``rate`` bit/s, one after the other, take longer; latency is nothing."""
+    """Return True if step() and its traffic at ``rate`` bit/s, one after the other, take longer; without latency."""
     bytes_more = float(row["received"]) - float(dense["received"])
     ms_more = float(row["ms"]) - float(dense["ms"]) if row.get("ms") else 0.0  # a formula's: bytes alone
     return ms_more / 1000 + 8 * bytes_more / rate > 0
@@ -222,8 +222,8 @@ def show_what_pays(rows: dict[tuple[str, str, int], dict], size: str) -> None:
         there = {n: pair for n, pair in pairs.items() if all(pair)}
         cells = []
         for rate in rates.values():
-            found = [n for n, pair in there.items() if slower(*pair, rate)]
-            cells.append(f"{found[0] if found else f'not to {max(there)}' if there else '?':>14}")
+            results = [n for n, pair in there.items() if slower(*pair, rate)]
+            cells.append(f"{results[0] if results else f'not to {max(there)}' if there else '?':>14}")
         print(f"{method:<45}{''.join(cells)}")
 
 

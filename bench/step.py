@@ -49,13 +49,13 @@ STEPS = {"1M": (60, 200), "10M": (60, 40), "124M": (30, 12), "355M": (20, 8)}  #
 def gradients(size: str) -> list[list[torch.Tensor]]:
     """Sets of gradients that are handed out in turn."""
     torch.manual_seed(0)
-    model, batches, found = GPT(*SIZES[size]), Batches(rank=0), []
+    model, batches, results = GPT(*SIZES[size]), Batches(rank=0), []
     for _ in range(4 if size in ("1M", "10M") else 2):
         if size in ("1M", "10M"):
             model.zero_grad()
             model(*batches.next()).backward()
-        found.append([torch.randn_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
-    return found
+        results.append([torch.randn_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
+    return results
 
 
 def measure(size: str, row: str, pool: list[list[torch.Tensor]], profile: bool) -> tuple[list[float], list[float], str]:
@@ -75,9 +75,9 @@ def measure(size: str, row: str, pool: list[list[torch.Tensor]], profile: bool) 
             if step >= settle:
                 seconds[name].append(time.perf_counter() - start)
     if profile:
-        with torch.profiler.profile() as found:
+        with torch.profiler.profile() as results:
             optimizers[row].step()
-        print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40))
+        print(results.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40))
     chosen = getattr(optimizers[row], "backend_reason", "").split(":")[0]
     return seconds[row], seconds[FUSED], chosen
 
@@ -128,7 +128,7 @@ def again(isa: str) -> None:
 
 
 def instruction_set() -> str:
-    """What the C passes have; none where there is no compiler."""
+    """Return what the C passes have; none where there is no compiler."""
     return build.isa_of_library(build.load_library()) if build.find_compiler() else "none"
 
 

@@ -48,8 +48,8 @@ def show(radius: dict[str, float], scape: dict[str, float]) -> None:
     print(f"\nRadius: nats a byte beyond AdamW's {dense:.3f}\n{'density':<10}", end="")
     print("".join(f"{f'every {interval}':>12}" for interval in INTERVALS))
     for density in DENSITIES:
-        found = [radius.get(name_of(density, interval), math.nan) - dense for interval in INTERVALS]
-        print(f"{density:<10}" + "".join(f"{value:>+12.3f}" for value in found))
+        results = [radius.get(name_of(density, interval), math.nan) - dense for interval in INTERVALS]
+        print(f"{density:<10}" + "".join(f"{value:>+12.3f}" for value in results))
     print("The paper, nats a token beyond its baseline (GPT-2.0B, 300,000 steps):", end=" ")
     print(", ".join(f"{d} every {t} {math.log(ppl / PAPER_BASELINE):+.4f}" for (d, t), ppl in PAPER.items()))
     print(f"\nSCAPE: nats a byte beyond AdamS's {scape['AdamS']:.3f}, and beyond AdamW's")
@@ -100,8 +100,8 @@ def main() -> None:
     rows = [quality.best_of(table) for table in SWEEPS]
     if not all(rows):
         cli.error("nothing has run yet: leave --show away")
-    for table, found in zip(SWEEPS, rows, strict=True):
-        quality.show(table, found)
+    for table, results in zip(SWEEPS, rows, strict=True):
+        quality.show(table, results)
     show(*map(losses, rows))
     plot(*map(losses, rows))
 

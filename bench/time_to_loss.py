@@ -100,16 +100,16 @@ def measure(names: list[str], rate: str, rounds: int, steps: int) -> None:
         jobs += [(name, kind) for kind in sorted(kinds, reverse=True)]
     worker = [sys.executable, __file__, "--worker", json.dumps(jobs), "--rounds", str(rounds), "--steps", str(steps)]
     label, gathered = over_links(worker, 2, rate, BURST)
-    found: dict[str, dict[str, list[float]]] = {}
+    outcomes: dict[str, dict[str, list[float]]] = {}
     for result in (result for results in gathered for result in results):
-        mine, seconds = found.setdefault(result["method"], {}), result["seconds"]
+        mine, seconds = outcomes.setdefault(result["method"], {}), result["seconds"]
         for phase, second in zip(result["phases"] or ["dense"] * len(seconds), seconds, strict=True):
             mine.setdefault(phase, []).append(second)
     for name in names:
-        if missing := set(phases[name]) - set(found[name]):
+        if missing := set(phases[name]) - set(outcomes[name]):
             raise SystemExit(f"No timed step of {name!r} was {' or '.join(missing)}: ask for more --rounds.")
     with _clock.KEPT.open("a") as file:
-        for name, mine in found.items():
+        for name, mine in outcomes.items():
             line = {"run": name, "rate": label, "ranks": 2}
             line["seconds"] = {phase: round(statistics.median(times), 5) for phase, times in mine.items()}
             line["iqr"] = {phase: round(spread(times), 5) for phase, times in mine.items()}
@@ -192,8 +192,8 @@ def show(rows: list[dict], rate: str) -> None:
     """Print the table and write it as CSV. dense s, compr. s: a step before and after the dense start."""
     widths = [len(format(0, form)) for _, form, _ in COLUMNS.values()]
     heads = "".join(head.rjust(width) for (head, *_), width in zip(COLUMNS.values(), widths, strict=True))
-    alone = _clock.timings(rate).get(ALONE, {}).get("dense", float("nan"))
-    print(f"\n{rate}, 2 ranks; a step without communication takes {alone:.3f} s\n{'run (lr)':<38}{heads}")
+    single = _clock.timings(rate).get(ALONE, {}).get("dense", float("nan"))
+    print(f"\n{rate}, 2 ranks; a step without communication takes {single:.3f} s\n{'run (lr)':<38}{heads}")
     kept = []
     for row in rows:
         values = {key: None if row[key] is None or row[key] != row[key] else row[key] for key in COLUMNS}

@@ -101,11 +101,11 @@ def train(options: dict, seed: int, seconds: float, lr: float, steps: list[float
             with torch.enable_grad():
                 models[rank](*next(data[rank])).backward()
             clock[rank] += steps[rank]
-            yield from clocks.run(rank, optimizer.step_in_turns())
+            yield from clocks.run(rank, optimizer.step_as_generator())
             is_new = not losses or clock[rank] >= losses[-1]["seconds"] + 3
             if rank == 0 and optimizer.stats.phase == "exchanged" and is_new:
                 losses.append({"seconds": round(clock[0], 1), "steps": optimizer.stats.step, "loss": evaluate()})
-        yield from clocks.run(rank, optimizer.end_round_in_turns())
+        yield from clocks.run(rank, optimizer.end_round_as_generator())
 
     world.run([work(rank) for rank in range(ranks)])
     losses.append({"seconds": round(clocks.times[0], 1), "steps": optimizers[0].stats.step, "loss": evaluate()})

@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 from ._engine.base import CompressedOptimizer
 from ._engine.options import Group, check_adams, check_compress, check_torch_options
 from ._ops.operations import Ops
-from ._ops.updates import count_steps
+from ._ops.update_helpers import count_steps
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._state.masks import Mask
@@ -41,13 +41,13 @@ def adams(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
 
 def update(bucket: Bucket, ops: Ops, mean: Payload) -> None:
     """Update v, m and w of every tensor with a gradient on any rank."""
-    h, m, step = bucket.group, bucket.state["exp_avg"], bucket.state["step"]
+    group, m, step = bucket.group, bucket.state["exp_avg"], bucket.state["step"]
     present = bucket.present(mean)
     count_steps(step, present)
     for i, (w, is_present) in enumerate(zip(bucket.weights, present, strict=True)):
         if is_present:
             average = ops.decode(mean.parts[i], None, w)
-            ops.adams(h, w, average, m[i], step[i])
+            ops.adams(group, w, average, m[i], step[i])
             bucket.publish_master(i)
 
 

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from ._engine.combined import OneOrSeveral
-from ._engine.inside import ReducingOptimizer, apply_shards
+from ._engine.fsdp_reduce_scatter import ReducingOptimizer, apply_shards
 from ._engine.options import Group, check_compress, check_payload, ignore_capturable
-from ._engine.reducer import MaskReducer, Reducer, WholeReducer
+from ._engine.reducer import AllReduceReducer, Reducer, ReduceScatterReducer
 from ._engine.update import Update
 from ._engine.wrapper import Wrapper
 from ._ops.norms import clip_factor, scale_all_
 from ._ops.operations import Ops
-from ._ops.updates import count_steps
+from ._ops.update_helpers import count_steps
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Unsharded
 from ._state.masks import Mask
@@ -37,7 +37,7 @@ from ._wire.requests import Agree, RequestGenerator
 
 def average(bucket: Bucket, ops: Ops, update: Update) -> RequestGenerator[None]:
     """Lines 1 to 5, one bucket, one step; ``update`` takes G."""
-    reducer = MaskReducer(bucket, ops, Mask(bucket))
+    reducer = AllReduceReducer(bucket, ops, Mask(bucket))
     mean = yield from reducer.reduce()  # lines 1 to 3
     norm = yield Agree(mean, reducer.phase)
 
@@ -72,7 +72,8 @@ class Average(Wrapper, ReducingOptimizer):
             of this package (AdamS) is stopped from averaging.
         payload_dtype: dtype on the wire (None: the gradient's), as a name, "int8", or as the
             torch.dtype of that name; groups keep the name. "int4" sends half a byte a value and
-            "int2" a quarter. What rounding takes off is owed, and sent with the next gradient.
+            "int2" a quarter. What rounding takes off stays in ``residual``, and is sent with the
+            next gradient.
         max_grad_norm: clips the averaged gradient to this L2 norm.
         capturable: accepted and ignored.
         process_group: the ranks to average over. None: the default group, or one process where
@@ -111,7 +112,7 @@ class Average(Wrapper, ReducingOptimizer):
         check_compress(group)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        layout = Unsharded if self.reduces_inside else Dense
+        layout = Unsharded if self.replaces_reduce_scatter else Dense
         return {"residual": layout(dtype)}
 
     def reducer(self, bucket: Bucket) -> Reducer:
@@ -120,12 +121,12 @@ class Average(Wrapper, ReducingOptimizer):
         """
         is_quantized = quantized_bits(bucket.group["payload_dtype"]) is not None
         if is_quantized:
-            return MaskReducer(bucket, self.ops, Mask(bucket))
-        return WholeReducer(bucket, self.ops)
+            return AllReduceReducer(bucket, self.ops, Mask(bucket))
+        return ReduceScatterReducer(bucket, self.ops)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        if self.inside is not None:
-            return apply_shards(bucket, self.ops, self.inside, self._update)
+        if self.fsdp_reduce_scatter is not None:
+            return apply_shards(bucket, self.ops, self.fsdp_reduce_scatter, self._update)
         return average(bucket, self.ops, self._update)
 
 

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from ._engine.checkpoint import check_groups, warn_of_missing_state
+from ._engine.collective_generators import Background, CollectiveGenerator, sum_over_groups
 from ._engine.combined import OneOrSeveral
 from ._engine.decision import StepDecision
 from ._engine.join import JoinHook, follow_ranks_with_data
@@ -56,7 +57,6 @@ from ._engine.step import (
     restore_scale,
     unscale_gradients,
 )
-from ._engine.turns import Background, Turns, sum_over_groups
 from ._engine.wrapper import Wrapper
 from ._local import rounds
 from ._local.anchors import Anchors, MakeOuter, assign_to_fragments, reset_moments
@@ -276,9 +276,9 @@ class LocalSteps(Wrapper):
         self._samples = samples
         return super().step(closure)
 
-    def step_in_turns(self) -> Generator[PendingCollective, None, None]:
+    def step_as_generator(self) -> Generator[PendingCollective, None, None]:
         if self.averages_gradients:
-            yield from super().step_in_turns()
+            yield from super().step_as_generator()
             return
         session = self._session
         check_can_step(session)
@@ -371,7 +371,7 @@ class LocalSteps(Wrapper):
         self._options["seconds"] += now - (now if self._clock is None else self._clock)
         self._clock = now
 
-    def _step_inner(self) -> Turns[float]:
+    def _step_inner(self) -> CollectiveGenerator[float]:
         """Step the inner optimizer, unless a gradient of this rank, or of another shard of its
         replica, is not finite, and count the step. Signals are handled afterwards.
 
@@ -404,7 +404,7 @@ class LocalSteps(Wrapper):
             self._samples = None
         return norm
 
-    def _gradient_norm(self, grads: dict[Tensor, Tensor]) -> Turns[float]:
+    def _gradient_norm(self, grads: dict[Tensor, Tensor]) -> CollectiveGenerator[float]:
         """The norm over all shards of the replica; NaN where a GradScaler has found an inf. Shards
         also agree on the time of the round.
         """
@@ -423,7 +423,7 @@ class LocalSteps(Wrapper):
 
     # Exchanges
 
-    def _synchronize(self) -> Turns[bool]:
+    def _synchronize(self) -> CollectiveGenerator[bool]:
         """Perform and prepare what is due after a step. Returns whether an exchange was applied."""
         options, anchors, is_applied = self._options, self._anchors, False
         if anchors is None:
@@ -457,7 +457,7 @@ class LocalSteps(Wrapper):
         apply_at: int | None,
         mix: float,
         is_last: bool = False,
-    ) -> Turns[Exchange]:
+    ) -> CollectiveGenerator[Exchange]:
         """Begin the exchange of the fragments that are due, after a round of so many ``steps``."""
         fragments, session = self._due, self._session
         yield from self._follow_ranks_with_data()
@@ -500,7 +500,7 @@ class LocalSteps(Wrapper):
         return exchange
 
     @torch.no_grad()
-    def _perform_sync(self, exchange: Exchange) -> Turns[bool]:
+    def _perform_sync(self, exchange: Exchange) -> CollectiveGenerator[bool]:
         """Wait for an exchange, and apply it. Returns whether it was: not where the average is not
         finite. Where it fails, on all ranks, nothing is applied, and it is due again.
         """
@@ -591,10 +591,10 @@ class LocalSteps(Wrapper):
 
         Raises CommunicationError when the exchange failed; it is tried again after the next step.
         """
-        for _ in self.end_round_in_turns():
+        for _ in self.end_round_as_generator():
             pass
 
-    def end_round_in_turns(self) -> Generator[PendingCollective, None, None]:
+    def end_round_as_generator(self) -> Generator[PendingCollective, None, None]:
         options, anchors, last = self._options, self._anchors, self._session.stats
         self._check_not_hidden()
         if anchors is None:
@@ -616,7 +616,7 @@ class LocalSteps(Wrapper):
             self._report(last.grad_norm, is_applied, is_step=False)
             self._session.stats.bytes_sent += last.bytes_sent
 
-    def _follow_rounds(self, anchors: Anchors) -> Turns[bool]:
+    def _follow_rounds(self, anchors: Anchors) -> CollectiveGenerator[bool]:
         """Take part in the rounds of ranks that go on, until all have come to their end. Returns
         whether an exchange was applied.
         """
@@ -634,7 +634,7 @@ class LocalSteps(Wrapper):
 
     # Join: ranks that run out of data
 
-    def _follow_ranks_with_data(self) -> Turns[None]:
+    def _follow_ranks_with_data(self) -> CollectiveGenerator[None]:
         session = self._session
         if session.is_joining and session.comm.size > 1:
             yield from follow_ranks_with_data(session, session.comm)
@@ -727,7 +727,7 @@ class LocalSteps(Wrapper):
     # Other ranks
 
     @torch.no_grad()
-    def rebind_in_turns(
+    def rebind_as_generator(
         self, process_group: ProcessGroup | Communicator | None = None
     ) -> Generator[PendingCollective, None, None]:
         session = self._session
@@ -750,7 +750,7 @@ class LocalSteps(Wrapper):
         session.stats.residual_norm = weak_method(driver.residual_norm)
         warn_of_lost_residuals(session, before, session.comm.size, driver.residual_norm)
 
-    def _adopt_counts(self) -> Turns[list[int]]:
+    def _adopt_counts(self) -> CollectiveGenerator[list[int]]:
         """If any rank has anchors, adopt the counts of the one that is furthest. Returns its
         fragments; none where no rank has anchors.
 
@@ -775,7 +775,7 @@ class LocalSteps(Wrapper):
             self._begin_round(int(number), mean_step)
         return [int(fragment) for fragment in numbers]
 
-    def _rejoin(self, anchors: Anchors, is_new: bool) -> Turns[None]:
+    def _rejoin(self, anchors: Anchors, is_new: bool) -> CollectiveGenerator[None]:
         """Bring anchors, and parameters of ranks that are new or lack an exchange, to where those
         of the others are. What is due on any rank is due on all.
         """
@@ -799,7 +799,7 @@ class LocalSteps(Wrapper):
 
     # Checkpoints
 
-    def consolidate_in_turns(self) -> Generator[PendingCollective, None, None]:
+    def consolidate_as_generator(self) -> Generator[PendingCollective, None, None]:
         """Beside residuals, what the inner optimizer keeps becomes its mean over ranks, and within
         a round the parameters too: what ranks have moved is then the same on all.
         """
@@ -814,9 +814,9 @@ class LocalSteps(Wrapper):
                     reset_moments(self.base, [t])
                 yield from average_state(t.param.detach(), session.device, session.comm)
         if anchors is not None:
-            yield from anchors.outer.consolidate_in_turns()
+            yield from anchors.outer.consolidate_as_generator()
             yield from average_base(self.base, session.buckets, session.comm)
-        yield from super().consolidate_in_turns()
+        yield from super().consolidate_as_generator()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, of our own options. The entry of a parameter has the inner optimizer's state

@@ -46,7 +46,7 @@ from ._engine.options import (
 from ._engine.when import choose_warmup, dense_steps
 from ._ops.norms import clip_factor, scale_
 from ._ops.operations import Ops
-from ._ops.updates import count_steps, update_magnitudes
+from ._ops.update_helpers import count_steps, update_magnitudes
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Dense, Layout
 from ._state.masks import Mask, Tensors, selection_size, sizes_at_density
@@ -73,10 +73,10 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
 
 def phase_of(bucket: Bucket) -> str:
     """Return the phase of the coming step (lines 3, 7 and 12)."""
-    h, t = bucket.group, bucket.group["step"] + 1
+    group, t = bucket.group, bucket.group["step"] + 1
     if t < dense_steps(bucket) or not any(bucket.compressed):
         return "dense"
-    return "resample" if "mask" not in bucket.cache or t % h["interval"] == 0 else "sparse"
+    return "resample" if "mask" not in bucket.cache or t % group["interval"] == 0 else "sparse"
 
 
 def residuals_to_send(bucket: Bucket, phase: str) -> tuple[Iterator[Tensor | None] | None, float]:
@@ -98,7 +98,7 @@ def update(
     """Do lines 10, 15, 16 and 21 to 25 for every tensor with a gradient on any rank; return the
     masks of line 22.
     """
-    h, state, masks, weights = bucket.group, bucket.state, [], bucket.weights
+    group, state, masks, weights = bucket.group, bucket.state, [], bucket.weights
     rounds, present = mean.dropped is not None, bucket.present(mean)
     residuals = iter(state["residual"])
     if rounds or phase != "dense":
@@ -111,7 +111,7 @@ def update(
         before = w.clone() if resamples else w
         if is_present:
             average = ops.decode(mean.parts[i], index, w)  # line 15
-            ops.adamw(h, w, average, m, v, step)  # lines 21, 25
+            ops.adamw(group, w, average, m, v, step)  # lines 21, 25
             if index is not None and g is not None:
                 residual.add_(g)  # line 16
             if bucket.compressed[i] and rounds:
@@ -122,8 +122,8 @@ def update(
                 ops.clear_at(residual, index)  # line 16
             bucket.publish_master(i)
         if resamples:
-            u = update_magnitudes(h, before, m, v, step)
-            masks.append(ops.top_k_mask(u, selection_size(h["density"], w.numel())))  # line 22
+            u = update_magnitudes(group, before, m, v, step)
+            masks.append(ops.top_k_mask(u, selection_size(group["density"], w.numel())))  # line 22
     return masks
 
 
@@ -221,7 +221,7 @@ class RadiusAdamW(CompressedOptimizer):
     """
 
     averaged_state = ("residual",)
-    chosen_state = ("mask",)
+    mask_state = ("mask",)
 
     def __init__(
         self,

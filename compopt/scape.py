@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
+from ._engine.collective_generators import CollectiveGenerator
 from ._engine.decision import StepDecision
 from ._engine.options import (
     Group,
@@ -45,11 +46,15 @@ from ._engine.options import (
 )
 from ._engine.session import weak_method
 from ._engine.stats import Stats
-from ._engine.turns import Turns
 from ._engine.when import choose_warmup
 from ._ops.norms import clip_factor, scale_
 from ._ops.operations import Ops
-from ._ops.updates import gradient_weight, keep_absent_momenta, moment_of_slice, resize_momenta
+from ._ops.update_helpers import (
+    gradient_weight,
+    keep_absent_momenta,
+    moment_of_slice,
+    resize_momenta,
+)
 from ._sharded.scape import add_common_residual, sharded_scape
 from ._sparse.scape_masks import (
     ScapeStats,
@@ -80,19 +85,19 @@ CHOICES: dict[str, tuple[object, ...]] = {
 def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
     mask, shards = mask_to_send(bucket), next_mask_shards(bucket, ranks)
-    h, grads, residuals = bucket.group, bucket.grads(), bucket.iterate_state("residual")
-    is_delayed = h["mask_delay"] == 1
+    group, grads, residuals = bucket.group, bucket.grads(), bucket.iterate_state("residual")
+    is_delayed = group["mask_delay"] == 1
     selection = ops.run(Selection, bucket, shards, rank) if shards else None
     if selection and not is_delayed:
         selection.select_all(grads)  # lines 10, 15
         messages = yield AllGather(selection.encode())
         mask = selection.assemble(messages)
-    scale = 1 / (1 - h["betas"][0])
-    sent = ops.encode(bucket, grads, mask, residuals, scale, negate=h["maximize"])  # line 10
+    scale = 1 / (1 - group["betas"][0])
+    sent = ops.encode(bucket, grads, mask, residuals, scale, negate=group["maximize"])  # line 10
     mean = yield AllReduceMean(sent)  # line 14
     norm = yield Agree(mean, mask.phase)  # from here on state changes
-    on_v = clip_factor(norm, h["max_grad_norm"])  # line 18
-    if h["clip"] == "consistent":
+    on_v = clip_factor(norm, group["max_grad_norm"])  # line 18
+    if group["clip"] == "consistent":
         scale_(mean.body, on_v)
         on_v = 1.0
     to_select = selection if is_delayed else None
@@ -113,8 +118,8 @@ def update(
 
     ``on_v`` is a factor on G in v alone.
     """
-    h, state, grads = bucket.group, bucket.state, bucket.grads()
-    held, present = bucket.cache["mask"].positions, bucket.present(mean)
+    group, state, grads = bucket.group, bucket.state, bucket.grads()
+    momentum_positions, present = bucket.cache["mask"].positions, bucket.present(mean)
     old = resize_momenta(bucket, mean, mask)
     keep_absent_momenta(old, state["exp_avg"], present)
     residuals, weights = bucket.iterate_state("residual", write=True), bucket.iterate_weights()
@@ -128,50 +133,50 @@ def update(
         step += 1
         if e is not None:
             e = e.view(-1)
-            if index is not None or piece or held[i] is not None:
-                m = accumulate_x(h, e, grads[i], m, held[i], index)  # line 10
+            if index is not None or piece or momentum_positions[i] is not None:
+                m = accumulate_x(group, e, grads[i], m, momentum_positions[i], index)  # line 10
             if selection and piece:
                 selection.select(i, e[piece.start : piece.stop])  # line 15
             e.zero_() if index is None else ops.clear_at(e, index)  # line 11
         m = state["exp_avg"][i].copy_(m)
-        update_weights(h, ops, w, m, index, mean.parts[i], step, on_v)
+        update_weights(group, ops, w, m, index, mean.parts[i], step, on_v)
         if e is not None and mean.dropped is not None:
             # The residual is 0 on the mask: the rounding error goes there.
-            ops.write_at(e, index, mean.dropped_parts[i].mul_(1 - h["betas"][0]))
+            ops.write_at(e, index, mean.dropped_parts[i].mul_(1 - group["betas"][0]))
         bucket.publish_master(i, w)
 
 
 def accumulate_x(
-    h: Group,
+    group: Group,
     e: Tensor,
     g: Tensor | None,
     m: Tensor,
-    held: Tensor | None,
+    momentum_positions: Tensor | None,
     index: Tensor | None,
 ) -> Tensor:
     """Turn the residual e of a tensor, flat, into line 10's x; return the momentum at ``index``
-    (None: everywhere). ``m`` is the momentum at ``held``.
+    (None: everywhere). ``m`` is the momentum at ``momentum_positions``.
     """
-    beta1: float = h["betas"][0]
-    if held is None:
+    beta1: float = group["betas"][0]
+    if momentum_positions is None:
         old = m if index is None else m.index_select(0, index)
         e.add_(m, alpha=beta1)
     else:
-        held = held.long()
-        rest = e.index_select(0, held)
-        e.index_fill_(0, held, 0)
+        momentum_positions = momentum_positions.long()
+        rest = e.index_select(0, momentum_positions)
+        e.index_fill_(0, momentum_positions, 0)
         # With m in it for a moment, e tells the momentum anywhere.
         before = e.clone() if index is None else e.index_select(0, index)
-        e.scatter_(0, held, m)
+        e.scatter_(0, momentum_positions, m)
         old = (e if index is None else e.index_select(0, index)).sub(before)
-        e.scatter_(0, held, rest.add_(m, alpha=beta1))
+        e.scatter_(0, momentum_positions, rest.add_(m, alpha=beta1))
     if g is not None:
-        e.view(g.shape).add_(g, alpha=gradient_weight(h))
+        e.view(g.shape).add_(g, alpha=gradient_weight(group))
     return old
 
 
 def update_weights(
-    h: Group,
+    group: Group,
     ops: Ops,
     w: Tensor,
     m: Tensor,
@@ -184,12 +189,12 @@ def update_weights(
     everywhere); off it weights only decay.
     """
     if index is None:
-        return ops.adams(h, w, ops.decode(g, None, w), m.view(w.shape), step, on_v)
-    if h["weight_decay"]:
-        w.mul_(1 - float(h["lr"]) * h["weight_decay"])
+        return ops.adams(group, w, ops.decode(g, None, w), m.view(w.shape), step, on_v)
+    if group["weight_decay"]:
+        w.mul_(1 - float(group["lr"]) * group["weight_decay"])
     flat = w.reshape(-1)  # a copy where w is not contiguous
     selected = flat.index_select(0, index)
-    ops.adams(h, selected, g.to(w.dtype), m, step, on_v, decay=False)
+    ops.adams(group, selected, g.to(w.dtype), m, step, on_v, decay=False)
     flat.scatter_(0, ops.as_int64(index), selected)
     if not w.is_contiguous():
         w.copy_(flat.view(w.shape))
@@ -245,7 +250,7 @@ class ScapeAdamS(CompressedOptimizer):
     """
 
     averaged_state = ("residual",)
-    chosen_state = ("next_mask",)
+    mask_state = ("next_mask",)
     whole_masters = True
 
     def __init__(
@@ -343,11 +348,11 @@ class ScapeAdamS(CompressedOptimizer):
         self._session.post_commit.finish()
         return {name: pair for b in self._buckets for name, pair in count_overlaps(b).items()}
 
-    def consolidate_in_turns(self) -> Turns[None]:
+    def consolidate_as_generator(self) -> CollectiveGenerator[None]:
         """Replace residuals by their mean, and drop each rank's guesses of thresholds: a run that
         resumes from one rank's checkpoint then selects as the run that went on.
         """
-        yield from super().consolidate_in_turns()
+        yield from super().consolidate_as_generator()
         for bucket in self._buckets:
             bucket.flat["threshold"].zero_()
             add_common_residual(bucket)

@@ -39,16 +39,16 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.combined import OneOrSeveral
-from ._engine.inside import apply_shards
+from ._engine.fsdp_reduce_scatter import apply_shards
 from ._engine.options import Group, check_adam, check_torch_options, ignore_capturable
 from ._engine.update import AdamW, Update
-from ._engine.when import OPTIONS
+from ._engine.when import TRIAL_OPTIONS
 from ._engine.wrapper import Wrapper
 from ._lowrank.projecting import ProjectingOptimizer
 from ._lowrank.projections import check_group_sizes, resolve_options
 from ._lowrank.reducer import ProjectionReducer
 from ._ops.operations import Ops
-from ._ops.updates import count_steps
+from ._ops.update_helpers import count_steps
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._wire.collectives import ProcessGroup
@@ -230,8 +230,10 @@ class SeparateAdam(ProjectingOptimizer):
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         update = AdamW(self.ops)
-        if self.inside is not None:
-            return apply_shards(bucket, self.ops, self.inside, update, self.scales(bucket))
+        if self.fsdp_reduce_scatter is not None:
+            return apply_shards(
+                bucket, self.ops, self.fsdp_reduce_scatter, update, self.scales(bucket)
+            )
         return separate(bucket, self.ops, self.reducer(bucket), update)
 
 
@@ -299,13 +301,17 @@ class Separate(Wrapper, ProjectingOptimizer):
             clip=clip,
             when=when,
         )
-        super().__init__(base, {**options, "adapted": None, **OPTIONS}, process_group, simulate)
+        super().__init__(
+            base, {**options, "adapted": None, **TRIAL_OPTIONS}, process_group, simulate
+        )
 
     def _options_for(self, group: Group) -> Group:
         check_group_sizes(group, self._wrapper_defaults)
         return super()._options_for(group)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        if self.inside is not None:
-            return apply_shards(bucket, self.ops, self.inside, self._update, self.scales(bucket))
+        if self.fsdp_reduce_scatter is not None:
+            return apply_shards(
+                bucket, self.ops, self.fsdp_reduce_scatter, self._update, self.scales(bucket)
+            )
         return separate(bucket, self.ops, self.reducer(bucket), self._update)

@@ -39,9 +39,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.decision import StepDecision
-from ._engine.inside import ReducingOptimizer, apply_shards
+from ._engine.fsdp_reduce_scatter import ReducingOptimizer, apply_shards
 from ._engine.options import check_adam, check_compression, check_torch_options, require_option
-from ._engine.reducer import WholeReducer
+from ._engine.reducer import ReduceScatterReducer
 from ._engine.stats import Stats
 from ._engine.update import AdamW
 from ._engine.when import choose_warmup, dense_steps
@@ -72,7 +72,7 @@ def tagc(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     return step_shards(bucket, ops, UnionReducer(bucket, ops))
 
 
-class UnionReducer(WholeReducer):
+class UnionReducer(ReduceScatterReducer):
     """Lines 1 to 10, all shards of one bucket: sends compressed tensors at the union of the ranks'
     selections, the others whole. In the dense start it sends all of them whole.
     """
@@ -116,7 +116,7 @@ class UnionReducer(WholeReducer):
         layout, sparsity = self.layout, self.bucket.group["sparsity"]
         shards = [x[8 * first : 8 * last] for first, last in itertools.pairwise(layout.cuts)]
         pairs = zip(shards, layout.owned, strict=True)
-        ks = [most_left(sparsity, n) if sparsity else len(shard) for shard, n in pairs]
+        ks = [count_selected(sparsity, n) if sparsity else len(shard) for shard, n in pairs]
         positions = select_top_k_of_each(shards, ks, self.ops)
         values = x.index_select(0, positions)
         # Zeros are not sent: gradients of embeddings are mostly 0, and so are gaps between tensors.
@@ -135,7 +135,7 @@ class UnionReducer(WholeReducer):
         layout = self.layout
         bits = yield BitOr(bits)
         if bits.device.type == "cpu":
-            self.union = self.ops.set_bits_of(bits)
+            self.union = self.ops.find_set_bits(bits)
             self.counts = layout.count_by_rank(self.union)
             return
         flags = unpack_bits(bits)
@@ -147,30 +147,32 @@ class UnionReducer(WholeReducer):
         """Do line 5: encode this rank's values at the union, 0 where it has selected none; return
         the memory of the rows.
         """
-        h, union = self.bucket.group, self.union
-        seed = 1_000_003 * h["step"] + self.bucket.index  # a new one for every bucket and step
-        codec = CODECS[h["codec"]]
-        self.codec: Codec = codec(self.layout, union, self.counts, h["sketch_ratio"], seed)
+        group, union = self.bucket.group, self.union
+        seed = 1_000_003 * group["step"] + self.bucket.index  # a new one for every bucket and step
+        codec = CODECS[group["codec"]]
+        self.codec: Codec = codec(self.layout, union, self.counts, group["sketch_ratio"], seed)
         flat = self.pack_rows(marks, self.codec.sizes)
         self.write_whole_tensors()
         values = self._scratch().index_fill_(0, union, 0)
         values.scatter_(0, self.positions, self.selected)
-        self.codec.encode([row.exact[-1] for row in self.rows], values.index_select(0, union))
+        self.codec.encode(
+            [row.unrounded_parts[-1] for row in self.rows], values.index_select(0, union)
+        )
         return flat
 
     @property
     def payload_dtype(self) -> PayloadDtype:
-        exact = self.is_sparse and self.codec.exact
-        return self.bucket.compute_dtype if exact else super().payload_dtype
+        needs_float32 = self.is_sparse and self.codec.needs_float32
+        return self.bucket.compute_dtype if needs_float32 else super().payload_dtype
 
     def decode(self, mean: Payload) -> None:
         """Do line 10 for this rank's shard."""
         *dense, encoded = mean.parts
         self.values = [*dense, self.codec.decode(encoded)]
 
-    def own_parts(self, dtype: torch.dtype) -> list[Tensor]:
+    def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
         if not self.is_sparse:
-            return super().own_parts(dtype)
+            return super().read_owned_parts(dtype)
         layout, (begin, end) = self.layout, self.layout.own_bits
         *values, at_union = self.values
         first = sum(self.counts[: layout.rank])
@@ -201,7 +203,7 @@ class UnionReducer(WholeReducer):
         if not all(present):
             is_present = torch.tensor(present, dtype=torch.bool, device=sent.device)
             sent = sent * is_present.index_select(0, self.layout.tensors_at(self.positions))
-        at = self.layout.places_of(self.positions)
+        at = self.layout.map_to_tensors(self.positions)
         bucket.flat["residual"].index_add_(0, at, sent, alpha=-1)
         bucket.cache["has_residual"] = True
 
@@ -211,7 +213,7 @@ class UnionReducer(WholeReducer):
         return self.ops.scratch(like, 8 * self.layout.mask_bytes, use="x")
 
 
-def most_left(sparsity: float, n: int) -> int:
+def count_selected(sparsity: float, n: int) -> int:
     """Return how many of n elements to keep so that at least ``sparsity`` are zeroed; at least one
     if there are any.
     """
@@ -285,7 +287,7 @@ class TagcAdamW(ReducingOptimizer):
 
     sharded = True
     averaged_state = ("residual",)
-    sent_once = ("update_residual",)
+    owner_only_state = ("update_residual",)
 
     def __init__(
         self,
@@ -366,7 +368,7 @@ class TagcAdamW(ReducingOptimizer):
 
     def before_layout(self) -> None:
         super().before_layout()
-        check_gathers(self.reduces_inside, self.param_groups)
+        check_gathers(self.replaces_reduce_scatter, self.param_groups)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         specs = self.list_adamw_state(dtype)
@@ -378,8 +380,8 @@ class TagcAdamW(ReducingOptimizer):
         return UnionReducer(bucket, self.ops)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        if self.inside is not None:
-            return apply_shards(bucket, self.ops, self.inside, AdamW(self.ops))
+        if self.fsdp_reduce_scatter is not None:
+            return apply_shards(bucket, self.ops, self.fsdp_reduce_scatter, AdamW(self.ops))
         return tagc(bucket, self.ops)
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
@@ -396,8 +398,8 @@ class TagcAdamW(ReducingOptimizer):
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         stats, buckets = super().add_to_stats(stats, decision), self._buckets
-        if self.inside is not None:
-            buckets = [bucket for bucket, _ in self.inside.reduced.values()]
+        if self.fsdp_reduce_scatter is not None:
+            buckets = [bucket for bucket, _ in self.fsdp_reduce_scatter.reduced.values()]
         total = sent = leftovers = 0
         for bucket in buckets:
             n = sum(bucket.shards.owned)

@@ -1,4 +1,4 @@
-"""What compression inside the optimizer is compared with: DDP's own all-reduce, torch's PowerSGD, naive top-k.
+"""Baselines for compression inside the optimizer: DDP's own all-reduce, torch's PowerSGD, naive top-k.
 
 Each has `phase` and `bytes_sent` of the last step, as `optimizer.stats` of compopt's classes has them: the bytes are
 those this rank handed to collectives.

@@ -28,7 +28,7 @@ FOLDER = Path(__file__).parent.parent / "runs"
 
 
 def train(name: str, options: list[str], limit: float) -> dict:
-    """What train_gpt.py measures on RANKS processes, one thread each; RuntimeError where it fails or takes too long."""
+    """Run train_gpt.py on RANKS processes, one thread each; RuntimeError where it fails or takes too long."""
     out = FOLDER / (name.replace(" ", "").replace("+", "_") + ".json")
     out.unlink(missing_ok=True)
     command = [*LAUNCHER, str(SCRIPT), *options, "--out", str(out)]
@@ -53,7 +53,7 @@ def last(result: dict, key: str) -> float:
 
 
 def step_bytes(result: dict) -> float:
-    """What a rank hands over in a step, averaged over the second half of the run: the start is over by then."""
+    """Return what a rank hands over in a step, averaged over the second half of the run: the start is over by then."""
     half = result["evals"][(len(result["evals"]) - 1) // 2]
     return (last(result, "bytes") - half["bytes"]) / (last(result, "step") - half["step"])
 
@@ -87,8 +87,8 @@ def table(results: dict[str, dict]) -> str:
 
 
 def sentences(results: dict[str, dict]) -> list[str]:
-    """What each run saved, and on which links: those on which its whole run, dense start included, takes less time."""
-    ((_, dense), *others), said = results.items(), []
+    """Say what each run saved, and on which links: where the whole run, dense start included, takes less time."""
+    ((_, dense), *others), message = results.items(), []
     for name, result in others:
         lost = (step_ms(result) - step_ms(dense)) * result["config"]["steps"] / 1000  # seconds, beside the link's
         saved = link_bits(dense, last(dense, "bytes")) - link_bits(result, last(result, "bytes"))
@@ -99,8 +99,8 @@ def sentences(results: dict[str, dict]) -> list[str]:
         else:
             where = f"it pays on links below {saved / lost / 1e6:,.0f} Mbit/s; above, AdamW is faster"
         share, more = (last(result, key) / last(dense, key) for key in ("bytes", "val_loss"))
-        said.append(f"{name}: {share:.0%} of AdamW's bytes in all, {more:.3f} of its loss; {where}.")
-    return said
+        message.append(f"{name}: {share:.0%} of AdamW's bytes in all, {more:.3f} of its loss; {where}.")
+    return message
 
 
 def plot(results: dict[str, dict], path: Path) -> None:

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt._engine.inside import ReducingOptimizer, apply_shards
+from compopt._engine.fsdp_reduce_scatter import ReducingOptimizer, apply_shards
 from compopt._engine.options import check_adam, check_compression, require
-from compopt._engine.reducer import MaskReducer
+from compopt._engine.reducer import AllReduceReducer
 from compopt._engine.update import AdamW
 from compopt._engine.when import dense_steps
 from compopt._ops.norms import clip_factor
-from compopt._ops.updates import count_steps
+from compopt._ops.update_helpers import count_steps
 from compopt._sharded.adamw import step_shards
 from compopt._state.buckets import Bucket
 from compopt._state.layouts import Layout
@@ -34,7 +34,7 @@ from compopt._wire.payload import PayloadDtype
 from compopt._wire.requests import Agree, RequestGenerator
 
 
-def randomk(bucket: Bucket, reducer: MaskReducer, update: AdamW) -> RequestGenerator[None]:
+def randomk(bucket: Bucket, reducer: AllReduceReducer, update: AdamW) -> RequestGenerator[None]:
     """Lines 1 to 6, one bucket, one step."""
     mean = yield from reducer.reduce()  # line 2 and line 3
     norm = yield Agree(mean, reducer.phase)
@@ -50,13 +50,13 @@ def randomk(bucket: Bucket, reducer: MaskReducer, update: AdamW) -> RequestGener
 
 def draw(bucket: Bucket, t: int) -> Mask:
     """Line 1: ascending positions in each compressed tensor; None for what is sent whole."""
-    found: list[Tensor | None] = [None] * len(bucket.params)
+    positions: list[Tensor | None] = [None] * len(bucket.params)
     for i in (i for i, compressed in enumerate(bucket.compressed) if compressed):
         n, words = bucket.lengths[i], (bucket.group["seed"], t, bucket.index, i)
         random = torch.Generator().manual_seed(zlib.crc32(repr(words).encode()))
         some = torch.randperm(n, generator=random)[: selection_size(bucket.group["density"], n)]
-        found[i] = some.sort().values.to(bucket.device)
-    return Mask(bucket, positions=found)
+        positions[i] = some.sort().values.to(bucket.device)
+    return Mask(bucket, positions=positions)
 
 
 class RandomK(ReducingOptimizer):
@@ -92,9 +92,9 @@ class RandomK(ReducingOptimizer):
     ):
         self.sharded = sharded
         adamw = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
-        own: dict[str, Any] = dict(density=density, seed=seed, warmup_steps=warmup_steps)
-        own |= dict(max_grad_norm=max_grad_norm, payload_dtype=payload_dtype)
-        super().__init__(params, {**adamw, **own}, process_group, simulate)
+        compression: dict[str, Any] = dict(density=density, seed=seed, warmup_steps=warmup_steps)
+        compression |= dict(max_grad_norm=max_grad_norm, payload_dtype=payload_dtype)
+        super().__init__(params, {**adamw, **compression}, process_group, simulate)
 
     def check_group(self, group: dict[str, Any]) -> None:
         check_adam(group)
@@ -104,14 +104,14 @@ class RandomK(ReducingOptimizer):
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         return self.list_adamw_state(dtype)
 
-    def reducer(self, bucket: Bucket) -> MaskReducer:
+    def reducer(self, bucket: Bucket) -> AllReduceReducer:
         t = bucket.group["step"] + 1
         dense = t <= dense_steps(bucket) or not any(bucket.compressed)
-        return MaskReducer(bucket, self.ops, Mask(bucket) if dense else draw(bucket, t))  # line 1
+        return AllReduceReducer(bucket, self.ops, Mask(bucket) if dense else draw(bucket, t))  # line 1
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        if self.inside is not None:
-            return apply_shards(bucket, self.ops, self.inside, AdamW(self.ops))
+        if self.fsdp_reduce_scatter is not None:
+            return apply_shards(bucket, self.ops, self.fsdp_reduce_scatter, AdamW(self.ops))
         if self.sharded:
             return step_shards(bucket, self.ops, self.reducer(bucket))
         return randomk(bucket, self.reducer(bucket), AdamW(self.ops))

@@ -94,8 +94,8 @@ def main():
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if (cuda := torch.cuda.is_available()) else "cpu")
     if cuda:
         torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if cuda else "gloo", **alone)
+    single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if cuda else "gloo", **single)
     train, val = corpus.load(args.data)
     data = corpus.batches(train, args.batch, args.context, seed=1000 * args.seed + 1 + rank)  # its own on each rank
     torch.manual_seed(args.seed)
@@ -113,8 +113,8 @@ def main():
     @torch.no_grad()
     def averages(losses):  # over all ranks: these training losses, and those on the same 40 validation batches
         mine = islice(corpus.batches(val, args.batch, args.context, seed=0), rank, 40, world)
-        found = [model(x.to(device), y.to(device)).item() for x, y in mine]
-        total = torch.tensor([sum(losses), len(losses), sum(found), len(found)], device=device)
+        results = [model(x.to(device), y.to(device)).item() for x, y in mine]
+        total = torch.tensor([sum(losses), len(losses), sum(results), len(results)], device=device)
         dist.all_reduce(total)
         return {"train_loss": (total[0] / total[1]).item(), "val_loss": (total[2] / total[3]).item()}
 

@@ -141,10 +141,10 @@ class Pair:
         )
 
     def do(self, what: str, action: Callable[[sim.Ranks], object]) -> object:
-        (wanted, state), (found, there) = (self._after(action, ranks) for ranks in self.both)
-        self.differs += [] if same(wanted, found) else [f"{what}: what it returns"]
+        (wanted, state), (results, there) = (self._after(action, ranks) for ranks in self.both)
+        self.differs += [] if same(wanted, results) else [f"{what}: what it returns"]
         self.differs += [] if same(state, there) else [f"{what}: its state"]
-        return found
+        return results
 
     def _after(self, action: Callable[[sim.Ranks], object], ranks: sim.Ranks) -> tuple[object, object]:
         """On the host: what the action returns, and all that it may have changed."""
@@ -222,8 +222,8 @@ def lost(ranks: sim.Ranks, number: int = 0) -> object:
     return "no collective"
 
 
-def told(ranks: sim.Ranks) -> object:
-    """What a user may ask after a step."""
+def read_reports(ranks: sim.Ranks) -> object:
+    """Return what a user may ask after a step."""
     return [(o.stats.grad_norm, o.stats.residual_norm(), o.stats.bytes_sent) for o in ranks.optimizers]
 
 
@@ -298,7 +298,7 @@ def run(case: Case) -> dict[str, object]:
         note("refused")
         pair.do("a step under a scaler", scaled)
         note("scaled")
-        pair.do("what is told", told)
+        pair.do("what is told", read_reports)
         note("told")
         states = pair.do("saving", saved)
         note("saving")
@@ -342,13 +342,13 @@ def run_all(names: Iterable[str] = ()) -> dict[str, dict]:
     reducer.adds_products = lambda e: True
     for module in (matrices, projections):
         module.orthonormalize = columns_of_devices
-    found = {}
+    results = {}
     for name in names or RUNS:
         try:
-            found[name] = run(RUNS[name])
+            results[name] = run(RUNS[name])
         except Exception:
-            found[name] = {"raised": traceback.format_exc()}
-    return found
+            results[name] = {"raised": traceback.format_exc()}
+    return results
 
 
 if __name__ == "__main__":

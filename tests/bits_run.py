@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 
 class Digests:
-    """What a run looked like: of every kind of thing a digest a step."""
+    """The traces of a run: a digest a step of every kind of thing."""
 
     def __init__(self) -> None:
         self.of: dict[str, dict[int, str]] = {}
@@ -127,7 +127,7 @@ class Run:
                     p.grad.mul_(0.5)
 
     def start_in_backward(self) -> None:
-        """What the integrations call when gradients are ready."""
+        """Call what the integrations call when gradients are ready."""
         for own, optimizer in zip(self.params, self.optimizers, strict=True):
             optimizer.gradients_ready(reversed(own))
             optimizer.backward_done()
@@ -218,8 +218,8 @@ def entries_of(saved: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, A
         for name, value in sorted(saved["state"][number].items()):
             yield prefix + name, value
     for group in saved.get("param_groups", []):
-        said = [group.get(name) for name in ("step", "lr", "residuals", "class", "format")]
-        yield prefix + "groups", said
+        message = [group.get(name) for name in ("step", "lr", "residuals", "class", "format")]
+        yield prefix + "groups", message
     if "base" in saved:
         yield from entries_of(saved["base"], "base's ")
 

@@ -94,8 +94,8 @@ def spilled(forms: dict) -> list[int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(forms["cubin"])
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return [int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", said)]
+        message = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return [int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", message)]
 
 
 done = 0

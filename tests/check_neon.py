@@ -21,13 +21,13 @@ CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 
 
 def missing() -> str:
-    """What is not here and is needed."""
+    """Return the tools that are needed and missing here."""
     if platform.machine() == "aarch64":
         return "" if build.find_compiler() else "a C compiler"
     return ", ".join(name for name in (CROSS, EMULATOR) if not shutil.which(name))
 
 
-def said(cc: str, target: list[str], before: list[str], folder: Path) -> tuple[str, str]:
+def build_and_run(cc: str, target: list[str], before: list[str], folder: Path) -> tuple[str, str]:
     """The instruction set that the driver was built for, and the checksum of its results."""
     program = folder / f"driver{len(list(folder.iterdir()))}"
     files = [str(ROOT / "tests" / "vectors_driver.c"), *map(str, sorted(NATIVE.glob("*.c")))]
@@ -40,23 +40,23 @@ def said(cc: str, target: list[str], before: list[str], folder: Path) -> tuple[s
 
 def checksums(isas: list[str]) -> dict[str, str]:
     """Of these instruction sets of this machine, and of NEON."""
-    own, found = build.find_compiler(), {}
+    local, results = build.find_compiler(), {}
     with tempfile.TemporaryDirectory() as folder:
         for isa in isas:
-            built, found[isa] = said(own, build.TARGETS[isa][0], [], Path(folder))
+            built, results[isa] = build_and_run(local, build.TARGETS[isa][0], [], Path(folder))
             assert built == isa
-        if "neon" not in found:
-            built, found["neon"] = said(CROSS, ["-static"], [EMULATOR], Path(folder))
+        if "neon" not in results:
+            built, results["neon"] = build_and_run(CROSS, ["-static"], [EMULATOR], Path(folder))
             assert built == "neon"
-    return found
+    return results
 
 
 def main() -> None:
     if missing():
         sys.exit(f"not here: {missing()}")
-    found = checksums(build.list_isas(build.find_compiler()))
-    print("\n".join(f"{isa:<16}{checksum}" for isa, checksum in found.items()))
-    if len(set(found.values())) > 1:
+    results = checksums(build.list_isas(build.find_compiler()))
+    print("\n".join(f"{isa:<16}{checksum}" for isa, checksum in results.items()))
+    if len(set(results.values())) > 1:
         sys.exit("they differ")
 
 

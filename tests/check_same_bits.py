@@ -1,4 +1,4 @@
-"""Whether this tree computes, keeps and sends the same as another commit's, to the bit.
+"""Check that this tree computes, keeps and sends the same as another commit's, to the bit.
 
     python tests/check_same_bits.py [--rev REV] [--only PATTERN] [-j N] [--ignore WHAT]
 
@@ -44,17 +44,17 @@ BEFORE = "23120117715f113b801005a3b9768bcecb8d60ce"  # the last commit before th
 
 def differences(before: dict[str, dict], after: dict[str, dict], ignored: set[str]) -> list[str]:
     """In what two runs of a case differ, and from which step on."""
-    found = []
+    outcomes = []
     for what in [*before, *(name for name in after if name not in before)]:
         a, b = before.get(what, {}), after.get(what, {})
         steps = [t for t in sorted({*a, *b}, key=int) if a.get(t) != b.get(t)]
         if steps and what not in ignored:
-            found.append(f"{what} from step {int(steps[0]) + 1}{shown(a, b, steps[0])}")
-    return found
+            outcomes.append(f"{what} from step {int(steps[0]) + 1}{shown(a, b, steps[0])}")
+    return outcomes
 
 
 def shown(before: dict, after: dict, step: Any) -> str:
-    """What is short enough to be read."""
+    """Return the part that is short enough to be read."""
     pair = [side.get(step, "nothing") for side in (before, after)]
     digest = re.compile("[0-9a-f]{40}$")
     return "" if any(map(digest.match, pair)) else f" ({pair[0]}, now {pair[1]})"
@@ -81,7 +81,7 @@ def prepare(tree: Path, folder: Path) -> Path:
 
 
 def run_tree(script: Path, pattern: str, part: int, parts: int) -> dict[str, dict]:
-    """What each case gave, by name. A process that died says so in the case that it was in."""
+    """Return what each case gave, by name. A process that died says so in the case that it was in."""
     env = dict(os.environ, TRITON_INTERPRET="1")
     words = [sys.executable, "-W", "ignore", str(script), f"{part}/{parts}", pattern]
     done = subprocess.run(words, env=env, capture_output=True, text=True)
@@ -114,7 +114,7 @@ def compare(before: dict[str, dict], after: dict[str, dict], ignored: set[str]) 
     counts: Counter[str] = Counter()
     for name, a in before.items():
         b = after[name]
-        why = verdict(a, b, ignored)
+        why = compare_answers(a, b, ignored)
         if "absent" in a and "absent" in b:
             counts["not run"] += 1
         elif why:
@@ -131,7 +131,7 @@ def compare(before: dict[str, dict], after: dict[str, dict], ignored: set[str]) 
     return counts["differ"]
 
 
-def verdict(a: dict[str, Any], b: dict[str, Any], ignored: set[str]) -> str:
+def compare_answers(a: dict[str, Any], b: dict[str, Any], ignored: set[str]) -> str:
     for side, line in ("before", a), ("now", b):
         if "raised" in line:
             return f"{side} it raised {line['raised'].splitlines()[-1]}"
@@ -144,13 +144,13 @@ def verdict(a: dict[str, Any], b: dict[str, Any], ignored: set[str]) -> str:
 
 def phases(lines: dict[str, dict]) -> str:
     """Which phases the cases went through: so that nobody believes in what did not happen."""
-    seen = {
+    records = {
         phase
         for line in lines.values()
         for words in line.get("found", {}).get("phase", {}).values()
         for phase in re.findall(r"'([a-z+]+)'", words)
     }
-    return "phases seen: " + ", ".join(sorted(seen))
+    return "phases seen: " + ", ".join(sorted(records))
 
 
 def main() -> int:

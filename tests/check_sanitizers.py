@@ -43,8 +43,8 @@ def optimizer_of(draw: random.Random):
     if kind == "RadiusAdamW":
         return kind, {**common, "density": density, "interval": draw.randint(1, 4)}
     if kind == "ScapeAdamS":
-        own = {"mask_delay": draw.randrange(2), "clip": draw.choice(["consistent", "scape"])}
-        return kind, {**common, **own, "density": density, "density_warmup_steps": draw.randrange(3)}
+        local = {"mask_delay": draw.randrange(2), "clip": draw.choice(["consistent", "scape"])}
+        return kind, {**common, **local, "density": density, "density_warmup_steps": draw.randrange(3)}
     if kind == "TagcAdamW":
         common["payload_dtype"] = draw.choice([None, torch.bfloat16])
         return kind, {**common, "sparsity": 1 - density}
@@ -104,10 +104,10 @@ def inside(seconds: float) -> None:
 
 def runtime_of(cc: str) -> str:
     """The sanitizer's library, which has to be loaded before everything else."""
-    said = subprocess.run([cc, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    if not os.path.isabs(said):
+    message = subprocess.run([cc, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not os.path.isabs(message):
         raise SystemExit(f"{cc} has no libasan.so: use gcc (CC=gcc), and install its sanitizers.")
-    return os.path.realpath(said)
+    return os.path.realpath(message)
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def shares(item: pytest.Item) -> bool:
-    """Whether it takes what was made once for all tests of its file: mostly a run of real ranks."""
+    """Return True if it takes what was made once for all tests of its file: mostly a run of real ranks."""
     known = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
     return any(definitions[-1].scope == "module" for definitions in known)
 

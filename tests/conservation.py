@@ -1,4 +1,4 @@
-"""What goes in comes out: over ranks, gradients equal what was applied and what is owed.
+"""Conservation: over ranks, gradients equal what was applied plus the residuals.
 
 The gradient that an optimizer applied is read off its first moment, G = (m' - b1 m) / (1 - b1), so this knows nothing
 of how it was exchanged. ``m`` and what is owed, ``r``, the mean over ranks of the residuals, are taken before a step
@@ -38,34 +38,34 @@ def moments(optimizers: Optimizers) -> list[Tensor]:
     first = optimizers[0]
     saved = first.state_dict()  # settles what is on its way
     if first.sharded:
-        return joined(optimizers, "exp_avg")
+        return combined(optimizers, "exp_avg")
     state = saved["base"]["state"] if "base" in saved else saved["state"]
     entries = [state.get(n, {}) for n in range(len(everywhere(first)))]
-    found = [
+    results = [
         entry.get("exp_avg", entry.get("momentum_buffer", torch.zeros_like(p)))
         for entry, p in zip(entries, everywhere(first), strict=True)
     ]
-    return [m.to(torch.float64, copy=True) for m in found]
+    return [m.to(torch.float64, copy=True) for m in results]
 
 
-def owed(optimizers: Optimizers) -> list[Tensor]:
-    """What all ranks together hold back of every tensor, as it counts in a mean; zeros where nothing can be."""
+def mean_residuals(optimizers: Optimizers) -> list[Tensor]:
+    """Return what all ranks together hold back of every tensor, as it counts in a mean; zeros where nothing can be."""
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
     zeros = [torch.zeros_like(p, dtype=torch.float64) for p in everywhere(optimizers[0])]
-    found = [torch.stack([s[n].get("residual", zero).double() for s in states]) for n, zero in enumerate(zeros)]
-    return [own.mean(0) + common for own, common in zip(found, joined(optimizers, "common"), strict=True)]
+    results = [torch.stack([s[n].get("residual", zero).double() for s in states]) for n, zero in enumerate(zeros)]
+    return [local.mean(0) + common for local, common in zip(results, combined(optimizers, "common"), strict=True)]
 
 
-def joined(optimizers: Optimizers, name: str) -> list[Tensor]:
+def combined(optimizers: Optimizers, name: str) -> list[Tensor]:
     """A state of every tensor of which each rank keeps a shard, put together in float64; zeros where there is none."""
-    found = []
+    results = []
     for replicas in zip(*map(everywhere, optimizers), strict=True):
         entries = [optimizer.state[p] for optimizer, p in zip(optimizers, replicas, strict=True)]
         whole = torch.zeros_like(replicas[0], dtype=torch.float64)
         if all(name in entry for entry in entries):
             whole.copy_(torch.cat([entry[name].view(-1) for entry in entries]).view(whole.shape))
-        found.append(whole)
-    return found
+        results.append(whole)
+    return results
 
 
 class Ledger:
@@ -73,7 +73,7 @@ class Ledger:
 
     def __init__(self, case: Case, optimizers: Optimizers):
         self.case = case
-        self.m, self.r = moments(optimizers), owed(optimizers)
+        self.m, self.r = moments(optimizers), mean_residuals(optimizers)
         self.alone = len(optimizers) == 1 and not optimizers[0].simulate  # then nothing is projected
         grads = [[p.grad for p in everywhere(optimizer)] for optimizer in optimizers]
         self.g = [self._mean(each) for each in zip(*grads, strict=True)]
@@ -95,10 +95,10 @@ class Ledger:
         """The largest relative difference between the two sides, over all tensors of which they can be told."""
         first, worst = optimizers[0], 0.0
         self.factor = clip_factor(first.stats.grad_norm, first._option_groups[0].get("max_grad_norm"))
-        groups = [group for group, own in zip(first._option_groups, first.param_groups, strict=True)
-                  for _ in own["params"]]  # fmt: skip
+        groups = [group for group, local in zip(first._option_groups, first.param_groups, strict=True)
+                  for _ in local["params"]]  # fmt: skip
         adams = [group for group in first.param_groups for _ in group["params"]]
-        after = zip(everywhere(first), moments(optimizers), owed(optimizers), strict=True)
+        after = zip(everywhere(first), moments(optimizers), mean_residuals(optimizers), strict=True)
         for n, (p, m, r) in enumerate(after):
             rounds = bool(groups[n].get("payload_dtype")) and groups[n]["payload_dtype"] != dtype_name(p.dtype)
             if p.numel() and ("residual" in first.state[p] or not rounds):

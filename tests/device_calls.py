@@ -1,4 +1,4 @@
-"""What an operator asks of a device, and of the host: shared by the fake device and by the count of launches.
+"""Calls of an operator to a device and to the host: shared by the fake device and by the count of launches.
 
 - ``waits``: the host wants to know a number of the device, or how many there are.
 - ``launches``: it is work for the device; views, new memory and questions are none.
@@ -48,7 +48,7 @@ def place() -> str:
 
 
 def waits(function: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether the host would wait for what this operator, which is no copy, finds on the device."""
+    """Return True if the host would wait for what this operator, which is no copy, finds on the device."""
     knows = torch.Tag.data_dependent_output in function.tags
     sized = torch.Tag.dynamic_output_shape in function.tags and kwargs.get("output_size") is None
     if function.overloadpacket is aten.index:
@@ -57,7 +57,7 @@ def waits(function: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def launches(function: Any) -> bool:
-    """Whether it is work for the device. One operator counts once, though some are several kernels (topk, qr)."""
+    """Return True for work of the device. One operator counts once, though some are several kernels (topk, qr)."""
     if function.namespace == "c10d" or function.overloadpacket in FREE:
         return False
     returns = function._schema.returns

@@ -75,11 +75,11 @@ class Fleet:
 
     def lines(self) -> list[dict]:
         text = self.log.read_text() if self.log.exists() else ""
-        found = []
+        results = []
         for line in text.splitlines():
             with contextlib.suppress(json.JSONDecodeError):  # the last may be cut
-                found.append(json.loads(line))
-        return found
+                results.append(json.loads(line))
+        return results
 
     def wait_until(self, is_reached: Callable[[list[dict]], bool], seconds: float) -> list[dict]:
         end = time.monotonic() + seconds
@@ -95,8 +95,8 @@ class Fleet:
         return [agent.wait(max(1.0, end - time.monotonic())) for agent in self.agents.values()]
 
     def describe(self) -> str:
-        tails = [path.read_text()[-2000:] for path in sorted(self.folder.glob("node *.txt"))]
-        return f"{self.lines()[-1:]}\n" + "\n".join(tails)
+        post_commit = [path.read_text()[-2000:] for path in sorted(self.folder.glob("node *.txt"))]
+        return f"{self.lines()[-1:]}\n" + "\n".join(post_commit)
 
     def end(self) -> None:
         for agent in self.agents.values():

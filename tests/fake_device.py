@@ -29,13 +29,13 @@ NAME = "pretend"
 
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
     """Those that an operator is given, alone or in lists. This and ``mapped`` are torch's pytrees, but quick."""
-    found = []
+    results = []
     for x in values:
         if isinstance(x, torch.Tensor):
-            found.append(x)
+            results.append(x)
         elif isinstance(x, list | tuple):
-            found += tensors_of(x)
-    return found
+            results += tensors_of(x)
+    return results
 
 
 def mapped(change: Callable[[Any], Any], x: Any) -> Any:
@@ -152,7 +152,7 @@ class Device(TorchDispatchMode):
             self.moved += moves(function, *kept, result, lambda x: isinstance(x, OnDevice))
 
     def _wrapped(self, result: Any, outer: dict[int, OnDevice]) -> Any:
-        """What an operator returns: tensors that it was given, or new ones of the device."""
+        """Return what an operator returns: tensors that it was given, or new ones of the device."""
 
         def on_device(held: Any) -> Any:
             if not isinstance(held, torch.Tensor):
@@ -162,7 +162,7 @@ class Device(TorchDispatchMode):
         return mapped(on_device, result)
 
     def _look(self, function, packet, args, kwargs, given, ours) -> None:
-        """What this operator would make the host wait for, and whether a real device would take it."""
+        """Count where this operator would make the host wait, and refuse what a real device would not take."""
         if waits(function, args, kwargs):
             self._note(self.accesses)
         hosts = [x for x in given if not isinstance(x, OnDevice)]
@@ -172,7 +172,7 @@ class Device(TorchDispatchMode):
             raise RuntimeError(f"Expected all tensors to be on the same device, but {packet} was given two.")
 
     def _copied(self, packet, args, kwargs) -> bool:
-        """Whether what a copy returns is on the device; the host waits where it goes from there to pageable memory."""
+        """Return True if a copy ends on the device; the host waits where it goes from there to pageable memory."""
         if packet is aten._to_copy:
             source, to = args[0], kwargs.get("device")
             there = isinstance(source, OnDevice) if to is None else to.type == NAME
@@ -186,8 +186,8 @@ class Device(TorchDispatchMode):
         return there
 
     def _note(self, where: Counter[str]) -> None:
-        if said := place():
-            where[said] += 1
+        if message := place():
+            where[message] += 1
 
     def _pin(self, packet, tensor: torch.Tensor) -> Any:
         if packet is aten.is_pinned:

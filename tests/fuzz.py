@@ -1,4 +1,4 @@
-"""What the fuzz draws: tensors of odd shapes and layouts, dtypes, options; and a run of simulated ranks on them."""
+"""Draws of the fuzz: tensors of odd shapes and layouts, dtypes, options; and a run of simulated ranks on them."""
 
 from __future__ import annotations
 

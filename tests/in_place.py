@@ -34,7 +34,7 @@ def in_place():
 
 
 def example(name: str, *options: str) -> str:
-    """What examples/NAME.py prints with these options."""
+    """Return what examples/NAME.py prints with these options."""
     sys.path.insert(0, str(EXAMPLES))
     with in_place() as printed, mock.patch.object(sys, "argv", [name, *options]):
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

@@ -21,7 +21,7 @@ from fake_device import Device, OnDevice
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compopt._engine.inside import RowBucket, UnsentByParam
+from compopt._engine.fsdp_reduce_scatter import RowBucket, UnsentByParam
 from compopt._ops.operations import Ops
 from compopt._state.buckets import Bucket
 from compopt._state.shards import lay_out
@@ -42,16 +42,16 @@ reads: Counter[str] = Counter()
 class Rank:
     """One rank's parameters and residuals, and its reduce-scatter."""
 
-    def __init__(self, rank: int, device: torch.device, h: dict[str, Any]):
+    def __init__(self, rank: int, device: torch.device, group: dict[str, Any]):
         self.rank, names = rank, [f"tensor {i}" for i in range(len(SHAPES))]
         params = [torch.zeros(shape).to(device) for shape in SHAPES]
         self.unsent: UnsentByParam = {}
-        self.kept = Bucket(0, h, params, names)
+        self.kept = Bucket(0, group, params, names)
         self.kept.state["residual"] = [None if p.dim() == 1 else torch.zeros_like(p) for p in params]
         comm, pieces = SimpleNamespace(rank=rank, size=RANKS), lay_out([(p, 0) for p in params], RANKS)
-        engine = SimpleNamespace(option_groups=[h], comm=comm, ops=Ops())
-        places = [(self.kept, i) for i in range(len(params))]
-        self.bucket = RowBucket(0, engine, pieces, places, [False] * len(params), torch.float32)
+        engine = SimpleNamespace(option_groups=[group], comm=comm, ops=Ops())
+        positions = [(self.kept, i) for i in range(len(params))]
+        self.bucket = RowBucket(0, engine, pieces, positions, [False] * len(params), torch.float32)
         self.length = sum(piece.size for piece in pieces)
 
     def rows(self, few: bool) -> Tensor:
@@ -61,21 +61,21 @@ class Rank:
     def average(self, rows: Tensor, out: Tensor) -> Generator[Any, Any, None]:
         self.bucket.load_rows(rows, self.unsent)
         reducer = UnionReducer(self.bucket, Ops())
-        yield from reducer.reduce()
-        self.bucket.write_shard(reducer, out)
+        mean = yield from reducer.reduce()
+        self.bucket.write_shard(reducer, mean, out)
         self.bucket.collect_unsent(reducer, self.unsent)
 
     def commit(self) -> list[Tensor]:
-        """What is owed then."""
+        """Commit the unsent parts, and return the residuals."""
         for one in self.unsent.values():
             one.replace_residual(one.residual, 1.0)
         self.unsent.clear()
         return [e for e in self.kept.state["residual"] if e is not None]
 
 
-def exchange(flows: list[Generator[Any, Any, None]]) -> None:
+def exchange(generators: list[Generator[Any, Any, None]]) -> None:
     """Both ranks, to the end of their reduce-scatter."""
-    asked = [next(flow) for flow in flows]
+    asked = [next(generator) for generator in generators]
     while asked:
         match asked[0]:
             case BitOr():
@@ -85,29 +85,33 @@ def exchange(flows: list[Generator[Any, Any, None]]) -> None:
                 answers = [one.tensor.tolist() for one in asked]
             case ReduceScatterMean():
                 cut = [one.tensor.split(one.sizes) for one in asked]
-                answers = [average_rows(torch.stack([own[rank] for own in cut])) for rank in range(RANKS)]
-        asked = [request for flow, answer in zip(flows, answers, strict=True) if (request := sent(flow, answer))]
+                answers = [average_rows(torch.stack([local[rank] for local in cut])) for rank in range(RANKS)]
+        asked = [
+            request
+            for generator, answer in zip(generators, answers, strict=True)
+            if (request := sent(generator, answer))
+        ]
 
 
-def sent(flow: Generator[Any, Any, None], answer: object) -> Any:
+def sent(generator: Generator[Any, Any, None], answer: object) -> Any:
     try:
-        return flow.send(answer)
+        return generator.send(answer)
     except StopIteration:
         return None
 
 
 def run(device: torch.device, few: bool = False, **options: Any) -> list[Tensor]:
     """Two steps: averaged gradients, and what is owed."""
-    h = dict(sparsity=0.9, codec="compact", sketch_ratio=10, payload_dtype=None, step=1, warmup_steps=0,
-             total_steps=None, when="always", compress=None) | options  # fmt: skip
-    found, ranks = [], [Rank(rank, device, h) for rank in range(RANKS)]
+    group = dict(sparsity=0.9, codec="compact", sketch_ratio=10, payload_dtype=None, step=1, warmup_steps=0,
+                 total_steps=None, when="always", compress=None) | options  # fmt: skip
+    results, ranks = [], [Rank(rank, device, group) for rank in range(RANKS)]
     for _ in range(STEPS):
         rows = [one.rows(few).to(device) for one in ranks]
         outs = [torch.zeros(one.length).to(device) for one in ranks]
         exchange([one.average(mine, out) for one, mine, out in zip(ranks, rows, outs, strict=True)])
         for one, out in zip(ranks, outs, strict=True):
-            found += [out, *one.commit()]
-    return found
+            results += [out, *one.commit()]
+    return results
 
 
 def main() -> None:
@@ -118,8 +122,8 @@ def main() -> None:
             with _disable_current_modes():
                 wanted = run(torch.device("cpu"), **options)
             reads.clear()
-            found = run(pretend, **options)
-            held = [x.held if isinstance(x, OnDevice) else x for x in found]
+            results = run(pretend, **options)
+            held = [x.held if isinstance(x, OnDevice) else x for x in results]
             differs = [i for i, (a, b) in enumerate(zip(wanted, held, strict=True)) if not torch.equal(a, b)]
             result[name] = {"differs": differs, "looks": dict(device.accesses), "mixed": dict(device.mixed)}
             result[name] |= {"owed": bool(held[1].any()), "reads": reads["read"], "steps": STEPS}

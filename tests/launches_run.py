@@ -44,13 +44,13 @@ def after(look: Callable[[Any], object]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = {name: counted(name) for name in launches.ROWS}
-    found["a number is asked for"] = after(lambda payload: float(payload.body.sum()))
-    found["a copy is waited for"] = after(lambda payload: payload.header.cpu())
+    results = {name: counted(name) for name in launches.ROWS}
+    results["a number is asked for"] = after(lambda payload: float(payload.body.sum()))
+    results["a copy is waited for"] = after(lambda payload: payload.header.cpu())
     most, dealing.DEVICE_BUCKET_BYTES = dealing.DEVICE_BUCKET_BYTES, 2**18
-    found["bucket by bucket"] = {name: counted(name) for name in ("AdamS", "Radius .4, sparse", "SCAPE .01")}
+    results["bucket by bucket"] = {name: counted(name) for name in ("AdamS", "Radius .4, sparse", "SCAPE .01")}
     dealing.DEVICE_BUCKET_BYTES = most
     buckets = make_buckets([{"params": launches.gpt2()}])
-    found["buckets"] = {"most": bucket_bytes(DEVICE), "all": [(len(b.params), 4 * b.numel) for b in buckets]}
-    found["TAGC .9875"] = launches.apart(64, 5, 500)  # several buckets, for all of which it waits once
-    print(json.dumps(found))
+    results["buckets"] = {"most": bucket_bytes(DEVICE), "all": [(len(b.params), 4 * b.numel) for b in buckets]}
+    results["TAGC .9875"] = launches.apart(64, 5, 500)  # several buckets, for all of which it waits once
+    print(json.dumps(results))

@@ -47,11 +47,11 @@ def sources(tree: Path, *folders: str) -> list[Path]:
 
 def docstrings(source: str) -> list[Span]:
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = []
+    results = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, owners) and ast.get_docstring(node, clean=False) is not None:
-            found.append((node.body[0].lineno, node.body[0].end_lineno))
-    return found
+            results.append((node.body[0].lineno, node.body[0].end_lineno))
+    return results
 
 
 def tokens(source: str) -> Iterator[Span]:
@@ -68,8 +68,8 @@ def tokens(source: str) -> Iterator[Span]:
 def density(source: str, within: Span | None = None) -> tuple[int, int]:
     """Lines of code, and tokens on them."""
     first, last = within or (1, len(source.splitlines()))
-    found = [span for span in tokens(source) if first <= span[0] <= last]
-    return len({line for a, b in found for line in range(a, b + 1)}), len(found)
+    results = [span for span in tokens(source) if first <= span[0] <= last]
+    return len({line for a, b in results for line in range(a, b + 1)}), len(results)
 
 
 def generator(tree: Path, name: str) -> str:
@@ -93,13 +93,13 @@ def choices(node: ast.AST) -> int:
     """Of a function, without those in it."""
     inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     one = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.match_case)
-    found = 0
+    results = 0
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, inner):
-            found += isinstance(child, one) + choices(child)
-            found += len(child.values) - 1 if isinstance(child, ast.BoolOp) else 0
-            found += 1 + len(child.ifs) if isinstance(child, ast.comprehension) else 0
-    return found
+            results += isinstance(child, one) + choices(child)
+            results += len(child.values) - 1 if isinstance(child, ast.BoolOp) else 0
+            results += 1 + len(child.ifs) if isinstance(child, ast.comprehension) else 0
+    return results
 
 
 def branching(texts: list[str]) -> int:
@@ -119,14 +119,14 @@ def mypy(tree: Path) -> int:
 
 
 def measure(tree: Path, types: bool) -> dict[str, object]:
-    """What is counted, by name."""
+    """Return the counts, by name."""
     files = sources(tree, "compopt", "kernels")
     texts = [path.read_text() for path in files]
     lines = [line for text in texts for line in text.splitlines()]
     pairs = [density(text) for text in texts]
     code, count = (sum(pair[i] for pair in pairs) for i in (0, 1))
     long = [p for p in sources(tree, "compopt") if len(p.read_text().splitlines()) > LONG]
-    found: dict[str, object] = {
+    results: dict[str, object] = {
         "files": len(files),
         "lines": len(lines),
         "lines of code": code,
@@ -139,8 +139,8 @@ def measure(tree: Path, types: bool) -> dict[str, object]:
         "private modules at the top of compopt/": len(list((tree / "compopt").glob("_[!_]*.py"))),
     }
     if types:
-        found["errors of mypy --strict"] = mypy(tree)
-    return found | {f"{name}()": generator(tree, name) for name in GENERATORS}
+        results["errors of mypy --strict"] = mypy(tree)
+    return results | {f"{name}()": generator(tree, name) for name in GENERATORS}
 
 
 def of_revision(rev: str, act: Callable[[Path], dict[str, object]]) -> dict[str, object]:
@@ -159,7 +159,7 @@ def main() -> None:
     columns["here"] = measure(ROOT, args.mypy)
     print(f"{'':<42}" + "".join(f"{name:>26}" for name in columns))
     for what in next(iter(columns.values())):
-        print(f"{what:<42}" + "".join(f"{found[what]!s:>26}" for found in columns.values()))
+        print(f"{what:<42}" + "".join(f"{results[what]!s:>26}" for results in columns.values()))
 
 
 if __name__ == "__main__":

@@ -119,8 +119,8 @@ class Job:
             return f"it computed for {used:.0f} s"
         return f"it waited for {IDLE:.0f} s" if now > self.last_work + IDLE else ""
 
-    def verdict(self, status: int) -> str:
-        """What became of it, in a word or a sentence."""
+    def outcome(self, status: int) -> str:
+        """Return the outcome, in a word or a sentence."""
         seconds, code = time.monotonic() - self.began, os.waitstatus_to_exitcode(status)
         output = (self.folder / "output").read_text(errors="replace")
         if self.mutant is None:
@@ -128,8 +128,8 @@ class Job:
         if self.late or code < 0:
             return f"killed in {seconds:.0f} s: " + (self.late or f"signal {-code}")
         if code == 1:
-            seen = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
-            return f"killed in {seconds:.0f} s by {seen[0] if seen else 'a test'}"
+            records = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+            return f"killed in {seconds:.0f} s by {records[0] if records else 'a test'}"
         return "SURVIVED" if code == 0 else f"no verdict (pytest's {code}): {complaints(output)}"
 
 
@@ -144,12 +144,15 @@ def cpu_seconds(session: int) -> float:
 
 
 def complaints(output: str) -> str:
-    """What pytest says is wrong."""
+    """Return what pytest says is wrong."""
     return " ".join(re.findall(r"^(?:ERROR|FAILED|E  ).*", output, re.M))[-600:]
 
 
 def run(
-    jobs: Iterator[tuple[Mutant | None, str, list[str]]], at_once: int, limit: float, told: Callable[[Job, str], None]
+    jobs: Iterator[tuple[Mutant | None, str, list[str]]],
+    at_once: int,
+    limit: float,
+    on_result: Callable[[Job, str], None],
 ) -> None:
     """A child for each, so many ``at_once``, for so many seconds of a processor each."""
     running: dict[int, Job] = {}
@@ -161,7 +164,7 @@ def run(
                 folder = Path(tempfile.mkdtemp(prefix="compopt-mutant-"))
                 wrong = copy_of(folder, mutant)
                 if wrong:
-                    told(Job(mutant, name, folder, 0, 0.0, 0.0), wrong)
+                    on_result(Job(mutant, name, folder, 0, 0.0, 0.0), wrong)
                     shutil.rmtree(folder)
                     continue
                 own_cache = mutant is not None and mutant.file.startswith(("kernels/native", "compopt/_ops/native"))
@@ -173,7 +176,7 @@ def run(
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid:
                 done = running.pop(pid)
-                told(done, done.verdict(status))
+                on_result(done, done.outcome(status))
                 end(done)
             if time.monotonic() > looked + 1:
                 looked = time.monotonic()
@@ -195,7 +198,7 @@ def end(job: Job) -> None:
 
 
 def import_all() -> None:
-    """What children would import for seconds each. None of it is ours."""
+    """Import what children would import for seconds each. None of it is ours."""
     os.environ.setdefault("TRITON_INTERPRET", "1")
     wanted = ("numpy", "hypothesis", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
     for name in (*wanted, "torch.testing._internal.common_optimizers"):
@@ -205,20 +208,20 @@ def import_all() -> None:
 
 
 class Report:
-    """What became of all, by area."""
+    """The outcomes of all mutants, by area."""
 
     def __init__(self, areas: list[str], every: bool):
         self.totals, self.every = {area: Counter() for area in areas}, every
         self.trouble: list[str] = []
 
-    def told(self, job: Job, verdict: str) -> None:
-        killed = verdict.startswith("killed")
+    def on_result(self, job: Job, outcome: str) -> None:
+        killed = outcome.startswith("killed")
         if job.mutant:
             self.totals[job.mutant.area]["seen" if killed else "left"] += 1
-        if verdict and not killed:
-            self.trouble.append(f"{job.name}: {verdict}")
-        if self.every or (verdict and not killed):
-            print(f"{job.name}: {verdict or 'passes'}", flush=True)
+        if outcome and not killed:
+            self.trouble.append(f"{job.name}: {outcome}")
+        if self.every or (outcome and not killed):
+            print(f"{job.name}: {outcome or 'passes'}", flush=True)
 
     def finish(self, seconds: float) -> None:
         for area, total in self.totals.items():
@@ -243,25 +246,25 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    said = arguments()
-    mutants = [m for area in said.area for m in read(LISTS / f"{area}.txt") if not said.only or m.number in said.only]
+    args = arguments()
+    mutants = [m for area in args.area for m in read(LISTS / f"{area}.txt") if not args.only or m.number in args.only]
     stale = [f"{m}: stale, what it replaces does not occur exactly once" for m in mutants if not m.fits()]
     print(*stale, f"{len(mutants)} patches, {len(stale)} do not fit", sep="\n", flush=True)
-    if said.check or stale:
+    if args.check or stale:
         return bool(stale)
     import_all()
-    began, report = time.monotonic(), Report(said.area, said.v)
+    began, report = time.monotonic(), Report(args.area, args.v)
     tried = [m for m in mutants if not m.equivalent]
     for mutant in mutants:
         report.totals[mutant.area]["same"] += bool(mutant.equivalent)
-    if not said.trust:
-        named = {area: list(dict.fromkeys(t for m in tried if m.area == area for t in m.tests)) for area in said.area}
-        tests = ((None, f"tests of {area}", own) for area, own in named.items() if own)
-        run(tests, said.j, BASELINE * said.limit, report.told)
+    if not args.trust:
+        named = {area: list(dict.fromkeys(t for m in tried if m.area == area for t in m.tests)) for area in args.area}
+        tests = ((None, f"tests of {area}", names) for area, names in named.items() if names)
+        run(tests, args.j, BASELINE * args.limit, report.on_result)
         if report.trouble:
             return 2
         print(f"{len(set().union(*named.values()))} tests pass, {time.monotonic() - began:.0f} s", flush=True)
-    run(((m, str(m), m.tests) for m in tried), said.j, said.limit, report.told)
+    run(((m, str(m), m.tests) for m in tried), args.j, args.limit, report.on_result)
     report.finish(time.monotonic() - began)
     return bool(report.trouble)
 

@@ -38,13 +38,13 @@ class Mutant:
 
     def patched(self, text: str) -> str | None:
         """The file with the fault; None where ``before`` does not occur exactly once."""
-        found = list(re.finditer(pattern_of(" ".join(self.before)), text))
-        if len(found) != 1:
+        results = list(re.finditer(pattern_of(" ".join(self.before)), text))
+        if len(results) != 1:
             return None
-        start = found[0].start()
+        start = results[0].start()
         line = text.rfind("\n", 0, start) + 1
         indent = re.match(r"[ \t]*", text[line:]).group()
-        return text[:start] + f"\n{indent}".join(self.after) + text[found[0].end() :]
+        return text[:start] + f"\n{indent}".join(self.after) + text[results[0].end() :]
 
     def fits(self) -> bool:
         path = ROOT / self.file

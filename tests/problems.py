@@ -262,7 +262,7 @@ def replicas(
 
 def step(world: World, params: Tensors, optimizers: Optimizers, grads: list[list[Tensor | None]]) -> None:
     """One step of all ranks on these gradients; None is a tensor without one."""
-    for own, given in zip(params, grads, strict=True):
-        for p, g in zip(own, given, strict=True):
+    for local, given in zip(params, grads, strict=True):
+        for p, g in zip(local, given, strict=True):
             p.grad = None if g is None else g.clone()
     world.step(optimizers)

@@ -94,7 +94,7 @@ class HangGuard:
 
 
 def answers_of(workers: dict[int, multiprocessing.Process], results: Any) -> Iterator[tuple]:
-    """What each of these ranks has put into ``results``, which begins with the rank, as they come."""
+    """Return what each of these ranks has put into ``results``, which begins with the rank, as they come."""
     silent, guard = dict(workers), HangGuard()
     while silent:
         # Before it is asked for: what a rank has said arrives although it has ended since.

@@ -34,7 +34,7 @@ class Deadlock(AssertionError):
 class SimPending:
     """A collective that is answered once every rank has started its own."""
 
-    in_turns = True  # ranks run one after the other here: none may wait for another in its backward
+    is_lockstep = True  # ranks run one after the other here: none may wait for another in its backward
 
     def __init__(self, world: World, number: int, rank: int, has_next: bool):
         self.world, self.number, self.rank, self.has_next = world, number, rank, has_next
@@ -151,10 +151,10 @@ class World:
 
     def step(self, optimizers: list) -> None:
         """``optimizer.step()`` on all ranks. Raises what the lowest rank raised."""
-        self.run([optimizer.step_in_turns() for optimizer in optimizers])
+        self.run([optimizer.step_as_generator() for optimizer in optimizers])
 
     def consolidate(self, optimizers: list) -> None:
-        self.run([optimizer.consolidate_in_turns() for optimizer in optimizers])
+        self.run([optimizer.consolidate_as_generator() for optimizer in optimizers])
 
     @torch.no_grad()
     def run(self, turns: list[Generator]) -> None:
@@ -216,7 +216,7 @@ class Ranks:
         self.optimizers = [self.optimizers[rank] for rank in survivors]
         self.world = World(len(survivors))
         pairs = zip(self.optimizers, self.world.comms, strict=True)
-        self.world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in pairs])
+        self.world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
 
     def __iter__(self) -> Iterator[tuple[int, nn.Module, torch.optim.Optimizer]]:
         return zip(range(self.world.size), self.models, self.optimizers, strict=True)
@@ -242,7 +242,7 @@ class Ranks:
 
     @property
     def at_rest(self) -> bool:
-        """Whether replicas have to be equal now: always, but within a round of local steps."""
+        """Return True if replicas have to be equal now: always, but within a round of local steps."""
         return not any(getattr(optimizer.stats, "steps_into_round", 0) for optimizer in self.optimizers)
 
     def finish_round(self, loss: Callable[[nn.Module, int, int], Tensor]) -> None:

@@ -19,7 +19,7 @@ import torch
 
 import compopt
 from compopt._engine.base import CompressedOptimizer
-from compopt._engine.inside import ReducingOptimizer
+from compopt._engine.fsdp_reduce_scatter import ReducingOptimizer
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from randomk import RandomK
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank keeps state of its own shard only."""
+        """Return True if each rank keeps state of its own shard only."""
         return self.cls.sharded or self.compressed.get("sharded", False)
 
     @property
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def sends_updates(self) -> bool:
-        """Whether what is added to parameters is gathered, rounded, and not parameters."""
+        """Return True if what is added to parameters is gathered, rounded, and not parameters."""
         return self.compressed.get("update_dtype") is not None
 
     @property

@@ -18,10 +18,10 @@ SHAPES = [(64, 80), (80,), (260, 520)]
 def test_none_is_as_good_as_zeros(case, payload):
     if payload is not None and "payload_dtype" not in case.bad:
         pytest.skip("sends what the gradients are")
-    said = {} if payload is None else {"payload_dtype": payload}
+    message = {} if payload is None else {"payload_dtype": payload}
 
     def make(params, process_group):
-        return case.make(params, process_group=process_group, **said)
+        return case.make(params, process_group=process_group, **message)
 
     runs = [replicas(2, weights(SHAPES, torch.float32), make) for _ in range(2)]
     for t in range(8):
@@ -33,7 +33,7 @@ def test_none_is_as_good_as_zeros(case, payload):
                 grads[0][0] = torch.zeros(SHAPES[0]) if zeros else None
             step(world, params, optimizers, grads)
     (_, ours, mine), (_, theirs, others) = runs
-    for a, b in zip([p for own in ours for p in own], [p for own in theirs for p in own], strict=True):
+    for a, b in zip([p for local in ours for p in local], [p for local in theirs for p in local], strict=True):
         assert torch.equal(a, b)
     for one, other in zip(mine, others, strict=True):
         for mine_, theirs_ in zip(one._buckets, other._buckets, strict=True):

@@ -27,7 +27,7 @@ TOGETHER = 7  # cases a process
 LOOKS = {
     # in every step
     "_engine.decision read_numbers": ("AdamS", "the decision: whether the step is applied, its norm"),
-    "_engine.turns sum_over_groups": ("TagcAdamW", "sharded: the norm and the facts of all shards"),
+    "_engine.collective_generators sum_over_groups": ("TagcAdamW", "sharded: the norm and the facts of all shards"),
     # in compressed steps of some classes
     "_engine.exchange _read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
     "local_steps _gradient_norm": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),
@@ -36,14 +36,14 @@ LOOKS = {
     "_engine.resharding average_base": ("LocalSteps, rounds", "consolidate_state(): the inner moments' mean"),
     "_lowrank.reducer commit_state": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),
     "_ops.operations adams": ("AdamS, its authors'", "bias_correction='adams', or clip='scape': a step count"),
-    "_ops.updates update_magnitudes": ("RadiusAdamW", "a resample: AdamW's bias correction, by a step count"),
+    "_ops.update_helpers update_magnitudes": ("RadiusAdamW", "a resample: AdamW's bias correction, by a step count"),
     "radius broadcast_mask": ("RadiusAdamW", "a resample: whether an absent tensor has an old mask"),
     "_engine.overlap confirm": ("RadiusAdamW", "after a resample: whether all ranks have the mask"),
     "_ops.operations positions": ("RadiusAdamW", "a new mask, or a loaded one: how many are selected"),
     "_sparse.scape_masks select": ("ScapeAdamS", "the threshold of the step before, kept with the state"),
     "_sparse.top_k select_above": ("ScapeAdamS, sampled", "how many a threshold lets through"),
     "_sparse.top_k _threshold_of_sample": ("ScapeAdamS, sampled", "a threshold, from a sample"),
-    "_ops.updates moment_of_slice": ("ScapeAdamS, no delay", "where the elements of a slice begin among those kept"),
+    "_ops.update_helpers moment_of_slice": ("ScapeAdamS, no delay", "where a slice begins among the elements kept"),
     "_sparse.scape_masks _note_overlap": ("ScapeAdamS, no delay", "how many two masks share, for stats.staleness"),
     "_state.bits find_positions": ("ScapeAdamS, no delay", "how many bits a mask has, and how many words have more"),
     "_state.bits split_positions": ("ScapeAdamS, no delay", "how many selected elements each tensor has"),
@@ -82,7 +82,7 @@ LOOKS = {
 
 @functools.cache
 def ran(names: tuple[str, ...]) -> dict[str, dict]:
-    """What is found, in a process of its own: a device cannot be taken back."""
+    """Return the results of a process of its own: a device cannot be taken back."""
     (found,) = run_ranks(run_cases, 1, names)
     return found
 

@@ -86,14 +86,14 @@ def test_a_wrapped_stage_keeps_its_keys_and_loads_what_was_saved_without_a_wrapp
     middle = SendCompressed(ReceiveCompressed(stage(), AutoEncoder(HIDDEN, 3), SHAPE), AutoEncoder(HIDDEN, 2))
     model = nn.Module()
     model.part = middle
-    own = {"incoming.encoder", "incoming.decoder", "outgoing.encoder", "outgoing.decoder"}
-    assert set(middle.state_dict()) == set(plain.state_dict()) | own
-    assert [key for key in middle.state_dict() if key not in own] == list(plain.state_dict())
+    local = {"incoming.encoder", "incoming.decoder", "outgoing.encoder", "outgoing.decoder"}
+    assert set(middle.state_dict()) == set(plain.state_dict()) | local
+    assert [key for key in middle.state_dict() if key not in local] == list(plain.state_dict())
     assert set(model.state_dict()) == {f"part.{key}" for key in middle.state_dict()}
     assert set(get_model_state_dict(middle)) == set(middle.state_dict())
 
     missing = middle.load_state_dict(plain.state_dict(), strict=False)
-    assert {key.removeprefix("stage.") for key in missing.missing_keys} == own and not missing.unexpected_keys
+    assert {key.removeprefix("stage.") for key in missing.missing_keys} == local and not missing.unexpected_keys
     for key, value in plain.state_dict().items():
         assert torch.equal(middle.state_dict()[key], value)
     other = copy.deepcopy(model)

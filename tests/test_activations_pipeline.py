@@ -24,14 +24,14 @@ def stages(name, pair=None):
 
 def run_pipeline(name, rank, pair):
     """GPipe over two micro-batches; records the boundary's activation, payload and gradient of the last one."""
-    stage, seen = stages(name, pair)[rank], {}
+    stage, records = stages(name, pair)[rank], {}
 
     def record(module, args, output):
-        seen["activation"] = output if rank == 0 else args[0]
-        seen["activation"].register_hook(lambda g: seen.__setitem__("grad", g.clone()))
+        records["activation"] = output if rank == 0 else args[0]
+        records["activation"].register_hook(lambda g: records.__setitem__("grad", g.clone()))
 
     stage.stage.register_forward_hook(record)
-    stage.register_forward_hook(lambda m, args, output: seen.__setitem__("payload", output if rank == 0 else args))
+    stage.register_forward_hook(lambda m, args, output: records.__setitem__("payload", output if rank == 0 else args))
     schedule = ScheduleGPipe(
         PipelineStage(stage, rank, 2, torch.device("cpu")), 2, loss_fn=lambda y, target: (y - target).square().sum(),
         scale_grads=False,
@@ -40,17 +40,18 @@ def run_pipeline(name, rank, pair):
     for _ in range(2):
         schedule.step(x) if rank == 0 else schedule.step(target=target, losses=losses)
     parameters = {n: p.grad for n, p in stage.named_parameters()}
-    payload = seen["payload"] if isinstance(seen["payload"], tuple) else (seen["payload"],)
-    return {"activation": seen["activation"].detach(), "payload": [t.detach() for t in payload], "grad": seen["grad"],
+    payload = records["payload"] if isinstance(records["payload"], tuple) else (records["payload"],)
+    activation, grad = records["activation"].detach(), records["grad"]
+    return {"activation": activation, "payload": [t.detach() for t in payload], "grad": grad,
             "parameters": parameters, "x": x, "target": target, "losses": [v.item() for v in losses]}  # fmt: skip
 
 
 def worker(rank, folder):
-    pair, found = dist.new_group([0, 1]), {}
+    pair, results = dist.new_group([0, 1]), {}
     for name in COMPRESSORS:
         torch.manual_seed(5)
-        found[name] = run_pipeline(name, rank, pair)
-    torch.save(found, f"{folder}/{rank}.pt")
+        results[name] = run_pipeline(name, rank, pair)
+    torch.save(results, f"{folder}/{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def two_ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_stage_boundary_sends_the_payload_only(two_ranks, name):
-    sender, receiver = (found[name] for found in two_ranks)
+    sender, receiver = (results[name] for results in two_ranks)
     for sent, received in zip(sender["payload"], receiver["payload"], strict=True):
         assert torch.equal(sent.view(torch.uint8), received.view(torch.uint8))
     sent = sum(t.numel() * t.element_size() for t in sender["payload"])
@@ -71,24 +72,24 @@ def test_stage_boundary_sends_the_payload_only(two_ranks, name):
 
 @pytest.mark.parametrize("name", ["Identity", "AutoEncoder", "TopK"])
 def test_pipeline_trains_as_one_process_with_the_compressor_in_the_middle(two_ranks, name):
-    sender, receiver = (found[name] for found in two_ranks)
+    sender, receiver = (results[name] for results in two_ranks)
     first, second = stages(name)
     for _ in range(2):
         for x, target in zip(receiver["x"].chunk(2), receiver["target"].chunk(2), strict=True):
             payload = first(x)
             y = second(*payload) if isinstance(payload, tuple) else second(payload)
             (y - target).square().sum().backward()
-    for stage, found in ((first, sender), (second, receiver)):
+    for stage, results in ((first, sender), (second, receiver)):
         for key, parameter in stage.named_parameters():
             if parameter.grad is None:
-                assert found["parameters"][key] is None
+                assert results["parameters"][key] is None
             else:
-                torch.testing.assert_close(found["parameters"][key], parameter.grad)
+                torch.testing.assert_close(results["parameters"][key], parameter.grad)
 
 
 def test_random_k_and_powersgd_boundaries_apply_one_projection_both_ways(two_ranks):
     for name in ("RandomK", "PowerSGD"):
-        sender, receiver = (found[name] for found in two_ranks)
+        sender, receiver = (results[name] for results in two_ranks)
         x, arrived = sender["activation"], receiver["activation"]
         torch.testing.assert_close((arrived * (x - arrived)).sum(), torch.tensor(0.0), atol=1e-4, rtol=0)
         if name == "RandomK":
@@ -102,12 +103,12 @@ def test_random_k_and_powersgd_boundaries_apply_one_projection_both_ways(two_ran
 
 @pytest.mark.parametrize("name", ["Quantize2", "Quantize4", "Quantize8", "QuantizeTensor"])
 def test_the_gradient_of_a_quantized_boundary_returns_in_full(two_ranks, name):
-    sender, receiver = (found[name] for found in two_ranks)
+    sender, receiver = (results[name] for results in two_ranks)
     assert sender["grad"].abs().sum() > 0
     assert torch.equal(sender["grad"], receiver["grad"])
 
 
 @pytest.mark.parametrize("name", ["QuantizeBack4", "QuantizeBeside4"])  # in the payload's place, or beside it
 def test_with_gradient_bits_it_returns_quantized(two_ranks, name):
-    sender, receiver = (found[name] for found in two_ranks)
+    sender, receiver = (results[name] for results in two_ranks)
     torch.testing.assert_close(sender["grad"], Quantize(4)(receiver["grad"]))

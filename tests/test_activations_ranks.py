@@ -72,27 +72,27 @@ def made_on_meta(mesh):
 
 def worker(rank, folder):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
-    found = {"mlp": {}, "exchange": {}, "sequence": {}, "checkpointed": {}}
+    results = {"mlp": {}, "exchange": {}, "sequence": {}, "checkpointed": {}}
     for bias in (True, False):
-        found["mlp"]["torch", bias] = run_mlp(mesh, RowwiseParallel(), bias)
-        found["mlp"]["Identity", bias] = run_mlp(mesh, CompressedRowwiseParallel(Identity), bias)
+        results["mlp"]["torch", bias] = run_mlp(mesh, RowwiseParallel(), bias)
+        results["mlp"]["Identity", bias] = run_mlp(mesh, CompressedRowwiseParallel(Identity), bias)
 
     def auto_encoder():  # ranks that disagree on the seed must still start from one auto-encoder
         return AutoEncoder(HIDDEN, 3, seed=rank)
 
-    found["auto-encoder"] = run_mlp(mesh, CompressedRowwiseParallel(auto_encoder), True)
+    results["auto-encoder"] = run_mlp(mesh, CompressedRowwiseParallel(auto_encoder), True)
     for name in COMPRESSORS:
-        found["exchange"][name] = run_exchange(name, mesh, rank)
+        results["exchange"][name] = run_exchange(name, mesh, rank)
     for name in PLAIN:
         style = CompressedRowwiseParallel(COMPRESSORS[name])
         again = CompressedRowwiseParallel(COMPRESSORS[name], output_layouts=Shard(1), use_local_output=False)
-        found["sequence"][name] = run_mlp(mesh, style, True), run_mlp(mesh, again, True)
+        results["sequence"][name] = run_mlp(mesh, style, True), run_mlp(mesh, again, True)
         for how in ("", "reentrant", "not reentrant"):
             style = CompressedRowwiseParallel(COMPRESSORS[name])
-            found["checkpointed"][name, how] = run_mlp(mesh, style, True, torch.float64, how)
-    found["bfloat16"] = run_mlp(mesh, CompressedRowwiseParallel(auto_encoder), True, torch.bfloat16)
-    found["meta"] = made_on_meta(mesh)
-    torch.save(found, f"{folder}/{rank}.pt")
+            results["checkpointed"][name, how] = run_mlp(mesh, style, True, torch.float64, how)
+    results["bfloat16"] = run_mlp(mesh, CompressedRowwiseParallel(auto_encoder), True, torch.bfloat16)
+    results["meta"] = made_on_meta(mesh)
+    torch.save(results, f"{folder}/{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +104,8 @@ def two_ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_tensor_parallel_without_compression_is_torchs(two_ranks, bias):
-    for found in two_ranks:
-        ours, theirs = found["mlp"]["Identity", bias], found["mlp"]["torch", bias]
+    for results in two_ranks:
+        ours, theirs = results["mlp"]["Identity", bias], results["mlp"]["torch", bias]
         assert ours.keys() == theirs.keys() and len(ours) >= 4
         if bias:  # added after the exchange, by torch before it
             for key in ours:
@@ -116,8 +116,8 @@ def test_tensor_parallel_without_compression_is_torchs(two_ranks, bias):
 
 def test_a_bias_is_not_compressed(two_ranks):
     """Its gradient is that of an addition, and the output differs from what the codec lets through by it."""
-    for found in two_ranks:
-        run = found["sequence"]["RandomK"][0]
+    for results in two_ranks:
+        run = results["sequence"]["RandomK"][0]
         torch.manual_seed(0)
         bias = MLP().down.bias.detach()
         untouched = torch.isclose(run["y"], bias.expand_as(run["y"]))
@@ -127,8 +127,8 @@ def test_a_bias_is_not_compressed(two_ranks):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_sequence_parallel_output_is_the_replicated_one_cut(two_ranks, name):
-    for found, tokens in zip(two_ranks, (3, 2), strict=True):
-        whole, cut = found["sequence"][name]
+    for results, tokens in zip(two_ranks, (3, 2), strict=True):
+        whole, cut = results["sequence"][name]
         assert whole.pop("tokens") == 5 and cut.pop("tokens") == tokens
         assert whole.keys() == cut.keys()
         for key in whole:
@@ -137,27 +137,27 @@ def test_sequence_parallel_output_is_the_replicated_one_cut(two_ranks, name):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_checkpointing_changes_nothing_under_tensor_parallelism(two_ranks, name):
-    for found in two_ranks:
-        plain = found["checkpointed"][name, ""]
+    for results in two_ranks:
+        plain = results["checkpointed"][name, ""]
         for how in ("reentrant", "not reentrant"):
-            for key, value in found["checkpointed"][name, how].items():
+            for key, value in results["checkpointed"][name, how].items():
                 torch.testing.assert_close(value, plain[key], rtol=1e-6, atol=1e-9)
 
 
 def test_clipping_takes_the_auto_encoder_in_and_in_bfloat16_too(two_ranks):
     assert two_ranks[0]["bfloat16"]["down.compressor.encoder"].dtype == torch.bfloat16
     for dtype in ("auto-encoder", "bfloat16"):
-        for found in two_ranks:
-            grads = [value for key, value in found[dtype].items() if key not in ("x", "y", "norm", "tokens")]
+        for results in two_ranks:
+            grads = [value for key, value in results[dtype].items() if key not in ("x", "y", "norm", "tokens")]
             assert len(grads) == 6
             expected = torch.stack([grad.float().norm() for grad in grads]).norm()
-            torch.testing.assert_close(found[dtype]["norm"].float(), expected, rtol=2e-2, atol=0)
+            torch.testing.assert_close(results[dtype]["norm"].float(), expected, rtol=2e-2, atol=0)
 
 
 def test_made_on_meta_the_auto_encoder_is_one_over_the_ranks(two_ranks):
     expected = AutoEncoder(HIDDEN, 3).state_dict()
-    for found in two_ranks:
-        assert all(torch.equal(found["meta"][key], expected[key]) for key in expected)
+    for results in two_ranks:
+        assert all(torch.equal(results["meta"][key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_made_on_meta_the_auto_encoder_is_one_over_the_ranks(two_ranks):
 )  # the first draws anew, the others have met one activation already
 def test_compressed_all_reduce_is_the_sum_and_its_gradient_exact(two_ranks, name):
     """Against the same formula in one process: decompress(sum of values), or the sum of the decompressed."""
-    found = [rank["exchange"][name] for rank in two_ranks]
-    assert torch.equal(found[0]["y"], found[1]["y"])
+    results = [rank["exchange"][name] for rank in two_ranks]
+    assert torch.equal(results[0]["y"], results[1]["y"])
     parts = [sample(rank).requires_grad_() for rank in range(2)]
     codec = make(name)
     if codec.summable:
@@ -177,13 +177,13 @@ def test_compressed_all_reduce_is_the_sum_and_its_gradient_exact(two_ranks, name
         y = codec(parts[0]) + codec(parts[1])
     y.backward(sample(7))
     for rank in range(2):
-        torch.testing.assert_close(found[rank]["y"], y.detach())
-        torch.testing.assert_close(found[rank]["x"], parts[rank].grad)
+        torch.testing.assert_close(results[rank]["y"], y.detach())
+        torch.testing.assert_close(results[rank]["x"], parts[rank].grad)
         if name == "AutoEncoder":  # the encoder sees half of the sum on each rank; its gradient must be the whole
-            torch.testing.assert_close(found[rank]["encoder"], codec.encoder.grad)
+            torch.testing.assert_close(results[rank]["encoder"], codec.encoder.grad)
 
 
 def test_auto_encoder_is_and_stays_one_over_the_ranks(two_ranks):
-    first, second = (found["auto-encoder"] for found in two_ranks)
+    first, second = (results["auto-encoder"] for results in two_ranks)
     assert {"down.compressor.encoder", "down.compressor.decoder"} <= first.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)

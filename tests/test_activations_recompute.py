@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 def gradients(name: str, how: dict | None, order: str) -> list[torch.Tensor]:
     """Of everything, after three rounds of forwards and backwards in that order."""
-    net, waiting, found, k = Net(make(name)).double(), [], [], 0
+    net, waiting, results, k = Net(make(name)).double(), [], [], 0
     torch.manual_seed(9)
     for _ in range(3):
         for what in order:
@@ -49,8 +49,8 @@ def gradients(name: str, how: dict | None, order: str) -> list[torch.Tensor]:
             else:
                 x, y = waiting.pop(0)
                 y.square().sum().backward()
-                found += [y.detach(), x.grad]
-    return [*found, *(p.grad for p in net.parameters()), *net.buffers()]
+                results += [y.detach(), x.grad]
+    return [*results, *(p.grad for p in net.parameters()), *net.buffers()]
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -167,10 +167,10 @@ EXPERT = {  # parameters, ranks, bit/s of a rank, seconds of computation, what e
 
 @pytest.mark.parametrize("words", EXPERT)
 def test_the_answer_is_an_experts(words):
-    parameters, ranks, link, seconds, more, answer, said = EXPERT[words]
+    parameters, ranks, link, seconds, more, answer, message = EXPERT[words]
     advice = advise(round(parameters), ranks=ranks, link_bits_per_s=link, step_s=seconds, **more)
     assert advice.method.split(",")[0] == answer, str(advice)
-    assert all(part in advice.recommendation for part in said), str(advice)
+    assert all(part in advice.recommendation for part in message), str(advice)
     check_decision(advice)
     check_table(advice)
 
@@ -344,11 +344,11 @@ def test_a_loss_is_the_nearest_measurements():
     def local(size: float, ranks: int, **more: float) -> Row:
         return by_name(advise(round(size), ranks=ranks, link_bits_per_s=1e8, step_s=0.5, **more))["LocalSteps"]
 
-    found = {
+    results = {
         (size, ranks): local(size, ranks).measurement.ratio
         for size, ranks in ((1e6, 4), (124e6, 2), (124e6, 8), (1e9, 16), (7e9, 2))
     }
-    assert found == {(1e6, 4): 1.017, (124e6, 2): 1.007, (124e6, 8): 1.039, (1e9, 16): 1.034, (7e9, 2): 0.999}
+    assert results == {(1e6, 4): 1.017, (124e6, 2): 1.007, (124e6, 8): 1.039, (1e9, 16): 1.034, (7e9, 2): 0.999}
     assert local(13e6, 2, tokens_per_parameter=0.1).loss == 1.120
     assert local(124e6, 100).loss is None  # of so many workers nothing is known
     one = LOSSES["SeparateAdam"][1]
@@ -357,7 +357,7 @@ def test_a_loss_is_the_nearest_measurements():
 
 
 def test_advice_never_contradicts_itself():
-    """What is advised is within the budget in all that is said of it; what is not, says so."""
+    """Advice is within the budget in all that it says, or says that it is not."""
     for size in (1e6, 13e6, 124e6, 1.5e9, 7e9):
         for tokens in (0.1, 1, 20, 200):
             for budget in (0.01, 0.02, 0.05):
@@ -373,8 +373,8 @@ def test_advice_never_contradicts_itself():
 def test_what_a_probe_saw_of_interference_is_in_every_step():
     """A tenth of a second of waiting, and a nanosecond a byte that is sent."""
     there = dict(ranks=4, link_bits_per_s=1e10, step_s=1.0)
-    plain, met = (advise(124_000_000, interference=seen, **there).rows for seen in ((0.0, 0.0), (0.1, 1e-9)))
-    for row, slower in zip(plain, met, strict=True):
+    plain, arrived = (advise(124_000_000, interference=records, **there).rows for records in ((0.0, 0.0), (0.1, 1e-9)))
+    for row, slower in zip(plain, arrived, strict=True):
         if row.method.startswith("LocalSteps"):
             assert slower.step.exchange > row.step.exchange
         else:

@@ -218,12 +218,12 @@ GIVEN = ["--parameters", "10M", "--ranks", "4", "--link", "1gbit", "--step-time"
 
 
 def test_a_latency_is_given_or_that_of_a_wan(capsys):
-    said = {}
+    message = {}
     for words in ([], ["--latency", "5"], ["--wan"]):
         main([*GIVEN, *words])
-        said[" ".join(words)] = capsys.readouterr().out
-    assert "50 us a message (assumed)" in said[""] and "5 ms a message (given)" in said["--latency 5"]
-    assert "30 ms a message (assumed: --wan)" in said["--wan"]
+        message[" ".join(words)] = capsys.readouterr().out
+    assert "50 us a message (assumed)" in message[""] and "5 ms a message (given)" in message["--latency 5"]
+    assert "30 ms a message (assumed: --wan)" in message["--wan"]
 
 
 def test_a_loss_budget_is_passed_on(capsys):
@@ -244,9 +244,9 @@ def test_rows_that_others_beat_are_shown_when_asked_for(capsys):
 
 def test_the_layout_and_the_run_are_given(capsys):
     main([*GIVEN, "--ranks-per-node", "2", "--inside", "10gbit", "--steps", "400", "--tokens-per-parameter", "2"])
-    said = capsys.readouterr().out
-    assert "4 ranks, 2 in a machine (given)" in said and "10 Gbit/s a rank inside one (given)" in said
-    assert "a run of 400 steps (given), 2 tokens per parameter (given)" in said
+    message = capsys.readouterr().out
+    assert "4 ranks, 2 in a machine (given)" in message and "10 Gbit/s a rank inside one (given)" in message
+    assert "a run of 400 steps (given), 2 tokens per parameter (given)" in message
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from inside import apart, cut, loss, make, train
+from fsdp_models import apart, cut, loss, make, train
 from ranks import run_ranks
 from torch import nn
 
@@ -30,7 +30,7 @@ def uses_the_backend(rank: int) -> bool:
     optimizer = average(model, payload_dtype="int8")
     optimizer.zero_grad()
     loss(model, 0, rank, torch.float32).backward()
-    buckets = [bucket for bucket, _ in optimizer.inside.reduced.values()]
+    buckets = [bucket for bucket, _ in optimizer.fsdp_reduce_scatter.reduced.values()]
     has_mean = [bucket.make_mean is not None for bucket in buckets]
     return bool(buckets) and has_mean == [optimizer.ops.quantized_mean(bucket) is not None for bucket in buckets]
 
@@ -45,7 +45,7 @@ def all_of(rank: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_it_is_fsdp_with_rounded_gradients(ranks):
-    for found in run_ranks(all_of, ranks):
-        rounded = {name: found.pop(name) for name in ("bfloat16", "int8")}
-        assert max(found.values()) < 1e-12, found
+    for results in run_ranks(all_of, ranks):
+        rounded = {name: results.pop(name) for name in ("bfloat16", "int8")}
+        assert max(results.values()) < 1e-12, results
         assert all(0 < far < 0.05 for far in rounded.values()), rounded

@@ -167,7 +167,7 @@ def test_apex_is_taken_on_cuda_where_triton_is_not(monkeypatch, apex):
 
 
 def test_a_back_end_that_is_installed_but_does_not_run_gives_way(monkeypatch):
-    """What a CUDA machine without a compiler looks like."""
+    """As on a CUDA machine without a compiler."""
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     pytest.importorskip("triton")

@@ -1,4 +1,4 @@
-"""What the benchmarks count: memory as torch allocates it, and bytes of one rank among made-up ones."""
+"""Counts of the benchmarks: memory as torch allocates it, and bytes of one rank among made-up ones."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from memory import Allocations, bytes_in
 
 def test_allocations_are_seen_while_held_and_at_their_most():
     before = torch.zeros(1000)
-    with Allocations() as found:
+    with Allocations() as results:
         held = torch.empty(500)
-        with found.mark("first"):
+        with results.mark("first"):
             torch.empty(3000).add_(before.sum())
-        with found.mark("second"):
+        with results.mark("second"):
             more = torch.empty(250)
-    assert found.before == {"first": 2000, "second": 2000}
-    assert 2000 + 12000 <= found.most["first"] < 2000 + 12000 + 100  # and a sum
-    assert found.held == 3000 == bytes_in([held, held.view(5, 100), more])
+    assert results.before == {"first": 2000, "second": 2000}
+    assert 2000 + 12000 <= results.most["first"] < 2000 + 12000 + 100  # and a sum
+    assert results.held == 3000 == bytes_in([held, held.view(5, 100), more])
 
 
 def a_model() -> list[tuple[str, nn.Parameter]]:
@@ -60,27 +60,27 @@ def test_one_rank_of_two_hands_over_what_two_simulated_ranks_do(name):
         for params, comm in zip(ranks, world.comms, strict=True)
     ]
     with fleet(2) as comm:
-        alone = a_model()
-        optimizer = getattr(compopt, cls)(alone, process_group=comm, **options)
+        single = a_model()
+        optimizer = getattr(compopt, cls)(single, process_group=comm, **options)
         comm.follow(optimizer)
         for step in range(4):
             for rank, params in enumerate(ranks):
                 gradients(params, rank, step)
-            gradients(alone, 0, step)
+            gradients(single, 0, step)
             comm.reset()
             world.step(simulated)
             optimizer.step()
             assert optimizer.stats.bytes_sent == simulated[0].stats.bytes_sent
         assert optimizer.stats.phase == simulated[0].stats.phase != "dense"
     if "int8" in name:  # of the first stage half goes to oneself, the header to each; then the own half to the other
-        words = 4 * (len(alone) + len(optimizer._buckets[-1].control))
+        words = 4 * (len(single) + len(optimizer._buckets[-1].control))
         assert comm.received["header"] == pytest.approx(words) and comm.handed["header"] == pytest.approx(2 * words)
         assert abs(comm.received.total() - optimizer.stats.bytes_sent) < 16
         return
     assert comm.handed.total() == pytest.approx(optimizer.stats.bytes_sent)
-    own = 0.5 if "sharded" in name else 0  # half of what is reduced to owners stays here
+    local = 0.5 if "sharded" in name else 0  # half of what is reduced to owners stays here
     for kind in ("payload", "header", "masks", "gathered"):
-        stays = own * comm.handed[kind] if kind in ("payload", "header") else 0
+        stays = local * comm.handed[kind] if kind in ("payload", "header") else 0
         assert comm.received[kind] == pytest.approx(comm.handed[kind] - stays, rel=0.02)
 
 

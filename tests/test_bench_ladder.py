@@ -264,11 +264,11 @@ def test_powersgd_is_algorithm_1_and_keeps_what_it_does_not_send():
     errors, weights = [torch.zeros(96, 64).double() for _ in range(3)], torch.zeros(96, 64).double().requires_grad_()
     adamw = torch.optim.AdamW([weights], 1e-2)
     for step in gradients:
-        owed = [g + e for g, e in zip(step, errors, strict=True)]
-        p = sum(m @ torch.linalg.qr(q)[0] for m in owed) / 3
+        residuals = [g + e for g, e in zip(step, errors, strict=True)]
+        p = sum(m @ torch.linalg.qr(q)[0] for m in residuals) / 3
         p = torch.linalg.qr(p)[0]
-        q = sum(m.T @ p for m in owed) / 3
-        errors = [m - p @ q.T for m in owed]
+        q = sum(m.T @ p for m in residuals) / 3
+        errors = [m - p @ q.T for m in residuals]
         weights.grad = p @ q.T
         adamw.step()
     for w in exchange_in_threads(lambda params, group: PowerSGD(params, 1e-2, 4, group, weight_decay=1e-2), gradients):

@@ -50,8 +50,8 @@ def test_runs_are_known_by_all_that_they_differ_in(runs):
     ids=["length", "quality_per_byte", "frontier"],
 )
 def test_runs_in_bfloat16_and_wider_ones_are_not_compared_with_others(runs, table):
-    found = {row["run"]: row["loss"] for row in table()}
-    assert found == {DENSE: 2.0, OURS: 2.2}
+    results = {row["run"]: row["loss"] for row in table()}
+    assert results == {DENSE: 2.0, OURS: 2.2}
 
 
 def test_the_runs_that_are_kept_make_every_table():

@@ -13,14 +13,14 @@ from compopt._state.layouts import Bits, Member
 from compopt._state.tensors import is_compressed
 
 
-def group(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **said) -> dict:
+def group(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **message) -> dict:
     params = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
     return {
         "params": params,
         "param_names": [f"{dtype}{shape}" for shape in shapes],
         "compress": None,
         "step": 0,
-        **said,
+        **message,
     }
 
 
@@ -62,8 +62,8 @@ def test_tensors_of_unlike_dtypes_are_apart():
     [((64, 64), None, True), ((4095, 1), None, False), ((5000,), None, False), ((64, 64), False, False),
      ((3,), True, True), ((64, 64), True, True), ((1, 4096), None, True)],
 )  # fmt: skip
-def test_what_is_compressed(shape, said, compressed):
-    assert is_compressed(torch.zeros(shape), {"compress": said}) == compressed
+def test_what_is_compressed(shape, message, compressed):
+    assert is_compressed(torch.zeros(shape), {"compress": message}) == compressed
 
 
 def test_what_is_frozen_is_in_no_bucket_unless_it_is_asked_for():

@@ -56,23 +56,23 @@ def everything(model: nn.Module, optimizer) -> dict[str, torch.Tensor]:
     """Parameters and all states, whole, by name. Must be called on all ranks."""
     if optimizer.sharded:
         optimizer.consolidate_state()
-    found = {"parameters": whole(model)}
+    results = {"parameters": whole(model)}
     for n, entry in optimizer.state_dict()["state"].items():
         for name, value in {**entry, **entry.get("base", {})}.items():
             if torch.is_tensor(value):
-                found[f"{n} {name}"] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
-    return found
+                results[f"{n} {name}"] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+    return results
 
 
 def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """What differs, to the bit."""
+    """Return the names of what differs in any bit."""
     return [name for name in a if name not in b or not torch.equal(a[name], b[name])]
 
 
 def through_dcp(rank: int, folder: str) -> dict[str, dict[str, list[str]]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     other = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
-    found = {}
+    results = {}
     for name in EVERY:
         case, place = by_name[name], str(Path(folder) / name)
         flat = {"flatten_optimizer_state_dict": name in ("RadiusAdamW", "Separate")}
@@ -89,13 +89,13 @@ def through_dcp(rank: int, folder: str) -> dict[str, dict[str, list[str]]]:
 
         cut, elsewhere = hsdp(other, case.make)
         load(place, cut, elsewhere, **flat)
-        found[name] = {
+        results[name] = {
             "loaded": apart(then, loaded),
             "resumed": apart(everything(model, optimizer), everything(same, again)),
             "cut otherwise": [what for what in apart(then, everything(cut, elsewhere)) if "threshold" not in what],
             "steps": again.stats.step,
         }
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_dcp_cuts_a_checkpoint_for_another_mesh(sharded, name):
 def between_wrappers(rank: int, folder: str) -> dict:
     """From DDP on two ranks to FSDP over both, and back, through DCP and through a full state dict."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    found = {}
+    results = {}
     for name in ("RadiusAdamW", "ScapeAdamS"):
         case, place = by_name[name], str(Path(folder) / name)
         model = DDP(make())
@@ -131,23 +131,25 @@ def between_wrappers(rank: int, folder: str) -> dict:
 
         cut, sharded_now = hsdp(mesh, case.make)
         load(place, cut, sharded_now)
-        found[name, "DCP"] = [what for what in apart(then, everything(cut, sharded_now)) if "threshold" not in what]
+        results[name, "DCP"] = [what for what in apart(then, everything(cut, sharded_now)) if "threshold" not in what]
         cut, sharded_now = hsdp(mesh, case.make)
         set_model_state_dict(cut, weights, options=full)
         set_optimizer_state_dict(cut, sharded_now, state, options=full)
-        found[name, "full"] = [what for what in apart(then, everything(cut, sharded_now)) if "threshold" not in what]
+        results[name, "full"] = [what for what in apart(then, everything(cut, sharded_now)) if "threshold" not in what]
         save(place + " back", cut, sharded_now)
         again = DDP(make())
         whole_again = case.make(again.parameters())
         load(place + " back", again, whole_again)
-        found[name, "back"] = [what for what in apart(then, everything(again, whole_again)) if "threshold" not in what]
+        results[name, "back"] = [
+            what for what in apart(then, everything(again, whole_again)) if "threshold" not in what
+        ]
         dist.barrier()
-    return found
+    return results
 
 
 def test_from_ddp_to_fsdp_and_back(tmp_path):
-    for found in run_ranks(between_wrappers, 2, str(tmp_path)):
-        assert len(found) == 6 and not any(found.values()), found
+    for results in run_ranks(between_wrappers, 2, str(tmp_path)):
+        assert len(results) == 6 and not any(results.values()), results
 
 
 @pytest.mark.parametrize("name", ["RadiusAdamW", "SeparateAdam"])

@@ -48,7 +48,7 @@ def on_two(rank: int) -> dict[str, tuple[int, int, float, str]]:
 
     buckets.BUCKET_BYTES = 40_000
     warnings.simplefilter("error")
-    found = {}
+    results = {}
     for name, (make, options) in MAKES.items():
         torch.manual_seed(0)
         model = DistributedDataParallel(Deep().layers)
@@ -60,8 +60,8 @@ def on_two(rank: int) -> dict[str, tuple[int, int, float, str]]:
             optimizer.zero_grad()
         bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
         stats = optimizer.stats
-        found[name] = stats.buckets, stats.early_buckets, stats.grad_norm, hashlib.sha256(bits).hexdigest()
-    return found
+        results[name] = stats.buckets, stats.early_buckets, stats.grad_norm, hashlib.sha256(bits).hexdigest()
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def ranks():
 
 @pytest.mark.parametrize("name", MAKES)
 def test_clipping_keeps_communication_behind_backward(ranks, name):
-    buckets, early, norm, _ = ranks[0][name]
-    assert buckets > 2 and early == (0 if "local" in name else buckets - 1)
+    buckets, overlapped, norm, _ = ranks[0][name]
+    assert buckets > 2 and overlapped == (0 if "local" in name else buckets - 1)
     assert norm > LIMIT or "local" in name, "nothing was clipped"
     assert ranks[0][name] == ranks[1][name], "ranks clip by other factors"
 
@@ -91,13 +91,13 @@ def test_of_a_gaussian_projection_it_is_right_on_average(ratio):
     """Over many matrices; of a reconstruction it would be sqrt(1 + w) times as much, 8 times for ratio 64."""
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     optimizer = compopt.SeparateAdam(params, lr=0.0, projection="gaussian", ratio=ratio, ef_beta=1.0, simulate=True)
-    found = []
+    results = []
     for p, g in zip(params, gradients(1, 0, SHAPES, torch.float32)[0], strict=True):
         p.grad = g
     for _ in range(100):
         optimizer.step()
-        found.append(optimizer.stats.grad_norm**2)
-    assert sum(found) / len(found) == pytest.approx(squares([p.grad for p in params]), rel=0.05)
+        results.append(optimizer.stats.grad_norm**2)
+    assert sum(results) / len(results) == pytest.approx(squares([p.grad for p in params]), rel=0.05)
 
 
 @pytest.mark.parametrize("options", [dict(ratio=8, projection="orthonormal"), TRACKED], ids=["orthonormal", "tracked"])
@@ -107,14 +107,14 @@ def test_of_orthonormal_columns_it_is_what_arrives_and_never_more_than_what_is_a
     optimizer = compopt.Separate(base, simulate=True, **options)
     for t in range(5):
         before = [p.detach().clone() for p in params]
-        owed = [optimizer.state[p].get("residual", torch.zeros_like(p)).clone() for p in params]
+        residuals = [optimizer.state[p].get("residual", torch.zeros_like(p)).clone() for p in params]
         for p, g in zip(params, gradients(1, t, SHAPES, torch.float32)[0], strict=True):
             p.grad = g
         optimizer.step()
         arrived = [w - p.detach() for p, w in zip(params, before, strict=True)]
         norm = optimizer.stats.grad_norm
         assert norm == pytest.approx(math.sqrt(squares(arrived)), rel=1e-4)
-        assert norm < math.sqrt(squares([p.grad + e for p, e in zip(params, owed, strict=True)]))
+        assert norm < math.sqrt(squares([p.grad + e for p, e in zip(params, residuals, strict=True)]))
 
 
 @pytest.mark.parametrize("payload_dtype", [None, torch.int8], ids=str)
@@ -128,13 +128,13 @@ def test_an_outlier_that_is_clipped_is_not_owed(projection, payload_dtype):
     norms = []
     for t in range(8):
         grads = gradients(2, t, SHAPES, torch.float32)
-        for own in grads:
-            for g in own:
+        for local in grads:
+            for g in local:
                 g.mul_(1000.0 if t == 4 else 1.0)
         step(world, params, optimizers, grads)
         norms.append(optimizers[0].stats.grad_norm)
-        owed = optimizers[0].stats.residual_norm()
-        assert owed < 3000, f"step {t + 1}"
+        residuals = optimizers[0].stats.residual_norm()
+        assert residuals < 3000, f"step {t + 1}"
     assert norms[4] > 1e4 and max(norms[5:]) < 1000, norms
     assert clip_factor(norms[4], 150.0) < 0.02
 
@@ -148,13 +148,13 @@ def test_what_is_not_applied_of_a_clipped_gradient_is_owed(projection, payload_d
     world, params, optimizers = replicas(
         2, weights(SHAPES, torch.float32), lambda ps, **o: compopt.SeparateAdam(ps, max_grad_norm=20.0, **options, **o)
     )
-    states = [[optimizer.state[p] for p in own[:2]] for optimizer, own in zip(optimizers, params, strict=True)]
+    states = [[optimizer.state[p] for p in local[:2]] for optimizer, local in zip(optimizers, params, strict=True)]
     for t in range(9):
         if t == 5:
             for optimizer in optimizers:
                 optimizer.param_groups[0]["warmup_steps"] = 100
         m = [entry["exp_avg"].clone() for entry in states[0]]
-        owed = [(a["residual"] + b["residual"]) / 2 for a, b in zip(*states, strict=True)]
+        residuals = [(a["residual"] + b["residual"]) / 2 for a, b in zip(*states, strict=True)]
         grads = gradients(2, t, SHAPES, torch.float32)
         step(world, params, optimizers, grads)
         f = clip_factor(optimizers[0].stats.grad_norm, 20.0)
@@ -162,9 +162,9 @@ def test_what_is_not_applied_of_a_clipped_gradient_is_owed(projection, payload_d
         for i in range(2):
             applied = (states[0][i]["exp_avg"] - 0.9 * m[i]) / (1 - 0.9)
             after = (states[0][i]["residual"] + states[1][i]["residual"]) / 2
-            came = f * (grads[0][i] + grads[1][i]) / 2 + owed[i]
+            came = f * (grads[0][i] + grads[1][i]) / 2 + residuals[i]
             torch.testing.assert_close(applied + after, came, rtol=1e-4, atol=1e-3)
-            assert t < 5 or after.norm() < (1 - f / 2) * owed[i].norm()
+            assert t < 5 or after.norm() < (1 - f / 2) * residuals[i].norm()
 
 
 # The words

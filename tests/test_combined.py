@@ -16,7 +16,7 @@ from sim import Ranks
 from torch import nn
 
 import compopt
-from compopt._engine.combined import combine
+from compopt._engine.combined import combine_optimizers
 
 FIRST, SECOND = [0, 2], [1, 3, 4]  # of the tensors of ``weights``
 
@@ -95,8 +95,8 @@ def test_local_steps_are_the_design_with_several_inside(inside, ranks, options):
     wanted = oracle.train(
         ranks, weights(), gradients, 14, 4, lambda ps: ByHand(inside(ps)), parts=parts, delay=delay
     )  # fmt: skip
-    for own, theirs in zip(params, wanted, strict=True):
-        for p, q in zip(own, theirs, strict=True):
+    for local_part, theirs in zip(params, wanted, strict=True):
+        for p, q in zip(local_part, theirs, strict=True):
             torch.testing.assert_close(p.detach(), q, rtol=1e-11, atol=1e-12)
 
 
@@ -105,15 +105,15 @@ def test_muon_is_torchs_on_the_averaged_gradient_to_the_bit():
         return compopt.Average(muon_and_adamw(params), process_group=process_group)
 
     world, params, optimizers = replicas(2, weights(dtype=torch.float32), make)
-    alone = [nn.Parameter(w) for w in weights(dtype=torch.float32)]
-    by_hand = ByHand(muon_and_adamw(alone))
+    single = [nn.Parameter(w) for w in weights(dtype=torch.float32)]
+    by_hand = ByHand(muon_and_adamw(single))
     for t in range(8):
         grads = gradients(2, t, dtype=torch.float32)
         step(world, params, optimizers, grads)
-        for p, a, b in zip(alone, *grads, strict=True):
+        for p, a, b in zip(single, *grads, strict=True):
             p.grad = (a + b) / 2
         by_hand.step()
-    for p, q in zip(params[1], alone, strict=True):
+    for p, q in zip(params[1], single, strict=True):
         assert torch.equal(p, q)
 
 
@@ -132,14 +132,14 @@ def test_separate_around_muon_is_torchs_muon_on_the_tracked_projection_to_the_bi
         return optimizer
 
     world, params, optimizers = replicas(2, weights(dtype=torch.float32), make)
-    alone = [nn.Parameter(w) for w in weights(dtype=torch.float32)]
-    by_hand = ByHand(muon_and_adamw(alone))
+    single = [nn.Parameter(w) for w in weights(dtype=torch.float32)]
+    by_hand = ByHand(muon_and_adamw(single))
     for t in range(8):
         step(world, params, optimizers, gradients(2, t, dtype=torch.float32))
-        for p, average in zip(alone, given[-1], strict=True):
+        for p, average in zip(single, given[-1], strict=True):
             p.grad = average.clone()
         by_hand.step()
-    for p, q, r in zip(params[0], params[1], alone, strict=True):
+    for p, q, r in zip(params[0], params[1], single, strict=True):
         assert torch.equal(p, q) and torch.equal(p, r)
     assert "projected" in optimizers[0].stats.phase and len(given) >= 8
     ranks = [int(torch.linalg.matrix_rank(given[-1][i].double(), rtol=1e-5)) for i in FIRST]
@@ -289,7 +289,7 @@ def test_hooks_of_the_wrapper_of_the_combination_and_of_members_are_called():
 
 def test_a_hook_may_replace_a_state_dict():
     params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    both = combine([torch.optim.SGD(params[:1], lr=1.0), torch.optim.SGD(params[1:], lr=2.0)])
+    both = combine_optimizers([torch.optim.SGD(params[:1], lr=1.0), torch.optim.SGD(params[1:], lr=2.0)])
     both.register_state_dict_post_hook(lambda _, saved: {**saved, "more": 1})
     saved = both.state_dict()
     assert saved["more"] == 1 and [group["params"] for group in saved["param_groups"]] == [[0], [1]]
@@ -304,7 +304,7 @@ def test_a_hook_may_replace_a_state_dict():
 
 def test_a_closure_is_evaluated_once():
     params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    both, calls = combine([torch.optim.SGD(params[:1], lr=1.0), torch.optim.SGD(params[1:], lr=2.0)]), []
+    both, calls = combine_optimizers([torch.optim.SGD(params[:1], lr=1.0), torch.optim.SGD(params[1:], lr=2.0)]), []
 
     def closure():
         calls.append(torch.is_grad_enabled())
@@ -321,7 +321,7 @@ def test_a_closure_is_evaluated_once():
 def test_state_is_the_members_own():
     params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
     members = [torch.optim.AdamW(params[:1]), torch.optim.AdamW(params[1:])]
-    both = combine(members)
+    both = combine_optimizers(members)
     assert not both.state and both.state.get(params[1]) is None and params[1] not in both.state
     both.state[params[1]]["note"] = 3
     assert members[1].state[params[1]] == {"note": 3} and not members[0].state
@@ -368,15 +368,15 @@ def test_a_checkpoint_goes_on_to_the_bit(name, at):
     saved = [through_a_file(optimizer.state_dict()) for optimizer in optimizers]
     assert [len(group["params"]) for group in saved[0]["param_groups"]] == [2, 3]
     world2, params2, optimizers2 = replicas(2, [p.detach() for p in params[0]], make)
-    for own, theirs, optimizer, state in zip(params2, params, optimizers2, saved, strict=True):
-        for p, q in zip(own, theirs, strict=True):
+    for local_part, theirs, optimizer, state in zip(params2, params, optimizers2, saved, strict=True):
+        for p, q in zip(local_part, theirs, strict=True):
             p.data.copy_(q)
         optimizer.load_state_dict(state)
     for t in range(at, at + 7):
         step(world, params, optimizers, gradients(2, t, dtype=torch.float32))
         step(world2, params2, optimizers2, gradients(2, t, dtype=torch.float32))
-    for own, theirs in zip(params, params2, strict=True):
-        assert all(map(torch.equal, own, theirs))
+    for local_part, theirs in zip(params, params2, strict=True):
+        assert all(map(torch.equal, local_part, theirs))
     for one, other in zip(optimizers, optimizers2, strict=True):
         assert_same(snapshot(one.base.members[0]), snapshot(other.base.members[0]))
 
@@ -412,7 +412,7 @@ def test_the_state_dict_of_the_combination_is_loaded_alone_and_in_its_place():
     """As one optimizer's: the checkpoint of a run without compression."""
     torch.manual_seed(0)
     model = Small()
-    plain = combine(of_model(model))
+    plain = combine_optimizers(of_model(model))
     for t in range(3):
         plain.zero_grad()
         loss(model, 0, t).backward()
@@ -544,7 +544,7 @@ def groups_in(params) -> list[torch.optim.Optimizer]:
 
 def test_a_late_group_keeps_its_place_in_copies():
     params = [nn.Parameter(torch.ones(n + 1)) for n in range(3)]
-    both = combine([torch.optim.SGD(params[:1], lr=1.0), torch.optim.SGD(params[1:2], lr=2.0)])
+    both = combine_optimizers([torch.optim.SGD(params[:1], lr=1.0), torch.optim.SGD(params[1:2], lr=2.0)])
     both.members[0].add_param_group({"params": params[2:], "lr": 3.0})
     for one in (both, copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
         assert [group["lr"] for group in one.param_groups] == [1.0, 2.0, 3.0]
@@ -554,7 +554,7 @@ def test_a_late_group_keeps_its_place_in_copies():
 
 def test_a_checkpoint_gives_every_member_its_own_state_only():
     model = Small()
-    both = combine(of_model(model))
+    both = combine_optimizers(of_model(model))
     for t in range(2):
         loss(model, 0, t).backward()
         both.step()

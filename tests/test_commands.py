@@ -32,8 +32,8 @@ TARGET = re.compile(r"(?:^    |`)make (\w+)", re.M)
 def commands() -> list[str]:
     """Those of ours that say what to compute; a bare name in a sentence is none."""
     texts = [page.read_text() for page in PAGES]
-    found = [" ".join(words.split()) for text in texts for of in (QUOTED, INDENTED) for words in of.findall(text)]
-    return sorted({line for line in found if "--" in line})
+    results = [" ".join(words.split()) for text in texts for of in (QUOTED, INDENTED) for words in of.findall(text)]
+    return sorted({line for line in results if "--" in line})
 
 
 def bash(line: str, folder: Path) -> subprocess.CompletedProcess:

@@ -1,4 +1,4 @@
-"""What every optimizer here owes its users, over the table of classes, on simulated ranks: its steps.
+"""The promises of every optimizer here, over the table of classes, on simulated ranks: its steps.
 
 What it saves is in test_conformance_saving.py, what befalls it in test_conformance_faults.py.
 """

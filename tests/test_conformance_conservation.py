@@ -1,4 +1,4 @@
-"""What goes in comes out, for every class on every back end, in float32: gradients are applied or owed.
+"""Conservation, for every class on every back end, in float32: gradients are applied or stay in residuals.
 
 Beside the table's lines also forms of the classes that send otherwise: OTHERS.
 """
@@ -36,19 +36,19 @@ by_operators = pytest.mark.parametrize("backend", ["torch", "native"], indirect=
 class Audit:
     """Ranks that train on noise, and their books of every step."""
 
-    def __init__(self, case: Case, ranks: int, shapes: list[tuple[int, ...]], **said):
+    def __init__(self, case: Case, ranks: int, shapes: list[tuple[int, ...]], **message):
         self.case, self.ranks, self.shapes, self.t = case, ranks, shapes, 0
 
         def make(params, process_group):
-            return case.make(params, process_group=process_group, **{**case.averaging, **said})
+            return case.make(params, process_group=process_group, **{**case.averaging, **message})
 
         self.world, self.params, self.optimizers = replicas(ranks, weights(shapes, torch.float32), make)
-        self.clips = "max_grad_norm" in said
+        self.clips = "max_grad_norm" in message
         self.phases: set[str] = set()
 
     def step(self, grads: list[list[torch.Tensor | None]]) -> None:
-        for own, given in zip(self.params, grads, strict=True):
-            for p, g in zip(own, given, strict=True):
+        for local, given in zip(self.params, grads, strict=True):
+            for p, g in zip(local, given, strict=True):
                 p.grad = g
         books = Ledger(self.case, self.optimizers)
         step(self.world, self.params, self.optimizers, grads)
@@ -66,15 +66,15 @@ class Audit:
         """With every tensor absent now and then; the phases it went through."""
         for t in range(steps):
             grads = self.gradients()
-            for rank, own in enumerate(grads):
+            for rank, local in enumerate(grads):
                 if t % 3 == 2:
-                    own[(t + rank) % len(own)] = None  # on this rank
-                if t % 4 < (2 if len(own) > 2 else 1):
-                    own[t // 2 % len(own)] = None  # on all, for two steps
+                    local[(t + rank) % len(local)] = None  # on this rank
+                if t % 4 < (2 if len(local) > 2 else 1):
+                    local[t // 2 % len(local)] = None  # on all, for two steps
             self.step(grads)
         return self.phases
 
-    def owed(self, n: int) -> torch.Tensor:
+    def residual(self, n: int) -> torch.Tensor:
         """All that any rank holds back of the n-th tensor, whose number may be another in an optimizer's groups."""
         number = next(i for i, p in enumerate(everywhere(self.optimizers[0])) if p is self.params[0][n])
         states = [optimizer.state_dict()["state"][number] for optimizer in self.optimizers]
@@ -116,9 +116,9 @@ def test_a_clip_takes_what_was_sent_and_nothing_that_is_owed(case, backend, payl
         pytest.skip("does not clip")
     # of a norm of 9 to 72 and, of three ranks, 80 to 220; of tracked projections less arrives
     limit = 6.0 if backend == "triton" or case.form == "tracked" else 40.0
-    said = dict(payload_dtype=payload_dtype, max_grad_norm=limit)
+    message = dict(payload_dtype=payload_dtype, max_grad_norm=limit)
     try:
-        Audit(case, *((1, FEW) if backend == "triton" else (3, SHAPES)), **said).train()
+        Audit(case, *((1, FEW) if backend == "triton" else (3, SHAPES)), **message).train()
     except ValueError as error:
         assert payload_dtype and "payload_dtype" in str(error)
         pytest.skip("refuses int8")
@@ -128,7 +128,7 @@ def test_a_clip_takes_what_was_sent_and_nothing_that_is_owed(case, backend, payl
 @by_operators
 @pytest.mark.parametrize("saved", [False, True], ids=["running", "from a checkpoint"])
 def test_a_dense_step_sends_what_is_owed_and_absent_tensors_go_on_owing(case, backend, saved):
-    """What a contraction left over is sent; an unbiased projection's error is noise, which a dense step drops."""
+    """A contraction's residual is sent; an unbiased projection's error is noise, which a dense step drops."""
     run = Audit(case, 2, MEDIUM)
     for _ in range(6):
         run.step(run.gradients())
@@ -139,15 +139,15 @@ def test_a_dense_step_sends_what_is_owed_and_absent_tensors_go_on_owing(case, ba
             group["warmup_steps"] = 10**6
     if case.compressed.get("mask_delay", 1) and case.method == "scape":
         run.step(run.gradients())  # on the mask that was found one step ago
-    owed = run.owed(2)
-    assert owed.any()
+    residual = run.residual(2)
+    assert residual.any()
     for absent in (2, None):
         grads = run.gradients()
-        for own in grads if absent else ():
-            own[absent] = None
+        for local in grads if absent else ():
+            local[absent] = None
         if case.compressed.get("projection") == "gaussian":
             step(run.world, run.params, run.optimizers, grads)
         else:
             run.step(grads)
-        assert run.optimizers[0].stats.phase == "dense" and not run.owed(0).any() and not run.owed(3).any()
-        assert torch.equal(run.owed(2), owed) if absent else not run.owed(2).any()
+        assert run.optimizers[0].stats.phase == "dense" and not run.residual(0).any() and not run.residual(3).any()
+        assert torch.equal(run.residual(2), residual) if absent else not run.residual(2).any()

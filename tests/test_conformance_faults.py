@@ -1,4 +1,4 @@
-"""What every optimizer here owes its users, over the table of classes: bad gradients, lost ranks, wrong options."""
+"""The promises of every optimizer here, over the table of classes: bad gradients, lost ranks, wrong options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every optimizer here owes its users, over the table of classes: checkpoints and copies."""
+"""The promises of every optimizer here, over the table of classes: checkpoints and copies."""
 
 from __future__ import annotations
 

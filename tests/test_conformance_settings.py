@@ -1,4 +1,4 @@
-"""What every optimizer here owes its users in other settings than DDP, over the table of classes: inside FSDP2 on real
+"""The promises of every optimizer here in other settings than DDP, over the table of classes: inside FSDP2 on real
 ranks, and as the outer optimizer of local steps on simulated ones.
 
 With sharded state a class is a form of the table, which takes all tests of conformance. Nothing is lost inside FSDP2:
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conformance import OTHERS
-from inside import apart, cut, loss, make, train, whole
+from fsdp_models import apart, cut, loss, make, train, whole
 from local_runs import adamw, are_equal
 from problems import gradients, replicas, step, weights
 from ranks import run_ranks
@@ -43,7 +43,7 @@ def beside_the_reference(rank: int, name: str) -> float:
     optimizer = case.make(ours.parameters(), **case.lossless)
     train(ours, optimizer, range(6), rank, clip=0.5)
     train(theirs, case.reference(theirs.parameters(), lr=case.lr), range(6), rank, clip=0.5)
-    assert optimizer.inside is not None
+    assert optimizer.fsdp_reduce_scatter is not None
     return apart(ours, theirs) / apart(make(), theirs)
 
 
@@ -103,7 +103,7 @@ SAVED = ("TagcAdamW", "SeparateAdam, tracked", "Average")  # a form for each way
 
 def saved(rank: int, folder: str, write: bool) -> dict[str, tuple[float, list[float]]]:
     """A run that goes on, and one from its checkpoint: how far apart they end, and what is kept for the next step."""
-    found = {}
+    results = {}
     for name in SAVED:
         case = INSIDE[name]
         first, second = cut(make()), cut(make())
@@ -121,16 +121,16 @@ def saved(rank: int, folder: str, write: bool) -> dict[str, tuple[float, list[fl
         kept = [float(entry[n].sum()) for entry in entries for n in ("residual", "basis") if n in entry]
         for model, one in ((first, optimizer), (second, other)):
             train(model, one, range(4, 7), rank)
-        found[name] = (apart(first, second) if write else 0.0), kept
-    return found
+        results[name] = (apart(first, second) if write else 0.0), kept
+    return results
 
 
 def test_inside_fsdp2_a_checkpoint_goes_on_to_the_bit_and_on_more_ranks(tmp_path):
     written = run_ranks(saved, 2, str(tmp_path), True)
     read = run_ranks(saved, 3, str(tmp_path), False)
     for name in SAVED:
-        assert [found[name][0] for found in written] == [0, 0], name
-        assert all(found[name][1] == written[0][name][1] for found in (*written, *read)), name
+        assert [results[name][0] for results in written] == [0, 0], name
+        assert all(results[name][1] == written[0][name][1] for results in (*written, *read)), name
         assert any(written[0][name][1]), name
 
 
@@ -159,20 +159,20 @@ def test_lossless_it_steps_anchors_by_the_mean_pseudo_gradient(case, ranks):
     anchors = [torch.nn.Parameter(w) for w in weights()]
     outer = case.reference(anchors, lr=case.lr)
     w = [[torch.nn.Parameter(x) for x in weights()] for _ in range(ranks)]
-    inner = [adamw(own) for own in w]
+    inner = [adamw(local) for local in w]
     for t in range(12):
         grads = gradients(ranks, t)
         step(world, params, optimizers, grads)
-        for own, optimizer, given in zip(w, inner, grads, strict=True):
-            for p, g in zip(own, given, strict=True):
+        for local, optimizer, given in zip(w, inner, grads, strict=True):
+            for p, g in zip(local, given, strict=True):
                 p.grad = g.clone()
             optimizer.step()
         if t % 3 == 2:
-            for anchor, *own in zip(anchors, *w, strict=True):
-                anchor.grad = sum(anchor.detach() - p.detach() for p in own) / ranks
+            for anchor, *local in zip(anchors, *w, strict=True):
+                anchor.grad = sum(anchor.detach() - p.detach() for p in local) / ranks
             outer.step()
-            for own in w:
-                for p, anchor in zip(own, anchors, strict=True):
+            for local in w:
+                for p, anchor in zip(local, anchors, strict=True):
                     p.data.copy_(anchor.detach())
         for p, q in zip(params[-1], w[-1], strict=True):
             torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-10, atol=1e-12)
@@ -189,12 +189,12 @@ def test_compressed_it_ends_rounds_with_equal_replicas_and_resumes_to_the_bit(ca
     assert case.cls is compopt.AdamS or {*phases} - {"dense"}
     saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
     again_world, again, others = local_steps(case, 2)
-    for own, theirs, optimizer, state in zip(again, params, others, saved, strict=True):
-        for p, q in zip(own, theirs, strict=True):
+    for local, theirs, optimizer, state in zip(again, params, others, saved, strict=True):
+        for p, q in zip(local, theirs, strict=True):
             p.data.copy_(q.detach())
         optimizer.load_state_dict(state)
     for t in range(13, 20):
         step(world, params, optimizers, gradients(2, t, dtype=torch.float32))
         step(again_world, again, others, gradients(2, t, dtype=torch.float32))
-    for own, theirs in zip(again, params, strict=True):
-        assert all(torch.equal(p, q) for p, q in zip(own, theirs, strict=True))
+    for local, theirs in zip(again, params, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(local, theirs, strict=True))

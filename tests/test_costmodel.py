@@ -226,8 +226,8 @@ def test_longer_rounds_wait_and_send_less_and_keep_as_much():
 def test_one_stage_has_no_boundary_and_two_have_one():
     """Equation 3: what crosses a boundary is counted nodes - 1 times."""
     sizes = dict(hidden=1024, layers=24, batch=64, micro_batch=64, code=100)
-    alone = [speedup(PAPER, nodes=1, link_bits_per_s=link, **sizes) for link in (1e3, 1e15)]
-    assert alone[0] == alone[1]
+    single = [speedup(PAPER, nodes=1, link_bits_per_s=link, **sizes) for link in (1e3, 1e15)]
+    assert single[0] == single[1]
     sent, dense = (layer_seconds(PAPER, 64, 128, 1024, code) for code in (100, None))
     seconds = 64 * 128 * 2 * 8 / 1e9  # of a number of every position, over 1 Gbit/s
     wanted = (24 * dense + seconds * 1024) / (24 * sent + seconds * 100)

@@ -64,7 +64,7 @@ def local_steps(ranks: int, **options) -> Ranks:
 
 
 def round_bytes(ranks: Ranks, steps: int) -> list[int]:
-    """What rank 0 sends in each of so many steps."""
+    """Return what rank 0 sends in each of so many steps."""
     sent = []
     for _ in range(steps):
         ranks.train(loss, 1)

@@ -1,4 +1,4 @@
-"""What the cost model says of compressed activations: bytes that ranks send, the codecs' work, published steps."""
+"""The cost model of compressed activations: bytes that ranks send, the codecs' work, published steps."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def all_scripts(rank: int) -> dict[str, list[float]]:
     """For each script: the lossless run's distance from DDP + AdamW, the compressed run's from rank 0's, and stats."""
     torch.set_default_dtype(torch.float64)  # AdamW turns rounding of tiny gradients into steps of size lr
     _buckets.BUCKET_BYTES = 160_000  # several buckets
-    found = {}
+    results = {}
     for name, (script, options) in SCRIPTS.items():
         wanted, _ = train(script, options, adamw)
         got, _ = train(script, options, lossless, optimizer_first=name == "plain")
@@ -140,9 +140,9 @@ def all_scripts(rank: int) -> dict[str, list[float]]:
         dist.broadcast(theirs, 0)
         stats = optimizer.stats
         distance = float((got - wanted).abs().max()), float((mine - theirs).abs().max())
-        found[name] = [*distance, stats.early_buckets, stats.buckets, stats.bytes_sent / stats.bytes_dense]
+        results[name] = [*distance, stats.early_buckets, stats.buckets, stats.bytes_sent / stats.bytes_dense]
         gc.collect()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +153,12 @@ def scripts():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_written_for_adamw_trains_the_same(scripts, name):
     for rank in scripts:
-        from_adamw, from_rank_0, early, buckets, share = rank[name]
+        from_adamw, from_rank_0, overlapped_buckets, buckets, share = rank[name]
         assert from_adamw < 1e-9, "lossless RadiusAdamW is not DDP + AdamW"
         assert from_rank_0 == 0, "replicas differ"
         assert share < 0.6 or name in ("changed after backward", "skipped loss")  # those were sent twice
         overlapped = name not in ("changed after backward",)
-        assert early == (buckets - 1 if overlapped else 0)
+        assert overlapped_buckets == (buckets - 1 if overlapped else 0)
 
 
 def when_the_optimizer_is_gone(rank: int) -> float:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from test_ddp import Net, batch, plain, radius
-from test_ddp_refusals import said
+from test_ddp_refusals import catch_message
 from torch import nn
 from torch.nn.modules.module import _global_forward_pre_hooks as forward_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -35,7 +35,7 @@ def apart(model: nn.Module) -> float:
 def successors(rank: int) -> dict:
     buckets.BUCKET_BYTES = 80_000  # several buckets
     gc.disable()
-    found = {}
+    results = {}
     torch.manual_seed(0)
     model = DDP(Net())
     first = radius(model.parameters())
@@ -47,41 +47,41 @@ def successors(rank: int) -> dict:
         kept.append(kept)  # on rank 0 only the collector would find it
     ref = weakref.ref(first)
     second = compopt.ScapeAdamS(model.parameters(), lr=1e-3, density=0.2, density_warmup_steps=1)
-    found["replaced"] = said(RuntimeError, first.step)
+    results["replaced"] = catch_message(RuntimeError, first.step)
     del first, kept
-    found["gone"] = ref() is None
+    results["gone"] = ref() is None
     second.zero_grad()
     for step in range(5, 9):
         plain(model, second, step, None)
-    found["early"] = second.stats.early_buckets > 0
-    found["apart"] = apart(model)
+    results["early"] = second.stats.early_buckets > 0
+    results["apart"] = apart(model)
 
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    found["other ranks"] = said(ValueError, lambda: radius(model.parameters(), process_group=alone))
+    single = dist.new_group([rank], use_local_synchronization=True)
+    results["other ranks"] = catch_message(ValueError, lambda: radius(model.parameters(), process_group=single))
     third = radius(model.parameters())
     compopt.attach(model, second)
     plain(model, second, 9, None)
-    found["taken back"] = said(RuntimeError, third.step)
-    found["apart"] = max(found["apart"], apart(model))
+    results["taken back"] = catch_message(RuntimeError, third.step)
+    results["apart"] = max(results["apart"], apart(model))
 
     gone = [weakref.ref(second), weakref.ref(third)]
     del second, third
-    found["freed"] = [ref() is None for ref in gone]
+    results["freed"] = [ref() is None for ref in gone]
     gc.enable()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     plain(model, sgd, 10, None)
-    found["apart"] = max(found["apart"], apart(model))
-    return found
+    results["apart"] = max(results["apart"], apart(model))
+    return results
 
 
 def test_an_optimizer_made_later_takes_over_at_once():
-    for rank, found in enumerate(run_ranks(successors, 2)):
-        assert found["gone"] == (rank == 1)
-        assert "RadiusAdamW was replaced" in found["replaced"] and "compopt.attach" in found["replaced"]
-        assert found["early"] and found["apart"] == 0
-        assert "process_group of the optimizer has ranks" in found["other ranks"]
-        assert "was replaced" in found["taken back"]
-        assert all(found["freed"])
+    for rank, results in enumerate(run_ranks(successors, 2)):
+        assert results["gone"] == (rank == 1)
+        assert "RadiusAdamW was replaced" in results["replaced"] and "compopt.attach" in results["replaced"]
+        assert results["early"] and results["apart"] == 0
+        assert "process_group of the optimizer has ranks" in results["other ranks"]
+        assert "was replaced" in results["taken back"]
+        assert all(results["freed"])
 
 
 def two_ddps(rank: int) -> list:
@@ -126,7 +126,7 @@ class Ignoring(nn.Module):
 
 
 def copies(rank: int) -> dict:
-    found = {}
+    results = {}
     torch.manual_seed(0)
     model = DDP(Net())
     optimizer = radius(model.parameters())
@@ -137,38 +137,38 @@ def copies(rank: int) -> dict:
     loaded = torch.load(file, weights_only=False)
     copied = copy.deepcopy(model)
     module = copy.deepcopy(model.module)
-    found["same"] = all(torch.equal(vector(model), vector(other)) for other in (loaded, copied, module))
+    results["same"] = all(torch.equal(vector(model), vector(other)) for other in (loaded, copied, module))
     plain(loaded, torch.optim.SGD(loaded.parameters(), lr=0.1), 1, None)  # the copy averages as any DDP does
     other = radius(copied.parameters())
     plain(copied, other, 1, None)
     plain(model, optimizer, 1, None)
-    found["apart"] = max(map(apart, (model, loaded, copied)))
+    results["apart"] = max(map(apart, (model, loaded, copied)))
 
     ignoring = DDP(Ignoring())
     optimizer = radius(ignoring.module.net.parameters())
     plain(ignoring, optimizer, 0, None)
-    found["ignored"] = apart(ignoring.module.net)
+    results["ignored"] = apart(ignoring.module.net)
 
     def in_join(model: nn.Module, step: int) -> None:
         with model.join():
             model(batch(step)).square().mean().backward()
 
-    joined = DDP(Net())
-    optimizer = radius(joined.parameters())
-    found["join at first"] = said(RuntimeError, lambda: in_join(joined, 0))
-    joined = DDP(Net())
-    optimizer = radius(joined.parameters())
-    plain(joined, optimizer, 0, None)
-    found["join later"] = said(RuntimeError, lambda: in_join(joined, 1))
-    return found
+    combined = DDP(Net())
+    optimizer = radius(combined.parameters())
+    results["join at first"] = catch_message(RuntimeError, lambda: in_join(combined, 0))
+    combined = DDP(Net())
+    optimizer = radius(combined.parameters())
+    plain(combined, optimizer, 0, None)
+    results["join later"] = catch_message(RuntimeError, lambda: in_join(combined, 1))
+    return results
 
 
 def test_copies_ignored_parameters_and_join():
-    for found in run_ranks(copies, 2):
-        assert found["same"] and found["apart"] == 0
-        assert found["ignored"] == 0
+    for results in run_ranks(copies, 2):
+        assert results["same"] and results["apart"] == 0
+        assert results["ignored"] == 0
         for when in ("join at first", "join later"):
-            assert "write `with Join([ddp_model, optimizer]):`" in found[when]
+            assert "write `with Join([ddp_model, optimizer]):`" in results[when]
 
 
 def chain(depth: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What all ranks decide about a step that is exchanged in several buckets, and how they notice changed gradients."""
+"""The decision of all ranks about a step exchanged in several buckets, and how they notice changed gradients."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def make(monkeypatch):
     monkeypatch.setattr(_buckets, "BUCKET_BYTES", 40_000)
 
     def build(size: int = 2, **options) -> Ranks:
-        said = {"lr": 1e-2, "density": 0.3, "interval": 100, "warmup_steps": 0, **options}
+        message = {"lr": 1e-2, "density": 0.3, "interval": 100, "warmup_steps": 0, **options}
         return Ranks(
             size,
             lambda: Deep(6),
-            lambda ps, process_group: compopt.RadiusAdamW(ps, process_group=process_group, **said),
+            lambda ps, process_group: compopt.RadiusAdamW(ps, process_group=process_group, **message),
         )
 
     return build
@@ -88,7 +88,7 @@ def test_an_average_that_the_wire_cannot_hold_is_not_applied(make):
     assert not torch.equal(parameters(ranks), before)
 
 
-def early(ranks: Ranks) -> None:
+def run_backward(ranks: Ranks) -> None:
     for _, model, optimizer in ranks:
         optimizer.gradients_ready(reversed(list(model.parameters())))
         optimizer.backward_done()
@@ -103,7 +103,7 @@ def test_a_change_in_any_bucket_that_left_early_makes_all_send_again(make, layer
         for ranks in (ours, plain):
             ranks.backward(loss)
             if ranks is ours:
-                early(ranks)
+                run_backward(ranks)
             if t == 3:
                 weight = ranks.models[1].layers[layer].weight
                 weight.grad = None if how == "none" else weight.grad

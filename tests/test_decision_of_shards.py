@@ -21,7 +21,7 @@ def make(**options):
 
 def snapshot(params, optimizers) -> list[torch.Tensor]:
     state = [v.clone() for o in optimizers for entry in o.state.values() for v in entry.values()]
-    return [p.detach().clone() for own in params for p in own] + state
+    return [p.detach().clone() for local in params for p in local] + state
 
 
 def same(before, after) -> bool:
@@ -51,8 +51,8 @@ def test_what_only_one_rank_finds_too_late_to_say_keeps_all_from_stepping(monkey
         return decode(rows, mean)
 
     monkeypatch.setattr(UnionReducer, "decode", broken)
-    for own, mine in zip(params, gradients(3, 1, SHAPES, torch.float32), strict=True):
-        for p, g in zip(own, mine, strict=True):
+    for local, mine in zip(params, gradients(3, 1, SHAPES, torch.float32), strict=True):
+        for p, g in zip(local, mine, strict=True):
             p.grad = g
     with pytest.raises(RuntimeError, match=r"not applied on rank 0: .* rank 1 \(OverflowError: of rank 1\)"):
         world.step(optimizers)

@@ -1,4 +1,4 @@
-"""What a class does where nothing is said; each paper's settings; what is refused because it says nothing."""
+"""Defaults of each class; each paper's settings; options that are refused because they have no effect."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ both = pytest.mark.parametrize("make", [compopt.SeparateAdam, around], ids=["Sep
 @both
 def test_nothing_said_is_what_is_recommended(make):
     (group,) = make(params())._option_groups
-    said = {name: group[name] for name in ("projection", "rank", "payload_dtype")}
-    assert said == {"projection": "tracked", "rank": 16, "payload_dtype": "int8"}
+    message = {name: group[name] for name in ("projection", "rank", "payload_dtype")}
+    assert message == {"projection": "tracked", "rank": 16, "payload_dtype": "int8"}
     assert 0 <= group["warmup_steps"] <= 10
 
 

@@ -26,7 +26,7 @@ esac
 
 
 def made(folder: Path, target: str, answers: bool = True, *words: str) -> list[str]:
-    """What `make TARGET` says and calls in an empty folder."""
+    """Return what `make TARGET` says and calls in an empty folder."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         if not (folder / name).exists():  # a newer one would be installed again
             shutil.copy(ROOT / name, folder)

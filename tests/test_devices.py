@@ -1,4 +1,4 @@
-"""What is asked of devices and of the backends that carry their tensors, by the names that other machines have."""
+"""Calls to devices and to the backends that carry their tensors, by the names that other machines have."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CPU, META = torch.device("cpu"), torch.device("meta")
         ("cuda:nccl", "cpu", ""),
     ],
 )
-def test_what_a_group_can_do_follows_from_the_backend_of_the_tensors_device(monkeypatch, said, device, backend):
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: said)
+def test_what_a_group_can_do_follows_from_the_backend_of_the_tensors_device(monkeypatch, log, device, backend):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: log)
     comm, device = Communicator(single_process=True), torch.device(device)
     assert comm.get_backend(device) == backend
     assert comm.has_bitwise_or(device) == (backend in ("gloo", "mpi"))
@@ -88,10 +88,10 @@ class Said:
     """Stands for a device's module and its streams: what was asked of them, in order."""
 
     def __init__(self):
-        self.said, self.current = [], "work"
+        self.log, self.current = [], "work"
 
     def Stream(self, device):
-        return OneOf(self, f"stream {sum(word.startswith('Stream') for word in self.said)}")
+        return OneOf(self, f"stream {sum(word.startswith('Stream') for word in self.log)}")
 
     def current_stream(self, device):
         return OneOf(self, "work")
@@ -106,17 +106,17 @@ class Said:
 class OneOf:
     def __init__(self, module, name):
         self.module, self.name = module, name
-        module.said.append(f"Stream {name}")
+        module.log.append(f"Stream {name}")
 
     def wait_event(self, event):
-        self.module.said.append(f"{self.name} waits for {event}")
+        self.module.log.append(f"{self.name} waits for {event}")
 
     def record_event(self):
-        self.module.said.append(f"{self.name} records")
+        self.module.log.append(f"{self.name} records")
         return f"what {self.name} has done"
 
     def synchronize(self):
-        self.module.said.append(f"the host waits for {self.name}")
+        self.module.log.append(f"the host waits for {self.name}")
 
 
 class Target:
@@ -126,7 +126,7 @@ class Target:
         self.module = module
 
     def copy_(self, source, non_blocking):
-        self.module.said.append(f"copy of {source} on {self.module.current}" if non_blocking else "a copy that waits")
+        self.module.log.append(f"copy of {source} on {self.module.current}" if non_blocking else "a copy that waits")
 
 
 def test_streams_of_any_device_are_asked_in_torch_cudas_words(monkeypatch):
@@ -136,15 +136,15 @@ def test_streams_of_any_device_are_asked_in_torch_cudas_words(monkeypatch):
     assert set(streams.streams) == {"in", "out"} and streams.streams["in"].name != streams.streams["out"].name
     into, out = (streams.streams[name].name for name in ("in", "out"))
 
-    def said(action) -> list[str]:
-        module.said.clear()
+    def log(action) -> list[str]:
+        module.log.clear()
         action()
-        return [word for word in module.said if not word.startswith("Stream")]
+        return [word for word in module.log if not word.startswith("Stream")]
 
-    assert said(lambda: streams.copy("in", Target(module), "x", None)) == [f"copy of x on {into}", f"{into} records"]
+    assert log(lambda: streams.copy("in", Target(module), "x", None)) == [f"copy of x on {into}", f"{into} records"]
     expected = [f"{out} waits for an event", f"copy of y on {out}", f"{out} records"]
-    assert said(lambda: streams.copy("out", Target(module), "y", "an event")) == expected
+    assert log(lambda: streams.copy("out", Target(module), "y", "an event")) == expected
     assert streams.copy("out", Target(module), "y", None) == f"what {out} has done"
-    assert said(streams.record_work) == ["work records"] and streams.record_work() == "what work has done"
-    assert said(lambda: streams.delay_work("an event")) == ["work waits for an event"]
-    assert said(streams.finish) == [f"the host waits for {into}", f"the host waits for {out}"]
+    assert log(streams.record_work) == ["work records"] and streams.record_work() == "what work has done"
+    assert log(lambda: streams.delay_work("an event")) == ["work waits for an event"]
+    assert log(streams.finish) == [f"the host waits for {into}", f"the host waits for {out}"]

@@ -86,15 +86,15 @@ def once(make, watched: bool, steps: int = 8) -> tuple[list, int, str]:
     hook = register_optimizer_step_post_hook(lambda *of: calls.append(type(of[0])))
     try:
         if watched:
-            with compopt.diagnose(model, optimizer, start=2) as seen:
+            with compopt.diagnose(model, optimizer, start=2) as records:
                 train(optimizer, model, steps)
-            assert seen.steps == steps
+            assert records.steps == steps
         else:
             train(optimizer, model, steps)
     finally:
         hook.remove()
     assert not optimizer._optimizer_step_post_hooks and torch.get_num_threads() == once.threads
-    return contents(model, optimizer), len(calls), str(seen) if watched else ""
+    return contents(model, optimizer), len(calls), str(records) if watched else ""
 
 
 once.threads = torch.get_num_threads()
@@ -109,8 +109,8 @@ def without_times(text: str) -> str:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_training_is_the_same_to_the_bit(name, capfd):
     """Parameters, state, random numbers; and nobody's hooks see the methods' steps."""
-    (plain, calls, _), (watched, seen, text) = (once(OPTIMIZERS[name], watched) for watched in (False, True))
-    assert plain == watched and calls == seen
+    (plain, calls, _), (watched, records, text) = (once(OPTIMIZERS[name], watched) for watched in (False, True))
+    assert plain == watched and calls == records
     assert "first.weight" in text and "second.weight" in text and "frozen" not in text and "empty" not in text
     assert without_times(once(OPTIMIZERS[name], True)[2]) == without_times(text)  # deterministic
     assert capfd.readouterr().err.count("compopt:") <= 3  # of the user's own optimizers alone
@@ -130,25 +130,25 @@ def test_sparse_gradients_are_left_out():
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Embedding(100, 64, sparse=True), nn.Linear(64, 64)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with compopt.diagnose(model, optimizer, start=1) as seen:
+    with compopt.diagnose(model, optimizer, start=1) as records:
         for step in range(5):
             model[1](model[0](torch.tensor([step, 7]))).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert seen.findings["kept", "tracked 16, int8", "0.weight"] == 0 and seen.rows[0].kept > 0.5
-    assert ("overlap", "0.1", "1", "0.weight") not in seen.findings
+    assert records.findings["kept", "tracked 16, int8", "0.weight"] == 0 and records.rows[0].kept > 0.5
+    assert ("overlap", "0.1", "1", "0.weight") not in records.findings
 
 
 def test_steps_that_are_not_finite_are_left_out():
     model = nn.Linear(64, 64, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with compopt.diagnose(model, optimizer, start=2) as seen:
+    with compopt.diagnose(model, optimizer, start=2) as records:
         for number, g in enumerate(noise(9, 64, 64)):
             model.weight.grad = g / (number != 4)
             optimizer.step()
             nn.init.zeros_(model.weight)
-    assert (seen.steps, seen.skipped) == (8, 1) and "1 more steps were left out" in str(seen)
-    assert all(math.isfinite(value) for value in seen.findings.values())
+    assert (records.steps, records.skipped) == (8, 1) and "1 more steps were left out" in str(records)
+    assert all(math.isfinite(value) for value in records.findings.values())
     with pytest.raises(RuntimeError, match="has seen 0 steps"), compopt.diagnose(model, optimizer):
         for g in noise(13, 64, 64):  # weights are lost, and stay so
             model.weight.grad = g
@@ -161,27 +161,27 @@ def test_a_step_that_a_scaler_takes_back_is_left_out():
     model = nn.Sequential(nn.Linear(64, 64), Square())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with compopt.diagnose(model, optimizer, start=2) as seen:
+    with compopt.diagnose(model, optimizer, start=2) as records:
         for step in range(7):
             scaler.scale(model(torch.ones(2, 64))).backward()
             model[0].bias.grad[0] /= step != 3  # which is not looked at
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    assert (seen.steps, seen.skipped) == (6, 1)
+    assert (records.steps, records.skipped) == (6, 1)
 
 
 def test_a_step_that_our_optimizer_skips_is_left_out():
     """For a gradient of a tensor that is not looked at."""
     model = nn.Sequential(nn.Linear(64, 64), Square())
     optimizer = compopt.SeparateAdam(model.parameters(), rank=4, simulate=True)
-    with compopt.diagnose(model, optimizer, start=2) as seen:
+    with compopt.diagnose(model, optimizer, start=2) as records:
         for step in range(7):
             model(torch.ones(2, 64)).backward()
             model[0].bias.grad[0] /= step != 3
             optimizer.step()
             optimizer.zero_grad()
-    assert (seen.steps, seen.skipped) == (6, 1)
+    assert (records.steps, records.skipped) == (6, 1)
 
 
 def other_tensors(rank: int) -> str:
@@ -189,8 +189,8 @@ def other_tensors(rank: int) -> str:
     model = nn.Sequential(nn.Linear(64, 64 + 16 * rank), Square())
     optimizer = torch.optim.AdamW(model.parameters())
     try:
-        with compopt.diagnose(model, optimizer, start=2) as seen:
-            seen.sampled[0] = dataclasses.replace(seen.sampled[0], name=f"{rank}.weight")
+        with compopt.diagnose(model, optimizer, start=2) as records:
+            records.sampled[0] = dataclasses.replace(records.sampled[0], name=f"{rank}.weight")
             train(optimizer, model, 6)
     except RuntimeError as error:
         return str(error)
@@ -198,16 +198,16 @@ def other_tensors(rank: int) -> str:
 
 
 def test_ranks_that_look_at_different_tensors_say_so():
-    assert all("ranks have looked at different tensors" in told for told in run_ranks(other_tensors, 2))
+    assert all("ranks have looked at different tensors" in report for report in run_ranks(other_tensors, 2))
 
 
 def test_steps_after_the_limit_cost_nothing():
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
-    with compopt.diagnose(model, optimizer, steps=5, start=2) as seen:
+    with compopt.diagnose(model, optimizer, steps=5, start=2) as records:
         train(optimizer, nn.Sequential(model, Square()), 9)
         assert not optimizer._optimizer_step_post_hooks
-    assert seen.steps == 5 and seen.rows
+    assert records.steps == 5 and records.rows
 
 
 class Square(nn.Module):
@@ -224,9 +224,9 @@ def on_a_rank(rank: int, ours: bool, watched: bool) -> tuple[list, str]:
     if not watched:
         train(optimizer, ddp, 6, rank)
         return bits([model.state_dict(), optimizer.state_dict()]), ""
-    with compopt.diagnose(ddp, optimizer, start=2) as seen:
+    with compopt.diagnose(ddp, optimizer, start=2) as records:
         train(optimizer, ddp, 6, rank)
-    return bits([model.state_dict(), optimizer.state_dict()]), str(seen)
+    return bits([model.state_dict(), optimizer.state_dict()]), str(records)
 
 
 @pytest.mark.parametrize("ours", [False, True])
@@ -244,16 +244,16 @@ def sharded(rank: int, watched: bool) -> tuple[list, str]:
     if not watched:
         train(optimizer, model, 6, rank)
         return bits([p.to_local() for p in model.parameters()]), ""
-    with compopt.diagnose(model, optimizer, start=2) as seen:
+    with compopt.diagnose(model, optimizer, start=2) as records:
         train(optimizer, model, 6, rank)
-    return bits([p.to_local() for p in model.parameters()]), str(seen)
+    return bits([p.to_local() for p in model.parameters()]), str(records)
 
 
 def test_under_fsdp_shards_are_looked_at():
     plain, watched = (run_ranks(sharded, 2, how) for how in (False, True))
     assert [one[0] for one in plain] == [one[0] for one in watched]
-    told = watched[0][1]
-    assert told == watched[1][1] and "128 x 64" in told
+    report = watched[0][1]
+    assert report == watched[1][1] and "128 x 64" in report
 
 
 def one_step_less(rank: int) -> str:
@@ -269,12 +269,12 @@ def one_step_less(rank: int) -> str:
 
 
 def test_ranks_that_have_seen_different_steps_say_so():
-    assert all("different numbers of steps (6, 5)" in told for told in run_ranks(one_step_less, 2))
+    assert all("different numbers of steps (6, 5)" in report for report in run_ranks(one_step_less, 2))
 
 
 def test_what_is_told_has_every_method_and_what_it_means():
-    seen = watch(noise(14), dict(CANDIDATES))
-    text = str(seen)
+    records = watch(noise(14), dict(CANDIDATES))
+    text = str(records)
     assert all(name in text for name in CANDIDATES) and max(map(len, text.splitlines())) <= 110
     words = (
         "Start with",
@@ -286,18 +286,18 @@ def test_what_is_told_has_every_method_and_what_it_means():
     )
     for word in words:
         assert word in text, word
-    kept = [row.kept for row in seen.rows]
-    assert kept == sorted(kept, reverse=True) and seen.order == [row.method for row in seen.rows]
-    front = [row for row in seen.rows if row.front]
+    kept = [row.kept for row in records.rows]
+    assert kept == sorted(kept, reverse=True) and records.order == [row.method for row in records.rows]
+    front = [row for row in records.rows if row.front]
     assert all(a.share > b.share for a, b in itertools.pairwise(front)) and len(front) >= 2
 
 
 def test_a_start_is_advised_where_the_largest_elements_settle():
-    told = {(0.5, 0.6): "had not settled", (0.6, 0.5): "change faster", (0.5, 0.54): "would change little"}
-    for (first, last), words in told.items():
+    report = {(0.5, 0.6): "had not settled", (0.6, 0.5): "change faster", (0.5, 0.54): "would change little"}
+    for (first, last), words in report.items():
         assert words in assess_start({("settling", "first"): first, ("settling", "last"): last})
-    found = watch(noise(30), {"one": FEW["TAGC 0.9"]}).findings  # moments of the first steps change most
-    assert found["settling", "first"] < found["settling", "last"] < 1
+    results = watch(noise(30), {"one": FEW["TAGC 0.9"]}).findings  # moments of the first steps change most
+    assert results["settling", "first"] < results["settling", "last"] < 1
 
 
 def row(method: str, kept: float, share: float, cls: str = "SeparateAdam") -> Row:
@@ -312,13 +312,15 @@ def test_the_smallest_setting_whose_loss_does_not_matter_is_recommended():
     assert recommend_row([*ranks[2:], *others]).method == "tracked 8"
     assert recommend_row(others).method == "Radius 0.5"  # nothing sends little
     training = advise(10_000_000, ranks=2, link_bits_per_s=1e9, step_s=0.4).situation
-    told = conclude({}, [*ranks, *others], training)
+    report = conclude({}, [*ranks, *others], training)
     assert (
-        told[0].startswith("Start with compopt.SeparateAdam()")
-        and "keeps 0.96 of AdamW's update with 4.4% of the bytes" in told[0]
+        report[0].startswith("Start with compopt.SeparateAdam()")
+        and "keeps 0.96 of AdamW's update with 4.4% of the bytes" in report[0]
     )
     listed = "0.84 (tracked 4), 0.91 (tracked 8), 0.96 (tracked 16), 0.98 (tracked 32)"
-    assert told[1] == f"Settings of this method keep {listed}. More bytes than tracked 16 sends keep at most 0.05 more."
+    assert (
+        report[1] == f"Settings of this method keep {listed}. More bytes than tracked 16 sends keep at most 0.05 more."
+    )
     large = row("tracked 64", 1.0, 0.2)
     assert "More bytes than tracked 8 sends keep more." in conclude({}, [large, *ranks[2:]], training)[1]
 
@@ -338,14 +340,14 @@ def test_it_says_whether_the_advice_names_the_same_class():
 def test_the_step_that_the_advice_goes_by_is_the_training_s_own():
     model = nn.Sequential(nn.Linear(64, 64), Square())
     optimizer = torch.optim.AdamW(model.parameters())
-    with compopt.diagnose(model, optimizer, steps=8, start=2) as seen:
+    with compopt.diagnose(model, optimizer, steps=8, start=2) as records:
         began = time.perf_counter()
         for _ in range(8):
             time.sleep(0.05)
             train(optimizer, model, 1)
         took = time.perf_counter() - began
-    assert 0.05 <= seen.training.compute_s <= took - seen.seconds
-    assert seen.training.machine.ranks == 2 and "2 ranks and" in str(seen)
+    assert 0.05 <= records.training.compute_s <= took - records.seconds
+    assert records.training.machine.ranks == 2 and "2 ranks and" in str(records)
 
 
 def test_a_line_that_is_told_can_be_run():
@@ -356,11 +358,11 @@ def test_a_line_that_is_told_can_be_run():
 
 
 def test_a_plot_is_saved(tmp_path, monkeypatch):
-    seen = watch(noise(8), FEW)
-    seen.plot(str(tmp_path / "seen.png"))
+    records = watch(noise(8), FEW)
+    records.plot(str(tmp_path / "seen.png"))
     assert (tmp_path / "seen.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(ValueError, match="there is no folder"):
-        seen.plot(str(tmp_path / "nowhere" / "seen.png"))
+        records.plot(str(tmp_path / "nowhere" / "seen.png"))
     real = builtins.__import__
 
     def without(name: str, *args: object) -> object:
@@ -370,7 +372,7 @@ def test_a_plot_is_saved(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ValueError, match="pip install matplotlib"):
-        seen.plot(str(tmp_path / "seen.png"))
+        records.plot(str(tmp_path / "seen.png"))
 
 
 def test_the_page_says_how_well_it_predicts_as_the_kept_table_does(monkeypatch):
@@ -402,9 +404,9 @@ def test_wrappers_of_optimizers_are_seen_through():
 
     model = nn.Sequential(nn.Linear(64, 64), Square())
     optimizer = torch.optim.AdamW(model.parameters())
-    with compopt.diagnose(model, Wrapper(Wrapper(optimizer)), start=1) as seen:
+    with compopt.diagnose(model, Wrapper(Wrapper(optimizer)), start=1) as records:
         train(optimizer, model, 4)
-    assert seen.steps == 4
+    assert records.steps == 4
 
 
 def test_mistakes_are_told_in_sentences():
@@ -422,13 +424,13 @@ def test_mistakes_are_told_in_sentences():
         compopt.diagnose(small, torch.optim.AdamW(small.parameters()))
     with pytest.raises(RuntimeError, match="has seen 0 steps"), compopt.diagnose(model, optimizer):
         pass
-    seen = compopt.diagnose(model, optimizer, start=1)
-    assert "0 steps seen" in str(seen)
+    records = compopt.diagnose(model, optimizer, start=1)
+    assert "0 steps seen" in str(records)
     with pytest.raises(RuntimeError, match="nothing to plot"):
-        seen.plot("seen.png")
-    with seen:
+        records.plot("seen.png")
+    with records:
         train(optimizer, nn.Sequential(model, Square()), 4)
-    with pytest.raises(RuntimeError, match="used before"), seen:
+    with pytest.raises(RuntimeError, match="used before"), records:
         pass
 
 

@@ -1,4 +1,4 @@
-"""What `compopt.diagnose` measures is what an oracle finds."""
+"""`compopt.diagnose` measures what an oracle finds."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_stability_is_what_sets_say():
         meter.record_step([x])
     for density in (0.4, 0.1, 0.01):
         for lag in (1, 10, 100):
-            found = [sum(v) / len(v) for v in (meter.overlaps[density, lag, 0], meter.norms[density, lag, 0])]
-            assert found == pytest.approx(brute_force(rows, density, lag, 10), abs=1e-6)
+            results = [sum(v) / len(v) for v in (meter.overlaps[density, lag, 0], meter.norms[density, lag, 0])]
+            assert results == pytest.approx(brute_force(rows, density, lag, 10), abs=1e-6)
     assert len(meter.masks) <= 11  # every tenth of the last 100 steps, and the last
 
 
@@ -66,8 +66,8 @@ def test_masks_settle_from_the_first_third_of_the_steps_to_the_last():
     meter = TopKStability([4096, 4096])
     for i, shift in enumerate((0.0, 0.125)):
         meter.overlaps[0.1, 1, i] = [shift, shift, 0.5, 0.5, 0.75 + shift, 0.75 + shift]
-    found = summarize_stability(meter, parts_of(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))))
-    assert (found["settling", "first"], found["settling", "last"]) == (0.0625, 0.8125)
+    results = summarize_stability(meter, parts_of(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))))
+    assert (results["settling", "first"], results["settling", "last"]) == (0.0625, 0.8125)
 
 
 def test_names_are_those_of_the_model_within_its_wrappers():
@@ -90,23 +90,23 @@ def parts_of(model: nn.Module, elements: int = 1 << 20) -> list:
 
 def test_residuals_are_in_units_of_the_gradient():
     rows = noise(8)
-    seen = watch(rows, {"SCAPE": FEW["SCAPE 0.1"], "dense": Candidate("AdamS", {}, "AdamW+DDP")})
-    run = seen.runs.runs["SCAPE"]
+    records = watch(rows, {"SCAPE": FEW["SCAPE 0.1"], "dense": Candidate("AdamS", {}, "AdamW+DDP")})
+    run = records.runs.runs["SCAPE"]
     assert run.residual_norm() == pytest.approx(run.optimizer.stats.residual_norm() / 0.1)
-    assert {row.method: row.share for row in seen.rows}["dense"] == 1.0
+    assert {row.method: row.share for row in records.rows}["dense"] == 1.0
 
 
 def updates_of(rows: list[torch.Tensor], betas: tuple[float, float] = (0.9, 0.999)) -> list[torch.Tensor]:
     """AdamW's, written down again in float64."""
-    m, v, found = torch.zeros_like(rows[0]).double(), torch.zeros_like(rows[0]).double(), []
+    m, v, results = torch.zeros_like(rows[0]).double(), torch.zeros_like(rows[0]).double(), []
     for t, g in enumerate(rows, 1):
         m, v = betas[0] * m + (1 - betas[0]) * g.double(), betas[1] * v + (1 - betas[1]) * g.double() ** 2
-        found.append(m / (1 - betas[0] ** t) / ((v / (1 - betas[1] ** t)).sqrt() + 1e-8))
-    return found
+        results.append(m / (1 - betas[0] ** t) / ((v / (1 - betas[1] ** t)).sqrt() + 1e-8))
+    return results
 
 
 def top_k(rows: list[torch.Tensor], density: float, start: int) -> tuple[list[torch.Tensor], list[float]]:
-    """What one rank of TAGC's sends of each gradient, and the norms of what it holds back."""
+    """Return what one rank of TAGC's sends of each gradient, and the norms of what it holds back."""
     held, sent, norms = torch.zeros_like(rows[0]), [], []
     for t, g in enumerate(rows):
         h = g + held
@@ -123,28 +123,28 @@ def top_k(rows: list[torch.Tensor], density: float, start: int) -> tuple[list[to
 def test_what_a_method_keeps_and_holds_back_is_what_an_oracle_finds():
     rows, start = noise(20), 3
     candidate = Candidate("TagcAdamW", {"sparsity": 0.75})
-    seen = watch(rows, {"top-k": candidate}, start, betas=(0.8, 0.99))
+    records = watch(rows, {"top-k": candidate}, start, betas=(0.8, 0.99))
     sent, norms = top_k(rows, 0.25, start)
     pairs = zip(updates_of(sent, (0.8, 0.99))[start:], updates_of(rows, (0.8, 0.99))[start:], strict=True)
     cosines = [float((a * b).sum() / a.norm() / b.norm()) for a, b in pairs]
-    assert seen.rows[0].kept == pytest.approx(sum(cosines) / len(cosines), abs=1e-4)
-    assert seen.findings["kept", "top-k", "weight"] == pytest.approx(seen.rows[0].kept, abs=1e-6)
-    assert (seen.rows[0].least, seen.rows[0].most) == (seen.findings["kept", "top-k", "weight"],) * 2
-    assert seen.runs.residuals["top-k"] == pytest.approx(norms, rel=1e-4)
+    assert records.rows[0].kept == pytest.approx(sum(cosines) / len(cosines), abs=1e-4)
+    assert records.findings["kept", "top-k", "weight"] == pytest.approx(records.rows[0].kept, abs=1e-6)
+    assert (records.rows[0].least, records.rows[0].most) == (records.findings["kept", "top-k", "weight"],) * 2
+    assert records.runs.residuals["top-k"] == pytest.approx(norms, rel=1e-4)
     gradient = sum(float(g.norm()) for g in rows[start:]) / len(rows[start:])
     half = len(norms) // 2
-    assert seen.rows[0].residual == pytest.approx(max(norms[half:]) / gradient, rel=1e-4)
-    assert seen.findings["growth", "top-k"] == pytest.approx(max(norms[half:]) / max(norms[:half]), rel=1e-4)
-    assert seen.rows[0].grows == (max(norms[half:]) / max(norms[:half]) > 1.2)
+    assert records.rows[0].residual == pytest.approx(max(norms[half:]) / gradient, rel=1e-4)
+    assert records.findings["growth", "top-k"] == pytest.approx(max(norms[half:]) / max(norms[:half]), rel=1e-4)
+    assert records.rows[0].grows == (max(norms[half:]) / max(norms[:half]) > 1.2)
 
 
 def test_a_residual_that_shrinks_has_not_grown():
     rows = [0.8**t * g for t, g in enumerate(noise(20))]
-    seen = watch(rows, {"top-k": Candidate("TagcAdamW", {"sparsity": 0.75})})
+    records = watch(rows, {"top-k": Candidate("TagcAdamW", {"sparsity": 0.75})})
     _, norms = top_k(rows, 0.25, 3)
     half = len(norms) // 2
     growth = max(norms[half:]) / max(norms[:half])
-    assert growth < 0.9 and seen.findings["growth", "top-k"] == pytest.approx(growth, rel=1e-4)
+    assert growth < 0.9 and records.findings["growth", "top-k"] == pytest.approx(growth, rel=1e-4)
 
 
 def test_a_part_counts_for_what_it_stands_for():
@@ -156,11 +156,11 @@ def test_a_part_counts_for_what_it_stands_for():
         weights, grads = [torch.zeros(64, 64), torch.zeros(64, 80)], [a, b * (torch.rand(64, 80) < 0.5)]
         dense = [u.clone() for u in runs.record_step(weights, grads)]
     theirs = [p.detach() for p in runs.runs["one"].params]
-    dots, squares, own = (
+    dots, squares, local = (
         [float((x * y).sum()) for x, y in zip(*pair, strict=True)]
         for pair in ((theirs, dense), (theirs, theirs), (dense, dense))
     )
-    wanted = (dots[0] + 9 * dots[1]) / math.sqrt((squares[0] + 9 * squares[1]) * (own[0] + 9 * own[1]))
+    wanted = (dots[0] + 9 * dots[1]) / math.sqrt((squares[0] + 9 * squares[1]) * (local[0] + 9 * local[1]))
     assert runs.cosines["one"][-1][-1] == pytest.approx(wanted, rel=1e-5)
     assert weighted_mean(parts, {0: 1.0, 1: 0.0}) == pytest.approx(4096 / (4096 + 9 * 5120))
 

@@ -59,10 +59,10 @@ def test_a_script_is_watched_until_enough_was_seen(script, tmp_path, capsys):
     before, argv, path = hooks(), list(sys.argv), list(sys.path)
     words = ["diagnose", "--steps", "6", "--dense", "2", "--plot", str(tmp_path / "seen.png"), script, "100"]
     commands(words)
-    told = capsys.readouterr().out
-    assert told.count("step ") >= 5 and "step 6" not in told and "caught" not in told
-    assert "6 steps of AdamW on 1 rank, the first 2 dense; 2 tensors looked at" in told
-    assert "0.weight" in told and "2.weight" in told and "What it means" in told
+    report = capsys.readouterr().out
+    assert report.count("step ") >= 5 and "step 6" not in report and "caught" not in report
+    assert "6 steps of AdamW on 1 rank, the first 2 dense; 2 tensors looked at" in report
+    assert "0.weight" in report and "2.weight" in report and "What it means" in report
     assert (tmp_path / "seen.png").exists()
     assert (hooks(), sys.argv, sys.path) == (before, argv, path)
 
@@ -82,8 +82,8 @@ def test_a_script_that_makes_a_process_group_runs_alone_too(script, capsys, monk
         monkeypatch.delenv(name, raising=False)
     before, environment = torch.distributed.init_process_group, dict(os.environ)
     commands(["diagnose", "--steps", "6", "--dense", "2", script, "100", "ranks"])
-    told = capsys.readouterr().out
-    assert "6 steps of AdamW on 1 rank" in told
+    report = capsys.readouterr().out
+    assert "6 steps of AdamW on 1 rank" in report
     assert torch.distributed.init_process_group is before and dict(os.environ) == environment
     assert not torch.distributed.is_initialized()
 
@@ -100,7 +100,7 @@ def test_a_process_group_that_says_how_is_left_alone(tmp_path, capsys, monkeypat
 
 def test_mistakes_are_told_and_the_scripts_own_are_its_own(script, capsys):
     before = hooks()
-    for words, told in {
+    for words, report in {
         ("missing.py",): "missing.py: there is no such file",
         ("--steps", "30", script, "5"): "ended after 5 optimizer steps",
         ("--steps", "5", script, "100"): "steps must be larger than start",
@@ -109,7 +109,7 @@ def test_mistakes_are_told_and_the_scripts_own_are_its_own(script, capsys):
     }.items():
         with pytest.raises(SystemExit):
             main(words)
-        assert told in capsys.readouterr().err
+        assert report in capsys.readouterr().err
     with pytest.raises(ValueError, match="the script's own"):
         main([script, "100", "fails"])
     assert hooks() == before and torch.is_grad_enabled()

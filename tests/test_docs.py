@@ -27,7 +27,7 @@ def texts(node: ast.AST) -> str:
 
 def messages(path: Path) -> list[str]:
     """The fixed words of every error and warning in a file."""
-    found = []
+    results = []
     nodes = list(ast.walk(ast.parse(path.read_text())))
     raised = {node.exc for node in nodes if isinstance(node, ast.Raise)}
     for node in nodes:
@@ -35,8 +35,8 @@ def messages(path: Path) -> list[str]:
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if node in raised or name in ("warn", "warn_once", "post_note") or name.endswith("Error"):
-            found += [texts(arg) for arg in node.args[name == "warn_once" :]]  # its first is a key
-    return [message for message in found if message]
+            results += [texts(arg) for arg in node.args[name == "warn_once" :]]  # its first is a key
+    return [message for message in results if message]
 
 
 def quoted() -> list[str]:

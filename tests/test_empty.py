@@ -70,7 +70,7 @@ def test_payloads_without_values_are_averaged_all_the_same(case, model, dtype):
 
 
 def train(rank: int) -> list[float]:
-    found = []
+    results = []
     for shapes in MODELS.values():
         for projection in ("gaussian", "tracked"):
             model = Shapes(shapes)
@@ -79,8 +79,8 @@ def train(rank: int) -> list[float]:
                 optimizer.zero_grad()
                 slope(model, rank, step).backward()
                 optimizer.step()
-            found += [float(p.detach().double().sum()) for p in model.tensors]
-    return found
+            results += [float(p.detach().double().sum()) for p in model.tensors]
+    return results
 
 
 def test_real_ranks_take_them_too():

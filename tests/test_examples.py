@@ -109,7 +109,7 @@ def one_after_the_other(rank: int, folder: str, ranks: int, optimizers: list[str
 
 @pytest.mark.parametrize(("ranks", "optimizers"), [(1, ["adamw"]), (2, [name for name in PHASES if name != "radius"])])
 def test_train_gpt_in_processes_that_are_there(ranks, optimizers, tmp_path):
-    """What it takes to start them, the tests before have seen."""
+    """The tests before have seen what it takes to start them."""
     write_text(tmp_path)
     run_ranks(one_after_the_other, ranks, str(tmp_path), ranks, optimizers)
     for optimizer in optimizers:

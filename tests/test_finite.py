@@ -42,7 +42,7 @@ def test_the_same_gradients_are_too_large_on_every_back_end(case, backend, monke
 
 
 def test_kernels_have_the_same_rule(monkeypatch):
-    """What they write to the header; whole steps take the interpreter minutes."""
+    """By what they write to the header; whole steps take the interpreter minutes."""
     pytest.importorskip("triton")
     monkeypatch.setenv("COMPOPT_BACKEND", "triton")
     if torch.cuda.is_available():

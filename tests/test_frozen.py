@@ -117,12 +117,12 @@ def test_what_was_held_back_is_kept_while_frozen():
     ranks = Ranks(2, Model, lambda ps, **o: compopt.RadiusAdamW(ps, density=0.2, warmup_steps=1, interval=50, **o))
     ranks.train(loss, 4)
     optimizer, weight = ranks.optimizers[0], ranks.models[0].middle.weight
-    owed = optimizer.state[weight]["residual"].clone()
-    assert owed.any()
+    residuals = optimizer.state[weight]["residual"].clone()
+    assert residuals.any()
     freeze(ranks.models, "head")
     ranks.train(loss, 3)
-    assert torch.equal(optimizer.state[weight]["residual"], owed)
-    assert torch.equal(optimizer.state_dict()["state"][2]["residual"], owed)
+    assert torch.equal(optimizer.state[weight]["residual"], residuals)
+    assert torch.equal(optimizer.state_dict()["state"][2]["residual"], residuals)
     held = sum(flat.numel() for bucket in optimizer._buckets for flat in bucket.flat.values())
     assert held == 2 * 273  # the moments of the head; what is kept of the others is not part of any bucket
     assert optimizer.state[weight]["residual"].untyped_storage().nbytes() == 4 * weight.numel()

@@ -41,7 +41,7 @@ def unfrozen_in_turn(rank: int) -> list:
     """The distance from DDP + AdamW, each phase with a DDP of its own, as torch wants it where layers change."""
     torch.set_default_dtype(torch.float64)
     buckets.BUCKET_BYTES = 160_000
-    ends, early = [], []
+    ends, overlapped = [], []
     for make in (lambda ps: torch.optim.AdamW(ps, lr=1e-2), lambda ps: radius(ps, density=1.0)):
         torch.manual_seed(0)
         net = Net()
@@ -55,11 +55,11 @@ def unfrozen_in_turn(rank: int) -> list:
                 compopt.attach(model, optimizer)
             for step in range(3 * phase, 3 * phase + 3):
                 plain(model, optimizer, step, None)
-            early.append(getattr(optimizer, "stats", None) and optimizer.stats.early_buckets)
+            overlapped.append(getattr(optimizer, "stats", None) and optimizer.stats.early_buckets)
             for module in more:
                 module.requires_grad_(True)
         ends.append(vector(net))
-    return [float((ends[0] - ends[1]).abs().max()), early[-1]]
+    return [float((ends[0] - ends[1]).abs().max()), overlapped[-1]]
 
 
 def both(rank: int) -> list:

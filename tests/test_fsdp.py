@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from table import CASES, by_name
-from test_ddp_refusals import said
+from test_ddp_refusals import catch_message
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -79,16 +79,16 @@ def reference(make_optimizer, steps: int, clip: float | None = None) -> tuple[to
 
 
 def tensors_of(states: dict) -> dict[int, dict[str, torch.Tensor]]:
-    """What is kept of every parameter but counts; of a wrapper the base's too, of LocalSteps the outer optimizer's."""
+    """Return the state of every parameter but counts; of a wrapper the base's too, of LocalSteps the outer one's."""
 
     def flatten(entry: dict, prefix: str = "") -> dict[str, torch.Tensor]:
-        found = {}
+        results = {}
         for name, value in entry.items():
             if isinstance(value, dict):
-                found |= flatten(value, f"{prefix}{name}.")
+                results |= flatten(value, f"{prefix}{name}.")
             elif value.dim():
-                found[prefix + name] = value
-        return found
+                results[prefix + name] = value
+        return results
 
     return {n: flatten(entry) for n, entry in states.items()}
 
@@ -96,7 +96,7 @@ def tensors_of(states: dict) -> dict[int, dict[str, torch.Tensor]]:
 def trained(rank: int, wanted: dict[str, torch.Tensor]) -> dict[str, dict]:
     """For each class: lossless against its reference; the compressed run's replicas, bytes, state, and an inf."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    found = {}
+    results = {}
     for case in CASES:
         model, optimizer = hsdp(mesh, case.new, lr=1e-2, **case.lossless)
         train(model, optimizer, range(5), rank)
@@ -112,7 +112,7 @@ def trained(rank: int, wanted: dict[str, torch.Tensor]) -> dict[str, dict]:
         if rank == 3:  # behind FSDP's own reduction, so that the other shard's ranks cannot see it themselves
             model.up.weight.grad.to_local()[0, 0] = float("inf")
         optimizer.step()
-        found[case.name] = {
+        results[case.name] = {
             "far": far,
             "apart": differences(before),
             "share": share,
@@ -124,7 +124,7 @@ def trained(rank: int, wanted: dict[str, torch.Tensor]) -> dict[str, dict]:
                 for n, p in enumerate(model.parameters()) for value in states[n].values()
             ),
         }  # fmt: skip
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -158,16 +158,16 @@ def test_saved_state_is_laid_out_as_the_parameter(runs, name):
 
 def in_the_stack(rank: int, wanted: torch.Tensor, norm: float) -> dict:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    found, lossless = {}, by_name["RadiusAdamW"].make
+    results, lossless = {}, by_name["RadiusAdamW"].make
 
     model, optimizer = hsdp(mesh, lossless, density=1.0, lr=1e-2, max_grad_norm=0.5)
     train(model, optimizer, range(3), rank)
-    found["norm"] = optimizer.stats.grad_norm / norm - 1
-    found["clipped"] = float((whole(model) - wanted).abs().max())
+    results["norm"] = optimizer.stats.grad_norm / norm - 1
+    results["clipped"] = float((whole(model) - wanted).abs().max())
 
     torch.manual_seed(rank // 2)  # other parameters in each replica; the optimizer makes them equal
     model, optimizer = hsdp(mesh, lossless, Net().double())
-    found["broadcast"] = differences(whole(model))
+    results["broadcast"] = differences(whole(model))
 
     model, optimizer = hsdp(mesh, lossless, make(torch.bfloat16))
     for p in model.parameters():
@@ -175,7 +175,7 @@ def in_the_stack(rank: int, wanted: torch.Tensor, norm: float) -> dict:
     train(model, optimizer, range(6), rank, torch.bfloat16)
     masters = [float((optimizer.state[p]["master"].to_local().bfloat16() - p.to_local()).abs().sum())
                for p in model.parameters()]  # fmt: skip
-    found["masters"], found["bf16"] = sum(masters), differences(whole(model))
+    results["masters"], results["bf16"] = sum(masters), differences(whole(model))
 
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     model, optimizer = hsdp(mesh, lossless, make(torch.float32))
@@ -190,47 +190,47 @@ def in_the_stack(rank: int, wanted: torch.Tensor, norm: float) -> dict:
         scaler.step(optimizer)
         scaler.update()
         phases.append(optimizer.stats.phase == "skipped")
-    found["scaler"] = phases, scaler.get_scale(), differences(whole(model))
-    return found
+    results["scaler"] = phases, scaler.get_scale(), differences(whole(model))
+    return results
 
 
 def test_clip_broadcast_masters_and_scaler():
-    for rank, found in enumerate(run_ranks(in_the_stack, 4, *reference(torch.optim.AdamW, 3, clip=0.5))):
-        assert abs(found["norm"]) < 1e-9 and found["clipped"] < 1e-9, "the norm is not that of the whole model"
-        assert found["broadcast"] == 0
-        assert found["masters"] == 0 and found["bf16"] == 0
-        skipped, scale, apart = found["scaler"]
+    for rank, results in enumerate(run_ranks(in_the_stack, 4, *reference(torch.optim.AdamW, 3, clip=0.5))):
+        assert abs(results["norm"]) < 1e-9 and results["clipped"] < 1e-9, "the norm is not that of the whole model"
+        assert results["broadcast"] == 0
+        assert results["masters"] == 0 and results["bf16"] == 0
+        skipped, scale, apart = results["scaler"]
         assert skipped == [step == 3 for step in range(6)] and apart == 0
         assert scale == (512 if rank < 2 else 1024)  # the scales of two replicas may part, not those of two shards
 
 
 def refused(rank: int) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    group, found = mesh.get_group("replicate"), {}
+    group, results = mesh.get_group("replicate"), {}
 
     def radius(wrapped: nn.Module, **options) -> str:
-        return said(ValueError, lambda: compopt.RadiusAdamW(wrapped.parameters(), **options))
+        return catch_message(ValueError, lambda: compopt.RadiusAdamW(wrapped.parameters(), **options))
 
-    found["reduced already"] = radius(fully_shard(make(), mesh=mesh), process_group=group)
-    found["default group"] = radius(fully_shard(make(), mesh=mesh["shard"]))
-    found["sharded over it"] = radius(fully_shard(make(), mesh=mesh["replicate"]), process_group=group)
+    results["reduced already"] = radius(fully_shard(make(), mesh=mesh), process_group=group)
+    results["default group"] = radius(fully_shard(make(), mesh=mesh["shard"]))
+    results["sharded over it"] = radius(fully_shard(make(), mesh=mesh["replicate"]), process_group=group)
     with torch.device("meta"):
         without_storage = fully_shard(make(), mesh=mesh["shard"])
-    found["meta"] = radius(without_storage, process_group=group)
-    found["FSDP1"] = radius(FullyShardedDataParallel(make(), device_id=torch.device("cpu"), use_orig_params=True))
-    return found
+    results["meta"] = radius(without_storage, process_group=group)
+    results["FSDP1"] = radius(FullyShardedDataParallel(make(), device_id=torch.device("cpu"), use_orig_params=True))
+    return results
 
 
 def test_refusals_say_what_to_do():
-    for found in run_ranks(refused, 4):
-        assert "is averaged over mesh dimension 'replicate' before the optimizer" in found["reduced already"]
-        assert "different shards of parameter" in found["default group"] and "'shard'" in found["default group"]
-        assert "different shards of parameter" in found["sharded over it"]
-        assert "to_empty" in found["meta"]
-        assert "FullyShardedDataParallel" in found["FSDP1"]
+    for results in run_ranks(refused, 4):
+        assert "is averaged over mesh dimension 'replicate' before the optimizer" in results["reduced already"]
+        assert "different shards of parameter" in results["default group"] and "'shard'" in results["default group"]
+        assert "different shards of parameter" in results["sharded over it"]
+        assert "to_empty" in results["meta"]
+        assert "FullyShardedDataParallel" in results["FSDP1"]
         for name in ("reduced already", "default group", "sharded over it", "FSDP1"):
-            assert "fully_shard(model, mesh=mesh['shard'])" in found[name]
-            assert "process_group=mesh.get_group('replicate')" in found[name]
+            assert "fully_shard(model, mesh=mesh['shard'])" in results[name]
+            assert "process_group=mesh.get_group('replicate')" in results[name]
 
 
 class Block(nn.Module):
@@ -266,7 +266,7 @@ def three_axes(rank: int) -> dict:
     wanted = block()
     adamw = torch.optim.AdamW(wanted.parameters(), 1e-2)
     norm = steps(wanted, adamw, range(4), lambda params: nn.utils.clip_grad_norm_(params, 0.1))
-    found = {}
+    results = {}
     for name, options in {"lossless": {"density": 1.0, "max_grad_norm": 0.1}, "sparse": {"warmup_steps": 0}}.items():
         model = block()
         parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -274,22 +274,22 @@ def three_axes(rank: int) -> dict:
         group = mesh.get_group("replicate")
         optimizer = by_name["RadiusAdamW"].make(model.parameters(), lr=1e-2, process_group=group, **options)
         steps(model, optimizer, [who])
-        found[name] = optimizer.stats, whole(model)
-    stats, parameters = found["lossless"]
-    sparse, _ = found["sparse"]
+        results[name] = optimizer.stats, whole(model)
+    stats, parameters = results["lossless"]
+    sparse, _ = results["sparse"]
     return {
         "far": float((parameters - whole(wanted)).abs().max()),
         "norm": stats.grad_norm / norm - 1,
-        "apart": differences(found["sparse"][1]),
+        "apart": differences(results["sparse"][1]),
         "share": sparse.bytes_sent / sparse.bytes_dense,
         "phase": sparse.phase,
     }
 
 
 def test_tensor_parallel_inside_fsdp_inside_replicas():
-    for found in run_ranks(three_axes, 8):
-        assert found["far"] < 1e-9 and abs(found["norm"]) < 1e-9
-        assert found["apart"] == 0 and found["phase"] == "sparse" and found["share"] < 0.6
+    for results in run_ranks(three_axes, 8):
+        assert results["far"] < 1e-9 and abs(results["norm"]) < 1e-9
+        assert results["apart"] == 0 and results["phase"] == "sparse" and results["share"] < 0.6
 
 
 def grown(rank: int) -> list[tuple[int, ...]]:

@@ -19,20 +19,20 @@ def cut(mesh) -> nn.Module:
     return fully_shard(model, mesh=mesh["shard"])
 
 
-def run(name: str, mesh, early: bool, backwards: int, steps: int) -> tuple[list, torch.Tensor]:
+def run(name: str, mesh, overlapped: bool, backwards: int, steps: int) -> tuple[list, torch.Tensor]:
     """Steps in buckets of a module each; the optimizer's stats of every one, and its parameters."""
     model, rank = cut(mesh), mesh.get_rank()
     groups = [{"params": list(part.named_parameters())} for part in (model.up, model.norm, model.down, model.flat)]
     optimizer = by_name[name].make(groups, process_group=mesh.get_group("replicate"))
-    optimizer._session.overlap.is_stopped = not early
-    found = []
+    optimizer._session.overlap.is_stopped = not overlapped
+    results = []
     for step in range(steps):
         optimizer.zero_grad()
         for part in range(backwards):
             loss(model, 10 * step + part, rank).backward()
         optimizer.step()
-        found.append(optimizer.stats)
-    return found, whole(model)
+        results.append(optimizer.stats)
+    return results, whole(model)
 
 
 def both(rank: int) -> dict[str, list[tuple[list[bool], bool, float]]]:
@@ -41,11 +41,11 @@ def both(rank: int) -> dict[str, list[tuple[list[bool], bool, float]]]:
 
 
 def beside(name: str, mesh) -> list[tuple[list[bool], bool, float]]:
-    """Whether the right buckets left early, and whether that changes anything; of some with two backwards a step too.
+    """Compare which buckets left in backward, and whether that changes anything; of some with two backwards a step too.
 
     What replaces a payload in the second is the same for all classes.
     """
-    found = []
+    results = []
     for backwards, steps in ((1, 6), (2, 4)) if name in ("RadiusAdamW", "SeparateAdam") else ((1, 6),):
         stats, parameters = run(name, mesh, True, backwards, steps)
         later, wanted = run(name, mesh, False, backwards, steps)
@@ -54,8 +54,8 @@ def beside(name: str, mesh) -> list[tuple[list[bool], bool, float]]:
         # a step after new masks of Radius begins with a word of every rank
         waits = [True, *("resample" in one.phase for one in stats[:-1])]
         left = [one.early_buckets == (0 if wait else 3) for one, wait in zip(stats, waits, strict=True)]
-        found.append((left, same, differences(parameters)))
-    return found
+        results.append((left, same, differences(parameters)))
+    return results
 
 
 def replaced(rank: int) -> tuple[list[int], float]:
@@ -65,14 +65,14 @@ def replaced(rank: int) -> tuple[list[int], float]:
     for turn in range(2):
         groups = [{"params": list(part.named_parameters())} for part in (model.up, model.norm, model.down, model.flat)]
         optimizer = by_name["SeparateAdam"].make(groups, process_group=mesh.get_group("replicate"))
-        early = []
+        overlapped = []
         for step in range(3):
             optimizer.zero_grad()
             loss(model, 10 * turn + step, rank).backward()
             optimizer.step()
-            early.append(optimizer.stats.early_buckets)
+            overlapped.append(optimizer.stats.early_buckets)
         held += [optimizer] if rank == 0 else []
-    return early, differences(whole(model))
+    return overlapped, differences(whole(model))
 
 
 def test_an_optimizer_that_was_replaced_sends_nothing_in_backward():
@@ -86,7 +86,7 @@ def runs():
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_buckets_leave_in_backward_and_the_step_is_the_same(runs, name):
-    for found in runs:
-        for left, same, apart in found[name]:
+    for results in runs:
+        for left, same, apart in results[name]:
             assert all(left), "the first step gets acquainted, and the last bucket waits for step()"
             assert same and apart == 0

@@ -22,7 +22,7 @@ class Setting:
 
 
 def anything(rank: int) -> dict:
-    """What a user may put into a group, unlike on every rank in address, order or value."""
+    """Return what a user may put into a group, unlike on every rank in address, order or value."""
     return {
         "initial_lr": 0.1 + rank,
         "schedule": lambda step: step,

@@ -24,8 +24,8 @@ def test_every_rank_owes_what_it_sent_too_little(name, scale, model, backend, mo
     ranks.world.record = True
     bucket = ranks.optimizers[0]._buckets[0]
     matrices = [[model.up.weight, model.down.weight] for model in ranks.models]
-    before = [[torch.zeros(p.shape, dtype=torch.float64) for p in own] for own in matrices]
-    owed = 0.0
+    before = [[torch.zeros(p.shape, dtype=torch.float64) for p in local] for local in matrices]
+    residuals = 0.0
     for _ in range(4):
         ranks.world.log.clear()
         ranks.train(conformance.loss, 1)
@@ -37,8 +37,8 @@ def test_every_rank_owes_what_it_sent_too_little(name, scale, model, backend, mo
                 after = optimizer.state[p]["residual"].double()
                 came = p.grad.double() + scale * before[rank][i]
                 torch.testing.assert_close(sent + scale * after, came, rtol=1e-5, atol=1e-7)
-                before[rank][i], owed = after, owed + float(after.abs().sum())
-    assert (owed > 0) == (model == torch.float32), "a gradient of bfloat16 is sent as it is"
+                before[rank][i], residuals = after, residuals + float(after.abs().sum())
+    assert (residuals > 0) == (model == torch.float32), "a gradient of bfloat16 is sent as it is"
 
 
 def test_a_float32_gradient_of_a_bfloat16_parameter_is_sent_as_it_is():

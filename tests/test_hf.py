@@ -50,7 +50,7 @@ def trainer(folder: Path, model, callbacks=(), steps: int = STEPS, report_to=(),
 
 
 def given(case: Case, model) -> dict:
-    """What the Trainer is given: a class and its options, or where that is not all, the optimizer."""
+    """Return what the Trainer is given: a class and its options, or where that is not all, the optimizer."""
     if case.build:
         return {"optimizers": (case.make(model.parameters()), None)}
     return {"optimizer_cls_and_kwargs": (case.cls, {"lr": case.lr, **case.compressed})}
@@ -59,7 +59,7 @@ def given(case: Case, model) -> dict:
 def trained(rank: int, folder: str) -> dict[str, dict]:
     from compopt.integrations.hf import CompoptCallback
 
-    found = {}
+    results = {}
     for name, case in CASE.items():
         width = 128 if case is SAMPLED else 64
         place, model = Path(folder) / name, gpt2(width)
@@ -74,7 +74,7 @@ def trained(rank: int, folder: str) -> dict[str, dict]:
         theirs = second.clone()
         dist.broadcast(theirs, 0)
         optimizer = again.optimizer.optimizer
-        found[name] = {
+        results[name] = {
             "resumed": torch.equal(first, second),
             "replicas": torch.equal(second, theirs),
             "early": [optimizer.stats.buckets, optimizer.stats.early_buckets],
@@ -83,7 +83,7 @@ def trained(rank: int, folder: str) -> dict[str, dict]:
             "residuals": torch.load(place / f"checkpoint-{AT}" / "optimizer.pt")["param_groups"][0]["residuals"],
             "logs": [log for log in whole.state.log_history if "loss" in log],
         }  # fmt: skip
-    return found
+    return results
 
 
 def other_ways(rank: int, folder: str) -> dict:
@@ -93,7 +93,7 @@ def other_ways(rank: int, folder: str) -> dict:
     import compopt
     from compopt.integrations.hf import CompoptCallback
 
-    found, radius = {}, {"lr": 1e-2, "density": 0.1, "interval": 3, "warmup_steps": 1}
+    results, radius = {}, {"lr": 1e-2, "density": 0.1, "interval": 3, "warmup_steps": 1}
 
     model = gpt2()  # made outside, and no callback: the Trainer clips the local gradient, which was sent already
     biases = [p for p in model.parameters() if p.dim() < 2]
@@ -105,7 +105,7 @@ def other_ways(rank: int, folder: str) -> dict:
         warnings.simplefilter("always")
         plain.train()
     stats, warned = optimizer.stats, sum("changed between" in str(w.message) for w in caught)
-    found["plain"] = stats.phase, stats.resent, warned
+    results["plain"] = stats.phase, stats.resent, warned
 
     class Asks(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -119,14 +119,14 @@ def other_ways(rank: int, folder: str) -> dict:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             asked.train()
-        found[order] = sum("put CompoptCallback last" in str(w.message) for w in caught)
+        results[order] = sum("put CompoptCallback last" in str(w.message) for w in caught)
 
     model = gpt2()
     adamw = torch.optim.AdamW(model.parameters())
     try:
         trainer(Path(folder) / "adamw", model, [CompoptCallback()], steps=1, optimizers=(adamw, None)).train()
     except ValueError as error:
-        found["not ours"] = str(error)
+        results["not ours"] = str(error)
 
     accelerator = accelerate.Accelerator(cpu=True)
     model, data = gpt2(), torch.utils.data.DataLoader(dataset(), batch_size=4)
@@ -142,8 +142,8 @@ def other_ways(rank: int, folder: str) -> dict:
     mine = parameters_to_vector(model.parameters()).detach()
     theirs = mine.clone()
     dist.broadcast(theirs, 0)
-    found["accelerate"] = stats.phase, stats.bytes_sent / stats.bytes_dense, torch.equal(mine, theirs)
-    return found
+    results["accelerate"] = stats.phase, stats.bytes_sent / stats.bytes_dense, torch.equal(mine, theirs)
+    return results
 
 
 def everything(rank: int, folder: str) -> tuple[dict, dict]:
@@ -158,7 +158,7 @@ def ranks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(ranks):
-    return [found for found, _ in ranks]
+    return [results for results, _ in ranks]
 
 
 @pytest.mark.parametrize("name", CASE)
@@ -172,9 +172,9 @@ def test_the_callback_moves_the_clip_so_that_backward_may_send(runs, name):
         in_args, *in_groups = rank[name]["clip"]
         clips_itself = any(norm is not None for norm in in_groups)
         assert (in_args, set(in_groups)) == ((0.0, {0.5}) if clips_itself else (0.5, {None}))
-        buckets, early = rank[name]["early"]  # although the Trainer multiplies gradients by 1 to learn their norm
+        buckets, overlapped = rank[name]["early"]  # although the Trainer multiplies gradients by 1 to learn their norm
         if clips_itself:
-            assert early == buckets - 1
+            assert overlapped == buckets - 1
 
 
 @pytest.mark.parametrize("name", CASE)
@@ -193,9 +193,9 @@ def test_the_trainers_logs_tell_what_crossed_the_network(runs, name):
 
 
 def test_other_ways_to_train(ranks):
-    for rank, (_, found) in enumerate(ranks):
-        assert found["plain"] == ("resample", True, int(rank == 0))  # rank 0 warns for all
-        assert found["before"] == 0 and found["after"] == int(rank == 0)
-        assert "needs an optimizer of compopt" in found["not ours"] and "AdamW" in found["not ours"]
-        phase, share, equal = found["accelerate"]
+    for rank, (_, results) in enumerate(ranks):
+        assert results["plain"] == ("resample", True, int(rank == 0))  # rank 0 warns for all
+        assert results["before"] == 0 and results["after"] == int(rank == 0)
+        assert "needs an optimizer of compopt" in results["not ours"] and "AdamW" in results["not ours"]
+        phase, share, equal = results["accelerate"]
         assert phase == "sparse" and share < 0.2 and equal

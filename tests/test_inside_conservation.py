@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from inside import cut, loss, make
+from fsdp_models import cut, loss, make
 from ranks import run_ranks
 from table import CASES, FORMS, Case
 from torch import Tensor, nn
@@ -66,14 +66,14 @@ class Run:
         names = [name for name, _ in self.uncut.named_parameters()]
         return dict(zip(names, torch.autograd.grad(total, list(self.uncut.parameters())), strict=True))
 
-    def owed(self) -> dict[str, Tensor]:
+    def mean_residuals(self) -> dict[str, Tensor]:
         """The mean over ranks of what they hold back."""
-        found = {}
+        results = {}
         for name, p in self.model.named_parameters():
-            found[name] = self.optimizer.state[p].get("residual", torch.zeros(p.shape, dtype=p.dtype)).clone()
-            dist.all_reduce(found[name])
-            found[name] /= self.ranks
-        return found
+            results[name] = self.optimizer.state[p].get("residual", torch.zeros(p.shape, dtype=p.dtype)).clone()
+            dist.all_reduce(results[name])
+            results[name] /= self.ranks
+        return results
 
     def backward(self) -> dict[str, Tensor]:
         """Backward once more; returns the mean gradient that it computed."""
@@ -83,7 +83,7 @@ class Run:
         return wanted
 
     def applied(self) -> dict[str, Tensor]:
-        """What the step takes for the averaged gradient."""
+        """Return what the step takes for the averaged gradient."""
         pairs = self.model.named_parameters()
         return {name: torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor() for name, p in pairs}
 
@@ -103,10 +103,10 @@ class Run:
 
     def lost_of(self, wanted: dict[str, Tensor], between: Callable[[], None], without: str = "none") -> float:
         between()
-        before = self.owed()
+        before = self.mean_residuals()
         self.optimizer.step()
         assert self.optimizer.stats.phase in ("sparse", "projected", "rounded"), self.optimizer.stats.phase
-        worst, applied, after = 0.0, self.applied(), self.owed()
+        worst, applied, after = 0.0, self.applied(), self.mean_residuals()
         for name in wanted:
             if without in name:
                 assert torch.equal(before[name], after[name])
@@ -128,38 +128,38 @@ class Run:
 
 def frozen(method: str, rank: int) -> dict[str, float]:
     """A layer that is frozen and unfrozen: between steps, and between a backward and its step."""
-    run, found = Run(method, rank), {}
+    run, results = Run(method, rank), {}
     run.train(3)
     run.freeze()
-    found["frozen between steps"] = run.lost(without="down")
-    found["frozen"] = run.lost(without="down")
+    results["frozen between steps"] = run.lost(without="down")
+    results["frozen"] = run.lost(without="down")
     run.freeze(False)
-    found["unfrozen between steps"] = run.lost()
-    found["frozen before step"] = run.lost(run.freeze, without="down")
-    found["still frozen"] = run.lost(without="down")
-    found["unfrozen before step"] = run.lost(lambda: run.freeze(False), without="down")
-    found["at last"] = run.lost()
-    return found
+    results["unfrozen between steps"] = run.lost()
+    results["frozen before step"] = run.lost(run.freeze, without="down")
+    results["still frozen"] = run.lost(without="down")
+    results["unfrozen before step"] = run.lost(lambda: run.freeze(False), without="down")
+    results["at last"] = run.lost()
+    return results
 
 
 def loaded(method: str, rank: int) -> dict[str, float]:
     """A checkpoint that is loaded, a group that is made anew: between a backward and its step."""
-    run, found = Run(method, rank), {}
+    run, results = Run(method, rank), {}
     run.train(3)
     saved = tree_map_only(Tensor, torch.clone, run.optimizer.state_dict())
     run.train(2)
-    found["load_state_dict"] = run.lost(lambda: run.optimizer.load_state_dict(saved))
-    found["after it"] = run.lost()
-    found["rebind"] = run.lost(lambda: run.optimizer.rebind(dist.new_group()))
-    found["after that"] = run.lost()
-    found["consolidate_state"] = run.lost(run.optimizer.consolidate_state)
-    found["state_dict"] = run.lost(run.optimizer.state_dict)
-    return found
+    results["load_state_dict"] = run.lost(lambda: run.optimizer.load_state_dict(saved))
+    results["after it"] = run.lost()
+    results["rebind"] = run.lost(lambda: run.optimizer.rebind(dist.new_group()))
+    results["after that"] = run.lost()
+    results["consolidate_state"] = run.lost(run.optimizer.consolidate_state)
+    results["state_dict"] = run.lost(run.optimizer.state_dict)
+    return results
 
 
 def discarded(method: str, rank: int) -> dict[str, float]:
     """A backward whose gradients are thrown away, and one whose gradients are added to."""
-    run, found = Run(method, rank), {}
+    run, results = Run(method, rank), {}
     run.train(3)
     for name, clear in {
         "None": run.optimizer.zero_grad,
@@ -169,33 +169,33 @@ def discarded(method: str, rank: int) -> dict[str, float]:
         run.optimizer.zero_grad()
         run.backward()
         clear()
-        found[f"discarded, {name}"] = run.lost_of(run.backward(), lambda: None)
-        found[f"after it, {name}"] = run.lost()
+        results[f"discarded, {name}"] = run.lost_of(run.backward(), lambda: None)
+        results[f"after it, {name}"] = run.lost()
     run.optimizer.zero_grad()
     first = run.backward()
-    found["added up"] = run.lost_of({n: g + first[n] for n, g in run.backward().items()}, lambda: None)
+    results["added up"] = run.lost_of({n: g + first[n] for n, g in run.backward().items()}, lambda: None)
     run.optimizer.zero_grad()
     run.model.set_requires_gradient_sync(False)
     first = run.backward()
     run.model.set_requires_gradient_sync(True)
-    found["kept back"] = run.lost_of({n: g + first[n] for n, g in run.backward().items()}, lambda: None)
+    results["kept back"] = run.lost_of({n: g + first[n] for n, g in run.backward().items()}, lambda: None)
     run.optimizer.zero_grad()
     run.backward(), run.optimizer.zero_grad(set_to_none=False), run.backward(), run.optimizer.zero_grad()
-    found["twice discarded"] = run.lost_of(run.backward(), lambda: None)
+    results["twice discarded"] = run.lost_of(run.backward(), lambda: None)
     left = run.applied()  # by the step before, and not set to zero after it
-    found["left over"] = run.lost_of({n: g + left[n] for n, g in run.backward().items()}, lambda: None)
-    return found
+    results["left over"] = run.lost_of({n: g + left[n] for n, g in run.backward().items()}, lambda: None)
+    return results
 
 
 def zeroed(method: str, rank: int) -> bool:
     """Gradients that are set to zero between a backward and its step: nothing was sent, nothing is held back."""
     run = Run(method, rank)
     run.train(3)
-    before = run.owed()
+    before = run.mean_residuals()
     run.backward()
     run.optimizer.zero_grad(set_to_none=False)
     run.optimizer.step()
-    after = run.owed()
+    after = run.mean_residuals()
     return all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -221,20 +221,20 @@ def in_half(method: str, rank: int) -> float:
 
 def one_by_one(method: str, rank: int) -> dict[str, float]:
     """Of a module's parameters one without its gradient: before another backward, and before the step."""
-    run, found = Run(method, rank), {}
+    run, results = Run(method, rank), {}
     run.train(3)
     run.optimizer.zero_grad()
     first = run.backward()
     run.model.down.weight.grad = None
     second = run.backward()
     both = {n: g if n == "down.weight" else g + first[n] for n, g in second.items()}
-    found["cleared before a backward"] = run.lost_of(both, lambda: None)
+    results["cleared before a backward"] = run.lost_of(both, lambda: None)
 
     def clear() -> None:
         run.model.down.weight.grad = None
 
-    found["cleared before the step"] = run.lost(clear, without="down.weight")
-    return found
+    results["cleared before the step"] = run.lost(clear, without="down.weight")
+    return results
 
 
 def left_over(method: str, rank: int) -> bool:
@@ -246,20 +246,20 @@ def left_over(method: str, rank: int) -> bool:
     for run in runs:
         run.backward()
         run.optimizer.step()
-    owed = [run.owed() for run in runs]
+    mean_residuals = [run.mean_residuals() for run in runs]
     dense = sum(p.numel() * p.element_size() for p in runs[0].uncut.parameters())
     assert [run.optimizer.stats.bytes_dense for run in runs] == [dense] * 2
-    return all(torch.equal(owed[0][name], owed[1][name]) for name in owed[0])
+    return all(torch.equal(mean_residuals[0][name], mean_residuals[1][name]) for name in mean_residuals[0])
 
 
 def all_of(rank: int, method: str) -> dict[str, float]:
-    found = {**frozen(method, rank), **loaded(method, rank), **discarded(method, rank), **one_by_one(method, rank)}
-    found |= {"zeroed": float(not zeroed(method, rank)), "left over is sent": float(not left_over(method, rank))}
-    return {**found, "added up in one half": in_half(method, rank)}
+    results = {**frozen(method, rank), **loaded(method, rank), **discarded(method, rank), **one_by_one(method, rank)}
+    results |= {"zeroed": float(not zeroed(method, rank)), "left over is sent": float(not left_over(method, rank))}
+    return {**results, "added up in one half": in_half(method, rank)}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_is_lost_and_nothing_is_sent_twice(method):
     bound = 1e-6 if "int8" in method or "bfloat16" in method else 1e-12
-    for found in run_ranks(all_of, 2, method):
-        assert max(found.values()) < bound, {name: far for name, far in found.items() if far >= bound}
+    for results in run_ranks(all_of, 2, method):
+        assert max(results.values()) < bound, {name: far for name, far in results.items() if far >= bound}

@@ -30,7 +30,7 @@ def ran() -> dict[str, dict]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_reduce_scatter_has_the_bits_of_the_cpu_and_the_host_reads_only_how_large_the_union_is(name):
-    found = ran()[name]
-    assert found["differs"] == [] and found["mixed"] == {}
-    assert found["looks"] == {} and found["reads"] == 2 * found["steps"]
-    assert found["owed"] == (name in ("float32", "rounded"))
+    results = ran()[name]
+    assert results["differs"] == [] and results["mixed"] == {}
+    assert results["looks"] == {} and results["reads"] == 2 * results["steps"]
+    assert results["owed"] == (name in ("float32", "rounded"))

@@ -25,17 +25,17 @@ every_length = pytest.mark.parametrize("n", LENGTHS)
 
 
 def by_definition(x: torch.Tensor) -> torch.Tensor:
-    """What arrives of one row of x."""
+    """Return one row of x as it arrives."""
     x = x.double()
     level = torch.where(x.abs() >= x.square().mean().sqrt(), 3.0, 1.0).double() * torch.where(x < 0, -1.0, 1.0)
     return (x @ level) / (level @ level) * level
 
 
 def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What arrives of rows of x, the codes, and what was dropped."""
-    codes, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
-    quantize_rows(x, (RowSpan(0, 0, x.numel()),), codes, scales, dropped, (), Scratch(), 2)
-    return dequantize_rows(codes, scales, torch.empty_like(x)), codes, dropped
+    """Return rows of x as they arrive, the quantized values, and the rounding errors."""
+    quantized, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
+    quantize_rows(x, (RowSpan(0, 0, x.numel()),), quantized, scales, dropped, (), Scratch(), 2)
+    return dequantize_rows(quantized, scales, torch.empty_like(x)), quantized, dropped
 
 
 def gaussian(rows: int) -> torch.Tensor:
@@ -46,9 +46,9 @@ def gaussian(rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_levels_and_scales_are_those_of_the_definition(rows, dtype):
     x = (gaussian(rows) * torch.logspace(-20, 20, rows).unsqueeze(1)).to(dtype)
-    got, codes, dropped = rounded(x)
+    got, quantized, dropped = rounded(x)
     wanted = torch.stack([by_definition(row) for row in x])
-    assert set(codes.unique().tolist()) == {-3, -1, 1, 3}
+    assert set(quantized.unique().tolist()) == {-3, -1, 1, 3}
     near = x.abs() - x.double().square().mean(1, keepdim=True).sqrt()  # a last bit may decide which level it is
     clear = (near.abs() > 1e-5 * x.abs()).all(1)
     assert clear.float().mean() > 0.9
@@ -96,27 +96,27 @@ def test_a_row_whose_scale_is_too_small_becomes_zeros(dtype):
 
 def test_zeros_have_the_level_of_their_sign():
     x = torch.tensor([[5.0, -5.0, 0.0, -0.0] * (ROW // 4)])
-    got, codes, dropped = rounded(x)
-    assert codes.view(-1, 4).unique(dim=0).tolist() == [[3, -3, 1, -1]]
+    got, quantized, dropped = rounded(x)
+    assert quantized.view(-1, 4).unique(dim=0).tolist() == [[3, -3, 1, -1]]
     assert got[0, 2] == -got[0, 3] > 0 and torch.equal(dropped, x - got)
 
 
 @every_length
 def test_four_codes_lie_in_a_byte(n):
-    codes = 2 * torch.randint(-2, 2, (n,), dtype=torch.int8, generator=torch.Generator().manual_seed(n)) + 1
+    quantized = 2 * torch.randint(-2, 2, (n,), dtype=torch.int8, generator=torch.Generator().manual_seed(n)) + 1
     packed = torch.full((packed_bytes(n, 2),), 99, dtype=torch.int8)
     assert len(packed) == -(-n // 4)
-    pack_int2(codes, packed)
+    pack_int2(quantized, packed)
     byte, quarter = packed.view(torch.uint8).tolist(), len(packed)
-    assert codes.tolist() == [2 * (byte[i % quarter] // 4 ** (i // quarter) % 4) - 3 for i in range(n)]
-    assert torch.equal(unpack_int2(packed, torch.full((n,), 99, dtype=torch.int8)), codes)
+    assert quantized.tolist() == [2 * (byte[i % quarter] // 4 ** (i // quarter) % 4) - 3 for i in range(n)]
+    assert torch.equal(unpack_int2(packed, torch.full((n,), 99, dtype=torch.int8)), quantized)
 
 
 def test_every_byte():
     packed = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8)
-    codes = unpack_int2(packed, torch.empty(1024, dtype=torch.int8))
+    quantized = unpack_int2(packed, torch.empty(1024, dtype=torch.int8))
     back = torch.empty_like(packed)
-    pack_int2(codes, back)
+    pack_int2(quantized, back)
     assert torch.equal(back, packed)
 
 
@@ -143,18 +143,18 @@ def test_the_mean_beside_every_length(n, ranks):
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_what_is_owed_stays_bounded(ranks):
     """The same message sent again and again arrives whole, on average, though one has 2 bits."""
-    lengths, owed, arrived = [1000, 7], None, torch.zeros(1007)
+    lengths, residuals, arrived = [1000, 7], None, torch.zeros(1007)
     meant = [payload.body.clone() for payload in payloads(ranks, lengths, bits=2)]
     for _ in range(60):
         sent = payloads(ranks, lengths, bits=2)
         for rank, payload in enumerate(sent):
-            payload.body.copy_(meant[rank] if owed is None else meant[rank] + owed[rank])
+            payload.body.copy_(meant[rank] if residuals is None else meant[rank] + residuals[rank])
         answer(sent)
-        owed = [payload.dropped.clone() for payload in sent]
+        residuals = [payload.dropped.clone() for payload in sent]
         arrived += sent[0].body
     mean = torch.stack(meant).mean(0)
     assert float((arrived / 60 - mean).norm() / mean.norm()) < 0.05
-    assert float(torch.stack(owed).mean(0).norm()) < 3 * float(mean.norm())
+    assert float(torch.stack(residuals).mean(0).norm()) < 3 * float(mean.norm())
 
 
 @pytest.mark.parametrize("cls", [compopt.RadiusAdamW, compopt.SeparateAdam, compopt.ScapeAdamS, compopt.TagcAdamW])

@@ -25,19 +25,19 @@ def decoded(packed: torch.Tensor, n: int) -> torch.Tensor:
 
 @every_length
 def test_two_codes_lie_in_a_byte(n):
-    codes = torch.randint(-7, 8, (n,), dtype=torch.int8, generator=torch.Generator().manual_seed(n))
+    quantized = torch.randint(-7, 8, (n,), dtype=torch.int8, generator=torch.Generator().manual_seed(n))
     packed = torch.full((packed_bytes(n, 4),), 99, dtype=torch.int8)
     assert len(packed) == (n + 1) // 2
-    pack_int4(codes, packed)
-    assert torch.equal(decoded(packed, n), codes)
-    assert torch.equal(unpack_int4(packed, torch.full((n,), 99, dtype=torch.int8)), codes)
+    pack_int4(quantized, packed)
+    assert torch.equal(decoded(packed, n), quantized)
+    assert torch.equal(unpack_int4(packed, torch.full((n,), 99, dtype=torch.int8)), quantized)
 
 
 def test_every_pair_of_codes():
     first, second = torch.cartesian_prod(*2 * [torch.arange(-7, 8, dtype=torch.int8)]).t()
-    codes, packed = torch.cat([first, second]), torch.empty(225, dtype=torch.int8)
-    pack_int4(codes, packed)
-    assert len(packed.unique()) == 225 and torch.equal(unpack_int4(packed, torch.empty_like(codes)), codes)
+    quantized, packed = torch.cat([first, second]), torch.empty(225, dtype=torch.int8)
+    pack_int4(quantized, packed)
+    assert len(packed.unique()) == 225 and torch.equal(unpack_int4(packed, torch.empty_like(quantized)), quantized)
 
 
 def arrived(message: torch.Tensor, mean: QuantizedMean, number: int) -> torch.Tensor:
@@ -45,11 +45,11 @@ def arrived(message: torch.Tensor, mean: QuantizedMean, number: int) -> torch.Te
     chunk, words = mean.layout.chunks[number], mean.fields
     numbers = message[: 4 * (words + mean.layout.max_rows)].view(torch.float32)
     n = chunk.stop - chunk.start
-    codes = decoded(message[4 * (words + mean.layout.max_rows) :].view(torch.int8)[: packed_bytes(n, 4)], n)
+    quantized = decoded(message[4 * (words + mean.layout.max_rows) :].view(torch.int8)[: packed_bytes(n, 4)], n)
     values = torch.empty(n)
     for at, row, length in chunk.spans:
         scales = numbers[words + row : words + row + count_rows(length)].repeat_interleave(ROW)[:length]
-        values[at : at + length] = codes[at : at + length] * scales
+        values[at : at + length] = quantized[at : at + length] * scales
     return values
 
 
@@ -121,6 +121,6 @@ def test_the_mean_is_unbiased(ranks):
         answer(made)
         errors.append(made[0].body - x)
     errors = torch.stack(errors)
-    moving = errors.std(0) > 0.3 * errors.std(0).max()
-    z = (errors.mean(0) / errors.std(0) * 600**0.5)[moving]
+    shifting = errors.std(0) > 0.3 * errors.std(0).max()
+    z = (errors.mean(0) / errors.std(0) * 600**0.5)[shifting]
     assert z.abs().max() < 5 and float(z.square().mean()) == pytest.approx(1, abs=0.35)

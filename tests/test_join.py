@@ -26,7 +26,7 @@ def loss_of(model, x: torch.Tensor) -> torch.Tensor:
 
 
 def are_equal(params) -> bool:
-    """Whether all ranks hold the same."""
+    """Return True if all ranks hold the same."""
     mine = torch.cat([p.detach().double().view(-1) for p in params])
     other = mine.clone()
     dist.broadcast(other, 0)
@@ -37,7 +37,7 @@ def are_equal(params) -> bool:
 
 def every_class(rank: int, batches: tuple[int, ...]) -> dict[str, tuple[bool, bool, int]]:
     """Replicas equal after a Join, and after some more steps without one; and how many steps were taken."""
-    found = {}
+    results = {}
     for case in [*CASES, *FORMS]:
         torch.manual_seed(0)
         ddp = DDP(Small(), find_unused_parameters=True)
@@ -54,15 +54,15 @@ def every_class(rank: int, batches: tuple[int, ...]) -> dict[str, tuple[bool, bo
             optimizer.step()
         if isinstance(optimizer, compopt.LocalSteps):
             optimizer.end_round()
-        found[case.name] = after, are_equal(ddp.parameters()), steps
+        results[case.name] = after, are_equal(ddp.parameters()), steps
         del optimizer, ddp
-    return found
+    return results
 
 
 @pytest.mark.parametrize("ranks", BATCHES)
 def test_every_class_ends_with_equal_replicas_however_much_data_ranks_have(ranks):
-    for found in run_ranks(every_class, ranks, BATCHES[ranks]):
-        assert found == {case.name: (True, True, 5) for case in [*CASES, *FORMS]}
+    for results in run_ranks(every_class, ranks, BATCHES[ranks]):
+        assert results == {case.name: (True, True, 5) for case in [*CASES, *FORMS]}
 
 
 class Linear(nn.Module):
@@ -92,7 +92,7 @@ FORMS_OF = [("Average", {}), ("Separate", {}), ("LocalSteps", {}), ("LocalSteps"
 
 def books(rank: int, batches: tuple[int, ...], with_ddp: bool, divide: bool) -> list[float]:
     """How far what all ranks moved, and what they hold back, is from their gradients: relative."""
-    found = []
+    results = []
     for name, options in FORMS_OF:
         if name == "LocalSteps" and not divide:
             continue
@@ -119,13 +119,13 @@ def books(rank: int, batches: tuple[int, ...], with_ddp: bool, divide: bool) -> 
             optimizer.end_round()
         entry = optimizer.state_dict()["state"][0]
         residual = entry["outer"]["optimizer"]["residual"] if name == "LocalSteps" else entry["residual"]
-        owed = residual.double() / len(batches)
-        for tensor in (total, owed):
+        residuals = residual.double() / len(batches)
+        for tensor in (total, residuals):
             dist.all_reduce(tensor)
-        error = (start - p.detach() + owed - total).norm() / total.norm()
-        found.append(float(error))
+        error = (start - p.detach() + residuals - total).norm() / total.norm()
+        results.append(float(error))
         del model, optimizer, linear, p
-    return found
+    return results
 
 
 @pytest.mark.filterwarnings("ignore:.*is incomplete")
@@ -138,7 +138,7 @@ def test_nothing_that_a_rank_computed_is_lost(with_ddp, divide):
 
 def schedules(rank: int, batches: tuple[int, ...]) -> list[tuple[bool, float, int]]:
     """With a scheduler that only ranks with data step: equal replicas, the last learning rate, calls after steps."""
-    found = []
+    results = []
     for name in ("RadiusAdamW", "LocalSteps"):
         torch.manual_seed(0)
         ddp = DDP(Small(), find_unused_parameters=True)
@@ -156,13 +156,13 @@ def schedules(rank: int, batches: tuple[int, ...]) -> list[tuple[bool, float, in
                 loss_of(ddp, batch(rank, step)).backward()
                 optimizer.step()
                 scheduler.step()
-        found.append((are_equal(ddp.parameters()), float(optimizer.param_groups[0]["lr"]) / first, len(calls)))
-    return found
+        results.append((are_equal(ddp.parameters()), float(optimizer.param_groups[0]["lr"]) / first, len(calls)))
+    return results
 
 
 def test_a_rank_without_data_follows_the_schedule_of_the_others():
-    for found in run_ranks(schedules, 2, BATCHES[2]):
-        for same, share, calls in found:
+    for results in run_ranks(schedules, 2, BATCHES[2]):
+        for same, share, calls in results:
             assert same and share < 1 / 4 and calls == 5
 
 
@@ -181,15 +181,15 @@ def leaves_out(rank: int, batches: tuple[int, ...]) -> tuple[list[float], float]
 
 
 def test_a_tensor_that_all_ranks_with_data_leave_out_takes_no_step():
-    """What a rank without data owes of it waits for the next gradient, as it does outside a join."""
-    for steps, owed in run_ranks(leaves_out, 2, BATCHES[2]):
-        assert steps == [5, 3] and owed > 0
+    """A rank without data keeps its residual until the next gradient, as outside a join."""
+    for steps, residuals in run_ranks(leaves_out, 2, BATCHES[2]):
+        assert steps == [5, 3] and residuals > 0
 
 
 def refusals(rank: int) -> dict[str, str]:
-    found = {}
+    results = {}
 
-    def said(function) -> str:
+    def catch_message(function) -> str:
         with pytest.raises((RuntimeError, ValueError)) as raised:
             function()
         return str(raised.value)
@@ -201,12 +201,12 @@ def refusals(rank: int) -> dict[str, str]:
         with Join([{"ddp": ddp, "optimizer": optimizer}[name] for name in joinables_of]):
             loss_of(ddp, batch(rank, 0)).backward()
 
-    found["alone"] = said(lambda: one_step("ddp"))
-    found["order"] = said(lambda: one_step("optimizer", "ddp"))
+    results["alone"] = catch_message(lambda: one_step("ddp"))
+    results["order"] = catch_message(lambda: one_step("optimizer", "ddp"))
     rounds = make("LocalSteps", [nn.Parameter(torch.ones(4))])
-    found["rounds"] = said(lambda: Join([rounds], divide_by_initial_world_size=False))
-    found["early"] = said(lambda: ends_early(rank))
-    return found
+    results["rounds"] = catch_message(lambda: Join([rounds], divide_by_initial_world_size=False))
+    results["early"] = catch_message(lambda: ends_early(rank))
+    return results
 
 
 def ends_early(rank: int) -> None:
@@ -219,11 +219,11 @@ def ends_early(rank: int) -> None:
 
 
 def test_what_does_not_work_is_refused_with_the_line_to_write():
-    for rank, found in enumerate(run_ranks(refusals, 2)):
-        assert "write `with Join([ddp_model, optimizer]):`" in found["alone"]
-        assert "has to come before its optimizer" in found["order"]
-        assert "divide_by_initial_world_size=True" in found["rounds"]
-        assert ("exhausted all inputs" if rank == 0 else "Detected at least one rank") in found["early"]
+    for rank, results in enumerate(run_ranks(refusals, 2)):
+        assert "write `with Join([ddp_model, optimizer]):`" in results["alone"]
+        assert "has to come before its optimizer" in results["order"]
+        assert "divide_by_initial_world_size=True" in results["rounds"]
+        assert ("exhausted all inputs" if rank == 0 else "Detected at least one rank") in results["early"]
 
 
 def test_every_optimizer_is_joinable():

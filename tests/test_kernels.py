@@ -62,9 +62,9 @@ def test_bits(device, n):
 def test_positions(device, size, density):
     bits, index, sizes = Draw(device).masks(density)
     blocks = kernels.Blocks(LENGTHS, device, size)
-    found = kernels.positions(blocks, bits, kernels.block_offsets(blocks, bits), sizes)
-    assert [f.dtype for f in found] == [torch.int32] * len(LENGTHS)
-    close(found, [i.int() for i in index])
+    results = kernels.positions(blocks, bits, kernels.block_offsets(blocks, bits), sizes)
+    assert [f.dtype for f in results] == [torch.int32] * len(LENGTHS)
+    close(results, [i.int() for i in index])
 
 
 @pytest.mark.parametrize("size, dtype", [(256, torch.float32), (1024, torch.bfloat16), (1024, torch.float16)])
@@ -197,7 +197,7 @@ def test_factored(device, tile, grad, rounds):
     betas, shares = HYPER["betas"], dict(of_average=-0.5, of_sent=0.7, of_grad=0.3)
     expected = []
     for n, (height, width) in enumerate([(40, 48), (7, 19), (64, 33)]):
-        R, p, own = (draw.one(size * r).view(r, size).t() for size in (height, width, width))
+        R, p, local = (draw.one(size * r).view(r, size).t() for size in (height, width, width))
         R = R.contiguous() if n == 1 else R
         w, m, e = (draw.one(height * width) for _ in range(3))
         v, g = draw.one(height * width).square(), None if n == 2 else draw.one(height * width, grad)
@@ -206,11 +206,11 @@ def test_factored(device, tile, grad, rounds):
         state = [x.clone() for x in (w, m, v, e)]
         rows.append(
             kernels.FactoredRow(
-                height, width, r, R, *R.stride(), p.t().contiguous().view(-1), own.t().contiguous().view(-1),
+                height, width, r, R, *R.stride(), p.t().contiguous().view(-1), local.t().contiguous().view(-1),
                 w, m, v, step, e, dropped, g, public,
             )
         )  # fmt: skip
-        sent = own if dropped is None else own - dropped.view(r, width).t()
+        sent = local if dropped is None else local - dropped.view(r, width).t()
         average = -0.5 * (R @ p.t()).reshape(-1)
         was = 0 if g is None else g.float()
         reference.adamw_(state[0], average, state[1], state[2], 3.0, **HYPER)
@@ -255,7 +255,7 @@ def test_elias_fano_code(device, density):
     words = torch.zeros((shards.shards[-1].last_byte + 3) // 4, dtype=torch.int32, device=device)
     code = torch.zeros((2 * shards.message_bytes + 3) // 4, dtype=torch.int32, device=device)
     messages = code.view(torch.uint8)
-    whole, coded, expected, rows = [], [], [], []
+    whole, encoded, expected, rows = [], [], [], []
     for rank, shard in enumerate(shards.shards):
         n = 8 * (shard.nbytes)
         flags = torch.zeros(n, dtype=torch.bool)
@@ -263,10 +263,10 @@ def test_elias_fano_code(device, density):
         bits, whole = reference.pack_bits(flags), [*whole, flags]
         upper, row_bits, low = code_layout(shard)
         message = messages[rank * shards.message_bytes : (rank + 1) * shards.message_bytes]
-        coded.append(kernels.EncodeRow(n, bits.to(device), 8 * rank * shards.message_bytes, upper, row_bits, low))
+        encoded.append(kernels.EncodeRow(n, bits.to(device), 8 * rank * shards.message_bytes, upper, row_bits, low))
         expected.append(encode_mask(flags.nonzero().view(-1), bits, shards, rank))
         rows.append(kernels.DecodeRow(upper, message, 8 * shard.first_byte, row_bits, low))
-    kernels.encode_masks(kernels.Blocks([row.n for row in coded], device, 1024), coded, code)
+    kernels.encode_masks(kernels.Blocks([row.n for row in encoded], device, 1024), encoded, code)
     assert torch.equal(messages[: 2 * shards.message_bytes].cpu(), torch.cat(expected))
     kernels.decode_masks(kernels.Blocks([row.upper for row in rows], device, 1024), rows, words)
     assert torch.equal(
@@ -289,8 +289,8 @@ def test_offsets_beyond_two_to_the_31(device):
     kernels.compact(blocks, [bits], starts, [g], [part], mark, [None], 1.0, 1.0)
     index = torch.arange(tail, device=device).view(-1, 8)[:, [0, 7]].reshape(-1)
     assert torch.equal(part, g[-tail:].index_select(0, index).float()) and mark.item() == 1
-    (found,) = kernels.positions(blocks, [bits], starts, [len(part)])
-    assert found.dtype == torch.int64 and torch.equal(found, index + 2**31)
+    (results,) = kernels.positions(blocks, [bits], starts, [len(part)])
+    assert results.dtype == torch.int64 and torch.equal(results, index + 2**31)
 
 
 def test_every_kernel_compiles_for_a_gpu():
@@ -304,13 +304,13 @@ def test_the_benchmark_runs_every_kernel(device, capsys, monkeypatch):
     spec = importlib.util.spec_from_file_location("gpu_kernels", Path(__file__).parent.parent / "bench/gpu_kernels.py")
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
-    found = bench.operations(1 << 13, device)
-    for operation in found.values():
+    results = bench.operations(1 << 13, device)
+    for operation in results.values():
         operation.run()
-    kinds = {name.split()[0] for name in found}
+    kinds = {name.split()[0] for name in results}
     assert kinds == {"copy", "pack_bits", "unpack_bits", "block_offsets", "positions", "compact", "adamw", "scape",
                      "top_k", "encode_masks", "decode_masks", "factored"}  # fmt: skip
-    assert all(operation.nbytes > 0 for operation in found.values())
+    assert all(operation.nbytes > 0 for operation in results.values())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_kernels.py"])
     bench.main()

@@ -23,7 +23,7 @@ NATIVE = ("", "portable")  # all that this processor has, and none; what is betw
 
 @pytest.fixture(params=["triton", *NATIVE], ids=["triton", "native", "portable"])
 def mean(request, device) -> Callable:
-    """What is held against ``QuantizedMean``: on a GPU Triton's kernels alone."""
+    """Return what is held against ``QuantizedMean``: on a GPU Triton's kernels alone."""
     if request.param == "triton":
         pytest.importorskip("compopt_kernels", reason="needs triton")
         from compopt._ops.triton.backend import make_mean
@@ -41,7 +41,7 @@ def library_of(isa: str):
 
 
 def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, bits: int, odd: bool = False) -> tuple:
-    """What ranks end with: the averaged payloads, and what was dropped. And the messages of both stages."""
+    """Return what ranks end with: the averaged payloads, and what was dropped. And the messages of both stages."""
     random, payloads = torch.Generator().manual_seed(ranks), []
     for rank in range(ranks):
         flat = torch.randn(sum(WORDS) + sum(lengths), generator=random) * 10.0 ** (rank - 1)
@@ -72,7 +72,7 @@ def test_the_mean_has_the_references_bits(mean, device, lengths, ranks, bits):
 
 @pytest.fixture
 def memory_is_full():
-    """What is not written of new memory reads as all ones, not as the zeros that it often is."""
+    """Fill new memory with ones, which it often has as zeros, so that a test sees what was not written."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -102,13 +102,13 @@ def test_rows_out_of_the_ordinary(mean, device, bits):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_threads_change_nothing(mean, device, bits):
     lengths = (3 * ROW + 5, 70, 40 * ROW)
-    alone = exchanged(mean, device, lengths, 2, bits)
+    single = exchanged(mean, device, lengths, 2, bits)
     torch.set_num_threads(3)
     try:
         many = exchanged(mean, device, lengths, 2, bits)
     finally:
         torch.set_num_threads(1)
-    assert all(map(torch.equal, (*alone[0], *alone[1]), (*many[0], *many[1])))
+    assert all(map(torch.equal, (*single[0], *single[1]), (*many[0], *many[1])))
 
 
 def test_what_they_cannot_take_is_left_to_the_reference(mean, device):
@@ -125,18 +125,18 @@ def test_what_they_cannot_take_is_left_to_the_reference(mean, device):
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("isa", NATIVE, ids=["native", "portable"])
 def test_a_chunk_alone_has_the_references_codes(isa, lengths, dtype, bits):
-    """What is left is written over the values."""
+    """The rounding errors are written over the values."""
     library = library_of(isa)
     (chunk,) = row_layout(lengths, 1).chunks
     values = torch.randn(chunk.stop, generator=torch.Generator().manual_seed(2)).to(dtype)
-    found = []
+    results = []
     for encode, decode in (
         (quantization.quantize_chunk, quantization.dequantize_chunk),
         (functools.partial(native.quantize, library), functools.partial(native.dequantize, library)),
     ):
         x, out, scratch = values.clone(), torch.empty_like(values), Scratch()
-        scales, codes = torch.zeros(chunk.rows), torch.zeros(packed_bytes(chunk.stop, bits), dtype=torch.int8)
-        encode(x, chunk, scales, codes, (3, 1), scratch, bits)
-        decode(scales, codes, chunk, out, scratch, bits)
-        found.append((x, scales, codes, out))
-    assert all(map(torch.equal, *found))
+        scales, quantized = torch.zeros(chunk.rows), torch.zeros(packed_bytes(chunk.stop, bits), dtype=torch.int8)
+        encode(x, chunk, scales, quantized, (3, 1), scratch, bits)
+        decode(scales, quantized, chunk, out, scratch, bits)
+        results.append((x, scales, quantized, out))
+    assert all(map(torch.equal, *results))

@@ -36,9 +36,9 @@ def gradients(params: list[torch.Tensor], step: int, rank: int) -> list[torch.Te
 def train(optimizer: torch.optim.Optimizer, steps: range, rank: int, averaged: bool) -> torch.Tensor:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for step in steps:
-        own = gradients(params, step, rank)
-        both = [(a + b) / 2 for a, b in zip(own, gradients(params, step, 1 - rank), strict=True)]
-        for p, g in zip(params, both if averaged else own, strict=True):
+        local = gradients(params, step, rank)
+        both = [(a + b) / 2 for a, b in zip(local, gradients(params, step, 1 - rank), strict=True)]
+        for p, g in zip(params, both if averaged else local, strict=True):
             p.grad = g.to(p.dtype)
         optimizer.step()
     return nn.utils.parameters_to_vector(params).detach().double()
@@ -56,19 +56,19 @@ def late(rank: int, folder: str) -> dict[str, list]:
         train(optimizer, range(2), 0, averaged=False)  # alone: two steps, of the same data on all ranks
     dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2, timeout=FOREVER)
     wanted = train(made["AdamW"], range(2, 5), rank, averaged=True)
-    found = {}
+    results = {}
     for name in list(MAKE)[:-1]:
         got = train(made[name], range(2, 5), rank, averaged=False)
         theirs = got.clone()
         dist.broadcast(theirs, 0)
         sizes = [entry["exp_avg"].numel() for entry in made[name].state.values()]
-        found[name] = [
+        results[name] = [
             made[name].comm.size,
             float((got - theirs).abs().max()),
             float((got - wanted).abs().max()),
             sizes,
         ]
-    return found
+    return results
 
 
 def test_ranks_that_meet_after_the_optimizer_was_made(tmp_path):

@@ -1,4 +1,4 @@
-"""What a steady step asks of an accelerator, as bench/launches.py counts it: a wait that is added shows."""
+"""Calls of a steady step on an accelerator, as bench/launches.py counts them: a wait that is added shows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST = {
 
 
 @functools.cache
-def found() -> dict[str, dict]:
+def measured_run() -> dict[str, dict]:
     """By a process in which Triton is not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(HERE / "launches_run.py")]
@@ -45,23 +45,23 @@ def found() -> dict[str, dict]:
 
 @pytest.mark.parametrize("name", MOST)
 def test_a_steady_step_launches_and_waits_no_more_than_is_said(name):
-    row = found()[name]
+    row = measured_run()[name]
     assert row["launches"] <= MOST[name][0] and row["waits"] == MOST[name][1], row
     assert row["bytes"] > 20 and row["buckets"] == 1
 
 
 @pytest.mark.parametrize("fault", ["a number is asked for", "a copy is waited for"])
 def test_a_wait_that_is_added_is_counted(fault):
-    assert found()[fault]["waits"] == found()["AdamS"]["waits"] + 1
+    assert measured_run()[fault]["waits"] == measured_run()["AdamS"]["waits"] + 1
 
 
 def test_every_row_is_said():
     faults = {"a number is asked for", "a copy is waited for"}
-    assert found().keys() == MOST.keys() | faults | {"buckets", "bucket by bucket", "TAGC .9875"}
+    assert measured_run().keys() == MOST.keys() | faults | {"buckets", "bucket by bucket", "TAGC .9875"}
 
 
 def test_tagc_waits_three_times_for_all_buckets_and_launches_a_bucket_at_a_time():
-    row = found()["TAGC .9875"]
+    row = measured_run()["TAGC .9875"]
     assert row["buckets"] == 3 and row["waits"] == 3, row
     assert row["launches"] <= 3 * 87, row  # 8 of a bucket are a topk for each of as many ranks
 
@@ -69,13 +69,13 @@ def test_tagc_waits_three_times_for_all_buckets_and_launches_a_bucket_at_a_time(
 @pytest.mark.parametrize("name", ["AdamS", "Radius .4, sparse", "SCAPE .01"])
 def test_a_bucket_more_is_one_launch_more(name):
     """Of the 100 that there may be at 354.8 M parameters, in 25 buckets."""
-    one, more = found()[name], found()["bucket by bucket"][name]
+    one, more = measured_run()[name], measured_run()["bucket by bucket"][name]
     assert more["buckets"] > 4 and more["launches"] - one["launches"] <= more["buckets"] - one["buckets"] + 4
     assert one["launches"] + 24 + 4 <= 100
 
 
 def test_buckets_of_devices_are_few_and_those_of_cpus_as_they_were():
-    most, buckets = found()["buckets"]["most"], found()["buckets"]["all"]
+    most, buckets = measured_run()["buckets"]["most"], measured_run()["buckets"]["all"]
     assert len(buckets) <= 25 and sum(size for _, size in buckets) == 4 * 354_823_168
     assert all(size <= most or count == 1 for count, size in buckets)
     assert 64 * 2**20 <= most <= 128 * 2**20 and bucket_bytes(torch.device("cpu")) == 8 * 2**20

@@ -44,34 +44,34 @@ def import_statements(source: str) -> list[ast.Import | ast.ImportFrom]:
 
 
 def imported(path: Path, root: Path) -> list[tuple[str, ...]]:
-    """What a file imports, wherever in it: the parts of each name, from the package's own root where it is of it."""
-    package, found = path.relative_to(root.parent).parts[:-1], []
+    """Return a file's imports, wherever in it: the parts of each name, from the package's root where it is of it."""
+    package, results = path.relative_to(root.parent).parts[:-1], []
     for node in import_statements(path.read_text()):
         if isinstance(node, ast.Import):
-            found += [tuple(alias.name.split(".")) for alias in node.names]
+            results += [tuple(alias.name.split(".")) for alias in node.names]
         else:
             base = package[: len(package) - node.level + 1] if node.level else ()
             base = (*base, *(node.module.split(".") if node.module else ()))
-            found += [(*base, alias.name) for alias in node.names]
-    return found
+            results += [(*base, alias.name) for alias in node.names]
+    return results
 
 
 def broken_rules(root: Path) -> list[str]:
     """A sentence for every import that goes up or sideways, every stranger, every file that stands in no room."""
-    found = []
+    results = []
     for path in sorted(root.rglob("*.py")):
         here = path.relative_to(root)
         room = here.parts[0].removesuffix(".py")
         if room not in FLOOR_OF:
-            found.append(f"{here} stands in no room: add it to FLOORS")
+            results.append(f"{here} stands in no room: add it to FLOORS")
             continue
         for name in imported(path, root):
             other = name[1] if name[0] == "compopt" and len(name) > 1 else room
             if other != room and FLOOR_OF.get(other, FLOOR_OF[room] + 1) <= FLOOR_OF[room]:
-                found.append(f"{here} imports {'.'.join(name)}, which does not stand below it")
+                results.append(f"{here} imports {'.'.join(name)}, which does not stand below it")
             if name[:2] == ("torch", "distributed") and not TALKS & {str(here), here.parts[0]}:
-                found.append(f"{here} imports torch.distributed: only _wire/collectives.py and the tools do")
-    return found
+                results.append(f"{here} imports torch.distributed: only _wire/collectives.py and the tools do")
+    return results
 
 
 def test_imports_go_down():
@@ -135,8 +135,8 @@ def test_a_forbidden_import_is_found(tmp_path, file, line):
     copy = shutil.copytree(ROOT, tmp_path / "compopt", ignore=shutil.ignore_patterns("__pycache__"))
     with (copy / file).open("a") as source:
         source.write(f"\n{line}\n")
-    found = broken_rules(copy)
-    assert len(found) == 1 and found[0].startswith(file), found
+    results = broken_rules(copy)
+    assert len(results) == 1 and results[0].startswith(file), results
 
 
 def test_every_private_room_says_what_lives_there():

@@ -126,9 +126,9 @@ def test_the_answer_is_an_experts(words):
     assert answer in (advice.compressor, next(r.where for r in advice.rows if r.compressor == advice.compressor)), (
         advice
     )
-    said = advice.recommendation
-    assert ("as they are" in said) == (answer == NONE)
-    assert answer == NONE or "harder tasks lose more" in said
+    output_text = advice.recommendation
+    assert ("as they are" in output_text) == (answer == NONE)
+    assert answer == NONE or "harder tasks lose more" in output_text
 
 
 def test_only_what_keeps_the_accuracy_is_advised():
@@ -180,14 +180,14 @@ def test_lines_can_be_pasted():
 
 
 def test_accuracies_are_those_that_were_measured():
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
     with (RESULTS / "mcbench-quality.csv").open() as file:
         for row in csv.DictReader(file):
             if row["task"] == "digits":
-                found.setdefault(row["compressor"], []).append(float(row["accuracy"]))
-    assert round(statistics.mean(found["w/o"]), 1) == UNCOMPRESSED
+                results.setdefault(row["compressor"], []).append(float(row["accuracy"]))
+    assert round(statistics.mean(results["w/o"]), 1) == UNCOMPRESSED
     for kind in COMPRESSORS.values():
-        assert kind.accuracy == round(statistics.mean(found[kind.label]), 1), kind.label
+        assert kind.accuracy == round(statistics.mean(results[kind.label]), 1), kind.label
 
 
 def measured(grid: str, rate: str) -> dict[str, dict[str, float]]:
@@ -230,11 +230,11 @@ def test_bytes_across_boundaries_are_those_of_our_own_runs():
     with (RESULTS / "mcbench-boundaries.csv").open() as file:
         rows = list(csv.DictReader(file))
     names = {kind.label: name for name, kind in COMPRESSORS.items()} | {"w/o": NONE}
-    found = count_codecs(Layers(256, 4, 128, 8, 4, 4), 1)
+    results = count_codecs(Layers(256, 4, 128, 8, 4, 4), 1)
     assert len(rows) >= 15
     for row in rows:
         name = NONE if row["boundary"] == "0-1" else names[row["compressor"]]  # only the last half is compressed
-        crossing = found[name].crossing
+        crossing = results[name].crossing
         assert float(row["MB_forth"]) == pytest.approx(4 * crossing.forth / 1e6, rel=1e-3, abs=1e-4)
         assert float(row["MB_back"]) == pytest.approx(4 * crossing.back / 1e6, rel=1e-3, abs=1e-4)
 
@@ -243,9 +243,9 @@ def test_a_step_is_computation_then_work_then_waiting():
     grid = advise_layers(
         Layers(64, 4, 32, 2, 2), tensor=2, pipeline=2, link_bits_per_s=1e9, inside_bits_per_s=1e9, step_s=0.6
     ).grid
-    found = count_codecs(grid.work, 2)
+    results = count_codecs(grid.work, 2)
     assert compressible_places(grid) == ("boundaries", "layers", "both")
-    dense = predict_step(grid, found, NONE, "")
+    dense = predict_step(grid, results, NONE, "")
     # Two stages, two micro-batches: three of a micro-batch's 0.3 s, a third of it forward.
     assert dense.compute == pytest.approx(3 * 0.3) and dense.local == 0
     size = 2 * 32 * 64 * 2
@@ -253,15 +253,15 @@ def test_a_step_is_computation_then_work_then_waiting():
     message = grid.between.latency_s + size / grid.between.link_bytes_per_s
     # A stage has two layers, each two exchanges there and two back; three micro-batches, and one crosses and returns.
     assert dense.exchange == pytest.approx(3 * 2 * (2 + 2) * one + 2 * message, rel=1e-6)
-    both = predict_step(grid, found, "TopK, 1/40", "both")
+    both = predict_step(grid, results, "TopK, 1/40", "both")
     assert both.compute == dense.compute and both.local > 0
-    layers = predict_step(grid, found, "TopK, 1/40", "layers")
+    layers = predict_step(grid, results, "TopK, 1/40", "layers")
     assert layers.local < both.local
-    work = found["TopK, 1/40"].exchange
-    own = work.forward.seconds(grid.speed) + work.backward.seconds(grid.speed)
-    assert layers.local == pytest.approx(2 * 2 * 2 * own, rel=1e-6)  # of both micro-batches, as below
+    work = results["TopK, 1/40"].exchange
+    local_part = work.forward.seconds(grid.speed) + work.backward.seconds(grid.speed)
+    assert layers.local == pytest.approx(2 * 2 * 2 * local_part, rel=1e-6)  # of both micro-batches, as below
     # Of the second stage's layers: values and positions, all ranks' are gathered in place of an all-reduce.
-    sent = found["TopK, 1/40"].exchange.gathered
+    sent = results["TopK, 1/40"].exchange.gathered
     gathers = sum(grid.inside.latency_s + size / grid.inside.link_bytes_per_s for size in sent)
     assert len(sent) == 2 and layers.exchange == pytest.approx(
         dense.exchange - 2 * 2 * 2 * (one - gathers), rel=1e-6
@@ -271,11 +271,11 @@ def test_a_step_is_computation_then_work_then_waiting():
 def test_halves_of_the_layers():
     """The first stage of two is never compressed; with one stage it is half of it."""
     work = Layers(64, 4, 32, 2, 2)
-    found = count_codecs(work, 2)
+    results = count_codecs(work, 2)
     slow = {"inside_bits_per_s": 1e7, "inside_latency_s": 0.0, "step_s": 1e-3}
     whole = advise_layers(work, tensor=2, pipeline=1, **slow)
     size = 2 * 32 * 64 * 2
-    bits = found["Quantize, 8 bits"].exchange.gathered[0]
+    bits = results["Quantize, 8 bits"].exchange.gathered[0]
     row = next(row for row in whole.rows if row.compressor == "Quantize, 8 bits")
     # Bytes of a rank, two micro-batches: of four layers two send codes to one other, all send gradients.
     assert row.inside == 2 * (2 * 2 * bits + 2 * 2 * size + 4 * 2 * size)

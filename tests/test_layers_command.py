@@ -91,9 +91,9 @@ def test_the_probe_measures_links_inside_and_between_stages(tmp_path):
     assert (stages["tensor"], stages["pipeline"], inside["tensor"], inside["pipeline"]) == (1, 3, 2, 1)
     assert "inside_bits_per_s" not in stages and "link_bits_per_s" not in inside
     assert min(stages["link_bits_per_s"], inside["inside_bits_per_s"]) > 1e6
-    for found in (stages, inside):
-        costs = LayerCosts(**found["costs"])
-        assert costs.alpha > 0 and costs.gamma > 0 and costs.threshold >= 1 and min(found["local"]) > 0
+    for results in (stages, inside):
+        costs = LayerCosts(**results["costs"])
+        assert costs.alpha > 0 and costs.gamma > 0 and costs.threshold >= 1 and min(results["local"]) > 0
     assert LayerCosts(**inside["costs"]).beta > 0
     asked = read_layer_probe(str(tmp_path / "one.json"))
     advice = advise_layers(Layers(64, 6, 32, 1, 3, asked.pop("activation_bytes")), **asked)
@@ -127,8 +127,8 @@ def test_a_mistake_is_a_sentence(line, words):
     error = io.StringIO()
     with redirect_stderr(error), pytest.raises(SystemExit):
         main(line.split())
-    said = error.getvalue().splitlines()[-1]
-    assert words in said and "Traceback" not in error.getvalue()
+    message = error.getvalue().splitlines()[-1]
+    assert words in message and "Traceback" not in error.getvalue()
 
 
 def test_a_file_that_is_none_or_of_another_grid_is_a_sentence(tmp_path):

@@ -67,7 +67,7 @@ def test_survivors_and_newcomers_go_on_from_the_anchors():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pairs = list(zip(optimizers[:2], world.comms, strict=True))
-        world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in pairs])
+        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
         assert all(map(torch.equal, params[0], before))  # what a rank has moved stays
         step(world, params[:2], optimizers[:2], gradients(2, 6))
         step(world, params[:2], optimizers[:2], gradients(2, 7))
@@ -79,7 +79,7 @@ def test_survivors_and_newcomers_go_on_from_the_anchors():
             adamw(own), 4, every_warmup_steps=0, payload_dtype=None, process_group=World(1).comms[0]
         )
         ranks, theirs = [*optimizers[:2], new], [*params[:2], own]
-        world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in zip(ranks, world.comms, strict=True)])
+        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in zip(ranks, world.comms, strict=True)])
     assert all(map(torch.equal, own, params[0]))
     for t in range(8, 12):
         step(world, theirs, ranks, gradients(3, t))
@@ -142,7 +142,7 @@ def test_ranks_that_end_a_round_after_unequal_numbers_of_steps_are_told_so():
     world = optimizers[0].comm.world
     for p, g in zip(params[1], gradients(2, 2)[1], strict=True):
         p.grad = g
-    world.run([optimizers[1].step_in_turns()])
+    world.run([optimizers[1].step_as_generator()])
     with pytest.raises(ValueError, match=r"Rank 0 has taken 2 steps, rank 1 has taken 3 \(group 0\)"):
         end_round(optimizers)
 
@@ -179,7 +179,7 @@ def test_what_a_layer_moved_before_it_was_frozen_is_averaged_too(at, options):
             given[2] = None
         step(world, params, optimizers, grads)
     if options.get("delay"):
-        world.run([optimizer.end_round_in_turns() for optimizer in optimizers])
+        world.run([optimizer.end_round_as_generator() for optimizer in optimizers])
     assert all(map(torch.equal, *params))
     if not options:
         (as_it_was, *_), _ = train(2, at - at % 4)
@@ -307,7 +307,7 @@ def rebind(optimizers, world) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pairs = zip(optimizers, world.comms, strict=True)
-        world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in pairs])
+        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
 
 
 def test_a_rank_that_lacks_an_exchange_takes_it_over_and_does_not_repeat_it():

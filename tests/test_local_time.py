@@ -62,7 +62,7 @@ def _steps(clock, now, params, optimizer, rank, steps, samples, is_round):
     for n in range(steps):
         give(params, optimizer, rank, samples)
         now += 11 * (is_round and n == steps - 1)
-        turns = optimizer.step_in_turns()
+        turns = optimizer.step_as_generator()
         while True:
             clock.now = now
             try:
@@ -209,7 +209,7 @@ def test_time_that_a_rank_waits_is_not_of_the_next_round(clock):
     take_round(clock, world, params, optimizers, [2, 2])
     clock.now += 11
     give(params, optimizers[0], 0)
-    turns = optimizers[0].step_in_turns()
+    turns = optimizers[0].step_as_generator()
     pending = next(turns)
 
     def go_on():
@@ -218,7 +218,7 @@ def test_time_that_a_rank_waits_is_not_of_the_next_round(clock):
 
     clock.now += 100
     give(params, optimizers[1], 1)
-    world.run([go_on(), optimizers[1].step_in_turns()])
+    world.run([go_on(), optimizers[1].step_as_generator()])
     assert [optimizer.stats.phase for optimizer in optimizers] == ["exchanged"] * 2
     take_alone(clock, world, params, optimizers, 0, 1)
 
@@ -295,9 +295,9 @@ def test_the_end_of_a_round_waits_for_all_ranks_and_follows_their_rounds(clock):
         for steps in (4, 2):
             yield from take_steps(clock, params, optimizers[1], 1, steps)
         yield from take_steps(clock, params, optimizers[1], 1, 2, is_round=False)
-        yield from optimizers[1].end_round_in_turns()
+        yield from optimizers[1].end_round_as_generator()
 
-    world.run([optimizers[0].end_round_in_turns(), go_on()])
+    world.run([optimizers[0].end_round_as_generator(), go_on()])
     assert are_equal(params) and [optimizer.stats.round for optimizer in optimizers] == [4, 4]
     before = copy.deepcopy(params[0])
     end_round(optimizers)
@@ -386,7 +386,7 @@ def rebind(world, optimizers) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pairs = zip(optimizers, world.comms, strict=True)
-        world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in pairs])
+        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
 
 
 def test_survivors_keep_their_steps_and_a_new_rank_has_none(clock):

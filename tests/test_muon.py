@@ -369,13 +369,13 @@ def on_two(rank: int) -> tuple[bool, float, float, str]:
     row = fully_shard(Slope(1))
     try:
         compopt.MuonAdamW([("blocks.0.w", row.w)])
-        said = ""
+        message = ""
     except ValueError as error:
-        said = str(error)
-    return torch.equal(flat, of_rank_0), *far, said
+        message = str(error)
+    return torch.equal(flat, of_rank_0), *far, message
 
 
 def test_ddp_averages_for_it_and_fsdp2s_shards_are_stepped_as_a_whole():
-    for is_equal, from_whole, from_rows, said in run_ranks(on_two, 2):
+    for is_equal, from_whole, from_rows, message in run_ranks(on_two, 2):
         assert is_equal and from_whole < 0.02 < 0.2 < from_rows, (from_whole, from_rows)
-        assert "blocks.0.w (1, 48) is sharded over 2 ranks, more than it has rows" in said
+        assert "blocks.0.w (1, 48) is sharded over 2 ranks, more than it has rows" in message

@@ -116,8 +116,8 @@ def test_the_largest_are_found_wherever_one_looks_first(ops, crowd, guess):
         assert (out[1:] > out[:-1]).all()
         assert torch.equal(x.abs()[out.long()].sort().values, x.abs().topk(k).values.sort().values)
         equal = (x.abs() == x.abs()[out.long()].min()).nonzero().view(-1)  # of equal ones the first
-        taken = equal[torch.isin(equal, out.long())]
-        assert torch.equal(taken, equal[: len(taken)])
+        selected = equal[torch.isin(equal, out.long())]
+        assert torch.equal(selected, equal[: len(selected)])
 
 
 @pytest.mark.parametrize("k", [1, 400, 4000, 20_000])
@@ -153,10 +153,10 @@ def test_masks_cross_the_network_as_the_reference_has_them(ops, ranks, density):
         selection = NativeSelection(bucket, ops, shards, rank)
         chosen = [torch.randperm(p.stop - p.start, generator=random)[: p.k].sort().values for p in shard.slices]
         selection.positions.copy_(torch.cat(chosen))
-        own = torch.cat([c + piece.first_bit for c, piece in zip(chosen, shard.slices, strict=True)])
+        local = torch.cat([c + piece.first_bit for c, piece in zip(chosen, shard.slices, strict=True)])
         bits = torch.zeros(shard.nbytes, dtype=torch.uint8)
-        _bits.set_bits_(bits, own)
-        expected = encode_mask(own, bits, shards, rank)
+        _bits.set_bits_(bits, local)
+        expected = encode_mask(local, bits, shards, rank)
         if not shards.is_elias_fano:
             assert len(expected) == shards.message_bytes
         assert torch.equal(selection.encode(), expected)
@@ -182,7 +182,7 @@ BROKEN = {  # what a message of one rank turns into on its way
 @pytest.mark.parametrize("density", [0.01, 0.3])
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_mask_that_is_not_what_was_agreed_is_refused(ops, broken, density):
-    """What another rank sends is not trusted with memory: positions are where they may be, or an error says so."""
+    """Another rank's message is not trusted with memory: positions are where they may be, or an error says so."""
     shards = shard_mask((4096, 0, 40_000), 2, density)
     params = [nn.Parameter(torch.zeros(n, 1)) for n in (40_000, 10, 4096)]
     (bucket,) = compopt.ScapeAdamS(params)._buckets

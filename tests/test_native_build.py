@@ -117,8 +117,8 @@ def test_the_name_says_what_it_was_made_of(monkeypatch, cache, part):
         assert build.build_library(cc, "portable", cache).name.startswith("native-portable-")
         return
     if part == "compiler":
-        said = '[ "$1" = --version ] && echo cc 99 && exit'
-        cc = program(cache / "cc", f'#!/bin/sh\n{said}\nexec {cc} "$@"\n')
+        message = '[ "$1" = --version ] && echo cc 99 && exit'
+        cc = program(cache / "cc", f'#!/bin/sh\n{message}\nexec {cc} "$@"\n')
     elif part == "libc":
         monkeypatch.setattr(build.platform, "libc_ver", lambda: ("musl", "1.2"))
     else:

@@ -91,16 +91,16 @@ def crowds(n: int) -> list[torch.Tensor]:
 def selected(monkeypatch, isa: str) -> list[torch.Tensor]:
     """Positions, masks and guesses for crowds with and without ties, from no guess, a good one and bad ones."""
     monkeypatch.setenv("COMPOPT_NATIVE_ISA", isa)
-    ops, found = NativeOps(), []
+    ops, results = NativeOps(), []
     for x in (x for n in SIZES if n for x in crowds(n)):
         n = len(x)
         for k in sorted({1, n // 100 + 1, n // 3 + 1, n}):
             out = torch.empty(k, dtype=torch.int32)
             for guess in (0.0, 0.5, float(x.abs().kthvalue(n + 1 - k).values) * 0.9, 1e30):
-                found += [torch.tensor(ops.select_top_k(x, k, guess, out), dtype=torch.float64), out.clone()]
-            found.append(ops.top_k_mask(x.abs(), k))
-            found.append(ops.positions(found[-1], n))
-    return found
+                results += [torch.tensor(ops.select_top_k(x, k, guess, out), dtype=torch.float64), out.clone()]
+            results.append(ops.top_k_mask(x.abs(), k))
+            results.append(ops.positions(results[-1], n))
+    return results
 
 
 def test_every_processor_selects_the_same(monkeypatch, isa):
@@ -112,8 +112,8 @@ def test_neon_computes_the_same_bits():
     """In an emulator where this is no ARM machine: every function of vectors.h, and all passes that use them."""
     if missing := check_neon.missing():
         pytest.skip(f"neon: not here: {missing}")
-    found = check_neon.checksums(["portable"])
-    assert set(found) == {"portable", "neon"} and len(set(found.values())) == 1
+    results = check_neon.checksums(["portable"])
+    assert set(results) == {"portable", "neon"} and len(set(results.values())) == 1
 
 
 def test_less_than_there_is_can_be_asked_for_and_nothing_else(monkeypatch):

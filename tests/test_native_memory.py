@@ -1,4 +1,4 @@
-"""What C may read is checked before it does: dtype, layout, device, length; positions and masks while it does."""
+"""Checks of memory before C may read it: dtype, layout, device, length; positions and masks while it does."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_positions_of_another_dtype_are_converted(ops, bucket):
     assert torch.equal(packed(ops, torch.stack([positions.int()] * 2, 1)[:, 0]), expected)
 
 
-@pytest.mark.parametrize("owed", [False, True])
+@pytest.mark.parametrize("residuals", [False, True])
 @pytest.mark.parametrize("negate", [False, True])
 @pytest.mark.parametrize("every", [3, 40])  # read as bits, and as positions
-def test_a_message_is_what_plain_operators_make_of_it(ops, bucket, every, negate, owed):
+def test_a_message_is_what_plain_operators_make_of_it(ops, bucket, every, negate, residuals):
     grads, index = bucket.grads(), [torch.arange(1, N, every, dtype=torch.int32)] * 2
     bits = torch.zeros((N + 7) // 8, dtype=torch.uint8)
     _bits.set_bits_(bits, index[0].long())
-    add = [p.detach() for p in bucket.params] if owed else None
+    add = [p.detach() for p in bucket.params] if residuals else None
     options = {"add": add, "scale": 0.5, "negate": negate}
     expected = Ops().encode(bucket, grads, Mask(bucket, positions=index), **options).flat.clone()
     assert torch.equal(ops.encode(bucket, grads, Mask(bucket, bits=[bits] * 2), **options).flat, expected)

@@ -1,4 +1,4 @@
-"""What is asked of a backend that averages and gathers by itself, as NCCL; on torch's fake group."""
+"""Calls to a backend that averages and gathers by itself, as NCCL; on torch's fake group."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ SINGLE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gat
 
 @pytest.fixture
 def called(monkeypatch) -> list:
-    found = []
+    results = []
 
     def noted(name: str, call):
         @functools.wraps(call)
         def note(*args, **options):
-            found.append((name, *[a for a in args if not isinstance(a, torch.Tensor | list)]))
+            results.append((name, *[a for a in args if not isinstance(a, torch.Tensor | list)]))
             return call(*args, **options)
 
         return note
 
     for name in ("all_reduce", "all_gather", SINGLE):
         monkeypatch.setattr(dist, name, noted(name, getattr(dist, name)))
-    return found
+    return results
 
 
 @pytest.mark.parametrize("backend, mean", [("nccl", 8.0), ("gloo", 2.0), ("xccl", 2.0)])

@@ -112,10 +112,10 @@ def test_clean_removes_what_a_kill_left_and_nothing_else(namespaces):
         assert len(namespaces(run.pid)) == 3
         orphans = _net._call("ip", "netns", "pids", f"compopt-{run.pid}-r0").split()
         assert orphans != []
-        said = subprocess.run(
+        message = subprocess.run(
             [sys.executable, str(NET), "--clean"], capture_output=True, text=True, timeout=HANG_GUARD
         ).stdout
-        assert f"compopt-{run.pid}-switch" in said
+        assert f"compopt-{run.pid}-switch" in message
         deadline = time.monotonic() + HANG_GUARD
         while any(map(is_alive, orphans)):  # a signal takes its time on a machine with other work
             assert time.monotonic() < deadline

@@ -41,9 +41,9 @@ def run(make: Callable, backend: str, monkeypatch) -> list[list[float]]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_kernels_report_the_norms_of_the_reference(name, monkeypatch):
-    found = run(RUNS[name], "triton", monkeypatch)
+    results = run(RUNS[name], "triton", monkeypatch)
     expected = run(RUNS[name], "torch", monkeypatch)
-    for t, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+    for t, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
         assert ours == pytest.approx(theirs, rel=1e-6, nan_ok=True) and not theirs[0] < 1, t
         assert ours[0] == ours[1] or t == BAD
 

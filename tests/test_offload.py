@@ -72,11 +72,11 @@ class Delayed:
 
 
 def passes(streams: Delayed) -> bool:
-    """Whether tensors are what they should be after work on them, a look at them, and more work."""
+    """Return True if tensors are what they should be after work on them, a look at them, and more work."""
     random = torch.Generator().manual_seed(0)
     host = [torch.randn(n, generator=random) if n else None for n in (5, 0, 9, 7, 3, 8, 1)]
     wanted = [None if t is None else t.clone() for t in host]
-    buffer, seen = DoubleBuffer(streams, torch.float32, torch.device("cpu")), []
+    buffer, records = DoubleBuffer(streams, torch.float32, torch.device("cpu")), []
     for number, (write, scale) in enumerate([(True, 2.0), (True, -3.0), (False, 0.0), (True, 0.5)]):
         for i, x in enumerate(buffer.iterate(host, write)):
             if x is None:
@@ -85,10 +85,10 @@ def passes(streams: Delayed) -> bool:
                 streams.work(lambda x=x, scale=scale, number=number: x.mul_(scale).add_(number))
                 wanted[i].mul_(scale).add_(number)
             else:
-                seen.append((torch.full_like(x, torch.nan), wanted[i].clone()))
-                streams.work(lambda x=x, copy=seen[-1][0]: copy.copy_(x))
+                records.append((torch.full_like(x, torch.nan), wanted[i].clone()))
+                streams.work(lambda x=x, copy=records[-1][0]: copy.copy_(x))
     streams.finish()
-    pairs = [pair for pair in zip(host, wanted, strict=True) if pair[0] is not None] + seen
+    pairs = [pair for pair in zip(host, wanted, strict=True) if pair[0] is not None] + records
     return all(torch.equal(a, b) for a, b in pairs)
 
 

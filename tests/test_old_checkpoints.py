@@ -20,11 +20,11 @@ every = pytest.mark.parametrize("form", [*FORMS, *PAYLOADS])
 
 @functools.cache
 def written() -> dict:
-    found = {}
+    results = {}
     for name in ("of_0_1_0", "of_0_1_0_payloads"):
         with gzip.open(DATA / f"{name}.pt.gz") as file:
-            found |= torch.load(file, weights_only=True)
-    return found
+            results |= torch.load(file, weights_only=True)
+    return results
 
 
 @every

@@ -128,10 +128,10 @@ def test_a_checkpoint_of_two_ranks_goes_on_alone_and_sends_what_it_owes(case: Ca
     other = Small()
     optimizer = case.make(other.parameters(), process_group=World(1).comms[0])
     optimizer.load_state_dict(ranks.optimizers[0].state_dict())
-    owed = optimizer.stats.residual_norm()
+    residuals = optimizer.stats.residual_norm()
     loss(other, 0, 9).backward()
     optimizer.step()
-    assert owed > 0 and optimizer.stats.residual_norm() == 0 and optimizer.stats.phase == "dense"
+    assert residuals > 0 and optimizer.stats.residual_norm() == 0 and optimizer.stats.phase == "dense"
 
 
 @every
@@ -157,7 +157,7 @@ def met(rank: int, folder: str) -> dict[str, tuple[list[str], bool]]:
     """Steps of every class alone, then with the ranks that have come; whether they end equal."""
     dist.barrier()
     dist.destroy_process_group()
-    found = {}
+    results = {}
     for n, case in enumerate(COMPRESSING):
         torch.manual_seed(0)
         model = Small()
@@ -175,16 +175,16 @@ def met(rank: int, folder: str) -> dict[str, tuple[list[str], bool]]:
         mine = nn.utils.parameters_to_vector(model.parameters()).detach()
         theirs = mine.clone()
         dist.broadcast(theirs, 0)
-        found[case.name] = phases, torch.equal(mine, theirs)
+        results[case.name] = phases, torch.equal(mine, theirs)
         if case is not COMPRESSING[-1]:
             del optimizer
             dist.destroy_process_group()
-    return found
+    return results
 
 
 def test_ranks_that_come_later_make_it_compress(tmp_path):
-    for found in run_ranks(met, 2, str(tmp_path)):
-        for name, (phases, equal) in found.items():
+    for results in run_ranks(met, 2, str(tmp_path)):
+        for name, (phases, equal) in results.items():
             rounds = name in ROUNDS  # whose steps after the start are of each rank's own
             assert phases[:4] == ["dense"] * 4, name
             assert set(phases[6:]).isdisjoint({"dense"}) and ("exchanged" in phases[6:]) == rounds, name

@@ -1,4 +1,4 @@
-"""What all oracles share, and the toy problems' stated losses, which rest on them."""
+"""The common parts of all oracles, and the toy problems' stated losses, which rest on them."""
 
 from __future__ import annotations
 

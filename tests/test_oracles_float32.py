@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conservation import everywhere, moments, owed
+from conservation import everywhere, mean_residuals, moments
 from oracles import AdamSOracle, AverageOracle, LocalOracle, RadiusOracle, ScapeOracle, SeparateOracle, TagcOracle
 from oracles.powersgd import PowerSGDOracle
 from problems import gradients, replicas, step, weights
@@ -156,7 +156,7 @@ def test_equals_the_oracle(name, backend, ranks):
     for t in range(5 if backend == "triton" else STEPS):
         grads = gradients(ranks, t, [w.shape for w in start], torch.float32)
         step(world, params, optimizers, grads)
-        oracle.step([[turn(g) for g in own] for own in grads])
+        oracle.step([[turn(g) for g in local_part] for local_part in grads])
         moved, wanted = ([p.detach().double() - w.double() for p, w in zip(now, map(turn, start), strict=True)]
                          for now in (map(turn, params[-1]), oracle.params))  # fmt: skip
         assert far(moved, wanted) < 10 * CLOSE, f"parameters after step {t + 1}, {optimizers[0].stats.phase}"
@@ -165,9 +165,9 @@ def test_equals_the_oracle(name, backend, ranks):
     held = getattr(oracle, "residual", getattr(oracle, "error", None))
     if held:
         mean = [torch.stack(each).mean(0) for each in zip(*held, strict=True)]
-        assert far([turn(r) for r in owed(optimizers)], mean) < CLOSE
-        for optimizer, own in zip(optimizers, held, strict=True) if "sharded" not in options else ():
+        assert far([turn(r) for r in mean_residuals(optimizers)], mean) < CLOSE
+        for optimizer, local_part in zip(optimizers, held, strict=True) if "sharded" not in options else ():
             entries = [optimizer.state[p] for p in everywhere(optimizer)]
             got = [turn(entry["residual"]) if "residual" in entry else torch.zeros_like(r)
-                   for entry, r in zip(entries, own, strict=True)]  # fmt: skip
-            assert far(got, own) < CLOSE
+                   for entry, r in zip(entries, local_part, strict=True)]  # fmt: skip
+            assert far(got, local_part) < CLOSE

@@ -25,7 +25,7 @@ def test_separate_without_loss_is_the_base_optimizer(ranks: int):
         oracle.step(random_grads(ranks, step))
         assert oracle.phase == "projected"
         assert_close(oracle.params, wanted, 1e-10)
-        assert max(e.abs().max() for own in oracle.error for e in own) < 1e-12
+        assert max(e.abs().max() for local in oracle.error for e in local) < 1e-12
 
 
 def test_separate_by_hand():

@@ -47,32 +47,32 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 def another_order_on_one_rank(rank: int) -> dict[str, list[float]]:
     _buckets.BUCKET_BYTES = 40_000
-    found = {}
+    results = {}
     for name, (cls, options) in MAKERS.items():
         ends = []
         for alike in (True, False):
             torch.manual_seed(0)
             net = Branches()
             model, optimizer = DDP(net), cls(net.parameters(), **options)
-            early = 0
+            overlapped = 0
             for step in range(5):
                 model(batch(step, rank), backwards=rank == 1 and not alike).backward()
                 optimizer.step()
-                early += optimizer.stats.early_buckets
+                overlapped += optimizer.stats.early_buckets
                 optimizer.zero_grad()
             ends.append(nn.utils.parameters_to_vector(net.parameters()).detach())
         theirs = ends[1].clone()
         dist.broadcast(theirs, 0)
-        found[name] = [float((ends[1] - theirs).abs().max()), float((ends[0] - ends[1]).abs().max()), early]
-    return found
+        results[name] = [float((ends[1] - theirs).abs().max()), float((ends[0] - ends[1]).abs().max()), overlapped]
+    return results
 
 
 def test_ranks_that_finish_gradients_in_another_order_start_the_same_collectives():
-    for found in run_ranks(another_order_on_one_rank, 2):
-        for name, (between_ranks, between_runs, early) in found.items():
+    for results in run_ranks(another_order_on_one_rank, 2):
+        for name, (between_ranks, between_runs, overlapped) in results.items():
             assert between_ranks == 0, f"{name}: replicas differ"
             assert between_runs < 1e-6, f"{name}: not what ranks of one order get"
-            assert early > 0, name
+            assert overlapped > 0, name
 
 
 def deep(monkeypatch, name: str) -> Ranks:
@@ -124,7 +124,7 @@ def test_payloads_of_different_buckets_or_steps_are_told_apart(monkeypatch, swap
 
 
 class Work:
-    """What a collective returns, with the error that waiting for it raises."""
+    """A collective in flight, with the error that waiting for it raises."""
 
     def __init__(self, error: Exception | None):
         self.error = error

@@ -50,9 +50,9 @@ def test_another_word_is_refused_by_a_list_of_those_there_are(case, word):
     p = torch.nn.Parameter(torch.ones(64, 64))
     with pytest.raises(
         ValueError, match=r"payload_dtype must be None, 'int8', .*'float16', 'bfloat16', 'float32'"
-    ) as said:
+    ) as message:
         case.make([p], payload_dtype=word)
-    assert repr(word) in str(said.value) and "torch.dtype of that name" in str(said.value)
+    assert repr(word) in str(message.value) and "torch.dtype of that name" in str(message.value)
 
 
 def test_a_group_may_have_its_own():

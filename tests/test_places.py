@@ -199,7 +199,7 @@ def parts_of(made: kernels.Table | tuple[kernels.Table, ...]) -> list[tuple]:
 @pytest.fixture
 def comparisons(triton, monkeypatch) -> Counter[bool]:
     """Compare every table that a launch takes from the cache with one made anew; count both."""
-    call, seen = TableCache.__call__, Counter()
+    call, records = TableCache.__call__, Counter()
 
     def compared(tables: TableCache, use: object, key: object, make: Callable) -> object:
         new = []
@@ -209,12 +209,12 @@ def comparisons(triton, monkeypatch) -> Counter[bool]:
             return new[-1]
 
         table = call(tables, use, key, noted)
-        seen[not new] += 1
+        records[not new] += 1
         assert new or parts_of(table) == parts_of(make()), f"{use}: the table in the cache is out of date"
         return table
 
     monkeypatch.setattr(TableCache, "__call__", compared)
-    return seen
+    return records
 
 
 CASES = [(name, torch.float32, EVENTS[about]) for name in ("AdamS", "Radius", "SCAPE") for about in EVENTS]
@@ -262,8 +262,8 @@ def test_steady_steps_make_no_table(name, triton, monkeypatch):
             optimizer.param_groups[0]["lr"] *= 0.9
         job.step()
     # SCAPE's momenta that are held apart, what it selects of and its messages are in memory of their own
-    own = {"scape_rows", "selection", "encode", "decode"} if name.startswith("SCAPE") else set()
-    assert not set(made) - own
+    local = {"scape_rows", "selection", "encode", "decode"} if name.startswith("SCAPE") else set()
+    assert not set(made) - local
 
 
 def test_tables_keep_no_tensor(triton):
@@ -305,14 +305,16 @@ def test_starts_of_masks_found_together_are_those_of_each(triton):
     params = [nn.Parameter(torch.zeros(70, 64)) for _ in range(3)]
     buckets = [make_buckets([{"params": [p], "step": 0}])[0] for p in params]
     draw = torch.Generator().manual_seed(1)
-    found = [
+    results = [
         masks.Mask(b, bits=[torch.randint(0, 256, (560,), dtype=torch.uint8, generator=draw)]) for b in buckets
     ]  # fmt: skip
-    store_block_offsets(TableCache(), buckets, found)
-    whole = block_offsets_of_all(buckets, found)
-    assert torch.equal(whole, torch.cat([mask.block_offsets for mask in found])) and whole is found[0].batch_offsets[0]
-    turned_round = block_offsets_of_all(buckets[::-1], found[::-1])
-    assert torch.equal(turned_round, torch.cat([mask.block_offsets for mask in found[::-1]]))
+    store_block_offsets(TableCache(), buckets, results)
+    whole = block_offsets_of_all(buckets, results)
+    assert (
+        torch.equal(whole, torch.cat([mask.block_offsets for mask in results])) and whole is results[0].batch_offsets[0]
+    )
+    turned_round = block_offsets_of_all(buckets[::-1], results[::-1])
+    assert torch.equal(turned_round, torch.cat([mask.block_offsets for mask in results[::-1]]))
     assert torch.equal(
-        block_offsets_of_all(buckets[:2], found[:2]), torch.cat([mask.block_offsets for mask in found[:2]])
+        block_offsets_of_all(buckets[:2], results[:2]), torch.cat([mask.block_offsets for mask in results[:2]])
     )

@@ -107,8 +107,8 @@ def test_the_numbers_are_independent():
 
 
 def test_the_bits_depend_on_seed_step_and_number_and_on_nothing_else():
-    alone = bucket_of((128, 64))
-    R = MatrixSource().draw(alone, [5], plan_of(alone, 8), 3, 7)[0].clone()
+    single = bucket_of((128, 64))
+    R = MatrixSource().draw(single, [5], plan_of(single, 8), 3, 7)[0].clone()
     double = bucket_of((128, 64), dtype=torch.float64)
     assert torch.equal(R.double(), MatrixSource().draw(double, [5], plan_of(double, 8), 3, 7)[0])
     crowd, held = bucket_of((70, 70), (128, 64), (10,), (90, 64)), MatrixSource()

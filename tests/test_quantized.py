@@ -52,11 +52,11 @@ of_bits = pytest.mark.parametrize("bits", [8, 4])
 
 
 def rounded(x: torch.Tensor, *seed: int, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What arrives of rows of x, its scales, and what was dropped."""
-    codes, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
-    quantize_rows(x, (), codes, scales, dropped, seed, Scratch(), bits)
-    assert int(codes.abs().max()) == 2 ** (bits - 1) - 1, "the largest of a row is the largest code"
-    return dequantize_rows(codes, scales, torch.empty_like(x)), scales, dropped
+    """Return rows of x as they arrive, their scales, and the rounding errors."""
+    quantized, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
+    quantize_rows(x, (), quantized, scales, dropped, seed, Scratch(), bits)
+    assert int(quantized.abs().max()) == 2 ** (bits - 1) - 1, "the largest of a row is the largest code"
+    return dequantize_rows(quantized, scales, torch.empty_like(x)), scales, dropped
 
 
 @of_bits
@@ -69,10 +69,10 @@ def test_rounding_is_unbiased_and_misses_by_less_than_a_unit(bits):
         assert ((got + dropped - x).abs() <= 2e-7 * x.abs().amax(1, keepdim=True)).all()
     errors = torch.stack(errors)
     assert errors.abs().max() < 1.001
-    moving = errors.std(0) > 1e-2  # the largest of a row is exact
-    z = (errors.mean(0) / errors.std(0) * 800**0.5)[moving]
+    shifting = errors.std(0) > 1e-2  # the largest of a row is exact
+    z = (errors.mean(0) / errors.std(0) * 800**0.5)[shifting]
     assert z.abs().max() < 5 and float(z.square().mean()) == pytest.approx(1, abs=0.2)
-    assert errors.mean(0)[~moving].abs().max() < 1e-3
+    assert errors.mean(0)[~shifting].abs().max() < 1e-3
 
 
 @of_bits
@@ -105,10 +105,10 @@ def test_chunks_hold_every_value_once_in_rows_of_one_tensor(lengths, ranks):
     rows = values_to_rows(flat, whole.spans, whole.rows, "test", Scratch()).clone()
     back = torch.empty(n)
     for chunk in whole.chunks:
-        own = rows[chunk.first_row : chunk.first_row + chunk.rows].clone()
+        local = rows[chunk.first_row : chunk.first_row + chunk.rows].clone()
         again = values_to_rows(flat[chunk.start : chunk.stop], chunk.spans, chunk.rows, "other", Scratch())
-        assert torch.equal(own, again)
-        rows_to_values(own, chunk.spans, back[chunk.start : chunk.stop])
+        assert torch.equal(local, again)
+        rows_to_values(local, chunk.spans, back[chunk.start : chunk.stop])
     assert torch.equal(back, flat)
 
 
@@ -145,19 +145,21 @@ def test_the_mean_and_what_was_dropped_are_what_was_sent(ranks, dtype, bits):
 
 def test_words_travel_in_float32_and_are_averaged_in_the_payloads_dtype():
     sent = payloads(3, [256], torch.float64)
-    said = torch.tensor([[1.0, 0.1], [0.0, 0.1], [0.0, 1e8]], dtype=torch.float64)
-    for payload, words in zip(sent, said, strict=True):
+    message = torch.tensor([[1.0, 0.1], [0.0, 0.1], [0.0, 1e8]], dtype=torch.float64)
+    for payload, words in zip(sent, message, strict=True):
         payload.control.copy_(words)
     answer(sent)
-    wanted = said.float().double().sum(0) / 3
+    wanted = message.float().double().sum(0) / 3
     assert all(torch.equal(payload.control, wanted) for payload in sent)
 
 
 @of_bits
 def test_bytes(bits):
     (payload,) = payloads(1, [100_000, 301], bits=bits)
-    scales, codes = 4 * (count_rows(100_000) + count_rows(301)), {8: 100_301, 4: 50_151}
-    assert count_bytes(AllReduceMean(payload)) == codes[bits] + scales + 4 * 5  # header and control words are float32
+    scales, quantized = 4 * (count_rows(100_000) + count_rows(301)), {8: 100_301, 4: 50_151}
+    assert (
+        count_bytes(AllReduceMean(payload)) == quantized[bits] + scales + 4 * 5
+    )  # header and control words are float32
 
 
 def real_mean(rank: int, bits: int) -> list[list[float]]:
@@ -229,8 +231,8 @@ def test_two_optimizers_in_two_threads_do_not_share_memory():
             optimizer.step()
         return p.detach()
 
-    alone = [train(seed) for seed in range(2)]
+    single = [train(seed) for seed in range(2)]
     with ThreadPoolExecutor(2) as threads:
         together = list(threads.map(train, range(2)))
-    for a, b in zip(alone, together, strict=True):
+    for a, b in zip(single, together, strict=True):
         assert torch.equal(a, b), f"off by up to {float((a - b).abs().max())}"

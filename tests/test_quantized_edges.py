@@ -41,9 +41,9 @@ def test_ranks_round_with_numbers_of_their_own():
     """Else what they drop would not cancel in the mean."""
     x = torch.randn(1024, generator=torch.Generator().manual_seed(0))
     first, second, third, _ = same_on_all(x, 4, 0)
-    own = slice(768, 1024)  # the last rank's: the first three hold there what their own rounding took off
-    assert not torch.equal(first.dropped[own], second.dropped[own])
-    assert not torch.equal(second.dropped[own], third.dropped[own])
+    local = slice(768, 1024)  # the last rank's: the first three hold there what their own rounding took off
+    assert not torch.equal(first.dropped[local], second.dropped[local])
+    assert not torch.equal(second.dropped[local], third.dropped[local])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -51,8 +51,8 @@ def test_the_mean_is_unbiased(ranks):
     """Rounding twice with the same numbers would not be."""
     x = torch.randn(256, generator=torch.Generator().manual_seed(1))
     errors = torch.stack([same_on_all(x, ranks, seed)[0].body - x for seed in range(600)])
-    moving = errors.std(0) > 0.3 * errors.std(0).max()  # what is hardly ever rounded is not normal after 600 times
-    z = (errors.mean(0) / errors.std(0) * 600**0.5)[moving]
+    shifting = errors.std(0) > 0.3 * errors.std(0).max()  # what is hardly ever rounded is not normal after 600 times
+    z = (errors.mean(0) / errors.std(0) * 600**0.5)[shifting]
     assert z.abs().max() < 5 and float(z.square().mean()) == pytest.approx(1, abs=0.35)
 
 
@@ -72,9 +72,9 @@ def test_a_device_rounds_all_rows_at_once_as_a_cpu_does_in_blocks(monkeypatch, b
     x = torch.randn(rows, ROW, generator=torch.Generator().manual_seed(rows))
 
     def rounded() -> list[torch.Tensor]:
-        codes, scales, rest = torch.empty_like(x, dtype=torch.int8), torch.empty(rows), torch.empty_like(x)
-        quantization.quantize_rows(x.clone(), (), codes, scales, rest, (7, 1), Scratch(), bits)
-        return [codes, scales, rest]
+        quantized, scales, rest = torch.empty_like(x, dtype=torch.int8), torch.empty(rows), torch.empty_like(x)
+        quantization.quantize_rows(x.clone(), (), quantized, scales, rest, (7, 1), Scratch(), bits)
+        return [quantized, scales, rest]
 
     blocked = rounded()
     monkeypatch.setattr(quantization, "block_size", lambda block, x: len(x))

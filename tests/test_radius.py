@@ -77,7 +77,7 @@ def test_all_ranks_take_rank_0s_mask_and_a_lost_one_makes_the_next_step_resample
     assert optimizers[0].stats.phase == "resample"
     step(world, params, optimizers, gradients(2, 2))
     assert optimizers[1].stats.phase == "sparse"
-    masks = [optimizer.state[own[0]]["mask"] for own, optimizer in zip(params, optimizers, strict=True)]
+    masks = [optimizer.state[local[0]]["mask"] for local, optimizer in zip(params, optimizers, strict=True)]
     assert torch.equal(*masks) and masks[0].any()
 
 

@@ -39,27 +39,27 @@ class Run:
         optimizer.state_dict()  # residuals are made readable, masks are awaited
         return optimizer.state[self.params[rank][i]][name].clone()
 
-    def owed(self, i: int) -> Tensor:
+    def residual(self, i: int) -> Tensor:
         return torch.stack([self.state("residual", i, rank) for rank in range(self.world.size)]).mean(0)
 
     def step(self, absent: int | None = None) -> None:
         """One step, of whose compressed tensors none loses anything; ``absent`` has no gradient on any rank."""
         grads = gradients(self.world.size, self.t, self.shapes, self.dtype)
-        for own in grads:
+        for local in grads:
             if absent is not None:
-                own[absent] = None
-        books = {i: (self.state("exp_avg", i), self.owed(i)) for i in COMPRESSED}
+                local[absent] = None
+        books = {i: (self.state("exp_avg", i), self.residual(i)) for i in COMPRESSED}
         still = None if absent is None else (self.state("step", absent), self.params[0][absent].detach().clone())
         step(self.world, self.params, self.optimizers, grads)
         self.t += 1
-        for i, (m, owed) in books.items():
+        for i, (m, residual) in books.items():
             if i == absent:
-                assert torch.equal(self.state("exp_avg", i), m) and torch.equal(self.owed(i), owed)
+                assert torch.equal(self.state("exp_avg", i), m) and torch.equal(self.residual(i), residual)
                 assert torch.equal(self.state("step", i), still[0]) and torch.equal(self.params[0][i], still[1])
                 continue
-            mean = torch.stack([own[i] for own in grads]).mean(0)
+            mean = torch.stack([local[i] for local in grads]).mean(0)
             applied = (self.state("exp_avg", i) - 0.9 * m) / (1 - 0.9)
-            torch.testing.assert_close(applied + self.owed(i), mean + owed, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(applied + self.residual(i), mean + residual, rtol=1e-4, atol=1e-4)
 
     @property
     def phase(self) -> str:

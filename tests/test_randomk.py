@@ -20,11 +20,11 @@ H = dict(lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, density=0.2, war
 
 def absent(grads: list[list[torch.Tensor]], t: int) -> list[list[torch.Tensor | None]]:
     """Every tensor lacks a gradient now and then, on one rank or on all."""
-    for rank, own in enumerate(grads):
+    for rank, local in enumerate(grads):
         if t % 3 == 2:
-            own[(t + rank) % len(own)] = None
+            local[(t + rank) % len(local)] = None
         if t % 4 == 0:
-            own[t // 2 % len(own)] = None
+            local[t // 2 % len(local)] = None
     return grads
 
 
@@ -40,17 +40,17 @@ class Oracle:
     def step(self, grads: list[list[torch.Tensor | None]], index: list[torch.Tensor | None]) -> None:
         means = []
         for i, at in enumerate(index):
-            owed = [e[i] + (0 if g[i] is None else g[i]) for e, g in zip(self.e, grads, strict=True)]
-            taken = torch.ones_like(self.w[i]) if at is None else torch.zeros_like(self.w[i])
+            residuals = [e[i] + (0 if g[i] is None else g[i]) for e, g in zip(self.e, grads, strict=True)]
+            selected = torch.ones_like(self.w[i]) if at is None else torch.zeros_like(self.w[i])
             if at is not None:
-                taken.view(-1)[at] = 1
-            means.append((sum(owed) / len(owed) * taken, owed, taken))
+                selected.view(-1)[at] = 1
+            means.append((sum(residuals) / len(residuals) * selected, residuals, selected))
         norm = sum(float(s.square().sum()) for s, _, _ in means) ** 0.5
         factor = 1.0 if self.limit is None else min(1.0, self.limit / (norm + 1e-6))
-        for i, (s, owed, taken) in enumerate(means):
-            if any(own[i] is not None for own in grads):
-                for e, rest in zip(self.e, owed, strict=True):
-                    e[i] = rest * (1 - taken)
+        for i, (s, residuals, selected) in enumerate(means):
+            if any(local[i] is not None for local in grads):
+                for e, rest in zip(self.e, residuals, strict=True):
+                    e[i] = rest * (1 - selected)
                 self._adamw(i, s * factor)
 
     def _adamw(self, i: int, g: torch.Tensor) -> None:
@@ -74,8 +74,8 @@ def test_it_follows_its_pseudo_code(ranks, limit, sharded):
         in_order = {id(p): at for p, at in zip(bucket.params, drawn, strict=True)}
         oracle.step(grads, [in_order[id(p)] for p in params[0]])
         step(world, params, optimizers, grads)
-        for own in params:
-            torch.testing.assert_close([p.detach() for p in own], oracle.w, rtol=1e-9, atol=1e-11)
+        for local in params:
+            torch.testing.assert_close([p.detach() for p in local], oracle.w, rtol=1e-9, atol=1e-11)
 
 
 def test_positions_are_alike_on_ranks_and_others_in_every_step():
@@ -92,7 +92,7 @@ def test_positions_are_alike_on_ranks_and_others_in_every_step():
 @pytest.mark.parametrize("payload_dtype", [None, "int8", "int4"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_bfloat16_parameters_conserve_gradients_too(backend, ranks, payload_dtype):
-    """What ranks add up in bfloat16 rounds once more, which nobody can owe: at one rank nothing is lost."""
+    """Sums over ranks in bfloat16 round once more, and no residual holds that: at one rank nothing is lost."""
     if backend == "triton" and ranks > 1:
         pytest.skip("one rank shows what the kernels do")
     shapes = [(64, 80), (80,)]
@@ -103,8 +103,8 @@ def test_bfloat16_parameters_conserve_gradients_too(backend, ranks, payload_dtyp
     world, params, optimizers = replicas(ranks, weights(shapes, torch.bfloat16), make)
     for t in range(6):
         grads = absent(gradients(ranks, t, shapes, torch.bfloat16), t)
-        for own, given in zip(params, grads, strict=True):
-            for p, g in zip(own, given, strict=True):
+        for local, given in zip(params, grads, strict=True):
+            for p, g in zip(local, given, strict=True):
                 p.grad = g
         books = Ledger(CASE, optimizers)
         step(world, params, optimizers, grads)
@@ -112,7 +112,7 @@ def test_bfloat16_parameters_conserve_gradients_too(backend, ranks, payload_dtyp
         assert books.check(optimizers) < (2e-5 if exact else 2**-7), t
         for p, entry in optimizers[0].state.items():
             assert torch.equal(entry["master"].bfloat16(), p.detach())
-        assert all(torch.equal(p, q) for own in params[1:] for p, q in zip(params[0], own, strict=True))
+        assert all(torch.equal(p, q) for local in params[1:] for p, q in zip(params[0], local, strict=True))
 
 
 def test_a_dense_step_sends_what_compressed_ones_held_back():

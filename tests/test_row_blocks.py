@@ -14,17 +14,17 @@ R = COLUMNS // RATIO
 
 
 def reconstructions(g: torch.Tensor, steps: int, **options) -> list[torch.Tensor]:
-    """What SGD is given of one gradient in each of several steps, on one process."""
+    """Return what SGD is given of one gradient in each of several steps, on one process."""
     p = nn.Parameter(torch.zeros_like(g))
     sgd = torch.optim.SGD([{"params": [p], "compress": True}], lr=1.0)
     optimizer = compopt.Separate(sgd, projection="gaussian", ratio=RATIO, ef_beta=1.0, simulate=True, **options)
-    found = []
+    results = []
     for _ in range(steps):
         before = p.detach().clone()
         p.grad = g.clone()
         optimizer.step()
-        found.append(before - p.detach())
-    return found
+        results.append(before - p.detach())
+    return results
 
 
 @pytest.mark.parametrize("height", [None, 8, 2, 1])
@@ -37,12 +37,12 @@ def test_along_the_gradients_own_column_space_the_error_falls_with_the_number_of
     u = torch.ones(ROWS) / ROWS**0.5
     Q = torch.linalg.qr(torch.randn(COLUMNS, COLUMNS, generator=draw)).Q
     v, across = Q[:, 0], Q[:, 1:]
-    found = reconstructions(torch.outer(u, v), 100, block_rows=height)
-    variance = torch.stack([(u @ ghat @ across).square().mean() for ghat in found]).mean()
+    results = reconstructions(torch.outer(u, v), 100, block_rows=height)
+    variance = torch.stack([(u @ ghat @ across).square().mean() for ghat in results]).mean()
     blocks = 1 if height is None else ROWS // height
     assert variance == pytest.approx(1 / (blocks * R), rel=0.15)
     assert (variance < 3 / COLUMNS) == (blocks >= 8)
-    mean = torch.stack(found).mean(0)
+    mean = torch.stack(results).mean(0)
     assert torch.sum(mean * torch.outer(u, v)) == pytest.approx(1, abs=0.15)  # unbiased
 
 
@@ -54,20 +54,20 @@ SHAPES = [(65, 96), (64, 96), (96, 65), (63, 96), (80, 64, 3, 3), (1, 4096), (13
 def test_what_is_not_sent_is_owed_in_every_block(height, base):
     """e_t - e_(t-1) = (1 - beta) (g - ghat), in float32 on the default back end; heights beside numbers of rows."""
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    said = dict(projection="gaussian", ratio=8, ef_beta=0.9, reset_interval=None, block_rows=height, simulate=True)
+    message = dict(projection="gaussian", ratio=8, ef_beta=0.9, reset_interval=None, block_rows=height, simulate=True)
     sgd = torch.optim.SGD([{"params": params, "compress": True}], lr=1.0)
     if base == "Separate":
-        optimizer = compopt.Separate(sgd, **said)
+        optimizer = compopt.Separate(sgd, **message)
     else:
-        optimizer = compopt.SeparateAdam([{"params": params, "compress": True}], **said)
+        optimizer = compopt.SeparateAdam([{"params": params, "compress": True}], **message)
     draw = torch.Generator().manual_seed(0)
     for _ in range(3):
         before = [(p.detach().clone(), optimizer.state[p].get("residual", torch.zeros_like(p)).clone()) for p in params]
         for p in params:
             p.grad = torch.randn(p.shape, generator=draw)
         optimizer.step()
-        for p, (old, owed) in zip(params, before, strict=True):
-            change = optimizer.state[p]["residual"] - owed
+        for p, (old, residuals) in zip(params, before, strict=True):
+            change = optimizer.state[p]["residual"] - residuals
             assert change.norm() > 0.01 * p.grad.norm()
             if base == "Separate":
                 torch.testing.assert_close(change, 0.1 * (p.grad - (old - p.detach())), rtol=1e-4, atol=1e-4)
@@ -78,12 +78,12 @@ def test_as_many_bytes_and_replicas_are_equal():
     for height in (None, 48, 1):
         params = [[nn.Parameter(torch.ones(shape)) for shape in SHAPES] for _ in range(2)]
         optimizers = [
-            compopt.SeparateAdam(own, projection="gaussian", block_rows=height, process_group=world.comms[rank])
-            for rank, own in enumerate(params)
+            compopt.SeparateAdam(local, projection="gaussian", block_rows=height, process_group=world.comms[rank])
+            for rank, local in enumerate(params)
         ]
         for t in range(3):
-            for rank, own in enumerate(params):
-                for p in own:
+            for rank, local in enumerate(params):
+                for p in local:
                     p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * t + rank))
             world.step(optimizers)
         assert all(torch.equal(*pair) for pair in zip(*params, strict=True))
@@ -93,8 +93,8 @@ def test_as_many_bytes_and_replicas_are_equal():
 
 def test_blocks_of_all_rows_are_one():
     draws = [reconstructions(torch.ones(ROWS, COLUMNS), 2, block_rows=height) for height in (None, ROWS, ROWS + 1)]
-    for found in draws[1:]:
-        assert all(map(torch.equal, draws[0], found))
+    for results in draws[1:]:
+        assert all(map(torch.equal, draws[0], results))
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ def make(monkeypatch):
     return lambda size=2: Ranks(size, Deep, build)
 
 
-def early(ranks: Ranks) -> None:
-    """What the DDP hook does: all gradients are ready, bucket for bucket, then backward ends."""
+def run_backward(ranks: Ranks) -> None:
+    """Do as the DDP hook: all gradients are ready, bucket for bucket, then backward ends."""
     for _, model, optimizer in ranks:
         optimizer.gradients_ready(reversed(list(model.parameters())))
         optimizer.backward_done()
@@ -34,7 +34,7 @@ def train(ranks: Ranks, steps: int, between=lambda ranks, step: None, overlap: b
     for _ in range(steps):
         ranks.backward(loss)
         if overlap:
-            early(ranks)
+            run_backward(ranks)
         between(ranks, ranks.steps)
         ranks.world.step(ranks.optimizers)
         ranks.steps += 1
@@ -106,7 +106,7 @@ def test_a_loss_that_is_skipped_leaves_no_trace(make):
     train(ranks, 5)
     train(without, 5)
     ranks.backward(lambda model, rank, step: 100 * loss(model, rank, step))
-    early(ranks)  # zero_grad, and no step
+    run_backward(ranks)  # zero_grad, and no step
     train(ranks, 3)
     train(without, 3)
     assert_same_parameters(ranks, without)
@@ -117,7 +117,7 @@ def test_zeroed_gradients_are_not_what_was_sent(make):
     train(ranks, 5)
     before = [p.clone() for p in ranks.models[0].parameters()]
     ranks.backward(loss)
-    early(ranks)
+    run_backward(ranks)
     for optimizer in ranks.optimizers:
         optimizer.zero_grad()
     ranks.world.step(ranks.optimizers)
@@ -131,7 +131,7 @@ def test_a_failure_on_the_wire_after_an_early_start_changes_nothing_and_the_next
     train(without, 5)
     ranks.backward(loss)
     ranks.world.failing_everywhere.add(ranks.world.comms[0].started)  # the first bucket, in backward
-    early(ranks)
+    run_backward(ranks)
     before = [p.clone() for p in ranks.models[1].parameters()]
     with pytest.raises(compopt.CommunicationError):
         ranks.world.step(ranks.optimizers)
@@ -148,8 +148,8 @@ def test_the_gradient_stays_the_ranks_own(make):
     ranks.backward(loss)
     before = [[p.grad.clone() for p in model.parameters()] for model in ranks.models]
     ranks.world.step(ranks.optimizers)
-    for own, model in zip(before, ranks.models, strict=True):
-        for g, p in zip(own, model.parameters(), strict=True):
+    for local, model in zip(before, ranks.models, strict=True):
+        for g, p in zip(local, model.parameters(), strict=True):
             assert torch.equal(g, p.grad)
 
 
@@ -158,4 +158,4 @@ def test_the_simulator_reports_ranks_that_would_hang(make):
     train(ranks, 3)
     ranks.backward(loss)
     with pytest.raises(Deadlock):
-        ranks.world.run([ranks.optimizers[0].step_in_turns()])
+        ranks.world.run([ranks.optimizers[0].step_as_generator()])

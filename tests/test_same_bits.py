@@ -21,13 +21,13 @@ def test_two_runs_are_equal_and_a_change_is_told_with_its_step(case, monkeypatch
     before, again = bits_run.run(case), bits_run.run(case)
     assert check.differences(before, again, set()) == []
     assert {"parameters", "messages", "bytes", "phase", "norm", "residual"} <= before.keys()
-    assert check.verdict({"found": before}, {"raised": "KeyError: 1"}, set()).startswith("now it")
+    assert check.compare_answers({"found": before}, {"raised": "KeyError: 1"}, set()).startswith("now it")
 
     gradient = bits_run.gradient
     change = lambda name, shape, n, rank, t: gradient(name, shape, n, rank, t) * (2 if t == 7 else 1)  # noqa: E731
     monkeypatch.setattr(bits_run, "gradient", change)
-    told = check.differences(before, bits_run.run(case), {"messages"})
-    assert "parameters from step 8" in told and not any("messages" in words for words in told)
+    report = check.differences(before, bits_run.run(case), {"messages"})
+    assert "parameters from step 8" in report and not any("messages" in words for words in report)
 
 
 def test_names_of_cases_tell_them_apart():

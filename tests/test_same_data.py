@@ -39,14 +39,14 @@ def train(model, optimizer, seed: int, steps: int = 8) -> list[str]:
 
 
 def train_under_ddp(rank: int) -> dict[str, list[list[str]]]:
-    found = {}
+    results = {}
     for name, make in MAKERS.items():
         torch.manual_seed(0)
         model = DDP(Net())
         same = train(model, make(model.parameters()), seed=0)
         model = DDP(Net())
-        found[name] = [same, train(model, make(model.parameters()), seed=rank)]
-    return found
+        results[name] = [same, train(model, make(model.parameters()), seed=rank)]
+    return results
 
 
 def test_the_same_data_under_ddp_is_warned_of_once():
@@ -59,14 +59,14 @@ def test_the_same_data_under_ddp_is_warned_of_once():
 
 
 def train_without_ddp(rank: int) -> dict[str, str]:
-    found = {}
+    results = {}
     for name, make in MAKERS.items():
         torch.manual_seed(0)
         model = Net()
         try:
             train(model, make(model.parameters()), seed=0)
         except RuntimeError as error:
-            found[name] = str(error)
+            results[name] = str(error)
         dist.barrier()
 
     net = Net()
@@ -75,15 +75,15 @@ def train_without_ddp(rank: int) -> dict[str, str]:
     try:
         train(DDP(net), optimizer, seed=rank)
     except RuntimeError as error:
-        found["another DDP"] = str(error)
-    return found
+        results["another DDP"] = str(error)
+    return results
 
 
 def test_the_same_data_without_ddp_is_refused():
-    for found in run_ranks(train_without_ddp, 2):
+    for results in run_ranks(train_without_ddp, 2):
         for name in [*MAKERS, "another DDP"]:
-            assert "all ranks hold bit-identical gradients" in found[name], name
-            assert "compopt.attach" in found[name] and "Accelerator(cpu=True)" in found[name]
+            assert "all ranks hold bit-identical gradients" in results[name], name
+            assert "compopt.attach" in results[name] and "Accelerator(cpu=True)" in results[name]
 
 
 def start_without_gradients(rank: int) -> list[str]:

@@ -43,7 +43,7 @@ class Run:
         optimizer = self.optimizers[rank]
         return [optimizer.state[self.params[rank][i]]["residual"].clone() for i in COMPRESSED]
 
-    def said(self, rank: int) -> str:
+    def describe_residuals(self, rank: int) -> str:
         return self.optimizers[rank].state_dict()["param_groups"][0]["residuals"]
 
 
@@ -53,23 +53,23 @@ def test_residuals_of_every_bucket_become_their_mean(make, monkeypatch):
     run = Run(make, 3).train(3)
     assert len(run.optimizers[0]._buckets) > 2
     before = [run.residuals(rank) for rank in range(3)]
-    assert [run.said(rank) for rank in range(3)] == [f"rank {rank} of 3" for rank in range(3)]
+    assert [run.describe_residuals(rank) for rank in range(3)] == [f"rank {rank} of 3" for rank in range(3)]
     run.world.consolidate(run.optimizers)
     for rank in range(3):
-        for found, *own in zip(run.residuals(rank), *before, strict=True):
-            torch.testing.assert_close(found, torch.stack(own).mean(0))
-        assert run.said(rank) == "mean"
+        for results, *local in zip(run.residuals(rank), *before, strict=True):
+            torch.testing.assert_close(results, torch.stack(local).mean(0))
+        assert run.describe_residuals(rank) == "mean"
     run.train(1)
-    assert [run.said(rank) for rank in range(3)] == [f"rank {rank} of 3" for rank in range(3)]
+    assert [run.describe_residuals(rank) for rank in range(3)] == [f"rank {rank} of 3" for rank in range(3)]
 
 
 def test_what_was_loaded_after_consolidation_is_not_the_mean():
     run = Run(RADIUS).train(3)
-    own = [copy.deepcopy(optimizer.state_dict()) for optimizer in run.optimizers]
+    local = [copy.deepcopy(optimizer.state_dict()) for optimizer in run.optimizers]
     run.world.consolidate(run.optimizers)
-    for optimizer, state in zip(run.optimizers, own, strict=True):
+    for optimizer, state in zip(run.optimizers, local, strict=True):
         optimizer.load_state_dict(state)
-    assert [run.said(rank) for rank in range(2)] == ["rank 0 of 2", "rank 1 of 2"]
+    assert [run.describe_residuals(rank) for rank in range(2)] == ["rank 0 of 2", "rank 1 of 2"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["native", "torch"])
@@ -87,19 +87,19 @@ def test_a_saved_residual_is_what_was_held_back_and_nothing_of_what_was_sent(dty
 def test_masters_of_bfloat16_parameters_go_on_from_a_checkpoint_to_the_bit(make):
     whole = Run(make, dtype=torch.bfloat16).train(4)
     saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in whole.optimizers]
-    reached = [[p.detach().clone() for p in own] for own in whole.params]
+    reached = [[p.detach().clone() for p in local] for local in whole.params]
     resumed = Run(make, dtype=torch.bfloat16)
     resumed.t = 4
-    for optimizer, state, own, held in zip(resumed.optimizers, saved, resumed.params, reached, strict=True):
-        for p, w in zip(own, held, strict=True):
+    for optimizer, state, local, held in zip(resumed.optimizers, saved, resumed.params, reached, strict=True):
+        for p, w in zip(local, held, strict=True):
             p.data.copy_(w)
         optimizer.load_state_dict(state)
     for run in (whole, resumed):
         run.train(4)
-    for mine, theirs, own, others in zip(
+    for mine, theirs, local, others in zip(
         whole.optimizers, resumed.optimizers, whole.params, resumed.params, strict=True
     ):
-        for p, q in zip(own, others, strict=True):
+        for p, q in zip(local, others, strict=True):
             assert torch.equal(p, q)
             assert torch.equal(mine.state[p]["master"], theirs.state[q]["master"])
 
@@ -107,8 +107,8 @@ def test_masters_of_bfloat16_parameters_go_on_from_a_checkpoint_to_the_bit(make)
 def test_a_state_dict_says_who_wrote_it_and_counts_each_tensors_steps():
     run = Run(RADIUS).train(2)
     grads = gradients(2, 2, SHAPES, torch.float32)
-    for own in grads:
-        own[2] = None
+    for local in grads:
+        local[2] = None
     step(run.world, run.params, run.optimizers, grads)
     saved = copy.deepcopy(run.optimizers[0].state_dict())
     assert saved["param_groups"][0]["class"] == "RadiusAdamW"
@@ -143,14 +143,14 @@ def test_a_rank_that_is_level_keeps_what_it_owes_when_another_takes_the_step_ove
     with pytest.raises(compopt.CommunicationError, match="not applied on rank 1"):
         run.train(1)
     run.t += 1
-    owed = run.held(2)
+    unsent = run.held(2)
     comms = Run(make, 3).world
     with pytest.warns(UserWarning, match="rank 1 had not applied step 4"):
-        comms.run([o.rebind_in_turns(comm) for o, comm in zip(run.optimizers, comms.comms, strict=True)])
+        comms.run([o.rebind_as_generator(comm) for o, comm in zip(run.optimizers, comms.comms, strict=True)])
     run.world = comms
-    for found, kept in zip(run.residuals(2), owed, strict=True):
-        assert torch.equal(found, kept) and kept.any()
-    assert not any(found.any() for found in run.residuals(1))
+    for results, kept in zip(run.residuals(2), unsent, strict=True):
+        assert torch.equal(results, kept) and kept.any()
+    assert not any(results.any() for results in run.residuals(1))
     run.train(2)
     for p, q in zip(run.params[1], run.params[0], strict=True):
         assert torch.equal(p, q)
@@ -164,8 +164,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_loaded():
     newer["param_groups"][0]["format"] = 2
     short["state"][0]["residual"] = torch.zeros(3)
     flat["state"][2]["exp_avg"] = torch.zeros(64, 64)
-    for bad, told in ((newer, "format 2"), (short, "3 elements"), (flat, "4096 elements")):
-        with pytest.raises(ValueError, match=f"loaded state.*{told}"):
+    for bad, report in ((newer, "format 2"), (short, "3 elements"), (flat, "4096 elements")):
+        with pytest.raises(ValueError, match=f"loaded state.*{report}"):
             optimizer.load_state_dict(bad)
     for i, entry in optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, good["state"][i][name]) for name, value in entry.items())
@@ -175,7 +175,7 @@ def moved(run: Run, survivors: list[int]) -> None:
     """These ranks go on over a group of their own."""
     run.world = World(len(survivors))
     run.optimizers, run.params = ([of[rank] for rank in survivors] for of in (run.optimizers, run.params))
-    run.world.run([o.rebind_in_turns(comm) for o, comm in zip(run.optimizers, run.world.comms, strict=True)])
+    run.world.run([o.rebind_as_generator(comm) for o, comm in zip(run.optimizers, run.world.comms, strict=True)])
 
 
 @pytest.mark.filterwarnings("error:.*ranks are gone")
@@ -193,7 +193,7 @@ def test_masters_whose_owner_is_gone_are_what_parameters_are():
     run = Run(TAGC, 3, torch.bfloat16).train(2)
     moved(run, [0, 2])
     for i, p in enumerate(run.params[0]):
-        masters = [o.state[own[i]]["master"] for o, own in zip(run.optimizers, run.params, strict=True)]
+        masters = [o.state[local[i]]["master"] for o, local in zip(run.optimizers, run.params, strict=True)]
         assert torch.equal(torch.cat(masters).bfloat16(), p.detach().view(-1))
 
 
@@ -212,9 +212,9 @@ def test_a_warning_at_load_points_at_the_line_that_loads():
     saved = optimizer.state_dict()
     saved["param_groups"][0] |= {"residuals": "rank 1 of 3", "step": 5}
     saved["state"][0]["residual"] = torch.ones(80, 80)
-    with pytest.warns(UserWarning, match="holds the residuals of rank 1 of 3") as found:
+    with pytest.warns(UserWarning, match="holds the residuals of rank 1 of 3") as results:
         optimizer.load_state_dict(saved)
-    assert [warning.filename for warning in found] == [__file__]
+    assert [warning.filename for warning in results] == [__file__]
 
 
 def test_what_does_not_fit_is_told_by_its_name_where_it_has_one():

@@ -82,13 +82,13 @@ def hf_trainer(rank: int, folder: str) -> bool:
     from test_hf import gpt2, trainer
 
     (code,) = blocks("Hugging Face Trainer")
-    found = []
+    results = []
     for checkpoint in (None, f"{folder}/hf/checkpoint-5"):
         model = gpt2()
         one = trainer(Path(folder) / "hf", model, optimizer_cls_and_kwargs=(compopt.RadiusAdamW, RADIUS))
         run(code, {"trainer": one, "checkpoint": checkpoint})
-        found.append(parameters_to_vector(model.parameters()).detach().clone())
-    return torch.equal(*found)
+        results.append(parameters_to_vector(model.parameters()).detach().clone())
+    return torch.equal(*results)
 
 
 def accelerate(rank: int, folder: str) -> bool:
@@ -182,7 +182,7 @@ PLACES = {
 
 def everywhere(rank: int, folder: str) -> dict:
     as_torchrun_would(rank, 2)
-    found = {}
+    results = {}
     for name, place in PLACES.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -191,8 +191,8 @@ def everywhere(rank: int, folder: str) -> dict:
             except ModuleNotFoundError as missing:
                 same = f"{missing}"
         words = [str(w.message) for w in caught]
-        found[name] = same, [one for one in words if "is incomplete" in one or "holds the residuals of" in one]
-    return found
+        results[name] = same, [one for one in words if "is incomplete" in one or "holds the residuals of" in one]
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +202,8 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("name", PLACES)
 def test_the_pages_lines_save_all_of_it(ranks, name):
-    for found in ranks:
-        same, words = found[name]
+    for results in ranks:
+        same, words = results[name]
         if isinstance(same, str):
             pytest.skip(same)
         assert same and words == []

@@ -103,10 +103,10 @@ def test_replicas_and_masks_are_equal_to_the_bit(ranks, options):
     world, _, params, optimizers = make(ranks, density=0.1, density_warmup_steps=6, selection="sampled", **options)
     for t in range(15):
         step(world, params, optimizers, gradients(ranks, t, SHAPES))
-        for own, optimizer in zip(params[1:], optimizers[1:], strict=True):
+        for local, optimizer in zip(params[1:], optimizers[1:], strict=True):
             optimizer.state_dict()
             optimizers[0].state_dict()
-            for p, q in zip(params[0], own, strict=True):
+            for p, q in zip(params[0], local, strict=True):
                 assert torch.equal(p, q)
                 for name in ("exp_avg", "mask", "next_mask"):
                     if name in optimizer.state[q]:
@@ -196,8 +196,8 @@ def test_tensors_without_gradients_wait_and_join():
     for t in range(6):
         grads = gradients(2, t, SHAPES)
         if t % 2 or t < 2:
-            for own in grads:
-                own[2] = None
+            for local in grads:
+                local[2] = None
         if t == 4:
             grads[1][0] = None
         before = params[0][2].detach().clone()

@@ -23,7 +23,7 @@ def test_consolidation_forgets_them_so_that_a_resumed_run_selects_as_the_run_tha
     )
     for t in range(4):
         step(world, params, optimizers, gradients(2, t, SHAPES, torch.float32))
-    held = [optimizer.state[own[0]]["threshold"] for own, optimizer in zip(params, optimizers, strict=True)]
+    held = [optimizer.state[local[0]]["threshold"] for local, optimizer in zip(params, optimizers, strict=True)]
     assert any(float(threshold) > 0 for threshold in held)
     world.consolidate(optimizers)
     assert all(float(threshold) == 0 for threshold in held)

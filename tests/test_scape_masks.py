@@ -12,12 +12,12 @@ from test_scape import SHAPES, dense_moment, make
 
 def test_density_falls_exponentially_after_the_warm_up():
     world, _, params, optimizers = make(1, [(128, 128)], density=0.01, warmup_steps=4, density_warmup_steps=10)
-    seen = []
+    records = []
     for t in range(18):
         step(world, params, optimizers, gradients(1, t, [(128, 128)]))
-        seen.append(optimizers[0].stats.density)
+        records.append(optimizers[0].stats.density)
     wanted = [1.0] * 4 + [max(0.01, 0.01 ** (k / 10)) for k in range(14)]
-    assert seen == pytest.approx(wanted, rel=5e-3)
+    assert records == pytest.approx(wanted, rel=5e-3)
 
 
 def test_the_clock_of_the_mask():
@@ -38,8 +38,8 @@ def test_a_lost_mask_makes_the_next_step_dense_and_nothing_is_lost_with_it():
     ):
         world.failing_everywhere.add(pending.number)
     p = params[0][0]
-    owed = sum(o.state[own[0]]["residual"] for o, own in zip(optimizers, params, strict=True)) / 2
-    wanted = 0.9 * dense_moment(optimizers[0], p) + 0.1 * sum(g[0] for g in gradients(2, 3, SHAPES)) / 2 + owed
+    residuals = sum(o.state[local[0]]["residual"] for o, local in zip(optimizers, params, strict=True)) / 2
+    wanted = 0.9 * dense_moment(optimizers[0], p) + 0.1 * sum(g[0] for g in gradients(2, 3, SHAPES)) / 2 + residuals
     step(world, params, optimizers, gradients(2, 3, SHAPES))
     assert optimizers[0].stats.phase == "dense" and optimizers[0].stats.residual_norm() == 0
     torch.testing.assert_close(dense_moment(optimizers[0], p), wanted)
@@ -56,11 +56,11 @@ def test_a_checkpoint_with_a_mask_in_flight_continues_to_the_bit(at, selection):
     for t in range(at):
         step(world, params, optimizers, gradients(2, t, shapes))
     assert all(optimizer._session.post_commit.exchanges for optimizer in optimizers)  # in flight
-    reached = [[p.detach().clone() for p in own] for own in params]
+    reached = [[p.detach().clone() for p in local] for local in params]
     saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
     again, _, new_params, new = make(2, shapes, **options)
-    for own, held, optimizer, state in zip(new_params, reached, new, saved, strict=True):
-        for p, w in zip(own, held, strict=True):
+    for local, held, optimizer, state in zip(new_params, reached, new, saved, strict=True):
+        for p, w in zip(local, held, strict=True):
             p.data.copy_(w)
         optimizer.load_state_dict(state)
     for t in range(at, at + 5):

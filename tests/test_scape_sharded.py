@@ -70,9 +70,10 @@ def test_sharded_whichever_collective_fails_nothing_has_changed(late):
         step(world, params, optimizers, gradients(2, t, SHAPES))
     for optimizer in optimizers:
         optimizer._session.settle_state()
-    kept = [[p.detach().clone() for p in own] for own in params]
+    kept = [[p.detach().clone() for p in local] for local in params]
     state = [
-        [{k: v.clone() for k, v in o.state[p].items()} for p in own] for o, own in zip(optimizers, params, strict=True)
+        [{k: v.clone() for k, v in o.state[p].items()} for p in local]
+        for o, local in zip(optimizers, params, strict=True)
     ]
     world.failing_everywhere.add(world.comms[0].started + late)
     if late < 3:  # gradients, norm, parameters; what follows are the masks, without which a step is dense

@@ -56,12 +56,12 @@ class Run:
         whole[self.bits("mask", i)] = self.state("exp_avg", i).view(-1)
         return whole
 
-    def owed(self, i: int, rank: int) -> Tensor:
+    def residual(self, i: int, rank: int) -> Tensor:
         return self.state("residual", i, rank).view(-1)
 
-    def mean_owed(self, i: int) -> Tensor:
+    def mean_residual(self, i: int) -> Tensor:
         ranks = range(self.world.size)
-        mean = torch.stack([self.owed(i, rank) for rank in ranks]).mean(0)
+        mean = torch.stack([self.residual(i, rank) for rank in ranks]).mean(0)
         if self.group.get("sharded"):
             mean += torch.cat([self.state("common", i, rank) for rank in ranks])
         return mean
@@ -69,25 +69,25 @@ class Run:
     def step(self, absent: int | None = None) -> None:
         """One step; ``absent`` has no gradient on any rank."""
         grads = gradients(self.world.size, self.t, self.shapes, self.dtype)
-        for own in grads:
+        for local in grads:
             if absent is not None:
-                own[absent] = None
+                local[absent] = None
         m = {i: self.momentum(i) for i in COMPRESSED}
-        owed = {i: self.mean_owed(i) for i in COMPRESSED}
-        came = {i: [self._x(i, rank, m[i], own[i]) for rank, own in enumerate(grads)] for i in COMPRESSED}
+        residual = {i: self.mean_residual(i) for i in COMPRESSED}
+        came = {i: [self._x(i, rank, m[i], local[i]) for rank, local in enumerate(grads)] for i in COMPRESSED}
         step(self.world, self.params, self.optimizers, grads)
         self.t += 1
         for i in COMPRESSED:
             if i == absent:
-                assert torch.equal(self.momentum(i), m[i]) and torch.equal(self.mean_owed(i), owed[i])
+                assert torch.equal(self.momentum(i), m[i]) and torch.equal(self.mean_residual(i), residual[i])
             elif "max_grad_norm" not in self.group:
-                mean = torch.stack([self.sign * own[i] for own in grads]).mean(0).view(-1)
-                close(self.momentum(i) + self.mean_owed(i), 0.9 * m[i] + 0.1 * mean + owed[i])
+                mean = torch.stack([self.sign * local[i] for local in grads]).mean(0).view(-1)
+                close(self.momentum(i) + self.mean_residual(i), 0.9 * m[i] + 0.1 * mean + residual[i])
         if not self.group.get("sharded"):
             self._check_masks(came)
 
     def _x(self, i: int, rank: int, m: Tensor, g: Tensor | None) -> Tensor:
-        x = 0.9 * m + self.owed(i, rank)
+        x = 0.9 * m + self.residual(i, rank)
         return x if g is None else x + 0.1 * self.sign * g.view(-1)
 
     def _check_masks(self, came: dict[int, list[Tensor]]) -> None:
@@ -160,7 +160,7 @@ def test_what_int8_owes_on_the_mask_is_owed_after_a_checkpoint(dtype):
     run = Run(dtype, payload_dtype=torch.int8, density=0.2)
     for _ in range(3):
         run.step()
-    assert (run.owed(0, 0)[run.bits("mask", 0)] != 0).any()
+    assert (run.residual(0, 0)[run.bits("mask", 0)] != 0).any()
     for optimizer in run.optimizers:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     run.step()
@@ -189,8 +189,8 @@ def test_sharded_loses_nothing_either(dtype):
     run = Run(dtype, ranks=3, sharded=True)
     for absent in (None, None, None, 2, None):
         run.step(absent)
-    owed = {i: run.mean_owed(i) for i in COMPRESSED}
+    residual = {i: run.mean_residual(i) for i in COMPRESSED}
     run.world.consolidate(run.optimizers)
     for i in COMPRESSED:
-        close(run.mean_owed(i), owed[i])
+        close(run.mean_residual(i), residual[i])
     run.step()

@@ -44,7 +44,7 @@ def run(source: str, rank: int, folder: str) -> dict:
     dist.broadcast(first, 0)
     optimizer = names["optimizer"]
     comm = getattr(optimizer, "comm", None)
-    found = {
+    results = {
         "sent": sent,
         "losses": names["losses"],
         "equal": torch.equal(mine, first),
@@ -56,29 +56,29 @@ def run(source: str, rank: int, folder: str) -> dict:
     del optimizer, comm
     gc.collect()
     dist.barrier()
-    return found
+    return results
 
 
 def both(rank: int, folder: str) -> dict[str, list[dict]]:
-    found = {}
+    results = {}
     for name, (source, old, new) in CHANGED.items():
         if name == "run_clm":
             pytest.importorskip("transformers")
             pytest.importorskip("accelerate")
-        found[name] = [run(source, rank, folder), run(source.replace(old, new), rank, folder)]
-    return found
+        results[name] = [run(source, rank, folder), run(source.replace(old, new), rank, folder)]
+    return results
 
 
 def examples(folder: str) -> dict[str, str]:
     data, out = ["--data", f"{folder}/text"], f"{folder}/hf"
     small = ["--steps", "9", "--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--out", out]
-    found = {}
+    results = {}
     with contextlib.suppress(ModuleNotFoundError):
-        found["hf_trainer"] = example("hf_trainer", *data, *small)
-        found["hf_trainer, resumed"] = example("hf_trainer", *data, *small, "--steps", "12", "--resume")
+        results["hf_trainer"] = example("hf_trainer", *data, *small)
+        results["hf_trainer, resumed"] = example("hf_trainer", *data, *small, "--steps", "12", "--resume")
     with contextlib.suppress(ModuleNotFoundError):
-        found["lightning_ddp"] = example("lightning_ddp", *data, "--steps", "9")
-    return found
+        results["lightning_ddp"] = example("lightning_ddp", *data, "--steps", "9")
+    return results
 
 
 def on_two_ranks(rank: int, folder: str) -> tuple[dict[str, list[dict]], dict[str, str]]:

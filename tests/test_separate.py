@@ -58,18 +58,18 @@ def drawn(ratio: float, kind: str, height: int | str | None, t: int) -> list[tor
         if matrix is not None:
             R = matrix * (1.0 if kind == "gaussian" else plan[i].r ** 0.5)
             scaled[i] = [*R.view(-1, *R.shape[-2:])]
-    return [R for own in scaled for R in own]
+    return [R for local in scaled for R in local]
 
 
 def as_drawn(ratio: float, kind: str, height: int | str | None):
-    """What the oracle needs: every tensor with its projected dimension last, each block of rows that has an R of its
+    """Return the oracle's form: every tensor with its projected dimension last, each block of rows that has an R of its
     own as a tensor, and the matrices the package draws.
     """
 
     def turned(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         pairs = zip(plan_of(ratio, kind, height), tensors, strict=True)
         blocks = ([t] if q is None else q.view_as_matrix(t.contiguous()).split(q.block_height or q.m) for q, t in pairs)
-        return [block for own in blocks for block in own]
+        return [block for local in blocks for block in local]
 
     return turned, lambda t, i: drawn(ratio, kind, height, t)[i]
 
@@ -101,15 +101,15 @@ def test_equals_the_oracle(ranks, base, options):
     options = OPTIONS[options]
     world, params, optimizers = make(ranks, base, **options)
     turned, random = as_drawn(options["ratio"], options.get("projection", "gaussian"), options.get("block_rows"))
-    said = {k: v for k, v in options.items() if k not in ("ratio", "projection", "block_rows")}
+    message = {k: v for k, v in options.items() if k not in ("ratio", "projection", "block_rows")}
     inner = BASES["AdamW" if base == "SeparateAdam" else base]
     compress = [random(1, i) is not None for i in range(len(turned(weights())))]
-    oracle = SeparateOracle(turned(weights()), ranks, inner, random, compress=compress, **said)
+    oracle = SeparateOracle(turned(weights()), ranks, inner, random, compress=compress, **message)
     phases = set()
     for t in range(20 if options.get("reset_interval") else 12):
         grads = gradients(ranks, t)
         step(world, params, optimizers, grads)
-        oracle.step([turned(own) for own in grads])
+        oracle.step([turned(local) for local in grads])
         phases.add(oracle.phase)
         assert optimizers[0].stats.phase == oracle.phase
         assert optimizers[0].stats.grad_norm == pytest.approx(oracle.norm)
@@ -181,13 +181,13 @@ def sharded_run(rank: int) -> list[float]:
     torch.manual_seed(0)
     whole = [nn.Parameter(torch.randn(shape)) for shape in [(129, 64), (64, 64), (1, 80), (7,)]]
     parts = [nn.Parameter(distribute_tensor(p.detach(), mesh["shard"], [Shard(0)])) for p in whole]
-    alone = dist.new_group([rank], use_local_synchronization=True)
+    single = dist.new_group([rank], use_local_synchronization=True)
     options = dict(projection="gaussian", ratio=8, simulate=True)
     makers = [
         lambda ps, group: compopt.Separate(torch.optim.SGD(ps, lr=0.1, momentum=0.9), process_group=group, **options),
         lambda ps, group: compopt.SeparateAdam(ps, process_group=group, **options),
     ]
-    optimizers = [(make(whole, alone), make(parts, mesh.get_group("replicate"))) for make in makers]
+    optimizers = [(make(whole, single), make(parts, mesh.get_group("replicate"))) for make in makers]
     for t in range(6):
         for i, (p, q) in enumerate(zip(whole, parts, strict=True)):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * t + i))

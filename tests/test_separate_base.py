@@ -132,13 +132,13 @@ def test_grad_is_the_average_for_the_base_and_the_local_gradient_for_everybody_e
     ranks = wrapped(lambda ps: Watching(ps, lr=0.1))
     ranks.backward(loss)
     before = [[p.grad for p in model.parameters()] for model in ranks.models]
-    values = [[None if g is None else g.clone() for g in own] for own in before]
+    values = [[None if g is None else g.clone() for g in local] for local in before]
     ranks.world.step(ranks.optimizers)
-    for model, own, kept, optimizer in zip(ranks.models, before, values, ranks.optimizers, strict=True):
-        for p, grad, value in zip(model.parameters(), own, kept, strict=True):
+    for model, local, kept, optimizer in zip(ranks.models, before, values, ranks.optimizers, strict=True):
+        for p, grad, value in zip(model.parameters(), local, kept, strict=True):
             assert p.grad is grad and (grad is None or torch.equal(grad, value))
         names = [name for name, _ in model.named_parameters()]
-        for name, given, grad in zip(names, optimizer.base.given, own, strict=True):
+        for name, given, grad in zip(names, optimizer.base.given, local, strict=True):
             assert (given is None) == name.startswith("idle") and (given is None or given is not grad)
     for a, b in zip(*(optimizer.base.given for optimizer in ranks.optimizers), strict=True):
         assert a is b is None or torch.equal(a, b)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from inside import Two, apart, cut, loss, make, train
+from fsdp_models import Two, apart, cut, loss, make, train
 from ranks import run_ranks
-from test_ddp_refusals import said
+from test_ddp_refusals import catch_message
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -32,7 +32,7 @@ def around(params, **options) -> compopt.Separate:
     return compopt.Separate(base, **{"warmup_steps": 2, "payload_dtype": None, **options})
 
 
-def owed(optimizer, model: nn.Module) -> dict[str, Tensor]:
+def mean_residuals(optimizer, model: nn.Module) -> dict[str, Tensor]:
     params = {n.removeprefix("module."): p for n, p in model.named_parameters()}
     return {n: s["residual"] for n, p in params.items() if "residual" in (s := optimizer.state[p])}
 
@@ -45,7 +45,7 @@ def beside_ddp(who: int, kind=separate, backwards: int = 1, **options) -> dict[s
     train(fsdp, inside, range(5), who, backwards=backwards)
     train(ddp, outside, range(5), who, backwards=backwards)
     assert inside.stats.phase == outside.stats.phase == "projected"
-    ours, theirs = owed(inside, fsdp), owed(outside, ddp)
+    ours, theirs = mean_residuals(inside, fsdp), mean_residuals(outside, ddp)
     return {
         "apart": apart(fsdp, ddp),
         "owed": max(float((ours[n] - theirs[n]).abs().max()) for n in theirs),
@@ -54,8 +54,8 @@ def beside_ddp(who: int, kind=separate, backwards: int = 1, **options) -> dict[s
 
 
 def conserved(rank: int) -> dict[str, float]:
-    """What a step applies and what ranks owe is the mean of their gradients, of which the first waits."""
-    found = {}
+    """A step applies, with what ranks hold back, the mean of their gradients; of these the first waits."""
+    results = {}
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for name, options, policy in (
         ("bfloat16 on the wire", {"payload_dtype": "bfloat16"}, None),
@@ -70,14 +70,14 @@ def conserved(rank: int) -> dict[str, float]:
                 model.set_requires_gradient_sync(turn == 1)
                 loss(model, turn, rank, torch.float32).backward()
         optimizer.step()
-        found[name] = 0.0
+        results[name] = 0.0
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             got, wanted = p.grad.full_tensor(), q.grad.full_tensor()
             rest = optimizer.state[p].get("residual", torch.zeros_like(got)).clone()
             dist.all_reduce(rest)
             far = (got + rest / dist.get_world_size() - wanted).norm() / wanted.norm()
-            found[name] = max(found[name], float(far))
-    return found
+            results[name] = max(results[name], float(far))
+    return results
 
 
 def cut_otherwise(rank: int) -> float:
@@ -100,29 +100,29 @@ def cut_otherwise(rank: int) -> float:
 
 
 def refused(rank: int) -> dict[str, str]:
-    found, model = {}, cut(make())
+    results, model = {}, cut(make())
     params = list(model.named_parameters())
     for name, options in (
         ("adaptive", {"adaptive": True, "projection": "gaussian"}),
         ("auto", {"when": "auto"}),
         ("local", {"clip": "local", "max_grad_norm": 1.0}),
     ):
-        found[name] = said(ValueError, lambda options=options: separate(params, **options))
+        results[name] = catch_message(ValueError, lambda options=options: separate(params, **options))
     model = cut(make(dtype=torch.float32))
     optimizer, scaler = separate(list(model.named_parameters())), torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(loss(model, 0, rank, torch.float32)).backward()
-    found["scaler"] = said(RuntimeError, lambda: scaler.step(optimizer))
-    return found
+    results["scaler"] = catch_message(RuntimeError, lambda: scaler.step(optimizer))
+    return results
 
 
 def equal(rank: int) -> dict[str, object]:
-    found: dict[str, object] = {name: beside_ddp(rank, **options) for name, options in KINDS.items()}
+    results: dict[str, object] = {name: beside_ddp(rank, **options) for name, options in KINDS.items()}
     if dist.get_world_size() > 2:
-        return found
-    found["base"] = beside_ddp(rank, around, **KINDS["tracked"])
-    found["clipped"] = beside_ddp(rank, max_grad_norm=0.1, **KINDS["tracked"])
-    found["two backwards"] = beside_ddp(rank, backwards=2, **KINDS["gaussian"])  # both by the step's matrix
-    return found
+        return results
+    results["base"] = beside_ddp(rank, around, **KINDS["tracked"])
+    results["clipped"] = beside_ddp(rank, max_grad_norm=0.1, **KINDS["tracked"])
+    results["two backwards"] = beside_ddp(rank, backwards=2, **KINDS["gaussian"])  # both by the step's matrix
+    return results
 
 
 def used(rank: int) -> dict[str, object]:
@@ -155,9 +155,9 @@ def test_it_is_what_it_is_under_ddp(runs, name):
 
 def test_nothing_is_lost(uses):
     for rank in uses:
-        found = rank["conserved"]
-        assert max(far for name, far in found.items() if "bfloat16" not in name) < 2e-6, found
-        assert max(found.values()) < 4e-3, found  # an all-reduce in bfloat16 rounds by itself
+        results = rank["conserved"]
+        assert max(far for name, far in results.items() if "bfloat16" not in name) < 2e-6, results
+        assert max(results.values()) < 4e-3, results  # an all-reduce in bfloat16 rounds by itself
 
 
 def test_other_dimensions_may_be_cut_and_groups_have_their_own_options(uses):
@@ -165,7 +165,7 @@ def test_other_dimensions_may_be_cut_and_groups_have_their_own_options(uses):
 
 
 def test_refusals_say_what_to_do(uses):
-    for found in (rank["refused"] for rank in uses):
-        assert "adaptive=True" in found["adaptive"] and "leave it out" in found["adaptive"]
-        assert "compare two runs" in found["auto"] and "'average'" in found["local"]
-        assert "SeparateAdam averages inside FSDP's backward" in found["scaler"]
+    for results in (rank["refused"] for rank in uses):
+        assert "adaptive=True" in results["adaptive"] and "leave it out" in results["adaptive"]
+        assert "compare two runs" in results["auto"] and "'average'" in results["local"]
+        assert "SeparateAdam averages inside FSDP's backward" in results["scaler"]

@@ -65,11 +65,11 @@ def test_matrices_are_other_ones_in_every_step_and_for_every_tensor(projection):
     ids=str,
 )
 def test_the_error_is_forgotten_every_128_steps_and_a_tracked_one_never(options, forgets):
-    found = []
+    results = []
     for first in (62, 126):
         _, residuals = run(3, 1, first, **options)
-        found += [first + 1 + n for n, each in enumerate(residuals) if not any(r.any() for r in each)]
-    assert found == forgets
+        results += [first + 1 + n for n, each in enumerate(residuals) if not any(r.any() for r in each)]
+    assert results == forgets
 
 
 def columns_of(p: torch.Tensor, moved: torch.Tensor) -> int:
@@ -80,15 +80,15 @@ def columns_of(p: torch.Tensor, moved: torch.Tensor) -> int:
 @pytest.mark.parametrize("named", [False, True])
 def test_a_group_of_the_base_says_how_its_tensors_are_compressed(named):
     """And groups that say nothing take what the wrapper says."""
-    own = [{}, {"ratio": 4}, {"ratio": 32}, {"compress": False}]
-    params = [nn.Parameter(w) for w in weights([(64, 96)] * len(own), torch.float32)]
+    local = [{}, {"ratio": 4}, {"ratio": 32}, {"compress": False}]
+    params = [nn.Parameter(w) for w in weights([(64, 96)] * len(local), torch.float32)]
     groups = [
-        {"params": [(f"layer{n}.weight", p)] if named else [p], **said}
-        for n, (p, said) in enumerate(zip(params, own, strict=True))
+        {"params": [(f"layer{n}.weight", p)] if named else [p], **message}
+        for n, (p, message) in enumerate(zip(params, local, strict=True))
     ]
     optimizer = compopt.Separate(torch.optim.SGD(groups, lr=1.0), projection="gaussian", ratio=16, simulate=True)
     before = [p.detach().clone() for p in params]
-    for p, g in zip(params, gradients(1, 0, [(64, 96)] * len(own), torch.float32)[0], strict=True):
+    for p, g in zip(params, gradients(1, 0, [(64, 96)] * len(local), torch.float32)[0], strict=True):
         p.grad = g
     optimizer.step()
     assert [columns_of(*pair) for pair in zip(before, params, strict=True)] == [4, 16, 2, 64]

@@ -31,45 +31,45 @@ class Run:
 
     def state(self, name: str, i: int) -> list[Tensor]:
         pairs = zip(self.optimizers, self.params, strict=True)
-        return [optimizer.state[own[i]][name].clone() for optimizer, own in pairs]
+        return [optimizer.state[local[i]][name].clone() for optimizer, local in pairs]
 
-    def owed(self, i: int) -> Tensor:
+    def residual(self, i: int) -> Tensor:
         return torch.stack(self.state("residual", i)).mean(0)
 
     def step(self, absent: int | None = None) -> dict[int, tuple[Tensor, Tensor]]:
         """One step; of each compressed tensor what was applied, and what came: gradients and what was owed."""
         grads = gradients(2, self.t, SHAPES, torch.float32)
-        for own in grads:
+        for local in grads:
             if absent is not None:
-                own[absent] = None
-        before = {i: (self.state("exp_avg", i)[0], self.owed(i)) for i in COMPRESSED}
+                local[absent] = None
+        before = {i: (self.state("exp_avg", i)[0], self.residual(i)) for i in COMPRESSED}
         step(self.world, self.params, self.optimizers, grads)
         self.t += 1
         books = {}
-        for i, (m, owed) in before.items():
+        for i, (m, residual) in before.items():
             if i == absent:
-                assert torch.equal(self.state("exp_avg", i)[0], m) and torch.equal(self.owed(i), owed)
+                assert torch.equal(self.state("exp_avg", i)[0], m) and torch.equal(self.residual(i), residual)
                 continue
             applied = (self.state("exp_avg", i)[0] - 0.9 * m) / (1 - 0.9)
-            books[i] = applied, torch.stack([own[i] for own in grads]).mean(0) + owed
+            books[i] = applied, torch.stack([local[i] for local in grads]).mean(0) + residual
         return books
 
 
 @pytest.mark.parametrize("projection, beta", [("gaussian", "auto"), ("orthonormal", 0.5), ("tracked", "auto")])
 def test_dense_steps_in_between_leave_to_absent_tensors_what_they_owe(projection, beta):
-    """What a contraction left over is sent. An unbiased projection's error is noise: a dense step drops it."""
+    """A contraction's residual is sent. An unbiased projection's error is noise: a dense step drops it."""
     run = Run(projection=projection, ef_beta=beta, reset_interval=None)
     for _ in range(3):
         run.step()
-    assert run.optimizers[0].stats.phase == "projected" and run.owed(2).any()
+    assert run.optimizers[0].stats.phase == "projected" and run.residual(2).any()
     run.options(warmup_steps=100)
     for absent in (2, None):
-        owed = {i: run.owed(i) for i in COMPRESSED}
+        residual = {i: run.residual(i) for i in COMPRESSED}
         for i, (applied, came) in run.step(absent).items():
-            wanted = came - owed[i] if projection == "gaussian" else came
+            wanted = came - residual[i] if projection == "gaussian" else came
             torch.testing.assert_close(applied, wanted, rtol=1e-4, atol=1e-4)
-            assert not run.owed(i).any()
-        assert run.owed(2).any() == (absent == 2)
+            assert not run.residual(i).any()
+        assert run.residual(2).any() == (absent == 2)
     assert run.optimizers[0].stats.phase == "dense"
 
 
@@ -77,10 +77,10 @@ def test_dense_steps_in_between_leave_to_absent_tensors_what_they_owe(projection
 def test_of_a_tracked_tensor_as_much_of_the_old_error_is_kept_as_ef_beta_says(beta, kept):
     run = Run(projection="tracked", ef_beta=beta)
     for _ in range(4):
-        old = {i: run.owed(i) for i in COMPRESSED}
+        old = {i: run.residual(i) for i in COMPRESSED}
         for i, (applied, came) in run.step().items():
             wanted = kept * old[i] + (1 - kept) * (came - applied)
-            torch.testing.assert_close(run.owed(i), wanted, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(run.residual(i), wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_a_base_of_tracked_tensors_goes_on_after_they_were_absent_and_from_a_checkpoint():
@@ -89,9 +89,9 @@ def test_a_base_of_tracked_tensors_goes_on_after_they_were_absent_and_from_a_che
     basis = run.state("basis", 2)
     run.step(absent=2)
     assert all(map(torch.equal, run.state("basis", 2), basis))
-    for mine, theirs, own, reached in zip(other.optimizers, run.optimizers, other.params, run.params, strict=True):
+    for mine, theirs, local, reached in zip(other.optimizers, run.optimizers, other.params, run.params, strict=True):
         mine.load_state_dict(theirs.state_dict())
-        for p, q in zip(own, reached, strict=True):
+        for p, q in zip(local, reached, strict=True):
             p.data.copy_(q)
     other.t = run.t
     for one in (run, other):
@@ -115,7 +115,7 @@ def test_what_int8_takes_off_a_tensor_sent_whole_beside_tracked_ones_goes_out_wi
     run = Run(projection="tracked", rank=40, payload_dtype=torch.int8)  # more columns than pay for the first
     for _ in range(4):
         for i, (applied, came) in run.step().items():
-            torch.testing.assert_close(applied + run.owed(i), came, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(applied + run.residual(i), came, rtol=1e-3, atol=1e-3)
     assert run.optimizers[0].stats.phase == "projected"
 
 
@@ -127,9 +127,9 @@ def test_clipping_locally_is_clipping_by_hand(projection):
         for g in grads[1]:
             g.mul_(5)  # ranks are not clipped alike
         step(clipped.world, clipped.params, clipped.optimizers, grads)
-        for own in grads:
-            norm = math.sqrt(sum(float(g.square().sum()) for g in own))
-            for g in own:
+        for local in grads:
+            norm = math.sqrt(sum(float(g.square().sum()) for g in local))
+            for g in local:
                 g.mul_(min(1.0, 1.0 / (norm + 1e-6)))
         step(by_hand.world, by_hand.params, by_hand.optimizers, grads)
     for p, q in zip(clipped.params[0], by_hand.params[0], strict=True):
@@ -180,14 +180,14 @@ def test_each_group_is_clipped_where_it_says():
 
 def test_what_is_adapted_is_each_tensors_own():
     run = Run(adaptive=True, adapt_interval=2, reset_interval=None)
-    for optimizer, own in zip(run.optimizers, run.params, strict=True):
-        optimizer.state[own[0]]["residual"].normal_(std=30.0, generator=torch.Generator().manual_seed(0))
+    for optimizer, local in zip(run.optimizers, run.params, strict=True):
+        optimizer.state[local[0]]["residual"].normal_(std=30.0, generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         run.step()
-    (optimizer, _), own = run.optimizers, run.params[0]
+    (optimizer, _), local = run.optimizers, run.params[0]
     ratios = [ratio for ratio, _ in optimizer.param_groups[0]["adapted"]]
     assert ratios[0] != ratios[2]
     (bucket,) = optimizer._buckets
     plan = dict(zip(bucket.params, optimizer._plan_next_step(bucket), strict=True))
     for i in COMPRESSED:
-        assert plan[own[i]].r == math.ceil(min(SHAPES[i]) / ratios[i])
+        assert plan[local[i]].r == math.ceil(min(SHAPES[i]) / ratios[i])

@@ -44,21 +44,21 @@ def sent() -> int:
 
 
 def requests(rank: int) -> dict:
-    comm, found = Communicator(), {}
+    comm, results = Communicator(), {}
     sizes = [5, 0, 3]
     row = comm.start(ReduceScatterMean(torch.arange(8.0) * (rank + 1), sizes)).wait()
-    found["row"] = row.tolist()
+    results["row"] = row.tolist()
     low = comm.start(ReduceScatterMean(torch.full((8,), 1.0 + rank / 128, dtype=torch.bfloat16), sizes)).wait()
-    found["in float32"] = low.dtype == torch.float32
+    results["in float32"] = low.dtype == torch.float32
     bits = torch.randint(0, 256, (1001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
     union = comm.start(BitOr(bits.clone())).wait()
     Communicator.has_bitwise_or = lambda self, device: False  # as on NCCL
     pending = comm.start(BitOr(bits.clone())).wait()  # the first of two collectives leads to the second
-    found["or"] = torch.equal(union, pending.wait())
+    results["or"] = torch.equal(union, pending.wait())
     rows = [
         torch.randint(0, 256, (1001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(r)) for r in range(3)
     ]
-    found["or"] &= torch.equal(union, rows[0] | rows[1] | rows[2])
+    results["or"] &= torch.equal(union, rows[0] | rows[1] | rows[2])
 
     n = 300_000
     before = sent()
@@ -67,8 +67,8 @@ def requests(rank: int) -> dict:
     moved = sent()
     dist.reduce_scatter_tensor(torch.empty(n // 3), torch.ones(n))
     dist.barrier()
-    found["ours"], found["gloo's"] = ((b - a) / (4 * n) for a, b in ((before, moved), (moved, sent())))
-    return found
+    results["ours"], results["gloo's"] = ((b - a) / (4 * n) for a, b in ((before, moved), (moved, sent())))
+    return results
 
 
 def test_requests_of_shards_over_gloo():
@@ -83,7 +83,7 @@ def test_requests_of_shards_over_gloo():
 def trained(rank: int) -> dict[str, list]:
     torch.manual_seed(0)
     buckets.BUCKET_BYTES = 80_000
-    found = {}
+    results = {}
     for name, make in CLASSES.items():
         model = DDP(Net())
         if name == "early":  # made when there were no other ranks yet
@@ -105,9 +105,9 @@ def trained(rank: int) -> dict[str, list]:
         theirs = mine.clone()
         dist.broadcast(theirs, 0)
         held = sum(entry["exp_avg"].numel() for entry in optimizer.state.values()) / len(mine)
-        found[name] = [torch.equal(mine, theirs), losses[-1] < losses[0], stats.phase, stats.skipped,
+        results[name] = [torch.equal(mine, theirs), losses[-1] < losses[0], stats.phase, stats.skipped,
                        stats.early_buckets == stats.buckets - 1, held]  # fmt: skip
-    return found
+    return results
 
 
 def test_under_ddp_shards_start_in_backward_and_replicas_stay_equal():

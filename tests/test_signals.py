@@ -20,7 +20,7 @@ from compopt._engine.step import Step, defer_signals
 
 
 class Alarm(Exception):
-    """What a handler of the user's raises."""
+    """The exception of a user's handler."""
 
 
 def raise_alarm(number: int, frame: object) -> None:
@@ -56,21 +56,21 @@ def test_an_error_in_the_block_does_not_swallow_a_signal():
 
 
 def test_other_threads_hold_nothing_back():
-    said = []
+    message = []
 
     def work():
         with defer_signals():
-            said.append(signal.getsignal(signal.SIGALRM) is raise_alarm)
+            message.append(signal.getsignal(signal.SIGALRM) is raise_alarm)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert said == [True]
+    assert message == [True]
 
 
 def interrupted_in_the_commit(optimizer) -> None:
     """A signal arrives before the first bucket is updated, and another between the buckets and the count."""
-    post_commit, committed = optimizer._session.post_commit, optimizer.committed
+    post_commit, after_commit = optimizer._session.post_commit, optimizer.after_commit
     commit_bucket = post_commit.commit_bucket
 
     def after(*args):
@@ -80,9 +80,9 @@ def interrupted_in_the_commit(optimizer) -> None:
 
     def between():
         signal.raise_signal(signal.SIGALRM)
-        committed()
+        after_commit()
 
-    post_commit.commit_bucket, optimizer.committed = after, between
+    post_commit.commit_bucket, optimizer.after_commit = after, between
 
 
 @every_average
@@ -95,7 +95,7 @@ def test_a_signal_in_the_commit_is_handled_after_it(case):
     interrupted_in_the_commit(optimizer)
     with pytest.raises((KeyboardInterrupt, Alarm)):
         optimizer.step()
-    del optimizer.committed
+    del optimizer.after_commit
     without.optimizers[0].step()
     assert_same(snapshot(without.optimizers[0]), snapshot(optimizer))
     for one in (ranks, without):
@@ -135,7 +135,7 @@ def test_thirty_interrupted_steps_leave_none_torn(case):
     for one in (ranks, without):
         one.train(loss, 4)
     (optimizer,), (other,) = ranks.optimizers, without.optimizers
-    seen = taken = 0
+    records = selected = 0
     for _ in range(30):
         for one in (ranks, without):
             one.backward(loss)
@@ -146,16 +146,16 @@ def test_thirty_interrupted_steps_leave_none_torn(case):
             with Instructions(dice.randint(1, all_of_them.count)):
                 optimizer.step()
         except Alarm:
-            seen += 1
-        taken += optimizer._option_groups[0]["step"] > steps
+            records += 1
+        selected += optimizer._option_groups[0]["step"] > steps
         torch.set_grad_enabled(True)  # torch's own no_grad may be interrupted as well
         if optimizer._option_groups[0]["step"] == steps:
             optimizer.step()
         for one in (ranks, without):
             one.steps += 1
         assert_same(snapshot(other), snapshot(optimizer))
-    assert seen >= 25, "all, unless the other step had instructions of its own, as of what it collected"
-    assert 0 < taken < 30
+    assert records >= 25, "all, unless the other step had instructions of its own, as of what it collected"
+    assert 0 < selected < 30
 
 
 class Broken(Exception):

@@ -15,7 +15,7 @@ from torch import nn
 
 import compopt
 from compopt._sparse.top_k import select_exact_top_k
-from compopt.tagc import most_left
+from compopt.tagc import count_selected
 
 # Compressed at all; topk in place of a threshold; the table of rounding; a block of a pass; pages of a block.
 SIZES = [4096, 16384, 65536, 131072, 2**20]
@@ -101,9 +101,9 @@ def test_tagc_leaves_as_many_as_it_says_in_every_shard(size, sparsity, backend, 
         bucket = ours.optimizers[0]._buckets[number % 3]
         for bits in sent:
             for shard in range(2):
-                own = bits[bucket.shards.cuts[shard] : bucket.shards.cuts[shard + 1]]
-                left = int((own.unsqueeze(1) >> torch.arange(8) & 1).sum())
-                assert left == most_left(sparsity, bucket.shards.owned[shard])
+                local = bits[bucket.shards.cuts[shard] : bucket.shards.cuts[shard + 1]]
+                left = int((local.unsqueeze(1) >> torch.arange(8) & 1).sum())
+                assert left == count_selected(sparsity, bucket.shards.owned[shard])
 
 
 @on_each
@@ -123,8 +123,8 @@ def test_the_largest_are_exactly_as_many(what, share, backend, monkeypatch):
         "two sizes": torch.where(x > 0, 1.0, -1e-6),
     }[what]
     k = max(1, round(share * n))
-    found = select_exact_top_k(x, k, compopt.AdamS([nn.Parameter(torch.zeros(1))]).ops)
-    assert torch.equal(found, found.unique())
-    assert len(found) == k or (len(found) < k and len(found) >= int(x.count_nonzero()))
-    chosen = x.abs()[found].sort(descending=True).values
-    assert torch.equal(chosen, x.abs().sort(descending=True).values[: len(found)])
+    results = select_exact_top_k(x, k, compopt.AdamS([nn.Parameter(torch.zeros(1))]).ops)
+    assert torch.equal(results, results.unique())
+    assert len(results) == k or (len(results) < k and len(results) >= int(x.count_nonzero()))
+    chosen = x.abs()[results].sort(descending=True).values
+    assert torch.equal(chosen, x.abs().sort(descending=True).values[: len(results)])

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt.integrations.snapshots import Snapshot, Snapshots, deal_snapshots
+from compopt.integrations.snapshots import Snapshot, Snapshots, assign_snapshots
 
 OPTIONS = [dict(), dict(fragments=2, delay=2)]
 
@@ -59,20 +59,20 @@ class Run:
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The parameters, and all tensors of the optimizer's state by their names."""
-        found = {name: p.detach().clone() for name, p in self.model.module.named_parameters()}
+        results = {name: p.detach().clone() for name, p in self.model.module.named_parameters()}
 
         def add(prefix: str, entry: dict) -> None:
             for name, value in entry.items():
                 if isinstance(value, dict):
                     add(f"{prefix}.{name}", value)
                 else:
-                    found[f"{prefix}.{name}"] = value.clone()
+                    results[f"{prefix}.{name}"] = value.clone()
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for place, entry in self.optimizer.state_dict()["state"].items():
                 add(str(place), entry)
-        return found
+        return results
 
 
 def begins(rank: int, folder: str, kind: str, options: dict, is_shared: bool) -> dict[str, torch.Tensor]:
@@ -93,7 +93,7 @@ def begins(rank: int, folder: str, kind: str, options: dict, is_shared: bool) ->
 
 
 def resumes(rank: int, folder: str, kind: str, options: dict, is_shared: bool) -> dict[str, torch.Tensor]:
-    """What is there after resuming, and two steps later."""
+    """Return what is there after resuming, and two steps later."""
     run = Run(Path(folder) / ("all" if is_shared else f"node {rank}"), kind, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -102,7 +102,7 @@ def resumes(rank: int, folder: str, kind: str, options: dict, is_shared: bool) -
     assert run.scheduler.last_epoch == 6 and run.position.samples > 0
     assert run.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 7)
     run.train(2)
-    found = {**loaded, **{f"then {name}": value for name, value in run.parts().items()}}
+    results = {**loaded, **{f"then {name}": value for name, value in run.parts().items()}}
     if isinstance(run.optimizer, compopt.LocalSteps):
         run.optimizer.end_round()
     run.snapshots.save()
@@ -111,7 +111,7 @@ def resumes(rank: int, folder: str, kind: str, options: dict, is_shared: bool) -
     other = mine.clone()
     dist.broadcast(other, 0)
     assert torch.equal(mine, other)
-    return found
+    return results
 
 
 KINDS = [("rounds", OPTIONS[0]), ("rounds", OPTIONS[1]), ("Radius", {})]
@@ -133,7 +133,7 @@ def is_own(name: str) -> bool:
 @pytest.mark.parametrize(("kind", "options"), KINDS[::2])
 @pytest.mark.parametrize(("ranks", "is_shared"), [(3, False), (3, True), (1, True)])
 def test_other_ranks_go_on_from_the_mean(kind, options, ranks, is_shared, tmp_path):
-    """What ranks had in common is the same on all, and what each had for itself is the mean of that."""
+    """Common state is the same on all ranks, and state of single ranks becomes its mean."""
     before = run_ranks(begins, 2, str(tmp_path), kind, options, is_shared)
     after = run_ranks(resumes, ranks, str(tmp_path), kind, options, is_shared)
     for now in after:
@@ -171,13 +171,13 @@ def test_each_snapshot_of_the_newest_step_is_loaded_once():
     def of(*numbers: int, step: int = 9, size: int = 3) -> list[Snapshot]:
         return [Snapshot(step, n, size) for n in numbers]
 
-    assert deal_snapshots([[], []]) == [[], []]
-    assert deal_snapshots([of(1), of(0), of(2)]) == [of(1), of(0), of(2)], "folders apart: ranks have other numbers"
+    assert assign_snapshots([[], []]) == [[], []]
+    assert assign_snapshots([of(1), of(0), of(2)]) == [of(1), of(0), of(2)], "folders apart: ranks have other numbers"
     everything = of(0, 1, 2)
-    assert deal_snapshots([everything] * 3) == [of(0), of(1), of(2)]
-    assert deal_snapshots([everything] * 2) == [of(0, 2), of(1)]
-    assert deal_snapshots([everything] * 4) == [of(0), of(1), of(2), []]
-    assert deal_snapshots([of(0, step=6), of(1)]) == [[], of(1)], "the newest, wherever it is"
+    assert assign_snapshots([everything] * 3) == [of(0), of(1), of(2)]
+    assert assign_snapshots([everything] * 2) == [of(0, 2), of(1)]
+    assert assign_snapshots([everything] * 4) == [of(0), of(1), of(2), []]
+    assert assign_snapshots([of(0, step=6), of(1)]) == [[], of(1)], "the newest, wherever it is"
 
 
 def test_what_cannot_be_is_refused():
@@ -185,6 +185,6 @@ def test_what_cannot_be_is_refused():
     optimizer = compopt.SeparateAdam(model.parameters())
     with pytest.raises(ValueError, match="keep must be"):
         Snapshots("x", model, optimizer, keep=0)
-    optimizer.reduces_inside = True
+    optimizer.replaces_reduce_scatter = True
     with pytest.raises(ValueError, match=r"save with torch\.distributed\.checkpoint"):
         Snapshots("x", model, optimizer)

@@ -1,4 +1,4 @@
-"""What users put around a model and an optimizer, a test each: one process where that shows it, two under DDP."""
+"""Wrappers around a model and an optimizer, a test each: one process where that shows it, two under DDP."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def vector(model: nn.Module) -> torch.Tensor:
 
 def wrapped(rank: int) -> dict[str, dict[str, float]]:
     """How far each way of running the model takes it from plain DDP, for each class."""
-    found = {}
+    results = {}
     for case in CASES:
         far = {}
         plain = DDP(make())
@@ -74,13 +74,13 @@ def wrapped(rank: int) -> dict[str, dict[str, float]]:
         theirs = vector(plain).clone()
         dist.broadcast(theirs, 0)
         far["replicas"] = float((vector(plain) - theirs).abs().max())
-        found[case.name] = far
-    return found
+        results[case.name] = far
+    return results
 
 
 def test_compile_activation_checkpointing_and_static_graph():
-    for found in run_ranks(wrapped, 2):
-        for name, far in found.items():
+    for results in run_ranks(wrapped, 2):
+        for name, far in results.items():
             assert far.pop("replicas") == 0, name
             assert len(far) == (5 if name == CASES[0].name else 3)
             assert all(distance < 1e-5 for distance in far.values()), (name, far)
@@ -132,7 +132,7 @@ def scaled_and_autocast(rank: int) -> dict[str, list]:
     """A script for one GradScaler, unchanged; rank 1 overflows in step 4. Then FSDP's scaler; then autocast."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    found = {}
+    results = {}
     scalers = {
         "GradScaler": lambda: torch.amp.GradScaler("cpu", init_scale=1024.0),
         "ShardedGradScaler": lambda: ShardedGradScaler("cpu", init_scale=1024.0),
@@ -141,23 +141,23 @@ def scaled_and_autocast(rank: int) -> dict[str, list]:
         for case in CASES:
             model = DDP(make())
             optimizer, scaler = case.make(model.parameters()), make_scaler()
-            phases, owed = [], []
+            phases, residuals = [], []
             for step in range(7):
                 optimizer.zero_grad()
                 loss = model(batch(step)).square().mean()
                 scaler.scale(loss * (float("inf") if step == 4 and rank == 1 else 1.0)).backward()
-                owed.append(optimizer.stats.residual_norm())
+                residuals.append(optimizer.stats.residual_norm())
                 if step % 2:
                     scaler.unscale_(optimizer)
                 scaler.step(optimizer)
                 scaler.update()
                 phases.append(optimizer.stats.phase == "skipped")
                 if step == 4:
-                    assert optimizer.stats.residual_norm() == owed[-1]
+                    assert optimizer.stats.residual_norm() == residuals[-1]
             mine = vector(model)
             theirs = mine.clone()
             dist.broadcast(theirs, 0)
-            found[f"{name} {case.name}"] = [phases, torch.equal(mine, theirs), bool(mine.isfinite().all())]
+            results[f"{name} {case.name}"] = [phases, torch.equal(mine, theirs), bool(mine.isfinite().all())]
     for case in CASES:
         model = DDP(make())
         optimizer = case.make(model.parameters())
@@ -171,12 +171,12 @@ def scaled_and_autocast(rank: int) -> dict[str, list]:
             losses.append(float(loss.detach()))
         theirs = vector(model).clone()
         dist.broadcast(theirs, 0)
-        found[f"autocast {case.name}"] = [losses[-1] < 0.7 * losses[0], torch.equal(vector(model), theirs)]
-    return found
+        results[f"autocast {case.name}"] = [losses[-1] < 0.7 * losses[0], torch.equal(vector(model), theirs)]
+    return results
 
 
 def test_scalers_skip_together_and_autocast_trains():
-    for found in run_ranks(scaled_and_autocast, 2):
-        for name, (first, *rest) in found.items():
+    for results in run_ranks(scaled_and_autocast, 2):
+        for name, (first, *rest) in results.items():
             assert all(rest), name
             assert first is True if "autocast" in name else first == [step == 4 for step in range(7)], name

@@ -127,17 +127,17 @@ def adamw(params):
 def all_ways(rank: int) -> dict[str, list]:
     buckets.BUCKET_BYTES = 70_000
     warnings.simplefilter("ignore")
-    found = {}
+    results = {}
     for way in WAYS:
         (wanted, _), (got, resent) = train(way, adamw), train(way, lossless)
-        found[way.__name__] = [float((wanted - got).abs().max()), resent]
-    found["actor_and_critic"] = [float((actor_and_critic(adamw) - actor_and_critic(lossless)).abs().max()), []]
-    return found
+        results[way.__name__] = [float((wanted - got).abs().max()), resent]
+    results["actor_and_critic"] = [float((actor_and_critic(adamw) - actor_and_critic(lossless)).abs().max()), []]
+    return results
 
 
 def test_every_change_is_seen():
-    for found in run_ranks(all_ways, 2):
-        for name, (distance, resent) in found.items():
+    for results in run_ranks(all_ways, 2):
+        for name, (distance, resent) in results.items():
             assert distance < 1e-9, f"{name}: not DDP + AdamW"
             if name not in ("several_backwards", "actor_and_critic"):
                 assert resent == [False, True, False, False, False], name
@@ -154,15 +154,15 @@ def test_a_fingerprint_tells_any_change_of_one_element_and_of_all(dtype, n):
     p.grad = original.clone()
     before = StalenessCheck(bucket)
 
-    def seen(change) -> bool:
+    def is_noticed(change) -> bool:
         p.grad = original.clone()
         change(p.grad)
         return bool(before.measure())
 
-    assert not seen(lambda g: g.mul_(1.0))
+    assert not is_noticed(lambda g: g.mul_(1.0))
     smallest = torch.finfo(dtype).eps
-    assert all(seen(lambda g, i=i: g[i].mul_(1 + smallest)) for i in {0, n // 2, n - 1})
+    assert all(is_noticed(lambda g, i=i: g[i].mul_(1 + smallest)) for i in {0, n // 2, n - 1})
     for factor in (0.5, 2.0, -1.0, 0.0):
-        assert seen(lambda g, factor=factor: g.mul_(factor)), factor
+        assert is_noticed(lambda g, factor=factor: g.mul_(factor)), factor
     p.grad = None
     assert bool(before.measure())

@@ -50,8 +50,8 @@ def test_equals_the_oracle(name, ranks):
         grads = gradients(ranks, t, SHAPES)
         step(world, params, optimizers, grads)
         oracle.step(grads)
-        for own in params:
-            for p, wanted in zip(own, oracle.params, strict=True):
+        for local in params:
+            for p, wanted in zip(local, oracle.params, strict=True):
                 torch.testing.assert_close(p.detach(), wanted, rtol=1e-9, atol=1e-10)
     for rank, optimizer in enumerate(optimizers):
         assert optimizer.stats.phase == "sparse"
@@ -63,7 +63,7 @@ def test_equals_the_oracle(name, ranks):
             if COMPRESSED[i]:
                 held = optimizer.state[p]["residual"]
                 torch.testing.assert_close(held, oracle.residual[rank][i], rtol=1e-10, atol=1e-11)
-                moments = torch.cat([o.state[own[i]]["exp_avg"] for o, own in zip(optimizers, params, strict=True)])
+                moments = torch.cat([o.state[local[i]]["exp_avg"] for o, local in zip(optimizers, params, strict=True)])
                 torch.testing.assert_close(moments.view(p.shape), oracle.m[i], rtol=1e-9, atol=1e-10)
 
 
@@ -75,10 +75,12 @@ def test_a_sketch_in_float32_is_exact_to_a_thousandth_at_the_loads_of_table_1(op
     averages = []
     for codec in ("sketch", "compact"):
         world, _, params, optimizers = make(2, [(96, 200)], torch.float32, **{**options, "codec": codec}, lr=1.0)
-        grads = [[torch.randn(96, 200).exp() * own[0].sign()] for own in gradients(2, 0, [(96, 200)], torch.float32)]
+        grads = [
+            [torch.randn(96, 200).exp() * local[0].sign()] for local in gradients(2, 0, [(96, 200)], torch.float32)
+        ]
         grads = grads if codec == "sketch" else averages.pop()
         step(world, params, optimizers, grads)
-        moments = torch.cat([o.state[own[0]]["exp_avg"] for o, own in zip(optimizers, params, strict=True)])
+        moments = torch.cat([o.state[local[0]]["exp_avg"] for o, local in zip(optimizers, params, strict=True)])
         averages += [moments, grads] if codec == "sketch" else [moments]
         assert optimizers[0].stats.leftovers == 0
     sketched, compact = averages
@@ -102,14 +104,14 @@ def test_the_or_loses_no_index_where_added_fields_do(ranks, shared):
     order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
     bits = []
     for rank in range(ranks):
-        own = torch.randperm(n - left, generator=torch.Generator().manual_seed(1 + rank))[: left - int(shared * left)]
-        chosen = torch.cat([order[: int(shared * left)], order[left:][own]])
+        local = torch.randperm(n - left, generator=torch.Generator().manual_seed(1 + rank))[: left - int(shared * left)]
+        chosen = torch.cat([order[: int(shared * left)], order[left:][local]])
         bits.append(torch.zeros(n, dtype=torch.bool).index_fill_(0, chosen, True))
     grads = [[(mask * (rank + 2.0 + torch.arange(n))).view(64, 64).double()] for rank, mask in enumerate(bits)]
     world, _, params, optimizers = make(ranks, [(64, 64)], sparsity=0.75, weight_decay=0.0)
     step(world, params, optimizers, grads)
     union = torch.stack(bits).any(0)
-    moved = torch.cat([o.state[own[0]]["exp_avg"] for o, own in zip(optimizers, params, strict=True)]) != 0
+    moved = torch.cat([o.state[local[0]]["exp_avg"] for o, local in zip(optimizers, params, strict=True)]) != 0
     assert torch.equal(moved, union)
 
     everywhere = torch.stack(bits).all(0)
@@ -178,7 +180,7 @@ def test_updates_of_float32_parameters_are_gathered_in_bfloat16_with_such_a_payl
     runs = {}
     for dtype in (None, torch.bfloat16):
         world, start, params, optimizers = make(2, dtype=torch.float32, payload_dtype=dtype, warmup_steps=9)
-        given = [[g.bfloat16().float() for g in own] for own in gradients(2, 0, SHAPES, torch.float32)]
+        given = [[g.bfloat16().float() for g in local] for local in gradients(2, 0, SHAPES, torch.float32)]
         step(world, params, optimizers, given)
         for p, q in zip(*params, strict=True):
             assert torch.equal(p, q)

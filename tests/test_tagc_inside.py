@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from inside import Two, apart, cut, loss, make, train
+from fsdp_models import Two, apart, cut, loss, make, train
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,10 +26,10 @@ def beside_ddp(rank: int, **options) -> dict[str, float]:
     train(fsdp, inside, range(8), rank)
     train(ddp, outside, range(8), rank)
     pairs = zip(fsdp.parameters(), ddp.parameters(), strict=True)
-    owed = [(inside.state[a].get("residual"), outside.state[b].get("residual")) for a, b in pairs]
+    residuals = [(inside.state[a].get("residual"), outside.state[b].get("residual")) for a, b in pairs]
     return {
         "apart": apart(fsdp, ddp),
-        "owed": max(float((a - b).abs().max()) for a, b in owed if a is not None),
+        "owed": max(float((a - b).abs().max()) for a, b in residuals if a is not None),
         "density": abs(inside.stats.density - outside.stats.density),
         "norm": abs(inside.stats.grad_norm / outside.stats.grad_norm - 1),
     }
@@ -56,8 +56,8 @@ class Oracle:
         for who in range(self.ranks):
             with torch.enable_grad():
                 value = loss(self.model, number, who)
-            own = torch.autograd.grad(value, list(self.model.parameters()))
-            grads.append(dict(zip(self.model.parameters(), own, strict=True)))
+            local = torch.autograd.grad(value, list(self.model.parameters()))
+            grads.append(dict(zip(self.model.parameters(), local, strict=True)))
         mean = {p: sum(g[p] for g in grads) / self.ranks for p in self.model.parameters()}
         for part in self.parts:
             for rank in range(self.ranks):
@@ -99,12 +99,12 @@ def beside_oracle(rank: int) -> dict[str, float]:
     for step in range(6):
         oracle.step(step)
         train(model, optimizer, [step], rank)
-    owed = [
+    residuals = [
         float((optimizer.state[p]["residual"] - oracle.acc[rank][q]).abs().max())
         for p, q in zip(model.parameters(), oracle.model.parameters(), strict=True)
         if oracle.compressed(q)
     ]
-    return {"apart": apart(model, oracle.model), "owed": max(owed)}
+    return {"apart": apart(model, oracle.model), "owed": max(residuals)}
 
 
 def all_of(rank: int) -> dict[str, object]:

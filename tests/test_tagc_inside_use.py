@@ -1,4 +1,4 @@
-"""What users do with TAGC inside FSDP2: mixed precision, hooks, refusals."""
+"""Uses of TAGC inside FSDP2: mixed precision, hooks, refusals."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from inside import apart, cut, loss, make, train
+from fsdp_models import apart, cut, loss, make, train
 from ranks import run_ranks
-from test_ddp_refusals import said
+from test_ddp_refusals import catch_message
 from test_tagc_inside import tagc
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -31,25 +31,25 @@ def test_what_is_not_finite_is_among_the_largest(dtype, backend, wrong, monkeypa
         for k in (1, n // 80 + 1, n // 3):
             x = torch.randn(n, dtype=dtype)
             x[torch.randperm(n)[:count]] = wrong
-            found = select_exact_top_k(x, k, ops)
-            assert len(found) == k and not x[found].isfinite().all()
+            results = select_exact_top_k(x, k, ops)
+            assert len(results) == k and not x[results].isfinite().all()
 
 
 def as_others_do(rank: int) -> dict[str, object]:
     """Gradients that are set to zero, not None; hooks that read them in backward; parameters that are frozen."""
     plain, zeros, hooked, frozen, wanted = (cut(make()) for _ in range(5))
     one, two, three = tagc(plain), tagc(zeros), tagc(hooked)
-    seen, found = {}, {}
+    records, results = {}, {}
     for p in hooked.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: seen.__setitem__(p, p.grad.to_local().clone()))
+        p.register_post_accumulate_grad_hook(lambda p: records.__setitem__(p, p.grad.to_local().clone()))
     train(plain, one, range(4), rank)
     for step in range(4):
         two.zero_grad(set_to_none=False)
         loss(zeros, step, rank).backward()
         two.step()
     train(hooked, three, range(4), rank)
-    found["zeros"], found["hooked"] = apart(plain, zeros), apart(plain, hooked)
-    found["seen"] = max(float((seen[p] - p.grad.to_local()).abs().sum()) for p in hooked.parameters())
+    results["zeros"], results["hooked"] = apart(plain, zeros), apart(plain, hooked)
+    results["seen"] = max(float((records[p] - p.grad.to_local()).abs().sum()) for p in hooked.parameters())
 
     for model in (frozen, wanted):
         for p in (model.up.weight, model.down.bias):
@@ -57,13 +57,13 @@ def as_others_do(rank: int) -> dict[str, object]:
     train(frozen, tagc(frozen, sparsity=0), range(3), rank)
     trained = [p for p in wanted.parameters() if p.requires_grad]
     train(wanted, torch.optim.AdamW(trained, lr=1e-2), range(3), rank)
-    found["frozen"] = apart(frozen, wanted)
-    return found
+    results["frozen"] = apart(frozen, wanted)
+    return results
 
 
 def in_low_precision(rank: int) -> dict[str, float]:
     """FSDP's mixed precision: what a step applies and what ranks owe is the mean of their gradients."""
-    found = {}
+    results = {}
     for name, policy in {
         "bfloat16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
         "reduced in float32": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -79,13 +79,13 @@ def in_low_precision(rank: int) -> dict[str, float]:
             for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
                 if "residual" not in optimizer.state[p]:
                     continue
-                got, owed = p.grad.full_tensor(), optimizer.state[p]["residual"].clone()
-                dist.all_reduce(owed)
+                got, residuals = p.grad.full_tensor(), optimizer.state[p]["residual"].clone()
+                dist.all_reduce(residuals)
                 wanted = q.grad.full_tensor()
-                far = (got + owed / dist.get_world_size() - wanted).norm() / wanted.norm()
+                far = (got + residuals / dist.get_world_size() - wanted).norm() / wanted.norm()
                 worst = max(worst, float(far))
-            found[f"{name}, {payload} {sparsity}"] = worst
-    return found
+            results[f"{name}, {payload} {sparsity}"] = worst
+    return results
 
 
 class Skipping(nn.Module):
@@ -98,48 +98,48 @@ class Skipping(nn.Module):
 
 
 def refused(rank: int) -> dict[str, str]:
-    found, model = {}, cut(make())
+    results, model = {}, cut(make())
     with_options = (
         dict(params=list(model.down.named_parameters())),
         dict(params=[(n, p) for n, p in model.named_parameters() if not n.startswith("down")], sparsity=0.5),
     )
     apart = compopt.TagcAdamW([*with_options], lr=1e-2, sparsity=0.9)
     train(model, apart, range(1), rank)  # other options in another module are fine
-    found["fine"] = apart.stats.phase
+    results["fine"] = apart.stats.phase
 
     model = fully_shard(make())
     names = dict(model.named_parameters())
     groups = [{"params": [("down", names.pop("down.weight"))], "sparsity": 0.5}, {"params": list(names.items())}]
     mixed = compopt.TagcAdamW(groups, lr=1e-2)
     train(model, mixed, range(1), rank)  # nor within one
-    found["options"] = mixed.stats.phase
+    results["options"] = mixed.stats.phase
 
     model = fully_shard(make())
-    found["auto"] = said(ValueError, lambda: tagc(model, when="auto"))
-    found["updates"] = said(ValueError, lambda: tagc(fully_shard(make()), update_dtype="int4"))
+    results["auto"] = catch_message(ValueError, lambda: tagc(model, when="auto"))
+    results["updates"] = catch_message(ValueError, lambda: tagc(fully_shard(make()), update_dtype="int4"))
     part = make()
     fully_shard(part.down)
-    found["part"] = said(ValueError, lambda: tagc(part))
+    results["part"] = catch_message(ValueError, lambda: tagc(part))
 
     model = fully_shard(make(Skipping))
     optimizer = tagc(model)
-    found["unused"] = said(RuntimeError, lambda: train(model, optimizer, range(1), rank))
+    results["unused"] = catch_message(RuntimeError, lambda: train(model, optimizer, range(1), rank))
     model = fully_shard(make(Skipping))
     model.set_reduce_scatter_unused_params(True)
     optimizer = tagc(model)
     train(model, optimizer, range(2), rank)
-    found["zeros"] = optimizer.stats.phase
+    results["zeros"] = optimizer.stats.phase
 
     model = cut(make(dtype=torch.float32))
     optimizer, scaler = tagc(model), torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(loss(model, 0, rank, torch.float32)).backward()
-    found["scaler"] = said(RuntimeError, lambda: scaler.step(optimizer))
+    results["scaler"] = catch_message(RuntimeError, lambda: scaler.step(optimizer))
 
     model = cut(make())
     model.set_gradient_divide_factor(1.0)
     optimizer = tagc(model)
-    found["factor"] = said(RuntimeError, lambda: train(model, optimizer, range(1), rank))
-    return found
+    results["factor"] = catch_message(RuntimeError, lambda: train(model, optimizer, range(1), rank))
+    return results
 
 
 def all_of(rank: int) -> dict[str, object]:
@@ -162,18 +162,19 @@ def test_zeroed_gradients_hooks_that_read_and_frozen_parameters(runs):
 
 def test_nothing_is_lost_in_mixed_precision(runs):
     """But what FSDP itself rounds: gradients of bfloat16, where it is told to reduce in that."""
-    for found in (rank["low precision"] for rank in runs):
-        assert max(far for name, far in found.items() if "reduced" in name and "None" in name) < 1e-6
-        assert max(far for name, far in found.items()) < 4e-3
+    for results in (rank["low precision"] for rank in runs):
+        assert max(far for name, far in results.items() if "reduced" in name and "None" in name) < 1e-6
+        assert max(far for name, far in results.items()) < 4e-3
 
 
 def test_refusals_say_what_to_do(runs):
-    for found in (rank["refused"] for rank in runs):
-        assert found["fine"] == found["zeros"] == found["options"] == "sparse"
-        assert "when='auto'" in found["auto"] and "compare two runs" in found["auto"]
-        assert "update_dtype='int4' cannot be followed inside FSDP" in found["updates"]
+    for results in (rank["refused"] for rank in runs):
+        assert results["fine"] == results["zeros"] == results["options"] == "sparse"
+        assert "when='auto'" in results["auto"] and "compare two runs" in results["auto"]
+        assert "update_dtype='int4' cannot be followed inside FSDP" in results["updates"]
         assert (
-            "not among those that FSDP2 shards" in found["part"] and "fully_shard on the whole model" in found["part"]
+            "not among those that FSDP2 shards" in results["part"]
+            and "fully_shard on the whole model" in results["part"]
         )
-        assert "set_reduce_scatter_unused_params(True)" in found["unused"]
-        assert "without a scaler" in found["scaler"] and "scale the loss" in found["factor"]
+        assert "set_reduce_scatter_unused_params(True)" in results["unused"]
+        assert "without a scaler" in results["scaler"] and "scale the loss" in results["factor"]

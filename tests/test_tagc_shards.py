@@ -31,9 +31,10 @@ def test_whichever_collective_fails_nothing_has_changed(late):
     world, _, params, optimizers = make(2, sparsity=0.9)
     for t in range(2):
         step(world, params, optimizers, gradients(2, t, SHAPES))
-    kept = [[p.detach().clone() for p in own] for own in params]
+    kept = [[p.detach().clone() for p in local] for local in params]
     state = [
-        [{k: v.clone() for k, v in o.state[p].items()} for p in own] for o, own in zip(optimizers, params, strict=True)
+        [{k: v.clone() for k, v in o.state[p].items()} for p in local]
+        for o, local in zip(optimizers, params, strict=True)
     ]
     world.failing_everywhere.add(world.comms[0].started + late)
     with pytest.raises(compopt.CommunicationError, match="step 3 was not applied"):
@@ -55,11 +56,11 @@ def test_a_consolidated_checkpoint_is_whole_and_fits_adamw():
     reference = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in params[0]], **HYPER)
     reference.load_state_dict(saved)
     step(world, params, optimizers, grads := gradients(3, 3, SHAPES))
-    own = reference.param_groups[0]["params"]
-    for i, p in enumerate(own):
+    local = reference.param_groups[0]["params"]
+    for i, p in enumerate(local):
         p.grad = sum(grads[rank][i] for rank in range(3)) / 3
     reference.step()
-    for p, wanted in zip(params[1], own, strict=True):
+    for p, wanted in zip(params[1], local, strict=True):
         torch.testing.assert_close(p.detach(), wanted.detach(), rtol=1e-10, atol=1e-12)
     assert optimizers[0].state_dict()["param_groups"][0]["residuals"] == "rank 0 of 3"  # a step later it is not
 
@@ -68,14 +69,16 @@ def test_after_a_rank_is_lost_the_shards_of_the_others_are_kept():
     world, _, params, optimizers = make(3, sparsity=0.9)
     for t in range(3):
         step(world, params, optimizers, gradients(3, t, SHAPES))
-    before = [torch.cat([o.state[own[0]]["exp_avg_sq"] for o, own in zip(optimizers, params, strict=True)])]
+    before = [torch.cat([o.state[local[0]]["exp_avg_sq"] for o, local in zip(optimizers, params, strict=True)])]
     lost = slice(len(optimizers[0].state[params[0][0]]["exp_avg_sq"]), None)
     lost = slice(lost.start, lost.start + len(optimizers[1].state[params[1][0]]["exp_avg_sq"]))
     before[0][lost] = 0
     survivors, world = [0, 2], World(2)
     params, optimizers = [params[r] for r in survivors], [optimizers[r] for r in survivors]
     with pytest.warns(UserWarning, match="1 of 3 ranks are gone.* shards begin again"):
-        world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)])
+        world.run(
+            [optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
+        )
     world.consolidate(optimizers)
     saved = optimizers[1].state_dict()["state"][0]["exp_avg_sq"]
     torch.testing.assert_close(saved.view(-1), before[0])
@@ -94,7 +97,9 @@ def test_a_rank_that_alone_missed_the_parameters_takes_the_step_over(dtype):
     assert [o.param_groups[0]["step"] for o in optimizers] == [4, 3]
     world = World(2)
     with pytest.warns(UserWarning, match="rank 1 had not applied step 4"):
-        world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)])
+        world.run(
+            [optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
+        )
     step(world, params, optimizers, gradients(2, 4, SHAPES, dtype))
     assert [o.stats.step for o in optimizers] == [5, 5]
     assert all(torch.equal(p, q) for p, q in zip(*params, strict=True))
@@ -102,7 +107,7 @@ def test_a_rank_that_alone_missed_the_parameters_takes_the_step_over(dtype):
 
 def test_masters_are_the_same_whoever_owns_them():
     """A bfloat16 run on 1, 2 and 3 ranks with the same gradients everywhere, nothing held back: equal parameters."""
-    found = []
+    results = []
     for ranks in (1, 2, 4):
         world, _, params, optimizers = make(ranks, dtype=torch.bfloat16, sparsity=0.0, lr=1e-3)
         for t in range(4):
@@ -110,8 +115,8 @@ def test_masters_are_the_same_whoever_owns_them():
             for o in optimizers:
                 o._session.has_local_gradients = True  # bit-identical gradients on purpose
             step(world, params, optimizers, [grads] * ranks)
-        found.append(params[-1])
-    for a, b in itertools.combinations(found, 2):
+        results.append(params[-1])
+    for a, b in itertools.combinations(results, 2):
         assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 

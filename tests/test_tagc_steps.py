@@ -12,7 +12,7 @@ from torch import Tensor
 
 import compopt
 from compopt._sharded import codecs
-from compopt.tagc import most_left
+from compopt.tagc import count_selected
 
 SHAPES = {
     torch.float32: [(64, 80), (80,), (260, 520), (70, 300)],
@@ -38,43 +38,43 @@ class Run:
 
     def whole(self, name: str, i: int) -> Tensor:
         """A sharded state, put together."""
-        states = [o.state[own[i]] for o, own in zip(self.optimizers, self.params, strict=True)]
+        states = [o.state[local[i]] for o, local in zip(self.optimizers, self.params, strict=True)]
         return torch.cat([state[name] for state in states]).view(self.shapes[i]).clone()
 
-    def owed(self, i: int) -> Tensor:
-        states = [o.state[own[i]] for o, own in zip(self.optimizers, self.params, strict=True)]
+    def residual(self, i: int) -> Tensor:
+        states = [o.state[local[i]] for o, local in zip(self.optimizers, self.params, strict=True)]
         return torch.stack([state["residual"] for state in states]).mean(0)
 
     def counts(self, i: int) -> list[float]:
-        return [float(o.state[own[i]]["step"]) for o, own in zip(self.optimizers, self.params, strict=True)]
+        return [float(o.state[local[i]]["step"]) for o, local in zip(self.optimizers, self.params, strict=True)]
 
     def step(self, absent: int | None = None, exact: bool = True) -> None:
         grads = gradients(self.world.size, self.t, self.shapes, self.dtype)
-        for own in grads:
+        for local in grads:
             if absent is not None:
-                own[absent] = None
+                local[absent] = None
         before = {i: (self.params[0][i].detach().clone(), self.whole("exp_avg", i), self.whole("exp_avg_sq", i),
-                      self.owed(i), self.counts(i)) for i in COMPRESSED}  # fmt: skip
+                      self.residual(i), self.counts(i)) for i in COMPRESSED}  # fmt: skip
         step(self.world, self.params, self.optimizers, grads)
         self.t += 1
-        for i, (w, m, v, owed, counts) in before.items():
+        for i, (w, m, v, residual, counts) in before.items():
             if i == absent:
                 assert torch.equal(self.params[0][i], w) and torch.equal(self.whole("exp_avg", i), m)
-                assert torch.equal(self.owed(i), owed) and self.counts(i) == counts
+                assert torch.equal(self.residual(i), residual) and self.counts(i) == counts
                 continue
             t = counts[0] + 1
             assert self.counts(i) == [t] * self.world.size
-            came = torch.stack([own[i] for own in grads]).mean(0) + owed
+            came = torch.stack([local[i] for local in grads]).mean(0) + residual
             applied = (self.whole("exp_avg", i) - 0.9 * m) / (1 - 0.9)
-            torch.testing.assert_close(applied + self.owed(i), came, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(applied + self.residual(i), came, rtol=1e-4, atol=1e-4)
             if not exact:  # parameters are gathered as their updates, rounded
                 continue
             v = 0.999 * v + 0.001 * applied.square()
             torch.testing.assert_close(self.whole("exp_avg_sq", i), v, rtol=1e-3, atol=1e-6)
             update = self.whole("exp_avg", i) / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
             torch.testing.assert_close(self.params[0][i].detach(), w - 1e-2 * (update + 0.1 * w), rtol=1e-3, atol=2e-4)
-        for own in self.params[1:]:
-            for p, q in zip(self.params[0], own, strict=True):
+        for local in self.params[1:]:
+            for p, q in zip(self.params[0], local, strict=True):
                 assert torch.equal(p, q)
 
     @property
@@ -90,14 +90,14 @@ def test_nothing_is_lost_and_the_owner_steps_as_adamw_does(dtype, options):
     run = Run(dtype, ranks=3, **options)
     for absent in (None, None, 2, None):
         run.step(absent)
-    assert run.phase == "sparse" and run.owed(2).any()
+    assert run.phase == "sparse" and run.residual(2).any()
 
 
 @pytest.mark.parametrize("n", [1, 7, 4096, 16_384, 16_385, 200_000])
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.8, 0.9, 0.9875, 0.999])
 def test_what_is_left_is_what_sparsity_says(n, sparsity):
     """At least that share is zeroed, no element more, and one is left where there are any."""
-    k = most_left(sparsity, n)
+    k = count_selected(sparsity, n)
     zeroed = math.ceil(round(sparsity * n, 6))
     assert k == max(1, n - zeroed)
     assert k == 1 or (n - k) / n >= sparsity - 1e-9
@@ -113,9 +113,9 @@ def test_every_shard_leaves_its_share(dtype):
     cuts = bucket.shards.cuts
     for bits in sent:
         for rank in range(2):
-            own = bits[cuts[rank] : cuts[rank + 1]]
-            left = int((own.unsqueeze(1) >> torch.arange(8) & 1).sum())
-            assert left == most_left(0.75, bucket.shards.owned[rank])
+            local = bits[cuts[rank] : cuts[rank + 1]]
+            left = int((local.unsqueeze(1) >> torch.arange(8) & 1).sum())
+            assert left == count_selected(0.75, bucket.shards.owned[rank])
 
 
 @each_dtype

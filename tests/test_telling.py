@@ -1,4 +1,4 @@
-"""What is said once, at the first step, on rank 0: what is compressed, from when on, and how much is sent then."""
+"""The line of the first step, once, on rank 0: what is compressed, from when on, and how much is sent then."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def train(rank: int, backend: str) -> dict[str, str]:
 
     os.environ["COMPOPT_BACKEND"] = backend
     torch.set_num_threads(1 + rank)
-    found = {}
+    results = {}
     for name, make in MAKES.items():
         params = [nn.Parameter(torch.linspace(-1, 1, 50 * 7001).view(SHAPE)), nn.Parameter(torch.zeros(40_001))]
         optimizer = make(params)
@@ -39,8 +39,8 @@ def train(rank: int, backend: str) -> dict[str, str]:
             for p in params:
                 p.grad = torch.randn(p.shape, generator=generator)
             optimizer.step()
-        found[name] = hashlib.blake2b(b"".join(p.detach().numpy().tobytes() for p in params)).hexdigest()
-    return found
+        results[name] = hashlib.blake2b(b"".join(p.detach().numpy().tobytes() for p in params)).hexdigest()
+    return results
 
 
 @pytest.mark.parametrize("backend", ["torch"])
@@ -53,15 +53,15 @@ def test_replicas_are_equal_to_the_bit(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_norm_that_clips_is_the_norm(n, dtype):
     x = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = []
+    results = []
     threads = torch.get_num_threads()
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
-            found.append(float(reproducible_squared_norm(x)))
+            results.append(float(reproducible_squared_norm(x)))
     finally:
         torch.set_num_threads(threads)
-    assert found[0] == found[1] == pytest.approx(float(x.double().square().sum()), rel=1e-6)
+    assert results[0] == results[1] == pytest.approx(float(x.double().square().sum()), rel=1e-6)
     if n:
         assert float(reproducible_squared_norm(x.float() * 1e25)) == pytest.approx(
             float(squared_norm(x.double() * 1e25)), rel=1e-5

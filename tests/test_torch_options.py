@@ -49,25 +49,25 @@ def test_how_to_compute_is_taken_and_true_is_answered_once(cls, name):
         warnings.simplefilter("error")
         cls([matrix()], **{name: False})
         cls([matrix()], **{name: None})
-    with pytest.warns(UserWarning, match=f"{name}=True changes nothing.*optimizer.backend") as told:
+    with pytest.warns(UserWarning, match=f"{name}=True changes nothing.*optimizer.backend") as report:
         optimizer = cls([matrix()], **{name: True})
-    assert len(told) == 1 and told[0].filename == __file__
+    assert len(report) == 1 and report[0].filename == __file__
     (p,) = optimizer.param_groups[0]["params"]
     p.grad = torch.ones_like(p)
     optimizer.step()
 
 
 def test_several_at_once_are_one_warning():
-    with pytest.warns(UserWarning, match="foreach=True, fused=True, capturable=True change nothing") as told:
+    with pytest.warns(UserWarning, match="foreach=True, fused=True, capturable=True change nothing") as report:
         compopt.RadiusAdamW([matrix()], foreach=True, fused=True, capturable=True)
-    assert len(told) == 1
+    assert len(report) == 1
 
 
 @pytest.mark.parametrize("wrapper", [compopt.Average, compopt.Separate])
 def test_capturable_is_ignored_around_a_base_too(wrapper):
-    with pytest.warns(UserWarning, match="capturable=True changes nothing") as told:
+    with pytest.warns(UserWarning, match="capturable=True changes nothing") as report:
         optimizer = wrapper(torch.optim.SGD([p := matrix()], lr=1.0), capturable=True)
-    assert len(told) == 1 and told[0].filename == __file__
+    assert len(report) == 1 and report[0].filename == __file__
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert torch.equal(p, -torch.ones_like(p)) and optimizer.stats.step == 1

@@ -54,7 +54,7 @@ def test_equals_the_equations_of_powersgd(ranks):
     for t in range(8):
         grads = gradients(ranks, t, SHAPES)
         step(world, params, optimizers, grads)
-        oracle.step([[g.view(w.shape) for g, w in zip(own, flat, strict=True)] for own in grads])
+        oracle.step([[g.view(w.shape) for g, w in zip(local, flat, strict=True)] for local in grads])
         assert optimizers[0].stats.phase == "projected"
         norm = float(torch.stack([a.square().sum() for a in oracle.average]).sum().sqrt())
         assert optimizers[0].stats.grad_norm == pytest.approx(norm)
@@ -73,10 +73,10 @@ def test_the_two_errors_have_one_mean():
     ours, printed = (PowerSGDOracle(matrices, 3, sgd, lambda i: begin, averaged_error=flag) for flag in (False, True))
     for t in range(20):
         for oracle in (ours, printed):
-            oracle.step([own[:1] for own in gradients(3, t, SHAPES)])
+            oracle.step([local[:1] for local in gradients(3, t, SHAPES)])
         torch.testing.assert_close(ours.average, printed.average, rtol=1e-7, atol=1e-9)
-    own, others = (torch.stack([e[0].norm() for e in oracle.error]).mean() for oracle in (ours, printed))
-    assert own < others
+    local, others = (torch.stack([e[0].norm() for e in oracle.error]).mean() for oracle in (ours, printed))
+    assert local < others
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -84,11 +84,11 @@ def test_the_two_errors_have_one_mean():
 def test_what_came_is_what_was_applied_and_what_is_kept(ranks, dtype):
     """The mean of g + e is the averaged gradient plus the mean of the new e, to float32, codes included."""
     world, params, optimizers = make(ranks, payload_dtype=dtype)
-    for own in (group for optimizer in optimizers for group in optimizer.base.param_groups):
-        own.update(lr=1.0, momentum=0.0)
+    for local in (group for optimizer in optimizers for group in optimizer.base.param_groups):
+        local.update(lr=1.0, momentum=0.0)
 
     def kept(i: int) -> torch.Tensor:
-        states = [optimizer.state[own[i]] for optimizer, own in zip(optimizers, params, strict=True)]
+        states = [optimizer.state[local[i]] for optimizer, local in zip(optimizers, params, strict=True)]
         return torch.stack([state["residual"] for state in states]).mean(0)
 
     for t in range(6):
@@ -96,7 +96,7 @@ def test_what_came_is_what_was_applied_and_what_is_kept(ranks, dtype):
         before = {i: (kept(i).clone(), params[0][i].detach().clone()) for i in MATRICES}
         step(world, params, optimizers, grads)
         for i, (e, w) in before.items():
-            came = torch.stack([own[i] for own in grads]).mean(0) + e
+            came = torch.stack([local[i] for local in grads]).mean(0) + e
             torch.testing.assert_close((w - params[0][i].detach()) + kept(i), came, rtol=1e-5, atol=1e-5)
             assert kept(i).any()
 
@@ -127,10 +127,10 @@ def test_columns_are_orthonormal_whatever_comes(by):
     small_and_large = torch.randn(40, 3, generator=generator) * torch.tensor([1e-30, 1.0, 1e18])
     nearly_same = same + 1e-5 * torch.randn(40, 3, generator=generator)
     matrices += [small_and_large, nearly_same, torch.eye(40)[:, :3], -torch.eye(40)[:, :3]]
-    for matrix, found in zip(matrices, by(matrices), strict=True):
+    for matrix, results in zip(matrices, by(matrices), strict=True):
         matrix = matrix / matrix.norm(dim=0).clamp_min(1e-35)
-        torch.testing.assert_close(found.t() @ found, torch.eye(found.shape[1]), rtol=0, atol=1e-5)
-        torch.testing.assert_close(found @ (found.t() @ matrix), matrix, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(results.t() @ results, torch.eye(results.shape[1]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(results @ (results.t() @ matrix), matrix, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_tracked():

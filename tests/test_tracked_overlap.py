@@ -23,11 +23,11 @@ def early_and_late(rank: int) -> dict[str, list]:
     from compopt._state import buckets
 
     buckets.BUCKET_BYTES = 40_000
-    proceed, proceeded = exchange_module.Exchange.complete_stage, []
-    exchange_module.Exchange.complete_stage = lambda exchange: (
-        proceeded.append(exchange.bucket.index) or proceed(exchange)
+    complete_stage, completed = exchange_module.BucketExchange.complete_stage, []
+    exchange_module.BucketExchange.complete_stage = lambda exchange: (
+        completed.append(exchange.bucket.index) or complete_stage(exchange)
     )
-    found: dict[str, list] = {}
+    results: dict[str, list] = {}
     tracked = projecting("tracked", lr=1e-2, warmup_steps=1)
     sparse = dict(lr=1e-2, density=0.3, interval=2, warmup_steps=1, payload_dtype=torch.int8)
     makers = {
@@ -44,23 +44,23 @@ def early_and_late(rank: int) -> dict[str, list]:
             optimizer = make(net.parameters())
             for t in range(5):
                 x = torch.randn(8, 96, generator=torch.Generator().manual_seed(10 * t + rank))
-                proceeded.clear()
+                completed.clear()
                 model(x).square().mean().backward()
-                begun.append(len(proceeded) > 0)
+                begun.append(len(completed) > 0)
                 optimizer.step()
                 optimizer.zero_grad()
             ends.append(torch.cat([p.detach().view(-1) for p in net.parameters()]))
-        found[name] = [torch.equal(*ends), any(begun), float(ends[0].double().sum())]
+        results[name] = [torch.equal(*ends), any(begun), float(ends[0].double().sum())]
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     local = nn.Parameter(torch.randn(65 - rank, 96, generator=torch.Generator().manual_seed(rank)))
     shard = nn.Parameter(
         DTensor.from_local(local.detach().clone(), mesh["shard"], [Shard(0)], shape=(129, 96), stride=(96, 1))
     )
-    alone = dist.new_group([rank], use_local_synchronization=True)
+    single = dist.new_group([rank], use_local_synchronization=True)
     options = projecting("tracked", lr=1e-2, payload_dtype=torch.int8, simulate=True)
     ours = compopt.SeparateAdam([shard], process_group=mesh.get_group("replicate"), **options)
-    plain = compopt.SeparateAdam([local], process_group=alone, **options)
+    plain = compopt.SeparateAdam([local], process_group=single, **options)
     for t in range(4):
         local.grad = torch.randn(local.shape, generator=torch.Generator().manual_seed(10 * t + rank))
         shard.grad = DTensor.from_local(local.grad.clone(), mesh["shard"], [Shard(0)], shape=(129, 96), stride=(96, 1))
@@ -71,15 +71,15 @@ def early_and_late(rank: int) -> dict[str, list]:
             ours = compopt.SeparateAdam([shard], process_group=mesh.get_group("replicate"), **options)
             ours.load_state_dict(saved)
             laid_out = [value.placements == shard.placements for value in saved["state"][0].values() if value.dim()]
-    found["sharded"] = [torch.equal(shard.to_local(), local), ours.stats.phase, len(laid_out), all(laid_out)]
-    return found
+    results["sharded"] = [torch.equal(shard.to_local(), local), ours.stats.phase, len(laid_out), all(laid_out)]
+    return results
 
 
 def test_it_runs_in_backwards_shadow_and_on_sharded_rows():
     first, second = run_ranks(early_and_late, 2)
     for name in ("tracked", "tracked, int8", "Radius, int8"):
-        same, proceeded, checksum = first[name]
-        assert same and proceeded and checksum == second[name][2], name
+        same, completed, checksum = first[name]
+        assert same and completed and checksum == second[name][2], name
     assert first["sharded"] == second["sharded"] == [True, "projected", 4, True]
 
 
@@ -98,9 +98,9 @@ def test_a_gradient_clipped_after_backward_on_one_rank_makes_all_send_again(monk
         for _ in range(2)
     ]
     for t in range(4):
-        for early, ranks in enumerate(runs):
+        for overlapped, ranks in enumerate(runs):
             ranks.backward(conformance.loss)
-            for _, model, optimizer in ranks if early else ():
+            for _, model, optimizer in ranks if overlapped else ():
                 optimizer.gradients_ready(reversed(list(model.parameters())))
                 optimizer.backward_done()
             if t == 2:

@@ -1,4 +1,4 @@
-"""What a type checker says of a user's script: nothing, where it is right, and the line, where a word is wrong."""
+"""A type checker accepts a user's right script, and names the line where a word is wrong."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ compopt.RadiusAdamW(params).stats.bytes
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What mypy --strict says of the two scripts. Its cache is that of ``make types``, else it reads torch first."""
+def errors_of_mypy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Return the errors of mypy --strict in both scripts. Its cache is that of ``make types``, else it reads torch."""
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("needs mypy")
     folder = tmp_path_factory.mktemp("project")
@@ -169,14 +169,14 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return {script.name: [line for line in errors if f"/{script.name}:" in line] for script in scripts}
 
 
-def test_a_right_script_passes_strict_checking(said):
-    assert said["right.py"] == []
+def test_a_right_script_passes_strict_checking(errors_of_mypy):
+    assert errors_of_mypy["right.py"] == []
 
 
-def test_wrong_words_are_found_on_their_lines(said):
-    lines = [int(re.search(r"wrong\.py:(\d+)", line)[1]) for line in said["wrong.py"]]
+def test_wrong_words_are_found_on_their_lines(errors_of_mypy):
+    lines = [int(re.search(r"wrong\.py:(\d+)", line)[1]) for line in errors_of_mypy["wrong.py"]]
     calls = [number for number, line in enumerate(WRONG.splitlines(), 1) if line.startswith(("compopt.", "Quantize("))]
-    assert sorted(set(lines)) == calls, said["wrong.py"]
+    assert sorted(set(lines)) == calls, errors_of_mypy["wrong.py"]
 
 
 def test_a_checker_may_read_the_package():

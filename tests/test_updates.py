@@ -28,7 +28,7 @@ def make(ranks: int, kind: str, dtype=torch.float64, **options):
     return replicas(ranks, weights(SHAPES, dtype), functools.partial(compopt.TagcAdamW, **options))
 
 
-def owed(params, optimizers) -> list[Tensor]:
+def mean_residuals(params, optimizers) -> list[Tensor]:
     """Of each tensor what its owners owe: ranks hold consecutive parts."""
     rows = zip(*params, strict=True)
     return [torch.cat([o.state[p]["update_residual"] for o, p in zip(optimizers, row, strict=True)]) for row in rows]
@@ -60,9 +60,9 @@ def test_what_is_sent_and_what_is_owed_is_the_update_and_what_was_owed(kind, ran
         grads, start = gradients(ranks, t, SHAPES), [p.detach().clone() for p in params[0]]
         step(world, params, optimizers, grads)
         reference.t += 1
-        after = owed(params, optimizers)
+        after = mean_residuals(params, optimizers)
         for i, (w, p) in enumerate(zip(start, params[0], strict=True)):
-            exact = reference.update(i, w, sum(own[i] for own in grads) / ranks).view(-1)
+            exact = reference.update(i, w, sum(local[i] for local in grads) / ranks).view(-1)
             sent = (p.detach() - w).view(-1)
             torch.testing.assert_close(sent + after[i], exact + before[i], rtol=1e-9, atol=1e-12)
             assert all(torch.equal(p, other[i]) for other in params)
@@ -86,7 +86,7 @@ def test_random_numbers_of_rounding_differ_between_steps_ranks_and_buckets():
     rest = []
     for _ in range(2):
         step(world, params, optimizers, [[0.5 * both] * 2, [1.5 * both] * 2])
-        for optimizer, p in ((o, p) for o, own in zip(optimizers, params, strict=True) for p in own):
+        for optimizer, p in ((o, p) for o, local in zip(optimizers, params, strict=True) for p in local):
             residual = optimizer.state[p]["update_residual"]
             rest.append(residual.clone())
             residual.zero_()
@@ -100,11 +100,11 @@ def test_a_scale_is_of_128_elements_of_one_tensor_on_one_rank(kind):
     """Where gradients differ 1000-fold, what is owed of each row is of the size of its own updates."""
     world, params, optimizers = make(2, kind, weight_decay=0.0, eps=1.0, lr=1.0)
     grads = gradients(2, 0, SHAPES)
-    for own in grads:
-        own[0].view(-1)[128:] *= 1e-3  # the first row of tensor 0 alone is large
-        own[1] *= 1e-3
+    for local in grads:
+        local[0].view(-1)[128:] *= 1e-3  # the first row of tensor 0 alone is large
+        local[1] *= 1e-3
     step(world, params, optimizers, grads)
-    left = owed(params, optimizers)
+    left = mean_residuals(params, optimizers)
     # the row after the large one, by its largest update; rows begin anew on the second rank, after as many whole words
     for part in (left[0][128:256], left[1]):
         assert 0 < part.abs().max() < 2e-3
@@ -116,10 +116,12 @@ def test_a_scale_is_of_128_elements_of_one_tensor_on_one_rank(kind):
 def test_bytes_are_codes_and_scales_of_the_largest_shard(kind, bits, ranks):
     world, params, optimizers = make(ranks, kind, torch.float32)
     step(world, params, optimizers, gradients(ranks, 0, SHAPES, torch.float32))
-    sizes = [[o.state[p]["update_residual"].numel() for p in own] for o, own in zip(optimizers, params, strict=True)]
-    scales = max(sum(-(-n // 128) for n in own) for own in sizes)
-    codes = max(-(-sum(own) * bits // 8) for own in sizes)
-    assert {o.stats.parameter_bytes for o in optimizers} == {4 * scales + codes + -codes % 4}
+    sizes = [
+        [o.state[p]["update_residual"].numel() for p in local] for o, local in zip(optimizers, params, strict=True)
+    ]
+    scales = max(sum(-(-n // 128) for n in local) for local in sizes)
+    quantized = max(-(-sum(local) * bits // 8) for local in sizes)
+    assert {o.stats.parameter_bytes for o in optimizers} == {4 * scales + quantized + -quantized % 4}
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -131,7 +133,7 @@ def test_float32_follows_the_run_that_rounds_nothing(kind):
         world, params, optimizers = make(2, given, torch.float32, **options)
         for t in range(8):
             step(world, params, optimizers, gradients(2, t, SHAPES, torch.float32))
-        runs[given] = params[0], [*params[0]] if given is None else owed(params, optimizers)
+        runs[given] = params[0], [*params[0]] if given is None else mean_residuals(params, optimizers)
     start = weights(SHAPES, torch.float32)
     for w, exact, rounded, left in zip(start, runs[None][0], *runs[kind], strict=True):
         torch.testing.assert_close(rounded.detach().view(-1) + left, exact.detach().view(-1), rtol=0, atol=2e-6)
@@ -143,15 +145,15 @@ def test_a_skipped_step_and_an_absent_tensor_leave_what_is_owed():
     step(world, params, optimizers, gradients(2, 0, SHAPES, torch.float32))
 
     def now():
-        return [p.detach().clone() for p in params[0]] + owed(params, optimizers)
+        return [p.detach().clone() for p in params[0]] + mean_residuals(params, optimizers)
 
     before, grads = now(), gradients(2, 1, SHAPES, torch.float32)
     grads[1][2][0, 0] = float("nan")
     step(world, params, optimizers, grads)
     assert all(map(torch.equal, before, now())) and optimizers[0].stats.phase == "skipped"
     grads = gradients(2, 2, SHAPES, torch.float32)
-    for own in grads:
-        own[2] = None
+    for local in grads:
+        local[2] = None
     step(world, params, optimizers, grads)
     same = [torch.equal(a, b) for a, b in zip(before, now(), strict=True)]
     n = len(SHAPES)
@@ -164,11 +166,11 @@ def test_whichever_collective_fails_nothing_has_changed(late):
     world, params, optimizers = make(2, "int4", torch.float32, sparsity=0.9)
     for t in range(2):
         step(world, params, optimizers, gradients(2, t, SHAPES, torch.float32))
-    before = [p.detach().clone() for own in params for p in own] + owed(params, optimizers)
+    before = [p.detach().clone() for local in params for p in local] + mean_residuals(params, optimizers)
     world.failing_everywhere.add(world.comms[0].started + late)
     with pytest.raises(compopt.CommunicationError, match="step 3 was not applied"):
         step(world, params, optimizers, gradients(2, 2, SHAPES, torch.float32))
-    after = [p.detach() for own in params for p in own] + owed(params, optimizers)
+    after = [p.detach() for local in params for p in local] + mean_residuals(params, optimizers)
     assert all(map(torch.equal, before, after))
     step(world, params, optimizers, gradients(2, 2, SHAPES, torch.float32))
     assert all(torch.equal(p, q) for p, q in zip(*params, strict=True))
@@ -187,14 +189,14 @@ def test_a_checkpoint_carries_what_is_owed_and_one_without_it_owes_nothing():
         given = copy.deepcopy(saved)
         for entry in () if has else given["state"].values():
             del entry["update_residual"]
-        for own, optimizer in zip(theirs, again, strict=True):
+        for local, optimizer in zip(theirs, again, strict=True):
             with torch.no_grad():
-                for p, w in zip(own, at, strict=True):
+                for p, w in zip(local, at, strict=True):
                     p.copy_(w)
             optimizer.load_state_dict(given)
-        held = owed(theirs, again)
+        held = mean_residuals(theirs, again)
         if has:
-            assert all(map(torch.equal, held, owed(params, optimizers)))
+            assert all(map(torch.equal, held, mean_residuals(params, optimizers)))
         else:
             assert not any(e.any() for e in held)
         grads = gradients(2, 3, SHAPES, torch.float32)
@@ -208,13 +210,15 @@ def test_after_a_rank_is_lost_its_shard_owes_nothing_and_the_others_what_they_di
     world, params, optimizers = make(3, "int4", torch.float32)
     for t in range(3):
         step(world, params, optimizers, gradients(3, t, SHAPES, torch.float32))
-    whole = owed(params, optimizers)
+    whole = mean_residuals(params, optimizers)
     gone = [optimizers[1].state[p]["update_residual"].numel() for p in params[1]]
     first = [optimizers[0].state[p]["update_residual"].numel() for p in params[0]]
     params, optimizers, world = [params[0], params[2]], [optimizers[0], optimizers[2]], World(2)
     with pytest.warns(UserWarning, match="1 of 3 ranks are gone"):
-        world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)])
-    for before, after, a, n in zip(whole, owed(params, optimizers), first, gone, strict=True):
+        world.run(
+            [optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
+        )
+    for before, after, a, n in zip(whole, mean_residuals(params, optimizers), first, gone, strict=True):
         before[a : a + n] = 0
         assert torch.equal(before, after)
     step(world, params, optimizers, gradients(2, 3, SHAPES, torch.float32))
@@ -232,7 +236,9 @@ def test_a_rank_that_missed_the_codes_does_not_send_again_what_they_held():
     kept = [optimizers[0].state[p]["update_residual"].clone() for p in params[0]]
     world = World(2)
     with pytest.warns(UserWarning, match="rank 1 had not applied step 4"):
-        world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)])
+        world.run(
+            [optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
+        )
     assert all(map(torch.equal, kept, [optimizers[0].state[p]["update_residual"] for p in params[0]]))
     assert any(e.any() for e in kept) and not any(optimizers[1].state[p]["update_residual"].any() for p in params[1])
     step(world, params, optimizers, gradients(2, 4, SHAPES, torch.float32))
@@ -255,18 +261,18 @@ def test_a_group_may_have_its_own_and_change_it_where_any_has_one():
     for optimizer in optimizers:
         optimizer.param_groups[0]["update_dtype"] = None
     step(world, params, optimizers, gradients(2, 0, SHAPES, torch.float32))
-    assert not any(e.any() for e in owed(params, optimizers))
+    assert not any(e.any() for e in mean_residuals(params, optimizers))
     for optimizer in optimizers:
         optimizer.param_groups[0]["update_dtype"] = "int2"
     step(world, params, optimizers, gradients(2, 1, SHAPES, torch.float32))
-    assert any(e.any() for e in owed(params, optimizers))
+    assert any(e.any() for e in mean_residuals(params, optimizers))
     world, params, optimizers = make(2, None, torch.float32)
     for optimizer in optimizers:
         optimizer.param_groups[0]["update_dtype"] = "int8"
-    before = [p.detach().clone() for own in params for p in own]
+    before = [p.detach().clone() for local in params for p in local]
     with pytest.raises(ValueError, match="made without it, and keeps no update_residual: give it to the constructor"):
         step(world, params, optimizers, gradients(2, 0, SHAPES, torch.float32))
-    assert all(map(torch.equal, before, (p for own in params for p in own)))
+    assert all(map(torch.equal, before, (p for local in params for p in local)))
 
 
 def test_refusals():

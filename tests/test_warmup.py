@@ -19,11 +19,14 @@ classes = pytest.mark.parametrize("case", WARMED, ids=lambda case: case.name)
 
 
 def phases(case, steps: int = 12, **options) -> list[str]:
-    ranks, found = Ranks(1, Small, lambda ps, process_group: case.make(ps, process_group=process_group, **options)), []
+    ranks, results = (
+        Ranks(1, Small, lambda ps, process_group: case.make(ps, process_group=process_group, **options)),
+        [],
+    )
     for _ in range(steps):
         ranks.train(loss, 1)
-        found.append(ranks.optimizers[0].stats.phase)
-    return found
+        results.append(ranks.optimizers[0].stats.phase)
+    return results
 
 
 def test_every_class_that_compresses_has_it():

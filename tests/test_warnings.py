@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve()
 
 
 def heard(call: Callable[[], object]) -> list[tuple[str, str, int]]:
-    """What ``call`` warns of: the text, the file and the line it names."""
+    """Return what ``call`` warns of: the text, the file and the line it names."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         call()
@@ -127,7 +127,7 @@ def ranks():
 )
 def test_one_rank_says_it_at_the_users_line(ranks, call, mark, says, speaker):
     ours = [[w for w in rank[call] if says in w[0]] for rank in ranks]
-    assert [len(own) for own in ours] == [rank == speaker for rank in range(2)], ranks
+    assert [len(local) for local in ours] == [rank == speaker for rank in range(2)], ranks
     ((_, file, line),) = ours[speaker]
     assert (file, line) == (str(HERE), line_of(mark))
 
@@ -215,10 +215,11 @@ def test_ranks_that_are_not_connected_are_told_the_line_to_add(monkeypatch):
         for size, rank, times in ((2, 0, 1), (2, 1, 0), (1, 0, 0)):
             monkeypatch.setenv("WORLD_SIZE", str(size))
             monkeypatch.setenv("RANK", str(rank))
-            said = texts(heard(lambda make=make: train(make)), "torch.distributed is not initialized")
-            assert len(said) == times
+            output_text = texts(heard(lambda make=make: train(make)), "torch.distributed is not initialized")
+            assert len(output_text) == times
             assert all(
-                f"WORLD_SIZE is {size}" in text and "torch.distributed.init_process_group()" in text for text in said
+                f"WORLD_SIZE is {size}" in text and "torch.distributed.init_process_group()" in text
+                for text in output_text
             )
     monkeypatch.delenv("RANK")
     assert not texts(heard(lambda: train(compopt.AdamS)), "not initialized")
@@ -253,8 +254,8 @@ def test_a_rank_that_never_ran_backward_is_told_once():
     *averaging, (local_first,) = first
     assert averaging == [[]] * 3 and "rank 0 had no gradients in step 1: it adds nothing" in local_first
     *averaging, (local_second,) = second
-    for said in averaging:
-        assert said == [
+    for output_text in averaging:
+        assert output_text == [
             "rank 1 had no gradients in step 3: it counts as zeros in the mean over ranks. Call backward() on every "
             "rank before step()."
         ]

@@ -1,4 +1,4 @@
-"""What users watch a run by: the totals of a run, its summary, and TensorBoard's event files, on two ranks."""
+"""Means to watch a run: the totals of a run, its summary, and TensorBoard's event files, on two ranks."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ NAMES = "bytes_sent", "run_bytes_sent", "run_share", "wait_seconds", "straggler_
 
 def train(rank: int, optimizer, model, steps: int, seconds: float = 0.0) -> list:
     """The stats of each step."""
-    seen = []
+    records = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + rank)
         model(torch.randn(8, 96, generator=generator)).square().mean().backward()
         time.sleep(seconds * rank)
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(optimizer.stats)
-    return seen
+        records.append(optimizer.stats)
+    return records
 
 
 def net() -> nn.Module:
@@ -46,23 +46,23 @@ def net() -> nn.Module:
 
 
 def totals_of_classes(rank: int) -> dict[str, tuple]:
-    found = {}
+    results = {}
     for case in [*CASES, *FORMS]:
         model = DDP(net())
         optimizer = case.make(model.parameters())
-        seen = train(rank, optimizer, model, 6)
-        found[case.name] = (
-            [one.bytes_sent for one in seen],
-            [one.bytes_dense for one in seen],
-            [one.wait_seconds for one in seen],
+        records = train(rank, optimizer, model, 6)
+        results[case.name] = (
+            [one.bytes_sent for one in records],
+            [one.bytes_dense for one in records],
+            [one.wait_seconds for one in records],
             json.loads(json.dumps(optimizer.stats.as_dict())),
         )
-    return found
+    return results
 
 
 def test_every_class_has_flat_stats_and_totals_of_its_run():
-    for found in run_ranks(totals_of_classes, 2):
-        for name, (sent, dense, waited, stats) in found.items():
+    for results in run_ranks(totals_of_classes, 2):
+        for name, (sent, dense, waited, stats) in results.items():
             assert all(isinstance(value, int | float | str) for value in stats.values()), name
             assert set(NAMES) <= stats.keys(), name
             assert (stats["run_steps"], stats["run_bytes_sent"], stats["run_bytes_dense"]) == (6, sum(sent), sum(dense))
@@ -71,7 +71,7 @@ def test_every_class_has_flat_stats_and_totals_of_its_run():
 
 
 def with_a_slow_rank(rank: int) -> tuple[float, float]:
-    """What this rank waited, and for whom, in steps for which rank 1 takes so much longer as counts on any machine."""
+    """Return this rank's waits, and for whom, in steps for which rank 1 takes so much longer as counts anywhere."""
     model = DDP(net())
     optimizer = compopt.SeparateAdam(model.parameters())
     train(rank, optimizer, model, 2)
@@ -95,9 +95,9 @@ def test_ranks_tell_each_other_their_waits_in_turns():
     waits = [0.5, 0.25, 1.0]
     ranks = [WaitRecord() for _ in waits]
     for step in range(1, 13):
-        told = [rank.make_field(step, i, 3)[0] for i, rank in enumerate(ranks)]
+        report = [rank.make_field(step, i, 3)[0] for i, rank in enumerate(ranks)]
         for rank, seconds in zip(ranks, waits, strict=True):
-            rank.note_field(step, 3, sum(told) / 3)
+            rank.note_field(step, 3, sum(report) / 3)
             rank.add_wait(seconds)
             waited, for_ranks = rank.take_step()
             assert waited == seconds
@@ -174,13 +174,13 @@ def scalars(folder: Path) -> dict[str, list[float]]:
     """All scalars of a folder's event files, by name."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = {}
+    results = {}
     for file in folder.rglob("events.out.tfevents.*"):
         events = EventAccumulator(str(file))
         events.Reload()
         for tag in events.Tags()["scalars"]:
-            found[tag] = [event.value for event in events.Scalars(tag)]
-    return found
+            results[tag] = [event.value for event in events.Scalars(tag)]
+    return results
 
 
 def plain_loop(rank: int, folder: str) -> None:
@@ -206,11 +206,11 @@ def skip_without(*packages: str) -> None:
 def test_a_plain_loop_writes_event_files(tmp_path):
     pytest.importorskip("tensorboard")
     run_ranks(plain_loop, 2, str(tmp_path))
-    found = scalars(tmp_path / "0")
+    results = scalars(tmp_path / "0")
     for name in NAMES:
-        assert len(found[f"compopt/{name}"]) == 4, name
-    assert min(found["compopt/bytes_sent"]) > 0 and 0 < found["compopt/run_share"][-1] < 1
-    assert min(found["compopt/wait_seconds"]) > 0
+        assert len(results[f"compopt/{name}"]) == 4, name
+    assert min(results["compopt/bytes_sent"]) > 0 and 0 < results["compopt/run_share"][-1] < 1
+    assert min(results["compopt/wait_seconds"]) > 0
 
 
 def trainer_loop(rank: int, folder: str) -> None:
@@ -229,10 +229,10 @@ def trainer_loop(rank: int, folder: str) -> None:
 def test_the_trainer_reports_to_tensorboard(tmp_path):
     skip_without("tensorboard", "transformers", "accelerate")
     run_ranks(trainer_loop, 2, str(tmp_path))
-    found = scalars(tmp_path / "logs")
+    results = scalars(tmp_path / "logs")
     for name in ("bytes_sent", "share", "wait_seconds", "straggler_seconds", "residual_norm"):
-        assert len(found[f"train/{name}"]) == 3, (name, found)
-    assert min(found["train/bytes_sent"]) > 0 and min(found["train/wait_seconds"]) > 0
+        assert len(results[f"train/{name}"]) == 3, (name, results)
+    assert min(results["train/bytes_sent"]) > 0 and min(results["train/wait_seconds"]) > 0
 
 
 def lightning_loop(rank: int, folder: str) -> None:
@@ -267,6 +267,6 @@ def lightning_loop(rank: int, folder: str) -> None:
 def test_lightning_s_logger_gets_them_too(tmp_path):
     skip_without("tensorboard", "lightning")
     run_ranks(lightning_loop, 2, str(tmp_path))
-    found = scalars(tmp_path)
+    results = scalars(tmp_path)
     for name in NAMES:
-        assert len(found[f"compopt/{name}"]) == 3, (name, found.keys())
+        assert len(results[f"compopt/{name}"]) == 3, (name, results.keys())

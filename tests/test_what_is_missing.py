@@ -14,7 +14,7 @@ import compopt
 LEVEL = "is incomplete"
 
 
-def said(optimizer) -> tuple[dict, list[str]]:
+def state_and_warnings(optimizer) -> tuple[dict, list[str]]:
     """A state dict, and the warnings that came with it, all of which must name this file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -35,9 +35,9 @@ def test_nothing_is_said_where_nothing_is_missing(case):
     ranks.world.consolidate(ranks.optimizers)
     ranks.optimizers[1].load_state_dict(through_a_file(ranks.optimizers[0].state_dict()))
 
-    alone = make_ranks(case, 1)
-    alone.train(loss, 7)
-    alone.optimizers[0].load_state_dict(alone.optimizers[0].state_dict())
+    single = make_ranks(case, 1)
+    single.train(loss, 7)
+    single.optimizers[0].load_state_dict(single.optimizers[0].state_dict())
 
 
 @every
@@ -46,7 +46,7 @@ def test_in_a_dense_start_only_shards_are_missing(case):
     if "warmup_steps" not in case.compressed or case.cls is compopt.LocalSteps:
         pytest.skip("has no dense start")
     ranks.train(loss, 1)
-    saved, words = said(ranks.optimizers[0])
+    saved, words = state_and_warnings(ranks.optimizers[0])
     assert len(words) == case.sharded
     assert all("of the moments (exp_avg" in one and "back" not in one for one in words)
     with warnings.catch_warnings(record=True) as caught:
@@ -61,15 +61,15 @@ def test_what_is_missing_is_said_once_by_the_rank_that_saves(case):
     ranks.train(loss, 7)
     optimizer = ranks.optimizers[1]
     if not optimizer.averaged_state:
-        assert said(optimizer)[1] == []
+        assert state_and_warnings(optimizer)[1] == []
         return
-    _, words = said(optimizer)
+    _, words = state_and_warnings(optimizer)
     assert len(words) == 1 and f"{type(optimizer).__name__} is incomplete: it " in words[0]
     assert "it lacks the residuals of the other 2 ranks (residual)" in words[0]
     assert ("holds rank 1's 33% of the moments (exp_avg" in words[0]) == case.sharded
     assert words[0].endswith("Call consolidate_state() on all ranks before rank 0 saves.")
     ranks.train(loss, 1)
-    assert said(optimizer)[1] == [] and len(said(ranks.optimizers[0])[1]) == 1
+    assert state_and_warnings(optimizer)[1] == [] and len(state_and_warnings(ranks.optimizers[0])[1]) == 1
 
 
 @every

@@ -39,12 +39,12 @@ def descendants(cls: type) -> set[type]:
 
 def optimizers() -> list[type[torch.optim.Optimizer]]:
     """Of the package and of examples/; not what they share, which is in a private room, nor what tests define."""
-    found = []
+    results = []
     for cls in descendants(CompressedOptimizer) | {compopt.MuonAdamW}:
         private = any(part.startswith("_") for part in cls.__module__.split("."))
         if not private and source_of(cls).parent in (ROOT / "compopt", ROOT / "examples"):
-            found.append(cls)
-    return sorted(found, key=lambda cls: cls.__name__)
+            results.append(cls)
+    return sorted(results, key=lambda cls: cls.__name__)
 
 
 def source_of(cls: type) -> Path:
@@ -58,56 +58,56 @@ def read(*names: str) -> str:
 def forgotten(cls: type[torch.optim.Optimizer], table: Sequence[Case] = (*CASES, *FORMS)) -> list[str]:
     """A sentence for every place in which a class is missing."""
     name, file = cls.__name__, source_of(cls)
-    found = [*_in_its_file(cls)]
+    results = [*_in_its_file(cls)]
     if issubclass(cls, CompressedOptimizer):  # the table is of those that average gradients
-        found += _in_the_table(cls, table)
+        results += _in_the_table(cls, table)
     if not (ROOT / "tests" / f"test_{file.stem}.py").exists():
-        found.append(f"{name} has no tests of its own: write tests/test_{file.stem}.py, with an oracle")
+        results.append(f"{name} has no tests of its own: write tests/test_{file.stem}.py, with an oracle")
     if file.parent != ROOT / "compopt":
         if f"examples/{file.name}" not in read(*(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))):
-            found.append(f"{name} is on no page: name examples/{file.name} in docs/")
-        return found
+            results.append(f"{name} is on no page: name examples/{file.name} in docs/")
+        return results
     if name not in compopt.__all__:
-        found.append(f"{name} is not public: import it in compopt/__init__.py and add it to __all__")
+        results.append(f"{name} is not public: import it in compopt/__init__.py and add it to __all__")
     places = {
         "docs/api.md": f"compopt.{name}",
         "docs/choosing.md": name,
         "README.md": f"`{name}",
         "CHANGELOG.md": f"`{name}",
     }
-    found += [f"{name} is not in {place}" for place, words in places.items() if words not in read(place)]
+    results += [f"{name} is not in {place}" for place, words in places.items() if words not in read(place)]
     if file.name not in read("CONTRIBUTING.md").split("## Layout")[1]:
-        found.append(f"{name} is not in CONTRIBUTING.md's layout picture: add {file.name}")
-    return found
+        results.append(f"{name} is not in CONTRIBUTING.md's layout picture: add {file.name}")
+    return results
 
 
 def _in_its_file(cls: type[torch.optim.Optimizer]) -> list[str]:
     name, file, doc = cls.__name__, source_of(cls).name, cls.__doc__ or ""
-    found = []
+    results = []
     if "::\n" not in (sys.modules[cls.__module__].__doc__ or ""):
-        found.append(f"{file} does not open with the pseudo-code of {name}: a numbered block behind '::'")
+        results.append(f"{file} does not open with the pseudo-code of {name}: a numbered block behind '::'")
     for part in ("Args", "State", "Raises"):
         if not re.search(rf"^ *{part}\b.*:", doc, re.MULTILINE):
-            found.append(f"the docstring of {name} has no section {part}:")
+            results.append(f"the docstring of {name} has no section {part}:")
     cited = [other for other in re.findall(r":class:`(?:compopt\.)?(\w+)`", doc) if other in compopt.__all__]
     others = " ".join(getattr(compopt, other).__doc__ for other in cited)
     for option in list(inspect.signature(cls.__init__).parameters)[1:]:
         if not re.search(rf"\b{option}\b", doc + others):
-            found.append(f"the docstring of {name} says nothing of its argument {option}")
-    return found
+            results.append(f"the docstring of {name} says nothing of its argument {option}")
+    return results
 
 
 def _in_the_table(cls: type[CompressedOptimizer], table: Sequence[Case]) -> list[str]:
     name, cases = cls.__name__, [case for case in table if case.cls is cls]
     if not cases:
         return [f"{name} is in no line of tests/table.py: add one, and it takes the tests of conformance"]
-    found, optimizer = [], cases[0].make([nn.Parameter(torch.zeros(64, 64))])
+    results, optimizer = [], cases[0].make([nn.Parameter(torch.zeros(64, 64))])
     for state in sorted(optimizer.state_specs(torch.float32).keys() - TWO_MOMENTS):
         if f"``{state}``" not in cls.__doc__ and state not in cls.__doc__.split("State")[-1]:
-            found.append(f"the docstring of {name} says nothing of its state {state!r}")
+            results.append(f"the docstring of {name} says nothing of its state {state!r}")
         if state == "residual" and state not in cls.averaged_state:
-            found.append(f"{name} keeps a residual that is not in averaged_state: checkpoints would lose it")
-    return found
+            results.append(f"{name} keeps a residual that is not in averaged_state: checkpoints would lose it")
+    return results
 
 
 @pytest.mark.parametrize("cls", optimizers(), ids=lambda cls: cls.__name__)
@@ -192,13 +192,13 @@ def test_what_the_page_names_exists():
 def test_what_the_page_calls_can_be_called(monkeypatch):
     optimizer = RandomK([nn.Parameter(torch.zeros(64, 64))])
     p = optimizer.param_groups[0]["params"][0]
-    p.grad, seen = torch.ones(64, 64), {}
+    p.grad, records = torch.ones(64, 64), {}
 
     def spied(bucket: object, reducer: object, update: object) -> object:
-        seen.update(bucket=bucket, ops=reducer.ops, optimizer=optimizer)
+        records.update(bucket=bucket, ops=reducer.ops, optimizer=optimizer)
         return randomk(bucket, reducer, update)
 
     monkeypatch.setattr(f"{RandomK.__module__}.randomk", spied)
     optimizer.step()
     for owner, name in {pair for span in spans() for pair in re.findall(r"\b(bucket|ops|optimizer)\.(\w+)", span)}:
-        assert hasattr(seen[owner], name), f"{owner} has no {name}"
+        assert hasattr(records[owner], name), f"{owner} has no {name}"

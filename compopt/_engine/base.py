@@ -25,8 +25,8 @@ from .join import JoinHook
 from .options import Group, Setting, check_tensors, name_groups, refuse_unsupported
 from .session import Session, Sync
 from .stats import Stats
-from .step import start_in_backward, step_in_turns
-from .when import OPTIONS
+from .step import start_in_backward, step_as_generator
+from .when import TRIAL_OPTIONS
 
 # called with every new optimizer, by the integrations
 construction_callbacks: list[Callable[[CompressedOptimizer], None]] = []
@@ -66,7 +66,7 @@ class CompressedOptimizer(OptimizerHooks):
     ):
         self.simulate = simulate
         self._session = Session(self, process_group)
-        trial_options = OPTIONS if "when" in defaults else {}
+        trial_options = TRIAL_OPTIONS if "when" in defaults else {}
         defaults = {**defaults, **trial_options, "compress": None, "step": 0}
         self._check_defaults(defaults)  # before parameters, as torch
         super().__init__(params, defaults)
@@ -130,14 +130,14 @@ class CompressedOptimizer(OptimizerHooks):
                 loss = closure()
         if self._session.is_joining:
             notify_join(self)
-        missing_ranks.run_step(self._session, self.step_in_turns())
+        missing_ranks.run_step(self._session, self.step_as_generator())
         for on_step in tuple(self.step_callbacks):
             on_step()
         return loss
 
-    def step_in_turns(self) -> Generator[PendingCollective, None, None]:
+    def step_as_generator(self) -> Generator[PendingCollective, None, None]:
         """The step as a generator, which yields each collective it is about to wait for."""
-        yield from step_in_turns(self._session)
+        yield from step_as_generator(self._session)
 
     # step() unscales and skips instead of GradScaler, so that all ranks agree
     _step_supports_amp_scaling = True
@@ -154,11 +154,11 @@ class CompressedOptimizer(OptimizerHooks):
         Raises ValueError if ranks are more than one step apart, or if sharded state would go to
         more ranks; CommunicationError if ranks fail again.
         """
-        for _ in self.rebind_in_turns(process_group):
+        for _ in self.rebind_as_generator(process_group):
             pass
 
     @torch.no_grad()
-    def rebind_in_turns(
+    def rebind_as_generator(
         self, process_group: ProcessGroup | Communicator | None = None
     ) -> Generator[PendingCollective, None, None]:
         yield from resharding.rebind_session(self._session, process_group)
@@ -175,7 +175,7 @@ class CompressedOptimizer(OptimizerHooks):
         Raises ValueError inside FSDP2, whose own collectives every rank has to call.
         """
         session = self._session
-        if self.reduces_inside:
+        if self.replaces_reduce_scatter:
             raise ValueError(
                 "Join cannot stand in for FSDP2's collectives: give all ranks equally many batches "
                 "(drop_last=True)."
@@ -309,8 +309,8 @@ class CompressedOptimizer(OptimizerHooks):
         ``step()`` instead; ValueError if they consolidate different optimizers.
         """
         checkpoint.settle_for_saving(self._session)
-        missing_ranks.meet_to_consolidate(self._session, patience)
-        for _ in self.consolidate_in_turns():
+        missing_ranks.wait_for_all_to_consolidate(self._session, patience)
+        for _ in self.consolidate_as_generator():
             pass
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -321,8 +321,8 @@ class CompressedOptimizer(OptimizerHooks):
         """
         self.consolidate_state()
 
-    def consolidate_in_turns(self) -> Generator[PendingCollective, None, None]:
-        yield from checkpoint.consolidate_in_turns(self._session)
+    def consolidate_as_generator(self) -> Generator[PendingCollective, None, None]:
+        yield from checkpoint.consolidate_as_generator(self._session)
 
     # Copies
 

@@ -22,10 +22,10 @@ from .._state.layouts import Layout, Member
 from .._state.tensors import to_local
 from .._wire.payload import dtype_name
 from .._wire.warning import warn
+from .collective_generators import CollectiveGenerator
 from .options import Group, refuse_unsupported
 from .resharding import average_state, gather_shards
 from .session import Session
-from .turns import Turns
 from .when import upgrade_options
 
 FORMAT = 1  # of state dicts, written into every group beside the class; 0 if a group has none
@@ -50,12 +50,12 @@ def complete_state_dict(session: Session, saved: dict[str, Any]) -> None:
     """Give every state of torch's state dict its parameter's shape, and complete its groups."""
     groups = session.optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
-    place = {p: n for n, p in enumerate(params)}
+    number = {p: n for n, p in enumerate(params)}
     for bucket in [*session.buckets, *session.frozen_buckets]:
         layouts = session.optimizer._specs(bucket)
         for i, p in enumerate(bucket.params):
-            if entry := saved["state"].get(place[p]):
-                saved["state"][place[p]] = expand_entry(bucket, i, layouts, entry)
+            if entry := saved["state"].get(number[p]):
+                saved["state"][number[p]] = expand_entry(bucket, i, layouts, entry)
     for saved_group, group in zip(saved["param_groups"], groups, strict=True):
         saved_group.update(describe_group(session, group))
 
@@ -85,7 +85,7 @@ def describe_group(session: Session, group: Group) -> dict[str, Any]:
         entries["payload_dtype"] = dtype_name(group["payload_dtype"])
     # never trained: a checkpoint without their state is not damaged
     state = session.optimizer.state
-    without = [place for place, p in enumerate(group["params"]) if not state.get(p)]
+    without = [index for index, p in enumerate(group["params"]) if not state.get(p)]
     return {**entries, "without_state": without} if without else entries
 
 
@@ -103,7 +103,7 @@ def find_owner_of_residuals(session: Session) -> str:
     return f"rank {comm.rank} of {comm.size}"
 
 
-def consolidate_in_turns(session: Session) -> Turns[None]:
+def consolidate_as_generator(session: Session) -> CollectiveGenerator[None]:
     """Replace residuals by their mean over ranks, and gather sharded state for the next state
     dict.
     """
@@ -197,8 +197,8 @@ def load_state(session: Session, state_dict: dict[str, Any]) -> None:
     _warn_of_lost_residuals(session, saved, tensors)
 
     counted = max([float(tensor.entry.get("step", 0)) for tensor in tensors], default=0.0)
-    for group, other, kept in zip(groups, saved, options, strict=True):
-        group.update(kept)
+    for group, other, loaded_options in zip(groups, saved, options, strict=True):
+        group.update(loaded_options)
         if "step" not in other:  # torch.optim counts steps by parameter only
             group["step"] = int(counted)
     state = session.optimizer.state
@@ -215,11 +215,11 @@ def load_state(session: Session, state_dict: dict[str, Any]) -> None:
     layouts = {tensor.member.param: tensor.layouts for tensor in tensors}
     for bucket in session.frozen_buckets:
         for p in bucket.params:
-            kept = state.pop(p)
+            entry = state.pop(p)
             dtypes = {name: layout.dtype for name, layout in layouts[p].items()}
             dtypes["step"] = torch.float32
-            if kept:
-                state[p] = {k: v.to(bucket.device, dtypes[k], copy=True) for k, v in kept.items()}
+            if entry:
+                state[p] = {k: v.to(bucket.device, dtypes[k], copy=True) for k, v in entry.items()}
 
 
 def _read_tensors(
@@ -237,13 +237,13 @@ def _read_tensors(
     for group, other in zip(session.option_groups, state_dict["param_groups"], strict=True):
         names = group.get("param_names") or other.get("param_names")
         options = {**group, **other}
-        for place, (p, key) in enumerate(zip(group["params"], other["params"], strict=True)):
+        for index, (p, key) in enumerate(zip(group["params"], other["params"], strict=True)):
             member, layouts = known[p]
-            name = names[place] if names else ""
+            name = names[index] if names else ""
             label = f"parameter {number}" + (f" ({name})" if name else "")
             entry = state_dict["state"].get(key, {})
             # torch.optim has no state of a parameter that never had a gradient, and no residuals
-            if entry or (is_same_class and place not in other.get("without_state", ())):
+            if entry or (is_same_class and index not in other.get("without_state", ())):
                 compressed = is_same_class and session.optimizer.is_compressed(p, options, name)
                 _check_states(label, entry, layouts, compressed, session.name)
             local = {
@@ -265,21 +265,22 @@ def _read_options(session: Session, group: Group, other: Group) -> Group:
     The optimizer keeps its own names of parameters: they select what is compressed. Raises
     ValueError if an option is invalid.
     """
-    kept = copy.deepcopy(upgrade_options({k: v for k, v in other.items() if k not in NOT_OPTIONS}))
-    step = kept.get("step", 0)
+    saved_options = {name: value for name, value in other.items() if name not in NOT_OPTIONS}
+    saved_options = copy.deepcopy(upgrade_options(saved_options))
+    step = saved_options.get("step", 0)
     if not isinstance(step, int) or step < 0:
         raise ValueError(
             f"loaded state dict has step {step!r}: a count of steps is needed; it is damaged."
         )
-    options = {**group, **kept}
-    refuse_unsupported({name: kept[name] for name in kept.keys() & {"amsgrad"}})
+    options = {**group, **saved_options}
+    refuse_unsupported({name: saved_options[name] for name in saved_options.keys() & {"amsgrad"}})
     try:
         session.optimizer.check_group(options)
     except (TypeError, AttributeError) as error:
         raise ValueError(
             f"loaded state dict has an option of a wrong type ({error}): it is damaged."
         ) from error
-    return {name: options[name] for name in kept}  # check_group may have renamed a value
+    return {name: options[name] for name in saved_options}  # check_group may have renamed a value
 
 
 def check_groups(session: Session, state_dict: dict[str, Any]) -> list[Group]:

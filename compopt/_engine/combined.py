@@ -26,14 +26,14 @@ class CombinedOptimizer(Optimizer):
     """
 
     members: tuple[Optimizer, ...]
-    _places: list[tuple[int, int]]  # of every group: its member, and which of the member's it is
+    _positions: list[tuple[int, int]]  # of every group: its member, and which of the member's it is
 
     def __init__(self, members: Sequence[Optimizer]):
         check_disjoint(members)
         names = set[str].intersection(*(set(member.defaults) for member in members))
         defaults = {name: members[0].defaults[name] for name in sorted(names)}
         # torch's own constructor would make groups and state of its own
-        self.__setstate__({"members": tuple(members), "_places": [], "defaults": defaults})
+        self.__setstate__({"members": tuple(members), "_positions": [], "defaults": defaults})
         self._note_new_groups()
 
     # Groups
@@ -41,16 +41,16 @@ class CombinedOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[Group]:  # type: ignore[override]
         self._note_new_groups()
-        return [self.members[m].param_groups[n] for m, n in self._places]
+        return [self.members[m].param_groups[n] for m, n in self._positions]
 
     def _note_new_groups(self) -> None:
         """Append the groups that members have been given, and forget those that were taken back."""
         groups = [member.param_groups for member in self.members]
-        places = [(m, n) for m, n in self._places if n < len(groups[m])]
-        for m, own in enumerate(groups):
-            known = sum(of == m for of, _ in places)
-            places += [(m, n) for n in range(known, len(own))]
-        self._places = places
+        positions = [(m, n) for m, n in self._positions if n < len(groups[m])]
+        for m, member_groups in enumerate(groups):
+            known = sum(member == m for member, _ in positions)
+            positions += [(m, n) for n in range(known, len(member_groups))]
+        self._positions = positions
 
     def add_param_group(self, param_group: Group) -> None:
         """Raise: only a member can be given a group."""
@@ -63,8 +63,8 @@ class CombinedOptimizer(Optimizer):
     # State
 
     @property
-    def state(self) -> JoinedState:  # type: ignore[override]
-        return JoinedState(self.members)
+    def state(self) -> CombinedState:  # type: ignore[override]
+        return CombinedState(self.members)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -85,7 +85,7 @@ class CombinedOptimizer(Optimizer):
         groups: list[Group] = []
         numbers: list[dict[Any, int]] = [{} for _ in parts]  # by member, of its own numbers
         count = 0
-        for m, n in self._places:
+        for m, n in self._positions:
             group = parts[m]["param_groups"][n]
             new = list(range(count, count + len(group["params"])))
             numbers[m].update(zip(group["params"], new, strict=True))
@@ -118,19 +118,20 @@ class CombinedOptimizer(Optimizer):
                 f"{lengths}."
             )
         for m, member in enumerate(self.members):
-            own = [group for (of, _), group in zip(self._places, saved, strict=True) if of == m]
-            keys = {key for group in own for key in group["params"]}
+            pairs = zip(self._positions, saved, strict=True)
+            member_groups = [group for (of, _), group in pairs if of == m]
+            keys = {key for group in member_groups for key in group["params"]}
             others = {key for group in saved for key in group["params"]} - keys
             state = {k: entry for k, entry in state_dict["state"].items() if k not in others}
-            member.load_state_dict({"state": state, "param_groups": own})
+            member.load_state_dict({"state": state, "param_groups": member_groups})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"members": self.members, "_places": self._places, "defaults": self.defaults}
+        return {"members": self.members, "_positions": self._positions, "defaults": self.defaults}
 
 
-class JoinedState(MutableMapping[Any, Any]):
+class CombinedState(MutableMapping[Any, Any]):
     """The members' ``state``, looked up and changed where it is."""
 
     def __init__(self, members: Sequence[Optimizer]):
@@ -173,7 +174,7 @@ class JoinedState(MutableMapping[Any, Any]):
         return sum(len(member.state) for member in self._members)
 
 
-def combine(base: OneOrSeveral) -> Optimizer:
+def combine_optimizers(base: OneOrSeveral) -> Optimizer:
     """Return an optimizer that steps all of several; one as it is.
 
     Raises TypeError or ValueError if they cannot be combined.
@@ -202,7 +203,7 @@ def list_members(base: Optimizer) -> list[Optimizer]:
 def find_owner(base: Optimizer, group: Group) -> Optimizer:
     """Return the member of ``base`` that has a group."""
     return next(
-        member for member in list_members(base) if any(group is own for own in member.param_groups)
+        member for member in list_members(base) if any(group is one for one in member.param_groups)
     )
 
 
@@ -213,19 +214,19 @@ def describe_members(base: Optimizer) -> str:
 
 def check_disjoint(members: Sequence[Optimizer]) -> None:
     """Raise ValueError if a parameter is in more than one optimizer; it names them."""
-    places: dict[Tensor, str] = {}
+    locations: dict[Tensor, str] = {}
     shared = []
     for m, member in enumerate(members):
-        mine: dict[Tensor, str] = {}
+        in_member: dict[Tensor, str] = {}
         for n, group in enumerate(member.param_groups):
             names = group.get("param_names") or [""] * len(group["params"])
             for i, (p, name) in enumerate(zip(group["params"], names, strict=True)):
                 label = f"{name} " if name else ""
                 where = f"{type(member).__name__} (optimizer {m}, group {n}, parameter {i})"
-                if p in places:
-                    shared.append(f"{label}of shape {tuple(p.shape)} in {places[p]} and {where}")
-                mine[p] = where
-        places = {**mine, **places}
+                if p in locations:
+                    shared.append(f"{label}of shape {tuple(p.shape)} in {locations[p]} and {where}")
+                in_member[p] = where
+        locations = {**in_member, **locations}
     if shared:
         more = f", and {len(shared) - 5} more" if len(shared) > 5 else ""
         raise ValueError(

@@ -19,8 +19,8 @@ from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, profiler_range
 from .._wire.payload import bits_differ
 from .._wire.requests import CommunicationError
-from .exchange import Exchange
-from .turns import Turns, sum_over_groups
+from .collective_generators import CollectiveGenerator, sum_over_groups
+from .exchange import BucketExchange
 
 ELSEWHERE = -1  # the index of a bucket that another rank of the model holds
 
@@ -33,7 +33,7 @@ class StepDecision:
     payloads ``unsent`` or ``misplaced``.
     """
 
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[BucketExchange] = field(default_factory=list)
     # the global L2 norm of the averaged gradient
     norm: float = 0.0
     # the phase of each bucket that has compressed tensors, by its index
@@ -85,7 +85,7 @@ def error_of_misplaced(decision: StepDecision, buckets: Sequence[Bucket]) -> Com
     )
 
 
-def read_decision(exchanges: list[Exchange]) -> StepDecision:
+def read_decision(exchanges: list[BucketExchange]) -> StepDecision:
     """Decide from the averages of these exchanges. The host waits for the device here."""
     with profiler_range("compopt::decide"):
         numbers: Iterator[float] = iter(read_numbers(exchanges))
@@ -100,7 +100,7 @@ def read_decision(exchanges: list[Exchange]) -> StepDecision:
         pairs = zip(bucket.names, marks, strict=True)
         decision.non_finite += [name for name, mark in pairs if mark != mark]
         decision.unsent |= control["failed"][0] > 0
-        decision.misplaced += [bucket.index] if bits_differ(control["place"]) else []
+        decision.misplaced += [bucket.index] if bits_differ(control["position"]) else []
         total += squared / bucket.copies
         if any(bucket.compressed):
             decision.phase_of[bucket.index] = exchange.agreement.phase
@@ -113,7 +113,7 @@ def read_decision(exchanges: list[Exchange]) -> StepDecision:
 
 def combine_decisions(
     decision: StepDecision, groups: Sequence[Communicator], device: torch.device
-) -> Turns[None]:
+) -> CollectiveGenerator[None]:
     """Combine ``decision`` with those of all ranks of these groups, each of which has averaged
     another part of the gradient. ``groups`` are dimensions of a mesh.
     """
@@ -131,7 +131,7 @@ def combine_decisions(
         decision.misplaced = decision.misplaced or [ELSEWHERE]
 
 
-def read_numbers(exchanges: list[Exchange]) -> list[float]:
+def read_numbers(exchanges: list[BucketExchange]) -> list[float]:
     """Read all numbers of the decision from the device: the squared norms of all averages, then the
     header and the control fields of each payload.
     """

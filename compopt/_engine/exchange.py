@@ -29,7 +29,7 @@ from .._wire.requests import (
     RequestGenerator,
     RunBatched,
 )
-from .turns import Result, Turns
+from .collective_generators import CollectiveGenerator, Result
 
 Algorithm = Callable[[Bucket], RequestGenerator[None]]
 
@@ -93,7 +93,7 @@ def sum_of_bits(flat: Tensor) -> Tensor:
 
 
 @dataclass
-class Terms:
+class ExchangeInputs:
     """The values that exchanges start with."""
 
     algorithm: Algorithm
@@ -105,7 +105,7 @@ class Terms:
     problem: Exception | None = None
 
 
-class Exchange:
+class BucketExchange:
     """One bucket's generator, and the collective that it waits for.
 
     Where the generator raises before ``Agree``, this rank takes part as if it had no gradients, and
@@ -113,11 +113,11 @@ class Exchange:
     what was raised.
     """
 
-    def __init__(self, bucket: Bucket, terms: Terms, is_last: bool):
-        self.bucket, self.algorithm, self.comm = bucket, terms.algorithm, terms.comm
-        self.in_backward = terms.in_backward
-        place = encode_position(bucket.index, bucket.group["step"] + 1)
-        self.fields = {"place": place, **(terms.fields if is_last else {})}
+    def __init__(self, bucket: Bucket, inputs: ExchangeInputs, is_last: bool):
+        self.bucket, self.algorithm, self.comm = bucket, inputs.algorithm, inputs.comm
+        self.in_backward = inputs.in_backward
+        position = encode_position(bucket.index, bucket.group["step"] + 1)
+        self.fields = {"position": position, **(inputs.fields if is_last else {})}
         self.control = ControlFields()
         self.pending: PendingCollective | None = None
         self.request: Request | None = None
@@ -127,10 +127,10 @@ class Exchange:
         self.staleness: StalenessCheck | None = None
         self._answers: list[Answer] = []  # to the requests of the generator so far
         self._generator: RequestGenerator[None] | None = None
-        if terms.problem is None:
+        if inputs.problem is None:
             self._encode(self._begin)
         else:
-            self._take_part_without_gradients(terms.problem)
+            self._take_part_without_gradients(inputs.problem)
 
     @property
     def in_flight(self) -> PendingCollective:
@@ -145,7 +145,7 @@ class Exchange:
         return self.agree
 
     @property
-    def has_early_stage(self) -> bool:
+    def has_next_stage(self) -> bool:
         """True if another collective, which need not wait for ``step()``, follows the one in
         flight.
         """
@@ -289,10 +289,10 @@ class ExchangeSchedule:
 
     def __init__(self, buckets: list[Bucket], algorithm: Algorithm, comm: Communicator):
         self.buckets = buckets
-        self.exchanges: list[Exchange] = []
-        self.terms = Terms(algorithm, comm)
+        self.exchanges: list[BucketExchange] = []
+        self.inputs = ExchangeInputs(algorithm, comm)
         self.error: CommunicationError | None = None  # of backward; raised by the step
-        self._order = _in_order(buckets, self.exchanges, self.terms)
+        self._order = _start_in_order(buckets, self.exchanges, self.inputs)
         self._next: Bucket | PendingCollective | None = next(self._order)
 
     def run_in_backward(self, is_ready: Callable[[Bucket], bool]) -> None:
@@ -301,20 +301,20 @@ class ExchangeSchedule:
 
         In the simulator ranks take turns, so none may wait for another here.
         """
-        self.terms.in_backward = True
+        self.inputs.in_backward = True
         while self.error is None and self._can_continue(is_ready):
             try:
                 self._next = next(self._order, None)
             except CommunicationError as error:
                 self.error = error
-        self.terms.in_backward = False
+        self.inputs.in_backward = False
 
     def _can_continue(self, is_ready: Callable[[Bucket], bool]) -> bool:
         if isinstance(self._next, Bucket):
             return self._next is not self.buckets[-1] and is_ready(self._next)
-        return self._next is not None and not self._next.in_turns
+        return self._next is not None and not self._next.is_lockstep
 
-    def run(self) -> Turns[None]:
+    def run(self) -> CollectiveGenerator[None]:
         """Run the rest, until every exchange has reached its ``Agree``."""
         if self.error is not None:
             error, self.error = self.error, None  # not kept: its frames hold this object
@@ -343,25 +343,25 @@ class ExchangeSchedule:
             exchange.abandon(waits)
 
 
-def _in_order(
-    buckets: list[Bucket], exchanges: list[Exchange], terms: Terms
+def _start_in_order(
+    buckets: list[Bucket], exchanges: list[BucketExchange], inputs: ExchangeInputs
 ) -> Generator[Bucket | PendingCollective, None, None]:
     """Start the collectives of a step in the order that all ranks share.
 
-    Bucket after bucket starts. After each one, the exchanges before it that have another early
-    stage complete one stage, in order. When all have started, the rest follows in turns; numbers of
+    Bucket after bucket starts. After each one, the exchanges before it that have a next stage
+    complete one stage, in order. When all have started, the rest follows in turns; numbers of
     the device are read when every bucket has reached that point. Yields the bucket that is about to
     start, or the collective that is about to be waited for.
     """
     for bucket in buckets:
         yield bucket
-        exchanges.append(Exchange(bucket, terms, bucket is buckets[-1]))
+        exchanges.append(BucketExchange(bucket, inputs, bucket is buckets[-1]))
         for exchange in exchanges[:-1]:
-            if exchange.has_early_stage:
+            if exchange.has_next_stage:
                 yield exchange.in_flight
                 exchange.complete_stage()
     while waiting := [exchange for exchange in exchanges if exchange.agree is None]:
-        if not any(exchange.has_early_stage for exchange in waiting):
+        if not any(exchange.has_next_stage for exchange in waiting):
             _read_together(waiting)
         for exchange in waiting:
             if exchange.numbers_to_read is None and exchange.agree is None:
@@ -369,9 +369,9 @@ def _in_order(
                 exchange.complete_stage()
 
 
-def _read_together(exchanges: list[Exchange]) -> None:
+def _read_together(exchanges: list[BucketExchange]) -> None:
     """Resume the exchanges that wait for numbers of a device, in one host wait."""
-    by_device: dict[torch.device, list[tuple[Exchange, Tensor]]] = {}
+    by_device: dict[torch.device, list[tuple[BucketExchange, Tensor]]] = {}
     for exchange in exchanges:
         if (numbers := exchange.numbers_to_read) is not None:
             by_device.setdefault(numbers.device, []).append((exchange, numbers))

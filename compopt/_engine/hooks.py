@@ -24,7 +24,9 @@ from .stats import Stats
 
 
 class Averager(Protocol):
-    """Averages gradients in backward, in place of FSDP2's reduce-scatter (see ``inside``)."""
+    """Averages gradients in backward, in place of FSDP2's reduce-scatter (see
+    ``fsdp_reduce_scatter``).
+    """
 
     @property
     def dense_bytes(self) -> int:
@@ -40,15 +42,16 @@ class OptimizerHooks(Optimizer):
     # per-rank state of which only the mean over ranks matters
     averaged_state: tuple[str, ...] = ()
     # sharded state that only its owner has; consolidate_state() gathers it
-    sent_once: tuple[str, ...] = ()
+    owner_only_state: tuple[str, ...] = ()
     # masks that the next step chooses anew if they are all zero
-    chosen_state: tuple[str, ...] = ()
+    mask_state: tuple[str, ...] = ()
     # each rank keeps the state of its own shards, and the step gathers parameters
     sharded = False
     # FSDP2 shards the parameters over this optimizer's ranks, and the optimizer replaces its
     # reduce-scatter
-    reduces_inside = False
-    inside: Averager | None = None  # averages in backward if reduces_inside
+    replaces_reduce_scatter = False
+    # averages gradients in backward if replaces_reduce_scatter
+    fsdp_reduce_scatter: Averager | None = None
     # every rank updates all masters, although other state is sharded
     whole_masters = False
     # set by torch's Join: whether it is enabled, and whether this optimizer is the first in it
@@ -70,7 +73,7 @@ class OptimizerHooks(Optimizer):
     @property
     def has_equal_replicas(self) -> bool:
         """True if parameters are equal on all ranks between steps."""
-        return not self.reduces_inside
+        return not self.replaces_reduce_scatter
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
         """Return the layout of each state, by name; ``dtype`` is that of the computation."""
@@ -112,16 +115,16 @@ class OptimizerHooks(Optimizer):
 
     def before_exchange(self) -> None:
         """Called at the start of a step, after gradients are unscaled."""
-        if self.inside is not None:
-            self.inside.check()
+        if self.fsdp_reduce_scatter is not None:
+            self.fsdp_reduce_scatter.check()
 
-    def committed(self) -> None:
+    def after_commit(self) -> None:
         """Called after all buckets have committed a step, before it is counted."""
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         """Return ``stats`` of the step that has just ended, with additions of the class."""
-        if self.inside is not None:
-            stats.bytes_dense = self.inside.dense_bytes
+        if self.fsdp_reduce_scatter is not None:
+            stats.bytes_dense = self.fsdp_reduce_scatter.dense_bytes
         return stats
 
     def on_fallback(self) -> None:
@@ -152,7 +155,7 @@ class OptimizerHooks(Optimizer):
         layout = Sharded if self.sharded and not self.whole_masters else Dense
         return {**specs, "master": layout(torch.float32)}
 
-    def step_in_turns(self) -> Generator[PendingCollective, None, None]:
+    def step_as_generator(self) -> Generator[PendingCollective, None, None]:
         """Return the step as a generator, which yields each collective that it waits for."""
         raise NotImplementedError
 

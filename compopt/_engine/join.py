@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from .._wire.collectives import Communicator
+from .collective_generators import CollectiveGenerator
 from .missing_ranks import run_step
 from .options import Group, to_plain
 from .peers import gather_json
 from .session import Session
-from .turns import Turns
 
 KEEP = {"params", "param_names"}  # entries of a group that are each rank's
 
@@ -38,7 +38,7 @@ class JoinHook:
         for p in session.parameters:
             p.grad = None
         session.has_data = False
-        run_step(session, optimizer.step_in_turns())
+        run_step(session, optimizer.step_as_generator())
         for on_step in tuple(session.step_callbacks):
             on_step()
 
@@ -47,7 +47,7 @@ class JoinHook:
         self._session.optimizer.end_join()
 
 
-def follow_ranks_with_data(session: Session, comm: Communicator) -> Turns[None]:
+def follow_ranks_with_data(session: Session, comm: Communicator) -> CollectiveGenerator[None]:
     """Give a rank without data the options of the first rank that has some, and all ranks the
     factor by which gradients are multiplied where the mean is over ranks with data only.
     """
@@ -55,10 +55,10 @@ def follow_ranks_with_data(session: Session, comm: Communicator) -> Turns[None]:
     options = [{n: to_plain(v) for n, v in g.items() if n not in KEEP} for g in groups]
     options = [{n: v for n, v in g.items() if _is_number(v)} for g in options]
     rows = yield from gather_json([session.has_data, options], session.device, comm)
-    with_data = [theirs for has_data, theirs in rows if has_data]
+    with_data = [rank_options for has_data, rank_options in rows if has_data]
     if not session.has_data and with_data:
-        for group, theirs in zip(groups, with_data[0], strict=True):
-            _adopt_options(group, theirs)
+        for group, rank_options in zip(groups, with_data[0], strict=True):
+            _adopt_options(group, rank_options)
     factor = 1.0 if session.divides_by_all else comm.size / max(1, len(with_data))
     for bucket in session.buckets:
         bucket.gradient_factor = factor
@@ -77,8 +77,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-def _adopt_options(group: Group, theirs: dict[str, Any]) -> None:
-    for name, value in theirs.items():
+def _adopt_options(group: Group, rank_options: dict[str, Any]) -> None:
+    for name, value in rank_options.items():
         current = group.get(name)
         if json.loads(json.dumps(to_plain(current))) == value:
             continue

@@ -16,8 +16,8 @@ from enum import Enum
 
 from .._wire.collectives import Store
 from .._wire.requests import CommunicationError
+from .collective_generators import CollectiveGenerator
 from .session import Session
-from .turns import Turns
 
 PREFIX = "compopt/"  # of all keys, since the store is shared
 PATIENCE = 10.0  # seconds that rank 0 waits for the others in consolidate_state()
@@ -42,7 +42,7 @@ class RankLeft(BaseException):
 # Consolidation
 
 
-def meet_to_consolidate(session: Session, patience: float | None) -> None:
+def wait_for_all_to_consolidate(session: Session, patience: float | None) -> None:
     """Wait until all ranks have called ``consolidate_state()`` on the same optimizer.
 
     Raises CommunicationError, with nothing started, if some have not after ``patience`` seconds;
@@ -62,7 +62,9 @@ def meet_to_consolidate(session: Session, patience: float | None) -> None:
     if patience is None:
         patience = PATIENCE if comm.rank == 0 else PATIENCE_WITH_RANK_0
     try:
-        described = meet(store, comm.rank, comm.size, f"{session.name}, {state}", patience)
+        described = gather_at_store(
+            store, comm.rank, comm.size, f"{session.name}, {state}", patience
+        )
     except RanksMissing as error:
         who = f"rank {comm.rank}"
         post_note(session, Note.CONSOLIDATES, f"{who} was in consolidate_state(): {ADVICE}")
@@ -86,7 +88,7 @@ def meet_to_consolidate(session: Session, patience: float | None) -> None:
 # Steps
 
 
-def run_step(session: Session, turns: Turns[None]) -> None:
+def run_step(session: Session, turns: CollectiveGenerator[None]) -> None:
     """Run a step to its end; while it waits, look for notes of ranks that have left it."""
     withdraw_note(session)
     try:
@@ -177,7 +179,7 @@ class RanksMissing(Exception):
     """Some ranks did not come to a meeting; the message names them."""
 
 
-def meet(store: Store, rank: int, size: int, text: str, patience: float) -> list[str]:
+def gather_at_store(store: Store, rank: int, size: int, text: str, patience: float) -> list[str]:
     """Wait until all ranks have called this, and return the texts of all.
 
     A collective that only some ranks start hangs, and desynchronizes a gloo group permanently; a
@@ -187,31 +189,31 @@ def meet(store: Store, rank: int, size: int, text: str, patience: float) -> list
     """
     ended = f"{PREFIX}meetings"  # the number of ended meetings, and of the running one
     number = int(store.get(ended)) if store.check([ended]) else 0
-    place = f"{PREFIX}meeting/{number}/"
+    prefix = f"{PREFIX}meeting/{number}/"
 
     def end(failure: str) -> None:
         """End the meeting with this outcome, unless another rank has ended it."""
-        if store.add(f"{place}ends", 1) == 1:
+        if store.add(f"{prefix}ends", 1) == 1:
             # before the outcome: a rank that has seen it may start the next meeting
             store.add(ended, 1)
-            store.set(f"{place}outcome", failure)
+            store.set(f"{prefix}outcome", failure)
 
-    store.set(f"{place}{rank}", text)
-    if store.add(f"{place}arrived", 1) == size:
+    store.set(f"{prefix}{rank}", text)
+    if store.add(f"{prefix}arrived", 1) == size:
         end("")
     until = time.monotonic() + patience
     try:
-        while not store.check([f"{place}outcome"]):
+        while not store.check([f"{prefix}outcome"]):
             if time.monotonic() > until:
-                absent = [f"rank {r}" for r in range(size) if not store.check([f"{place}{r}"])]
+                absent = [f"rank {r}" for r in range(size) if not store.check([f"{prefix}{r}"])]
                 end(f"{', '.join(absent)} did not come within {patience:g} s")
             time.sleep(0.01)
     except BaseException:
         end(f"rank {rank} was interrupted")
         raise
-    if failure := store.get(f"{place}outcome").decode():
+    if failure := store.get(f"{prefix}outcome").decode():
         raise RanksMissing(failure)
-    texts = [store.get(f"{place}{r}").decode() for r in range(size)]
+    texts = [store.get(f"{prefix}{r}").decode() for r in range(size)]
     if rank == 0:  # every rank has left the previous meeting
         for key in ("ends", "arrived", "outcome", *map(str, range(size))):
             store.delete_key(f"{PREFIX}meeting/{number - 1}/{key}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from .._wire.collectives import get_rank
 from .._wire.payload import PAYLOAD_DTYPE_NAMES, dtype_name, is_payload_dtype, quantized_bits
 from .._wire.warning import warn
-from .when import OPTIONS
+from .when import TRIAL_OPTIONS
 
 Group = dict[str, Any]  # one of torch's parameter groups: "params", and options by name
 # the name of a group, a class or a base in a message, and its options or its name
@@ -130,7 +130,7 @@ def check_compression(group: dict[str, Any]) -> None:
     """Check the options that all compressing classes share, and normalize them in ``group``."""
     when = group.setdefault("when", "always")  # missing in older checkpoints
     require_option(when in ("always", "auto"), group, "when", "'always' or 'auto'")
-    for name, value in OPTIONS.items():
+    for name, value in TRIAL_OPTIONS.items():
         group.setdefault(name, value)
     check_steps(group, "warmup_steps")
     check_payload(group)

@@ -15,21 +15,21 @@ from torch import Tensor
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator
 from .._wire.requests import AllReduceMean, Answer, Broadcast, CommunicationError, RunBatched
-from .exchange import Algorithm, Exchange, ExchangeSchedule
-from .turns import Turns, ask
+from .collective_generators import CollectiveGenerator, ask
+from .exchange import Algorithm, BucketExchange, ExchangeSchedule
 
 
 class PostCommitExchanges:
     """The exchanges that have committed, with their last request in flight."""
 
     def __init__(self) -> None:
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[BucketExchange] = []
         # one failed here, perhaps not on all ranks: payloads may differ in length
         self.lost = False
         # ranks have to tell each other whether one has failed
         self.unconfirmed = False
 
-    def commit_bucket(self, exchange: Exchange, answer: Answer) -> None:
+    def commit_bucket(self, exchange: BucketExchange, answer: Answer) -> None:
         """Let one bucket apply the step, up to work that is batched over buckets, and keep the
         exchange that follows.
         """
@@ -59,9 +59,9 @@ class PostCommitExchanges:
             except CommunicationError:
                 exchange.close()
                 self.lost = True
-        run_batched_requests(exchanges, Exchange.resume_after_commit)
+        run_batched_requests(exchanges, BucketExchange.resume_after_commit)
 
-    def confirm(self, comm: Communicator, device: torch.device) -> Turns[None]:
+    def confirm(self, comm: Communicator, device: torch.device) -> CollectiveGenerator[None]:
         """Tell all ranks whether any has lost a mask that all must have."""
         if self.unconfirmed and comm.size > 1:
             lost = torch.tensor([float(self.lost)], dtype=torch.float32, device=device)
@@ -77,7 +77,7 @@ class PostCommitExchanges:
 
 
 def run_batched_requests(
-    exchanges: Sequence[Exchange], resume: Callable[[Exchange, Answer], None]
+    exchanges: Sequence[BucketExchange], resume: Callable[[BucketExchange, Answer], None]
 ) -> None:
     """Run batched work of buckets until none requests more; ``resume`` passes answers on."""
     while pairs := [(e, e.request) for e in exchanges if isinstance(e.request, RunBatched)]:

@@ -24,9 +24,9 @@ from torch import Tensor
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, CommunicationError
+from .collective_generators import CollectiveGenerator, ask
 from .decision import StepDecision
 from .session import Session
-from .turns import Turns, ask
 
 
 class Checksums(NamedTuple):
@@ -52,7 +52,9 @@ class Fact(NamedTuple):
 # Between steps
 
 
-def verify_peers(session: Session, comm: Communicator, has_problem: bool = False) -> Turns[bool]:
+def verify_peers(
+    session: Session, comm: Communicator, has_problem: bool = False
+) -> CollectiveGenerator[bool]:
     """Compare this rank's optimizer with those of all ranks.
 
     Returns True if any rank had gradients to compare. ``has_problem``: this rank cannot send its
@@ -61,7 +63,7 @@ def verify_peers(session: Session, comm: Communicator, has_problem: bool = False
     Raises ValueError if ranks differ, RuntimeError if something else has averaged the gradients.
     """
     dense_time, compressed_time = (session.trial and session.trial.compute_medians()) or (0, 0)
-    mine = Checksums(
+    local_checksums = Checksums(
         description=_checksum_text(describe_optimizer(session)),
         gradients=0 if has_problem else _checksum_gradients(session),
         masks=_checksum_masks(session),
@@ -70,7 +72,7 @@ def verify_peers(session: Session, comm: Communicator, has_problem: bool = False
         dense_time=dense_time,
         compressed_time=compressed_time,
     )
-    numbers = torch.tensor(mine, dtype=torch.int64).to(session.device)
+    numbers = torch.tensor(local_checksums, dtype=torch.int64).to(session.device)
     rows = [Checksums(*row) for row in (yield from gather_rows(numbers, comm)).tolist()]
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
         session.use_pytorch()
@@ -82,7 +84,7 @@ def verify_peers(session: Session, comm: Communicator, has_problem: bool = False
     times = [[row.dense_time, row.compressed_time] for row in rows]
     if session.trial is not None and all(map(all, times)):
         session.trial.compare_medians(times)
-    if comm.size > 1 and mine.gradients and not _differ(row.gradients for row in rows):
+    if comm.size > 1 and local_checksums.gradients and not _differ(row.gradients for row in rows):
         _report_equal_gradients(session, comm)
     return comm.size == 1 or any(row.gradients for row in rows)
 
@@ -116,7 +118,7 @@ def _report_equal_gradients(session: Session, comm: Communicator) -> None:
 
 def warn_if_without_gradients(session: Session, decision: StepDecision) -> None:
     """Warn once on a rank without gradients in a step in which other ranks had some."""
-    reads_grad = session.optimizer.inside is None and not session.has_pseudo_gradients
+    reads_grad = session.optimizer.fsdp_reduce_scatter is None and not session.has_pseudo_gradients
     if session.comm.size == 1 or not reads_grad or not session.has_data:
         return
     if any(p.grad is not None for bucket in session.buckets for p in bucket.params):
@@ -206,7 +208,7 @@ def _checksum_gradients(session: Session) -> int:
 
 def _checksum_masks(session: Session) -> int:
     """Compute a number that is equal on ranks with equal masks."""
-    names = session.optimizer.chosen_state
+    names = session.optimizer.mask_state
     flats = (bucket.flat[name] for bucket in session.buckets for name in names)
     return _checksum_text([_checksum(flat) for flat in flats])
 
@@ -214,7 +216,7 @@ def _checksum_masks(session: Session) -> int:
 # Errors that all ranks raise
 
 
-def raise_mismatch(session: Session, comm: Communicator) -> Turns[NoReturn]:
+def raise_mismatch(session: Session, comm: Communicator) -> CollectiveGenerator[NoReturn]:
     """Gather the descriptions, and raise a ValueError that names the first difference."""
     gathered = yield from gather_json(describe_optimizer(session), session.device, comm)
     descriptions = [[Fact(*fact) for fact in facts] for facts in gathered]
@@ -253,7 +255,9 @@ def _explain_difference(first: list[Fact], other: list[Fact], rank: int) -> str:
     return f"{what}: rank 0 has {a}, rank {rank} has {b}. {advice}"
 
 
-def raise_failure(session: Session, comm: Communicator, failure: str) -> Turns[NoReturn]:
+def raise_failure(
+    session: Session, comm: Communicator, failure: str
+) -> CollectiveGenerator[NoReturn]:
     """Gather why ranks could not send their gradients, and raise a CommunicationError that quotes
     all of them.
 
@@ -271,12 +275,14 @@ def raise_failure(session: Session, comm: Communicator, failure: str) -> Turns[N
 # Collectives
 
 
-def gather_rows(tensor: Tensor, comm: Communicator) -> Turns[Tensor]:
+def gather_rows(tensor: Tensor, comm: Communicator) -> CollectiveGenerator[Tensor]:
     """Gather ``tensor`` of every rank, a row for each."""
     return (yield from ask(comm, AllGather(tensor)))
 
 
-def gather_json(value: object, device: torch.device, comm: Communicator) -> Turns[list[Any]]:
+def gather_json(
+    value: object, device: torch.device, comm: Communicator
+) -> CollectiveGenerator[list[Any]]:
     """Gather ``value`` of every rank."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = torch.tensor([text.numel()], dtype=torch.int64, device=device)

@@ -37,7 +37,7 @@ class Reducer(Protocol):
         gradients there are.
         """
 
-    def own_parts(self, dtype: torch.dtype) -> Iterable[Tensor]:
+    def read_owned_parts(self, dtype: torch.dtype) -> Iterable[Tensor]:
         """The averaged gradient of what this rank owns of every tensor, as vectors."""
 
     def feed_back(self, present: list[bool]) -> None:
@@ -58,11 +58,11 @@ class ShardReducer(Reducer, Protocol):
     def clip(self, factor: float) -> None:
         """Scale the average by ``factor``, which is at most 1."""
 
-    def own_parts(self, dtype: torch.dtype) -> Sequence[Tensor]:
+    def read_owned_parts(self, dtype: torch.dtype) -> Sequence[Tensor]:
         """Return vectors that stay valid until the end of the step."""
 
 
-class WholeReducer:
+class ReduceScatterReducer:
     """Sends gradients whole, with the residuals of those that have any; each rank gets its shard.
 
     A residual is then what rounding to the payload's dtype has taken off.
@@ -99,7 +99,7 @@ class WholeReducer:
         if factor < 1:
             torch._foreach_mul_(self.values, factor)
 
-    def own_parts(self, dtype: torch.dtype) -> list[Tensor]:
+    def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
         return [part.to(dtype) for part in self.values]
 
     def feed_back(self, present: list[bool]) -> None:
@@ -143,7 +143,7 @@ class WholeReducer:
         flat = [None if g is None else g.reshape(-1) for g in self.grads]
         absent, to, grads, with_residual, residuals = [], [], [], [], []
         for rank, row in enumerate(self.rows):
-            for part, i in zip(row.exact, self.sent_whole, strict=False):
+            for part, i in zip(row.unrounded_parts, self.sent_whole, strict=False):
                 if not part.numel():
                     continue
                 g, e, owned = flat[i], residual[i], slice(*self.layout.ranges[rank][i])
@@ -171,7 +171,7 @@ class WholeReducer:
         return self.rows[self.layout.rank].over(received)
 
 
-class MaskReducer:
+class AllReduceReducer:
     """Sends gradients plus residuals on a mask that all ranks know, by one all-reduce.
 
     Every rank receives the whole average, and reads its shard of it where state is sharded.
@@ -208,7 +208,7 @@ class MaskReducer:
         if factor < 1:
             self.mean.body.mul_(factor)
 
-    def own_parts(self, dtype: torch.dtype) -> Sequence[Tensor]:
+    def read_owned_parts(self, dtype: torch.dtype) -> Sequence[Tensor]:
         shards, lengths = self.bucket.shards, self.bucket.lengths
         sizes = shards.sizes(shards.rank)
         memory = self.bucket.get_memory("average", sum(sizes), dtype)

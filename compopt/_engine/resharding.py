@@ -26,18 +26,22 @@ from .._state.tensors import to_local
 from .._wire.collectives import Communicator, ProcessGroup, connect
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn
+from .collective_generators import CollectiveGenerator, ask
 from .peers import gather_rows
 from .session import Session
-from .turns import Turns, ask
 
 
-def average_state(tensor: Tensor, device: torch.device, comm: Communicator) -> Turns[None]:
+def average_state(
+    tensor: Tensor, device: torch.device, comm: Communicator
+) -> CollectiveGenerator[None]:
     """Replace a tensor by its mean over ranks."""
     request = AllReduceMean(to_local(tensor).to(device, copy=True))
     to_local(tensor).copy_((yield from ask(comm, request)))
 
 
-def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Communicator) -> Turns[None]:
+def average_base(
+    base: Optimizer, buckets: Sequence[Bucket], comm: Communicator
+) -> CollectiveGenerator[None]:
     """Replace the state of another optimizer by its mean over ranks. States that are no floats of
     the parameter's shape, such as step counts, become rank 0's.
 
@@ -70,7 +74,7 @@ def average_base(base: Optimizer, buckets: Sequence[Bucket], comm: Communicator)
 
 def gather_shards(
     bucket: Bucket, name: str, comm: Communicator, owners: list[int] | None = None
-) -> Turns[list[Tensor | None]]:
+) -> CollectiveGenerator[list[Tensor | None]]:
     """Gather one sharded state of a bucket in host memory; None for tensors without that state.
 
     All ranks must call it. Shards whose owner is gone become the parameter for masters, else 0.
@@ -88,7 +92,9 @@ def gather_shards(
     return gathered
 
 
-def reshard_state(old: list[Bucket], new: list[Bucket], comm: Communicator) -> Turns[None]:
+def reshard_state(
+    old: list[Bucket], new: list[Bucket], comm: Communicator
+) -> CollectiveGenerator[None]:
     """Copy the sharded state of ``old`` buckets to ``new`` ones, over the remaining ranks."""
     rank_before = torch.tensor([old[0].shards.rank], dtype=torch.int64, device=old[0].device)
     owners = (yield from ask(comm, AllGather(rank_before))).view(-1).tolist()
@@ -102,7 +108,7 @@ def reshard_state(old: list[Bucket], new: list[Bucket], comm: Communicator) -> T
                     shard.copy_(vector[start:stop])
 
 
-def follow_requires_grad(session: Session, comm: Communicator) -> Turns[None]:
+def follow_requires_grad(session: Session, comm: Communicator) -> CollectiveGenerator[None]:
     """Lay out the parameters that require a gradient now, which are the same on all ranks.
 
     Sharded state of a frozen parameter is gathered on every rank.
@@ -127,7 +133,9 @@ def follow_requires_grad(session: Session, comm: Communicator) -> Turns[None]:
 # Recovery after ranks were lost
 
 
-def rebind_session(session: Session, group: ProcessGroup | Communicator | None) -> Turns[None]:
+def rebind_session(
+    session: Session, group: ProcessGroup | Communicator | None
+) -> CollectiveGenerator[None]:
     """Continue over another group (see ``CompressedOptimizer.rebind``)."""
     size_before = session.connection.size if session.connection else 0
     sharded = session.optimizer.sharded
@@ -152,7 +160,9 @@ def rebind_session(session: Session, group: ProcessGroup | Communicator | None) 
     warn_of_lost_residuals(session, size_before, session.comm.size)
 
 
-def catch_up(session: Session, comm: Communicator, is_new: bool = False) -> Turns[None]:
+def catch_up(
+    session: Session, comm: Communicator, is_new: bool = False
+) -> CollectiveGenerator[None]:
     """Copy state from a rank that is ahead to ranks that are one step behind, or new.
 
     These lose their residuals, which may have been sent with the step that the others applied and
@@ -215,7 +225,7 @@ def _load_without_residuals(session: Session, saved: dict[str, Any], steps: list
             entry[name] = torch.zeros_like(entry[name])
     optimizer.load_state_dict(saved)
     for bucket in session.buckets_to_reshard or session.buckets:
-        for name in set(optimizer.sent_once) & bucket.flat.keys():
+        for name in set(optimizer.owner_only_state) & bucket.flat.keys():
             bucket.flat[name].zero_()
 
 

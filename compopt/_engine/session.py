@@ -316,7 +316,7 @@ class Session:
         self.trial = begin_trial(groups, self.buckets)
         self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))
         # inside FSDP2 the optimizer's own ranks hold the other shards
-        parted = () if optimizer.reduces_inside else self.buckets
+        parted = () if optimizer.replaces_reduce_scatter else self.buckets
         self.shard_communicators = self.own_shard_communicators or make_shard_communicators(
             p for bucket in parted for p in bucket.params
         )
@@ -394,7 +394,7 @@ class Session:
     def forget_masks(self) -> None:
         """Clear all masks: the next step chooses new ones."""
         for bucket in self.buckets:
-            for name in self.optimizer.chosen_state:
+            for name in self.optimizer.mask_state:
                 bucket.flat[name].zero_()
                 bucket.cache.pop(name, None)
 

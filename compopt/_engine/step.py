@@ -27,8 +27,9 @@ from .._state.tensors import to_local
 from .._wire.collectives import Communicator, get_rank, profiler_range
 from .._wire.payload import FieldValues, encode_bits
 from .._wire.requests import CommunicationError
+from .collective_generators import CollectiveGenerator
 from .decision import StepDecision, combine_decisions, error_of_misplaced, read_decision
-from .exchange import Exchange, ExchangeSchedule
+from .exchange import BucketExchange, ExchangeSchedule
 from .join import follow_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .options import Group
@@ -43,10 +44,9 @@ from .peers import (
 from .resharding import follow_requires_grad
 from .session import Corrupt, Role, Session, Sync
 from .stats import describe_compression, show_line
-from .turns import Turns
 
 
-def step_in_turns(session: Session) -> Turns[None]:
+def step_as_generator(session: Session) -> CollectiveGenerator[None]:
     """Take a step, as a generator that yields each collective it is about to wait for."""
     check_can_step(session)
     comm = session.connect_ranks()  # first: state may have to be resharded
@@ -116,7 +116,7 @@ class Step:
         stepped = {id(group) for group in self._groups}
         return [bucket for bucket in self.session.buckets if id(bucket.group) in stepped]
 
-    def exchange(self) -> Turns[StepDecision | None]:
+    def exchange(self) -> CollectiveGenerator[StepDecision | None]:
         """Run until all ranks have decided whether to commit.
 
         Returns None if there is nothing to exchange.
@@ -205,7 +205,7 @@ class Step:
             return error
         return None
 
-    def _finish_post_commit(self) -> Turns[None]:
+    def _finish_post_commit(self) -> CollectiveGenerator[None]:
         """Wait for the exchanges after the last commit, and find out whether a handshake is due."""
         session, post_commit = self.session, self.session.post_commit
         for exchange in post_commit.exchanges:
@@ -223,7 +223,7 @@ class Step:
             post_commit.lost = False
             session.unverify()
 
-    def verify_peers(self) -> Turns[None]:
+    def verify_peers(self) -> CollectiveGenerator[None]:
         """Run the handshake, and lay out the parameters that require a gradient now."""
         session = self.session
         session.overlap.discard()
@@ -232,13 +232,13 @@ class Step:
             yield from follow_requires_grad(session, self.comm)
             session.optimizer.before_exchange()
         # without gradients to compare, the next step begins with a handshake too
-        is_exempt = session.optimizer.reduces_inside or session.has_pseudo_gradients
+        is_exempt = session.optimizer.replaces_reduce_scatter or session.has_pseudo_gradients
         is_verified = had_gradients or is_exempt
         session.sync = Sync.VERIFIED if is_verified else Sync.UNVERIFIED
 
     # The exchange
 
-    def _exchange_buckets(self) -> Turns[StepDecision]:
+    def _exchange_buckets(self) -> CollectiveGenerator[StepDecision]:
         """Exchange all buckets, and decide.
 
         Raises CommunicationError, with nothing applied, when a collective failed.
@@ -276,7 +276,7 @@ class Step:
                 exchange.close()
         return decision
 
-    def _run_schedule(self, schedules: list[ExchangeSchedule]) -> Turns[StepDecision]:
+    def _run_schedule(self, schedules: list[ExchangeSchedule]) -> CollectiveGenerator[StepDecision]:
         """Run the schedule, and another one if any rank's payloads from backward are stale."""
         (schedule,) = schedules
         stale = schedule.measure_staleness()
@@ -284,8 +284,8 @@ class Step:
         if stale:
             device = schedule.buckets[-1].device
             any_stale = torch.cat([one.to(device) for one in stale]).amax(0, keepdim=True)
-        schedule.terms.problem = self.problem
-        schedule.terms.fields = {"stale": any_stale, **self._control_fields(schedule)}
+        schedule.inputs.problem = self.problem
+        schedule.inputs.fields = {"stale": any_stale, **self._control_fields(schedule)}
         yield from schedule.run()
         exchanges = schedule.exchanges
         decision = read_decision(exchanges)
@@ -294,7 +294,7 @@ class Step:
             return decision
         for exchange in exchanges[:-1]:
             exchange.abandon()
-        again = ExchangeSchedule(schedule.buckets[:-1], schedule.terms.algorithm, self.comm)
+        again = ExchangeSchedule(schedule.buckets[:-1], schedule.inputs.algorithm, self.comm)
         schedules.append(again)
         yield from again.run()
         decision = read_decision([*again.exchanges, exchanges[-1]])
@@ -311,7 +311,7 @@ class Step:
         is_unfrozen = session.has_other_trainable
         if is_unfrozen:  # all ranks learn of a problem, and nothing is applied
             problem = RuntimeError("other parameters require a gradient than before")
-            schedule.terms.problem = problem
+            schedule.inputs.problem = problem
         return {
             # the mean over ranks of these bits shows any difference
             "settings": encode_bits(checksum, 16),
@@ -319,7 +319,7 @@ class Step:
             "unfrozen": [float(is_unfrozen)],
         }
 
-    def _raise_if_failed(self, decision: StepDecision) -> Turns[None]:
+    def _raise_if_failed(self, decision: StepDecision) -> CollectiveGenerator[None]:
         """Raise the same error on all ranks if the step failed."""
         session = self.session
         if decision.misplaced:
@@ -347,7 +347,7 @@ class Step:
             session.post_commit.commit_bucket(exchange, decision.norm)
         self.committing = None
         run_batched_requests(decision.exchanges, session.post_commit.commit_bucket)
-        session.optimizer.committed()
+        session.optimizer.after_commit()
         for group in session.option_groups if self._groups is None else self._groups:
             group["step"] += 1
         if session.trial is not None and session.trial.result:
@@ -382,16 +382,16 @@ def _show_first_line(session: Session) -> None:
     else:
         optimizer, buckets = session.optimizer, session.buckets
         values_sent = [optimizer.values_sent(bucket, session.comm.size) for bucket in buckets]
-        usual = "a reduce-scatter" if optimizer.reduces_inside else "an all-reduce"
+        usual = "a reduce-scatter" if optimizer.replaces_reduce_scatter else "an all-reduce"
         text = describe_compression(buckets, values_sent, usual)
     show_line(f"{session.name}: {text}")
 
 
-def _gather_parameters(decision: StepDecision) -> Turns[None]:
+def _gather_parameters(decision: StepDecision) -> CollectiveGenerator[None]:
     """Resume sharded generators with the norm, and wait until each has gathered its updated
     parameters.
     """
-    exchanges: list[Exchange] = decision.exchanges
+    exchanges: list[BucketExchange] = decision.exchanges
     for exchange in exchanges:
         exchange.resume(decision.norm)
     while waiting := [exchange for exchange in exchanges if not exchange.is_ready_to_commit]:

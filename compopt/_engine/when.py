@@ -19,14 +19,14 @@ from .._state.buckets import Bucket
 from .._state.tensors import synchronize
 
 # steps of each kind: not timed (they allocate buffers, hooks and masks), and timed
-SKIP, TIMED = 3, 8
-CLEARLY = 0.95  # of a dense step: a smaller gain is not worth approximate gradients
+UNTIMED_STEPS, TIMED_STEPS = 3, 8
+WORTHWHILE_RATIO = 0.95  # of a dense step: a smaller gain is not worth approximate gradients
 FOREVER = 2**62  # steps
-WAITS = {"resample"}  # phases that are not timed: dense, and rare
+UNTIMED_PHASES = {"resample"}  # phases that are not timed: dense, and rare
 
-SHARE = 0.15  # of total_steps, the default warm-up: Radius's paper takes 15 to 20 %
+DEFAULT_WARMUP_SHARE = 0.15  # of total_steps, the default warm-up: Radius's paper takes 15 to 20 %
 
-OPTIONS = {
+TRIAL_OPTIONS = {
     "pays": None,  # the result of a trial: whether compressed steps are clearly faster
     "dense_until": 0,  # the step until which a trial keeps the group dense, to time enough steps
 }
@@ -65,7 +65,7 @@ def choose_warmup(given: int | float | None, total_steps: int | None, steps: int
     """Return the given warm-up, else a share of a run of known length, else ``steps``."""
     if given is not None:
         return given
-    return steps if total_steps is None else SHARE
+    return steps if total_steps is None else DEFAULT_WARMUP_SHARE
 
 
 def upgrade_options(saved: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def upgrade_options(saved: dict[str, Any]) -> dict[str, Any]:
     """
     if "when" not in saved or "pays" in saved:
         return saved
-    now = {**saved, **OPTIONS}
+    now = {**saved, **TRIAL_OPTIONS}
     if saved.get("warmup_steps") == FOREVER:
         now |= {"when": "auto", "pays": False}
         # the user's warm-up was not saved: keep the optimizer's
@@ -106,7 +106,9 @@ class Trial:
         self._tried, self._indices = tried, indices
         self._others_steady = max(map(_first_steady_step, others), default=0)
         for group in tried:
-            group["dense_until"] = max(group["step"], self._others_steady) + SKIP + TIMED + 2
+            group["dense_until"] = (
+                max(group["step"], self._others_steady) + UNTIMED_STEPS + TIMED_STEPS + 2
+            )
         self._all_steady = max(map(_first_steady_step, [*tried, *others]))
         self._seconds: dict[str, list[float]] = {"dense": [], "compressed": []}
         self._kind, self._since = "", 0.0
@@ -120,7 +122,7 @@ class Trial:
         phases = {phase for index, phase in phase_of.items() if index in self._indices}
         kind = "dense" if phases <= {"dense"} else "compressed"
         steady = self._others_steady if kind == "dense" else self._all_steady
-        is_typical = applied and not phases & WAITS and self._tried[0]["step"] > steady
+        is_typical = applied and not phases & UNTIMED_PHASES and self._tried[0]["step"] > steady
         synchronize(device)  # in the steps of a trial only
         now = time.perf_counter()
         if is_typical and kind == self._kind:
@@ -132,14 +134,17 @@ class Trial:
         """Return this rank's medians, dense and compressed, in nanoseconds; empty until enough
         steps are timed.
         """
-        if any(len(seconds) < SKIP + TIMED for seconds in self._seconds.values()):
+        if any(len(seconds) < UNTIMED_STEPS + TIMED_STEPS for seconds in self._seconds.values()):
             return []
-        return [int(1e9 * statistics.median(seconds[SKIP:])) for seconds in self._seconds.values()]
+        return [
+            int(1e9 * statistics.median(seconds[UNTIMED_STEPS:]))
+            for seconds in self._seconds.values()
+        ]
 
     def compare_medians(self, rows: list[list[int]]) -> None:
         """Decide, from the medians of all ranks; ``record_result`` commits it with the step."""
         dense, compressed = (sum(times) / len(rows) / 1e6 for times in zip(*rows, strict=True))
-        self._pays = compressed < CLEARLY * dense
+        self._pays = compressed < WORTHWHILE_RATIO * dense
         choice = "compressed" if self._pays else "dense"
         self.result = (
             f"{choice}: a compressed step took {compressed:.1f} ms, a dense one {dense:.1f} ms"

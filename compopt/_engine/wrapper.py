@@ -30,7 +30,7 @@ from .checkpoint import NOT_OPTIONS, check_groups, describe_group
 from .combined import (
     OneOrSeveral,
     check_disjoint,
-    combine,
+    combine_optimizers,
     describe_members,
     find_owner,
     list_members,
@@ -57,7 +57,7 @@ class Wrapper(CompressedOptimizer):
         process_group: ProcessGroup | None,
         simulate: bool = False,
     ):
-        base = combine(base)
+        base = combine_optimizers(base)
         check_base(base)
         self.base = base
         self._wrapper_groups: list[Group] = []
@@ -150,9 +150,9 @@ class Wrapper(CompressedOptimizer):
 
     # Stepping
 
-    def committed(self) -> None:
+    def after_commit(self) -> None:
         """Step the base on the averaged gradients."""
-        super().committed()
+        super().after_commit()
         self._update.step_base()
         self._show_base()
 
@@ -275,16 +275,16 @@ def merge_state_dicts(
     ):
         shared = group.keys() & wrapper_options.keys() - {"params"}
         hidden = {PREFIX + name: group[name] for name in shared}
-        places = merged["params"]
+        numbers = merged["params"]
         merged.clear()
-        merged.update({**group, **hidden, **wrapper_options, "params": places})
+        merged.update({**group, **hidden, **wrapper_options, "params": numbers})
     params = [(p, group) for group in base.param_groups for p in group["params"]]
-    for place, (p, group) in enumerate(params):
-        if place in saved["state"]:
-            entry = base_saved["state"].get(place)
+    for number, (p, group) in enumerate(params):
+        if number in saved["state"]:
+            entry = base_saved["state"].get(number)
             begun = torch.tensor(float(bool(entry)), dtype=torch.float32)
             base_entry = {**(entry or _make_first_state(base, p, group)), "begun": begun}
-            saved["state"][place] = {**saved["state"][place], "base": base_entry}
+            saved["state"][number] = {**saved["state"][number], "base": base_entry}
     return {**saved, "base": base_saved}
 
 

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._engine.collective_generators import Background, CollectiveGenerator, ask
 from .._engine.decision import StepDecision
 from .._engine.peers import raise_mismatch
 from .._engine.session import Session
 from .._engine.step import Step
-from .._engine.turns import Background, Turns, ask
 from .._state.tensors import to_local
 from .._wire.requests import AllGather, CommunicationError
 from .anchors import Anchored, Anchors
@@ -94,7 +94,7 @@ class Exchange:
         """Wait until nothing of it is on the wire: the next exchange uses the same group."""
         with contextlib.suppress(Exception):
             for pending in self.turns.finish():
-                if pending.in_turns:  # in the simulator no rank may wait for another here
+                if pending.is_lockstep:  # in the simulator no rank may wait for another here
                     return
 
     def give_up(self) -> None:
@@ -118,7 +118,7 @@ def communicate(
     squared: Tensor,
     contribution: Contribution,
     is_delayed: bool,
-) -> Turns[Outcome]:
+) -> CollectiveGenerator[Outcome]:
     """Exchange messages and payloads, up to the decision. ``source``: of the inner steps.
 
     Payloads follow when messages have shown that they fit, and ranks know each other's weights.
@@ -188,7 +188,7 @@ def message_bytes(ranks: int) -> int:
 
 def _send_pseudo_gradients(
     source: Session, anchors: Anchors, step: Step, squared: float, mean: Contribution
-) -> Turns[StepDecision | None]:
+) -> CollectiveGenerator[StepDecision | None]:
     """Exchange payloads, up to the decision; ``mean``: of the ranks' contributions."""
     share = outer_share(source.option_groups[0], mean.steps, mean.seconds)
     anchors.set_outer_share(share)

@@ -21,9 +21,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .._engine.inside import ReducingOptimizer, Unsent
+from .._engine.fsdp_reduce_scatter import ReducingOptimizer, Unsent
 from .._engine.options import Group, Setting
-from .._engine.reducer import WholeReducer
+from .._engine.reducer import ReduceScatterReducer
 from .._engine.when import dense_steps
 from .._ops.norms import clip_factor
 from .._state.buckets import Bucket
@@ -65,10 +65,10 @@ class ProjectingOptimizer(ReducingOptimizer):
         # of each tensor its number in the model, and in its group
         self._numbers: dict[Tensor, tuple[int, int]] = {}
         for group in self._option_groups:
-            for place, p in enumerate(group["params"]):
-                self._numbers[p] = len(self._numbers), place
+            for index, p in enumerate(group["params"]):
+                self._numbers[p] = len(self._numbers), index
         super().before_layout()
-        if self.reduces_inside and any(group["adaptive"] for group in self._option_groups):
+        if self.replaces_reduce_scatter and any(group["adaptive"] for group in self._option_groups):
             raise ValueError(
                 "adaptive=True compares gradients with their reconstructions, and inside FSDP no "
                 "rank has these whole: leave it out."
@@ -89,7 +89,7 @@ class ProjectingOptimizer(ReducingOptimizer):
                     )
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        layout = Unsharded if self.reduces_inside else Dense
+        layout = Unsharded if self.replaces_reduce_scatter else Dense
         return {"residual": layout(dtype, compressed_only=True)}
 
     def _specs(self, bucket: Bucket) -> dict[str, Layout]:
@@ -98,7 +98,7 @@ class ProjectingOptimizer(ReducingOptimizer):
             return specs
 
         # the closure must not reference the optimizer: layouts outlive it
-        group, numbers, is_whole = bucket.group, self._numbers, self.reduces_inside
+        group, numbers, is_whole = bucket.group, self._numbers, self.replaces_reduce_scatter
 
         def basis_size(p: Tensor) -> int:
             q = plan_tensor(p, group, numbers[p][1], is_whole)
@@ -124,7 +124,7 @@ class ProjectingOptimizer(ReducingOptimizer):
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
         # Inside FSDP2 lengths are those of shards, and a projection is of the global tensor: its
         # all-reduce sends twice as much as a reduce-scatter, for all ranks' shards together.
-        parts = ranks / 2 if self.reduces_inside else 1
+        parts = ranks / 2 if self.replaces_reduce_scatter else 1
         total = 0.0
         for n, q in zip(bucket.lengths, self._plan_compressed(bucket), strict=True):
             if q is not None:  # a tracked tensor sends P and p
@@ -137,7 +137,9 @@ class ProjectingOptimizer(ReducingOptimizer):
     def _plan_compressed(self, bucket: Bucket) -> Plan:
         """Plan the projections after the dense start."""
         return [
-            plan_tensor(p, bucket.group, self._numbers[p][1], self.reduces_inside) if c else None
+            plan_tensor(p, bucket.group, self._numbers[p][1], self.replaces_reduce_scatter)
+            if c
+            else None
             for p, c in zip(bucket.origins, bucket.compressed, strict=True)
         ]
 
@@ -156,19 +158,19 @@ class ProjectingOptimizer(ReducingOptimizer):
     # The reducer of the coming step
 
     def reducer(self, bucket: Bucket) -> ProjectionReducer:
-        h, plan = bucket.group, self._plan_next_step(bucket)
+        group, plan = bucket.group, self._plan_next_step(bucket)
         local_factor = 1.0
-        if is_clipped(h, "local"):
-            local_factor = clip_factor(self._norm, h["max_grad_norm"])
+        if is_clipped(group, "local"):
+            local_factor = clip_factor(self._norm, group["max_grad_norm"])
         # the residual of a Gaussian projection is noise; that of a contraction is due
-        has_due_residual = bucket.has_residual and h["projection"] != "gaussian"
+        has_due_residual = bucket.has_residual and group["projection"] != "gaussian"
         sends_residuals = bucket.is_rounded or has_due_residual
         whole_reducer = None
         if bucket.is_sharded:
-            whole_reducer = WholeReducer(bucket, self.ops)
+            whole_reducer = ReduceScatterReducer(bucket, self.ops)
             whole_reducer.sent_whole = [i for i, q in enumerate(plan) if q is None]
             whole_reducer.sends_residuals = sends_residuals
-        adapts = any(plan) and is_adapt_step(h, h["step"] + 1)
+        adapts = any(plan) and is_adapt_step(group, group["step"] + 1)
         random = [None if q is None or q.is_tracked else q for q in plan]
         encoding = Encoding(
             tensors=self._make_tensors(bucket, plan, local_factor, sends_residuals),
@@ -247,16 +249,16 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     # After the commit
 
-    def committed(self) -> None:
+    def after_commit(self) -> None:
         """Adapt ratio and beta where this step has computed cosines (Algorithm 3, line 6)."""
-        super().committed()
+        super().after_commit()
         if not self._cosines:
             return
         mean = sum(self._cosines.values()) / len(self._cosines)
         for group in self._option_groups:
             adapted = []
-            for place, p in enumerate(group["params"]):
-                ratio, beta = adapted_options(group, place)
+            for index, p in enumerate(group["params"]):
+                ratio, beta = adapted_options(group, index)
                 if p in self._cosines:
                     growth = 1 + (self._cosines[p] - mean)
                     ratio = max(2.0, ratio * growth)
@@ -277,28 +279,30 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     def keep_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
         """Line 5 of tensor i; ``factor`` has clipped the average."""
-        residual, h = bucket.state["residual"][i], bucket.group
-        unsent.replace_residual(residual, factor if is_clipped(h, "average") else 1.0)
-        if is_reset_step(h, h["step"] + 1):
+        residual, group = bucket.state["residual"][i], bucket.group
+        unsent.replace_residual(residual, factor if is_clipped(group, "average") else 1.0)
+        if is_reset_step(group, group["step"] + 1):
             residual.zero_()
         for name, value in unsent.state.items():
             bucket.state[name][i].copy_(value.reshape(-1))
             self._params_with_basis.add(bucket.params[i])
 
 
-def plan_tensor(p: Tensor, h: Group, place: int, is_whole: bool) -> Projection | None:
+def plan_tensor(p: Tensor, group: Group, index: int, is_whole: bool) -> Projection | None:
     """Plan the projection of a tensor at this place in its group.
 
     ``is_whole`` plans for the global tensor, of which this rank may hold a shard only.
     """
-    ratio, beta = adapted_options(h, place)
+    ratio, beta = adapted_options(group, index)
     shape, sharded = (p.shape, False) if is_whole else (to_local(p).shape, is_sharded(p))
-    return plan_projection(shape, sharded, ratio, h["projection"], beta, h["rank"], h["block_rows"])
+    return plan_projection(
+        shape, sharded, ratio, group["projection"], beta, group["rank"], group["block_rows"]
+    )
 
 
-def adapted_options(group: Group, place: int) -> tuple[float, float | str]:
+def adapted_options(group: Group, index: int) -> tuple[float, float | str]:
     """Return ratio and ef_beta of a tensor: adapted ones, else those of its group."""
     if group["adapted"]:
-        ratio, beta = group["adapted"][place]
+        ratio, beta = group["adapted"][index]
         return ratio, beta
     return group["ratio"], group["ef_beta"]

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .._engine.reducer import WholeReducer
+from .._engine.reducer import ReduceScatterReducer
 from .._ops.norms import clip_factor, scale_, stacked_squared_norms
 from .._ops.operations import Ops
-from .._ops.updates import Factored
+from .._ops.update_helpers import Factored
 from .._state.buckets import Bucket
 from .._state.masks import Mask
 from .._state.tensors import upload
@@ -46,7 +46,7 @@ class Encoding:
     norm_is_exact: bool
     params_with_basis: set[Tensor]
     on_cosines: Callable[[dict[Tensor, float]], None] | None = None
-    whole_reducer: WholeReducer | None = None
+    whole_reducer: ReduceScatterReducer | None = None
 
 
 class ProjectionReducer:
@@ -100,7 +100,7 @@ class ProjectionReducer:
         payload = self.bucket.make_payload(lengths, dtype, use=1)
         self.ops.write_header(payload, self.bucket.grads())
         for i, tensor in self.tracked.items():
-            P = tensor.view_as_P(payload.exact[i])
+            P = tensor.view_as_P(payload.unrounded_parts[i])
             tensor.multiply_h(tensor.Q, P, transposed=True)
         mean: Payload = yield AllReduceMean(payload.round(), has_next=True)  # line 1
         averages = [x.view_as_P(mean.parts[i]).to(x.Q.dtype) for i, x in self.tracked.items()]
@@ -135,16 +135,18 @@ class ProjectionReducer:
             header_length = len(payload.flat) - len(payload.body)
             payload.flat[:header_length].copy_(mean_of_P.flat[:header_length])
         for i, tensor in self.projected.items():
-            tensor.multiply_h(tensor.R, tensor.q.view_as_projected(payload.exact[i]))
+            tensor.multiply_h(tensor.R, tensor.q.view_as_projected(payload.unrounded_parts[i]))
         self._write_whole_tensors(payload)
         if encoding.on_cosines:
-            payload.exact[-1].zero_()
+            payload.unrounded_parts[-1].zero_()
             for i, projected in self.projected.items():
-                payload.exact[-1][i] = projected.compute_cosine(payload.exact[i])
+                payload.unrounded_parts[-1][i] = projected.compute_cosine(
+                    payload.unrounded_parts[i]
+                )
         return payload.round()
 
     def _write_whole_tensors(self, payload: Payload) -> None:
-        pairs = zip(self.tensors, payload.exact, strict=False)
+        pairs = zip(self.tensors, payload.unrounded_parts, strict=False)
         uncompressed = [(tensor, part) for tensor, part in pairs if isinstance(tensor, WholeTensor)]
         present = [(part, x.grad.reshape(-1)) for x, part in uncompressed if x.grad is not None]
         if present:
@@ -178,11 +180,11 @@ class ProjectionReducer:
 
     # Inside FSDP2: this rank's shard of the average
 
-    def own_parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+    def read_owned_parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Line 4, for the rows that this rank owns."""
         self.draw_matrices()
         reducer = self.encoding.whole_reducer
-        uncompressed = iter(() if reducer is None else reducer.own_parts(dtype))
+        uncompressed = iter(() if reducer is None else reducer.read_owned_parts(dtype))
         for i in range(len(self.tensors)):
             if i in self.projected:
                 start, stop = self.bucket.shards.own_ranges[i]
@@ -208,13 +210,13 @@ class ProjectionReducer:
 
     def clip_factor(self, norm: float) -> float:
         """Return the factor that clips the averaged gradient."""
-        h = self.bucket.group
-        return clip_factor(norm, h["max_grad_norm"]) if is_clipped(h, "average") else 1.0
+        group = self.bucket.group
+        return clip_factor(norm, group["max_grad_norm"]) if is_clipped(group, "average") else 1.0
 
     def commit_state(self, present: list[bool], factor: float) -> None:
         """Reset residuals where they are due, store the next bases, and report the cosines."""
-        bucket, h = self.bucket, self.bucket.group
-        if is_reset_step(h, h["step"] + 1):
+        bucket, group = self.bucket, self.bucket.group
+        if is_reset_step(group, group["step"] + 1):
             bucket.flat["residual"].zero_()
         updated = [i for i in self.next_bases if present[i]]
         if updated:
@@ -229,7 +231,7 @@ class ProjectionReducer:
                 {bucket.params[i]: cosines[i] for i in self.projected if present[i]}
             )
 
-    # For fused implementations of lines 4 and 5 with AdamW (see ``_ops.updates``)
+    # For fused implementations of lines 4 and 5 with AdamW (see ``_ops.update_helpers``)
 
     @property
     def has_factors(self) -> bool:
@@ -361,9 +363,9 @@ class ProjectedTensor:
         if out.dtype == R.dtype:
             self._expand(p, R, q.view_as_matrix(out))
             return out
-        exact = self.ops.scratch(R, out.numel()).view(out.shape)
-        self._expand(p, R, q.view_as_matrix(exact))
-        return out.copy_(exact)
+        wide = self.ops.scratch(R, out.numel()).view(out.shape)
+        self._expand(p, R, q.view_as_matrix(wide))
+        return out.copy_(wide)
 
     def reconstruct_rows(self, part: Tensor, first: int, last: int) -> Tensor:
         """Line 4 for some rows of the tensor as a matrix."""

@@ -151,7 +151,7 @@ class Ops:
         payload = empty_payload(bucket, mask)
         self.write_header(payload, grads)
         residuals = add or [None] * len(grads)
-        rows = zip(payload.exact, grads, mask.positions, residuals, strict=True)
+        rows = zip(payload.unrounded_parts, grads, mask.positions, residuals, strict=True)
         for part, g, index, residual in rows:
             if g is None:
                 part.zero_()
@@ -241,7 +241,7 @@ class Ops:
             return reference.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
         adamw_batched_(group, AdamWTensors([w], [g], [m], [v], [step]))
 
-    def adamw_ahead(self, group: Group, tensors: AdamWTensors, out: list[Tensor]) -> None:
+    def compute_adamw_weights(self, group: Group, tensors: AdamWTensors, out: list[Tensor]) -> None:
         """Write to ``out`` the weights after an AdamW step, and nothing else."""
         old = tensors.weights, tensors.exp_avgs, tensors.exp_avg_sqs
         m = self._scratch_like(tensors.exp_avgs, "exp_avg ahead")
@@ -251,7 +251,7 @@ class Ops:
         steps = list(torch._foreach_add(tensors.steps, 1))
         adamw_batched_(group, AdamWTensors(out, tensors.grads, m, v, steps))
 
-    def adamw_moments(self, group: Group, tensors: AdamWTensors) -> None:
+    def update_adamw_moments(self, group: Group, tensors: AdamWTensors) -> None:
         """Update moments and step counts as an AdamW step does, and leave the weights."""
         torch._foreach_add_(tensors.steps, 1)
         weights = self._scratch_like(tensors.weights, "ahead")
@@ -315,7 +315,7 @@ class Ops:
         """
         return unpack_bits(bits)[:n].nonzero().view(-1).to(positions_dtype([n]))
 
-    def set_bits_of(self, bits: Tensor) -> Tensor:
+    def find_set_bits(self, bits: Tensor) -> Tensor:
         """Return the positions of all set bits, ascending, int64."""
         return find_positions(bits)
 

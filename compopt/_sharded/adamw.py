@@ -51,7 +51,7 @@ def step_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> RequestGener
 
     present = bucket.present(mean)
     reducer.clip(clip_factor(norm, bucket.group["max_grad_norm"]))
-    update.compute(reducer.own_parts(update.dtype), present)
+    update.compute(reducer.read_owned_parts(update.dtype), present)
     yield from update.gather()
     # from here on state changes
     update.commit(present)
@@ -95,7 +95,7 @@ class ShardedAdamW:
                 n = sum(sizes[i] for i in self.stepped)
                 memory = self.ops.scratch(self.weights[0], n, use="new masters")
                 new = list(memory.split([sizes[i] for i in self.stepped]))
-            self.ops.adamw_ahead(bucket.group, self._stepped_tensors(), new)
+            self.ops.compute_adamw_weights(bucket.group, self._stepped_tensors(), new)
             if new is not to:
                 torch._foreach_copy_(to, new)
         if stay:
@@ -136,7 +136,7 @@ class ShardedAdamW:
                 torch._foreach_add_(tensors.steps, 1)
                 adamw_batched_(bucket.group, tensors)
             else:  # the parameters themselves are gathered
-                self.ops.adamw_moments(bucket.group, tensors)
+                self.ops.update_adamw_moments(bucket.group, tensors)
         if self.codec is not None:
             self.codec.keep_residual(self.gathered, present)
         params = [to_local(p.detach()) for p in bucket.params]
@@ -174,10 +174,10 @@ def check_updates(group: dict[str, Any]) -> None:
         )
 
 
-def check_gathers(inside: bool, groups: Iterable[dict[str, Any]]) -> None:
+def check_gathers(replaces_reduce_scatter: bool, groups: Iterable[dict[str, Any]]) -> None:
     """Raise ValueError where FSDP gathers parameters, and updates never travel."""
     given = [group["update_dtype"] for group in groups if group["update_dtype"] is not None]
-    if inside and given:
+    if replaces_reduce_scatter and given:
         raise ValueError(
             f"update_dtype={given[0]!r} cannot be followed inside FSDP, which gathers parameters "
             "itself: leave it out, and see MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
@@ -201,17 +201,17 @@ def update_bits(bucket: Bucket) -> int | None:
 
 
 class UpdateCodec:
-    """Rounds the shards of updates of one bucket: each rank's message holds its scales, then its
-    codes, in as many bytes for all.
+    """Quantizes the shards of updates of one bucket: each rank's message holds its scales, then its
+    quantized values, in as many bytes for all.
     """
 
     def __init__(self, bucket: Bucket, ops: Ops, bits: int):
         self.bucket, self.ops, self.bits, self.shards = bucket, ops, bits, bucket.shards
         sizes = [tuple(self.shards.sizes(rank)) for rank in range(self.shards.ranks)]
         self.chunks = [row_layout(parts, 1).chunks[0] for parts in sizes]
-        self.codes_at = 4 * max(chunk.rows for chunk in self.chunks)
-        codes = packed_bytes(max(chunk.stop for chunk in self.chunks), bits)
-        self.size = max(4, self.codes_at + codes + -codes % 4)
+        self.quantized_at = 4 * max(chunk.rows for chunk in self.chunks)
+        quantized = packed_bytes(max(chunk.stop for chunk in self.chunks), bits)
+        self.size = max(4, self.quantized_at + quantized + -quantized % 4)
 
     def add_residual(self, updates: Sequence[Tensor], present: list[bool]) -> None:
         """Add what earlier steps have left of the tensors that this one updates."""
@@ -224,10 +224,10 @@ class UpdateCodec:
         """This rank's message; its shard of ``updates`` is left with what rounding took off."""
         bucket, chunk = self.bucket, self.chunks[self.shards.rank]
         own_updates = updates[: sum(self.shards.sizes(self.shards.rank))]
-        out = bucket.get_memory("codes of updates", self.size, torch.uint8)
+        out = bucket.get_memory("quantized updates", self.size, torch.uint8)
         seed = (bucket.group["step"], bucket.index, USE, self.shards.rank)
-        scales, codes = self._fields(out, chunk)
-        self.ops.quantize(own_updates, chunk, scales, codes, seed, bucket.scratch, self.bits)
+        scales, quantized = self._fields(out, chunk)
+        self.ops.quantize(own_updates, chunk, scales, quantized, seed, bucket.scratch, self.bits)
         return out
 
     def decode(self, messages: Tensor) -> Tensor:
@@ -236,20 +236,22 @@ class UpdateCodec:
         rows = bucket.get_memory("updates", len(messages) * max_numel, bucket.dtype)
         rows = rows.view(len(messages), max_numel)
         for message, chunk, out in zip(messages, self.chunks, rows, strict=True):
-            scales, codes = self._fields(message, chunk)
-            self.ops.dequantize(scales, codes, chunk, out[: chunk.stop], bucket.scratch, self.bits)
+            scales, quantized = self._fields(message, chunk)
+            self.ops.dequantize(
+                scales, quantized, chunk, out[: chunk.stop], bucket.scratch, self.bits
+            )
         return rows
 
-    def keep_residual(self, rest: Tensor, present: list[bool]) -> None:
+    def keep_residual(self, rounding_errors: Tensor, present: list[bool]) -> None:
         """Commit what ``encode`` has left of tensors that were updated."""
         sizes = self.shards.sizes(self.shards.rank)
-        parts = rest[: sum(sizes)].split(sizes)
+        parts = rounding_errors[: sum(sizes)].split(sizes)
         residual = self.bucket.state["update_residual"]
         some = [i for i, is_present in enumerate(present) if is_present]
         if some:
             torch._foreach_copy_([residual[i] for i in some], [parts[i] for i in some])
 
     def _fields(self, message: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """A rank's scales, and its codes as bytes."""
+        """Return a rank's scales, and its quantized values as bytes."""
         scales = message[: 4 * chunk.rows].view(torch.float32)
-        return scales, message[self.codes_at :].view(torch.int8)
+        return scales, message[self.quantized_at :].view(torch.int8)

@@ -34,7 +34,7 @@ class Codec(Protocol):
     ranks.
     """
 
-    exact: bool  # codes must be sent in float32 or wider
+    needs_float32: bool  # codes must be sent in float32 or wider
     counts: list[int]
     sizes: list[int]  # how many numbers go to each rank
     leftovers: int  # elements, over all shards, that could not be decoded and are sent unencoded
@@ -54,7 +54,7 @@ class Codec(Protocol):
 class Compact:
     """The values themselves, in the order of the index."""
 
-    exact = False
+    needs_float32 = False
     leftovers = 0
 
     def __init__(
@@ -76,7 +76,7 @@ class Sketch:
     ``seed`` draws the cells; it must be the same on all ranks.
     """
 
-    exact = True  # peeling adds and subtracts
+    needs_float32 = True  # peeling adds and subtracts
 
     def __init__(
         self, layout: ShardLayout, index: Tensor, counts: list[int], ratio: float, seed: int
@@ -85,9 +85,9 @@ class Sketch:
         self.thirds = [math.ceil(owned / (3 * ratio)) for owned in layout.owned]
         self.tables = [3 * third for third in self.thirds]
         self.cells, self.signs = self._draw(seed)
-        self.rounds, left = peel(self.cells, sum(self.tables))
-        self.left = left
-        self.stuck = [int(part.sum()) for part in left.split(self.counts)]
+        self.rounds, unpeeled = peel(self.cells, sum(self.tables))
+        self.unpeeled = unpeeled
+        self.stuck = [int(part.sum()) for part in unpeeled.split(self.counts)]
         self.leftovers = sum(self.stuck)
         self.sizes = [cells + stuck for cells, stuck in zip(self.tables, self.stuck, strict=True)]
 
@@ -103,7 +103,7 @@ class Sketch:
         )
         three = torch.arange(3, dtype=torch.int64, device=device)
         salts = three.add(3 * seed).mul_(GOLDEN).unsqueeze(1)
-        hashed = mixed(self.index.unsqueeze(0) ^ salts)
+        hashed = hash_int64(self.index.unsqueeze(0) ^ salts)
         number = (hashed >> 1) & 0x7FFFFFFF  # bits that the sign does not use
         cells = number % third.clamp(min=1) + third * three.unsqueeze(1) + base
         return cells, 1 - 2 * (hashed & 1)
@@ -113,12 +113,14 @@ class Sketch:
         index.
         """
         tables = values.new_zeros(sum(self.tables))
-        inside = values.masked_fill(self.left, 0)
-        tables.index_add_(0, self.cells.reshape(-1), (inside * self.signs).reshape(-1))
-        stuck = values[self.left].split(self.stuck)
-        for part, table, rest in zip(parts, tables.split(self.tables), stuck, strict=True):
+        in_table = values.masked_fill(self.unpeeled, 0)
+        tables.index_add_(0, self.cells.reshape(-1), (in_table * self.signs).reshape(-1))
+        stuck = values[self.unpeeled].split(self.stuck)
+        for part, table, leftover_values in zip(
+            parts, tables.split(self.tables), stuck, strict=True
+        ):
             part[: len(table)].copy_(table)
-            part[len(table) :].copy_(rest)
+            part[len(table) :].copy_(leftover_values)
 
     def decode(self, code: Tensor) -> Tensor:
         """Values at the index of this rank's shard, peeled out of its table in the order found
@@ -128,16 +130,16 @@ class Sketch:
         first, base = sum(self.counts[:rank]), sum(self.tables[:rank])
         shard = slice(first, first + self.counts[rank])
         table = code[: self.tables[rank]].clone()
-        cells, signs, left = (
+        cells, signs, unpeeled = (
             self.cells[:, shard] - base,
             self.signs[:, shard].to(code.dtype),
-            self.left[shard],
+            self.unpeeled[shard],
         )
         values = code.new_zeros(self.counts[rank])
-        values[left] = code[self.tables[rank] :]
+        values[unpeeled] = code[self.tables[rank] :]
         for element, which in self.rounds:
-            mine = (element >= shard.start) & (element < shard.stop)
-            element, which = element[mine] - first, which[mine]
+            is_owned = (element >= shard.start) & (element < shard.stop)
+            element, which = element[is_owned] - first, which[is_owned]
             value = table[cells[which, element]] * signs[which, element]
             values[element] = value
             table.index_add_(
@@ -146,8 +148,8 @@ class Sketch:
         return values
 
 
-def mixed(x: Tensor) -> Tensor:
-    """A hash of int64 numbers, alike on every device: multiplications that wrap, and shifts."""
+def hash_int64(x: Tensor) -> Tensor:
+    """Hash int64 numbers, alike on every device: by multiplications that wrap, and shifts."""
     for factor, shift in ((ODD, 31), (GOLDEN, 29)):
         x = x * factor
         x = x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))
@@ -166,20 +168,20 @@ def peel(cells: Tensor, total: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor
     degree = torch.zeros(total, dtype=torch.int64, device=device)
     degree.index_add_(0, flat, torch.ones_like(flat))
     # The sum of the elements in a cell: where one is left, that one.
-    held = torch.zeros_like(degree).index_add_(0, flat, ids.repeat(3))
-    left = torch.ones(n, dtype=torch.bool, device=device)
+    id_sums = torch.zeros_like(degree).index_add_(0, flat, ids.repeat(3))
+    unpeeled = torch.ones(n, dtype=torch.bool, device=device)
     rounds: list[tuple[Tensor, Tensor]] = []
     touched = flat
     while True:
-        element = held[touched[degree[touched] == 1]].unique()
+        element = id_sums[touched[degree[touched] == 1]].unique()
         if not element.numel():
-            return rounds, left
+            return rounds, unpeeled
         which = (degree[cells[:, element]] == 1).to(torch.uint8).argmax(0)
         rounds.append((element, which))
-        left[element] = False
+        unpeeled[element] = False
         touched = cells[:, element].reshape(-1)
         degree.index_add_(0, touched, torch.full_like(touched, -1))
-        held.index_add_(0, touched, -element.repeat(3))
+        id_sums.index_add_(0, touched, -element.repeat(3))
 
 
 CODECS: Mapping[str, type[Codec]] = {"compact": Compact, "sketch": Sketch}

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .._ops.norms import clip_factor, squared_norm
 from .._ops.operations import Ops
-from .._ops.updates import gradient_weight
+from .._ops.update_helpers import gradient_weight
 from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_mask_shards
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
@@ -114,20 +114,20 @@ def encode_for_owners(
     bucket: Bucket, ops: Ops, owned: OwnedElements, grads: Tensors
 ) -> tuple[list[Payload], Tensor]:
     """Return a payload for every owner, x_n / (1 - b1) at its elements, and the memory of all."""
-    h, ranks = bucket.group, range(bucket.shards.ranks)
+    group, ranks = bucket.group, range(bucket.shards.ranks)
     lengths = [owned.sizes(rank) for rank in ranks]
-    payloads, flat = bucket.make_payloads(lengths, h["payload_dtype"])
+    payloads, flat = bucket.make_payloads(lengths, group["payload_dtype"])
     ops.write_header(payloads[0], grads)
     for payload in payloads[1:]:
         payload.header.copy_(payloads[0].header)
     for i, (g, e) in enumerate(zip(grads, bucket.iterate_state("residual"), strict=True)):
         for rank, payload in enumerate(payloads):
-            elements, part = owned.of_tensor(i, rank), payload.exact[i]
+            elements, part = owned.of_tensor(i, rank), payload.unrounded_parts[i]
             part.zero_() if g is None else part.copy_(g.reshape(-1)[elements])
-            if h["maximize"]:
+            if group["maximize"]:
                 part.neg_()
             if e is not None:
-                part.add_(e.view(-1)[elements], alpha=1 / (1 - h["betas"][0]))
+                part.add_(e.view(-1)[elements], alpha=1 / (1 - group["betas"][0]))
     return [payload.round() for payload in payloads], flat
 
 
@@ -157,9 +157,9 @@ def step_owned(
     Weights are padded to the length of the rank that owns most; a momentum is None where no rank
     has a gradient.
     """
-    h, rank = bucket.group, bucket.shards.rank
-    factor = clip_factor(norm, h["max_grad_norm"])
-    on_average, on_v = (factor, 1.0) if h["clip"] == "consistent" else (1.0, factor)
+    group, rank = bucket.group, bucket.shards.rank
+    factor = clip_factor(norm, group["max_grad_norm"])
+    on_average, on_v = (factor, 1.0) if group["clip"] == "consistent" else (1.0, factor)
     weights: list[Tensor] = []
     momenta: list[Tensor | None] = []
     for i, (g, is_present) in enumerate(zip(average, present, strict=True)):
@@ -168,7 +168,7 @@ def step_owned(
         weights.append(w)
         momenta.append(m)
         if m is not None and w.numel():
-            ops.adams(h, w, g * on_average, m, bucket.state["step"][i] + 1, on_v)
+            ops.adams(group, w, g * on_average, m, bucket.state["step"][i] + 1, on_v)
     longest = max(sum(owned.sizes(rank)) for rank in range(bucket.shards.ranks))
     new = torch.cat(weights)
     return torch.nn.functional.pad(new, (0, longest - new.numel())), momenta
@@ -208,11 +208,11 @@ def write_weights(bucket: Bucket, w: Tensor, values: Tensor, index: Tensor | Non
     """Write gathered values at ``index`` (None: everywhere; line 4); elsewhere weights decay
     (line 5).
     """
-    h = bucket.group
+    group = bucket.group
     if index is None:
         w.copy_(values.view(w.shape))
         return
-    flat = w.mul_(1 - float(h["lr"]) * h["weight_decay"]).reshape(-1)
+    flat = w.mul_(1 - float(group["lr"]) * group["weight_decay"]).reshape(-1)
     flat.scatter_(0, index.long(), values)
     if not w.is_contiguous():  # then ``flat`` is a copy
         w.copy_(flat.view(w.shape))
@@ -228,11 +228,11 @@ def update_residuals(
     selection: Selection | None,
 ) -> None:
     """Update e and c of a compressed tensor; the next mask is selected in between."""
-    state, h, (start, stop) = bucket.state, bucket.group, bucket.shards.own_ranges[i]
+    state, group, (start, stop) = bucket.state, bucket.group, bucket.shards.own_ranges[i]
     c, index, own_index = state["common"][i], owned.positions[i], owned.of_shard(i)
-    c.add_(state["exp_avg"][i], alpha=h["betas"][0])
+    c.add_(state["exp_avg"][i], alpha=group["betas"][0])
     if g is not None and (selection or index is not None):
-        e.view(g.shape).add_(g, alpha=gradient_weight(h))
+        e.view(g.shape).add_(g, alpha=gradient_weight(group))
     if selection:
         selection.select(i, e[start:stop] + c)
     if index is None or isinstance(own_index, slice):
@@ -244,7 +244,7 @@ def update_residuals(
     if sent[0].dropped is None:
         return
     # The residual is 0 on the mask: the rounding error goes there.
-    dropped = torch.cat([payload.dropped_parts[i] for payload in sent]).mul_(1 - h["betas"][0])
+    dropped = torch.cat([payload.dropped_parts[i] for payload in sent]).mul_(1 - group["betas"][0])
     if index is None:
         e.copy_(dropped)
     else:

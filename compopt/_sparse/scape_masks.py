@@ -18,7 +18,7 @@ from torch import Tensor
 from .._engine.stats import Stats
 from .._engine.when import dense_steps, ramp_of
 from .._ops.operations import Ops
-from .._ops.updates import moment_of_slice
+from .._ops.update_helpers import moment_of_slice
 from .._state.bits import count_set_bits, make_bits, set_all_bits_, split_positions
 from .._state.buckets import Bucket
 from .._state.masks import (
@@ -41,9 +41,9 @@ from .top_k import select_top_k
 
 def density_at(bucket: Bucket, t: int) -> float:
     """Return the density of the mask that step t uses: 1 in the warm-up, then falling."""
-    h = bucket.group
-    steps, ramp = t - dense_steps(bucket) - 1, ramp_of(h)
-    density: float = h["density"]
+    group = bucket.group
+    steps, ramp = t - dense_steps(bucket) - 1, ramp_of(group)
+    density: float = group["density"]
     if steps < 0:
         return 1.0
     return density if ramp == 0 else max(density, density ** (steps / ramp))
@@ -61,8 +61,8 @@ def next_mask_shards(bucket: Bucket, ranks: int) -> MaskShards | None:
     """Return who selects what in the coming step: of the next step's mask, or with ``mask_delay=0``
     of its own.
     """
-    h = bucket.group
-    return mask_shards_at(bucket, h["step"] + 1 + h["mask_delay"], ranks)
+    group = bucket.group
+    return mask_shards_at(bucket, group["step"] + 1 + group["mask_delay"], ranks)
 
 
 class Selection:
@@ -153,20 +153,20 @@ def _store_current_mask(
     bucket: Bucket, ops: Ops, mask: Mask, mean: Payload
 ) -> RequestGenerator[None]:
     """Note that the momenta of tensors with a gradient on any rank are on this mask now."""
-    present, held = bucket.present(mean), bucket.cache["mask"]
+    present, momentum_mask = bucket.present(mean), bucket.cache["mask"]
     if bucket.group["mask_delay"] == 0:  # the mask of before is not kept
-        _note_overlap(bucket, mask, held, present)
+        _note_overlap(bucket, mask, momentum_mask, present)
     if all(present) and mask.is_sparse:
         bucket.cache["mask"] = yield from ops.run_batched(store_mask, bucket, mask, "mask")
         return
-    state, positions = bucket.state["mask"], [*held.positions]
+    state, positions = bucket.state["mask"], [*momentum_mask.positions]
     for i, bits in enumerate(mask.bits):
         if not present[i]:
             continue
         positions[i] = mask.positions[i]
         if bits is not None:
             state[i].copy_(bits)
-        elif held.positions[i] is not None:
+        elif momentum_mask.positions[i] is not None:
             set_all_bits_(state[i], bucket.lengths[i])
     pairs = zip(positions, state, strict=True)
     bits_of_state = [None if index is None else bits for index, bits in pairs]
@@ -237,9 +237,9 @@ def _density(buckets: Iterable[Bucket]) -> float:
 
 def _mask_bytes(bucket: Bucket, applied: bool, ranks: int) -> int:
     """Return the bytes this rank handed over of the bucket's mask in the last step."""
-    h = bucket.group
-    shards = mask_shards_at(bucket, h["step"] + (h["mask_delay"] if applied else 1), ranks)
-    return shards.message_bytes if shards and (applied or not h["mask_delay"]) else 0
+    group = bucket.group
+    shards = mask_shards_at(bucket, group["step"] + (group["mask_delay"] if applied else 1), ranks)
+    return shards.message_bytes if shards and (applied or not group["mask_delay"]) else 0
 
 
 def mask_values(bucket: Bucket, ranks: int) -> float:
@@ -254,9 +254,9 @@ def count_overlaps(bucket: Bucket) -> dict[str, tuple[int, int]]:
     one before, and how many it has.
     """
     overlaps: dict[str, tuple[int, int]] = {}
-    newest, held = bucket.cache.get("next_mask"), bucket.cache["mask"]
+    newest, momentum_mask = bucket.cache.get("next_mask"), bucket.cache["mask"]
     for i, name in enumerate(bucket.names):
-        positions = held.positions[i]
+        positions = momentum_mask.positions[i]
         if noted := bucket.cache["overlap"][i]:
             overlaps[name] = noted
         elif newest and newest.bits[i] is not None and positions is not None:
@@ -264,9 +264,9 @@ def count_overlaps(bucket: Bucket) -> dict[str, tuple[int, int]]:
     return overlaps
 
 
-def _note_overlap(bucket: Bucket, mask: Mask, held: Mask, present: list[bool]) -> None:
+def _note_overlap(bucket: Bucket, mask: Mask, momentum_mask: Mask, present: list[bool]) -> None:
     for i, is_present in enumerate(present):
-        bits, positions = mask.bits[i], held.positions[i]
+        bits, positions = mask.bits[i], momentum_mask.positions[i]
         if is_present and bits is not None and positions is not None:
             bucket.cache["overlap"][i] = int(count_set_bits(bits, positions)), mask.sizes[i]
 

@@ -51,14 +51,14 @@ class Bucket:
         group: dict[str, Any],
         params: list[Tensor],
         names: list[str],
-        is_chosen: CompressionRule | None = None,
+        compression_rule: CompressionRule | None = None,
         scratch: Scratch | None = None,
     ):
         self.index = index
         self.group, self.params, self.names = group, params, names
         # The model's parameters. Inside FSDP2 ``params`` are stand-ins that hold gradients only.
         self.origins = params
-        rule = is_chosen or is_compressed
+        rule = compression_rule or is_compressed
         self.compressed = [rule(p, group, name) for p, name in zip(params, names, strict=True)]
         self.lengths = [to_local(p).numel() for p in params]
         self.dtype, self.device = params[0].dtype, params[0].device
@@ -442,13 +442,13 @@ Run = tuple[dict[str, Any], list[Tensor], list[str]]
 
 def make_buckets(
     groups: Iterable[dict[str, Any]],
-    is_chosen: CompressionRule | None = None,
+    compression_rule: CompressionRule | None = None,
     included: Container[Tensor] | None = None,
 ) -> list[Bucket]:
     """Assign the parameters of all groups to buckets, the last registered first: of about 8 MiB on
     CPUs, 128 MiB on other devices.
 
-    ``is_chosen`` decides which parameters are compressed, by default :func:`is_compressed`.
+    ``compression_rule`` decides which parameters are compressed, by default :func:`is_compressed`.
     ``included`` are the parameters to assign, by default all that require a gradient.
     """
     runs: list[Run] = []
@@ -463,7 +463,7 @@ def make_buckets(
             runs[-1][2].append(name)
             size += max(nbytes, 1)
     scratch = Scratch()
-    return [Bucket(index, *run, is_chosen, scratch) for index, run in enumerate(runs)]
+    return [Bucket(index, *run, compression_rule, scratch) for index, run in enumerate(runs)]
 
 
 def bucket_bytes(device: torch.device) -> int:

@@ -61,8 +61,8 @@ class ShardLayout:
 
     Rank r owns the elements ``ranges[r][i]`` of flattened tensor i. A mask has a bit for every
     element of a compressed tensor, those of one rank together. ``cuts`` are the first bytes of the
-    ranks, and the end. ``places[i]`` are the bits of tensor i, ``gaps`` the bits of no tensor. Rank
-    r owns ``owned[r]`` compressed elements, without padding.
+    ranks, and the end. ``strided_bits[i]`` are the bits of tensor i, ``gaps`` the bits of no
+    tensor. Rank r owns ``owned[r]`` compressed elements, without padding.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class ShardLayout:
         compressed: Sequence[bool],
         ranges: list[list[Range]],
         cuts: list[int],
-        places: list[Strided | None],
+        strided_bits: list[Strided | None],
         gaps: list[Strided],
         owned: list[int],
         rank: int,
     ):
         self.rank, self.ranks = rank, len(ranges)
         self.lengths, self.compressed, self.ranges = lengths, compressed, ranges
-        self.cuts, self.places, self.gaps, self.owned = cuts, places, gaps, owned
+        self.cuts, self.strided_bits, self.gaps, self.owned = cuts, strided_bits, gaps, owned
         self._segments_on: dict[torch.device, Segments] = {}
 
     @property
@@ -110,18 +110,18 @@ class ShardLayout:
         """Return a view of each compressed tensor in ``x``, which has one element for each bit of
         the mask.
         """
-        return [None if place is None else place.view_in(x) for place in self.places]
+        return [None if strided is None else strided.view_in(x) for strided in self.strided_bits]
 
     @property
     def own_parts_of_mask(self) -> list[Range | None]:
         """The range of this rank's part of each compressed tensor among the rank's own bits."""
         parts: list[Range | None] = []
-        for place, (start, stop) in zip(self.places, self.own_ranges, strict=True):
-            if place is None:
+        for strided, (start, stop) in zip(self.strided_bits, self.own_ranges, strict=True):
+            if strided is None:
                 parts.append(None)
                 continue
-            offset = start if place.rows == 1 else self.rank * place.stride
-            first = place.start + offset - self.own_bits[0]
+            offset = start if strided.rows == 1 else self.rank * strided.stride
+            first = strided.start + offset - self.own_bits[0]
             parts.append((first, first + stop - start))
         return parts
 
@@ -131,16 +131,16 @@ class ShardLayout:
         bounds = torch.searchsorted(positions, edges).tolist()
         return [b - a for a, b in itertools.pairwise(bounds)]
 
-    def places_of(self, positions: Tensor) -> Tensor:
+    def map_to_tensors(self, positions: Tensor) -> Tensor:
         """Convert positions in the mask to positions in the concatenation of all compressed
         tensors. A position in a gap gives an arbitrary valid one.
         """
         shifts = self._segments(positions.device).shifts
         if shifts is None:
             return positions
-        places = positions + shifts.index_select(0, self._segment_of(positions))
+        shifted = positions + shifts.index_select(0, self._segment_of(positions))
         pairs = zip(self.lengths, self.compressed, strict=True)
-        return places.clamp_(max=sum(n for n, c in pairs if c) - 1)
+        return shifted.clamp_(max=sum(n for n, c in pairs if c) - 1)
 
     def tensors_at(self, positions: Tensor) -> Tensor:
         """Return the index of the tensor of each of these positions in the mask."""
@@ -156,12 +156,12 @@ class ShardLayout:
         if device in self._segments_on:
             return self._segments_on[device]
         rows, first = [], 0
-        for i, place in enumerate(self.places):
-            if place is None or not self.lengths[i]:
+        for i, strided in enumerate(self.strided_bits):
+            if strided is None or not self.lengths[i]:
                 continue
-            for row in range(place.rows):
-                begin = place.start + row * place.stride
-                rows.append((begin, first + row * place.columns - begin, i))
+            for row in range(strided.rows):
+                begin = strided.start + row * strided.stride
+                rows.append((begin, first + row * strided.columns - begin, i))
             first += self.lengths[i]
         begins, shifts, tensors = zip(*sorted(rows), strict=True)
         self._segments_on[device] = Segments(
@@ -187,18 +187,18 @@ def cut_evenly(lengths: list[int], compressed: list[bool], rank: int, ranks: int
         for owned_ranges, first_and_end in zip(ranges, itertools.pairwise(edges), strict=True):
             owned_ranges.append(first_and_end)
     offsets, cuts = offsets_of[True], cuts_of[True]
-    places: list[Strided | None] = []
+    strided_bits: list[Strided | None] = []
     gaps: list[Strided] = []
     for i, (n, c) in enumerate(zip(lengths, compressed, strict=True)):
         first, end = 8 * offsets[i], 8 * offsets[i + 1]
-        places.append(Strided(first, 1, n, n) if c else None)
+        strided_bits.append(Strided(first, 1, n, n) if c else None)
         if c and first + n < end:
             gaps.append(Strided(first + n, 1, end - first - n, 0))
     owned = [
         sum(stop - start for (start, stop), c in zip(rank_ranges, compressed, strict=True) if c)
         for rank_ranges in ranges
     ]
-    return ShardLayout(lengths, compressed, ranges, cuts, places, gaps, owned, rank)
+    return ShardLayout(lengths, compressed, ranges, cuts, strided_bits, gaps, owned, rank)
 
 
 def cut_by_rows(
@@ -213,14 +213,14 @@ def cut_by_rows(
     sizes = [n // ranks if c else 0 for n, c in zip(lengths, compressed, strict=True)]
     width = sum(sizes) + -sum(sizes) % (8 * WORD)
     firsts = itertools.accumulate(sizes, initial=0)
-    places = [
+    strided_bits = [
         Strided(first, ranks, n, width) if c else None
         for first, n, c in zip(firsts, sizes, compressed, strict=False)
     ]
     used = sum(sizes)
     gaps = [Strided(used, ranks, width - used, width)] if used < width else []
     cuts = [r * width // 8 for r in range(ranks + 1)]
-    return ShardLayout(lengths, compressed, ranges, cuts, places, gaps, owned, rank)
+    return ShardLayout(lengths, compressed, ranges, cuts, strided_bits, gaps, owned, rank)
 
 
 def unshard(
@@ -300,7 +300,7 @@ class Piece(NamedTuple):
         padding = self.ranks * self.size - tensor.numel()
         return [tensor.reshape(-1), tensor.new_zeros(padding)]
 
-    def own_part(self, tensor: Tensor, rank: int) -> Tensor:
+    def select_part(self, tensor: Tensor, rank: int) -> Tensor:
         """Return the part of ``rank`` of a tensor of the parameter's shape, as a vector."""
         chunks = tensor.chunk(self.ranks, self.dim)
         return chunks[rank].reshape(-1) if rank < len(chunks) else tensor.new_empty(0)

@@ -78,7 +78,7 @@ class PendingCollective:
     # True once any collective was started in this process.
     started = False
     # True for ranks that take turns in one process: backward must not wait.
-    in_turns = False
+    is_lockstep = False
     # called with the seconds that the host was blocked
     on_wait: Callable[[float], None] | None = None
 

@@ -68,8 +68,8 @@ class Payload:
     ``dropped``, as long as the body, is the rounding error of what this rank sends, if compressed
     tensors are rounded. With a ``seed`` the body is quantized to ``bits`` bits (see
     ``quantization``) with random numbers that follow from it; ``dropped`` is then known once the
-    payload has been averaged. In a dtype that is too narrow, values are written to ``exact``, and
-    ``round`` makes the message of them.
+    payload has been averaged. In a dtype that is too narrow, values are written to
+    ``unrounded_parts``, and ``round`` makes the message of them.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Payload:
         return [] if self.dropped is None else list(self.dropped.split(self.lengths))
 
     @property
-    def exact(self) -> list[Tensor]:
+    def unrounded_parts(self) -> list[Tensor]:
         """The parts to which values are written, in the gradients' precision."""
         return self.dropped_parts if self.is_rounded_later else self.parts
 
@@ -120,12 +120,13 @@ class Payload:
         return self.dropped is not None and self.seed is None
 
     def round(self) -> Payload:
-        """Round ``exact`` to the message; its rounding error takes its place."""
+        """Round ``unrounded_parts`` to the message; its rounding error takes its place."""
         if self.is_rounded_later and self.dropped is not None:
             block = block_size(BLOCK, self.body)
-            for sent, exact in zip(self.body.split(block), self.dropped.split(block), strict=True):
-                sent.copy_(exact)
-                exact.sub_(sent)
+            pairs = zip(self.body.split(block), self.dropped.split(block), strict=True)
+            for sent, unrounded in pairs:
+                sent.copy_(unrounded)
+                unrounded.sub_(sent)
         return self
 
     def over(self, flat: Tensor) -> Payload:

@@ -13,8 +13,8 @@ averages between nodes is checked here, and its parameters are set to those of t
 ``process_group``, as DistributedDataParallel does.
 
 If FSDP2 shards the parameters over the optimizer's own ranks, the optimizer takes the place of
-FSDP2's reduce-scatter in backward, for classes that can (see ``_engine.inside``). FSDP2 modules are
-found at their first forward.
+FSDP2's reduce-scatter in backward, for classes that can (see ``_engine.fsdp_reduce_scatter``).
+FSDP2 modules are found at their first forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from .._engine import base
 from .._engine.base import CompressedOptimizer
-from .._engine.inside import ReducingOptimizer
+from .._engine.fsdp_reduce_scatter import ReducingOptimizer
 from .._engine.session import Role
 from .._state.shards import part_of
 from .._state.tensors import to_local
@@ -47,7 +47,7 @@ ADVICE = (
 def _on_construction(optimizer: CompressedOptimizer) -> None:
     """Check a new optimizer's DTensors, and connect it to FSDP2."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if isinstance(optimizer, ReducingOptimizer) and optimizer.reduces_inside:
+    if isinstance(optimizer, ReducingOptimizer) and optimizer.replaces_reduce_scatter:
         replace_reduce_scatter(optimizer)
         return
     is_sharded = any(hasattr(p, "device_mesh") for p in params)
@@ -180,8 +180,8 @@ def replace_reduce_scatter(optimizer: ReducingOptimizer) -> None:
 
     def on_step() -> None:
         optimizer = this()
-        if optimizer is not None and optimizer.inside is not None:
-            optimizer.inside.discard_unsent()
+        if optimizer is not None and optimizer.fsdp_reduce_scatter is not None:
+            optimizer.fsdp_reduce_scatter.discard_unsent()
 
     optimizer.step_callbacks.append(on_step)
     ModuleWatch(optimizer, _integrate_modules)
@@ -236,8 +236,8 @@ class OptimizerReduceScatter:
         async_op: bool = False,
     ) -> None:
         optimizer = self._optimizer()
-        inside = None if optimizer is None else optimizer.inside
-        if optimizer is None or inside is None or optimizer._session.role is Role.REPLACED:
+        reduce_scatter = None if optimizer is None else optimizer.fsdp_reduce_scatter
+        if optimizer is None or reduce_scatter is None or optimizer._session.role is Role.REPLACED:
             dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
             return
         trainable = [one for one in self._group.fsdp_params if one.sharded_param.requires_grad]
@@ -256,14 +256,14 @@ class OptimizerReduceScatter:
             rows.mul_(predivided)
         postdivided = ranks / predivided if op != dist.ReduceOp.AVG else 1
         is_read = postdivided > 1 or self._is_read_in_backward(trainable, output_tensor)
-        is_idle = not inside.flows
+        is_idle = not reduce_scatter.reductions
         with torch.no_grad():
             backward = torch._C._current_graph_task_id()
-            inside.reduce(params, rows, output_tensor, is_read, backward)
+            reduce_scatter.reduce(params, rows, output_tensor, is_read, backward)
             if postdivided > 1:
                 output_tensor.mul_(postdivided)
-        if is_idle and inside.flows:
-            call_after_backward(inside.finish)
+        if is_idle and reduce_scatter.reductions:
+            call_after_backward(reduce_scatter.finish)
 
     def _compute_predivision(self, op: Any, rows: Tensor) -> int:
         """Return the factor by which FSDP2 has divided ``rows``.

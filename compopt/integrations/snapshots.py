@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._engine.base import CompressedOptimizer
+from .._engine.collective_generators import ask
 from .._engine.peers import gather_json
-from .._engine.turns import ask
 from .._state.tensors import to_local
 from .._wire.requests import Broadcast
 
@@ -95,7 +95,7 @@ class Snapshots:
     ):
         if keep < 1:
             raise ValueError(f"keep must be an integer >= 1, got {keep!r}.")
-        if optimizer.reduces_inside:
+        if optimizer.replaces_reduce_scatter:
             raise ValueError(
                 "Snapshots are of whole replicas, and FSDP2 shards parameters over the optimizer's "
                 "ranks: save with torch.distributed.checkpoint."
@@ -149,28 +149,28 @@ class Snapshots:
         if self._group is None and dist.is_initialized():
             replicas: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(replicas, self._optimizer.comm.rank)
-            mine = [rank for rank, n in enumerate(replicas) if n == self._optimizer.comm.rank]
-            self._group = dist.new_group(mine, backend="gloo", use_local_synchronization=True)
+            ranks = [rank for rank, n in enumerate(replicas) if n == self._optimizer.comm.rank]
+            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         return self._group
 
     def _remove_old(self, new: Snapshot) -> None:
         """Remove what is in the place of the new snapshot, and all steps but the last complete."""
         shutil.rmtree(self.folder / new.name, ignore_errors=True)
         steps = sorted({snapshot.step for snapshot in self.find()} - {new.step})
-        kept = {new.step, *steps[len(steps) - self._keep + 1 :]}
+        kept_steps = {new.step, *steps[len(steps) - self._keep + 1 :]}
         for path in self.folder.glob("step-*"):
-            if int(path.name.removeprefix("step-")) not in kept:
+            if int(path.name.removeprefix("step-")) not in kept_steps:
                 shutil.rmtree(path, ignore_errors=True)
 
     # Resuming
 
     def find(self) -> list[Snapshot]:
         """Return the complete snapshots in the folder, in order."""
-        found = []
+        complete = []
         for path in self.folder.glob("step-*/replica-*/.metadata"):
             if match := PATTERN.search(path.parent.as_posix()):
-                found.append(Snapshot(*map(int, match.groups())))
-        return sorted(found)
+                complete.append(Snapshot(*map(int, match.groups())))
+        return sorted(complete)
 
     def resume(self) -> int:
         """Load the newest snapshot that any rank has, and return its step; 0 if there is none. All
@@ -180,17 +180,18 @@ class Snapshots:
         comm, device = optimizer.comm, optimizer._session.device
         self._get_group()  # on all ranks, those without a snapshot too
         visible = _run(gather_json(self.find(), device, comm))
-        dealt = deal_snapshots([[Snapshot(*one) for one in found] for found in visible])
-        if not any(dealt):
+        visible = [[Snapshot(*fields) for fields in snapshots] for snapshots in visible]
+        assignment = assign_snapshots(visible)
+        if not any(assignment):
             return 0
-        mine = dealt[comm.rank]
-        others = {(s.replica, s.replicas) for snapshots in dealt for s in snapshots}
+        assigned = assignment[comm.rank]
+        others = {(s.replica, s.replicas) for snapshots in assignment for s in snapshots}
         is_unchanged = others == {(rank, comm.size) for rank in range(comm.size)}
         with _without_warning(optimizer):
-            if is_unchanged and len(mine) == 1:
-                state = self._read(mine[0])
+            if is_unchanged and len(assigned) == 1:
+                state = self._read(assigned[0])
             else:
-                state = self._join_parts(dealt)
+                state = self._combine_parts(assignment)
             self._write_state(state)
         if not is_unchanged:
             optimizer.consolidate_state()
@@ -203,19 +204,19 @@ class Snapshots:
         load(state, checkpoint_id=self.folder / snapshot.name, process_group=self._get_group())
         return state
 
-    def _join_parts(self, dealt: list[list[Snapshot]]) -> State:
+    def _combine_parts(self, assignment: list[list[Snapshot]]) -> State:
         """Return what ranks have in common, with this rank's share of their own parts: its mean
         over ranks is the mean over snapshots.
         """
         comm = self._optimizer.comm
-        source = next(rank for rank, snapshots in enumerate(dealt) if snapshots)
-        own, parts, state = OwnParts(self._optimizer), [], self._read_state()
-        for snapshot in dealt[comm.rank]:
+        source = next(rank for rank, snapshots in enumerate(assignment) if snapshots)
+        rank_parts, parts, state = RankParts(self._optimizer), [], self._read_state()
+        for snapshot in assignment[comm.rank]:
             state = self._read(snapshot)  # in the memory of the one before
-            parts.append(own.list_parts(state))
-        if not all(dealt):
+            parts.append(rank_parts.list_parts(state))
+        if not all(assignment):
             self._share(state, source)
-        own.scale(state, parts, comm.size / sum(map(len, dealt)))
+        rank_parts.scale(state, parts, comm.size / sum(map(len, assignment)))
         for group in state["optimizer"]["param_groups"]:
             if "residuals" in group:
                 group["residuals"] = "mean"
@@ -225,12 +226,12 @@ class Snapshots:
         """Copy what ranks have in common from rank ``source`` to those without a snapshot."""
         optimizer = self._optimizer
         comm, device = optimizer.comm, optimizer._session.device
-        own = OwnParts(optimizer)
+        rank_parts = RankParts(optimizer)
         leaves = list(iterate_leaves(state))
         shared = [
             to_local(value)
             for path, value in leaves
-            if isinstance(value, Tensor) and not own.is_own(path, value)
+            if isinstance(value, Tensor) and not rank_parts.is_rank_part(path, value)
         ]
         for tensor in shared:
             copied = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
@@ -262,32 +263,32 @@ class Snapshots:
             thing.load_state_dict(state["stateful"][name])
 
 
-def deal_snapshots(visible: list[list[Snapshot]]) -> list[list[Snapshot]]:
+def assign_snapshots(visible: list[list[Snapshot]]) -> list[list[Snapshot]]:
     """Return which snapshots of the newest step each rank loads, of those that it sees: each is
     loaded once, by the rank of its number if that sees it, else by one that has fewest.
     """
-    newest = max((s.step for found in visible for s in found), default=0)
-    dealt: list[list[Snapshot]] = [[] for _ in visible]
-    snapshots = sorted({s for found in visible for s in found if s.step == newest})
-    for snapshot in snapshots:
-        seen_by = [rank for rank, found in enumerate(visible) if snapshot in found]
-        rank = min(seen_by, key=lambda rank: (len(dealt[rank]), rank != snapshot.replica, rank))
-        dealt[rank].append(snapshot)
-    return dealt
+    newest = max((s.step for snapshots in visible for s in snapshots), default=0)
+    assignment: list[list[Snapshot]] = [[] for _ in visible]
+    candidates = {s for snapshots in visible for s in snapshots if s.step == newest}
+    for snapshot in sorted(candidates):
+        visible_to = [rank for rank, snapshots in enumerate(visible) if snapshot in snapshots]
+        rank = min(visible_to, key=lambda r: (len(assignment[r]), r != snapshot.replica, r))
+        assignment[rank].append(snapshot)
+    return assignment
 
 
-class OwnParts:
+class RankParts:
     """The parts of a state that each rank has for itself: those of which only the mean counts."""
 
     def __init__(self, optimizer: CompressedOptimizer):
         self._names = {*optimizer.averaged_state, "residual", "pseudo_gradient"}
-        self._has_own_moments = hasattr(optimizer, "end_round")
+        self._has_local_moments = hasattr(optimizer, "end_round")
 
-    def is_own(self, path: Path_, value: Tensor) -> bool:
+    def is_rank_part(self, path: Path_, value: Tensor) -> bool:
         """Return True if the value at ``path`` is a rank's own."""
         if path[:2] != ("optimizer", "state"):
             return False
-        is_moment = self._has_own_moments and path[3:4] == ("base",)
+        is_moment = self._has_local_moments and path[3:4] == ("base",)
         return path[-1] in self._names or (
             is_moment and value.is_floating_point() and value.dim() > 0
         )
@@ -299,7 +300,7 @@ class OwnParts:
         parts = {
             path: to_local(value).clone()
             for path, value in iterate_leaves(state)
-            if isinstance(value, Tensor) and self.is_own(path, value)
+            if isinstance(value, Tensor) and self.is_rank_part(path, value)
         }
         for name, anchor in _iterate_anchors(state):
             parts["moved", name] = to_local(state["model"][name]) - anchor
@@ -308,13 +309,13 @@ class OwnParts:
     def scale(self, state: State, parts: list[dict[Path_, Tensor]], factor: float) -> None:
         """Set the own parts of ``state`` to the sum of ``parts`` times ``factor``."""
         for path, value in iterate_leaves(state):
-            if isinstance(value, Tensor) and self.is_own(path, value):
+            if isinstance(value, Tensor) and self.is_rank_part(path, value):
                 local = to_local(value).zero_()
                 for part in parts:
                     local.add_(part[path], alpha=factor)
         for name, anchor in _iterate_anchors(state):
-            moved = sum((part["moved", name] * factor for part in parts), torch.zeros_like(anchor))
-            to_local(state["model"][name]).copy_(anchor + moved)
+            distances = (part["moved", name] * factor for part in parts)
+            to_local(state["model"][name]).copy_(anchor + sum(distances, torch.zeros_like(anchor)))
 
 
 def _iterate_anchors(state: State) -> Iterator[tuple[str, Tensor]]:

@@ -182,7 +182,7 @@ class CandidateRun:
             p.copy_(weight)
             p.grad = grad
         # step() would call hooks that others have registered.
-        for _ in self.optimizer.step_in_turns():
+        for _ in self.optimizer.step_as_generator():
             pass
         for p, weight in zip(self.params, weights, strict=True):
             p.grad = None

@@ -48,20 +48,20 @@ class Training:
 
     def __init__(self, case, group: dist.ProcessGroup):
         torch.manual_seed(0)
-        self.case, self.told, self.group = case, {}, group
+        self.case, self.report, self.group = case, {}, group
         self.model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)).double()
         self.ddp = DDP(self.model, process_group=group)
         self.optimizer = case.make(self.model.named_parameters(), process_group=group)
         compopt.attach(self.ddp, self.optimizer)
 
     @property
-    def taken(self) -> int:
+    def steps_taken(self) -> int:
         return self.optimizer._option_groups[0]["step"]
 
     def backward(self, rank: int) -> None:
         """Of the step that comes. Buckets start here."""
         self.optimizer.zero_grad()
-        x = data(rank, self.taken, torch.float64)
+        x = data(rank, self.steps_taken, torch.float64)
         (self.ddp(x) - x.flip(1)).square().mean().backward()
 
     def wrap(self, group: dist.ProcessGroup) -> None:
@@ -79,17 +79,17 @@ class Training:
 def attempt(trainings: list[Training]) -> None:
     """A step of each, all begun before the first is waited for; errors and the seconds they took are noted."""
     begun = time.monotonic()
-    turns = [training.optimizer.step_in_turns() for training in trainings]
+    turns = [training.optimizer.step_as_generator() for training in trainings]
     for finish in (False, True):
         for training, turn in zip(trainings, turns, strict=True):
-            if "error" in training.told:
+            if "error" in training.report:
                 continue
             try:
                 for _ in turn:
                     if not finish:
                         break
             except compopt.CommunicationError as error:
-                training.told.update(error=str(error), seconds=time.monotonic() - begun)
+                training.report.update(error=str(error), seconds=time.monotonic() - begun)
 
 
 def train(trainings: list[Training], rank: int, steps: int) -> None:
@@ -115,7 +115,7 @@ def _work(rank: int, file: str, size: int, results: Any, function: Callable, arg
 def run_lossy(
     function: Callable[..., Any], size: int, *args: Any, dying: int | None = None, resume_at: tuple[str, ...] = ()
 ) -> dict[int, Any]:
-    """What ``function(rank, trainings, file, *args)`` returned on each rank but the ``dying``.
+    """Return what ``function(rank, trainings, file, *args)`` returned on each rank but the ``dying``.
 
     A rank that stops itself is resumed, the n-th time when a rank has called ``announce(file, resume_at[n])``.
     """

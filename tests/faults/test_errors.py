@@ -78,10 +78,10 @@ def flat(net: nn.Module) -> torch.Tensor:
 
 def one_rank_fails(rank: int) -> dict[str, dict]:
     buckets.BUCKET_BYTES = 20_000
-    found = {}
+    results = {}
     for case, way in WAYS:
         net, model, optimizer = training(case)
-        told = {}
+        report = {}
         for step in range(STEPS):
             fails = step == FAILING and rank == 1
             if fails and way != "sparse gradient":
@@ -92,28 +92,30 @@ def one_rank_fails(rank: int) -> dict[str, dict]:
             if fails and way == "sparse gradient":
                 net[0].weight.grad = net[0].weight.grad.to_sparse()
             before = flat(net)
-            said = attempt(optimizer)
-            if said:
-                told[step] = [said, torch.equal(before, flat(net))]
-        found[f"{case.name}, {way}"] = {"told": told, "end": float(flat(net).double().sum()),
+            message = attempt(optimizer)
+            if message:
+                report[step] = [message, torch.equal(before, flat(net))]
+        results[f"{case.name}, {way}"] = {"told": report, "end": float(flat(net).double().sum()),
                                         "steps": optimizer._option_groups[0]["step"]}  # fmt: skip
-    found["exchange"] = one_exchange_fails(rank)
-    found["interrupted"] = one_rank_is_interrupted(rank)
-    return found
+    results["exchange"] = one_exchange_fails(rank)
+    results["interrupted"] = one_rank_is_interrupted(rank)
+    return results
 
 
 def one_exchange_fails(rank: int) -> list[tuple[str, str, int, float]]:
     """A round of three steps ends with step 5, where rank 1 cannot send what it moved."""
     net, model, optimizer = training(ROUNDS, every_warmup_steps=0)
-    told = []
+    report = []
     for step in range(7):
         if step == 4 and rank == 1:
             outer = optimizer._anchors.outer
             fail(outer, len(outer._buckets) - 1, 0, RuntimeError("no memory left"))
         backward(model, optimizer, step, rank)
-        said = attempt(optimizer)
-        told.append((said, optimizer.stats.phase, optimizer._option_groups[0]["step"], float(flat(net).double().sum())))
-    return told
+        message = attempt(optimizer)
+        report.append(
+            (message, optimizer.stats.phase, optimizer._option_groups[0]["step"], float(flat(net).double().sum()))
+        )
+    return report
 
 
 def one_rank_is_interrupted(rank: int) -> list[str]:
@@ -127,39 +129,41 @@ def one_rank_is_interrupted(rank: int) -> list[str]:
     if rank == 1:
         fail(optimizer, len(optimizer._buckets) - 1, 0, KeyboardInterrupt())
     backward(model, optimizer, 3, rank)
-    before, said = flat(net), []
+    before, message = flat(net), []
     try:
         optimizer.step()
     except KeyboardInterrupt:
-        said.append("interrupted")
-        said.append(attempt(optimizer))
+        message.append("interrupted")
+        message.append(attempt(optimizer))
     except compopt.CommunicationError as error:
-        said.append(str(error))
-    return [*said, torch.equal(before, flat(net))]
+        message.append(str(error))
+    return [*message, torch.equal(before, flat(net))]
 
 
 def test_all_ranks_hear_of_an_error_of_one_before_any_timeout_and_go_on():
     first, second = run_ranks(one_rank_fails, 2)
     for case, way in WAYS:
-        told = [found[f"{case.name}, {way}"] for found in (first, second)]
-        assert told[0]["end"] == told[1]["end"] and told[0]["steps"] == told[1]["steps"] == STEPS - 1, case.name
-        for rank, one in enumerate(told):
-            ((said, unchanged),) = one["told"].values()
+        report = [results[f"{case.name}, {way}"] for results in (first, second)]
+        assert report[0]["end"] == report[1]["end"] and report[0]["steps"] == report[1]["steps"] == STEPS - 1, case.name
+        for rank, one in enumerate(report):
+            ((message, unchanged),) = one["told"].values()
             assert list(one["told"]) == [FAILING] and unchanged, f"{case.name}, {way}"
             why = "TypeError: " if way == "sparse gradient" else "RuntimeError: no memory left"
             if rank == 1:
-                assert said.startswith(why)
+                assert message.startswith(why)
             else:
                 where = f"step {FAILING + 1} was not applied on rank 0: the gradients of rank 1 ({why}"
-                assert said.startswith(f"CommunicationError: {where}"), said
-    for rank, told in enumerate((first["exchange"], second["exchange"])):
-        said, phases, steps, _ = zip(*told, strict=True)
+                assert message.startswith(f"CommunicationError: {where}"), message
+    for rank, report in enumerate((first["exchange"], second["exchange"])):
+        message, phases, steps, _ = zip(*report, strict=True)
         assert steps == tuple(range(1, 8)), "a rank's own step stands"
-        assert phases[5:] == ("exchanged", "local") and not any(said[:4] + said[5:]), "tried again after the next step"
-        assert f"step 5 was taken on rank {rank}, but not the exchange" in said[4] or rank == 1
-        assert "no memory left" in said[4]
-    ends = [[end for *_, end in found["exchange"]] for found in (first, second)]
+        assert phases[5:] == ("exchanged", "local") and not any(message[:4] + message[5:]), (
+            "tried again after the next step"
+        )
+        assert f"step 5 was taken on rank {rank}, but not the exchange" in message[4] or rank == 1
+        assert "no memory left" in message[4]
+    ends = [[end for *_, end in results["exchange"]] for results in (first, second)]
     assert [a == b for a, b in zip(*ends, strict=True)] == [True, True, False, False, False, True, False]
-    *said, unchanged = second["interrupted"]
-    assert said[0] == "interrupted" and "step 4 was not applied on rank 1" in said[1] and unchanged
+    *message, unchanged = second["interrupted"]
+    assert message[0] == "interrupted" and "step 4 was not applied on rank 1" in message[1] and unchanged
     assert "step 4 was not applied on rank 0" in first["interrupted"][0] and first["interrupted"][1]

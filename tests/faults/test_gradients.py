@@ -30,7 +30,7 @@ def test_a_step_without_any_gradient_changes_nothing_but_its_count(case):
     ranks.assert_replicas_equal()
 
 
-def place_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> str:
+def find_in_buckets(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> str:
     """A parameter as messages name it where it has no name."""
     places = ((g, n, q) for g, group in enumerate(optimizer.param_groups) for n, q in enumerate(group["params"]))
     return next(f"parameter {n} of group {g}" for g, n, q in places if q is p)
@@ -53,10 +53,10 @@ def test_a_sparse_gradient_on_one_rank_is_refused_by_name_and_all_hear_of_it(cas
     kept = ranks.models[1].down.weight.grad
     ranks.models[1].down.weight.grad = kept.to_sparse()
     errors: list[Exception] = []
-    ranks.world.run([caught(optimizer.step_in_turns(), errors) for optimizer in ranks.optimizers])
+    ranks.world.run([caught(optimizer.step_as_generator(), errors) for optimizer in ranks.optimizers])
     (theirs,) = (error for error in errors if isinstance(error, compopt.CommunicationError))
     (ours,) = (error for error in errors if isinstance(error, TypeError))
-    place = place_of(ranks.optimizers[1], ranks.models[1].down.weight)
+    place = find_in_buckets(ranks.optimizers[1], ranks.models[1].down.weight)
     assert f"sparse gradient for {place}" in str(ours) and "rank 1" in str(theirs)
     for old, optimizer in zip(before, ranks.optimizers, strict=True):
         assert_same(old, snapshot(optimizer))

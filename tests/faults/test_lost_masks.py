@@ -62,31 +62,31 @@ def lose_a_gathered_mask(rank: int) -> dict:
             optimizer.step()
 
     train(range(4))
-    PendingCollective.wait, before, said = failing, model.weight.clone(), ""
+    PendingCollective.wait, before, message = failing, model.weight.clone(), ""
     try:
         train(range(4, 5))
     except compopt.CommunicationError as error:
-        said = str(error)
+        message = str(error)
     PendingCollective.wait = wait
     same = torch.equal(before, model.weight)
     optimizer.rebind(groups[1])
     train(range(4, 8))
     sums = [float(t.detach().double().sum()) for t in (model.weight, model.bias)]
-    return {"said": said, "same": same, "sums": sums, "phase": optimizer.stats.phase}
+    return {"said": message, "same": same, "sums": sums, "phase": optimizer.stats.phase}
 
 
 def test_real_ranks_leave_a_step_when_one_of_them_lost_a_gathered_mask():
     ranks = run_ranks(lose_a_gathered_mask, 2)
-    for rank, found in enumerate(ranks):
-        assert found["said"] == (
+    for rank, results in enumerate(ranks):
+        assert results["said"] == (
             f"step 5 was not applied on rank {rank}: rank 1 lost the masks that followed step 4, and others have them. "
             "Make a new process group on all ranks and call rebind()"
         )
-        assert found["same"] and found["sums"] == ranks[0]["sums"] and found["phase"] == "sparse"
+        assert results["same"] and results["sums"] == ranks[0]["sums"] and results["phase"] == "sparse"
 
 
 def test_real_ranks_choose_the_mask_anew_when_one_of_them_lost_it():
     ranks = run_ranks(lose_a_mask, 2)
-    for found in ranks:
-        assert found["phases"] == ["dense", "dense", "resample", "resample", "sparse", "sparse", "sparse"]
-        assert found["mask"] == ranks[0]["mask"] and found["sum"] == ranks[0]["sum"]
+    for results in ranks:
+        assert results["phases"] == ["dense", "dense", "resample", "resample", "sparse", "sparse", "sparse"]
+        assert results["mask"] == ranks[0]["mask"] and results["sum"] == ranks[0]["sum"]

@@ -31,7 +31,7 @@ def die(trainings: list[Training], rank: int, when: str) -> None:
         training.backward(rank)
     if when == "in the exchange":
         for training in trainings:
-            next(training.optimizer.step_in_turns())
+            next(training.optimizer.step_as_generator())
     elif when == "before the commit":
 
         def commit(*args):
@@ -49,7 +49,7 @@ def die(trainings: list[Training], rank: int, when: str) -> None:
 
 @contextlib.contextmanager
 def limit_waits_after_commits(trainings: list[Training]) -> Iterator[None]:
-    """What ranks exchange after a commit may not be answered any more."""
+    """Ranks may get no answer any more to what they exchange after a commit."""
     commit = Step._commit_buckets
 
     def limiting(self, *args):
@@ -80,14 +80,14 @@ def survive(rank: int, trainings: list[Training], file: str, when: str) -> dict:
     while left:  # at most twice: the step may have been complete on this rank when the other died
         before = [state(training) for training in left]
         for training in left:
-            training.told["taken"] = training.taken
+            training.report["taken"] = training.steps_taken
             training.backward(rank)
         with limit_waits_after_commits(trainings) if takes_part else contextlib.nullcontext():
             attempt(left)
-        failed = [training for training in left if "error" in training.told]
+        failed = [training for training in left if "error" in training.report]
         for training, old in zip(left, before, strict=True):
             if training in failed:
-                training.told["as it was"] = same(old, state(training))
+                training.report["as it was"] = same(old, state(training))
         left = [training for training in left if training not in failed]
         takes_part = False
         limit_waits(TIMEOUT)
@@ -98,17 +98,17 @@ def survive(rank: int, trainings: list[Training], file: str, when: str) -> dict:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             training.wrap(group)
-        training.told["warned"] = [str(warning.message) for warning in caught]
-        training.told["level"] = training.taken
+        training.report["warned"] = [str(warning.message) for warning in caught]
+        training.report["level"] = training.steps_taken
         train([training], rank, 3)
-        training.told.update(then=training.taken, sum=training.checksum(), phase=training.optimizer.stats.phase)
+        training.report.update(then=training.steps_taken, sum=training.checksum(), phase=training.optimizer.stats.phase)
 
     for training, (weights, optimizer) in zip(trainings, saved, strict=True):
         training.model.load_state_dict(weights)
         training.optimizer.load_state_dict(optimizer)
         train([training], rank, 2)
-        training.told.update(resumed=training.taken, resumed_sum=training.checksum())
-    return {training.case.name: training.told for training in trainings}
+        training.report.update(resumed=training.steps_taken, resumed_sum=training.checksum())
+    return {training.case.name: training.report for training in trainings}
 
 
 @pytest.mark.parametrize("when", ["before the step", "in the exchange", "before the commit", "masks in flight"])
@@ -116,19 +116,19 @@ def test_a_killed_rank(when):
     answers = run_lossy(survive, 3, when, dying=DYING)
     assert sorted(answers) == [0, 2]
     for case in CASES:
-        told = [answers[rank][case.name] for rank in (0, 2)]
-        warned = [any("1 of 3 ranks are gone" in words for words in one["warned"]) for one in told]
+        report = [answers[rank][case.name] for rank in (0, 2)]
+        warned = [any("1 of 3 ranks are gone" in words for words in one["warned"]) for one in report]
         assert warned == [bool(case.cls.averaged_state), False]  # once, on rank 0
-        for rank, one in zip((0, 2), told, strict=True):
+        for rank, one in zip((0, 2), report, strict=True):
             assert one["as it was"]
-            assert one["error"].startswith(f"step {one['taken'] + 1} was not applied on rank {rank}: ")
+            assert one["error"].startswith(f"step {one['steps_taken'] + 1} was not applied on rank {rank}: ")
             assert one["taken"] in ((BEFORE,) if when == "before the step" else (BEFORE, BEFORE + 1))
             if when in ("before the commit", "masks in flight"):
                 assert one["taken"] == BEFORE + 1
-        assert {one["level"] for one in told} == {max(one["taken"] for one in told)}
+        assert {one["level"] for one in report} == {max(one["taken"] for one in report)}
         for what in ("then", "sum", "resumed", "resumed_sum"):
-            assert told[0][what] == told[1][what], (case.name, what, told)
-        assert told[0]["then"] == told[0]["level"] + 3 and told[0]["resumed"] == 5
+            assert report[0][what] == report[1][what], (case.name, what, report)
+        assert report[0]["then"] == report[0]["level"] + 3 and report[0]["resumed"] == 5
 
 
 def stop(rank: int, trainings: list[Training], file: str) -> dict:
@@ -150,9 +150,9 @@ def stop(rank: int, trainings: list[Training], file: str) -> dict:
         attempt(trainings)
         announce(file, name)
         for training, old in zip(trainings, before, strict=True):
-            training.told["as it was"] = same(old, state(training))
-            training.told.setdefault("late", training.checksum())
-    return {training.case.name: training.told for training in trainings}
+            training.report["as it was"] = same(old, state(training))
+            training.report.setdefault("late", training.checksum())
+    return {training.case.name: training.report for training in trainings}
 
 
 def test_a_rank_that_stops_is_waited_for_until_the_groups_timeout():
@@ -178,13 +178,13 @@ def differ(rank: int, trainings: list[Training], file: str) -> dict:
     limit_waits(2)
     attempt(trainings)
     for training, old in zip(trainings, before, strict=True):
-        training.told["as it was"] = same(old, state(training))
-    return {training.case.name: training.told for training in trainings}
+        training.report["as it was"] = same(old, state(training))
+    return {training.case.name: training.report for training in trainings}
 
 
 def test_ranks_that_do_different_things_raise_at_the_timeout_and_none_aborts():
     answers = run_lossy(differ, 2)
     for case in CASES:
         for rank in (0, 1):
-            told = answers[rank][case.name]
-            assert told["as it was"] and f"step {BEFORE + 1} was not applied on rank {rank}: " in told["error"]
+            report = answers[rank][case.name]
+            assert report["as it was"] and f"step {BEFORE + 1} was not applied on rank {rank}: " in report["error"]

@@ -29,7 +29,7 @@ def refused(a, b, *words: str) -> None:
 
     def listening(optimizer):
         with pytest.raises(ValueError, match="ranks differ, and nothing was applied") as caught:
-            yield from optimizer.step_in_turns()
+            yield from optimizer.step_as_generator()
         messages.append(str(caught.value))
 
     messages: list[str] = []
@@ -174,10 +174,10 @@ def test_payloads_of_different_lengths_never_meet(option):
     ranks.train(loss, 6)
     ranks.optimizers[1].param_groups[0][option] = {"density": 0.2, "interval": 1}[option]
     ranks.backward(loss)
-    first = [next(optimizer.step_in_turns()) for optimizer in ranks.optimizers[:1]]
+    first = [next(optimizer.step_as_generator()) for optimizer in ranks.optimizers[:1]]
     assert first and ranks.world.asked
     with pytest.raises(AssertionError, match=r"different collectives.*AllGather.*AllReduceMean"):
-        next(ranks.optimizers[1].step_in_turns())
+        next(ranks.optimizers[1].step_as_generator())
 
 
 @every_average
@@ -191,7 +191,7 @@ def test_a_rank_that_cannot_send_in_the_first_step_is_told_by_all(case):
 
     def listening(optimizer):
         with pytest.raises((compopt.CommunicationError, TypeError, RuntimeError), match="sparse") as caught:
-            yield from optimizer.step_in_turns()
+            yield from optimizer.step_as_generator()
         messages.append((type(caught.value) is compopt.CommunicationError, str(caught.value)))
 
     ranks.world.run([listening(optimizer) for optimizer in ranks.optimizers])

@@ -24,7 +24,7 @@ from compopt._engine.missing_ranks import (
     RanksMissing,
     explain_failure,
     find_missing_rank,
-    meet,
+    gather_at_store,
     post_lost_masks,
     post_note,
     run_step,
@@ -64,35 +64,35 @@ def consolidate(run: Run, **options) -> str:
 def consolidated_by_some(rank: int) -> dict:
     """Rank 0 is alone while the others step, and while they are in a barrier; then all come, and training goes on."""
     missing_ranks.LOOK_AFTER = 0.05
-    found = {}
+    results = {}
     for name in ("RadiusAdamW", "TagcAdamW", "AdamS"):
-        run, said = Run(rank, name), []
+        run, message = Run(rank, name), []
         run.train(4)
         if rank == 0:
-            said.append(consolidate(run, patience=0.5))
+            message.append(consolidate(run, patience=0.5))
             time.sleep(0.5)  # the others know by now that it gave up, and wait on
         run.train()
         if rank == 0:
-            said.append(consolidate(run, patience=0.5))
+            message.append(consolidate(run, patience=0.5))
         dist.barrier()
         run.train(2)
         if rank == 0 and name == "RadiusAdamW":  # the others come first, and wait for rank 0
             time.sleep(0.5)
-            said.append(consolidate(run, patience=5))
+            message.append(consolidate(run, patience=5))
         elif name == "RadiusAdamW":
-            said.append(consolidate(run))
+            message.append(consolidate(run))
         complete = consolidate(run)
         run.train(2)
-        found[name] = {"said": said, "complete": complete, "sum": run.sum(), "steps": run.optimizer.stats.step}
+        results[name] = {"said": message, "complete": complete, "sum": run.sum(), "steps": run.optimizer.stats.step}
     a, b = Run(rank), Run(rank, "SeparateAdam")
-    found["others"] = consolidate(a if rank == 0 else b), consolidate(a), consolidate(b)
+    results["others"] = consolidate(a if rank == 0 else b), consolidate(a), consolidate(b)
     run = Run(rank)
     run.train(3)
-    found["not rank 0"] = consolidate(run, patience=0.5) if rank == 1 else dist.barrier()
+    results["not rank 0"] = consolidate(run, patience=0.5) if rank == 1 else dist.barrier()
     if rank == 1:
         dist.barrier()
     run.train()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -100,17 +100,17 @@ def test_rank_0_alone_in_consolidate_state_is_told_and_training_goes_on(size):
     ranks = run_ranks(consolidated_by_some, size)
     absent = "rank 1" if size == 2 else "rank 1, rank 2"
     for name in ("RadiusAdamW", "TagcAdamW"):
-        for found in ranks:
-            assert found[name]["complete"] == "" and found[name]["sum"] == ranks[0][name]["sum"]
-            assert found[name]["steps"] == 9
-        for said in ranks[0][name]["said"][:2]:
-            assert said.startswith("CommunicationError: consolidate_state() was called on rank 0, but ")
-            assert f"but {absent} did not come within 0.5 s: call it on all ranks, before `if rank == 0:`" in said
-            assert "or wait longer (patience=). Nothing was changed." in said
-    assert all(found["RadiusAdamW"]["said"][-1] == "" for found in ranks)  # who waits for rank 0 is patient
-    for found in ranks:
-        assert set(found["AdamS"]["said"]) <= {""}  # which has nothing to exchange
-        differ, *equal = found["others"]
+        for results in ranks:
+            assert results[name]["complete"] == "" and results[name]["sum"] == ranks[0][name]["sum"]
+            assert results[name]["steps"] == 9
+        for message in ranks[0][name]["said"][:2]:
+            assert message.startswith("CommunicationError: consolidate_state() was called on rank 0, but ")
+            assert f"but {absent} did not come within 0.5 s: call it on all ranks, before `if rank == 0:`" in message
+            assert "or wait longer (patience=). Nothing was changed." in message
+    assert all(results["RadiusAdamW"]["said"][-1] == "" for results in ranks)  # who waits for rank 0 is patient
+    for results in ranks:
+        assert set(results["AdamS"]["said"]) <= {""}  # which has nothing to exchange
+        differ, *equal = results["others"]
         assert differ.startswith("ValueError: ranks differ in consolidate_state(): rank 0 has RadiusAdamW, ")
         assert "rank 1 has SeparateAdam, " in differ and equal == ["", ""]
     assert "called on rank 1, but rank 0" in ranks[1]["not rank 0"]
@@ -123,9 +123,9 @@ def waiting_elsewhere(rank: int) -> str:
     store = run.optimizer.comm.store
     while rank == 0 and not store.check(["compopt/meeting/0/1"]):
         time.sleep(0.01)
-    said = "" if rank == 2 else consolidate(run, patience=0.1 if rank == 0 else HANG_GUARD)
+    message = "" if rank == 2 else consolidate(run, patience=0.1 if rank == 0 else HANG_GUARD)
     dist.barrier()
-    return said
+    return message
 
 
 def test_a_rank_that_gives_up_ends_the_meeting_for_all():
@@ -151,8 +151,8 @@ def gone(rank: int, trainings: list, file: str) -> list[str]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_have_ended_are_not_waited_for(size):
-    for told in run_lossy(gone, size, dying=1).values():
-        assert re.search("rank 1(, rank 2)? did not come within 1 s: call it on all ranks", told[0])
+    for report in run_lossy(gone, size, dying=1).values():
+        assert re.search("rank 1(, rank 2)? did not come within 1 s: call it on all ranks", report[0])
 
 
 def uncaught(rank: int, trainings: list, file: str) -> list[str]:
@@ -174,9 +174,9 @@ def uncaught(rank: int, trainings: list, file: str) -> list[str]:
 
 
 def test_the_others_say_why_rank_0_has_ended():
-    for rank, told in run_lossy(uncaught, 3, dying=0).items():
-        assert told[0].startswith(f"step 4 was not applied on rank {rank}: "), told
-        assert told[0].endswith(" (rank 0 was in consolidate_state(): call it on all ranks, before `if rank == 0:`)")
+    for rank, report in run_lossy(uncaught, 3, dying=0).items():
+        assert report[0].startswith(f"step 4 was not applied on rank {rank}: "), report
+        assert report[0].endswith(" (rank 0 was in consolidate_state(): call it on all ranks, before `if rank == 0:`)")
 
 
 def interrupted(rank: int, name: str) -> dict:
@@ -188,7 +188,7 @@ def interrupted(rank: int, name: str) -> dict:
     groups = [dist.new_group(timeout=FOREVER) for _ in range(2)]
     run = Run(rank, name, process_group=groups[0])
     run.train(3)
-    completes_within, said = PendingCollective.completes_within, ""
+    completes_within, message = PendingCollective.completes_within, ""
 
     def interrupt(pending: PendingCollective, seconds: float) -> bool:
         signal.raise_signal(signal.SIGINT)
@@ -200,27 +200,27 @@ def interrupted(rank: int, name: str) -> dict:
     try:
         run.train(9)
     except (compopt.CommunicationError, KeyboardInterrupt) as error:
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     PendingCollective.completes_within = completes_within
     run.optimizer.rebind(groups[1])
     run.t = run.optimizer._session.steps
     run.train(4)
     if name.startswith("LocalSteps"):
         run.optimizer.end_round()
-    return {"said": said, "sum": run.sum()}
+    return {"said": message, "sum": run.sum()}
 
 
 @pytest.mark.parametrize("name", ["RadiusAdamW", "SeparateAdam", "LocalSteps, rounds"])
 def test_a_rank_that_is_interrupted_in_a_step_tells_the_others(name):
     ranks = run_ranks(interrupted, 3, name)
-    for rank, found in enumerate(ranks):
+    for rank, results in enumerate(ranks):
         if rank == 1:
-            assert found["said"].startswith("KeyboardInterrupt")
+            assert results["said"].startswith("KeyboardInterrupt")
         else:
-            assert re.search(rf"CommunicationError: step \d was (not applied|taken) on rank {rank}", found["said"])
-            assert re.search(r"rank 1 was interrupted by KeyboardInterrupt after step \d", found["said"])
-            assert "Make a new process group on all ranks and call rebind()" in found["said"]
-        assert found["sum"] == ranks[0]["sum"]
+            assert re.search(rf"CommunicationError: step \d was (not applied|taken) on rank {rank}", results["said"])
+            assert re.search(r"rank 1 was interrupted by KeyboardInterrupt after step \d", results["said"])
+            assert "Make a new process group on all ranks and call rebind()" in results["said"]
+        assert results["sum"] == ranks[0]["sum"]
 
 
 class LateStore(dist.HashStore):
@@ -228,25 +228,25 @@ class LateStore(dist.HashStore):
 
     def __init__(self):
         super().__init__()
-        self.last_rank = self.met = None
+        self.last_rank = self.texts = None
 
     def check(self, keys):
         if keys[0].endswith("outcome") and self.last_rank is not None:
             comes, self.last_rank = self.last_rank, None
-            self.met = comes()
+            self.texts = comes()
             return False
         return super().check(keys)
 
 
 def test_a_meeting_ends_once():
     store = LateStore()
-    first, second = (functools.partial(meet, store, rank, 2) for rank in range(2))
+    first, second = (functools.partial(gather_at_store, store, rank, 2) for rank in range(2))
     store.last_rank = lambda: second("b", patience=0)
-    assert first("a", patience=-1) == store.met == ["a", "b"]  # though it would have given up
+    assert first("a", patience=-1) == store.texts == ["a", "b"]  # though it would have given up
     with pytest.raises(RanksMissing, match="rank 0 did not come within 0 s"):
         second("b", patience=0)
     store.last_rank = lambda: second("d", patience=0)
-    assert first("c", patience=60) == store.met == ["c", "d"]
+    assert first("c", patience=60) == store.texts == ["c", "d"]
     left = [number for number in range(4) if dist.HashStore.check(store, [f"compopt/meeting/{number}/outcome"])]
     assert left == [0, 2], "of a meeting that was complete nothing is left after the next one"
 

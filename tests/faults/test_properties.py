@@ -145,7 +145,7 @@ class Run:
             self.optimizers = self.optimizers[1:]
             self.world = World(len(self.optimizers))
             pairs = zip(self.optimizers, self.world.comms, strict=True)
-            self.world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in pairs])
+            self.world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
 
     def saved_and_loaded(self, step: int) -> None:
         self.world.consolidate(self.optimizers)
@@ -162,14 +162,14 @@ def test_replicas_are_equal_runs_repeat_and_gradients_are_conserved(case):
     @given(examples(case))
     def holds(example):
         run = Run(example).go()
-        seen.update(optimizer.stats.phase for optimizer in run.optimizers)
+        records.update(optimizer.stats.phase for optimizer in run.optimizers)
         assert run.worst < 1
         if example.repeat:
             for p, q in zip(everywhere(run.optimizers[0]), everywhere(Run(example).go().optimizers[0]), strict=True):
                 assert torch.equal(p, q)
 
-    seen: set[str] = set()
+    records: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         holds()
-    assert seen - {"dense", "none"} or not case.cls.averaged_state
+    assert records - {"dense", "none"} or not case.cls.averaged_state

@@ -134,14 +134,14 @@ def test_what_survivors_owe_stays_and_what_is_gone_is_told(case):
     ranks.train(loss, 7)
     settled(ranks)
     fail_the_step(ranks, on=[0, 1, 2])
-    owed = [optimizer.stats.residual_norm() for optimizer in ranks.optimizers]
+    residuals = [optimizer.stats.residual_norm() for optimizer in ranks.optimizers]
     kept = [snapshot(ranks.optimizers[rank]) for rank in (0, 2)]
     if case.cls.averaged_state:
-        with pytest.warns(UserWarning, match=rf"1 of 3 ranks are gone.*norm {owed[0]:.3g}"):
+        with pytest.warns(UserWarning, match=rf"1 of 3 ranks are gone.*norm {residuals[0]:.3g}"):
             ranks.shrink([0, 2])
     else:
         ranks.shrink([0, 2])
-    for old, optimizer, norm in zip(kept, ranks.optimizers, (owed[0], owed[2]), strict=True):
+    for old, optimizer, norm in zip(kept, ranks.optimizers, (residuals[0], residuals[2]), strict=True):
         assert optimizer.stats.residual_norm() == norm
         now = snapshot(optimizer)
         parameters = len(optimizer.param_groups[0]["params"])

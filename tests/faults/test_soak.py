@@ -38,7 +38,7 @@ class Soak(Run):
         self.world.consolidate(self.optimizers)
         if self.optimizers[0].sharded:  # nobody's shards fit any more
             with pytest.raises(ValueError, match="ranks, because its state is sharded"):
-                next(self.optimizers[0].rebind_in_turns(World(4).comms[0]))
+                next(self.optimizers[0].rebind_as_generator(World(4).comms[0]))
             old, self.world = self.optimizers[0], World(4)
             self.optimizers = [self.resumed(old, comm) for comm in self.world.comms]
         else:
@@ -58,7 +58,7 @@ class Soak(Run):
     def join(self, optimizers: list) -> None:
         self.world = World(len(optimizers))
         pairs = zip(optimizers, self.world.comms, strict=True)
-        self.world.run([optimizer.rebind_in_turns(comm) for optimizer, comm in pairs])
+        self.world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
 
 
 def tensors(run: Soak) -> int:

@@ -25,7 +25,7 @@ ROUNDS = next(case for case in FORMS if case.form == "rounds")
 
 
 class Rounds(Soak):
-    """What befalls a run, where ranks step on their own."""
+    """Random events of a run in which ranks step on their own."""
 
     def not_finite(self, step: int) -> None:
         optimizer = self.optimizers[step % len(self.optimizers)]
@@ -63,7 +63,7 @@ class Rounds(Soak):
     def ended(self, step: int) -> None:
         for attempt in range(3):  # a failure may be waiting for it, and one beside
             try:
-                self.world.run([optimizer.end_round_in_turns() for optimizer in self.optimizers])
+                self.world.run([optimizer.end_round_as_generator() for optimizer in self.optimizers])
                 break
             except compopt.CommunicationError:
                 assert attempt < 2

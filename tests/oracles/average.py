@@ -39,8 +39,8 @@ class AverageOracle:
     def step(self, grads: Grads) -> None:
         for i, p in enumerate(self.params):
             sent = []
-            for own, error in zip(grads, self.error, strict=True):
-                h = own[i] + error[i]
+            for local, error in zip(grads, self.error, strict=True):
+                h = local[i] + error[i]
                 sent.append(h.to(self.payload_dtype or h.dtype))
                 error[i] = h - sent[-1].to(h.dtype)
             p.grad = (torch.stack(sent).sum(0) / len(sent)).double()

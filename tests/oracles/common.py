@@ -1,4 +1,4 @@
-"""What the oracles share: averaging over ranks, clipping by a global norm, top-k, the weight update."""
+"""Common parts of the oracles: averaging over ranks, clipping by a global norm, top-k, the weight update."""
 
 import torch
 from torch import Tensor
@@ -15,15 +15,15 @@ def read_grads(grads: Grads, params: list[Tensor], ranks: int) -> Grads:
     """float64 copies of all ranks' gradients; a missing gradient (None) on a rank counts as zeros."""
     if len(grads) != ranks:
         raise ValueError(f"grads has {len(grads)} entries, one for each of {ranks} ranks is needed")
-    for rank, own in enumerate(grads):
-        if len(own) != len(params):
-            raise ValueError(f"grads[{rank}] has {len(own)} tensors, there are {len(params)} parameters")
+    for rank, local in enumerate(grads):
+        if len(local) != len(params):
+            raise ValueError(f"grads[{rank}] has {len(local)} tensors, there are {len(params)} parameters")
     return [
         [
             torch.zeros_like(p) if g is None else g.detach().to(torch.float64, copy=True)
-            for g, p in zip(own, params, strict=True)
+            for g, p in zip(local, params, strict=True)
         ]
-        for own in grads
+        for local in grads
     ]
 
 

@@ -58,17 +58,17 @@ class PowerSGDOracle:
         self.average = mean_over_ranks(grads)
         for i, Q in enumerate(self.Q):
             if Q is not None:
-                self.average[i] = self._compress(i, gram_schmidt(Q), [own[i] for own in grads])
+                self.average[i] = self._compress(i, gram_schmidt(Q), [local[i] for local in grads])
         for p, g in zip(self.params, self.average, strict=True):
             p.grad = g.clone()
         self.base.step()
 
     def _compress(self, i: int, Q: Tensor, grads: list[Tensor]) -> Tensor:
-        deltas = [g + own[i] for g, own in zip(grads, self.error, strict=True)]  # Algorithm 2, line 6
+        deltas = [g + local[i] for g, local in zip(grads, self.error, strict=True)]  # Algorithm 2, line 6
         P = gram_schmidt(torch.stack([delta @ Q for delta in deltas]).mean(0))  # Algorithm 1, lines 3 to 5
         factors = [delta.T @ P for delta in deltas]  # line 6
         self.Q[i] = torch.stack(factors).mean(0)  # line 7
         mean = P @ self.Q[i].T  # line 10
-        for rank, (delta, own) in enumerate(zip(deltas, factors, strict=True)):
-            self.error[rank][i] = delta - (mean if self.averaged_error else P @ own.T)  # Algorithm 2, line 8
+        for rank, (delta, local) in enumerate(zip(deltas, factors, strict=True)):
+            self.error[rank][i] = delta - (mean if self.averaged_error else P @ local.T)  # Algorithm 2, line 8
         return mean

@@ -68,7 +68,7 @@ class RadiusOracle:
         self.t += 1
         grads = read_grads(grads, self.params, self.ranks)
         self.phase = self._phase_of(self.t)
-        average = mean_over_ranks([self._exchanged(rank, own) for rank, own in enumerate(grads)])  # lines 4, 9, 14
+        average = mean_over_ranks([self._exchanged(rank, local) for rank, local in enumerate(grads)])  # lines 4, 9, 14
         if self.maximize:
             average = [-g for g in average]
         average = clip_by_global_norm(average, self.max_grad_norm)  # line 20
@@ -86,7 +86,7 @@ class RadiusOracle:
         return "resample" if not self.sampled or t % self.interval == 0 else "sparse"  # line 7
 
     def _exchanged(self, rank: int, grads: list[Tensor]) -> list[Tensor]:
-        """What this rank puts into the mean; moves the rest to its residual, or the residual back."""
+        """Return what this rank puts into the mean; moves the rest to its residual, or the residual back."""
         sent = []
         for i, g in enumerate(grads):
             if self.phase == "dense" or not self.compress[i]:

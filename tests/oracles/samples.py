@@ -23,7 +23,7 @@ def random_grads(ranks: int, step: int) -> list[list[torch.Tensor]]:
 
 
 def mean(grads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    return [sum(own) / len(grads) for own in zip(*grads, strict=True)]
+    return [sum(local) / len(grads) for local in zip(*grads, strict=True)]
 
 
 def assert_close(got: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float = 1e-12) -> None:

@@ -56,7 +56,7 @@ class AdamSOracle:
 
     def _read(self, grads: Grads) -> Grads:
         grads = read_grads(grads, self.params, self.ranks)
-        return [[-g for g in own] for own in grads] if self.maximize else grads
+        return [[-g for g in local] for local in grads] if self.maximize else grads
 
     def _apply(self, m: list[Tensor], average: list[Tensor]) -> None:
         """Lines 19-21: v from the *previous* m and the averaged gradient, then the weights; m becomes the state."""
@@ -142,8 +142,8 @@ class ScapeOracle(AdamSOracle):
         self.t += 1
         beta1, _ = self.betas
         x = [  # line 10
-            [beta1 * m + (1 - beta1) * g + e for m, g, e in zip(self.m, own, residual, strict=True)]
-            for own, residual in zip(self._read(grads), self.residual, strict=True)
+            [beta1 * m + (1 - beta1) * g + e for m, g, e in zip(self.m, local, residual, strict=True)]
+            for local, residual in zip(self._read(grads), self.residual, strict=True)
         ]
         if self.mask_delay == 0:
             self.mask = self._select(x, self.density_at(self.t))
@@ -153,9 +153,11 @@ class ScapeOracle(AdamSOracle):
         sparse = any(not on.all() for on in self.mask)
         self.phase = "sparse" if sparse else "dense"
         self.residual = [
-            [torch.where(on, 0.0, x_i) for on, x_i in zip(self.mask, own, strict=True)] for own in x
+            [torch.where(on, 0.0, x_i) for on, x_i in zip(self.mask, local, strict=True)] for local in x
         ]  # lines 11, 12
-        payload = [[torch.where(on, x_i, 0.0) for on, x_i in zip(self.mask, own, strict=True)] for own in x]  # line 13
+        payload = [
+            [torch.where(on, x_i, 0.0) for on, x_i in zip(self.mask, local, strict=True)] for local in x
+        ]  # line 13
         m = mean_over_ranks(payload)  # lines 14, 16
         self.average = [  # line 17
             torch.where(on, (b - beta1 * m_prev) / (1 - beta1), 0.0)

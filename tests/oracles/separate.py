@@ -68,7 +68,7 @@ class SeparateOracle:
         self.t += 1
         grads = read_grads(grads, self.params, self.ranks)
         if self.clip == "local":
-            grads = [clip_by_global_norm(own, self.max_grad_norm) for own in grads]
+            grads = [clip_by_global_norm(local, self.max_grad_norm) for local in grads]
         self.phase = "dense" if self.t <= self.warmup_steps else "projected"
         self.average = mean_over_ranks(grads)
         squares = [float(a.square().sum()) for a in self.average]
@@ -76,13 +76,13 @@ class SeparateOracle:
         if self.phase == "projected":
             for i, compressed in enumerate(self.compress):
                 if compressed:
-                    self.average[i], squares[i], sent[i] = self._exchange(i, [own[i] for own in grads])
+                    self.average[i], squares[i], sent[i] = self._exchange(i, [local[i] for local in grads])
         self.norm, factor = sum(squares) ** 0.5, 1.0
         if self.clip == "average" and self.max_grad_norm is not None:
             factor = min(1.0, self.max_grad_norm / (self.norm + 1e-6))
             self.average = [a * factor for a in self.average]
-        for i, own in sent.items():
-            self._feed_back(i, [g[i] for g in grads], own, factor)
+        for i, local in sent.items():
+            self._feed_back(i, [g[i] for g in grads], local, factor)
         for p, g in zip(self.params, self.average, strict=True):
             p.grad = g.clone()
         self.base.step()
@@ -114,7 +114,7 @@ class SeparateOracle:
     def _feed_back(self, i: int, grads: list[Tensor], sent: list[Tensor], factor: float) -> None:
         """Step 5: beta e + (1 - beta) (h - own), where nothing is clipped."""
         beta = self.beta(i, self.random(self.t, i).shape[1])
-        for rank, (g, own) in enumerate(zip(grads, sent, strict=True)):
+        for rank, (g, local) in enumerate(zip(grads, sent, strict=True)):
             old = self.error[rank][i]
             clipped = old + factor * g  # what is to arrive, of which factor * own has
-            self.error[rank][i] = beta * old + (1 - beta) * (clipped - factor * own)
+            self.error[rank][i] = beta * old + (1 - beta) * (clipped - factor * local)

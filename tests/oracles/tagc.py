@@ -64,7 +64,7 @@ class TagcOracle:
         self.t += 1
         grads = read_grads(grads, self.params, self.ranks)
         if self.t > self.warmup_steps:
-            grads = [self._sparsified(rank, own) for rank, own in enumerate(grads)]
+            grads = [self._sparsified(rank, local) for rank, local in enumerate(grads)]
             self.union = [torch.stack([g != 0 for g in same]).any(0) for same in zip(*grads, strict=True)]  # line 4
         average = clip_by_global_norm(mean_over_ranks(grads), self.max_grad_norm)  # lines 5 to 10
         beta1, beta2 = self.betas

@@ -33,8 +33,8 @@ def train_dense(toy: Problem, base: Callable, lr: float, ranks: int, seed: int =
     optimizer = base(model.parameters())
     for step in range(toy.steps):
         optimizer.param_groups[0]["lr"] = toy.lr_at(step, lr)
-        for p, own in zip(model.parameters(), zip(*gradients(toy, model, ranks, step), strict=True), strict=True):
-            p.grad = sum(own) / ranks
+        for p, local in zip(model.parameters(), zip(*gradients(toy, model, ranks, step), strict=True), strict=True):
+            p.grad = sum(local) / ranks
         optimizer.step()
     return toy.evaluate(model)
 

@@ -63,7 +63,7 @@ class NativeOps(NativeUpdates, NativeTopK):
         place = address("positions", out, room, torch.int32)
         return out[: self.library.positions(mask, n, room, place)]
 
-    def set_bits_of(self, bits: Tensor) -> Tensor:
+    def find_set_bits(self, bits: Tensor) -> Tensor:
         return self.positions(bits, 8 * bits.numel()).long()
 
     def encode(

@@ -13,7 +13,7 @@ from ..._state.buckets import Bucket
 from ..._state.masks import Mask, MaskShard, MaskShards, Tensors, bits_by_tensor, code_layout
 from ..._wire.requests import CommunicationError
 from ..operations import Ops
-from ..updates import moment_of_slice
+from ..update_helpers import moment_of_slice
 from .passes import Column, Table, address, address_in_turn, addresses, is_plain
 
 

@@ -17,7 +17,7 @@ from ..._state.masks import Mask, Tensors, selection_size
 from ..._state.tensors import to_local
 from ..._wire.payload import Payload
 from ..operations import AdamWTensors, Group, Ops
-from ..updates import (
+from ..update_helpers import (
     feed_back_rounding,
     gradient_weight,
     keep_absent_momenta,
@@ -48,17 +48,17 @@ class NativeUpdates(Ops):
 
     library: ctypes.CDLL
 
-    def adamw_ahead(self, group: Group, tensors: AdamWTensors, out: list[Tensor]) -> None:
+    def compute_adamw_weights(self, group: Group, tensors: AdamWTensors, out: list[Tensor]) -> None:
         if is_plain(*chain(*vars(tensors).values(), out)):
             self._adamw(group, tensors, out)
         else:
-            super().adamw_ahead(group, tensors, out)
+            super().compute_adamw_weights(group, tensors, out)
 
-    def adamw_moments(self, group: Group, tensors: AdamWTensors) -> None:
+    def update_adamw_moments(self, group: Group, tensors: AdamWTensors) -> None:
         if is_plain(*chain(*vars(tensors).values())):
             self._adamw(group, tensors, None)
         else:
-            super().adamw_moments(group, tensors)
+            super().update_adamw_moments(group, tensors)
 
     def _adamw(self, group: Group, tensors: AdamWTensors, out: list[Tensor] | None) -> None:
         """Write updated parameters to ``out``; without it, moments and steps only."""
@@ -97,29 +97,29 @@ class NativeUpdates(Ops):
         self.library.adams(table, adams_options(group, clip, decay))
 
 
-def adamw_options(h: Group) -> Options:
-    (beta1, beta2), sign = h["betas"], -1.0 if h["maximize"] else 1.0
-    return Options(float(h["lr"]), beta1, beta2, h["eps"], h["weight_decay"], sign)
+def adamw_options(group: Group) -> Options:
+    (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0
+    return Options(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign)
 
 
-def adams_options(h: Group, clip: float, decay: bool = True) -> Options:
-    beta1, beta2 = h["betas"]
-    weight_decay = h["weight_decay"] if decay else 0.0
-    by_authors = float(h["bias_correction"] == "adams")
-    lr, alpha = float(h["lr"]), gradient_weight(h)
-    return Options(lr, beta1, beta2, h["eps"], weight_decay, clip, alpha, by_authors)
+def adams_options(group: Group, clip: float, decay: bool = True) -> Options:
+    beta1, beta2 = group["betas"]
+    weight_decay = group["weight_decay"] if decay else 0.0
+    by_authors = float(group["bias_correction"] == "adams")
+    lr, alpha = float(group["lr"]), gradient_weight(group)
+    return Options(lr, beta1, beta2, group["eps"], weight_decay, clip, alpha, by_authors)
 
 
 def update_radius(
     bucket: Bucket, ops: NativeUpdates, mean: Payload, phase: str, mask: Mask, grads: Tensors
 ) -> list[Tensor]:
     """Do Radius's lines 10, 15, 16 and 21 to 25 for all tensors; return the masks of line 22."""
-    h, state, lengths = bucket.group, bucket.state, bucket.lengths
+    group, state, lengths = bucket.group, bucket.state, bucket.lengths
     present, scores = bucket.present(mean), score_memory(bucket, ops, phase)
     for i, score in scores.items():
         if not present[i]:
             w, m, v = bucket.weight(i), state["exp_avg"][i], state["exp_avg_sq"][i]
-            score.copy_(update_magnitudes(h, w, m, v, state["step"][i]).view(-1))
+            score.copy_(update_magnitudes(group, w, m, v, state["step"][i]).view(-1))
     sizes = mask.sizes
     table = ADAMW.table(
         len(grads),
@@ -135,11 +135,11 @@ def update_radius(
         g=Memory(as_float32(grads), lengths),
         score=Memory([scores.get(i) for i in range(len(grads))], lengths),
     )
-    hyper, library = adamw_options(h), ops.library
+    hyper, library = adamw_options(group), ops.library
     bad_row = run_over_rows(lengths, lambda a, b, _: library.adamw(table, a, b, hyper))
     raise_bad_row(bucket, bad_row)
     feed_back_rounding(bucket, ops, mean, mask)
-    return [ops.top_k_mask(x, selection_size(h["density"], len(x))) for x in scores.values()]
+    return [ops.top_k_mask(x, selection_size(group["density"], len(x))) for x in scores.values()]
 
 
 def update_scape(
@@ -151,16 +151,16 @@ def update_scape(
     selection: NativeSelection | None,
 ) -> None:
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with a selection."""
-    lengths, present, held = bucket.lengths, bucket.present(mean), bucket.cache["mask"]
+    lengths, present, momentum_mask = bucket.lengths, bucket.present(mean), bucket.cache["mask"]
     old = resize_momenta(bucket, mean, mask)
-    if mask.is_sparse or held.is_sparse:  # positions change: not in the same memory
+    if mask.is_sparse or momentum_mask.is_sparse:  # positions change: not in the same memory
         old = separate_momenta(bucket, old)
-    holding, k = sizes_of(held.positions), sizes_of(mask.positions)
-    rows = zip(held.positions, holding, lengths, strict=True)
+    holding, k = sizes_of(momentum_mask.positions), sizes_of(mask.positions)
+    rows = zip(momentum_mask.positions, holding, lengths, strict=True)
     columns: dict[str, Column] = {
         "e": state_addresses(bucket, "residual"),
         "g": Memory(as_float32(bucket.grads()), lengths),
-        "held": Memory(held.positions, holding),
+        "held": Memory(momentum_mask.positions, holding),
         "holding": holding,
         "old": Memory(old, [n if index is None else size for index, size, n in rows]),
         "index": Memory(mask.positions, k),

@@ -102,7 +102,7 @@ class TritonOps(KernelOps):
         def table() -> kernels.Table:
             flat.extend(flatten(grads))
             return kernels.compact_table(
-                blocks, mask.bits, flat, payload.exact, payload.header, residuals
+                blocks, mask.bits, flat, payload.unrounded_parts, payload.header, residuals
             )
 
         inputs = make_key(gradients_key(grads), mask_key(bucket, mask), addresses(residuals))

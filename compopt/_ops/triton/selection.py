@@ -71,9 +71,9 @@ class TritonSelection:
 
 def _sizes_of(bucket: Bucket, shards: MaskShards) -> list[int]:
     """Return how many elements of each tensor are selected; computed once for these shards."""
-    held: tuple[MaskShards, list[int]] | None = bucket.cache.get("selected")
-    if held is not None and held[0] is shards:
-        return held[1]
+    cached: tuple[MaskShards, list[int]] | None = bucket.cache.get("selected")
+    if cached is not None and cached[0] is shards:
+        return cached[1]
     sizes = [0 if c else n for n, c in zip(bucket.lengths, bucket.compressed, strict=True)]
     for piece in (piece for shard in shards.shards for piece in shard.slices):
         sizes[piece.tensor] += piece.k
@@ -136,7 +136,7 @@ def _select_batch(inputs: list[SelectionInputs]) -> None:
     if not inputs:
         return
     ops, bucket = inputs[0].selection.ops, inputs[0].selection.bucket
-    h, device, dtype = bucket.group, bucket.device, bucket.flat["residual"].dtype
+    group, device, dtype = bucket.group, bucket.device, bucket.flat["residual"].dtype
     sizes = [p.stop - p.start for one in inputs for p in one.selection.shard.slices]
     flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     grads: list[Tensors] = []  # copies have to live until kernels have been launched
@@ -153,7 +153,9 @@ def _select_batch(inputs: list[SelectionInputs]) -> None:
     moment, top_k = ops.tables(("selection", bucket.index), key, tables)
     buckets = [one.selection.bucket for one in inputs]
     offsets = block_offsets_of_all(buckets, [bucket.cache["mask"] for bucket in buckets])
-    kernels.moment(_blocks(inputs), offsets, moment, betas=h["betas"], maximize=h["maximize"])
+    kernels.moment(
+        _blocks(inputs), offsets, moment, betas=group["betas"], maximize=group["maximize"]
+    )
     kernels.top_k(kernels.make_blocks(tuple(sizes), device), top_k)
 
 
@@ -170,7 +172,7 @@ def _moment_rows(
     rows, remaining, ahead = [], iter(xs), 0
     for one, selected_grads in zip(inputs, grads, strict=True):
         bucket, slices = one.selection.bucket, {p.tensor: p for p in one.selection.shard.slices}
-        held, residual, old = bucket.cache["mask"], bucket.state["residual"], one.old
+        momentum_mask, residual, old = bucket.cache["mask"], bucket.state["residual"], one.old
         counts = blocks_of(bucket).per_tensor
         ahead += sum(counts[: one.tensors.start])
         for i, grad in enumerate(selected_grads, one.tensors.start):
@@ -179,7 +181,7 @@ def _moment_rows(
                 kernels.ScapeRow(
                     bucket.lengths[i],
                     None,
-                    held.bits[i],
+                    momentum_mask.bits[i],
                     old[i],
                     residual=residual[i],
                     grad=grad,

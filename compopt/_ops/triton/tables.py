@@ -28,18 +28,18 @@ class TableCache:
     """The tables of one backend's launches, the last of each use."""
 
     def __init__(self) -> None:
-        self._held: dict[object, tuple[Key, Any]] = {}
+        self._cached: dict[object, tuple[Key, Any]] = {}
 
     def __call__(self, use: object, key: Key, make: Callable[[], Made]) -> Made:
         """Return the cached value for this ``use``; make it again if the ``key`` has changed."""
-        held = self._held.get(use)
-        if key is not None and held is not None and held[0] == key:
-            cached: Made = held[1]
+        entry = self._cached.get(use)
+        if key is not None and entry is not None and entry[0] == key:
+            cached: Made = entry[1]
             return cached
-        self._held.pop(use, None)
+        self._cached.pop(use, None)
         made = make()
         if key is not None:
-            self._held[use] = key, made
+            self._cached[use] = key, made
         return made
 
 
@@ -121,7 +121,7 @@ def mask_key(bucket: Bucket, mask: Mask) -> Key:
 
 def state_name_of(bucket: Bucket, mask: Mask) -> str | None:
     """Return the bucket's state that the bits of a mask are; None if they are none."""
-    return next((name for name, held in bucket.state.items() if mask.bits is held), None)
+    return next((name for name, bits in bucket.state.items() if mask.bits is bits), None)
 
 
 def bucket_key(bucket: Bucket) -> Key:

@@ -16,8 +16,8 @@ from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors, selection_size
 from ..._wire.payload import Payload
 from ..operations import HYPER
-from ..updates import (
-    FactoredReducer,
+from ..update_helpers import (
+    FactoredAverages,
     count_steps,
     feed_back_rounding,
     keep_absent_momenta,
@@ -138,7 +138,7 @@ def update_radius(ops: KernelOps, calls: Calls) -> list[list[Tensor]]:
 
 
 def _update_radius(batch: Batch) -> list[list[Tensor]]:
-    ops, h, calls = batch.ops, batch.group, batch.calls
+    ops, group, calls = batch.ops, batch.group, batch.calls
     scores = [score_memory(call.bucket, ops, call.phase) for call in calls]
     keys: list[Key] = [
         make_key(call.phase, mask_key(call.bucket, call.mask), gradients_key(call.grads))
@@ -147,8 +147,8 @@ def _update_radius(batch: Batch) -> list[list[Tensor]]:
 
     def kernel(table: kernels.Table) -> None:
         offsets = block_offsets_of_all(batch.buckets, [call.mask for call in calls])
-        hyper = {name: h[name] for name in HYPER}
-        kernels.adamw(batch.blocks, offsets, table, lr=float(h["lr"]), **hyper)
+        hyper = {name: group[name] for name in HYPER}
+        kernels.adamw(batch.blocks, offsets, table, lr=float(group["lr"]), **hyper)
 
     if any(scores):  # in scratch memory: the table is not cached
         keys = [None]
@@ -156,7 +156,7 @@ def _update_radius(batch: Batch) -> list[list[Tensor]]:
     masks = []
     for call, score in zip(calls, scores, strict=True):
         feed_back_rounding(call.bucket, ops, call.mean, call.mask)
-        ks = [selection_size(h["density"], len(x)) for x in score.values()]
+        ks = [selection_size(group["density"], len(x)) for x in score.values()]
         masks.append(ops.top_k_masks(score.values(), ks))
     return masks
 
@@ -196,11 +196,11 @@ def update_adams(ops: KernelOps, calls: Calls) -> list[None]:
 
 
 def _update_adams(batch: Batch) -> None:
-    h, blocks = batch.group, batch.blocks
+    group, blocks = batch.group, batch.blocks
 
     def kernel(table: kernels.Table) -> None:
-        hyper = {name: h[name] for name in ("betas", "eps", "weight_decay", "bias_correction")}
-        kernels.scape(blocks, blocks.firsts, blocks.firsts, table, lr=float(h["lr"]), **hyper)
+        hyper = {name: group[name] for name in ("betas", "eps", "weight_decay", "bias_correction")}
+        kernels.scape(blocks, blocks.firsts, blocks.firsts, table, lr=float(group["lr"]), **hyper)
 
     batch.launch(kernel, kernels.scape_table, adams_rows, keys=[()] * len(batch.calls))
 
@@ -260,9 +260,12 @@ def _old_momenta(batch: Batch) -> list[list[Tensor]]:
 
 def _update_scape(batch: Batch, momenta: list[list[Tensor]], grads: list[Tensors]) -> None:
     """Do all but the selection."""
-    h, calls, buckets = batch.group, batch.calls, batch.buckets
-    masks, held = [call.mask for call in calls], [bucket.cache["mask"] for bucket in buckets]
-    rows = zip(momenta, grads, buckets, masks, held, strict=True)
+    group, calls, buckets = batch.group, batch.calls, batch.buckets
+    masks, momentum_mask = (
+        [call.mask for call in calls],
+        [bucket.cache["mask"] for bucket in buckets],
+    )
+    rows = zip(momenta, grads, buckets, masks, momentum_mask, strict=True)
     keys = [
         make_key(addresses(old), gradients_key(g), mask_key(bucket, new), mask_key(bucket, before))
         for old, g, bucket, new, before in rows
@@ -270,9 +273,9 @@ def _update_scape(batch: Batch, momenta: list[list[Tensor]], grads: list[Tensors
 
     def kernel(table: kernels.Table) -> None:
         names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")
-        offsets = [block_offsets_of_all(buckets, chosen) for chosen in (masks, held)]
-        hyper = {name: h[name] for name in names} | {"clip": calls[0].on_v}
-        kernels.scape(batch.blocks, *offsets, table, lr=float(h["lr"]), **hyper)
+        offsets = [block_offsets_of_all(buckets, chosen) for chosen in (masks, momentum_mask)]
+        hyper = {name: group[name] for name in names} | {"clip": calls[0].on_v}
+        kernels.scape(batch.blocks, *offsets, table, lr=float(group["lr"]), **hyper)
 
     batch.launch(kernel, kernels.scape_table, scape_rows, momenta, grads, keys=keys)
 
@@ -280,12 +283,20 @@ def _update_scape(batch: Batch, momenta: list[list[Tensor]], grads: list[Tensors
 def scape_rows(
     call: ScapeCall, present: list[bool], old: list[Tensor], grads: Tensors
 ) -> Iterator[kernels.ScapeRow]:
-    bucket, mask, mean, held = call.bucket, call.mask, call.mean, call.bucket.cache["mask"]
+    bucket, mask, mean, momentum_mask = call.bucket, call.mask, call.mean, call.bucket.cache["mask"]
     state, grads = bucket.state, flatten(grads)
     dropped: Tensors = [*mean.dropped_parts] or [None] * len(grads)
     rows = zip(contiguous_weights(bucket), old, state["exp_avg"], strict=True)
     for i, (weight, before, m) in enumerate(rows):
-        tensors = mask.bits[i], held.bits[i], before, mean.parts[i], weight, m, state["step"][i]
+        tensors = (
+            mask.bits[i],
+            momentum_mask.bits[i],
+            before,
+            mean.parts[i],
+            weight,
+            m,
+            state["step"][i],
+        )
         yield kernels.ScapeRow(
             bucket.lengths[i],
             *tensors,
@@ -303,7 +314,7 @@ def scape_rows(
 class SeparateCall(NamedTuple):
     bucket: Bucket
     mean: Payload
-    reducer: FactoredReducer
+    reducer: FactoredAverages
     update: Any
     present: list[bool]
     factor: float
@@ -341,15 +352,15 @@ def _update_factored(batch: Batch) -> None:
             updated.append((bucket, i, weights[i]))
     if not rows:
         return
-    h, calls, factor = batch.group, batch.calls, batch.calls[0].factor
+    group, calls, factor = batch.group, batch.calls, batch.calls[0].factor
     share = max(call.reducer.error_share(factor) for call in calls)
     kernels.factored(
         rows,
-        lr=float(h["lr"]),
-        betas=h["betas"],
-        eps=h["eps"],
-        weight_decay=h["weight_decay"],
-        of_average=-factor if h["maximize"] else factor,
+        lr=float(group["lr"]),
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        of_average=-factor if group["maximize"] else factor,
         of_sent=share,
         of_grad=share * calls[0].reducer.local_factor,
     )
@@ -373,10 +384,10 @@ def _update_whole(batch: Batch) -> None:
             updated.append((call, i, weights[i]))
     if not rows:
         return
-    h, device = batch.group, rows[0].w.device
+    group, device = batch.group, rows[0].w.device
     blocks = kernels.make_blocks(tuple(row.n for row in rows), device)
-    hyper = {name: h[name] for name in HYPER}
-    kernels.adamw(blocks, blocks.firsts, rows, lr=float(h["lr"]), **hyper)
+    hyper = {name: group[name] for name in HYPER}
+    kernels.adamw(blocks, blocks.firsts, rows, lr=float(group["lr"]), **hyper)
     for call, i, weight in updated:
         copy_back(call.bucket, i, weight)
         call.reducer.feed_back_whole(i, call.mean, call.factor)

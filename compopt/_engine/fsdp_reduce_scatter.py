@@ -35,6 +35,7 @@ from .._wire.collectives import (
     connect,
     is_sharded_over,
 )
+from .._wire.payload import Payload
 from .._wire.requests import Agree, AllReduceMean, Commit, ReadToHost, RequestGenerator
 from .base import CompressedOptimizer
 from .reducer import Reducer
@@ -43,31 +44,35 @@ from .update import Update
 
 # whose gradients a row holds, in order, and along which dimension each is cut
 Params = Sequence[tuple[Tensor, int]]
+# a bucket of the session, and which of its tensors
+BucketPosition = tuple[Bucket, int]
 
 
 @dataclass
 class Unsent:
     """The part of a parameter's gradient that the backwards of one step have not sent.
 
-    ``rest``: the new ``residual`` if the step is applied. ``state``: other new state, by name.
+    ``next_residual``: the residual if the step is applied, in place of ``residual``. ``state``:
+    other new state, by name.
     """
 
-    rest: Tensor
+    next_residual: Tensor
     residual: Tensor
     state: dict[str, Tensor] = field(default_factory=dict)
 
     def replace_residual(self, current: Tensor, factor: float) -> None:
-        """Make ``rest`` the residual; ``factor``, which clipped the average, scales the change.
+        """Write ``next_residual`` to the ``current`` residual; ``factor``, which clipped the
+        average, scales the change.
 
         A checkpoint, or another layout, may have replaced ``residual`` since: what this step has
         not sent is then added to the ``current`` one.
         """
         if current is not self.residual:
-            current.add_(self.rest.sub_(self.residual), alpha=factor)
+            current.add_(self.next_residual.sub_(self.residual), alpha=factor)
         elif factor == 1:
-            current.copy_(self.rest)
+            current.copy_(self.next_residual)
         else:
-            current.lerp_(self.rest, factor)
+            current.lerp_(self.next_residual, factor)
 
 
 UnsentByParam = dict[Tensor, Unsent]  # of parameters whose gradients a backward has reduced
@@ -78,9 +83,9 @@ class RowBucket(Bucket):
 
     Its tensors have the parameters' global shapes and no memory; only their ``grad`` is real. A
     matrix that the reducer needs ``as_matrix`` has the parameter's shape, and FSDP's ranges of it;
-    any other is a vector in the order of FSDP's shards, all equally long. ``places`` are those of
-    the parameters in the session's buckets, which hold their state. A parameter that was unfrozen
-    since the last step has None: it has no residual yet, and is sent unrounded.
+    any other is a vector in the order of FSDP's shards, all equally long. ``bucket_positions`` say
+    where the parameters are in the session's buckets, which hold their state. A parameter that was
+    unfrozen since the last step has None: it has no residual yet, and is sent unrounded.
     """
 
     def __init__(
@@ -88,17 +93,17 @@ class RowBucket(Bucket):
         index: int,
         session: Session,
         pieces: list[Piece],
-        places: list[tuple[Bucket, int] | None],
+        bucket_positions: list[BucketPosition | None],
         as_matrix: list[bool],
         dtype: torch.dtype,
     ):
-        self.pieces, self.places, self.as_matrix = pieces, places, as_matrix
+        self.pieces, self.bucket_positions, self.as_matrix = pieces, bucket_positions, as_matrix
         self.rank, ranks = session.comm.rank, session.comm.size
-        first, device = places[0], pieces[0].p.device
+        first, device = bucket_positions[0], pieces[0].p.device
         group = {**session.option_groups[0], "payload_dtype": None}
         names, compressed = ["unfrozen"] * len(pieces), [False] * len(pieces)
         if first is not None:
-            known, group = [at for at in places if at is not None], first[0].group
+            known, group = [*filter(None, bucket_positions)], first[0].group
             names = [bucket.names[i] for bucket, i in known]
             compressed = [bucket.compressed[i] for bucket, i in known]
         tensors = [
@@ -132,7 +137,8 @@ class RowBucket(Bucket):
             views[i] = views[i].view(p.shape) if part else None
         self.flat, self.state = {"residual": flat}, {"residual": views}
         for name in self.other_state:
-            self.state[name] = [bucket.state[name][i] for bucket, i in filter(None, self.places)]
+            positions = filter(None, self.bucket_positions)
+            self.state[name] = [bucket.state[name][i] for bucket, i in positions]
         self.cache["has_residual"] = True
 
     def _residual_to_send(self, i: int, unsent: UnsentByParam) -> list[Tensor]:
@@ -146,24 +152,34 @@ class RowBucket(Bucket):
 
     def residual(self, i: int) -> Tensor | None:
         """Return the optimizer's residual of tensor i."""
-        at = self.places[i]
-        return None if at is None else at[0].state["residual"][at[1]]
+        if (position := self.bucket_positions[i]) is None:
+            return None
+        bucket, number = position
+        residual: Tensor | None = bucket.state["residual"][number]
+        return residual
 
     @property
     def other_state(self) -> list[str]:
         """The names of other state that is kept of whole tensors."""
-        first = self.places[0]
+        first = self.bucket_positions[0]
         layouts = {} if first is None else first[0].layouts
         prefixes = (name for name, layout in layouts.items() if isinstance(layout, Prefix))
         return list(prefixes)
 
-    def write_shard(self, reducer: Reducer, out: Tensor) -> None:
-        """Write this rank's shard of the average to FSDP's output."""
-        parts = zip(self.pieces, self.as_matrix, reducer.own_parts(out.dtype), strict=True)
-        for piece, matrix, part in parts:
+    def write_shard(self, reducer: Reducer, mean: Payload, out: Tensor) -> None:
+        """Write this rank's shard of the average to FSDP's output.
+
+        Where any rank's gradient is not finite, as the header of ``mean`` says, the shard's first
+        element becomes NaN: a reducer that sends a part of the elements may not have sent that one.
+        """
+        shards: list[Tensor] = []
+        parts = reducer.read_owned_parts(out.dtype)
+        for piece, matrix, part in zip(self.pieces, self.as_matrix, parts, strict=True):
             if matrix and piece.dim:
-                part = piece.own_part(part.view(piece.p.shape), self.rank)
-            out[piece.begin : piece.begin + len(part)] = part
+                part = piece.select_part(part.view(piece.p.shape), self.rank)
+            shards.append(out[piece.begin : piece.begin + len(part)].copy_(part))
+        zero_or_nan = (mean.header * 0).to(out.dtype).split(1)
+        torch._foreach_add_([shard[:1] for shard in shards], [*zero_or_nan])
 
     def collect_unsent(self, reducer: Reducer, unsent: UnsentByParam) -> None:
         """Add what this backward has not sent."""
@@ -173,7 +189,7 @@ class RowBucket(Bucket):
             if residual is not None:
                 rest = rest if self.as_matrix[i] else piece.in_shape(rest)
                 if p in unsent:
-                    unsent[p].rest.add_(rest)
+                    unsent[p].next_residual.add_(rest)
                 else:
                     unsent[p] = Unsent(rest, residual)
                 unsent[p].state.update(reducer.next_state(i))
@@ -183,16 +199,16 @@ class RowBucket(Bucket):
 
 
 @dataclass
-class RowLayout:
+class ReduceScatterLayout:
     """One reduce-scatter: whose gradients, where their state is, and the buckets they are in."""
 
     pieces: list[Piece]
-    places: list[tuple[Bucket, int] | None]
+    bucket_positions: list[BucketPosition | None]
     as_matrix: list[bool] = field(default_factory=list)
     buckets: list[RowBucket] = field(default_factory=list)
 
 
-class Inside:
+class FSDPReduceScatter:
     """The optimizer's part in FSDP2's backward: it compresses and averages gradients.
 
     ``make_reducer`` makes the reducer of a bucket. ``on_commit(bucket, i, unsent, factor)`` writes
@@ -209,8 +225,8 @@ class Inside:
         # survives a new layout between a backward and its step: the step commits it
         self.unsent: UnsentByParam = {}
         self.reduced: dict[int, tuple[Bucket, str]] = {}  # buckets since the last step, and phases
-        self.flows: list[Flow] = []
-        self._layouts: dict[tuple[Tensor, ...], RowLayout] = {}
+        self.reductions: list[PendingReduction] = []
+        self._layouts: dict[tuple[Tensor, ...], ReduceScatterLayout] = {}
         self._count = 0  # of buckets
         self._backward = -1  # the running one
 
@@ -231,10 +247,11 @@ class Inside:
         self._layouts, self._count = {}, 0
 
     def reduce(
-        self, params: Params, rows: Tensor, out: Tensor, at_once: bool, backward: int
+        self, params: Params, rows: Tensor, out: Tensor, blocking: bool, backward: int
     ) -> None:
-        """Begin FSDP's reduce-scatter of ``rows``, a row a rank, into ``out``; end it ``at_once``,
-        or in ``finish``.
+        """Begin FSDP's reduce-scatter of ``rows``, a row a rank, into ``out``.
+
+        It ends here if ``blocking``, else in ``finish``.
 
         ``backward``: the number of the running one. Collectives start in the order of calls, which
         is the same on all ranks: each call also advances every earlier reduction by one collective.
@@ -245,12 +262,13 @@ class Inside:
             self.finish()  # what a backward has left that raised
             self._discard_unapplied()
         buckets = self._buckets_of(params, key, rows.dtype)
-        for flow in self.flows:
-            flow.proceed()
+        for reduction in self.reductions:
+            reduction.advance()
         for bucket in buckets:
-            self.flows.append(Flow(self._average(bucket, rows, out), self.session.comm))
-        self.flows = [flow for flow in self.flows if flow.pending is not None]
-        if at_once or any(p.grad is not None for p in key):
+            generator = self._average(bucket, rows, out)
+            self.reductions.append(PendingReduction(generator, self.session.comm))
+        self.reductions = [one for one in self.reductions if one.pending is not None]
+        if blocking or any(p.grad is not None for p in key):
             self.finish()
 
     def _average(self, bucket: RowBucket, rows: Tensor, out: Tensor) -> RequestGenerator[None]:
@@ -258,8 +276,8 @@ class Inside:
         bucket.load_rows(rows, self.unsent)
         reducer = self.make_reducer(bucket)
         self.reduced[bucket.index] = bucket, reducer.phase
-        yield from reducer.reduce()
-        bucket.write_shard(reducer, out)
+        mean = yield from reducer.reduce()
+        bucket.write_shard(reducer, mean, out)
         bucket.collect_unsent(reducer, self.unsent)
 
     def _buckets_of(
@@ -268,21 +286,22 @@ class Inside:
         """One for each parameter group, laid out anew where a reducer needs other shapes now."""
         if key not in self._layouts:
             pieces = lay_out(params, self.session.comm.size)
-            places = [place_of(p, self.session) for p in key]
-            self._layouts[key] = RowLayout(pieces, places)
+            positions = [find_in_buckets(p, self.session) for p in key]
+            self._layouts[key] = ReduceScatterLayout(pieces, positions)
         layout, needs = self._layouts[key], self.session.optimizer.reduces_as_matrix
-        as_matrix = [at is not None and needs(*at) for at in layout.places]
+        positions = layout.bucket_positions
+        as_matrix = [position is not None and needs(*position) for position in positions]
         if layout.as_matrix != as_matrix:
             by_group: dict[int, list[int]] = {}
-            for n, at in enumerate(layout.places):
-                by_group.setdefault(id(at and at[0].group), []).append(n)
+            for n, position in enumerate(positions):
+                by_group.setdefault(id(position and position[0].group), []).append(n)
             layout.as_matrix = as_matrix
             layout.buckets = [
                 RowBucket(
                     self._count + number,
                     self.session,
                     [layout.pieces[n] for n in numbers],
-                    [layout.places[n] for n in numbers],
+                    [positions[n] for n in numbers],
                     [as_matrix[n] for n in numbers],
                     dtype,
                 )
@@ -301,19 +320,19 @@ class Inside:
         if self.unsent:
             session = self.session
             some = any(bool(to_local(p.grad).any()) for p in self.unsent if p.grad is not None)
-            word = torch.tensor([float(some)], dtype=torch.float32, device=session.device)
-            pending = session.comm.start(AllReduceMean(word))
+            flag = torch.tensor([float(some)], dtype=torch.float32, device=session.device)
+            pending = session.comm.start(AllReduceMean(flag))
             pending.wait()
-            if not word.item():
+            if not flag.item():
                 self.unsent = {}
 
     def finish(self) -> None:
         """Wait for everything that has begun."""
-        flows, self.flows = self.flows, []
-        while flows:
-            for flow in flows:
-                flow.proceed()
-            flows = [flow for flow in flows if flow.pending is not None]
+        reductions, self.reductions = self.reductions, []
+        while reductions:
+            for reduction in reductions:
+                reduction.advance()
+            reductions = [one for one in reductions if one.pending is not None]
 
     def check(self) -> None:
         """Raise where a step cannot be taken from what FSDP's backward has left."""
@@ -335,22 +354,22 @@ class Inside:
         self.unsent, self.reduced = {}, {}
 
 
-class Flow:
-    """One bucket's reducer on its way."""
+class PendingReduction:
+    """The running generator of one bucket's reducer, and the collective that it waits for."""
 
-    def __init__(self, asking: RequestGenerator[None], comm: Communicator):
-        self.asking, self.comm = asking, comm
-        self.pending: PendingCollective | None = comm.start(next(asking))
+    def __init__(self, generator: RequestGenerator[None], comm: Communicator):
+        self.generator, self.comm = generator, comm
+        self.pending: PendingCollective | None = comm.start(next(generator))
 
-    def proceed(self) -> None:
-        """Wait for the collective on its way, and start the next, if any."""
+    def advance(self) -> None:
+        """Wait for the collective in flight, and start the next, if any."""
         assert self.pending is not None
         answer = self.pending.wait()
         if isinstance(answer, PendingCollective):
             self.pending = answer
             return
         try:
-            request = self.asking.send(answer)
+            request = self.generator.send(answer)
         except StopIteration:
             self.pending = None
             return
@@ -361,7 +380,11 @@ class Flow:
 
 
 def apply_shards(
-    bucket: Bucket, ops: Ops, inside: Inside, update: Update, scales: Iterable[float] | None = None
+    bucket: Bucket,
+    ops: Ops,
+    reduce_scatter: FSDPReduceScatter,
+    update: Update,
+    scales: Iterable[float] | None = None,
 ) -> RequestGenerator[None]:
     """The step: ``update`` takes this rank's shards of the gradient that backward has left.
 
@@ -376,14 +399,14 @@ def apply_shards(
     for g, scale in zip(grads, scales or [1.0] * len(grads), strict=True):
         if g is not None:
             squared += squared_norm(g.reshape(-1)) * scale
-    norm = yield Agree(mean, inside.phase, squared, sharded=True)
+    norm = yield Agree(mean, reduce_scatter.phase, squared, sharded=True)
 
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
     present = bucket.present(mean)
     yield Commit()
     # from here on state changes
-    for i in (i for i, here in enumerate(present) if here):
-        inside.commit(bucket, i, norm)
+    for i in (i for i, is_present in enumerate(present) if is_present):
+        reduce_scatter.commit(bucket, i, norm)
         g = grads[i]
         bucket.state["step"][i].add_(1)
         ghat = update.memory_for(bucket, i, g if factor == 1 else None)
@@ -394,15 +417,15 @@ def apply_shards(
         update.apply(bucket, i, ghat)
 
 
-def place_of(p: Tensor, session: Session) -> tuple[Bucket, int] | None:
-    """The bucket that holds its state, and which of the bucket's tensors it is."""
+def find_in_buckets(p: Tensor, session: Session) -> BucketPosition | None:
+    """Return the bucket that holds the state of ``p``, and which of its tensors ``p`` is."""
     bucket = session.bucket_of.get(p)
     if bucket is None:
         return None
     return bucket, next(i for i, other in enumerate(bucket.params) if other is p)
 
 
-def is_inside(params: Sequence[Tensor], group: ProcessGroup | Communicator | None) -> bool:
+def is_sharded_by_fsdp(params: Sequence[Tensor], group: ProcessGroup | Communicator | None) -> bool:
     """Return True if FSDP2 shards the parameters over the ranks of ``group``.
 
     Raises ValueError if it shards only some of them.
@@ -410,24 +433,24 @@ def is_inside(params: Sequence[Tensor], group: ProcessGroup | Communicator | Non
     if not any(hasattr(p, "device_mesh") for p in params):
         return False
     comm = connect(group)
-    cut = [is_sharded_over(p, comm) for p in params]
-    if any(cut) and not all(cut):
+    flags = [is_sharded_over(p, comm) for p in params]
+    if any(flags) and not all(flags):
         raise ValueError(
-            f"{cut.count(False)} of {len(cut)} parameters are not among those that FSDP2 "
+            f"{flags.count(False)} of {len(flags)} parameters are not among those that FSDP2 "
             "shards over the ranks of this optimizer: call fully_shard on the whole model before "
             "the optimizer is made, or give the others an optimizer of their own."
         )
-    return all(cut)
+    return all(flags)
 
 
 class ReducingOptimizer(CompressedOptimizer):
     """An optimizer whose reducer averages gradients inside FSDP2 as well.
 
-    Where FSDP2 shards the parameters over the optimizer's ranks, ``inside`` takes the place of its
-    reduce-scatter, and ``algorithm`` is ``apply_shards``.
+    Where FSDP2 shards the parameters over the optimizer's ranks, ``fsdp_reduce_scatter`` takes the
+    place of its reduce-scatter, and ``algorithm`` is ``apply_shards``.
     """
 
-    inside: Inside | None = None
+    fsdp_reduce_scatter: FSDPReduceScatter | None = None
 
     def reducer(self, bucket: Bucket) -> Reducer:
         """Return the reducer of a bucket for the coming step."""
@@ -436,7 +459,7 @@ class ReducingOptimizer(CompressedOptimizer):
     def list_adamw_state(self, dtype: torch.dtype) -> dict[str, Layout]:
         """Return the layouts of AdamW's moments and of the residuals of compressed tensors."""
         moments = Sharded if self.sharded else Dense
-        residual = Unsharded if self.reduces_inside else Dense
+        residual = Unsharded if self.replaces_reduce_scatter else Dense
         return {
             "exp_avg": moments(dtype),
             "exp_avg_sq": moments(dtype),
@@ -452,25 +475,25 @@ class ReducingOptimizer(CompressedOptimizer):
     def before_layout(self) -> None:
         super().before_layout()
         params = [p for group in self._option_groups for p in group["params"]]
-        inside = is_inside(params, self._session.group)
-        if inside and any(group.get("when") == "auto" for group in self._option_groups):
+        is_sharded = is_sharded_by_fsdp(params, self._session.group)
+        if is_sharded and any(group.get("when") == "auto" for group in self._option_groups):
             raise ValueError(
                 "when='auto' times dense steps of its own, and here FSDP reduces: compare two runs."
             )
-        if self.reduces_inside and not inside:
+        if self.replaces_reduce_scatter and not is_sharded:
             raise ValueError(
                 f"FSDP2 shards the parameters over the ranks this {type(self).__name__} was made "
                 "with: make FSDP and the optimizer anew for others, and load a checkpoint."
             )
-        self.reduces_inside = inside
-        if inside:  # FSDP2 has sharded the state
+        self.replaces_reduce_scatter = is_sharded
+        if is_sharded:  # FSDP2 has sharded the state
             self.sharded = False
 
     def after_layout(self) -> None:
         super().after_layout()
-        if self.reduces_inside and self.inside is None:
-            self.inside = Inside(
+        if self.replaces_reduce_scatter and self.fsdp_reduce_scatter is None:
+            self.fsdp_reduce_scatter = FSDPReduceScatter(
                 self._session, weak_method(self.reducer), weak_method(self.keep_unsent)
             )
-        if self.inside is not None:
-            self.inside.forget_layouts()
+        if self.fsdp_reduce_scatter is not None:
+            self.fsdp_reduce_scatter.forget_layouts()

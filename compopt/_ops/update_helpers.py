@@ -40,9 +40,9 @@ def feed_back_rounding(
 # Radius
 
 
-def update_magnitudes(h: Group, w: Tensor, m: Tensor, v: Tensor, step: Tensor) -> Tensor:
+def update_magnitudes(group: Group, w: Tensor, m: Tensor, v: Tensor, step: Tensor) -> Tensor:
     """Return |u| of Radius's line 21: what AdamW subtracts from ``w``, over the learning rate."""
-    hyper = {name: h[name] for name in ("betas", "eps", "weight_decay")}
+    hyper = {name: group[name] for name in ("betas", "eps", "weight_decay")}
     return reference.adamw_update(w, m, v, max(float(step), 1.0), **hyper).abs_()
 
 
@@ -57,26 +57,27 @@ def score_memory(bucket: Bucket, ops: Ops, phase: str) -> dict[int, Tensor]:
 # SCAPE
 
 
-def gradient_weight(h: Group) -> float:
+def gradient_weight(group: Group) -> float:
     """Return the factor on a rank's own gradient in line 10: 1 - b1, negative when maximizing."""
-    beta1: float = h["betas"][0]
-    return (beta1 - 1) if h["maximize"] else (1 - beta1)
+    beta1: float = group["betas"][0]
+    return (beta1 - 1) if group["maximize"] else (1 - beta1)
 
 
 def moment_of_slice(bucket: Bucket, i: int, piece: MaskSlice, g: Tensor | None) -> Tensor:
     """Return line 10's x = b1 m + (1 - b1) g + e on a slice of tensor i, in new memory, before the
     step has written it.
     """
-    held, m = bucket.cache["mask"].positions[i], bucket.state["exp_avg"][i]
+    momentum_positions, m = bucket.cache["mask"].positions[i], bucket.state["exp_avg"][i]
     beta1, start, stop = bucket.group["betas"][0], piece.start, piece.stop
     x = bucket.fetch_state("residual", i, slice(start, stop))
     if g is not None:
         x.add_(g.reshape(-1)[start:stop], alpha=gradient_weight(bucket.group))
-    if held is None:
+    if momentum_positions is None:
         return x.add_(m[start:stop], alpha=beta1)
-    edges = torch.tensor([start, stop], dtype=held.dtype, device=held.device)
-    first, last = torch.searchsorted(held, edges).tolist()
-    return x.index_add_(0, held[first:last] - start, m[first:last], alpha=beta1)
+    device, dtype = momentum_positions.device, momentum_positions.dtype
+    edges = torch.tensor([start, stop], dtype=dtype, device=device)
+    first, last = torch.searchsorted(momentum_positions, edges).tolist()
+    return x.index_add_(0, momentum_positions[first:last] - start, m[first:last], alpha=beta1)
 
 
 def resize_momenta(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
@@ -86,7 +87,7 @@ def resize_momenta(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
     old = bucket.state["exp_avg"]
     rows = zip(bucket.present(mean), mask.sizes, bucket.sizes["exp_avg"], strict=True)
     bucket.resize_state(
-        "exp_avg", [size if is_present else held for is_present, size, held in rows]
+        "exp_avg", [size if is_present else old_size for is_present, size, old_size in rows]
     )
     return old
 
@@ -126,7 +127,7 @@ class Factored(NamedTuple):
     dropped: Tensor | None
 
 
-class FactoredReducer(Protocol):
+class FactoredAverages(Protocol):
     """The reducer of one bucket, as a fused implementation of lines 4 and 5 uses it."""
 
     local_factor: float  # clips this rank's gradient

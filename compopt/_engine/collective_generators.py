@@ -15,10 +15,12 @@ from .._wire.collectives import Communicator, PendingCollective
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 
 Result = TypeVar("Result")
-Turns = Generator[PendingCollective, None, Result]
+CollectiveGenerator = Generator[PendingCollective, None, Result]
 
 
-def ask(comm: Communicator, request: AllGather | AllReduceMean | Broadcast) -> Turns[Tensor]:
+def ask(
+    comm: Communicator, request: AllGather | AllReduceMean | Broadcast
+) -> CollectiveGenerator[Tensor]:
     """Start one request, and return its answer."""
     pending = comm.start(request)
     yield pending
@@ -30,7 +32,7 @@ def ask(comm: Communicator, request: AllGather | AllReduceMean | Broadcast) -> T
 class Background(Generic[Result]):
     """A generator of collectives that runs while the caller does other work."""
 
-    def __init__(self, turns: Turns[Result]):
+    def __init__(self, turns: CollectiveGenerator[Result]):
         self._turns = turns
         self._waiting: PendingCollective | None = None
         self._results: list[Result] = []
@@ -46,7 +48,7 @@ class Background(Generic[Result]):
             except Exception as error:
                 self._error = error
 
-    def finish(self) -> Turns[Result]:
+    def finish(self) -> CollectiveGenerator[Result]:
         """Run to the end, and return the result; later calls return it again."""
         while not self._results:
             if self._error is not None:
@@ -68,7 +70,7 @@ class Background(Generic[Result]):
 
 def sum_over_groups(
     comms: Sequence[Communicator], numbers: Sequence[float], device: torch.device
-) -> Turns[list[float]]:
+) -> CollectiveGenerator[list[float]]:
     """Return the sums over the ranks of all communicators, which are dimensions of a mesh."""
     if not comms:
         return [*numbers]

@@ -1,0 +1,109 @@
+"""Inside FSDP2 a gradient that is not finite is always noticed: also where no rank sends the element that is not.
+
+The rule is that of test_finite.py: all ranks skip the step where the squared norm of any rank's gradient overflows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from conformance import OTHERS
+from fsdp_models import Net, cut, loss, make
+from ranks import run_ranks
+from table import CASES, FORMS
+from torch import Tensor, nn
+
+import compopt
+import compopt.tagc
+
+INSIDE = {case.name: case for case in CASES + FORMS + OTHERS if case.works_inside}
+BACKENDS = ("torch", "native")
+FILLS = {  # which elements of one rank's gradient are replaced, and by what
+    "the first is NaN": ((0, 0), math.nan),
+    "the last is NaN": ((-1, -1), math.nan),
+    "all are 1e18": ((slice(None), slice(None)), 1e18),  # each would do, their squared norm overflows
+}
+
+
+class FilledGradient(torch.autograd.Function):
+    """The identity, whose gradient has ``value`` at ``where``."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, where: tuple, value: float) -> Tensor:
+        ctx.fill = where, value
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        where, value = ctx.fill
+        grad = grad.clone()
+        grad[where] = value
+        return grad, None, None
+
+
+class FilledLinear(nn.Linear):
+    fill: tuple | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.fill is None else FilledGradient.apply(self.weight, *self.fill)
+        return nn.functional.linear(x, weight, self.bias)
+
+
+class FilledNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.down = FilledLinear(99, 64)
+
+
+def select_finite_top_k(select):
+    """A selection that never takes what is not finite, however a backend orders NaN."""
+    return lambda parts, ks, ops: select([part.nan_to_num(0.0, 0.0, 0.0) for part in parts], ks, ops)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, step, rank, torch.float32).backward()
+        optimizer.step()
+
+
+def copy_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
+    return [getattr(value, "_local_tensor", value).detach().clone() for value in [*model.parameters(), *states]]
+
+
+def skips(rank: int, name: str, fill: tuple) -> str:
+    """A step of which rank 1 has such a gradient, between others: "" if all is as it should be."""
+    model = cut(make(FilledNet, torch.float32))
+    optimizer = INSIDE[name].make(model.parameters())
+    if optimizer.backend != os.environ["COMPOPT_BACKEND"]:
+        return f"runs on {optimizer.backend}"
+    train(model, optimizer, range(4), rank)
+    phase, before = optimizer.stats.phase, copy_state(model, optimizer)
+    model.down.fill = fill if rank == 1 else None
+    train(model, optimizer, range(4, 5), rank)
+    model.down.fill = None
+    if optimizer.stats.phase != "skipped":
+        return f"was {optimizer.stats.phase}, not skipped"
+    if not all(map(torch.equal, before, copy_state(model, optimizer))):
+        return "changed parameters or state"
+    train(model, optimizer, range(5, 7), rank)
+    is_finite = all(bool(tensor.isfinite().all()) for tensor in copy_state(model, optimizer))
+    return "" if is_finite and optimizer.stats.phase == phase else f"does not go on: {optimizer.stats.phase}"
+
+
+def find_mistakes(rank: int, backend: str) -> dict[str, str]:
+    os.environ["COMPOPT_BACKEND"] = backend
+    answers = {f"{name}, {fill}": skips(rank, name, FILLS[fill]) for name in INSIDE for fill in FILLS}
+    compopt.tagc.select_top_k_of_each = select_finite_top_k(compopt.tagc.select_top_k_of_each)
+    for fill in FILLS:
+        answers[f"TagcAdamW without NaN among the largest, {fill}"] = skips(rank, "TagcAdamW", FILLS[fill])
+    return {what: mistake for what, mistake in answers.items() if mistake}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_that_is_not_finite_makes_all_ranks_skip(backend):
+    assert run_ranks(find_mistakes, 2, backend) == [{}, {}]
