@@ -3,7 +3,7 @@
     python bench/ladder.py tune --size 0.2M                        # learning rates, row by row
     python bench/ladder.py tune --size 0.2M --outer                # and the outer rate and momentum of local steps
     python bench/ladder.py run --size 0.4M --rows "DDP + AdamW" --lr 4e-3 --seed 1
-    python bench/ladder.py run --rows "DDP + AdamW" "LocalSteps(Muon) 30" --ranks 2 8
+    python bench/ladder.py tune --rows "DDP + AdamW" "LocalSteps(Muon) 30" --ranks 2 8
     python bench/ladder.py --show                                  # train nothing: tables, ladder*.csv, ladder.png
 
 The ranks, four or ``--ranks``, are of one process (_ladder_ranks.py) and train a GPT on Python source, 8 x 64 bytes a

@@ -241,6 +241,8 @@ def add_ladder(cli: argparse.ArgumentParser) -> None:
 
 def run_ladder(args: argparse.Namespace) -> None:
     products = args.products or choose_products("cpu")
+    for rate in args.rates:
+        bits_per_second(rate)
     for rate in () if args.show else args.rates:
         print(f"{time.strftime('%H:%M:%S')} {args.size}, {args.ranks} ranks, {rate}, {products}", flush=True)
         _ladder_links.measure(args.rows, args.size, args.ranks, rate, products, args.blocks, args.steps)
