@@ -150,6 +150,8 @@ def _show_rate(table: list[dict[str, Any]]) -> None:
         if line["seconds_to_adamw"] is None:
             lowest = min(point["val_loss"] for point in line["evals"])
             print(f"{line['row']} never reaches {level:.3f}: its lowest loss is {lowest:.3f}.")
+    if missing := [row for row in TIMED if row not in {line["row"] for line in table}]:
+        print(f"No finished run, or not timed: {', '.join(missing)}.")
 
 
 def save(table: list[dict[str, Any]], path: Path) -> None:
