@@ -25,33 +25,6 @@ Views = dict[str, nn.Parameter]
 Make = Callable[[Views, Any], torch.optim.Optimizer]  # from a replica's parameters and its communicator or group
 
 
-class Composite(torch.optim.Optimizer):
-    """Several optimizers over disjoint parameters as one: a list of groups, a state.
-
-    To be replaced by the list that LocalSteps and Separate are going to take.
-    """
-
-    def __init__(self, *optimizers: torch.optim.Optimizer):
-        self.optimizers = optimizers
-        super().__init__([group for o in optimizers for group in o.param_groups], {})
-        self._share()
-
-    def _share(self) -> None:
-        groups = iter(self.param_groups)
-        for optimizer in self.optimizers:
-            optimizer.state = self.state
-            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._share()
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-
 class Ranks:
     """The replicas of a model and their optimizers; ``bytes_sent`` by rank 0 so far."""
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import _rivals
 import torch
 from _ladder_model import StackedGPT
-from _ladder_ranks import Composite, Lockstep, OneReplica, Ranks, Threads, Views
+from _ladder_ranks import Lockstep, OneReplica, Ranks, Threads, Views
 
 import compopt
 
 ADAMW = dict(betas=(0.9, 0.95), weight_decay=0.1)  # of every row
-DENSE = 10  # steps, averaged whole at the start of PowerSGD and SparseLoCo; SeparateAdam's own default
+DENSE = 10  # steps, averaged whole at the start of PowerSGD, and of SeparateAdam by default
 MOMENTA, OUTER_LRS = (0.0, 0.3, 0.6, 0.9), (0.7, 1.0)
 
 
@@ -62,15 +62,7 @@ def adamw(run: Run, steps: int, views: Views, group: Any = None) -> torch.optim.
 
 def muon(run: Run, steps: int, views: Views, group: Any = None) -> torch.optim.Optimizer:
     """Muon on the matrices of the blocks; AdamW on embeddings, head and vectors."""
-    matrices = {name for name, p in views.items() if name.startswith("blocks.") and p.dim() == 2}
-    hidden = [views[name] for name in views if name in matrices]
-    others = [views[name] for name in views if name not in matrices]
-    return Composite(
-        torch.optim.Muon(
-            hidden, run.lr, momentum=0.95, nesterov=True, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-        ),
-        torch.optim.AdamW(others, run.lr, fused=True, **ADAMW),
-    )
+    return compopt.MuonAdamW([{"params": list(views.items()), "fused": True}], run.lr, **ADAMW)
 
 
 def separate_adam(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
@@ -82,13 +74,17 @@ def separate_muon(run: Run, steps: int, views: Views, group: Any) -> torch.optim
     return compopt.Separate(inner, projection="tracked", rank=16, payload_dtype="int8", process_group=group)
 
 
-def local(inner: Make, every: int) -> Make:
+@dataclass(frozen=True)
+class Local:
     """Local steps in int2, whose rounds grow over the whole run."""
 
-    def make(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
+    inner: Make
+    every: int
+
+    def __call__(self, run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
         return compopt.LocalSteps(
-            inner(run, steps, views, None),
-            every,
+            self.inner(run, steps, views),
+            self.every,
             payload_dtype="int2",
             outer_lr=run.outer_lr,
             outer_momentum=run.momentum,
@@ -96,33 +92,34 @@ def local(inner: Make, every: int) -> Make:
             process_group=group,
         )
 
-    return make
-
 
 def power_sgd(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
     return _rivals.PowerSGD([*views.values()], run.lr, rank=4, group=group, dense=DENSE, **ADAMW)
 
 
 def demo(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
-    return _rivals.DeMo([*views.values()], run.lr, k=8, group=group, weight_decay=ADAMW["weight_decay"])
+    options = dict(k=8, over_senders=True, weight_decay=ADAMW["weight_decay"])
+    return _rivals.DeMo([*views.values()], run.lr, group=group, **options)
 
 
 def sparse_loco(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
-    """Its last round ends with the run: the dense start is longer by what is left over."""
-    dense = DENSE + (steps - DENSE) % 15
-    return _rivals.SparseLoCo([*views.values()], run.lr, every=15, group=group, dense=dense, **ADAMW)
+    """Without a dense start, as in the paper: at 0.2 M ten dense steps would send five times what all rounds do. The
+    first round is shorter by what is left over, so that the last one ends with the run.
+    """
+    options = dict(every=15, first=steps % 15 or 15, over_senders=True)
+    return _rivals.SparseLoCo([*views.values()], run.lr, group=group, **options, **ADAMW)
 
 
 BASELINES = ("DDP + AdamW", "DDP + Muon")
 ROWS = {
     "DDP + AdamW": Row(adamw, OneReplica, 8e-3),
     "DDP + Muon": Row(muon, OneReplica, 8e-3),
-    "LocalSteps(Muon) 30": Row(local(muon, 30), Lockstep, 8e-3, 0.3),
-    "LocalSteps(Muon) 140": Row(local(muon, 140), Lockstep, 8e-3, 0.6),
+    "LocalSteps(Muon) 30": Row(Local(muon, 30), Lockstep, 8e-3, 0.3),
+    "LocalSteps(Muon) 140": Row(Local(muon, 140), Lockstep, 8e-3, 0.6),
     "Separate(Muon) 16": Row(separate_muon, Lockstep, 8e-3),
     "SeparateAdam": Row(separate_adam, Lockstep, 8e-3),
-    "LocalSteps(AdamW) 30": Row(local(adamw, 30), Lockstep, 8e-3, 0.6),
-    "LocalSteps(AdamW) 140": Row(local(adamw, 140), Lockstep, 4e-3, 0.6),
+    "LocalSteps(AdamW) 30": Row(Local(adamw, 30), Lockstep, 8e-3, 0.6),
+    "LocalSteps(AdamW) 140": Row(Local(adamw, 140), Lockstep, 4e-3, 0.6),
     "PowerSGD 4": Row(power_sgd, Threads, 8e-3),
     "DeMo 8": Row(demo, Threads, 1e-3),
     "SparseLoCo 15": Row(sparse_loco, Threads, 4e-3),

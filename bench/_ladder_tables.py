@@ -1,24 +1,27 @@
-"""The table and the plot of the ladder: every row at its best settings, size by size."""
+"""The tables and the plot of the ladder: every row at its best settings, size by size, for each number of ranks."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import statistics
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from _ladder_model import SIZES
-from _ladder_rows import BASELINES, ROWS
+from _ladder_rows import BASELINES, MOMENTA, OUTER_LRS, ROWS
 from _ladder_search import Lines, best_of, list_missing, loss_of
 
 NAMES = dict(zip(BASELINES, ("to_adamw", "to_muon"), strict=True))
 
 
 def tabulate(runs: Lines, **others: Any) -> list[dict[str, Any]]:
-    """A line for each size and row that has finished runs, in the order of sizes and rows.
+    """A line for each size and row that has finished runs on so many ranks, in the order of sizes and rows.
 
     Settings are the best of seed 0. A loss is the mean over the seeds that have run with these, a ratio the mean of
-    the ratios to the baseline's run of the same seed, where there is one.
+    the ratios to the baseline's run of the same seed on as many ranks, where there is one. Ranges are from the lowest
+    to the highest seed.
     """
     table = []
     for size in SIZES:
@@ -41,11 +44,12 @@ def _line(runs: Lines, size: str, row: str, seeds: dict, firsts: dict, others: d
     losses, first = {seed: loss_of(line) for seed, line in seeds.items()}, seeds[0]
     tuned = {name: first[name] for name in ("lr", "outer_lr", "momentum")}
     start = ROWS[row].start(size, **others)
-    ratios = {}
+    ratios: dict[str, float | None] = {}
     for baseline, name in NAMES.items():
         common = sorted(losses.keys() & firsts[baseline].keys())
         values = [losses[seed] / loss_of(firsts[baseline][seed]) for seed in common]
         ratios[name] = round(statistics.mean(values), 4) if values else None
+        ratios[f"{name}_range"] = _range(values)
     return {
         "size": size,
         "row": row,
@@ -60,60 +64,132 @@ def _line(runs: Lines, size: str, row: str, seeds: dict, firsts: dict, others: d
         "tried": sum(run._replace(**{name: getattr(start, name) for name in tuned}) == start for run in runs),
         "lr_at_an_edge": any(run.lr != first["lr"] for run in list_missing(runs, start, False)),
         "seeds": len(losses),
-        "range": round(max(losses.values()) - min(losses.values()), 4) if len(losses) > 1 else None,
+        "range": _range(losses.values()),
         "seconds": first["seconds"],
         "products": first["products"],
     }
 
 
-def show(table: list[dict[str, Any]], path: Path) -> None:
-    """Print the table and write it as CSV."""
+def _range(values: Collection[float]) -> float | None:
+    return round(max(values) - min(values), 4) if len(values) > 1 else None
+
+
+def tabulate_outer(runs: Lines, **others: Any) -> list[dict[str, Any]]:
+    """A line for each outer setting of each row that has been tried on the seed, at the best of its learning rates."""
+    table = []
+    for size, (row, made) in itertools.product(SIZES, ROWS.items()):
+        start = made.start(size, **others)
+        if made.momentum is None or (best := best_of(runs, start)) is None:
+            continue
+        for momentum, outer_lr in itertools.product(MOMENTA, OUTER_LRS):
+            like = start._replace(momentum=momentum, outer_lr=outer_lr)
+            rates = [run for run in runs if run._replace(lr=like.lr) == like]
+            if not rates:
+                continue
+            run = min(rates, key=lambda run: loss_of(runs[run]))
+            table.append(
+                {
+                    "size": size,
+                    "row": row,
+                    "ranks": run.ranks,
+                    "momentum": momentum,
+                    "outer_lr": outer_lr,
+                    "lr": run.lr,
+                    "rates": len(rates),
+                    "loss": runs[run]["val_loss"],
+                    "to_best": round(loss_of(runs[run]) / loss_of(runs[best]), 4),
+                }
+            )
+    return table
+
+
+def save(table: list[dict[str, Any]], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, table[0].keys())
         writer.writeheader()
         writer.writerows(table)
-    for size in dict.fromkeys(line["size"] for line in table):
-        lines = [line for line in table if line["size"] == size]
+
+
+def show(table: list[dict[str, Any]]) -> None:
+    """Print a table for each size and number of ranks."""
+    for size, ranks in dict.fromkeys((line["size"], line["ranks"]) for line in table):
+        lines = [line for line in table if (line["size"], line["ranks"]) == (size, ranks)]
         about = "{parameters:,} parameters, {tokens_per_parameter:g} tokens per parameter, {ranks} ranks, {steps} steps"
         print(f"\n{size}: {about.format(**lines[0])}, products in {lines[0]['products']}")
-        heads = ("loss", "to AdamW", "to Muon", "bytes", "lr", "outer lr", "momentum", "runs", "seeds", "range")
-        print(f"{'':<24}" + "".join(f"{head:>10}" for head in heads))
+        heads = ("loss", "range", "to AdamW", "range", "to Muon", "range", "bytes", "lr", "outer lr", "momentum")
+        _print_row("", [*heads, "runs", "seeds"])
         for line in lines:
-            cells = [line["loss"], line["to_adamw"], line["to_muon"], f"{line['bytes_percent']:.2f}%"]
-            lr = f"{line['lr']:g}" + "*" * line["lr_at_an_edge"]
-            cells += [lr, line["outer_lr"], line["momentum"], line["tried"], line["seeds"], line["range"]]
-            print(f"{line['row']:<24}" + "".join(f"{'-' if cell is None else cell:>10}" for cell in cells))
+            cells = [line[name] for name in ("loss", "range", *_with_ranges())]
+            cells += [f"{line['bytes_percent']:.2f}%", f"{line['lr']:g}" + "*" * line["lr_at_an_edge"]]
+            _print_row(line["row"], [*cells, line["outer_lr"], line["momentum"], line["tried"], line["seeds"]])
     print("\n*: a rate beside this one has not run: it is not tuned")
 
 
+def _with_ranges() -> list[str]:
+    return [column for name in NAMES.values() for column in (name, f"{name}_range")]
+
+
+def _print_row(name: str, cells: list[Any]) -> None:
+    print(f"{name:<24}" + "".join(f"{'-' if cell is None else cell:>10}" for cell in cells))
+
+
+def show_outer(table: list[dict[str, Any]]) -> None:
+    """Print what outer settings ended at, each at the best of the learning rates it was tried with."""
+    print("\nOuter settings, one seed; rates: learning rates tried with these")
+    heads = ("size", "ranks", "momentum", "outer lr", "loss", "x best", "lr", "rates")
+    _print_row("", [*heads])
+    for line in table:
+        names = ("size", "ranks", "momentum", "outer_lr", "loss", "to_best", "lr", "rates")
+        _print_row(line["row"], [line[name] for name in names])
+
+
 def draw(table: list[dict[str, Any]], path: Path) -> None:
-    """Loss over DDP + AdamW's and over DDP + Muon's, by size: a line a method."""
+    """Loss over DDP + AdamW's and over DDP + Muon's, by size: a line a method, a row of panels a number of ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
-    for axis, (baseline, name) in zip(panels, NAMES.items(), strict=True):
-        for number, row in enumerate(ROWS):
-            points = [line for line in table if line["row"] == row and line[name]]
-            if row == baseline or not points:
-                continue
-            share = statistics.mean(line["bytes_percent"] for line in points)
-            axis.plot(
+    counts = sorted({line["ranks"] for line in table})
+    figure, panels = plt.subplots(
+        len(counts), 2, figsize=(12, 4.8 * len(counts)), squeeze=False, sharex=True, layout="constrained"
+    )
+    labels: dict[str, Any] = {}
+    ticks = sorted({line["parameters"] / 1e6 for line in table})
+    for ranks, pair in zip(counts, panels, strict=True):
+        lines = [line for line in table if line["ranks"] == ranks]
+        for axis, (baseline, name) in zip(pair, NAMES.items(), strict=True):
+            labels |= _draw_panel(axis, lines, baseline, name)
+            axis.set(xlabel="million parameters", ylabel=f"validation loss / {baseline}'s", title=f"{ranks} ranks")
+            axis.set_xscale("log")
+            axis.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks])
+            axis.minorticks_off()
+    texts = [f"{row}, {_share_of([line for line in table if line['row'] == row])} % of the bytes" for row in labels]
+    figure.legend(labels.values(), texts, loc="outside right upper", frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _share_of(lines: list[dict[str, Any]]) -> str:
+    shares = [line["bytes_percent"] for line in lines]
+    return " to ".join(dict.fromkeys(f"{share:.2g}" for share in (min(shares), max(shares))))
+
+
+def _draw_panel(axis: Any, lines: list[dict[str, Any]], baseline: str, name: str) -> dict[str, Any]:
+    """Draw the methods over one baseline. Returns a line of the plot for each."""
+    import matplotlib.pyplot as plt
+
+    labels = {}
+    for number, row in enumerate(ROWS):
+        points = [line for line in lines if line["row"] == row and line[name]]
+        if row != baseline and points:
+            (labels[row],) = axis.plot(
                 [line["parameters"] / 1e6 for line in points],
                 [line[name] for line in points],
                 marker="o",
-                label=f"{row}, {share:.3g} % of the bytes" if axis is panels[0] or row == BASELINES[0] else None,
                 color=plt.get_cmap("tab20")(2 * number % 19),
             )
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set(xlabel="million parameters", ylabel=f"validation loss / {baseline}'s", xscale="log")
-        ticks = sorted({line["parameters"] / 1e6 for line in table})
-        axis.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks])
-        axis.minorticks_off()
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    return labels

@@ -3,6 +3,20 @@
 DeMo and SparseLoCo gather what the ranks have chosen, so a rank's link carries (N - 1) times what it hands over, where
 a ring all-reduce carries 2 (N - 1) / N times. ``stats.bytes_sent`` is stated as an all-reduce's: N / 2 bytes for each
 that is handed over.
+
+Where these differ from the authors' code (bloc97/DeMo, epfml/powersgd, SparseLoCo in tplr):
+
+- Vectors, and matrices of fewer than 4096 elements, are averaged dense, as in compopt. The code of DeMo and SparseLoCo
+  compresses vectors too, in pieces of at most 64. In a small model dense vectors are a good part of the bytes.
+- What some ranks have sent of a component is divided by the number of all ranks, as in SparseLoCo's paper. The code of
+  both divides it by the number of ranks that sent it: ``over_senders=True``.
+- DeMo: the momentum sums gradients, in the code gradients times the learning rate, which differs while the rate
+  changes. ``k`` is for 64 x 64 elements, so that smaller blocks send fewer; in the code it is for any block. A
+  component counts as 48 bits; the code sends a position of 64.
+- SparseLoCo: chunks are 4096 elements in a row, in the code 64 x 64. The two bits are a sign and one of two sizes for
+  each chunk; in the code one of four levels for each tensor. The sizes are not counted: a bit on 14 with ``k=64``.
+- PowerSGD is as torch's hook, with AdamW for the paper's SGD with momentum. The paper sends both factors in a step, as
+  this does; the authors' later package sends one of them, in turn: half of the bytes.
 """
 
 from __future__ import annotations
@@ -83,6 +97,14 @@ class Rival(torch.optim.Optimizer):
         """Return what all ranks have handed over, rank by rank."""
         return list(zip(*(self.group.gather(part) for part in parts), strict=True))
 
+    def mean_of_chosen(self, like: Tensor, where: Tensor, values: Tensor) -> Tensor:
+        """The mean of what ranks have chosen in each row: over all ranks, or ``over_senders`` of the element."""
+        total, senders = torch.zeros_like(like), torch.zeros_like(like)
+        for place, value in self.gather(where.to(torch.int32), values):
+            total.scatter_add_(1, place.long(), value)
+            senders.scatter_add_(1, place.long(), torch.ones_like(value))
+        return total / (senders.clamp(min=1) if self.defaults["over_senders"] else self.ranks)
+
     def mean(self, x: Tensor) -> Tensor:
         """The dense mean over ranks."""
         self.stats.bytes_sent += 4 * x.numel()
@@ -102,8 +124,11 @@ class DeMo(Rival):
 
     BLOCK = 64
 
-    def __init__(self, params: list, lr: float, k: int = 32, decay: float = 0.999, **options: Any):
-        super().__init__(params, **{"lr": lr, "k": k, "decay": decay, "weight_decay": 0.0} | options)
+    def __init__(
+        self, params: list, lr: float, k: int = 32, decay: float = 0.999, over_senders: bool = False, **options: Any
+    ):
+        defaults = {"lr": lr, "k": k, "decay": decay, "over_senders": over_senders, "weight_decay": 0.0}
+        super().__init__(params, **defaults | options)
 
     def sides(self, shape: torch.Size) -> tuple[int, int]:
         """Of a matrix's blocks: the largest that divide its own and are at most 64."""
@@ -144,10 +169,7 @@ class DeMo(Rival):
         self.count(values.numel(), 16 + 32)
         mine = torch.zeros_like(components).scatter_(1, where, values)
         m.sub_(self.decode(mine, m.shape))
-        total = torch.zeros_like(components)
-        for place, value in self.gather(where.to(torch.int32), values):
-            total.scatter_add_(1, place.long(), value)
-        return self.decode(total / self.ranks, m.shape)
+        return self.decode(self.mean_of_chosen(components, where, values), m.shape)
 
     def decode(self, components: Tensor, shape: torch.Size) -> Tensor:
         rows, columns = (dct_basis(side, components.dtype, components.device) for side in self.sides(shape))
@@ -221,8 +243,8 @@ class PowerSGD(AroundAdamW):
 class SparseLoCo(AroundAdamW):
     """Local AdamW steps, then the largest of what was moved in 2 bits, with error feedback (2508.15706, Algorithm 1).
 
-    Chunks of 4096, ``k`` of each: a 12-bit position, a sign and one of two sizes. Over all ranks, as in the paper. The
-    first ``dense`` steps average gradients, so that it starts as the rows beside it do.
+    Chunks of 4096, ``k`` of each: a 12-bit position, a sign and one of two sizes. The first ``dense`` steps average
+    gradients, which the paper's do not; ``first`` are the steps of the round after them, by default ``every``.
     """
 
     CHUNK = 4096
@@ -235,11 +257,15 @@ class SparseLoCo(AroundAdamW):
         k: int = 64,
         group: Processes | None = None,
         dense: int = 0,
+        first: int | None = None,
         ef: float = 0.95,
         outer_lr: float = 1.0,
+        over_senders: bool = False,
         **adamw: Any,
     ):
-        super().__init__(params, lr, group, dense, adamw, every=every, k=k, ef=ef, outer_lr=outer_lr)
+        options = dict(every=every, k=k, ef=ef, outer_lr=outer_lr, over_senders=over_senders)
+        super().__init__(params, lr, group, dense, adamw, **options)
+        self.first = every if first is None else first
         self.anchor = [p.detach().clone() for p in self.params]
 
     def step_inner(self, start: bool) -> None:
@@ -247,7 +273,7 @@ class SparseLoCo(AroundAdamW):
         if start:
             for a, p in zip(self.anchor, self.params, strict=True):
                 a.copy_(p)
-        elif (self.steps - self.dense) % self.defaults["every"] == 0:
+        elif (self.steps - self.dense - self.first) % self.defaults["every"] == 0:
             for a, p in zip(self.anchor, self.params, strict=True):
                 self.exchange(a, p)
 
@@ -276,10 +302,7 @@ class SparseLoCo(AroundAdamW):
         self.count(values.numel(), 12 + 2)
         sent = torch.zeros_like(chunks).scatter_(1, where, values)
         e.sub_(sent.flatten()[: e.numel()].view_as(e))
-        total = torch.zeros_like(chunks)
-        for place, value in self.gather(where.to(torch.int32), values):
-            total.scatter_add_(1, place.long(), value)
-        return total.flatten()[: e.numel()].view_as(e) / self.ranks
+        return self.mean_of_chosen(chunks, where, values).flatten()[: e.numel()].view_as(e)
 
     @staticmethod
     def in_two_bits(x: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
     python bench/ladder.py tune --size 0.2M                        # learning rates, row by row
     python bench/ladder.py tune --size 0.2M --outer                # and the outer rate and momentum of local steps
     python bench/ladder.py run --size 0.4M --rows "DDP + AdamW" --lr 4e-3 --seed 1
-    python bench/ladder.py --show                                  # train nothing: table, ladder.csv, ladder.png
+    python bench/ladder.py tune --rows "DDP + AdamW" "LocalSteps(Muon) 30" --ranks 2 8
+    python bench/ladder.py --show                                  # train nothing: tables, ladder*.csv, ladder.png
 
-Four ranks of one process (_ladder_ranks.py) train a GPT on Python source, 8 x 64 bytes a rank and step. Finished runs
-are lines of results/ladder.jsonl. An unfinished one goes on from its checkpoint in runs/ladder. Processes side by side
-share the work: a run belongs to the one that holds its lock. Sizes of 35M and 124M are for ``--device cuda``, with a
-text of some gigabytes (``--data``); no run on a GPU has been made yet.
+The ranks, four or ``--ranks``, are of one process (_ladder_ranks.py) and train a GPT on Python source, 8 x 64 bytes a
+rank and step. Finished runs are lines of results/ladder.jsonl. An unfinished one goes on from its checkpoint in
+runs/ladder. Processes side by side share the work: a run belongs to the one that holds its lock. Sizes of 35M and 124M
+are for ``--device cuda``, with a text of some gigabytes (``--data``); no run on a GPU has been made yet. Ratios are to
+DDP of the same size on as many ranks: those have the same steps.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from _ladder_model import SIZES
 from _ladder_rows import ROWS
 from _ladder_runs import KEPT, claimed, kept, train
 from _ladder_search import best_of, list_missing, start_of
-from _ladder_tables import draw, show, tabulate
+from _ladder_tables import draw, save, show, show_outer, tabulate, tabulate_outer
 
 
 def tune(args: argparse.Namespace, others: dict[str, Any], until: float) -> None:
@@ -76,7 +78,7 @@ def parse() -> argparse.Namespace:
     cli.add_argument("--outer-lr", type=float)
     cli.add_argument("--momentum", type=float, help="of the outer optimizer")
     cli.add_argument("--seed", type=int, default=0)
-    cli.add_argument("--ranks", type=int, default=4)
+    cli.add_argument("--ranks", type=int, nargs="+", help="default: 4; to show, all that there are")
     cli.add_argument("--tokens", type=float, default=20, help="per parameter")
     cli.add_argument("--products", choices=["bfloat16", "float32"], default=None, help="default: what is faster here")
     cli.add_argument("--device", default="cpu")
@@ -86,18 +88,34 @@ def parse() -> argparse.Namespace:
     return cli.parse_args()
 
 
+def show_all(counts: list[int] | None, others: dict[str, Any]) -> None:
+    """Show and save the tables and the plot of these numbers of ranks, by default of all."""
+    runs = kept()
+    counts = counts or sorted({run.ranks for run in runs})
+    table = [line for ranks in counts for line in tabulate(runs, ranks=ranks, **others)]
+    outer = [line for ranks in counts for line in tabulate_outer(runs, ranks=ranks, **others)]
+    if not table:
+        print("no run of this kind has finished")
+        return
+    show(table)
+    save(table, KEPT.with_suffix(".csv"))
+    draw(table, KEPT.with_suffix(".png"))
+    if outer:
+        show_outer(outer)
+        save(outer, KEPT.with_name("ladder-outer.csv"))
+
+
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
     products = args.products or choose_products(args.device)
-    others = {"seed": args.seed, "ranks": args.ranks, "tokens": args.tokens, "products": products}
-    if args.what and not args.show:
-        {"tune": tune, "run": run_all}[args.what](args, others, time.time() + 60 * args.minutes)
-    elif table := tabulate(kept(), **others | {"seed": 0}):
-        show(table, KEPT.with_suffix(".csv"))
-        draw(table, KEPT.with_suffix(".png"))
-    else:
-        print("no run of this kind has finished")
+    others = {"seed": args.seed, "tokens": args.tokens, "products": products}
+    if args.show or not args.what:
+        show_all(args.ranks, others | {"seed": 0})
+        return
+    until = time.time() + 60 * args.minutes
+    for ranks in args.ranks or [4]:
+        {"tune": tune, "run": run_all}[args.what](args, others | {"ranks": ranks}, until)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,29 @@
 
     .venv/bin/python bench/readme.py
 
-Trains nothing and times nothing. Losses and bytes come from results/quality.jsonl, step times from
-results/time_to_loss.jsonl (see bench/quality.py, bench/frontier.py and bench/time_to_loss.py). The left panel composes
-seconds from measured step times. The right panel divides each loss by that of DDP + AdamW after the same steps on as
-many ranks, because its points come from two settings.
+Trains nothing and times nothing. The runs are those of the ladder (bench/ladder.py), at the largest size at which all
+of LADDER have run on four ranks and are timed (`bench/time_to_loss.py ladder`): both panels then are of one setting.
+
+Until there is such a size losses and bytes come from results/quality.jsonl, step times from results/time_to_loss.jsonl
+(see bench/quality.py, bench/frontier.py and bench/time_to_loss.py). The right panel then divides each loss by that of
+DDP + AdamW after the same steps on as many ranks, because its points come from two settings. The left panel composes
+seconds from measured step times.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import _ladder_clock
+import _ladder_runs
+import _ladder_tables
 import frontier
 import matplotlib.pyplot as plt
 import quality
 from _clock import RATE, put_on
+from _ladder_model import SIZES
 
 PICTURE = quality.RESULTS / "readme.png"
 DENSE, POWERSGD = "DDP + AdamW", "PowerSGD rank 4, torch's hook"
@@ -53,6 +61,49 @@ FOUR_RANKS = [
 ]
 
 
+LADDER = {  # row: offset of its label in the right panel
+    "DDP + AdamW": (-75, 6),
+    "DDP + Muon": (-62, 6),
+    "PowerSGD 4": (7, 2),
+    "SeparateAdam": (7, -10),
+    "LocalSteps(Muon) 30": (-40, 9),
+}
+BESIDE = {"LocalSteps(Muon) 140": (-8, -15)}  # in the right panel, once it has run
+
+
+def load_ladder() -> list[dict[str, Any]]:
+    """The rows of the ladder at the largest size at which all of LADDER are timed; none if there is no such size."""
+    runs, timings = _ladder_runs.kept(), _ladder_clock.kept()
+    for size, products in product(reversed(SIZES), ("bfloat16", "float32")):
+        others = {"ranks": 4, "tokens": 20, "products": products}
+        seconds = _ladder_clock.tabulate(runs, timings, size, **others)
+        lines = {line["row"]: line for line in seconds if line["rate"] == RATE}
+        if LADDER.keys() <= lines.keys():
+            table = [line for line in _ladder_tables.tabulate(runs, **others) if line["size"] == size]
+            return [line | {"evals": lines[line["row"]]["evals"]} for line in table if line["row"] in lines]
+    return []
+
+
+def draw_ladder(left: Any, right: Any, lines: list[dict[str, Any]]) -> None:
+    """Draw loss over seconds, and the last loss, the mean over seeds, over the bytes of the run."""
+    first = lines[0]
+    for line in lines:
+        row, color = line["row"], _ladder_clock.color_of(line["row"])
+        if row in LADDER:
+            points = [[point[key] for point in line["evals"]] for key in ("seconds", "val_loss")]
+            left.plot(*points, color=color, label=row, linewidth=2)
+            left.plot(points[0][-1], points[1][-1], "o", color=color)
+        if offset := (LADDER | BESIDE).get(row):
+            at = (line["bytes_percent"], line["to_adamw"])
+            right.plot(*at, "o", color=color)
+            right.annotate(row, at, offset, textcoords="offset points", fontsize=9, color=color)
+    about = "{ranks} ranks, {:.2g} M parameters, {tokens_per_parameter:g} tokens per parameter"
+    left.set(title=about.format(first["parameters"] / 1e6, **first), xlim=(0, None))
+    left.set(ylim=(None, first["evals"][1]["val_loss"]))  # all fall alike before
+    right.axhline(1, color="0.25", linestyle=":", linewidth=1)
+    right.margins(x=0.2, y=0.15)
+
+
 def draw_curves(axes: Any, rows: dict[str, dict]) -> None:
     """Draw loss over seconds of the runs on two ranks."""
     for run, method in CURVES.items():
@@ -63,12 +114,9 @@ def draw_curves(axes: Any, rows: dict[str, dict]) -> None:
     parameters, steps = rows["AdamW (DDP)"]["parameters"] / 1e6, rows["AdamW (DDP)"]["steps"]
     axes.set(
         title=f"{steps} steps on 2 ranks, {parameters:.2f} M parameters",
-        xlabel="seconds over a link of 100 Mbit/s",
-        ylabel="validation loss",
         xlim=(0, None),
         ylim=(1.68, 2.5),
     )
-    axes.legend(frameon=False, fontsize=9)
 
 
 def draw_points(axes: Any, rows: dict[str, dict], points: list[Point], marker: str, label: str) -> None:
@@ -97,26 +145,35 @@ def load_four_ranks() -> dict[str, dict]:
     return {row["run"]: row | {"share_of_run": row["share"]} for row in frontier.rows(4, 2000, 128)}
 
 
-def draw(path: Path = PICTURE) -> None:
-    plt.switch_backend("Agg")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+def draw_two_settings(left: Any, right: Any) -> None:
+    """Draw runs of 800 steps on two ranks, and of 2,000 steps on four beside them."""
     two, four = load_two_ranks(), load_four_ranks()
     draw_curves(left, two)
     right.axhline(1, color=COLORS[DENSE], linestyle=":", linewidth=1)
     right.annotate(DENSE, (1, 1), (-4, -12), ("axes fraction", "data"), "offset points", ha="right", fontsize=9)
     draw_points(right, two, TWO_RANKS, "o", "800 steps, 2 ranks")
     draw_points(right, four, FOUR_RANKS, "s", "2,000 steps, 4 ranks")
+    right.set(xlim=(0.2, 130), ylim=(0.98, 1.15))
+    right.legend(frameon=False, fontsize=9, loc="upper right")
+
+
+def draw(path: Path = PICTURE) -> None:
+    plt.switch_backend("Agg")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     right.set(
         title="The end of each run",
         xscale="log",
-        xlim=(0.2, 130),
-        ylim=(0.98, 1.15),
         xlabel="bytes of the whole run, % of DDP's in float32",
         ylabel="loss, in times DDP + AdamW's",
     )
+    if lines := load_ladder():
+        draw_ladder(left, right, lines)
+    else:
+        draw_two_settings(left, right)
+    left.set(xlabel="seconds over a link of 100 Mbit/s", ylabel="validation loss")
+    left.legend(frameon=False, fontsize=9)
     right.set_xticks([0.3, 1, 3, 10, 30, 100], ["0.3", "1", "3", "10", "30", "100"])
     right.minorticks_off()
-    right.legend(frameon=False, fontsize=9, loc="upper right")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)

@@ -1,17 +1,27 @@
-"""Loss against seconds, and against bytes, of training on real text over slow links: all methods beside DDP + AdamW.
+"""Loss against seconds of training on real text over slow links: measured step times x measured losses.
 
-    sudo .venv/bin/python bench/time_to_loss.py                # time all methods at 100 Mbit/s: 6 minutes
-    sudo .venv/bin/python bench/time_to_loss.py --rate 1gbit --methods "AdamW (DDP)" "PowerSGD rank 4"
-    sudo .venv/bin/python bench/time_to_loss.py --validate "AdamW (DDP)" "ScapeAdamS 0.01"    # a minute
-    .venv/bin/python bench/time_to_loss.py --show              # no network: what is kept
+    python bench/time_to_loss.py ladder                        # the ladder's rows, 4 ranks, three rates: ten minutes
+    python bench/time_to_loss.py ladder --size 0.9M --rates 100mbit 1gbit --rows "DDP + AdamW" "LocalSteps(Muon) 30"
+    python bench/time_to_loss.py ladder --show                 # no network: what is kept
 
-Measured step times x measured losses, NOT one wall clock. The losses are those of 800-step runs of
-examples/train_gpt.py (`bench/quality.py time_to_loss` trains what is missing). The step times are those of the same
-model, batch and optimizer over links of the rate, of each phase apart (dense steps at the start, compressed ones after,
-Radius's resampling), all methods in one set of processes and in turns, medians. Seconds at step s are the sum of the
-step times of the phases up to s: training steps only, no evaluation, no start-up. --validate trains for real at the
-rate and says how far the composed seconds are from the clock on the wall.
+    python bench/time_to_loss.py                               # methods of quality.py, 2 ranks, 100 Mbit/s: 6 minutes
+    python bench/time_to_loss.py --rate 1gbit --methods "AdamW (DDP)" "PowerSGD rank 4"
+    python bench/time_to_loss.py --validate "AdamW (DDP)" "ScapeAdamS 0.01"    # a minute
+    python bench/time_to_loss.py --show
 
+NOT one wall clock. Seconds at step s are the sum of the measured times of the steps up to s, by what each step does:
+dense steps at the start, compressed ones after, local steps with and without an exchange. Training steps only, no
+evaluation, no start-up. All methods of a rate are timed in one set of processes, in turns. Shaped links need root.
+
+With ``ladder`` losses are those of results/ladder.jsonl, each row at its best settings on seed 0, and rounds of local
+steps grow as they did there. Local steps are timed in whole rounds, by means over all ranks. "Compute" is a step of the
+same optimizer without communication, while all ranks take one: where ranks share a core, as four do on two cores, it
+takes longer than on machines of their own, and the network's part is smaller. "Network" is the rest of the step:
+sending, waiting, compressing. Losses of local steps within the run are those of one replica. Step times are kept in
+results/time_to_loss-ladder.jsonl, the table and the plot in results/time_to_loss-SIZE.csv and .png.
+
+Without it losses are those of 800-step runs of examples/train_gpt.py (`bench/quality.py time_to_loss` trains what is
+missing). --validate trains for real at the rate and says how far the composed seconds are from the clock on the wall.
 What a token bucket lets through ahead of the rate is 32 KiB here, and 72 in bench/links.py: most compressed payloads of
 this small model would cross in no time. Step times are kept in results/time_to_loss.jsonl, the table and the plot in
 results/time_to_loss-RATE.csv and .png, validations in results/time_to_loss-validation.csv.
@@ -27,16 +37,23 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import _clock
+import _ladder_clock
+import _ladder_links
+import _ladder_runs
 import quality
 import torch
 import torch.distributed as dist
 from _clock import RATE, put_on, reached
+from _ladder_clock import TIMED
+from _ladder_model import SIZES
 from _net import Links, bits_per_second
 from _runs import TABLES, WEIGHT_DECAY, parts
 from _turns import Runner, over_links, take_turns, warn_if_busy
+from ladder import choose_products
 from quality import RESULTS, ROOT
 from torch.nn.parallel import DistributedDataParallel
 
@@ -210,6 +227,36 @@ def show(rows: list[dict], rate: str) -> None:
         writer.writerows(kept)
 
 
+def add_ladder(cli: argparse.ArgumentParser) -> None:
+    cli.add_argument("--size", choices=SIZES, default="0.2M")
+    cli.add_argument("--rates", nargs="+", default=["10mbit", "100mbit", "1gbit"], help="as tc writes them")
+    cli.add_argument("--rows", nargs="+", choices=TIMED, default=TIMED, metavar="ROW", help=", ".join(TIMED))
+    cli.add_argument("--ranks", type=int, default=4)
+    cli.add_argument("--blocks", type=int, default=3, help="of timed steps, for each row")
+    cli.add_argument("--steps", type=int, default=14, help="timed steps of a block; a round has one more")
+    cli.add_argument("--tokens", type=float, default=20, help="per parameter, of the runs whose losses are taken")
+    cli.add_argument("--products", choices=["bfloat16", "float32"], help="default: what is faster here")
+    cli.add_argument("--show", action="store_true", help="time nothing")
+
+
+def run_ladder(args: argparse.Namespace) -> None:
+    products = args.products or choose_products("cpu")
+    for rate in args.rates:
+        bits_per_second(rate)
+    for rate in () if args.show else args.rates:
+        print(f"{time.strftime('%H:%M:%S')} {args.size}, {args.ranks} ranks, {rate}, {products}", flush=True)
+        _ladder_links.measure(args.rows, args.size, args.ranks, rate, products, args.blocks, args.steps)
+    others = {"ranks": args.ranks, "tokens": args.tokens, "products": products}
+    lines = _ladder_clock.tabulate(_ladder_runs.kept(), _ladder_clock.kept(), args.size, **others)
+    if not lines:
+        raise SystemExit(
+            f"No rate has DDP + AdamW of {args.size} timed, or no such run has finished (bench/ladder.py)."
+        )
+    _ladder_clock.show(lines)
+    _ladder_clock.save(lines, RESULTS / f"time_to_loss-{args.size}.csv")
+    _ladder_clock.draw(lines, RESULTS / f"time_to_loss-{args.size}.png")
+
+
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--rate", default=RATE, help="as tc writes it, or 'unshaped' ('loopback' to show)")
@@ -233,7 +280,13 @@ def main() -> None:
         help="train these for real, time nothing else",
     )
     cli.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
+    add_ladder(
+        cli.add_subparsers(dest="runs", metavar="ladder").add_parser("ladder", help="the rows of bench/ladder.py")
+    )
     args = cli.parse_args()
+    if args.runs == "ladder":
+        run_ladder(args)
+        return
     if args.worker:
         work(args.worker, args.rounds, args.steps)
         return

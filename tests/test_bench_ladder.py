@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import sys
@@ -21,8 +22,8 @@ from _ladder_ranks import ThreadGroup
 from _ladder_rows import BASELINES, ROWS, Run
 from _ladder_runs import Training, claimed, count_steps, keep, kept, scheduled
 from _ladder_search import best_of, list_missing, start_of
-from _ladder_tables import tabulate
-from _rivals import DeMo, PowerSGD
+from _ladder_tables import tabulate, tabulate_outer
+from _rivals import DeMo, PowerSGD, SparseLoCo
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon, of torch 2.9")
@@ -285,6 +286,46 @@ def test_demo_that_sends_all_components_takes_the_sign_of_the_mean(shape):
         torch.testing.assert_close(p.detach(), expected)
 
 
+@pytest.mark.parametrize("over_senders", [False, True])
+def test_what_one_rank_sends_counts_whole_or_by_its_share(over_senders):
+    """Each rank has 64 elements of its own. AdamW moves them all by the rate, which two bits hold exactly."""
+    gradients = [[torch.zeros(64, 64, dtype=torch.float64) for _ in range(2)]]
+    for rank, g in enumerate(gradients[0]):
+        g[rank] = 1.0
+    expected = torch.zeros(64, 64).double()
+    expected[:2] = -1e-2 if over_senders else -5e-3
+    options = dict(every=1, k=64, over_senders=over_senders, weight_decay=0.0)
+    for p in exchange_in_threads(lambda params, group: SparseLoCo(params, 1e-2, group=group, **options), gradients):
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-6, atol=1e-12)
+
+
+def test_demo_divides_a_component_by_those_who_sent_it():
+    """Both ranks send component (0, 0), a constant 1. Rank 1 alone sends (0, 1), which halved would turn no signs."""
+    n = torch.arange(64).double()
+    cosine = torch.cos(torch.pi * (n + 0.5) / 64).expand(64, 64) * 2**0.5
+    gradients = [[1 + 0.01 * cosine.T, 1 + 1.2 * cosine]]
+    signs = {}
+    for over_senders in (False, True):
+        options = dict(k=2, over_senders=over_senders)
+        p, _ = exchange_in_threads(lambda params, group, o=options: DeMo(params, 1.0, group=group, **o), gradients)
+        signs[over_senders] = -p.detach()
+    assert torch.equal(signs[False], (1 + 0.6 * cosine).sign())
+    assert torch.equal(signs[True], (1 + 1.2 * cosine).sign())
+    assert not torch.equal(signs[False], signs[True])
+
+
+def test_the_last_round_of_sparseloco_ends_with_the_run_and_no_step_is_dense(text):
+    training, sent = a_training("SparseLoCo 15", text), []
+    training.steps = 40
+    training.ranks = ROWS["SparseLoCo 15"].build(training.run, 40, training.model)
+    while not training.is_over:
+        before = training.ranks.bytes_sent
+        training.advance()
+        sent.append(training.ranks.bytes_sent - before)
+    assert [n + 1 for n, count in enumerate(sent) if count] == [10, 25, 40]
+    assert max(sent) < PARAMETERS * 4 / 10
+
+
 # The search, and processes side by side
 
 
@@ -361,9 +402,34 @@ def test_ratios_are_of_equal_seeds_and_settings_of_seed_0():
     assert (second["to_muon"], second["seeds"], second["range"]) == (None, 3, pytest.approx(6.8))
 
 
+def test_numbers_of_ranks_have_tables_of_their_own():
+    runs = {}
+    for ranks, ratio in ((2, 1.1), (4, 1.2), (8, 1.3)):
+        adamw, local = (ROWS[row].start("0.2M", ranks=ranks) for row in ("DDP + AdamW", "LocalSteps(AdamW) 30"))
+        runs |= finished((adamw, 2.0), (local, 2.0 * ratio))
+    for line in runs.values():
+        line.update(parameters=1, steps=1, share=0.01, seconds=1.0)
+    found = [(line["ranks"], line["to_adamw"]) for ranks in (2, 4, 8) for line in tabulate(runs, ranks=ranks)]
+    assert found == [(2, 1.0), (2, 1.1), (4, 1.0), (4, 1.2), (8, 1.0), (8, 1.3)]
+
+
+def test_outer_settings_are_compared_at_their_best_rates():
+    start = ROWS["LocalSteps(Muon) 30"].start("0.2M")
+    slower, other = start._replace(lr=start.lr / 2), start._replace(momentum=0.6, outer_lr=0.7)
+    runs = finished((start, 1.6), (slower, 1.5), (other, 1.8), (other._replace(seed=1), 1.0))
+    lines = [
+        {name: line[name] for name in ("momentum", "outer_lr", "lr", "rates", "loss", "to_best")}
+        for line in tabulate_outer(runs, ranks=4)
+    ]
+    assert lines == [
+        {"momentum": 0.3, "outer_lr": 1.0, "lr": slower.lr, "rates": 2, "loss": 1.5, "to_best": 1.0},
+        {"momentum": 0.6, "outer_lr": 0.7, "lr": start.lr, "rates": 1, "loss": 1.8, "to_best": 1.2},
+    ]
+
+
 def test_the_command_trains_goes_on_and_shows(results, text, monkeypatch, capsys):
-    def call(*words: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["ladder.py", *words, "--tokens", str(TOKENS), "--ranks", "2"])
+    def call(*words: str, ranks: str = "--ranks 2") -> None:
+        monkeypatch.setattr(sys, "argv", ["ladder.py", *words, "--tokens", str(TOKENS), *ranks.split()])
         ladder.main()
 
     common = ["--size", "tiny", "--data", text, "--products", "float32"]
@@ -379,6 +445,11 @@ def test_the_command_trains_goes_on_and_shows(results, text, monkeypatch, capsys
         ("LocalSteps(Muon) 30", 0),
         ("DDP + AdamW", 1),
     }
-    call("--show", "--products", "float32")
-    assert "LocalSteps(Muon) 30" in capsys.readouterr().out
-    assert (results / "ladder.csv").exists() and (results / "ladder.png").exists()
+    call("run", *common, "--rows", "DDP + AdamW", ranks="--ranks 1 4")
+    assert {run.ranks for run in kept()} == {1, 2, 4}
+    capsys.readouterr()
+    call("--show", "--products", "float32", ranks="")
+    printed = capsys.readouterr().out
+    assert all(f"{ranks} ranks, " in printed for ranks in (1, 2, 4)) and printed.count("LocalSteps(Muon) 30") == 2
+    assert {line["ranks"] for line in csv.DictReader((results / "ladder.csv").open())} == {"1", "2", "4"}
+    assert (results / "ladder-outer.csv").exists() and (results / "ladder.png").exists()
