@@ -71,7 +71,7 @@ class Rounds(Soak):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"every": 6, "fragments": 2, "delay": 2, "mix": 0.25}], ids=["plain", "streamed"]
+    "options", [{}, {"every": 6, "fragments": 2, "delay": 2}], ids=["plain", "streamed"]
 )
 def test_soak_of_rounds(options, capsys):
     dice = random.Random(0)
