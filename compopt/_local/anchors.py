@@ -133,12 +133,13 @@ class Anchors:
         fragment_of = {t.param: t.fragment for t in self.tensors}
         return [fragment_of.get(p, -1) for p in params]
 
-    def within(self, fragments: Collection[int]) -> list[Anchored]:
+    def list_members(self, fragments: Collection[int]) -> list[Anchored]:
+        """Return the parameters of these fragments."""
         return [t for t in self.tensors if t.fragment in fragments]
 
     def groups_of(self, fragments: Collection[int]) -> list[Group]:
         """Return the groups of the outer optimizer that hold these fragments."""
-        anchors = {t.anchor for t in self.within(fragments)}
+        anchors = {t.anchor for t in self.list_members(fragments)}
         return [g for g in self.outer._option_groups if not anchors.isdisjoint(g["params"])]
 
     @property
@@ -153,16 +154,16 @@ class Anchors:
         parameter cannot have moved has no ``grad``, and requires none.
         """
         moved = []
-        for t in self.within(fragments):
+        for t in self.list_members(fragments):
             t.anchor.requires_grad_(t.has_moved)
             if t.has_moved:
                 moved.append(t.pseudo_gradient())
                 t.anchor.grad, t.has_moved = distribute_like(t.anchor.detach(), moved[-1]), False
         return torch.nn.utils.get_total_norm(moved).to(device, torch.float64).square()
 
-    def sent(self, fragments: Collection[int]) -> list[Anchored]:
+    def list_sent(self, fragments: Collection[int]) -> list[Anchored]:
         """Return the parameters of these fragments that are part of their last exchange."""
-        return [t for t in self.within(fragments) if t.anchor.requires_grad]
+        return [t for t in self.list_members(fragments) if t.anchor.requires_grad]
 
     def clear_gradients(self) -> None:
         for t in self.tensors:
@@ -170,7 +171,7 @@ class Anchors:
 
     def cancel(self, fragments: Collection[int]) -> None:
         """Note that their exchange is not applied."""
-        for t in self.sent(fragments):
+        for t in self.list_sent(fragments):
             t.has_moved = True
         self.clear_gradients()
 

@@ -89,7 +89,8 @@ class FragmentSync:
 
     def list_received(self, is_lost: bool) -> list[Anchored]:
         """Return the parameters that get new anchors: those sent, on a lost rank all."""
-        return (self.anchors.within if is_lost else self.anchors.sent)(self.fragments)
+        anchors = self.anchors
+        return (anchors.list_members if is_lost else anchors.list_sent)(self.fragments)
 
     def drain(self) -> None:
         """Wait until nothing of it is on the wire: the next exchange uses the same group."""
