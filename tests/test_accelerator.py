@@ -58,7 +58,7 @@ LOOKS = {
     "_state.buckets fetch_state": ("ScapeAdamS, sharded", "offloaded masters at positions found on the device"),
     "_local.anchors copy_wide": ("LocalSteps, offloaded", "when they are made: anchors are the parameters"),
     "_engine.session _fill_state": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
-    "_local.anchors pseudo_gradient": ("LocalSteps, offloaded", "a round's end: parameters, on their way to their anchors"),
+    "_local.anchors pseudo_gradient": ("LocalSteps, offloaded", "a round's end: parameters, on their way to anchors"),
     # at the first step, and after state was loaded, lost or moved
     "_engine.peers verify_peers": ("AdamS", "the handshake: checksums of all ranks, compared on the host"),
     "_engine.peers _checksum": ("AdamS", "the handshake: parameters are the same on all ranks"),

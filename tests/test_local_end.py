@@ -66,9 +66,7 @@ def test_right_after_a_round_nothing_moves(payload, gradients_kept):
     assert optimizers[0].stats.round == 2
 
 
-@pytest.mark.parametrize(
-    "options", [dict(), dict(fragments=2), dict(delay=2), dict(fragments=2, delay=2)]
-)
+@pytest.mark.parametrize("options", [dict(), dict(fragments=2), dict(delay=2), dict(fragments=2, delay=2)])
 @pytest.mark.parametrize("steps", [8, 9, 11])
 def test_ending_a_round_twice_is_ending_it_once(options, steps):
     _, params, optimizers = train(2, steps, torch.float32, every=4, payload_dtype="int4", **options)
