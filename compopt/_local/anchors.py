@@ -67,6 +67,7 @@ class Anchors:
         on_host: bool,
     ):
         self.count, self._on_host = count, on_host
+        self.outer: CompressedOptimizer
         self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
         self._rates: list[tuple[float, float]] = []  # of the outer optimizer's groups
         self.outer_share = 1.0  # of these rates, in the last exchange
