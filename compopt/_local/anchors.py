@@ -70,7 +70,6 @@ class Anchors:
         self.outer: CompressedOptimizer
         self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
         self._rates: list[tuple[float, float]] = []  # of the outer optimizer's groups
-        self.outer_share = 1.0  # of these rates, in the last exchange
         for number in sorted(set(fragments) - {-1}):
             members = [p for p, n in zip(params, fragments, strict=True) if n == number]
             self._add_fragment(number, members, None if self.tensors else make_outer)
@@ -106,7 +105,6 @@ class Anchors:
         """Set rate and momentum of an outer optimizer around SGD, from those that average
         parameters (0) to its own (1).
         """
-        self.outer_share = share
         for group, (lr, momentum) in zip(self.outer.param_groups, self._rates, strict=False):
             # without momentum SGD would not renew v
             least = torch.finfo(torch.float64).tiny if momentum else 0.0

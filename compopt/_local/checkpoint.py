@@ -47,7 +47,6 @@ def save_rounds(
             "is_sent": t.anchor.requires_grad,
             "is_due": t.fragment in due,
             "exchanges": exchanges[place],
-            "outer_share": anchors.outer_share,
         }
         entry = {"anchor": t.anchor.detach(), "optimizer": states.get(place, {})}
         if options["delay"] or exchange is not None:
@@ -128,7 +127,6 @@ class SavedRounds:
             count = _read_number(entries[group["params"][0]], "exchanges")
             group.update(step=count, residuals=residuals)
         anchors.outer.load_state_dict(saved)
-        anchors.set_outer_share(float(entries[0]["outer_share"]))
 
 
 def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:
