@@ -66,14 +66,17 @@ def _work(rank: int, size: int, file: str, results: Any, function: Callable[...,
 
 
 def cpu_seconds(workers: Iterable[multiprocessing.Process]) -> float:
-    """The processor time of these processes, their threads and their children."""
-    ticks, pids = 0, {worker.pid for worker in workers}
+    """The processor time of these processes, their threads and their children, and how long their main threads have
+    waited for a processor: a rank that other work keeps from computing does not wait for its peers.
+    """
+    ticks, delay, pids = 0, 0, {worker.pid for worker in workers}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended since
             fields = stat.read_text().rpartition(")")[2].split()
             if int(stat.parent.name) in pids or int(fields[1]) in pids:
                 ticks += sum(map(int, fields[11:15]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+                delay += int((stat.parent / "schedstat").read_text().split()[1])
+    return ticks / os.sysconf("SC_CLK_TCK") + delay / 1e9
 
 
 class HangGuard:
