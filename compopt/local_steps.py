@@ -514,8 +514,8 @@ class LocalSteps(Wrapper):
             )
             with defer_signals():
                 is_applied = self._apply(exchange, outcome)
-        except BaseException as error:
-            exchange.step.undo(error)
+        except BaseException:
+            exchange.step.undo()
             self._cancel_exchange()
             raise
         self._exchange = None

@@ -1,7 +1,8 @@
 """The hooks through which a session drives its optimizer.
 
 A class must define its state (``state_specs``), the step of one bucket (``algorithm``) and the
-checks of its options (``check_group``). All other hooks have a default.
+checks of its options (``check_group``). Most other hooks have a default; the base classes define
+the rest (``CompressedOptimizer``, ``Wrapper``).
 """
 
 from __future__ import annotations

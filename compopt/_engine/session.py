@@ -248,6 +248,7 @@ class Session:
         ``is_step``: False for an exchange that follows the step.
         """
         applied, phases = decision.applied, sorted(set(decision.phase_of.values()))
+        self.run.skipped += is_step and not applied
         # an outer optimizer's waits are reported by its LocalSteps
         is_outer = self.has_pseudo_gradients
         waited, waited_for_ranks = (0.0, 0.0) if is_outer else self.waits.take_step()
@@ -261,7 +262,7 @@ class Session:
             early_buckets=decision.early_buckets,
             buckets=len(self.buckets),
             resent=decision.resent,
-            skipped=self.stats.skipped + (not applied),
+            skipped=self.run.skipped,
             reason="" if applied else f"non-finite gradient: {', '.join(decision.non_finite[:3])}",
             residual_norm=weak_method(self.residual_norm),
             when=self.trial_result,
@@ -298,7 +299,11 @@ class Session:
         optimizer.before_layout()
         groups = self.option_groups
         self.ops = choose_backend({p.device.type for group in groups for p in group["params"]})
-        self.stats = Stats(run=self.stats.run, residual_norm=weak_method(self.residual_norm))
+        self.stats = Stats(
+            skipped=self.run.skipped,
+            run=self.stats.run,
+            residual_norm=weak_method(self.residual_norm),
+        )
         self.bytes_reported = connection.bytes_sent if connection else 0
         self.unverify()
         self.verified_structure = ""

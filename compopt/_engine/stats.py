@@ -26,8 +26,8 @@ SHORTEST_RUN = 20  # steps of a run with a summary
 class RunTotals:
     """Sums over all steps of this optimizer in this process, of this rank.
 
-    ``share`` is ``bytes_sent`` over ``bytes_dense``. The other fields are sums of those of
-    :class:`Stats`.
+    ``skipped`` counts the skipped steps, and ``share`` is ``bytes_sent`` over ``bytes_dense``. The
+    other fields are sums of those of :class:`Stats`.
     """
 
     steps: int = 0
@@ -45,7 +45,6 @@ class RunTotals:
         """Add what was sent, in a step or after one."""
         if is_step:
             self.steps += 1
-            self.skipped = stats.skipped
             self.bytes_dense += stats.bytes_dense
         self.bytes_sent += stats.bytes_sent
         self.wait_seconds += stats.wait_seconds

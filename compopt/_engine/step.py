@@ -60,13 +60,9 @@ def step_as_generator(session: Session) -> CollectiveGenerator[None]:
     except GeneratorExit:
         raise
     except BaseException as error:
-        step.undo(error)
+        step.undo()
         if not isinstance(error, CommunicationError | RankLeft):
             raise
-        if step.is_complete:
-            raise CommunicationError(
-                f"step {step.number} was applied, but the exchange after it failed: {error}"
-            ) from error
         why = (
             f"{error}. Make a new process group on all ranks and call rebind()"
             if isinstance(error, RankLeft)
@@ -103,7 +99,7 @@ class Step:
         self.session, self.comm, self.number, self._groups = session, comm, number, groups
         # why this rank cannot send its gradients
         self.problem: Exception | None = None
-        # applied or skipped: an error from now on does not set ranks a step apart
+        # all ranks have applied or skipped this step: a later error needs no undo
         self.is_complete = False
         # the scale of a GradScaler, by which the gradients were divided
         self.scale: float | None = None
@@ -179,13 +175,13 @@ class Step:
             warn_if_without_gradients(session, decision)
         self._report(decision)
 
-    def undo(self, error: BaseException) -> None:
-        """Restore gradients and scale after ``error`` ended the step."""
-        session = self.session
-        if not self.is_complete and self.scale is not None:
-            restore_scale(session, self.scale)
-        if not self.is_complete or isinstance(error, CommunicationError):
-            session.unverify()  # ranks may be a step apart now
+    def undo(self) -> None:
+        """Restore gradients and scale after an error has ended the step."""
+        if self.is_complete:
+            return
+        if self.scale is not None:
+            restore_scale(self.session, self.scale)
+        self.session.unverify()  # ranks may be a step apart now
 
     # Before the exchange
 

@@ -150,7 +150,9 @@ RequestGenerator: TypeAlias = Generator[Request, Answer, Result]
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed. The step it belonged to was not applied on this rank."""
+    """A collective failed. If it was part of a step, or of an exchange of LocalSteps, that was not
+    applied on this rank.
+    """
 
 
 class EncodeError(Exception):
