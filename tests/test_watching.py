@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import local_runs
+import problems
 import pytest
 import torch
 import torch.distributed as dist
 from in_place import as_torchrun_would
-from problems import gradients, step
 from ranks import run_ranks
 from table import CASES, FORMS, by_name
 from torch import nn
@@ -124,9 +124,10 @@ def test_skipped_steps_are_counted_and_a_rebuilt_session_goes_on_counting():
 def test_the_end_of_a_round_counts_no_skipped_step_again():
     params, optimizers = local_runs.train(2, 2)
     not_finite = [[torch.full_like(p, float("nan")) for p in own] for own in params]
-    step(optimizers[0].comm.world, params, optimizers, not_finite)
+    world = optimizers[0].comm.world
+    problems.step(world, params, optimizers, not_finite)
     local_runs.end_round(optimizers)
-    step(optimizers[0].comm.world, params, optimizers, gradients(2, 4))
+    problems.step(world, params, optimizers, problems.gradients(2, 4))
     runs = [(one.stats.run.steps, one.stats.run.skipped, one.stats.skipped) for one in optimizers]
     assert runs == [(4, 1, 1)] * 2
 
