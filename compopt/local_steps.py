@@ -46,7 +46,7 @@ from ._engine.missing_ranks import RankLeft
 from ._engine.options import Group, Setting, require, select_options
 from ._engine.peers import gather_rows, warn_without_gradients
 from ._engine.resharding import average_base, average_state, catch_up, warn_of_lost_residuals
-from ._engine.session import Corrupt, Sync, weak_method
+from ._engine.session import Corrupt, Handshake, weak_method
 from ._engine.stats import Stats, show_line
 from ._engine.step import (
     Step,
@@ -284,7 +284,7 @@ class LocalSteps(Wrapper):
         check_can_step(session)
         self._check_not_hidden()
         self._look_around()
-        if session.sync is not Sync.VERIFIED and not session.is_single_process:
+        if session.handshake is not Handshake.VERIFIED and not session.is_single_process:
             yield from self._follow_ranks_with_data()
             yield from Step(session, session.comm, session.steps + 1).verify_peers()
         self._connect()
@@ -554,14 +554,14 @@ class LocalSteps(Wrapper):
         received = exchange.list_received(outcome.is_lost)
         is_late = exchange.apply_at is not None and not outcome.is_lost
         since = [t.moved_since() if is_late else None for t in received]
-        sync = session.sync
-        session.sync = Corrupt(f"the exchange before step {session.steps + 1} was interrupted")
+        handshake = session.handshake
+        session.handshake = Corrupt(f"the exchange before step {session.steps + 1} was interrupted")
         if decision is not None:
             exchange.step.commit(decision)  # line 4
         for t, moved in zip(received, since, strict=True):
             t.write_back(moved, 0.0 if outcome.is_lost else exchange.mix)  # line 5
             t.has_moved |= exchange.mix > 0
-        session.sync = sync
+        session.handshake = handshake
         anchors.outer._session.consolidated_at = session.consolidated_at = None
         anchors.clear_gradients()
         options["weight"] = 0.0
@@ -714,7 +714,7 @@ class LocalSteps(Wrapper):
         decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)
         session.update_stats(decision, sent, is_step)
         is_shown = is_applied and session.comm.rank == 0 == get_rank() and session.comm.size > 1
-        if is_shown and session.is_first("compression"):
+        if is_shown and session.claim_first("compression"):
             stats = session.stats
             text = rounds.describe_rounds(self._options, stats.bytes_sent / stats.bytes_dense)
             show_line(f"{session.name}: {text}")

@@ -43,7 +43,7 @@ from ._engine.fsdp_reduce_scatter import ReducingOptimizer, apply_shards
 from ._engine.options import check_adam, check_compression, check_torch_options, require_option
 from ._engine.reducer import ReduceScatterReducer
 from ._engine.stats import Stats
-from ._engine.update import AdamW
+from ._engine.update import AdamWUpdate
 from ._engine.when import choose_warmup, dense_steps
 from ._ops.operations import Ops
 from ._sharded.adamw import UpdateDtype, check_gathers, check_updates, step_shards
@@ -381,7 +381,7 @@ class TagcAdamW(ReducingOptimizer):
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.fsdp_reduce_scatter is not None:
-            return apply_shards(bucket, self.ops, self.fsdp_reduce_scatter, AdamW(self.ops))
+            return apply_shards(bucket, self.ops, self.fsdp_reduce_scatter, AdamWUpdate(self.ops))
         return tagc(bucket, self.ops)
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:

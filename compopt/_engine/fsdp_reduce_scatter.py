@@ -115,13 +115,13 @@ class RowBucket(Bucket):
         is_compressed = dict(zip(tensors, compressed, strict=True))
         scratch = None if first is None else first[0].scratch
         super().__init__(index, group, tensors, names, lambda p, *_: is_compressed[p], scratch)
-        self.origins = [piece.p for piece in pieces]
+        self.model_params = [piece.p for piece in pieces]
         pairs = [*zip(pieces, as_matrix, strict=True)]
         ranges = [[piece.range_of(r, matrix) for piece, matrix in pairs] for r in range(ranks)]
         compressed_pieces = [piece for piece, c in zip(pieces, compressed, strict=True) if c]
         owned = [sum(piece.count_filled(r) for piece in compressed_pieces) for r in range(ranks)]
         self.shards = cut_by_rows(ranges, owned, compressed, self.rank)
-        self.make_mean = session.ops.quantized_mean(self)
+        self.mean_factory = session.ops.quantized_mean_factory(self)
 
     def load_rows(self, rows: Tensor, unsent: UnsentByParam) -> None:
         """Read this rank's gradients from ``rows``; copy the residuals to be sent."""
@@ -146,7 +146,7 @@ class RowBucket(Bucket):
         e = self.residual(i)
         if e is None:
             return []
-        if self.origins[i] in unsent:
+        if self.model_params[i] in unsent:
             return [e.new_zeros(self.lengths[i])]
         return [e.reshape(-1)] if self.as_matrix[i] else self.pieces[i].in_shard_order(e)
 
@@ -184,7 +184,7 @@ class RowBucket(Bucket):
     def collect_unsent(self, reducer: Reducer, unsent: UnsentByParam) -> None:
         """Add what this backward has not sent."""
         reducer.feed_back([True] * len(self.pieces))
-        for i, (p, piece) in enumerate(zip(self.origins, self.pieces, strict=True)):
+        for i, (p, piece) in enumerate(zip(self.model_params, self.pieces, strict=True)):
             rest, residual = self.state["residual"][i], self.residual(i)
             if residual is not None:
                 rest = rest if self.as_matrix[i] else piece.in_shape(rest)
@@ -342,7 +342,7 @@ class FSDPReduceScatter:
                 "GradScaler's scale: train in bfloat16, without a scaler."
             )
 
-    def commit(self, bucket: Bucket, i: int, norm: float) -> None:
+    def commit_residual(self, bucket: Bucket, i: int, norm: float) -> None:
         """The step is applied to tensor i; ``norm``: of all averaged gradients, before a clip."""
         unsent = self.unsent.get(bucket.params[i])
         if unsent is not None and norm > 0:  # else they were set to zero before the step
@@ -399,14 +399,14 @@ def apply_shards(
     for g, scale in zip(grads, scales or [1.0] * len(grads), strict=True):
         if g is not None:
             squared += squared_norm(g.reshape(-1)) * scale
-    norm = yield Agree(mean, reduce_scatter.phase, squared, sharded=True)
+    norm = yield Agree(mean, reduce_scatter.phase, squared, covers_shard_only=True)
 
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
     present = bucket.present(mean)
     yield Commit()
     # from here on state changes
     for i in (i for i, is_present in enumerate(present) if is_present):
-        reduce_scatter.commit(bucket, i, norm)
+        reduce_scatter.commit_residual(bucket, i, norm)
         g = grads[i]
         bucket.state["step"][i].add_(1)
         ghat = update.memory_for(bucket, i, g if factor == 1 else None)

@@ -24,7 +24,7 @@ from .options import Group, Setting
 from .stats import Stats
 
 
-class Averager(Protocol):
+class ReduceScatterReplacement(Protocol):
     """Averages gradients in backward, in place of FSDP2's reduce-scatter (see
     ``fsdp_reduce_scatter``).
     """
@@ -52,7 +52,7 @@ class OptimizerHooks(Optimizer):
     # reduce-scatter
     replaces_reduce_scatter = False
     # averages gradients in backward if replaces_reduce_scatter
-    fsdp_reduce_scatter: Averager | None = None
+    fsdp_reduce_scatter: ReduceScatterReplacement | None = None
     # every rank updates all masters, although other state is sharded
     whole_masters = False
     # set by torch's Join: whether it is enabled, and whether this optimizer is the first in it

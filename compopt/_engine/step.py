@@ -42,7 +42,7 @@ from .peers import (
     warn_if_without_gradients,
 )
 from .resharding import follow_requires_grad
-from .session import Corrupt, Role, Session, Sync
+from .session import Corrupt, Handshake, Role, Session
 from .stats import describe_compression, show_line
 
 
@@ -122,7 +122,7 @@ class Step:
             session.rebuild_buckets()
         self.problem = self._prepare_gradients()
         yield from self._finish_post_commit()
-        if session.sync is not Sync.VERIFIED:
+        if session.handshake is not Handshake.VERIFIED:
             yield from self.verify_peers()
         if not self.buckets:
             return None
@@ -151,9 +151,9 @@ class Step:
         with defer_signals():
             if decision.applied:
                 session.has_local_gradients = False
-                sync = session.sync
+                handshake = session.handshake
                 try:
-                    session.sync = Corrupt(f"step {self.number} was interrupted")
+                    session.handshake = Corrupt(f"step {self.number} was interrupted")
                     with profiler_range("compopt::commit"):
                         self._commit_buckets(decision)
                 except BaseException as error:
@@ -161,14 +161,14 @@ class Step:
                     where = "after its buckets"
                     if bucket is not None:
                         where = f"in bucket {bucket.index} ({bucket.names[0]}, ...)"
-                    session.sync = Corrupt(
+                    session.handshake = Corrupt(
                         f"step {self.number} was applied in part: {kind} was raised {where} "
                         f"({error})"
                     )
                     for bucket in session.buckets:
                         bucket.cache.clear()  # derived from state, which may be wrong
                     raise
-                session.sync = sync
+                session.handshake = handshake
             session.verified_structure = session.structure
             self.is_complete = True
         if decision.applied:
@@ -230,7 +230,7 @@ class Step:
         # without gradients to compare, the next step begins with a handshake too
         is_exempt = session.optimizer.replaces_reduce_scatter or session.has_pseudo_gradients
         is_verified = had_gradients or is_exempt
-        session.sync = Sync.VERIFIED if is_verified else Sync.UNVERIFIED
+        session.handshake = Handshake.VERIFIED if is_verified else Handshake.UNVERIFIED
 
     # The exchange
 
@@ -244,19 +244,21 @@ class Step:
         try:
             schedules.append(session.overlap.take_schedule(buckets, session.algorithm, comm))
             decision = yield from self._run_schedule(schedules)
-            is_sharded = any(exchange.agreement.sharded for exchange in decision.exchanges)
+            is_sharded = any(
+                exchange.agreement.covers_shard_only for exchange in decision.exchanges
+            )
             groups = session.shard_communicators
             if is_sharded:
                 groups = [comm, *groups]
             has_error = any(exchange.error is not None for exchange in decision.exchanges)
-            if has_error and not decision.unsent:
+            if has_error and not decision.has_failed_rank:
                 # This rank failed after it had sent everything. With sharded state one more message
                 # reports it before anything is written. Otherwise the other ranks apply the step
                 # and this one does not, as when a collective fails on one rank only.
                 error = None if is_sharded else decision.take_error()
                 if error is not None:
                     raise error
-                decision.unsent = True
+                decision.has_failed_rank = True
             yield from combine_decisions(decision, groups, buckets[-1].device)
             session.overlap.is_stopped |= decision.resent
             if decision.applied and is_sharded:
@@ -320,7 +322,7 @@ class Step:
         session = self.session
         if decision.misplaced:
             raise error_of_misplaced(decision, session.buckets)
-        if decision.unsent:
+        if decision.has_failed_rank:
             self.problem = problem = decision.take_error(self.problem)
             failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
             del problem  # its frames refer to this one
@@ -355,7 +357,7 @@ class Step:
         session, comm, applied = self.session, self.comm, decision.applied
         groups = session.option_groups
         compresses = bool(groups) and all("when" in group for group in groups)
-        is_due = applied and session.is_first("compression") and compresses
+        is_due = applied and session.claim_first("compression") and compresses
         if is_due and comm.rank == 0 == get_rank():
             _show_first_line(session)
         sent = comm.bytes_sent - session.bytes_reported
@@ -402,7 +404,11 @@ def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
 
     ``params``: those whose gradients backward has just finished.
     """
-    if session.sync is not Sync.VERIFIED or session.has_grad_scaler or session.comm.size == 1:
+    if (
+        session.handshake is not Handshake.VERIFIED
+        or session.has_grad_scaler
+        or session.comm.size == 1
+    ):
         return
     if session.is_joining:  # a rank without data has no backward
         return

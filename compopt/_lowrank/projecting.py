@@ -41,7 +41,7 @@ from .projections import (
     is_sharded,
     plan_projection,
 )
-from .reducer import Encoding, ProjectedTensor, ProjectionReducer, TrackedTensor, WholeTensor
+from .reducer import ProjectedTensor, ProjectionReducer, ReducerInputs, TrackedTensor, WholeTensor
 
 Plan = list[Projection | None]  # of each tensor of a bucket; None: sent whole
 
@@ -140,7 +140,7 @@ class ProjectingOptimizer(ReducingOptimizer):
             plan_tensor(p, bucket.group, self._numbers[p][1], self.replaces_reduce_scatter)
             if c
             else None
-            for p, c in zip(bucket.origins, bucket.compressed, strict=True)
+            for p, c in zip(bucket.model_params, bucket.compressed, strict=True)
         ]
 
     def _plan_next_step(self, bucket: Bucket) -> Plan:
@@ -172,12 +172,12 @@ class ProjectingOptimizer(ReducingOptimizer):
             whole_reducer.sends_residuals = sends_residuals
         adapts = any(plan) and is_adapt_step(group, group["step"] + 1)
         random = [None if q is None or q.is_tracked else q for q in plan]
-        encoding = Encoding(
+        encoding = ReducerInputs(
             tensors=self._make_tensors(bucket, plan, local_factor, sends_residuals),
             draw_matrices=self._make_draw(bucket, random),
             local_factor=local_factor,
             sends_residuals=sends_residuals,
-            norm_is_exact=any(is_clipped(group, "average") for group in self._option_groups),
+            norm_is_reproducible=any(is_clipped(group, "average") for group in self._option_groups),
             params_with_basis=self._params_with_basis,
             on_cosines=self._cosines.update if adapts else None,
             whole_reducer=whole_reducer,
@@ -213,7 +213,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         tracked = {i: q for i, q in enumerate(plan) if q is not None and q.is_tracked}
         if not tracked:
             return {}
-        has_basis = [p in self._params_with_basis for p in bucket.origins]
+        has_basis = [p in self._params_with_basis for p in bucket.model_params]
         drawn: Plan = [None] * len(plan)
         for i, q in tracked.items():
             drawn[i] = None if has_basis[i] else replace(q, m=q.d, d=q.m)
@@ -227,7 +227,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         optimizer.
         """
         draw = self._matrices.draw
-        numbers = [self._numbers[p][0] for p in bucket.origins]
+        numbers = [self._numbers[p][0] for p in bucket.model_params]
         seed, t = bucket.group["seed"], bucket.group["step"] + 1
         return lambda: draw(bucket, numbers, plan, seed, t)
 

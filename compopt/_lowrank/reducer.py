@@ -28,11 +28,11 @@ from .projections import Projection, is_clipped, is_reset_step, orthonormalize_e
 
 
 @dataclass(frozen=True)
-class Encoding:
+class ReducerInputs:
     """Encoding of the tensors of one bucket at one step.
 
     ``draw_matrices`` draws R of those that are projected on random columns. ``local_factor`` clips
-    the local gradient. ``norm_is_exact`` asks for a norm that does not depend on the number of
+    the local gradient. ``norm_is_reproducible`` asks for a norm that does not depend on the number of
     threads, since every rank clips by the norm that it computes. ``params_with_basis`` are the
     parameters whose basis has been computed by a step. ``on_cosines`` receives the cosines of
     Algorithm 3 in a step that adapts to them. ``whole_reducer`` reduces what is not projected where
@@ -43,7 +43,7 @@ class Encoding:
     draw_matrices: Callable[[], RandomMatrices]
     local_factor: float
     sends_residuals: bool
-    norm_is_exact: bool
+    norm_is_reproducible: bool
     params_with_basis: set[Tensor]
     on_cosines: Callable[[dict[Tensor, float]], None] | None = None
     whole_reducer: ReduceScatterReducer | None = None
@@ -52,9 +52,9 @@ class Encoding:
 class ProjectionReducer:
     """Lines 1 to 5 of Algorithm 1, for all tensors of one bucket."""
 
-    def __init__(self, bucket: Bucket, ops: Ops, encoding: Encoding):
-        self.bucket, self.ops, self.encoding = bucket, ops, encoding
-        self.tensors, self.local_factor = encoding.tensors, encoding.local_factor
+    def __init__(self, bucket: Bucket, ops: Ops, inputs: ReducerInputs):
+        self.bucket, self.ops, self.inputs = bucket, ops, inputs
+        self.tensors, self.local_factor = inputs.tensors, inputs.local_factor
         # tensors by their index in the bucket
         pairs = [*enumerate(self.tensors)]
         self.projected = {i: x for i, x in pairs if isinstance(x, ProjectedTensor)}
@@ -67,7 +67,7 @@ class ProjectionReducer:
 
     def reduce(self) -> RequestGenerator[Payload]:
         """Lines 1 to 3. Tracked tensors exchange P first, and compute the next basis from p."""
-        whole_reducer = self.encoding.whole_reducer
+        whole_reducer = self.inputs.whole_reducer
         if whole_reducer is not None and not self.projected:
             self.mean = yield from whole_reducer.reduce()
             return self.mean
@@ -111,7 +111,7 @@ class ProjectionReducer:
 
     def draw_matrices(self) -> None:
         """Line 2: draw R, valid until matrices of another bucket are drawn."""
-        for tensor, R in zip(self.tensors, self.encoding.draw_matrices(), strict=True):
+        for tensor, R in zip(self.tensors, self.inputs.draw_matrices(), strict=True):
             if isinstance(tensor, ProjectedTensor) and R is not None:
                 tensor.R = R
 
@@ -120,13 +120,13 @@ class ProjectionReducer:
 
         Its header is copied from ``mean_of_P``, on which all ranks have agreed already.
         """
-        bucket, encoding = self.bucket, self.encoding
+        bucket, inputs = self.bucket, self.inputs
         if not self.projected and self.local_factor == 1:  # one pass, where the backend has one
             residual: list[Tensor | None] = [*bucket.state["residual"]]
-            add = residual if encoding.sends_residuals else None
+            add = residual if inputs.sends_residuals else None
             return self.ops.encode(bucket, bucket.grads(), Mask(bucket), add)
         lengths = [tensor.length for tensor in self.tensors]
-        if encoding.on_cosines:
+        if inputs.on_cosines:
             lengths.append(len(self.tensors))
         payload = bucket.make_payload(lengths, bucket.group["payload_dtype"])
         if mean_of_P is None:
@@ -137,7 +137,7 @@ class ProjectionReducer:
         for i, tensor in self.projected.items():
             tensor.multiply_h(tensor.R, tensor.q.view_as_projected(payload.unrounded_parts[i]))
         self._write_whole_tensors(payload)
-        if encoding.on_cosines:
+        if inputs.on_cosines:
             payload.unrounded_parts[-1].zero_()
             for i, projected in self.projected.items():
                 payload.unrounded_parts[-1][i] = projected.compute_cosine(
@@ -170,7 +170,7 @@ class ProjectionReducer:
         if not self.projected:
             return None
         parts = self.mean.parts[: len(self.tensors)]
-        squares = stacked_squared_norms(parts, self.encoding.norm_is_exact)
+        squares = stacked_squared_norms(parts, self.inputs.norm_is_reproducible)
         scales = [
             self.projected[i].q.scale if i in self.projected else 1.0 for i in range(len(parts))
         ]
@@ -183,7 +183,7 @@ class ProjectionReducer:
     def read_owned_parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Line 4, for the rows that this rank owns."""
         self.draw_matrices()
-        reducer = self.encoding.whole_reducer
+        reducer = self.inputs.whole_reducer
         uncompressed = iter(() if reducer is None else reducer.read_owned_parts(dtype))
         for i in range(len(self.tensors)):
             if i in self.projected:
@@ -196,7 +196,7 @@ class ProjectionReducer:
 
     def feed_back(self, present: list[bool]) -> None:
         """Line 5, where the average is not clipped."""
-        reducer = self.encoding.whole_reducer
+        reducer = self.inputs.whole_reducer
         if reducer is not None and reducer.sent_whole:
             reducer.feed_back(present)
         for i, tensor in self.projected.items():
@@ -222,12 +222,12 @@ class ProjectionReducer:
         if updated:
             state = [bucket.state["basis"][i].view(self.next_bases[i].shape) for i in updated]
             torch._foreach_copy_(state, [self.next_bases[i] for i in updated])
-            self.encoding.params_with_basis.update(bucket.origins[i] for i in updated)
-        remains = not all(present) or (self.encoding.sends_residuals and factor != 1)
+            self.inputs.params_with_basis.update(bucket.model_params[i] for i in updated)
+        remains = not all(present) or (self.inputs.sends_residuals and factor != 1)
         bucket.cache["has_residual"] = bool(self.projected) or (bucket.has_residual and remains)
-        if self.encoding.on_cosines:
+        if self.inputs.on_cosines:
             cosines = self.mean.parts[-1].tolist()  # means over ranks
-            self.encoding.on_cosines(
+            self.inputs.on_cosines(
                 {bucket.params[i]: cosines[i] for i in self.projected if present[i]}
             )
 

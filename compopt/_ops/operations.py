@@ -223,7 +223,9 @@ class Ops:
 
     # int8 and int4
 
-    def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantizedMean] | None:
+    def quantized_mean_factory(
+        self, bucket: Bucket
+    ) -> Callable[[Payload, int, int], QuantizedMean] | None:
         """Return what averages the bucket's int8 and int4 payloads; None: ``QuantizedMean``."""
         return None
 

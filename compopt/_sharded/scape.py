@@ -56,7 +56,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     mean = sent[shards.rank].over(row)
     average = averaged_gradients(bucket, owned, mean)  # line 14
     squared = reduce(torch.add, map(squared_norm, average))
-    norm = yield Agree(mean, mask.phase, squared, sharded=True)
+    norm = yield Agree(mean, mask.phase, squared, covers_shard_only=True)
 
     weights, momenta = step_owned(bucket, ops, owned, average, bucket.present(mean), norm)
     gathered, bucket.parameter_bytes = weights.unsqueeze(0), 0
@@ -159,7 +159,7 @@ def step_owned(
     """
     group, rank = bucket.group, bucket.shards.rank
     factor = clip_factor(norm, group["max_grad_norm"])
-    on_average, on_v = (factor, 1.0) if group["clip"] == "consistent" else (1.0, factor)
+    on_average, clip_factor_in_v = (factor, 1.0) if group["clip"] == "consistent" else (1.0, factor)
     weights: list[Tensor] = []
     momenta: list[Tensor | None] = []
     for i, (g, is_present) in enumerate(zip(average, present, strict=True)):
@@ -168,7 +168,7 @@ def step_owned(
         weights.append(w)
         momenta.append(m)
         if m is not None and w.numel():
-            ops.adams(group, w, g * on_average, m, bucket.state["step"][i] + 1, on_v)
+            ops.adams(group, w, g * on_average, m, bucket.state["step"][i] + 1, clip_factor_in_v)
     longest = max(sum(owned.sizes(rank)) for rank in range(bucket.shards.ranks))
     new = torch.cat(weights)
     return torch.nn.functional.pad(new, (0, longest - new.numel())), momenta

@@ -310,13 +310,13 @@ def lay_out(params: Iterable[tuple[Tensor, int]], ranks: int) -> list[Piece]:
     """Place parameters in a row, in this order, each with the dimension that FSDP2 shards."""
     pieces, begin = [], 0
     for p, dim in params:
-        size = part_of(p, dim, ranks)
+        size = longest_part_numel(p, dim, ranks)
         pieces.append(Piece(p, dim, begin, size, ranks))
         begin += size
     return pieces
 
 
-def part_of(p: Tensor, dim: int, ranks: int) -> int:
+def longest_part_numel(p: Tensor, dim: int, ranks: int) -> int:
     """Return the elements of the longest rank's part of ``p``, which FSDP2 shards along ``dim``."""
     if not p.numel():
         return 0

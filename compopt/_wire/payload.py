@@ -82,11 +82,11 @@ class Payload:
         dropped: Tensor | None = None,
         scratch: Scratch | None = None,
         bits: int = 8,
-        make_mean: Callable[[Payload, int, int], Any] | None = None,
+        mean_factory: Callable[[Payload, int, int], Any] | None = None,
     ):
         self.flat, self.seed, self.dropped, self.bits = flat, seed, dropped, bits
         # The backend's own ``QuantizedMean``, if it has one.
-        self.make_mean = make_mean
+        self.mean_factory = mean_factory
         self.scratch = scratch or Scratch()
         self.header = flat[:tensors]
         self.control = flat[tensors : tensors + control]
