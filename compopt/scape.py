@@ -63,7 +63,7 @@ from ._sparse.scape_masks import (
     exchange_masks,
     mask_to_send,
     mask_values,
-    next_mask_shards,
+    next_mask_partition,
     overlap_share,
     restore_masks,
     scape_stats,
@@ -84,10 +84,10 @@ CHOICES: dict[str, tuple[object, ...]] = {
 
 def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
-    mask, shards = mask_to_send(bucket), next_mask_shards(bucket, ranks)
+    mask, partition = mask_to_send(bucket), next_mask_partition(bucket, ranks)
     group, grads, residuals = bucket.group, bucket.grads(), bucket.iterate_state("residual")
     is_delayed = group["mask_delay"] == 1
-    selection = ops.run(Selection, bucket, shards, rank) if shards else None
+    selection = ops.run(Selection, bucket, partition, rank) if partition else None
     if selection and not is_delayed:
         selection.select_all(grads)  # lines 10, 15
         messages = yield AllGather(selection.encode())

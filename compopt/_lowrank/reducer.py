@@ -29,11 +29,11 @@ from .projections import Projection, is_clipped, is_reset_step, orthonormalize_e
 
 @dataclass(frozen=True)
 class ReducerInputs:
-    """Encoding of the tensors of one bucket at one step.
+    """The tensors of one bucket at one step, and how they are reduced.
 
     ``draw_matrices`` draws R of those that are projected on random columns. ``local_factor`` clips
-    the local gradient. ``norm_is_reproducible`` asks for a norm that does not depend on the number of
-    threads, since every rank clips by the norm that it computes. ``params_with_basis`` are the
+    the local gradient. ``norm_is_reproducible`` asks for a norm that does not depend on the number
+    of threads, since every rank clips by the norm that it computes. ``params_with_basis`` are the
     parameters whose basis has been computed by a step. ``on_cosines`` receives the cosines of
     Algorithm 3 in a step that adapts to them. ``whole_reducer`` reduces what is not projected where
     the bucket is cut into shards.

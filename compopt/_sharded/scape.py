@@ -31,7 +31,7 @@ from torch import Tensor
 from .._ops.norms import clip_factor, squared_norm
 from .._ops.operations import Ops
 from .._ops.update_helpers import gradient_weight
-from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_mask_shards
+from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_mask_partition
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
 from .._wire.payload import Payload
@@ -42,8 +42,8 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 2, one bucket, one step."""
     grads, mask, shards = bucket.grads(), mask_to_send(bucket), bucket.shards
     is_delayed = bucket.group["mask_delay"] == 1
-    mask_shards = next_mask_shards(bucket, shards.ranks)  # cut as the state is
-    selection = Selection(bucket, ops, mask_shards, shards.rank) if mask_shards else None
+    partition = next_mask_partition(bucket, shards.ranks)  # cut as the state is
+    selection = Selection(bucket, ops, partition, shards.rank) if partition else None
     if selection and not is_delayed:
         for i in selection.slices:
             selection.select(i, owned_x(bucket, i, grads[i]))

@@ -100,8 +100,8 @@ class Agree:
     change. The generator is closed instead if the step is not applied. ``squared_norm`` defaults to
     that of the payload's body; a vector is summed on the host.
 
-    ``covers_shard_only``: the payload, and so the norm, covers only this rank's shard. State may change when
-    ``Commit`` is answered; until then updated parameters are gathered.
+    ``covers_shard_only``: the payload, and so the norm, covers only this rank's shard. State may
+    change when ``Commit`` is answered; until then updated parameters are gathered.
     """
 
     payload: Payload
@@ -112,7 +112,9 @@ class Agree:
 
 @dataclass(slots=True)
 class Commit:
-    """After an ``Agree`` that covers shards only: wait until all buckets' exchanges since then have completed."""
+    """After an ``Agree`` that covers shards only: wait until all buckets' exchanges since then have
+    completed.
+    """
 
 
 @dataclass(slots=True)
