@@ -29,7 +29,7 @@ LEAST = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0,
 
 def check_options(group: Group, offload: str | None) -> None:
     """Raise where an option of a group is out of its range."""
-    check_payload(group, has_residual=True)
+    check_payload(group, keeps_all_errors=True)
     check_compress(group)
     for name, least in LEAST.items():
         require(is_count(group[name], least), name, group[name], f"an integer >= {least}")

@@ -167,12 +167,11 @@ class ProjectingOptimizer(ReducingOptimizer):
         sends_residuals = bucket.is_rounded or has_due_residual
         whole_reducer = None
         if bucket.is_sharded:
-            whole_reducer = ReduceScatterReducer(bucket, self.ops)
-            whole_reducer.sent_whole = [i for i, q in enumerate(plan) if q is None]
-            whole_reducer.sends_residuals = sends_residuals
+            sent_whole = [i for i, q in enumerate(plan) if q is None]
+            whole_reducer = ReduceScatterReducer(bucket, self.ops, sent_whole, sends_residuals)
         adapts = any(plan) and is_adapt_step(group, group["step"] + 1)
         random = [None if q is None or q.is_tracked else q for q in plan]
-        encoding = ReducerInputs(
+        inputs = ReducerInputs(
             tensors=self._make_tensors(bucket, plan, local_factor, sends_residuals),
             draw_matrices=self._make_draw(bucket, random),
             local_factor=local_factor,
@@ -182,7 +181,7 @@ class ProjectingOptimizer(ReducingOptimizer):
             on_cosines=self._cosines.update if adapts else None,
             whole_reducer=whole_reducer,
         )
-        return ProjectionReducer(bucket, self.ops, encoding)
+        return ProjectionReducer(bucket, self.ops, inputs)
 
     def _make_tensors(
         self, bucket: Bucket, plan: Plan, local_factor: float, sends_residuals: bool
@@ -196,7 +195,7 @@ class ProjectingOptimizer(ReducingOptimizer):
             elif q is not None and e is not None:
                 tensors.append(ProjectedTensor(g, e, local_factor, q, self.ops))
             elif bucket.is_sharded:  # sent by another reducer
-                tensors.append(WholeTensor(None, None, 1.0, 0, False, False))
+                tensors.append(WholeTensor(grad=None, residual=None))
             else:
                 length, has_residual = bucket.lengths[i], bucket.has_residual
                 tensors.append(

@@ -85,7 +85,7 @@ class ProjectionReducer:
                 tensor.p = copy
         mean: Payload = yield AllReduceMean(payload)
         self.mean = mean
-        averages = [x.q.view_as_projected(mean.parts[i]) for i, x in self.tracked.items()]
+        averages = [x.projection.view_as_projected(mean.parts[i]) for i, x in self.tracked.items()]
         self.next_bases = dict(zip(self.tracked, orthonormalize_each(averages), strict=True))
         if whole_reducer is not None and whole_reducer.sent_whole:
             yield from whole_reducer.reduce()
@@ -95,7 +95,7 @@ class ProjectionReducer:
         """Lines 1 and 2 of ``TrackedTensor``: compute R of each. Returns the averaged payload."""
         lengths = [0] * len(self.tensors)
         for i, tensor in self.tracked.items():
-            lengths[i] = tensor.q.d * tensor.q.r
+            lengths[i] = tensor.projection.d * tensor.projection.r
         dtype = self.bucket.group["payload_dtype"]
         payload = self.bucket.make_payload(lengths, dtype, use=1)
         self.ops.write_header(payload, self.bucket.grads())
@@ -135,7 +135,9 @@ class ProjectionReducer:
             header_length = len(payload.flat) - len(payload.body)
             payload.flat[:header_length].copy_(mean_of_P.flat[:header_length])
         for i, tensor in self.projected.items():
-            tensor.multiply_h(tensor.R, tensor.q.view_as_projected(payload.unrounded_parts[i]))
+            tensor.multiply_h(
+                tensor.R, tensor.projection.view_as_projected(payload.unrounded_parts[i])
+            )
         self._write_whole_tensors(payload)
         if inputs.on_cosines:
             payload.unrounded_parts[-1].zero_()
@@ -172,7 +174,8 @@ class ProjectionReducer:
         parts = self.mean.parts[: len(self.tensors)]
         squares = stacked_squared_norms(parts, self.inputs.norm_is_reproducible)
         scales = [
-            self.projected[i].q.scale if i in self.projected else 1.0 for i in range(len(parts))
+            self.projected[i].projection.scale if i in self.projected else 1.0
+            for i in range(len(parts))
         ]
         if {*scales} == {1.0}:
             return squares
@@ -188,7 +191,7 @@ class ProjectionReducer:
         for i in range(len(self.tensors)):
             if i in self.projected:
                 start, stop = self.bucket.shards.own_ranges[i]
-                tensor, width = self.projected[i], self.projected[i].q.columns
+                tensor, width = self.projected[i], self.projected[i].projection.columns
                 rows = tensor.reconstruct_rows(self.mean.parts[i], start // width, stop // width)
                 yield rows.reshape(-1)
             else:
@@ -248,7 +251,7 @@ class ProjectionReducer:
         self.tensors[i].feed_back(mean, i, factor)
 
     def error_share(self, factor: float) -> float:
-        shares = [1 - tensor.q.beta for tensor in self.tracked.values()]
+        shares = [1 - tensor.projection.beta for tensor in self.tracked.values()]
         return factor * shares[0] if shares else 0.0
 
 
@@ -267,10 +270,10 @@ class WholeTensor:
 
     grad: Tensor | None
     residual: Tensor | None
-    local_factor: float
-    length: int
-    has_residual: bool
-    sends_residual: bool
+    local_factor: float = 1.0
+    length: int = 0
+    has_residual: bool = False
+    sends_residual: bool = False
 
     def average_in(self, part: Tensor) -> Tensor | None:
         """Return memory that already holds the averaged gradient, if any."""
@@ -286,7 +289,8 @@ class WholeTensor:
     def feed_back(self, mean: Payload, i: int, factor: float) -> None:
         """Set the residual to the rounding error of this rank's payload.
 
-        Where the average was clipped, ``factor`` of both residuals has arrived.
+        ``factor`` has clipped the average. Of the old residual 1 - ``factor`` stays; of the new
+        rounding error ``factor`` is added.
         """
         if self.residual is None or not (self.has_residual or mean.dropped is not None):
             return
@@ -299,42 +303,42 @@ class WholeTensor:
 class ProjectedTensor:
     """A tensor of which p_n = h_n R is averaged: SEPARATE's lines 1, 2, 4 and 5 for one matrix.
 
-    ``residual`` is e_n, ``q`` the projection, ``local_factor`` clips the local gradient. ``R`` is
-    drawn again before each use; ``p`` is a copy of what this rank sends.
+    ``residual`` is e_n, ``projection`` gives R its shape, ``local_factor`` clips the local
+    gradient. ``R`` is drawn again before each use; ``p`` is a copy of what this rank sends.
     """
 
     grad: Tensor | None
     residual: Tensor
     local_factor: float
-    q: Projection
+    projection: Projection
     ops: Ops
     R: Tensor = field(init=False)
     p: Tensor = field(init=False)
 
     @property
     def length(self) -> int:
-        return self.q.m * self.q.r
+        return self.projection.m * self.projection.r
 
     def multiply_h(self, right: Tensor, out: Tensor, transposed: bool = False) -> None:
         """Lines 1 and 2: write ``h right``, or ``h^T right``, to ``out``, with h = e + g.
 
         ``out`` may be of another dtype.
         """
-        q, e, g = self.q, self.residual, self.grad
+        projection, e, g = self.projection, self.residual, self.grad
         if adds_products(e) and (g is None or g.dtype == e.dtype == out.dtype):
-            terms = [(q.view_as_matrix(e), 1.0)]
+            terms = [(projection.view_as_matrix(e), 1.0)]
             if g is not None:
-                terms.append((q.view_as_matrix(g.contiguous()), self.local_factor))
+                terms.append((projection.view_as_matrix(g.contiguous()), self.local_factor))
         else:
             h = self.ops.scratch(e, e.numel()).view(e.shape)
             if g is None:
                 h.copy_(e)
             else:
                 torch.add(e, g, alpha=self.local_factor, out=h)
-            terms = [(q.view_as_matrix(h), 1.0)]
+            terms = [(projection.view_as_matrix(h), 1.0)]
         for n, (matrix, factor) in enumerate(terms):
             matrix = matrix.t() if transposed else matrix
-            for R, rows, out_rows in q.iterate_blocks(right, matrix, out):
+            for R, rows, out_rows in projection.iterate_blocks(right, matrix, out):
                 if n > 0:
                     add_product_(out_rows, rows, R, factor)
                 elif out.dtype == R.dtype:
@@ -344,11 +348,11 @@ class ProjectedTensor:
 
     def compute_cosine(self, part: Tensor) -> Tensor | float:
         """Return the cosine between the local gradient and its reconstruction (Algorithm 3)."""
-        q, R = self.q, self.R
+        projection, R = self.projection, self.R
         if self.grad is None:
             return 0.0
-        g = q.view_as_matrix(self.grad.contiguous()).to(R.dtype)
-        ghat = self._expand(q.view_as_projected(part).to(R.dtype), R, torch.empty_like(g))
+        g = projection.view_as_matrix(self.grad.contiguous()).to(R.dtype)
+        ghat = self._expand(projection.view_as_projected(part).to(R.dtype), R, torch.empty_like(g))
         lengths = torch.linalg.vector_norm(g) * torch.linalg.vector_norm(ghat)
         cosine: Tensor = (g * ghat).sum() / lengths.clamp_min(torch.finfo(R.dtype).tiny)
         return cosine
@@ -358,36 +362,36 @@ class ProjectedTensor:
 
     def reconstruct(self, part: Tensor, factor: float, out: Tensor) -> Tensor:
         """Line 4: write ``factor`` times the averaged gradient to ``out``."""
-        q, R = self.q, self.R
-        p = q.view_as_projected(part).to(R.dtype) * (q.scale * factor)
+        projection, R = self.projection, self.R
+        p = projection.view_as_projected(part).to(R.dtype) * (projection.scale * factor)
         if out.dtype == R.dtype:
-            self._expand(p, R, q.view_as_matrix(out))
+            self._expand(p, R, projection.view_as_matrix(out))
             return out
         wide = self.ops.scratch(R, out.numel()).view(out.shape)
-        self._expand(p, R, q.view_as_matrix(wide))
+        self._expand(p, R, projection.view_as_matrix(wide))
         return out.copy_(wide)
 
     def reconstruct_rows(self, part: Tensor, first: int, last: int) -> Tensor:
         """Line 4 for some rows of the tensor as a matrix."""
-        q, R = self.q, self.R
-        p = q.view_as_projected(part).to(R.dtype)
-        if q.transposes:
-            rows = R.new_empty(last - first, q.m)
+        projection, R = self.projection, self.R
+        p = projection.view_as_projected(part).to(R.dtype)
+        if projection.transposes:
+            rows = R.new_empty(last - first, projection.m)
             self._expand(p, R[..., first:last, :], rows.t())
-            return rows.mul_(q.scale)
-        height = q.block_height
+            return rows.mul_(projection.scale)
+        height = projection.block_height
         if height is None:
             p, first, last = p[first:last], 0, last - first
         else:  # only the blocks that contain these rows
             begin, end = first // height, math.ceil(last / height)
             R, p = R[begin:end], p[begin * height : end * height]
             first, last = first - begin * height, last - begin * height
-        blocks = self._expand(p, R, R.new_empty(len(p), q.d))
-        return blocks[first:last].mul_(q.scale)
+        blocks = self._expand(p, R, R.new_empty(len(p), projection.d))
+        return blocks[first:last].mul_(projection.scale)
 
     def _expand(self, p: Tensor, R: Tensor, out: Tensor) -> Tensor:
         """Write ``p R^T`` to ``out``."""
-        for matrix, rows, out_rows in self.q.iterate_blocks(R, p, out):
+        for matrix, rows, out_rows in self.projection.iterate_blocks(R, p, out):
             torch.matmul(rows, matrix.mT, out=out_rows)
         return out
 
@@ -397,17 +401,17 @@ class ProjectedTensor:
         p is what the other ranks received from this one, after rounding. Where the average was
         clipped by ``factor``, only that share of the new error is taken.
         """
-        e, g, q, R = self.residual, self.grad, self.q, self.R
-        if q.beta == 1:
+        e, g, projection, R = self.residual, self.grad, self.projection, self.R
+        if projection.beta == 1:
             return
-        new = (1 - q.beta) * factor
+        new = (1 - projection.beta) * factor
         if mean.seed is not None:
             self.p.sub_(mean.dropped_parts[i])
-        p = q.view_as_projected(self.p).to(R.dtype)
+        p = projection.view_as_projected(self.p).to(R.dtype)
         if g is not None:
             e.add_(g, alpha=new * self.local_factor)
-        for matrix, rows, e_rows in q.iterate_blocks(R, p, q.view_as_matrix(e)):
-            add_product_(e_rows, rows, matrix.mT, -new * q.scale)
+        for matrix, rows, e_rows in projection.iterate_blocks(R, p, projection.view_as_matrix(e)):
+            add_product_(e_rows, rows, matrix.mT, -new * projection.scale)
 
 
 @dataclass
@@ -438,12 +442,14 @@ class TrackedTensor(ProjectedTensor):
 
     def view_as_P(self, part: Tensor) -> Tensor:
         """View a part of the first payload as P, (d, r); it is stored by columns."""
-        return part.view(self.q.r, self.q.d).t()
+        return part.view(self.projection.r, self.projection.d).t()
 
     def factors(self, i: int, mean: Payload) -> Factored:
         """Return the factors of the averaged gradient, for a fused lines 4 and 5."""
         dropped = None if mean.seed is None else mean.dropped_parts[i]
-        return Factored(i, self.q.rows, self.q.columns, self.R, mean.parts[i], self.p, dropped)
+        return Factored(
+            i, self.projection.rows, self.projection.columns, self.R, mean.parts[i], self.p, dropped
+        )
 
 
 def adds_products(e: Tensor) -> bool:

@@ -82,7 +82,7 @@ class Sketch:
         self, layout: ShardLayout, index: Tensor, counts: list[int], ratio: float, seed: int
     ):
         self.layout, self.index, self.counts = layout, index, counts
-        self.thirds = [math.ceil(owned / (3 * ratio)) for owned in layout.owned]
+        self.thirds = [math.ceil(count / (3 * ratio)) for count in layout.compressed_counts]
         self.tables = [3 * third for third in self.thirds]
         self.cells, self.signs = self._draw(seed)
         self.rounds, leftover_mask = peel(self.cells, sum(self.tables))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._wire.payload import (
+    CACHE_ELEMENTS,
     ControlFields,
     Payload,
     PayloadDtype,
@@ -32,8 +33,6 @@ from .tensors import CompressionRule, get_grad_dtype, is_compressed, pin, to_loc
 BUCKET_BYTES = 8 * 2**20
 # On a device every bucket costs launches and host waits.
 DEVICE_BUCKET_BYTES = 128 * 2**20
-# Elements: a few vectors of them stay in a core's cache from one pass to the next.
-BLOCK = 131072
 
 # What the optimizer's state shows of one tensor.
 Entry = dict[str, Tensor]
@@ -307,7 +306,7 @@ class Bucket:
             member = self.get_tensor_info(i)
             part = self.layouts["master"].cut_shard(to_local(self.params[i].detach()), member)
             values = part.reshape(-1)
-            size = block_size(BLOCK, values)
+            size = block_size(CACHE_ELEMENTS, values)
             blocks = zip(master.view(-1).split(size), values.split(size), strict=True)
             for master_block, new in blocks:
                 update_master(master_block, new.to(master_block.device))

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-# Values rounded at a time: they stay in a core's cache.
-BLOCK = 131072
+# Elements processed at a time: a few vectors of them stay in a core's cache between two passes.
+CACHE_ELEMENTS = 131072
 # Quantized values that share a scale: its 4 bytes are 3 % of theirs, with 4 bits 6 %.
 ROW = 128
 
@@ -122,7 +122,7 @@ class Payload:
     def round(self) -> Payload:
         """Round ``unrounded_parts`` to the message; its rounding error takes its place."""
         if self.is_rounded_later and self.dropped is not None:
-            block = block_size(BLOCK, self.body)
+            block = block_size(CACHE_ELEMENTS, self.body)
             pairs = zip(self.body.split(block), self.dropped.split(block), strict=True)
             for sent, unrounded in pairs:
                 sent.copy_(unrounded)

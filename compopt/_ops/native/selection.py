@@ -99,9 +99,9 @@ class NativeSelection:
     def select_all(self, grads: Tensors) -> None:
         """Select by line 10's x of all tensors, before anything is written."""
         for i in self.slices:
-            self.select(i, grads[i])
+            self.select_from_gradient(i, grads[i])
 
-    def select(self, i: int, g: Tensor | None) -> None:
+    def select_from_gradient(self, i: int, g: Tensor | None) -> None:
         """Select by line 10's x of tensor i."""
         if i in self.slices:
             piece, first = self.slices[i], self.first[i]

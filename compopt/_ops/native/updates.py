@@ -172,7 +172,7 @@ def update_scape(
     keep_absent_momenta(old, bucket.state["exp_avg"], present)
     for i, is_present in enumerate(present):
         if not is_present and selection:
-            selection.select(i, None)
+            selection.select_from_gradient(i, None)
     feed_back_rounding(bucket, ops, mean, mask, 1 - bucket.group["betas"][0])
 
 
