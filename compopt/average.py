@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from ._engine.combined import OneOrSeveral
-from ._engine.fsdp_reduce_scatter import ReducingOptimizer, apply_shards
+from ._engine.fsdp_reduce_scatter import apply_shards
 from ._engine.options import Group, check_compress, check_payload, ignore_capturable
 from ._engine.reducer import AllReduceReducer, Reducer, ReduceScatterReducer
+from ._engine.reducing import ReducingOptimizer
 from ._engine.update import Update
 from ._engine.wrapper import Wrapper
 from ._ops.norms import clip_factor, scale_all_

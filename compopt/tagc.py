@@ -39,9 +39,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.decision import StepDecision
-from ._engine.fsdp_reduce_scatter import ReducingOptimizer, apply_shards
+from ._engine.fsdp_reduce_scatter import apply_shards
 from ._engine.options import check_adam, check_compression, check_torch_options, require_option
 from ._engine.reducer import ReduceScatterReducer
+from ._engine.reducing import ReducingOptimizer
 from ._engine.stats import Stats
 from ._engine.update import AdamWUpdate
 from ._engine.when import choose_warmup, dense_steps

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt._engine.fsdp_reduce_scatter import ReducingOptimizer, apply_shards
+from compopt._engine.fsdp_reduce_scatter import apply_shards
 from compopt._engine.options import check_adam, check_compression, require
 from compopt._engine.reducer import AllReduceReducer
+from compopt._engine.reducing import ReducingOptimizer
 from compopt._engine.update import AdamWUpdate
 from compopt._engine.when import dense_steps
 from compopt._ops.norms import clip_factor

@@ -21,9 +21,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .._engine.fsdp_reduce_scatter import ReducingOptimizer, Unsent
+from .._engine.fsdp_reduce_scatter import Unsent
 from .._engine.options import Group, Setting
 from .._engine.reducer import ReduceScatterReducer
+from .._engine.reducing import ReducingOptimizer
 from .._engine.when import dense_steps
 from .._ops.norms import clip_factor
 from .._state.buckets import Bucket

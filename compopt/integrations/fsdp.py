@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from .._engine import base
 from .._engine.base import CompressedOptimizer
-from .._engine.fsdp_reduce_scatter import ReducingOptimizer
+from .._engine.reducing import ReducingOptimizer
 from .._engine.session import Role
 from .._state.shards import longest_part_numel
 from .._state.tensors import to_local
