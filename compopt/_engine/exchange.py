@@ -39,9 +39,9 @@ class StalenessCheck:
     step begins.
 
     Version counters do not: ``p.grad.data`` has one of its own, and the Trainer multiplies by 1 to
-    learn a norm. Each gradient's bits are summed as integers, which any change of one element
-    changes, and its elements as numbers, which tells what integers miss (of 512 floats twice as
-    large the bits have the same sum). The host does not wait.
+    learn a norm. Each gradient has two sums: of the bits, which any single change alters; and of
+    the values, for changes that cancel modulo 2^32 (of 512 floats twice as large the bits have the
+    same sum). The host does not wait.
     """
 
     def __init__(self, bucket: Bucket):
@@ -174,8 +174,8 @@ class BucketExchange:
         self._start(self._resume_generator(answer))
 
     def resume_after_commit(self, answer: Answer) -> None:
-        """Resume the generator with what was sent after the commit: to its end, or to what is done
-        for all buckets together.
+        """Resume the generator with what was sent after the commit, to its end or to a
+        ``RunBatched``.
         """
         self.request = None
         try:

@@ -35,7 +35,7 @@ from .reducer import Reducer
 from .session import Session
 from .update import Update
 
-# whose gradients a row holds, in order, and along which dimension each is cut
+# the parameters whose gradients a row holds, in order, and the dimension along which each is cut
 Params = Sequence[tuple[Tensor, int]]
 # a bucket of the session, and which of its tensors
 BucketPosition = tuple[Bucket, int]
@@ -77,8 +77,9 @@ class RowBucket(Bucket):
     Its tensors have the parameters' global shapes and no memory; only their ``grad`` is real. A
     matrix that the reducer needs ``as_matrix`` has the parameter's shape, and FSDP's ranges of it;
     any other is a vector in the order of FSDP's shards, all equally long. ``bucket_positions`` say
-    where the parameters are in the session's buckets, which hold their state. A parameter that was
-    unfrozen since the last step has None: it has no residual yet, and is sent unrounded.
+    where the parameters are in the session's buckets, which hold their state. The position of a
+    parameter that was unfrozen since the last step is None: it is in no bucket and has no residual
+    yet, and its gradient is sent unrounded.
     """
 
     def __init__(
@@ -306,8 +307,8 @@ class FSDPReduceScatter:
     def _discard_unapplied(self) -> None:
         """Forget the unsent part of gradients that were discarded since the last backward.
 
-        If gradients are zero instead of None, all ranks compare: one rank's shard may be zero by
-        itself.
+        ``zero_grad(set_to_none=False)`` leaves zeros, as one shard may have by chance: one
+        all-reduce, for which backward waits, decides whether gradients were discarded.
         """
         self.unsent = {p: unsent for p, unsent in self.unsent.items() if p.grad is not None}
         if self.unsent:
@@ -328,7 +329,7 @@ class FSDPReduceScatter:
             reductions = [one for one in reductions if one.pending is not None]
 
     def check(self) -> None:
-        """Raise where a step cannot be taken from what FSDP's backward has left."""
+        """Raise RuntimeError if a GradScaler drives the steps."""
         if self.session.has_grad_scaler:
             raise RuntimeError(
                 f"{self.session.name} averages inside FSDP's backward, where it does not know a "
@@ -336,14 +337,16 @@ class FSDPReduceScatter:
             )
 
     def commit_residual(self, bucket: Bucket, i: int, norm: float) -> None:
-        """The step is applied to tensor i; ``norm``: of all averaged gradients, before a clip."""
+        """Write the residual of tensor i, to which the step is applied. ``norm`` is that of all
+        averaged gradients, before a clip.
+        """
         unsent = self.unsent.get(bucket.params[i])
         if unsent is not None and norm > 0:  # else they were set to zero before the step
             factor = clip_factor(norm, bucket.group["max_grad_norm"])
             self.on_commit(bucket, i, unsent, factor)
 
     def discard_unsent(self) -> None:
-        """Called when the step has ended: what was not applied leaves no residual."""
+        """Forget the unsent parts when the step has ended, applied or not."""
         self.unsent, self.reduced = {}, {}
 
 

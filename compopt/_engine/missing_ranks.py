@@ -3,8 +3,9 @@
 Before ``consolidate_state()`` exchanges anything, ranks meet at the store: ``if rank == 0:
 optimizer.consolidate_state()`` is a common mistake, and a collective on rank 0 alone hangs. A rank
 that is interrupted within a step, or has lost masks that the others still have, posts a note to the
-store. Ranks that wait in the step look for notes after a while, and raise; no rank applies the
-step. Their collectives no longer match, so they continue over a new group.
+store. Ranks that wait in the step look for notes after a while, and raise: they do not apply the
+step (a rank that had received everything before may have, see ``resharding``). Their collectives no
+longer match, so they continue over a new group.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def check_torch_options(
         verb = "changes" if len(names) == 1 else "change"
         warn(
             f"{', '.join(names)} {verb} nothing here: a step runs on compopt's own kernels, "
-            "optimizer.backend says which. Leave it out.",
+            f"optimizer.backend says which. Leave {'it' if len(names) == 1 else 'them'} out.",
             get_rank(),
         )
 

@@ -444,7 +444,9 @@ class Session:
         for bucket in self.buckets:
             if bucket.is_single_process != self.is_single_process:
                 bucket.is_single_process = self.is_single_process
-                bucket.cache.pop("has_residual", None)  # rounding errors are sent too
+                # Recompute: the cached value leaves out rounding errors, which a single process
+                # must still apply.
+                bucket.cache.pop("has_residual", None)
         return comm
 
     def connect_to(self, group: ProcessGroup | Communicator | None) -> None:

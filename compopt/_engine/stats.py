@@ -56,11 +56,12 @@ class Stats:
     """The last step, as this rank saw it.
 
     ``bytes_sent`` is what this rank handed to collectives since the step before, ``bytes_dense``
-    what DDP would have. ``parameter_bytes`` is the part of it that went into gathering updated
-    parameters, where state is sharded. ``grad_norm`` is the number that ``max_grad_norm`` clips by:
-    of the average over ranks, before the clip. ``when`` is the result of the trial of
-    ``when="auto"``, with the seconds of a step of each kind. ``phase`` is what the compressed
-    tensors did: "dense", "skipped" (nothing was applied), or a phase of the class.
+    what DDP would have. ``parameter_bytes`` is the part of ``bytes_sent`` that went into gathering
+    updated parameters, where state is sharded. ``grad_norm`` is the number that ``max_grad_norm``
+    clips by: of the average over ranks, before the clip. ``skipped`` counts the skipped steps so
+    far. ``when`` is the result of the trial of ``when="auto"``, with the milliseconds of a step of
+    each kind. ``phase`` is what the compressed tensors did: "dense", "skipped" (nothing was
+    applied), or a phase of the class.
 
     ``wait_seconds`` is how long this rank's host waited for collectives. ``straggler_seconds`` is
     the part of it that the rank which waits least did not have to wait: it was spent on slower

@@ -219,12 +219,14 @@ class Ops:
             return index
         return self.scratch(index, index.numel(), torch.int64).copy_(index)
 
-    # int8 and int4
+    # int8, int4 and int2
 
     def quantized_mean_factory(
         self, bucket: Bucket
     ) -> Callable[[Payload, int, int], QuantizedMean] | None:
-        """Return what averages the bucket's int8 and int4 payloads; None: ``QuantizedMean``."""
+        """Return a function that makes the mean of the bucket's quantized payloads; None: that of
+        ``QuantizedMean``.
+        """
         return None
 
     quantize, dequantize = (

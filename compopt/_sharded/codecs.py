@@ -160,11 +160,12 @@ def hash_int64(x: Tensor) -> Tensor:
 
 
 def peel(cells: Tensor, total: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """The order in which elements come out of a sketch of ``total`` cells, and a mask of those that
-    do not.
+    """Return the order in which elements come out of a sketch of ``total`` cells, in rounds, and a
+    mask of those that do not.
 
-    ``cells``: three different ones for each element, shape ``(3, elements)``. A round is elements,
-    ascending, and for each which of its three cells holds nothing else by then.
+    ``cells``: three different ones for each element, shape ``(3, elements)``. A round is a pair:
+    the elements that come out, ascending, and for each the one of its three cells that holds only
+    it.
     """
     n, device = cells.shape[1], cells.device
     flat, ids = cells.reshape(-1), torch.arange(n, dtype=torch.int64, device=device)

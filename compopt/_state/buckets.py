@@ -55,7 +55,8 @@ class Bucket:
     ):
         self.index = index
         self.group, self.params, self.names = group, params, names
-        # The model's parameters. Inside FSDP2 ``params`` are stand-ins that hold gradients only.
+        # The model's parameters. Those of a ``RowBucket`` (FSDP2) differ from its ``params``, which
+        # are stand-ins that hold gradients only.
         self.model_params = params
         rule = compression_rule or is_compressed
         self.compressed = [rule(p, group, name) for p, name in zip(params, names, strict=True)]
@@ -65,7 +66,7 @@ class Bucket:
         self.is_dtensor = any(hasattr(p, "to_local") for p in params)
         self.grad_dtype = get_grad_dtype(params[0])
         self.compute_dtype = torch.promote_types(self.dtype, torch.float32)
-        # True without other ranks: nothing is compressed or rounded.
+        # True without other ranks, unless ``simulate``: nothing is compressed or rounded.
         self.is_single_process = False
         # The number of ranks that hold the same part of these tensors, in one copy of the model.
         self.copies = 1

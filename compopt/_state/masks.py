@@ -137,7 +137,7 @@ class Mask:
         return self._sizes
 
     def with_bits(self, bits: Sequence[Tensor | None]) -> Mask:
-        """Return the same mask over a copy of its bits."""
+        """Return the same mask with its bits in other memory, ``bits``."""
         mask = copy.copy(self)
         mask._bits = bits
         return mask

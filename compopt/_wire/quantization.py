@@ -50,7 +50,7 @@ from .payload import ROW, Payload, Scratch, block_size, count_rows, packed_bytes
 LARGEST = {8: 127.0, 4: 7.0}
 # Of scales: 1 / scale is finite.
 SMALLEST = torch.finfo(torch.float32).tiny
-# Numbers u, one of each 65536th.
+# Length of the table of u: the 65536 midpoints of equal parts of [0, 1).
 NOISE_TABLE = 65536
 # Rows at a time: they stay in a core's cache from one pass to the next.
 BLOCK_ROWS = NOISE_TABLE // ROW
