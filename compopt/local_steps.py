@@ -41,22 +41,16 @@ from ._engine.checkpoint import check_groups, warn_of_missing_state
 from ._engine.collective_generators import Background, CollectiveGenerator, sum_over_groups
 from ._engine.combined import OneOrSeveral
 from ._engine.decision import StepDecision
+from ._engine.gradients import check_gradients, drop_scale, restore_scale, unscale_gradients
 from ._engine.join import JoinHook, follow_ranks_with_data
 from ._engine.missing_ranks import RankLeft
 from ._engine.options import Group, Setting, require, select_options
 from ._engine.peers import gather_rows, warn_without_gradients
 from ._engine.resharding import average_base, average_state, catch_up, warn_of_lost_residuals
 from ._engine.session import Corrupt, Handshake, weak_method
+from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
-from ._engine.step import (
-    Step,
-    check_can_step,
-    check_gradients,
-    defer_signals,
-    drop_scale,
-    restore_scale,
-    unscale_gradients,
-)
+from ._engine.step import Step, check_can_step
 from ._engine.wrapper import Wrapper
 from ._local import rounds
 from ._local.anchors import Anchors, MakeOuter, assign_to_fragments, reset_moments

@@ -12,24 +12,19 @@ resends alone.
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 import zlib
-from _signal import getsignal  # 64 times as fast as signal.getsignal, which returns an enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from .._state.buckets import Bucket
-from .._state.tensors import to_local
 from .._wire.collectives import Communicator, get_rank, profiler_range
 from .._wire.payload import FieldValues, encode_bits
 from .._wire.requests import CommunicationError
 from .collective_generators import CollectiveGenerator
 from .decision import StepDecision, combine_decisions, error_of_misplaced, read_decision
 from .exchange import BucketExchange, ExchangeSchedule
+from .gradients import check_gradients, restore_scale, unscale_gradients
 from .join import follow_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .options import Group
@@ -43,6 +38,7 @@ from .peers import (
 )
 from .resharding import follow_requires_grad
 from .session import Corrupt, Handshake, Role, Session
+from .signals import defer_signals
 from .stats import describe_compression, show_line
 
 
@@ -419,104 +415,3 @@ def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
         return
     finished = [(p, session.bucket_of[p]) for p in params if p in session.bucket_of]
     overlap.start_ready(finished, session.buckets, session.algorithm, session.comm)
-
-
-# Gradients before they are sent
-
-
-def check_gradients(session: Session) -> None:
-    """Raise TypeError if a parameter has changed its size, dtype or device, or has a sparse
-    gradient.
-    """
-    for bucket in session.buckets:
-        for p, n, name in zip(bucket.params, bucket.lengths, bucket.names, strict=True):
-            if p.dtype != bucket.dtype or p.device != bucket.device or to_local(p).numel() != n:
-                raise TypeError(
-                    f"{name} has {to_local(p).numel()} elements of {p.dtype} on {p.device} here, "
-                    f"and had {n} of {bucket.dtype} on {bucket.device} when the optimizer was "
-                    "made: make the optimizer after the model is converted, moved or resized."
-                )
-            if p.grad is not None and p.grad.is_sparse:
-                raise TypeError(
-                    f"{session.name} got a sparse gradient for {name}: use dense "
-                    "gradients (sparse=False)."
-                )
-
-
-def unscale_gradients(session: Session) -> float | None:
-    """Divide the gradients by a GradScaler's scale, which may differ between ranks; return it.
-
-    Returns None if no scaler left one. With a scaler no bucket starts in backward: its gradients
-    are not yet the ones to send.
-    """
-    optimizer = session.optimizer
-    session.has_grad_scaler = hasattr(optimizer, "found_inf")
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is None:
-        return None
-    _scale_gradients(session, float(scale.double().reciprocal()))
-    return float(scale)
-
-
-def restore_scale(session: Session, scale: float) -> None:
-    """Multiply the gradients by ``scale`` again, so that the step can be repeated."""
-    _scale_gradients(session, scale)
-    drop_scale(session)
-
-
-def drop_scale(session: Session) -> None:
-    """Delete the attributes that a GradScaler sets; it does so itself only if step() succeeds."""
-    for name in ("grad_scale", "found_inf"):
-        if hasattr(session.optimizer, name):
-            delattr(session.optimizer, name)
-
-
-def _scale_gradients(session: Session, factor: float) -> None:
-    params = [p for group in session.option_groups for p in group["params"]]
-    grads = [to_local(p.grad) for p in params if p.requires_grad and p.grad is not None]
-    torch._foreach_mul_(grads, factor)
-
-
-# Signals during a commit
-
-# computed once: valid_signals() takes longer than all the rest
-SIGNALS = tuple(map(int, signal.valid_signals()))
-
-
-@contextlib.contextmanager
-def defer_signals() -> Iterator[None]:
-    """Defer Python signal handlers, KeyboardInterrupt's among them, until the block ends.
-
-    A handler may raise between any two lines. Handlers run in the main thread only, so other
-    threads defer nothing. All handlers run at the end; the first error of any is raised.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[tuple[int, FrameType | None]] = []
-    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
-    errors: list[BaseException] = []
-    try:
-        for number in SIGNALS:
-            handler = getsignal(number)
-            if callable(handler):
-                handlers[number] = handler
-                signal.signal(number, lambda number, frame: arrived.append((number, frame)))
-        yield
-    finally:
-        replaced = dict(handlers)
-        while replaced:
-            try:
-                while replaced:
-                    number = next(iter(replaced))
-                    signal.signal(number, replaced[number])
-                    del replaced[number]
-            except BaseException as error:  # of a handler that is restored already
-                errors.append(error)
-        for number, frame in arrived:
-            try:
-                handlers[number](number, frame)
-            except BaseException as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]

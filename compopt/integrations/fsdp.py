@@ -66,7 +66,7 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
     their gradients already, or if a parameter belongs to FSDP1.
     """
     session = optimizer._session
-    group = getattr(session.comm, "group", None)
+    group = session.comm.group
     ranks = set(dist.get_process_group_ranks(group)) if group is not None else set()
     named = (
         (p, name)
