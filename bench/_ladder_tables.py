@@ -172,7 +172,7 @@ def draw(table: list[dict[str, Any]], path: Path) -> None:
 
 def _share_of(lines: list[dict[str, Any]]) -> str:
     shares = [line["bytes_percent"] for line in lines]
-    return " to ".join(dict.fromkeys(f"{share:.2g}" for share in (min(shares), max(shares))))
+    return " to ".join(dict.fromkeys(f"{float(f'{share:.2g}'):g}" for share in (min(shares), max(shares))))
 
 
 def _draw_panel(axis: Any, lines: list[dict[str, Any]], baseline: str, name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ round has H steps::
     3  d <- mean over ranks of d_k                      # as the outer optimizer averages gradients
     ``delay`` steps later, on all ranks or on none, perform_sync
     4  a_p <- the outer optimizer steps a_p by d        # v <- mu v + d;  a_p <- a_p - lr (d + mu v)
-    5  w_k <- mix (w_k of line 2) + (1 - mix) a_p + what the rank moved since
+    5  w_k <- a_p + what the rank moved since line 2
 
 At first all gradients are averaged for ``warmup_steps``, as ``Average(inner)`` does, and rounds
 grow from 1 step to H over ``every_warmup_steps``, mu and lr from 0 and 1 with them.
@@ -20,9 +20,9 @@ samples that ranks took in the round.
 
 There is one outer optimizer; anchors are its parameters, fragments its groups. An exchange is one
 step of it, of the fragments that are due, cut in two: up to the decision of all ranks, and the
-commit. Where we differ: the papers lose what a rank moved while an exchange was on its way, in part
-(mix = .5) or whole (0). And d_k is taken from where the rank began: for bfloat16 parameters
-that is a_p rounded to bfloat16. Otherwise rounding errors would leak into the anchors.
+commit. Where we differ: Streaming DiLoCo drops a part of what a rank moved while an exchange was on
+its way. And d_k is taken from where the rank began: for bfloat16 parameters that is a_p rounded to
+bfloat16. Otherwise rounding errors would leak into the anchors.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ import torch
 from torch import Tensor
 
 from ._engine.checkpoint import check_groups, warn_of_missing_state
-from ._engine.collective_generators import Background, CollectiveGenerator, sum_over_groups
+from ._engine.collective_generators import CollectiveGenerator, sum_over_groups
 from ._engine.combined import OneOrSeveral
 from ._engine.decision import StepDecision
 from ._engine.gradients import check_gradients, drop_scale, restore_scale, unscale_gradients
 from ._engine.join import JoinHook, follow_ranks_with_data
 from ._engine.missing_ranks import RankLeft
-from ._engine.options import Group, Setting, require, select_options
+from ._engine.options import FREE, Group, Setting, require, select_options
 from ._engine.peers import gather_rows, warn_without_gradients
 from ._engine.resharding import average_base, average_state, catch_up, warn_of_lost_residuals
 from ._engine.session import Corrupt, Handshake, weak_method
@@ -54,10 +54,10 @@ from ._engine.step import Step, check_can_step
 from ._engine.wrapper import Wrapper
 from ._local import rounds
 from ._local.anchors import Anchors, MakeOuter, assign_to_fragments, reset_moments
-from ._local.checkpoint import Entry, SavedRounds, save_rounds, split_rounds
+from ._local.checkpoint import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
 from ._local.distances import cosine_and_spread
-from ._local.exchange import Contribution, Exchange, Outcome, communicate
-from ._local.open_round import OpenRound
+from ._local.exchange import Contribution, FragmentSync, Outcome, begin_sync
+from ._local.rounds import OpenRound, RoundCounts
 from ._ops.norms import clip_factor, scale_all_
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Prefix
@@ -105,7 +105,6 @@ class LocalSteps(Wrapper):
         fragments: P, parts of the model that are exchanged at different steps of a round.
         delay: steps from the beginning of an exchange to its application; training goes on
             meanwhile. At most every / fragments.
-        mix: what a rank keeps of its own parameters, in [0, 1); the rest is the new anchor.
         warmup_steps: steps at the start in which gradients are averaged, as by :class:`Average`.
         every_warmup_steps: steps after these in which rounds grow from 1 step to their length, and
             an ``outer`` around SGD, as the default, from averaging parameters to its own rate and
@@ -132,7 +131,7 @@ class LocalSteps(Wrapper):
 
     averaged_state = ("residual",)
     _anchors: Anchors | None = None  # from the first local step on, where there are other ranks
-    _exchange: Exchange | None = None  # on its way
+    _exchange: FragmentSync | None = None  # on its way
     _due: frozenset[int] = frozenset()  # fragments that wait for an exchange
     _exchanged: dict[str, Any] = {}  # what ``stats`` report of the last exchange
     _clock: float | None = None  # as read last, in the running round
@@ -154,7 +153,6 @@ class LocalSteps(Wrapper):
         outer_momentum: float = 0.9,
         fragments: int = 1,
         delay: int = 0,
-        mix: float = 0.0,
         warmup_steps: int = 0,
         every_warmup_steps: int = 800,
         max_grad_norm: float | None = None,
@@ -176,18 +174,12 @@ class LocalSteps(Wrapper):
             outer_momentum=outer_momentum,
             fragments=fragments,
             delay=delay,
-            mix=mix,
             warmup_steps=warmup_steps,
             every_warmup_steps=every_warmup_steps,
             payload_dtype=payload_dtype,
             max_grad_norm=max_grad_norm,
-            round=0,  # rounds that have ended
-            begun=0,  # the step after which the running one began
-            mean_step=0.0,  # mean of the ranks' local steps up to there
-            weight=0.0,  # steps or samples of this rank since the last exchange
-            seconds=0.0,  # since then, where rounds end by time
         )
-        self._make_outer = outer
+        self._make_outer, self._counts = outer, RoundCounts()
         super().__init__(inner, options, process_group, simulate)
 
     @property
@@ -196,7 +188,7 @@ class LocalSteps(Wrapper):
 
     @property
     def _options(self) -> Group:
-        """The options, with the counts of the running round."""
+        """The options, with the number of steps."""
         return self._wrapper_groups[0]
 
     def check_group(self, group: Group) -> None:
@@ -207,44 +199,17 @@ class LocalSteps(Wrapper):
         self._session.stats = self.add_to_stats(self._session.stats)
 
     def _settings(self) -> list[Setting]:
-        unequal = rounds.list_unequal(self._options)
+        running = {name: getattr(self._counts, name) for name in ("round", "begun", "mean_step")}
+        settings = [*super()._settings(), ("running round", running)]
+        if self._options["round_seconds"] is None:
+            return settings
+        unequal = {"begun", "momentum", *FREE}  # ranks differ in steps, and in schedules by them
         return [
             (subject, select_options(value, value.keys() - unequal))
             if isinstance(value, dict)
             else (subject, value)
-            for subject, value in super()._settings()
+            for subject, value in settings
         ]
-
-    # The averaged start
-
-    def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        return average(bucket, self.ops, self._update)
-
-    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        return {"residual": Dense(dtype, optional=True)}
-
-    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
-        if self.averages_gradients:
-            return super()._specs(bucket)
-        return {
-            "residual": Prefix(bucket.compute_dtype, lambda p: 0, optional=True)  # of the start
-        }
-
-    @property
-    def averages_gradients(self) -> bool:
-        """True if the coming step belongs to ``warmup_steps``, where gradients are averaged."""
-        return bool(self._options["step"] < self._options["warmup_steps"])
-
-    @property
-    def has_equal_replicas(self) -> bool:
-        return self._anchors is None
-
-    @torch.no_grad()
-    def gradients_ready(self, params: Iterable[Tensor]) -> None:
-        if self.averages_gradients:
-            super().gradients_ready(params)
-        elif self._exchange is not None:
-            self._exchange.turns.poll()
 
     # A step
 
@@ -277,7 +242,7 @@ class LocalSteps(Wrapper):
         session = self._session
         check_can_step(session)
         self._check_not_hidden()
-        self._look_around()
+        self._see_ranks_and_groups()
         if session.handshake is not Handshake.VERIFIED and not session.is_single_process:
             yield from self._follow_ranks_with_data()
             yield from Step(session, session.comm, session.steps + 1).verify_peers()
@@ -303,140 +268,29 @@ class LocalSteps(Wrapper):
         self._report(norm, is_applied)
         session.count_skips(math.isfinite(norm))
 
-    @property
-    def _params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _look_around(self) -> None:
-        """See which ranks and groups there are, and keep nothing of the averaged start."""
-        session = self._session
-        session.connect_ranks()
-        if session.has_foreign_state:
-            session.rebuild_buckets()
-        self.add_groups_of_base()
-        if any(bucket.flat["residual"].numel() for bucket in session.buckets):
-            session.rebuild_buckets()
-
-    def _connect(self) -> None:
-        """Make anchors once there are other ranks, and something to train."""
-        session, options = self._session, self._options
-        if self.offload and not session.comm.can_exchange(HOST):
-            raise ValueError(
-                "offload='outer' exchanges tensors in host memory, and the process group has no "
-                "backend for those: init_process_group('cpu:gloo,cuda:nccl'), or without a "
-                "backend, has one."
-            )
-        if session.is_single_process:
-            self._cancel_exchange()
-            self._anchors = None
-        if self._anchors is None:
-            options["begun"] = max(options["begun"], options["warmup_steps"])
-            fragments = assign_to_fragments(self.param_groups, options["fragments"])
-            if session.is_single_process or set(fragments) == {-1}:
-                options["begun"] = options["step"] + 1  # a round begins after this step
-                return
-            self._anchors = self._make_anchors(options, fragments)
-        self._connect_outer(self._anchors, options)
-
-    def _make_anchors(self, options: Group, fragments: list[int]) -> Anchors:
-        make_outer = self._make_outer or partial(outer_sgd, options)
-        count, on_host = options["fragments"], self.offload == "outer"
-        return Anchors(self._params, fragments, count, make_outer, on_host)
-
-    def _connect_outer(self, anchors: Anchors, options: Group) -> None:
-        """Exchange anchors over the ranks there are."""
-        outer, comm = anchors.outer, self._session.comm
-        outer.simulate = self.simulate
-        if options["delay"]:  # what runs beside training has a process group of its own
-            comm = comm.with_own_group()
-            outer._session.own_shard_communicators = [
-                shards.with_own_group() for shards in self._session.shard_communicators
-            ]
-        if outer._session.group is not comm and not self._session.is_single_process:
-            outer._session.waits = self._session.waits
-            outer._session.connect_to(comm)
-            self._bytes_sent = comm.bytes_sent
-
-    def _read_clock(self) -> None:
-        """Add the time since the last call to that of a round that ends by time."""
-        if self._options["round_seconds"] is None:
-            return
-        now = monotonic()
-        self._options["seconds"] += now - (now if self._clock is None else self._clock)
-        self._clock = now
-
-    def _step_inner(self) -> CollectiveGenerator[float]:
-        """Step the inner optimizer, unless a gradient of this rank, or of another shard of its
-        replica, is not finite, and count the step. Signals are handled afterwards.
-
-        Returns the norm of the gradients; it is finite where the step was taken.
-        """
-        session = self._session
-        check_gradients(session)
-        scale = unscale_gradients(session)
-        grads = {p: to_local(p.grad) for p in self._params if p.grad is not None}
-        if not grads and session.comm.size > 1 and session.trainable and session.has_data:
-            step = self._options["step"] + 1
-            warn_without_gradients(session, step, "adds nothing to the average of its round")
-        try:
-            norm = yield from self._gradient_norm(grads)
-        except BaseException:
-            if scale is not None:
-                restore_scale(session, scale)
-            raise
-        with defer_signals():
-            if math.isfinite(norm):
-                scale_all_([*grads.values()], clip_factor(norm, self._options["max_grad_norm"]))
-                self.base.step()
-                entries = [self.state.get(p, {}) for p in grads]
-                if counts := [entry["step"] for entry in entries if "step" in entry]:
-                    torch._foreach_add_(counts, 1)
-                if grads and self._anchors is not None:
-                    self._options["weight"] += 1 if self._samples is None else self._samples
-            for group in self._wrapper_groups:
-                group["step"] += 1
-            self._samples = None
-        return norm
-
-    def _gradient_norm(self, grads: dict[Tensor, Tensor]) -> CollectiveGenerator[float]:
-        """The norm over all shards of the replica; NaN where a GradScaler has found an inf. Shards
-        also agree on the time of the round.
-        """
-        shards = self._session.shard_communicators
-        by_copies: dict[int, list[Tensor]] = {}
-        for p, g in grads.items():
-            by_copies.setdefault(count_copies(p, shards), []).append(g)
-        norms = {n: float(torch.nn.utils.get_total_norm(gs)) for n, gs in by_copies.items()}
-        squared = sum(norm**2 / copies for copies, norm in norms.items())
-        if getattr(self, "found_inf", None):
-            squared = math.nan
-        numbers = [squared, self._options["seconds"]]
-        total, seconds = yield from sum_over_groups(shards, numbers, self._session.device)
-        self._options["seconds"] = seconds / math.prod(comm.size for comm in shards)
-        return math.sqrt(total)
-
     # Exchanges
 
     def _synchronize(self) -> CollectiveGenerator[bool]:
         """Perform and prepare what is due after a step. Returns whether an exchange was applied."""
-        options, anchors, is_applied = self._options, self._anchors, False
+        options, counts, anchors, is_applied = self._options, self._counts, self._anchors, False
         if anchors is None:
             return False
-        t, begun, count = options["step"], options["begun"], options["fragments"]
-        steps = rounds.round_length(options, begun - options["warmup_steps"])
+        t, at = options["step"], options["step"] - counts.begun
         if options["round_seconds"] is not None:
-            steps, is_over = t - begun, options["seconds"] >= rounds.round_duration(options)
+            steps, is_over = at, counts.seconds >= rounds.round_duration(options, counts.mean_step)
             self._due |= anchors.fragments if is_over else set()
         else:
-            self._due |= {n for n in anchors.fragments if rounds.is_due(n, t - begun, steps, count)}
-            if t - begun >= steps:
-                options.update(round=options["round"] + 1, begun=t)
-        if self._exchange is not None and (self._due or t >= (self._exchange.apply_at or 0)):
+            steps = rounds.round_length(options, counts.begun - options["warmup_steps"])
+            count = options["fragments"]
+            self._due |= {n for n in anchors.fragments if rounds.is_due(n, at, steps, count)}
+            if at >= steps:
+                counts.round, counts.begun = counts.round + 1, t
+        if self._exchange is not None and (self._due or t >= self._exchange.apply_at):
             is_applied = yield from self._perform_sync(self._exchange)
         if self._due:
             delay = rounds.delay_within(options, steps)
-            apply_at = t + delay if delay else None
-            exchange = yield from self._prepare_sync(anchors, steps, apply_at, options["mix"])
+            apply_at = t + delay if delay else 0
+            exchange = yield from self._prepare_sync(anchors, steps, apply_at)
             if delay:
                 exchange.turns.poll()
             else:
@@ -445,18 +299,14 @@ class LocalSteps(Wrapper):
 
     @torch.no_grad()
     def _prepare_sync(
-        self,
-        anchors: Anchors,
-        steps: int,
-        apply_at: int | None,
-        mix: float,
-        is_last: bool = False,
-    ) -> CollectiveGenerator[Exchange]:
+        self, anchors: Anchors, steps: int, apply_at: int = 0, is_last: bool = False
+    ) -> CollectiveGenerator[FragmentSync]:
         """Begin the exchange of the fragments that are due, after a round of so many ``steps``."""
-        fragments, session = self._due, self._session
+        fragments, session, counts = self._due, self._session, self._counts
         yield from self._follow_ranks_with_data()
         try:
-            squared = anchors.set_pseudo_gradients(fragments, anchors.outer._session.device)
+            device = anchors.outer._session.device
+            squared = anchors.set_pseudo_gradients(fragments, device)  # line 2
             if session.shard_communicators:  # a replica is lost where one of its shards is
                 (total,) = yield from sum_over_groups(
                     session.shard_communicators, [float(squared)], session.device
@@ -465,36 +315,16 @@ class LocalSteps(Wrapper):
         except BaseException:
             anchors.cancel(fragments)
             raise
-        self._due, options = frozenset(), self._options
-        weight = options["weight"] if options["weighted"] else 1.0
-        contribution = Contribution(weight, steps, options["seconds"], is_last)
-        return self._begin_exchange(anchors, fragments, apply_at, mix, squared, contribution)
-
-    def _begin_exchange(
-        self,
-        anchors: Anchors,
-        fragments: Iterable[int],
-        apply_at: int | None,
-        mix: float,
-        squared: Tensor,
-        contribution: Contribution,
-    ) -> Exchange:
-        session, fragments = anchors.outer._session, frozenset(fragments)
-        groups = anchors.groups_of(fragments)
-        step = Step(session, session.connect_ranks(), anchors.exchanges + 1, groups)
-        turns = communicate(  # line 3
-            self._session, anchors, step, squared, contribution, apply_at is not None
+        self._due = frozenset()
+        weight = counts.weight if self._options["weighted"] else 1.0
+        contribution = Contribution(weight, steps, counts.seconds, is_last)
+        self._exchange = exchange = begin_sync(  # line 3
+            session, anchors, fragments, apply_at, squared, contribution
         )
-        exchange = Exchange(
-            anchors, fragments, apply_at, mix, squared, contribution, step, Background(turns)
-        )
-        self._exchange = exchange
-        if apply_at is not None:
-            session.comm.unfinished.add("delayed exchange")
         return exchange
 
     @torch.no_grad()
-    def _perform_sync(self, exchange: Exchange) -> CollectiveGenerator[bool]:
+    def _perform_sync(self, exchange: FragmentSync) -> CollectiveGenerator[bool]:
         """Wait for an exchange, and apply it. Returns whether it was: not where the average is not
         finite. Where it fails, on all ranks, nothing is applied, and it is due again.
         """
@@ -534,10 +364,10 @@ class LocalSteps(Wrapper):
             )
         return is_applied
 
-    def _apply(self, exchange: Exchange, outcome: Outcome) -> bool:
+    def _apply(self, exchange: FragmentSync, outcome: Outcome) -> bool:
         """Apply lines 4 and 5, as a whole."""
         anchors, session, decision = exchange.anchors, self._session, outcome.decision
-        options = self._options
+        counts = self._counts
         if outcome.is_empty:
             anchors.clear_gradients()
             return False
@@ -546,28 +376,21 @@ class LocalSteps(Wrapper):
             anchors.cancel(exchange.fragments)
             return False
         received = exchange.list_received(outcome.is_lost)
-        is_late = exchange.apply_at is not None and not outcome.is_lost
+        is_late = exchange.apply_at > 0 and not outcome.is_lost
         since = [t.moved_since() if is_late else None for t in received]
         handshake = session.handshake
         session.handshake = Corrupt(f"the exchange before step {session.steps + 1} was interrupted")
         if decision is not None:
             exchange.step.commit(decision)  # line 4
         for t, moved in zip(received, since, strict=True):
-            t.write_back(moved, 0.0 if outcome.is_lost else exchange.mix)  # line 5
-            t.has_moved |= exchange.mix > 0
+            t.write_param(moved)  # line 5
         session.handshake = handshake
         anchors.outer._session.consolidated_at = session.consolidated_at = None
         anchors.clear_gradients()
-        options["weight"] = 0.0
-        if options["round_seconds"] is not None:
-            self._begin_round(options["round"] + 1, options["mean_step"] + outcome.mean.steps)
+        counts.weight = 0.0
+        if self._options["round_seconds"] is not None:
+            self._begin_round(counts.round + 1, counts.mean_step + outcome.mean.steps)
         return True
-
-    def _begin_round(self, number: int, mean_step: float) -> None:
-        """Begin a round that ends by time, on this rank's clock."""
-        t = self._options["step"]
-        self._options.update(round=number, begun=t, mean_step=mean_step, weight=0.0, seconds=0.0)
-        self._clock = monotonic()
 
     def _cancel_exchange(self) -> None:
         """Give up the exchange on its way: it is due again."""
@@ -575,6 +398,77 @@ class LocalSteps(Wrapper):
         if exchange is not None:
             exchange.give_up()
             self._due |= exchange.fragments
+
+    # Line 1: a rank's own step
+
+    def _step_inner(self) -> CollectiveGenerator[float]:
+        """Step the inner optimizer, unless a gradient of this rank, or of another shard of its
+        replica, is not finite, and count the step. Signals are handled afterwards.
+
+        Returns the norm of the gradients; it is finite where the step was taken.
+        """
+        session = self._session
+        check_gradients(session)
+        scale = unscale_gradients(session)
+        grads = {p: to_local(p.grad) for p in self._params if p.grad is not None}
+        if not grads and session.comm.size > 1 and session.trainable and session.has_data:
+            step = self._options["step"] + 1
+            warn_without_gradients(session, step, "adds nothing to the average of its round")
+        try:
+            norm = yield from self._gradient_norm(grads)
+        except BaseException:
+            if scale is not None:
+                restore_scale(session, scale)
+            raise
+        with defer_signals():
+            if math.isfinite(norm):
+                scale_all_([*grads.values()], clip_factor(norm, self._options["max_grad_norm"]))
+                self.base.step()
+                entries = [self.state.get(p, {}) for p in grads]
+                if counts := [entry["step"] for entry in entries if "step" in entry]:
+                    torch._foreach_add_(counts, 1)
+                if grads and self._anchors is not None:
+                    self._counts.weight += 1 if self._samples is None else self._samples
+            for group in self._wrapper_groups:
+                group["step"] += 1
+            self._samples = None
+        return norm
+
+    def _gradient_norm(self, grads: dict[Tensor, Tensor]) -> CollectiveGenerator[float]:
+        """The norm over all shards of the replica; NaN where a GradScaler has found an inf. Shards
+        also agree on the time of the round.
+        """
+        shards = self._session.shard_communicators
+        by_copies: dict[int, list[Tensor]] = {}
+        for p, g in grads.items():
+            by_copies.setdefault(count_copies(p, shards), []).append(g)
+        norms = {n: float(torch.nn.utils.get_total_norm(gs)) for n, gs in by_copies.items()}
+        squared = sum(norm**2 / copies for copies, norm in norms.items())
+        if getattr(self, "found_inf", None):
+            squared = math.nan
+        numbers = [squared, self._counts.seconds]
+        total, seconds = yield from sum_over_groups(shards, numbers, self._session.device)
+        self._counts.seconds = seconds / math.prod(comm.size for comm in shards)
+        return math.sqrt(total)
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    # Rounds
+
+    def _begin_round(self, number: int, mean_step: float) -> None:
+        """Begin a round that ends by time, on this rank's clock."""
+        self._counts = RoundCounts(number, self._options["step"], mean_step)
+        self._clock = monotonic()
+
+    def _read_clock(self) -> None:
+        """Add the time since the last call to that of a round that ends by time."""
+        if self._options["round_seconds"] is None:
+            return
+        now = monotonic()
+        self._counts.seconds += now - (now if self._clock is None else self._clock)
+        self._clock = now
 
     @torch.no_grad()
     def end_round(self) -> None:
@@ -589,24 +483,24 @@ class LocalSteps(Wrapper):
             pass
 
     def end_round_as_generator(self) -> Generator[PendingCollective, None, None]:
-        options, anchors, last = self._options, self._anchors, self._session.stats
+        anchors, counts, last = self._anchors, self._counts, self._session.stats
         self._check_not_hidden()
         if anchors is None:
             return
-        t, begun, is_applied = options["step"], options["begun"], False
+        t, is_applied = self._options["step"], False
+        at = t - counts.begun
         if self._exchange is not None:
-            self._exchange.mix = 0.0
             is_applied = yield from self._perform_sync(self._exchange)
-        if options["round_seconds"] is not None:
+        if self._options["round_seconds"] is not None:
             is_applied = yield from self._follow_rounds(anchors)
-        elif t > begun:
-            options.update(round=options["round"] + 1, begun=t)
+        elif at > 0:
+            counts.round, counts.begun = counts.round + 1, t
         self._due |= {moved.fragment for moved in anchors.tensors if moved.has_moved}
         if self._due:
-            exchange = yield from self._prepare_sync(anchors, max(1, t - begun), None, 0.0)
+            exchange = yield from self._prepare_sync(anchors, max(1, at))
             is_applied = yield from self._perform_sync(exchange)
         self._note_open_round()
-        if is_applied or t > begun:
+        if is_applied or at > 0:
             self._report(last.grad_norm, is_applied, is_step=False)
             self._session.stats.bytes_sent += last.bytes_sent
 
@@ -614,13 +508,13 @@ class LocalSteps(Wrapper):
         """Take part in the rounds of ranks that go on, until all have come to their end. Returns
         whether an exchange was applied.
         """
-        options, is_applied, is_last = self._options, False, False
+        is_applied = is_last = False
         while not is_last:
             self._read_clock()
             anchors.note_training(self._params)
             self._due |= anchors.fragments
-            steps = options["step"] - options["begun"]
-            exchange = yield from self._prepare_sync(anchors, steps, None, 0.0, is_last=True)
+            steps = self._options["step"] - self._counts.begun
+            exchange = yield from self._prepare_sync(anchors, steps, is_last=True)
             is_applied |= yield from self._perform_sync(exchange)
             outcome = yield from exchange.turns.finish()  # which it has
             is_last = outcome.mean.is_last == 1
@@ -647,7 +541,94 @@ class LocalSteps(Wrapper):
             self.end_round()
         super().end_join()
 
-    # Anchors in the model
+    # The averaged start
+
+    def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
+        return average(bucket, self.ops, self._update)
+
+    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+        return {"residual": Dense(dtype, optional=True)}
+
+    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
+        if self.averages_gradients:
+            return super()._specs(bucket)
+        return {
+            "residual": Prefix(bucket.compute_dtype, lambda p: 0, optional=True)  # of the start
+        }
+
+    @property
+    def averages_gradients(self) -> bool:
+        """True if the coming step belongs to ``warmup_steps``, where gradients are averaged."""
+        return bool(self._options["step"] < self._options["warmup_steps"])
+
+    @property
+    def has_equal_replicas(self) -> bool:
+        return self._anchors is None
+
+    @torch.no_grad()
+    def gradients_ready(self, params: Iterable[Tensor]) -> None:
+        if self.averages_gradients:
+            super().gradients_ready(params)
+        elif self._exchange is not None:
+            self._exchange.turns.poll()
+
+    # Anchors
+
+    def _see_ranks_and_groups(self) -> None:
+        """Connect ranks, add new groups, and keep nothing of the averaged start."""
+        session = self._session
+        session.connect_ranks()
+        if session.has_foreign_state:
+            session.rebuild_buckets()
+        self.add_groups_of_base()
+        if any(bucket.flat["residual"].numel() for bucket in session.buckets):
+            session.rebuild_buckets()
+
+    def _connect(self) -> None:
+        """Make anchors once there are other ranks, and something to train."""
+        session, options, counts = self._session, self._options, self._counts
+        if self.offload and not session.comm.can_exchange(HOST):
+            raise ValueError(
+                "offload='outer' exchanges tensors in host memory, and the process group has no "
+                "backend for those: init_process_group('cpu:gloo,cuda:nccl'), or without a "
+                "backend, has one."
+            )
+        if session.is_single_process:
+            self._cancel_exchange()
+            self._anchors = None
+        elif self._anchors is None:
+            counts.begun = options["step"]
+            self._anchors = self._make_anchors(options)
+        if self._anchors is None:
+            counts.begun = options["step"] + 1  # a round begins after this step
+        else:
+            self._connect_outer(self._anchors, options)
+
+    def _make_anchors(self, options: Group, fragments: list[int] | None = None) -> Anchors | None:
+        """Make anchors in these ``fragments``, or in as many as there are to be; None if nothing is
+        trained.
+        """
+        if fragments is None:
+            fragments = assign_to_fragments(self.param_groups, options["fragments"])
+        if set(fragments) <= {-1}:
+            return None
+        make_outer = self._make_outer or partial(outer_sgd, options)
+        count, on_host = options["fragments"], self.offload == "outer"
+        return Anchors(self._params, fragments, count, make_outer, on_host)
+
+    def _connect_outer(self, anchors: Anchors, options: Group) -> None:
+        """Exchange anchors over the ranks there are."""
+        outer, comm = anchors.outer, self._session.comm
+        outer.simulate = self.simulate
+        if options["delay"]:  # what runs beside training has a process group of its own
+            comm = comm.with_own_group()
+            outer._session.own_shard_communicators = [
+                shards.with_own_group() for shards in self._session.shard_communicators
+            ]
+        if outer._session.group is not comm and not self._session.is_single_process:
+            outer._session.waits = self._session.waits
+            outer._session.connect_to(comm)
+            self._bytes_sent = comm.bytes_sent
 
     @contextmanager
     def use_anchors(self) -> Iterator[None]:
@@ -665,7 +646,7 @@ class LocalSteps(Wrapper):
             yield
             return
         with torch.no_grad():
-            self._hidden = self._anchors.show()
+            self._hidden = self._anchors.copy_into_model()
         try:
             yield
         finally:
@@ -716,7 +697,7 @@ class LocalSteps(Wrapper):
     def add_to_stats(self, stats: Stats, decision: StepDecision | None = None) -> Stats:
         if self._anchors is not None:
             stats.residual_norm = weak_method(self._anchors.outer._session.residual_norm)
-        return rounds.with_rounds(stats, self._options, self._exchanged)
+        return rounds.with_rounds(stats, self._options, self._counts, self._exchanged)
 
     # Other ranks
 
@@ -732,7 +713,7 @@ class LocalSteps(Wrapper):
         session.connect_to(process_group)
         fragments = yield from self._adopt_counts()
         if fragments:
-            self._look_around()
+            self._see_ranks_and_groups()
             is_new = self._anchors is None
             self._anchors = self._anchors or self._make_anchors(self._options, fragments)
             self._connect()
@@ -745,51 +726,52 @@ class LocalSteps(Wrapper):
         warn_of_lost_residuals(session, before, session.comm.size, driver.residual_norm)
 
     def _adopt_counts(self) -> CollectiveGenerator[list[int]]:
-        """If any rank has anchors, adopt the counts of the one that is furthest. Returns its
-        fragments; none where no rank has anchors.
+        """If any rank has anchors, adopt the counts of the one that is furthest, and what is due on
+        any rank. Returns its fragments; none where no rank has anchors.
 
         Where rounds end by time a rank keeps its number of steps, if it has taken any, and begins a
         round if it lacks one.
         """
-        session, options = self._session, self._options
-        names = ("round", "step", "begun", "mean_step")
+        session, options, counts = self._session, self._options, self._counts
         fragments = (
             self._anchors.fragments_of(self._params) if self._anchors else [-1] * len(self._params)
         )
-        numbers = [self._anchors is not None, *(options[name] for name in names), *fragments]
+        exchanges = self._anchors.exchanges if self._anchors else -1
+        known = (counts.round, options["step"], counts.begun, counts.mean_step, exchanges)
+        due = [n in self._due for n in fragments]
+        numbers = [self._anchors is not None, *known, *fragments, *due]
         message = torch.tensor(numbers, dtype=torch.float64, device=session.device)
         rows: list[list[float]] = (yield from gather_rows(message, session.comm)).tolist()
-        has_anchors, number, step, begun, mean_step, *numbers = max(rows)
+        has_anchors, number, step, begun, mean_step, _, *numbers = max(rows)
         if not has_anchors:
             return []
-        keeps_step = self._anchors is not None and options["round_seconds"] is not None
-        for group in self._wrapper_groups if not keeps_step else ():
-            group.update(round=int(number), step=int(step), begun=int(begun))
-        if options["round_seconds"] is not None and (not keeps_step or options["round"] < number):
+        fragments, latest = [int(n) for n in numbers[: len(due)]], max(row[5] for row in rows)
+        # a rank that lacks an exchange takes it over, and does not repeat it
+        dues = [row[-len(due) :] for row in rows if row[5] == latest]
+        self._due = frozenset(n for n, *on in zip(fragments, *dues, strict=True) if any(on))
+        by_time = options["round_seconds"] is not None
+        keeps_step = by_time and self._anchors is not None
+        if not keeps_step:
+            counts.round, counts.begun = int(number), int(begun)
+            for group in self._wrapper_groups:
+                group["step"] = int(step)
+        if by_time and (not keeps_step or counts.round < number):
             self._begin_round(int(number), mean_step)
-        return [int(fragment) for fragment in numbers]
+        return fragments
 
     def _rejoin(self, anchors: Anchors, is_new: bool) -> CollectiveGenerator[None]:
         """Bring anchors, and parameters of ranks that are new or lack an exchange, to where those
-        of the others are. What is due on any rank is due on all.
+        of the others are.
         """
         outer, before = anchors.outer._session, anchors.exchanges
         outer.forget_in_flight()
         outer.forget_masks()
         yield from catch_up(outer, outer.comm, is_new)
         if is_new or anchors.exchanges > before:
-            self._due, self._options["weight"] = frozenset(), 0.0
+            self._counts.weight = 0.0
             for t in anchors.tensors:
-                t.write_back(None, 0.0)
+                t.write_param()
                 t.has_moved = False
-        fragments = sorted(anchors.fragments)
-        due = torch.tensor(
-            [n in self._due for n in fragments], dtype=torch.bool, device=outer.device
-        ).long()
-        due_anywhere = (yield from gather_rows(due, outer.comm)).any(0).tolist()
-        self._due = frozenset(
-            n for n, is_due in zip(fragments, due_anywhere, strict=True) if is_due
-        )
 
     # Checkpoints
 
@@ -804,7 +786,7 @@ class LocalSteps(Wrapper):
         if anchors is not None and self.round_is_open:
             for t in anchors.tensors:
                 if not bool(to_local(t.param.detach()).isfinite().all()):
-                    t.write_back(None, 0.0)
+                    t.write_param()
                     reset_moments(self.base, [t])
                 yield from average_state(t.param.detach(), session.device, session.comm)
         if anchors is not None:
@@ -831,16 +813,15 @@ class LocalSteps(Wrapper):
         """Return what the state dict has under "outer"; before there are anchors, of some that are
         made for it.
         """
-        options, anchors = self._options, self._anchors
         self._check_not_hidden()
-        if anchors is not None:
-            return save_rounds(self._params, anchors, options, self._due, self._exchange)
-        fragments = assign_to_fragments(self.param_groups, options["fragments"])
-        if set(fragments) <= {-1}:
+        options = self._options
+        anchors = self._anchors or self._make_anchors(options)
+        if anchors is None:
             return [None] * len(self._params)
-        anchors = self._make_anchors(options, fragments)
-        entries = save_rounds(self._params, anchors, options, frozenset(), None)
-        for entry in entries:
+        entries = save_rounds(
+            self._params, anchors, options, self._counts, self._due, self._exchange
+        )
+        for entry in entries if self._anchors is None else ():
             if entry is not None:
                 entry["fragment"].fill_(-1)
         return entries
@@ -860,69 +841,69 @@ class LocalSteps(Wrapper):
         """
         self._check_not_hidden()
         groups = check_groups(self._session, state_dict)
-        for group in groups:
-            rounds.check_counts(group)
-        if "outer" in state_dict:
+        mixes = [group["mix"] for group in groups if group.get("mix")]
+        if "outer" in state_dict or mixes:
+            what = f"mix={mixes[0]!r}" if mixes else "anchors apart"
             raise ValueError(
-                "loaded state dict is of an earlier version of LocalSteps, with anchors apart: "
-                'call end_round() there, and load what its state_dict() has under "base". Outer '
+                f"loaded state dict is of an earlier version of LocalSteps, with {what}: call "
+                'end_round() there, and load what its state_dict() has under "base". Outer '
                 "momentum then begins anew."
             )
-        state_dict, saved = split_rounds(state_dict)
+        state_dict, entries = split_rounds(state_dict)
         options = {**self._options, **groups[0]}
         written_by = groups[0].get("class", self._session.name)
-        if any(saved.entries) and written_by != self._session.name:
+        if any(entries) and written_by != self._session.name:
             raise ValueError(
                 f"loaded state dict is of {written_by}, and its anchors are nothing that "
                 f"{self._session.name} goes on from: load a checkpoint of {self._session.name}."
             )
-        anchors = self._restore_anchors(saved, options)
+        anchors, saved = self._restore_anchors(entries, options)
         super().load_state_dict(state_dict)
         self._resume(anchors, saved)
 
-    def _restore_anchors(self, saved: SavedRounds, options: Group) -> Anchors | None:
-        """Return anchors as they were saved, with their outer optimizer; None if none were."""
+    def _restore_anchors(
+        self, entries: list[Entry | None], options: Group
+    ) -> tuple[Anchors | None, SavedRounds | None]:
+        """Return anchors as they were saved, with their outer optimizer, None if none were; and
+        what entries have beside them.
+        """
         try:
-            saved.check()
-            if set(saved.fragments) <= {-1}:
-                return None
-            anchors = self._make_anchors(options, saved.fragments)
-            self._session.connect_ranks()
-            self._connect_outer(anchors, options)
-            saved.load_into(anchors, options.get("residuals", "mean"))
+            saved = read_rounds(entries)
+            anchors = None if saved is None else self._make_anchors(options, saved.fragments)
+            if saved is not None and anchors is not None:
+                self._session.connect_ranks()
+                self._connect_outer(anchors, options)
+                saved.load_into(anchors, options.get("residuals", "mean"))
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"loaded state dict has an outer optimizer that is damaged, or of other "
                 f"parameters: {error}."
             ) from error
-        return anchors
+        return anchors, saved
 
-    def _resume(self, anchors: Anchors | None, saved: SavedRounds) -> None:
+    def _resume(self, anchors: Anchors | None, saved: SavedRounds | None) -> None:
         """Go on with anchors that were saved, and with the exchange that was on its way."""
         if self._exchange is not None:
             self._exchange.drain()
         self._cancel_exchange()
         self._clock = None
         self._anchors, self._due = anchors, frozenset()
-        if anchors is None:
-            return
-        for group in self._wrapper_groups:
-            group.update(saved.counts)
-        self._due = saved.due
-        if exchange := saved.exchange:
-            device = anchors.outer._session.device
-            squared = torch.tensor(exchange["squared"], dtype=torch.float64, device=device)
-            self._begin_exchange(anchors, **{**exchange, "squared": squared})
+        if saved is not None:
+            self._due, self._counts = saved.due, saved.counts
+            for group in self._wrapper_groups:
+                group["step"] = saved.step
+        if anchors is not None and saved is not None and saved.exchange:
+            self._exchange = begin_sync(self._session, anchors, **saved.exchange)
+        self._session.stats = self.add_to_stats(self._session.stats)
 
     def _begin_anew(self) -> None:
-        for group in self._wrapper_groups:
-            group.update(round=0, begun=0, mean_step=0.0, weight=0.0, seconds=0.0)
+        self._counts = RoundCounts()
         super()._begin_anew()
 
     def _contents(self) -> dict[str, Any]:
         saved = None if self._anchors is None else self._save_rounds()
-        outer = {"_make_outer": self._make_outer, "_rounds": saved}
-        return {**super()._contents(), **outer}
+        kept = {"_make_outer": self._make_outer, "_counts": self._counts, "_rounds": saved}
+        return {**super()._contents(), **kept}
 
     @torch.no_grad()
     def _revive(self, contents: dict[str, Any], group: ProcessGroup | Communicator | None) -> None:
@@ -930,5 +911,4 @@ class LocalSteps(Wrapper):
         entries = contents.pop("_rounds")
         super()._revive(contents, group)
         if entries is not None:
-            saved = SavedRounds(entries)
-            self._resume(self._restore_anchors(saved, self._options), saved)
+            self._resume(*self._restore_anchors(entries, self._options))

@@ -51,7 +51,6 @@ ROUNDS: dict[str, list[Any]] = {  # of local steps
     "every_warmup_steps": [0, 4],
     "fragments": [1, 2],
     "delay": [0, 1],
-    "mix": [0.0, 0.5],
     "outer_lr": [0.7, 1.0],
     "outer_momentum": [0.9, 0.0],
 }

@@ -109,6 +109,14 @@ def answers_of(workers: dict[int, multiprocessing.Process], results: Any) -> Ite
         yield answer
 
 
+def errors_of_others(results: Any, seconds: float = 3.0) -> Iterator[str]:
+    """Yield what else ranks report: the first report is often of a connection that another rank's error has closed."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            rank, _, error = pickle.loads(results.get(timeout=seconds))
+            yield f"rank {rank}:\n{error or 'ended without an error'}"
+
+
 def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """``function(rank, *args)`` on ``size`` processes; what each returned (plain numbers, strings, lists)."""
     results = _context.Queue()
@@ -122,7 +130,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
         try:
             answers = {}
             for rank, value, error in answers_of(dict(enumerate(workers)), results):
-                assert error is None, f"rank {rank}:\n{error}"
+                assert error is None, "\n".join([f"rank {rank}:\n{error}", *errors_of_others(results)])
                 answers[rank] = value
             for worker in workers:
                 worker.join(HANG_GUARD)

@@ -233,7 +233,6 @@ CASES = [
             "every": [0, 2.5],
             "fragments": [0],
             "delay": [-1, 31],
-            "mix": [1.0, -0.5],
             "outer_lr": [0.0],
             "outer_momentum": [1.0],
             "warmup_steps": [-1],

@@ -31,7 +31,7 @@ LOOKS = {
     # in compressed steps of some classes
     "_engine.exchange _read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
     "local_steps _gradient_norm": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),
-    "_local.exchange communicate": ("LocalSteps, rounds", "a round's end: the messages of all ranks"),
+    "_local.exchange _communicate": ("LocalSteps, rounds", "a round's end: the messages of all ranks"),
     "_local.anchors reset_moments": ("LocalSteps, rounds", "parameters that were not finite: which moments too"),
     "_engine.resharding average_base": ("LocalSteps, rounds", "consolidate_state(): the inner moments' mean"),
     "_lowrank.reducer commit_state": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),
@@ -58,7 +58,7 @@ LOOKS = {
     "_state.buckets fetch_state": ("ScapeAdamS, sharded", "offloaded masters at positions found on the device"),
     "_local.anchors copy_wide": ("LocalSteps, offloaded", "when they are made: anchors are the parameters"),
     "_engine.session _fill_state": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
-    "_local.anchors value": ("LocalSteps, offloaded", "a round's end: parameters, on their way to their anchors"),
+    "_local.anchors pseudo_gradient": ("LocalSteps, offloaded", "a round's end: parameters, on their way to anchors"),
     # at the first step, and after state was loaded, lost or moved
     "_engine.peers verify_peers": ("AdamS", "the handshake: checksums of all ranks, compared on the host"),
     "_engine.peers _checksum": ("AdamS", "the handshake: parameters are the same on all ranks"),

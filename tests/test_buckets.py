@@ -58,12 +58,12 @@ def test_tensors_of_unlike_dtypes_are_apart():
 
 
 @pytest.mark.parametrize(
-    ("shape", "said", "compressed"),
+    ("shape", "option", "compressed"),
     [((64, 64), None, True), ((4095, 1), None, False), ((5000,), None, False), ((64, 64), False, False),
      ((3,), True, True), ((64, 64), True, True), ((1, 4096), None, True)],
 )  # fmt: skip
-def test_what_is_compressed(shape, message, compressed):
-    assert is_compressed(torch.zeros(shape), {"compress": message}) == compressed
+def test_what_is_compressed(shape, option, compressed):
+    assert is_compressed(torch.zeros(shape), {"compress": option}) == compressed
 
 
 def test_what_is_frozen_is_in_no_bucket_unless_it_is_asked_for():

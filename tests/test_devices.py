@@ -17,7 +17,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 @pytest.mark.parametrize(
-    "said, device, backend",
+    "backends, device, backend",
     [
         ("cpu:gloo", "cpu", "gloo"),  # of init_process_group() too, whose get_backend() is "undefined"
         ("cpu:gloo,cuda:nccl", "cpu", "gloo"),
@@ -27,8 +27,8 @@ CPU, META = torch.device("cpu"), torch.device("meta")
         ("cuda:nccl", "cpu", ""),
     ],
 )
-def test_what_a_group_can_do_follows_from_the_backend_of_the_tensors_device(monkeypatch, log, device, backend):
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: log)
+def test_what_a_group_can_do_follows_from_the_backend_of_the_tensors_device(monkeypatch, backends, device, backend):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
     comm, device = Communicator(single_process=True), torch.device(device)
     assert comm.get_backend(device) == backend
     assert comm.has_bitwise_or(device) == (backend in ("gloo", "mpi"))

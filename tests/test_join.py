@@ -136,6 +136,24 @@ def test_nothing_that_a_rank_computed_is_lost(with_ddp, divide):
         assert len(errors) == (4 if divide else 2) and max(errors) < 1e-12
 
 
+def weigh(rank: int, batches: tuple[int, ...]) -> float:
+    """A rank's share in the average of a round of four steps, of which it has taken fewer if it had less data."""
+    linear = Linear()
+    sgd = torch.optim.SGD(linear.parameters(), lr=1.0)
+    optimizer = compopt.LocalSteps(sgd, 4, weighted=True, every_warmup_steps=0)
+    with Join([optimizer]):
+        for step in range(batches[rank]):
+            g = torch.randn(64, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(99 * step + rank))
+            optimizer.zero_grad()
+            linear(g).backward()
+            optimizer.step()
+    return optimizer.stats.weight
+
+
+def test_a_rank_that_has_run_out_of_data_has_the_weight_of_its_own_steps():
+    assert run_ranks(weigh, 3, (4, 3, 1)) == pytest.approx([4 / 8, 3 / 8, 1 / 8])
+
+
 def schedules(rank: int, batches: tuple[int, ...]) -> list[tuple[bool, float, int]]:
     """With a scheduler that only ranks with data step: equal replicas, the last learning rate, calls after steps."""
     results = []

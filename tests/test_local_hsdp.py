@@ -11,7 +11,7 @@ from torch import nn
 
 import compopt
 
-OPTIONS = [dict(), dict(fragments=2), dict(fragments=2, delay=1), dict(delay=2, mix=0.5)]
+OPTIONS = [dict(), dict(fragments=2), dict(fragments=2, delay=1), dict(delay=2)]
 STEPS = 10
 
 

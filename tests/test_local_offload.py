@@ -16,7 +16,7 @@ from compopt._local.anchors import copy_wide
 OPTIONS = [
     {},
     {"payload_dtype": "int2", "fragments": 2},
-    {"delay": 2, "mix": 0.5, "payload_dtype": "int4"},
+    {"delay": 2, "payload_dtype": "int4"},
     {"fragments": 2, "delay": 1, "warmup_steps": 2},
 ]
 

@@ -21,7 +21,7 @@ def state_of(optimizer) -> dict:
     return through_a_file(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("options", [{}, {"fragments": 2}, {"delay": 2, "fragments": 2}, {"delay": 3, "mix": 0.5}])
+@pytest.mark.parametrize("options", [{}, {"fragments": 2}, {"delay": 2, "fragments": 2}, {"delay": 3}])
 @pytest.mark.parametrize("at", [2, 4, 5, 8])
 def test_a_checkpoint_within_a_round_goes_on_to_the_bit(options, at):
     options = {"every": 4, "payload_dtype": "int8", "warmup_steps": 1, "every_warmup_steps": 0, **options}
@@ -148,9 +148,9 @@ def test_a_run_that_froze_layers_is_resumed_to_the_bit(dtype, bucket_bytes, opti
 
 
 DAMAGES = {
-    "begun": lambda saved: saved["param_groups"][0].update(begun=-5),
-    "begun later": lambda saved: saved["param_groups"][0].update(begun=7),
-    "round": lambda saved: saved["param_groups"][0].update(round=None),
+    "step": lambda saved: saved["param_groups"][0].update(step=-5),
+    "begun later": lambda saved: saved["state"][0]["outer"].update(begun=torch.tensor(7)),
+    "round": lambda saved: saved["state"][0]["outer"].update(round=None),
     "no anchor": lambda saved: saved["state"][0]["outer"].pop("anchor"),
     "anchor": lambda saved: saved["state"][0]["outer"].update(anchor="x"),
     "not finite": lambda saved: saved["state"][0]["outer"]["anchor"].view(-1)[:1].fill_(float("nan")),
@@ -160,10 +160,10 @@ DAMAGES = {
     "due": lambda saved: saved["state"][0]["outer"].pop("is_due"),
     "fragment": lambda saved: saved["state"][0]["outer"].update(fragment=torch.tensor(-2)),
     "another fragment": lambda saved: saved["state"][0]["outer"].update(fragment=torch.tensor(0.5)),
-    "begun within": lambda saved: saved["state"][0]["outer"].update(begun=torch.tensor(-5)),
+    "begun": lambda saved: saved["state"][0]["outer"].update(begun=torch.tensor(-5)),
     "exchanges": lambda saved: saved["state"][0]["outer"].update(exchanges="x"),
     "exchange": lambda saved: saved["state"][0]["outer"].update(exchange={"is_underway": 1, "apply_at": "x"}),
-    "step": lambda saved: saved["base"]["state"][0].update(step="abc"),
+    "step of the base": lambda saved: saved["base"]["state"][0].update(step="abc"),
 }
 
 
@@ -202,6 +202,17 @@ def test_a_checkpoint_with_anchors_apart_is_refused_in_a_sentence(outer):
     _, optimizers = train(2, 6, torch.float32)
     saved = {**state_of(optimizers[0]), "outer": outer}
     with pytest.raises(ValueError, match=r"an earlier version .*end_round\(\).*\"base\""):
+        optimizers[0].load_state_dict(saved)
+
+
+def test_a_checkpoint_of_a_run_that_kept_a_share_of_its_own_is_refused_in_a_sentence():
+    """``mix``, which there was before; 0 is what there is."""
+    _, optimizers = train(2, 6, torch.float32)
+    saved = state_of(optimizers[0])
+    saved["param_groups"][0]["mix"] = 0.0
+    optimizers[0].load_state_dict(saved)
+    saved["param_groups"][0]["mix"] = 0.5
+    with pytest.raises(ValueError, match=r"an earlier version .*, with mix=0\.5: call end_round\(\) .*\"base\""):
         optimizers[0].load_state_dict(saved)
 
 

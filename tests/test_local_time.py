@@ -253,7 +253,6 @@ def test_a_round_ends_at_the_first_step_after_its_time(clock):
 def test_rounds_grow_with_the_mean_of_the_ranks_steps(clock):
     """Over 20 steps to 10 s; the outer rate and momentum with the logarithm of a round's share in a whole one."""
     world, params, optimizers = make_ranks(2, every_warmup_steps=20)
-    groups = [optimizer._option_groups[0] for optimizer in optimizers]
 
     def exchange() -> None:
         for rank, optimizer in enumerate(optimizers):
@@ -262,7 +261,7 @@ def test_rounds_grow_with_the_mean_of_the_ranks_steps(clock):
         assert optimizers[0].stats.phase == "exchanged"
 
     exchange()  # after a step and no time at all
-    assert [group["mean_step"] for group in groups] == [1, 1]
+    assert [optimizer._counts.mean_step for optimizer in optimizers] == [1, 1]
     clock.now += 0.51  # 10 s / 20
     exchange()
     clock.now += 0.9
@@ -272,7 +271,7 @@ def test_rounds_grow_with_the_mean_of_the_ranks_steps(clock):
     outer = optimizers[0]._anchors.outer.param_groups[0]
     share = math.log(2.5) / math.log(2.5 / 0.101)
     assert outer["lr"] == pytest.approx(1 - 0.3 * share) and outer["momentum"] == pytest.approx(0.9 * share)
-    assert [group["mean_step"] for group in groups] == [4.5, 4.5]
+    assert [optimizer._counts.mean_step for optimizer in optimizers] == [4.5, 4.5]
     clock.now += 10 * 4.5 / 20 - 0.01
     take_alone(clock, world, params, optimizers, 1, 30)
     clock.now += 0.02
@@ -340,7 +339,7 @@ def test_a_checkpoint_of_each_rank_goes_on_to_the_bit(clock, at):
                 p.data.copy_(q)
             optimizer.load_state_dict(state)
     for w, own, ours in ((world, params, optimizers), (world2, params2, others)):
-        assert ours[0]._option_groups[0]["seconds"] == 4
+        assert ours[0]._counts.seconds == 4
         take_round(clock, w, own, ours, [3, 2])
     for mine, theirs in zip(params2, params, strict=True):
         assert all(map(torch.equal, mine, theirs))
@@ -412,12 +411,13 @@ def test_a_rank_that_lacks_an_exchange_takes_it_over_with_its_weight(clock):
     assert [optimizer.stats.round for optimizer in optimizers] == [2, 1]
     world = World(2)
     rebind(world, optimizers)
-    groups = [optimizer._option_groups[0] for optimizer in optimizers]
-    assert are_equal(params) and [group["round"] for group in groups] == [2, 2]
-    assert [group["step"] for group in groups] == [5, 3] and [group["weight"] for group in groups] == [0, 0]
+    counts = [optimizer._counts for optimizer in optimizers]
+    assert are_equal(params) and [count.round for count in counts] == [2, 2]
+    assert [optimizer._option_groups[0]["step"] for optimizer in optimizers] == [5, 3]
+    assert [count.weight for count in counts] == [0, 0]
     take_round(clock, world, params, optimizers, [1, 3])
     assert are_equal(params) and optimizers[1].stats.weight == pytest.approx(3 / 4)
-    assert [group["mean_step"] for group in groups] == [6, 6]
+    assert [optimizer._counts.mean_step for optimizer in optimizers] == [6, 6]
 
 
 @pytest.mark.parametrize("options", [dict(delay=1), dict(fragments=2)])
@@ -449,8 +449,8 @@ def test_a_damaged_count_is_refused(clock, name, value):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         saved = copy.deepcopy(optimizers[0].state_dict())
-    saved["param_groups"][0][name] = value
-    with pytest.raises(ValueError, match=f"loaded state dict has {name}"):
+    saved["state"][0]["outer"][name] = value
+    with pytest.raises(ValueError, match=f"loaded state dict .* is damaged.*: {name} is {value!r}"):
         optimizers[0].load_state_dict(saved)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._engine.base import CompressedOptimizer, without_integrations
-from .._ops.norms import scale_all_
 from .._state.tensors import HOST, distribute_like, pin, to_local
 
 Group = dict[str, Any]
@@ -32,29 +31,23 @@ class Anchored:
     anchor: nn.Parameter
     has_moved: bool = False  # or may have, since its last exchange
 
-    def start(self) -> Tensor:
-        """Return where the rank began: the anchor, in the parameter's dtype."""
-        return to_local(self.anchor.detach()).to(self.param.dtype)
-
-    def value(self) -> Tensor:
-        """Return the parameter, on its anchor's device."""
-        return to_local(self.param.detach()).to(to_local(self.anchor).device)
+    def pseudo_gradient(self) -> Tensor:
+        """Return line 2 of the module ``local_steps``, on the anchor's device. The rank began at
+        the anchor in the parameter's dtype.
+        """
+        anchor = to_local(self.anchor.detach())
+        start = anchor.to(self.param.dtype).to(anchor.dtype)
+        return start - to_local(self.param.detach()).to(anchor.device)
 
     def moved_since(self) -> Tensor:
-        """Return the difference to the parameter as of the beginning of the exchange."""
-        wide = to_local(self.anchor).dtype
-        moved = self.value().to(wide) - self.start().to(wide)
-        return moved if self.anchor.grad is None else moved.add_(to_local(self.anchor.grad))
+        """Return what the rank moved since its exchange began: line 2 of then, less that of now."""
+        assert self.anchor.grad is not None
+        return to_local(self.anchor.grad) - self.pseudo_gradient()
 
-    def write_back(self, since: Tensor | None, mix: float) -> None:
-        """Write the parameter: line 5 of the module ``local_steps``; ``since``: what the rank moved
-        since line 2.
-        """
-        w, new = to_local(self.param.detach()), to_local(self.anchor.detach())
-        if mix:
-            value = self.value().to(new.dtype)
-            new = torch.lerp(new, value if since is None else value - since, mix)
-        w.copy_(new if since is None else new + since)
+    def write_param(self, since: Tensor | None = None) -> None:
+        """Write line 5 to the parameter; ``since``: what the rank moved since line 2."""
+        new = to_local(self.anchor.detach())
+        to_local(self.param.detach()).copy_(new if since is None else new + since)
 
 
 class Anchors:
@@ -74,34 +67,31 @@ class Anchors:
         on_host: bool,
     ):
         self.count, self._on_host = count, on_host
-        self.tensors: list[Anchored] = []
+        self.outer: CompressedOptimizer
+        self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
         self._rates: list[tuple[float, float]] = []  # of the outer optimizer's groups
-        self.outer_share = 1.0  # of these rates, in the last exchange
-        for fragment in sorted(set(fragments) - {-1}):
-            members = [p for p, n in zip(params, fragments, strict=True) if n == fragment]
-            anchors = self._anchor(members, fragment)
-            if len(anchors) == len(self.tensors):
-                with without_integrations():
-                    self.outer = make_outer(anchors)
-                check_outer(self.outer, anchors)
-            else:
-                self.outer.add_param_group({"params": anchors})
-            self._begin_momentum(anchors)
+        for number in sorted(set(fragments) - {-1}):
+            members = [p for p, n in zip(params, fragments, strict=True) if n == number]
+            self._add_fragment(number, members, None if self.tensors else make_outer)
         self.outer._session.has_pseudo_gradients = True
 
-    def _anchor(self, params: Iterable[Tensor], fragment: int) -> list[Tensor]:
-        """Return new anchors of these parameters, which are a new fragment."""
-        anchors: list[Tensor] = []
-        for p in params:
-            anchor = nn.Parameter(copy_wide(p, self._on_host))
-            self.tensors.append(Anchored(p, fragment, anchor))
-            anchors.append(anchor)
-        return anchors
+    def _add_fragment(
+        self, number: int, params: Iterable[Tensor], make_outer: MakeOuter | None = None
+    ) -> None:
+        """Make anchors of these parameters, and add them to the outer optimizer as a group.
 
-    def _begin_momentum(self, anchors: Iterable[Tensor]) -> None:
-        """Create SGD's momentum buffers now, not in its first step, so that a rank that joins later
-        has as many tensors as the others. Note rates and momenta of new groups.
+        SGD's momentum buffers are created now, not in its first step, so that a rank that joins
+        later has as many tensors as the others.
         """
+        added = [Anchored(p, number, nn.Parameter(copy_wide(p, self._on_host))) for p in params]
+        self.tensors += added
+        anchors: list[Tensor] = [t.anchor for t in added]
+        if make_outer is None:
+            self.outer.add_param_group({"params": anchors})
+        else:
+            with without_integrations():
+                self.outer = make_outer(anchors)
+            check_outer(self.outer, anchors)
         base = getattr(self.outer, "base", None)
         if not isinstance(base, torch.optim.SGD):
             return
@@ -115,7 +105,6 @@ class Anchors:
         """Set rate and momentum of an outer optimizer around SGD, from those that average
         parameters (0) to its own (1).
         """
-        self.outer_share = share
         for group, (lr, momentum) in zip(self.outer.param_groups, self._rates, strict=False):
             # without momentum SGD would not renew v
             least = torch.finfo(torch.float64).tiny if momentum else 0.0
@@ -128,9 +117,7 @@ class Anchors:
         """
         known = {t.param for t in self.tensors}
         if new := [p for p in params if p.requires_grad and p not in known]:
-            anchors = self._anchor(new, max(self.count, 1 + max(self.fragments)))
-            self.outer.add_param_group({"params": anchors})
-            self._begin_momentum(anchors)
+            self._add_fragment(max(self.count, 1 + max(self.fragments)), new)
         for t in self.tensors:
             t.has_moved |= t.param.requires_grad
 
@@ -145,12 +132,13 @@ class Anchors:
         fragment_of = {t.param: t.fragment for t in self.tensors}
         return [fragment_of.get(p, -1) for p in params]
 
-    def within(self, fragments: Collection[int]) -> list[Anchored]:
+    def list_members(self, fragments: Collection[int]) -> list[Anchored]:
+        """Return the parameters of these fragments."""
         return [t for t in self.tensors if t.fragment in fragments]
 
     def groups_of(self, fragments: Collection[int]) -> list[Group]:
         """Return the groups of the outer optimizer that hold these fragments."""
-        anchors = {t.anchor for t in self.within(fragments)}
+        anchors = {t.anchor for t in self.list_members(fragments)}
         return [g for g in self.outer._option_groups if not anchors.isdisjoint(g["params"])]
 
     @property
@@ -165,21 +153,16 @@ class Anchors:
         parameter cannot have moved has no ``grad``, and requires none.
         """
         moved = []
-        for t in self.within(fragments):
+        for t in self.list_members(fragments):
             t.anchor.requires_grad_(t.has_moved)
             if t.has_moved:
-                moved.append(t.start().to(to_local(t.anchor).dtype) - t.value())
+                moved.append(t.pseudo_gradient())
                 t.anchor.grad, t.has_moved = distribute_like(t.anchor.detach(), moved[-1]), False
         return torch.nn.utils.get_total_norm(moved).to(device, torch.float64).square()
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply pseudo-gradients by a factor."""
-        grads = [to_local(t.anchor.grad) for t in self.tensors if t.anchor.grad is not None]
-        scale_all_(grads, factor)
-
-    def sent(self, fragments: Collection[int]) -> list[Anchored]:
+    def list_sent(self, fragments: Collection[int]) -> list[Anchored]:
         """Return the parameters of these fragments that are part of their last exchange."""
-        return [t for t in self.within(fragments) if t.anchor.requires_grad]
+        return [t for t in self.list_members(fragments) if t.anchor.requires_grad]
 
     def clear_gradients(self) -> None:
         for t in self.tensors:
@@ -187,18 +170,18 @@ class Anchors:
 
     def cancel(self, fragments: Collection[int]) -> None:
         """Note that their exchange is not applied."""
-        for t in self.sent(fragments):
+        for t in self.list_sent(fragments):
             t.has_moved = True
         self.clear_gradients()
 
-    def show(self) -> list[tuple[Tensor, Tensor]]:
+    def copy_into_model(self) -> list[tuple[Tensor, Tensor]]:
         """Write anchors into the parameters that may have moved. Returns each of these with its
         value before.
         """
         moved = [t for t in self.tensors if t.has_moved or t.anchor.grad is not None]
         before = [(to_local(t.param.detach()), to_local(t.param.detach()).clone()) for t in moved]
         for t in moved:
-            t.write_back(None, 0.0)
+            t.write_param()
         return before
 
 

@@ -2,13 +2,14 @@
 each parameter, because torch.distributed.checkpoint keeps nothing beside those entries.
 
 It also loads only what is there already. So entries have the same names from the first state dict
-on. Before a parameter has an anchor its ``fragment`` is -1, and the rest means nothing.
+on. Before a parameter has an anchor its ``fragment`` is -1, and its tensors mean nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from .._state.tensors import distribute_like, to_local
 from .anchors import Anchored, Anchors
-from .exchange import Contribution, Exchange
-from .rounds import COUNTS, check_counts, is_count
+from .exchange import Contribution, FragmentSync
+from .rounds import RoundCounts, is_number
 
 Entry = dict[str, Any]
 
@@ -29,27 +30,23 @@ def save_rounds(
     params: Iterable[Tensor],
     anchors: Anchors,
     options: dict[str, Any],
+    counts: RoundCounts,
     due: frozenset[int],
-    exchange: Exchange | None,
+    exchange: FragmentSync | None,
 ) -> list[Entry | None]:
     """Return the entry of every parameter, None of those without an anchor."""
-    states = anchors.outer._saved()["state"]
-    exchanges = {
-        t.anchor: group["step"]
-        for group in anchors.outer._option_groups
-        for t in anchors.tensors
-        if any(t.anchor is p for p in group["params"])
-    }
-    entries: dict[Tensor, Entry] = {}
+    outer = anchors.outer
+    exchanges = [group["step"] for group in outer._option_groups for _ in group["params"]]
+    states, entries = outer._saved()["state"], {}
     for place, t in enumerate(anchors.tensors):
         numbers = {
-            **{name: options[name] for name in COUNTS},
+            "step": options["step"],
+            **asdict(counts),
             "fragment": t.fragment,
             "has_moved": t.has_moved,
             "is_sent": t.anchor.requires_grad,
             "is_due": t.fragment in due,
-            "exchanges": exchanges[t.anchor],
-            "outer_share": anchors.outer_share,
+            "exchanges": exchanges[place],
         }
         entry = {"anchor": t.anchor.detach(), "optimizer": states.get(place, {})}
         if options["delay"] or exchange is not None:
@@ -58,16 +55,20 @@ def save_rounds(
     return [entries.get(p) for p in params]
 
 
-def _save_exchange(t: Anchored, exchange: Exchange | None) -> Entry:
+def _save_exchange(t: Anchored, exchange: FragmentSync | None) -> Entry:
     """Return the part of the parameter in the exchange on its way."""
-    d = t.anchor.grad
-    numbers: dict[str, float] = {"is_underway": False, "apply_at": 0, "mix": 0.0, "squared": 0.0}
-    numbers.update(Contribution()._asdict())
+    numbers: dict[str, float] = {"is_underway": False, "apply_at": 0, "steps": 0, "squared": 0.0}
     if exchange is not None and t.fragment in exchange.fragments:
-        numbers = {**exchange.state_dict(), "is_underway": True}
+        numbers = {
+            "is_underway": True,
+            "apply_at": exchange.apply_at,
+            "steps": exchange.contribution.steps,
+            "squared": float(exchange.squared),
+        }
+    d = t.anchor.grad
     return {
         "pseudo_gradient": torch.zeros_like(t.anchor.detach()) if d is None else d,
-        **_as_tensors({**numbers, "has_gradient": d is not None}),
+        **_as_tensors(numbers),
     }
 
 
@@ -84,70 +85,32 @@ def _as_tensors(numbers: dict[str, float]) -> dict[str, Tensor]:
 # Loading
 
 
-def split_rounds(saved: dict[str, Any]) -> tuple[dict[str, Any], SavedRounds]:
-    """Return the state dict without what is under "outer", and that."""
+def split_rounds(saved: dict[str, Any]) -> tuple[dict[str, Any], list[Entry | None]]:
+    """Return the state dict without what is under "outer", and that of every parameter."""
     state, keys = {}, [key for group in saved["param_groups"] for key in group["params"]]
     for key, entry in saved["state"].items():
         is_entry = isinstance(entry, dict)
         state[key] = {k: v for k, v in entry.items() if k != "outer"} if is_entry else entry
     found = [saved["state"].get(key) for key in keys]
     entries = [entry.get("outer") or None if isinstance(entry, dict) else None for entry in found]
-    return {**saved, "state": state}, SavedRounds(entries)
+    return {**saved, "state": state}, entries
 
 
 @dataclass(frozen=True)
 class SavedRounds:
-    """Entries of a state dict under "outer", one for each parameter, None where it has none."""
+    """The content of such entries.
 
-    entries: Sequence[Entry | None]
+    ``fragments``: of every parameter, -1 where it has no anchor. ``anchored``: the entries of those
+    that have one, in the order of ``Anchors.tensors``. ``due``: the fragments that wait for an
+    exchange. ``exchange``: the arguments of the one that was on its way.
+    """
 
-    def check(self) -> None:
-        """Raise ValueError, KeyError or TypeError if a number in an entry is impossible."""
-        _ = self.fragments, self.due, self.exchange
-        for entry in filter(None, self.entries):
-            check_counts({name: _read_number(entry, name) for name in COUNTS})
-            _read_count(entry, "exchanges")
-
-    @property
-    def fragments(self) -> list[int]:
-        """The fragment of every parameter, -1 where it has no anchor."""
-        return [-1 if e is None else _read_count(e, "fragment", least=-1) for e in self.entries]
-
-    @property
-    def counts(self) -> dict[str, float]:
-        first = next(e for e in self.entries if e is not None)
-        return {name: _read_number(first, name) for name in COUNTS}
-
-    @property
-    def due(self) -> frozenset[int]:
-        """The fragments that wait for an exchange."""
-        return frozenset(_read_count(e, "fragment") for e in self._anchored if bool(e["is_due"]))
-
-    @property
-    def exchange(self) -> dict[str, Any] | None:
-        """The exchange on its way."""
-        parts = [
-            e for e in self._anchored if "exchange" in e and bool(e["exchange"]["is_underway"])
-        ]
-        if not parts:
-            return None
-        first = parts[0]["exchange"]
-        return {
-            "fragments": frozenset(_read_count(e, "fragment") for e in parts),
-            "apply_at": _read_count(first, "apply_at"),
-            "mix": float(first["mix"]),
-            "squared": float(first["squared"]),
-            "contribution": Contribution(*(_read_number(first, n) for n in Contribution._fields)),
-        }
-
-    @property
-    def _anchored(self) -> list[Entry]:
-        """The entries of parameters with an anchor, in the order of ``Anchors.tensors``."""
-        numbered = zip(self.fragments, self.entries, strict=True)
-        pairs = sorted(
-            ((n, e) for n, e in numbered if e is not None and n >= 0), key=lambda pair: pair[0]
-        )
-        return [e for _, e in pairs]
+    step: int
+    counts: RoundCounts
+    fragments: list[int]
+    anchored: list[Entry]
+    due: frozenset[int]
+    exchange: dict[str, Any] | None
 
     @torch.no_grad()
     def load_into(self, anchors: Anchors, residuals: str) -> None:
@@ -155,16 +118,51 @@ class SavedRounds:
 
         ``residuals``: whose residuals the state dict has, as its groups say.
         """
-        entries, saved = self._anchored, anchors.outer._saved()
+        entries, saved = self.anchored, anchors.outer._saved()
         for t, entry in zip(anchors.tensors, entries, strict=True):
             _load_anchor(t, entry)
         saved.pop("base", None)  # entries have it too
         saved["state"] = {place: entry["optimizer"] for place, entry in enumerate(entries)}
         for group in saved["param_groups"]:
-            count = _read_count(entries[group["params"][0]], "exchanges")
+            count = _read_number(entries[group["params"][0]], "exchanges")
             group.update(step=count, residuals=residuals)
         anchors.outer.load_state_dict(saved)
-        anchors.set_outer_share(float(entries[0]["outer_share"]))
+
+
+def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:
+    """Read entries, one for each parameter; None if there are none.
+
+    Raises ValueError, KeyError, TypeError or RuntimeError if a number in one is impossible.
+    """
+    found = [entry for entry in entries if entry is not None]
+    if not found:
+        return None
+    numbers = [_read_counts(entry) for entry in found]  # the same in all, and all are checked
+    step, counts = numbers[0]
+    fragments = [-1 if e is None else _read_number(e, "fragment", least=-1) for e in entries]
+    pairs = [(n, e) for n, e in zip(fragments, entries, strict=True) if e is not None and n >= 0]
+    anchored = [entry for _, entry in sorted(pairs, key=lambda pair: pair[0])]
+    return SavedRounds(
+        step=step,
+        counts=counts,
+        fragments=fragments,
+        anchored=anchored,
+        due=frozenset(_read_number(e, "fragment") for e in anchored if bool(e["is_due"])),
+        exchange=_read_exchange(anchored),
+    )
+
+
+def _read_exchange(anchored: Sequence[Entry]) -> dict[str, Any] | None:
+    parts = [e for e in anchored if "exchange" in e and bool(e["exchange"]["is_underway"])]
+    if not parts:
+        return None
+    first = parts[0]["exchange"]
+    return {
+        "fragments": frozenset(_read_number(e, "fragment") for e in parts),
+        "apply_at": _read_number(first, "apply_at"),
+        "squared": torch.tensor(float(first["squared"]), dtype=torch.float64),
+        "contribution": Contribution(steps=_read_number(first, "steps")),
+    }
 
 
 def _load_anchor(t: Anchored, entry: Entry) -> None:
@@ -181,20 +179,28 @@ def _load_anchor(t: Anchored, entry: Entry) -> None:
     to_local(t.anchor.detach()).copy_(anchor)
     t.has_moved = bool(entry["has_moved"])
     t.anchor.requires_grad_(bool(entry["is_sent"]))
-    if exchange and bool(exchange["has_gradient"]):
+    if exchange and bool(exchange["is_underway"]) and t.anchor.requires_grad:
         t.anchor.grad = distribute_like(
             t.anchor.detach(), d.to(to_local(t.anchor).device, copy=True)
         )
 
 
-def _read_number(entry: Entry, name: str) -> float:
+def _read_counts(entry: Entry) -> tuple[int, RoundCounts]:
+    """Return the step and the counts of an entry."""
+    step, begun = _read_number(entry, "step"), _read_number(entry, "begun")
+    if begun > step:
+        raise ValueError(f"begun is {begun}, and step {step}")
+    _read_number(entry, "exchanges")
+    others = [
+        _read_number(entry, name, is_whole=False) for name in ("mean_step", "weight", "seconds")
+    ]
+    return step, RoundCounts(_read_number(entry, "round"), begun, *others)
+
+
+def _read_number(entry: Entry, name: str, least: int = 0, is_whole: bool = True) -> Any:
     value = entry[name]
-    number: float = value.item() if isinstance(value, Tensor) else value
-    return number
-
-
-def _read_count(entry: Entry, name: str, least: int = 0) -> int:
-    number = _read_number(entry, name)
-    if not is_count(number, least):
+    number = value.item() if isinstance(value, Tensor) else value
+    is_good = is_number(number) and least <= number < math.inf
+    if not is_good or (is_whole and int(number) != number):
         raise ValueError(f"{name} is {number!r}")
-    return int(number)
+    return int(number) if is_whole else number

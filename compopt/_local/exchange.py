@@ -1,4 +1,5 @@
-"""An exchange on its way: a step of the outer optimizer, and the message in front of its payloads.
+"""An exchange of fragments on its way: a step of the outer optimizer, and the message in front of
+its payloads.
 
 In the message every rank sends what must be equal on all, its weight in the average, the norm of
 its pseudo-gradient, and random projections of it.
@@ -13,7 +14,7 @@ import contextlib
 import math
 import zlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from .._engine.decision import StepDecision
 from .._engine.peers import raise_mismatch
 from .._engine.session import Session
 from .._engine.step import Step
+from .._ops.norms import scale_all_
 from .._state.tensors import to_local
 from .._wire.requests import AllGather, CommunicationError
 from .anchors import Anchored, Anchors
@@ -69,9 +71,9 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class Exchange:
+class FragmentSync:
     """The exchange of some fragments by a ``step`` of the outer optimizer, applied after step
-    ``apply_at`` of the inner one (None: at once).
+    ``apply_at`` of the inner one (0: at once).
 
     ``squared``: the squared norm of this rank's pseudo-gradient. Where it is not finite, the rank
     sends nothing and takes the average of the others. ``contribution``: of this rank.
@@ -79,8 +81,7 @@ class Exchange:
 
     anchors: Anchors
     fragments: frozenset[int]
-    apply_at: int | None
-    mix: float
+    apply_at: int
     squared: Tensor
     contribution: Contribution
     step: Step
@@ -88,7 +89,8 @@ class Exchange:
 
     def list_received(self, is_lost: bool) -> list[Anchored]:
         """Return the parameters that get new anchors: those sent, on a lost rank all."""
-        return (self.anchors.within if is_lost else self.anchors.sent)(self.fragments)
+        anchors = self.anchors
+        return (anchors.list_members if is_lost else anchors.list_sent)(self.fragments)
 
     def drain(self) -> None:
         """Wait until nothing of it is on the wire: the next exchange uses the same group."""
@@ -102,16 +104,26 @@ class Exchange:
         self.step.session.forget_in_flight()
         self.anchors.cancel(self.fragments)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "apply_at": self.apply_at,
-            "mix": self.mix,
-            "squared": float(self.squared),
-            **self.contribution._asdict(),
-        }
+
+def begin_sync(
+    source: Session,
+    anchors: Anchors,
+    fragments: frozenset[int],
+    apply_at: int,
+    squared: Tensor,
+    contribution: Contribution,
+) -> FragmentSync:
+    """Return the exchange of pseudo-gradients that are set. ``source``: of the inner steps."""
+    outer, is_delayed = anchors.outer._session, apply_at > 0
+    groups = anchors.groups_of(fragments)
+    step = Step(outer, outer.connect_ranks(), anchors.exchanges + 1, groups)
+    turns = Background(_communicate(source, anchors, step, squared, contribution, is_delayed))
+    if is_delayed:
+        outer.comm.unfinished.add("delayed exchange")
+    return FragmentSync(anchors, fragments, apply_at, squared, contribution, step, turns)
 
 
-def communicate(
+def _communicate(
     source: Session,
     anchors: Anchors,
     step: Step,
@@ -119,13 +131,18 @@ def communicate(
     contribution: Contribution,
     is_delayed: bool,
 ) -> CollectiveGenerator[Outcome]:
-    """Exchange messages and payloads, up to the decision. ``source``: of the inner steps.
+    """Exchange messages and payloads, up to the decision.
 
     Payloads follow when messages have shown that they fit, and ranks know each other's weights.
     Where they are to travel while training goes on, they start at once, and weights are equal.
     """
-    comm = step.comm
-    message = _make_message(source, anchors, step, squared, contribution)
+    comm, device = step.comm, step.session.device
+    grads = [to_local(t.anchor.grad) for t in anchors.tensors if t.anchor.grad is not None]
+    checksum = zlib.crc32(repr(source.settings).encode())
+    numbers = [anchors.exchanges, checksum, *contribution]
+    sent = torch.tensor(numbers, dtype=torch.float64).to(device)
+    signs = project_signs(grads, comm.size, anchors.exchanges, device)
+    message = torch.cat([torch.cat([sent, squared.to(device).view(1)]).view(torch.uint8), signs])
     if is_delayed:
         pending = comm.start(AllGather(message))
         decision = yield from _send_pseudo_gradients(
@@ -162,23 +179,10 @@ def communicate(
     if is_delayed:
         outcome.decision = decision
     elif not outcome.is_empty:
-        anchors.scale_gradients(scale)
+        scale_all_(grads, scale)
         own = float(squares[comm.rank])
         outcome.decision = yield from _send_pseudo_gradients(source, anchors, step, own, mean)
     return outcome
-
-
-def _make_message(
-    source: Session, anchors: Anchors, step: Step, squared: Tensor, contribution: Contribution
-) -> Tensor:
-    """Return the bytes that a rank sends of itself."""
-    device = step.session.device
-    settings = zlib.crc32(repr(source.settings).encode())
-    numbers = [anchors.exchanges, settings, *contribution]
-    fields = torch.tensor(numbers, dtype=torch.float64).to(device)
-    vector = [to_local(t.anchor.grad) for t in anchors.tensors if t.anchor.grad is not None]
-    signs = project_signs(vector, step.comm.size, anchors.exchanges, device)
-    return torch.cat([torch.cat([fields, squared.view(1)]).view(torch.uint8), signs])
 
 
 def message_bytes(ranks: int) -> int:

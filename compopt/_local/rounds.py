@@ -1,4 +1,5 @@
-"""Rounds: their options, which fragment is exchanged at which step, and what ``stats`` reports.
+"""Rounds: their options and counts, which fragment is exchanged at which step, what ``stats``
+reports, and a warning where nobody ended the last one.
 
 Where rounds have ``every`` steps the schedule is a function of options and step counts alone, the
 same on all ranks. A round of H steps exchanges every fragment once: fragment p of P at step
@@ -12,19 +13,38 @@ that time. Ranks then differ in their numbers of steps, and in what follows thes
 from __future__ import annotations
 
 import math
+import sys
+import weakref
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
 
-from .._engine.options import FREE, check_compress, check_payload, require
+from torch.optim import Optimizer
+
+from .._engine.options import check_compress, check_payload, require
 from .._engine.stats import Stats
+from .._wire.collectives import Communicator
+from .._wire.warning import user_location, warn_at
 
 Group = dict[str, Any]
 
-# of the running round, and since the last exchange: each rank's own
-CONTRIBUTED = ("weight", "seconds")
-COUNTS = ("step", "round", "begun", "mean_step", *CONTRIBUTED)
 LEAST = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0, "delay": 0}
+
+
+@dataclass
+class RoundCounts:
+    """The running round on this rank, beside its number of steps, which is in the groups.
+
+    ``round`` of them have ended, and it began after step ``begun``, where ranks had taken
+    ``mean_step`` steps on average, if rounds end by time. Since the last exchange this rank has
+    taken steps or samples of ``weight``, and ``seconds``, which count where rounds end by time.
+    """
+
+    round: int = 0
+    begun: int = 0
+    mean_step: float = 0.0
+    weight: float = 0.0
+    seconds: float = 0.0
 
 
 def check_options(group: Group, offload: str | None) -> None:
@@ -33,8 +53,8 @@ def check_options(group: Group, offload: str | None) -> None:
     check_compress(group)
     for name, least in LEAST.items():
         require(is_count(group[name], least), name, group[name], f"an integer >= {least}")
-    for name in ("mix", "outer_momentum"):
-        require(0 <= group[name] < 1, name, group[name], "in [0, 1)")
+    momentum = group["outer_momentum"]
+    require(0 <= momentum < 1, "outer_momentum", momentum, "in [0, 1)")
     require(group["outer_lr"] > 0, "outer_lr", group["outer_lr"], "> 0")
     seconds = group["round_seconds"]
     require(seconds is None or seconds > 0, "round_seconds", seconds, "None or > 0")
@@ -49,16 +69,6 @@ def check_options(group: Group, offload: str | None) -> None:
     require(not (is_sharded and offload), "offload", offload, "None where parameters are sharded")
 
 
-def check_counts(group: Group) -> None:
-    """Raise ValueError where the counts of a loaded group cannot be."""
-    for name in COUNTS:
-        count = group.get(name, 0)
-        is_whole = name in ("step", "round", "begun")
-        is_good = is_count(count, 0) if is_whole else is_number(count) and 0 <= count < math.inf
-        if not is_good or (name == "begun" and count > group.get("step", count)):
-            raise ValueError(f"loaded state dict has {name} {count!r}: it is damaged.")
-
-
 def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
@@ -68,13 +78,6 @@ def is_count(number: Any, least: int) -> bool:
     return is_number(number) and bool(number >= least and int(number) == number)
 
 
-def list_unequal(options: Group) -> set[str]:
-    """Return the names of options that may differ from rank to rank."""
-    if options["round_seconds"] is None:
-        return {*CONTRIBUTED}
-    return {*CONTRIBUTED, "begun", "momentum", *FREE}  # schedulers set what is free
-
-
 def round_length(options: Group, since: int) -> int:
     """Steps of the round that begins ``since`` steps after the averaged start."""
     every: int = options["every"]
@@ -82,27 +85,24 @@ def round_length(options: Group, since: int) -> int:
     return every if since >= growth else 1 + (every - 1) * since // growth
 
 
-def round_duration(options: Group) -> float:
-    """Seconds of the running round. They grow with the mean of the ranks' steps."""
+def round_duration(options: Group, mean_step: float) -> float:
+    """Seconds of the round that begins after so many steps. They grow with these."""
     seconds: float = options["round_seconds"]
     growth: int = options["every_warmup_steps"]
-    return seconds * min(1.0, options["mean_step"] / growth) if growth else seconds
+    return seconds * min(1.0, mean_step / growth) if growth else seconds
 
 
 def describe_rounds(options: Group, share: float) -> str:
     """Describe rounds, whose exchanges send this ``share`` of the bytes of an all-reduce."""
-    every, fragments, growth = (options[n] for n in ("every", "fragments", "every_warmup_steps"))
-    seconds = options["round_seconds"]
-    share *= fragments  # the exchange was of one of them
+    every, growth, seconds = (options[n] for n in ("every", "every_warmup_steps", "round_seconds"))
+    share *= options["fragments"]  # the exchange was of one of them
+    of_time = seconds is not None
+    taken = f"steps of their own for {seconds:g} s" if of_time else f"{every} steps of their own"
     grown = f" once rounds have grown, over {growth} steps" if growth else ""
-    if seconds is not None:
-        return (
-            f"ranks take steps of their own for {seconds:g} s between exchanges{grown}. An "
-            f"exchange sends {share:.1%} of the bytes of an all-reduce of the gradients."
-        )
+    per_step = "" if of_time else f", {share / every:.2%} per step"
     return (
-        f"ranks take {every} steps of their own between exchanges{grown}. An exchange sends "
-        f"{share:.1%} of the bytes of an all-reduce of the gradients, {share / every:.2%} per step."
+        f"ranks take {taken} between exchanges{grown}. An exchange sends {share:.1%} of the bytes "
+        f"of an all-reduce of the gradients{per_step}."
     )
 
 
@@ -146,9 +146,8 @@ class LocalStats(Stats):
     mean of these, by the norm of the mean; ``cosine``, between the pseudo-gradients of two ranks,
     the mean over pairs. Both are estimated, to about .01. ``round_steps``: that this rank took for
     it; ``weight``: its share in the average; ``round_wait_seconds``: that it waited for collectives
-    there. ``phase`` is "local", "exchanged" (an
-    exchange was applied), "skipped" (this rank's gradient was not finite), "dense" on one process,
-    or in the start that of :class:`Average`.
+    there. ``phase`` is "local", "exchanged" (an exchange was applied), "skipped" (this rank's
+    gradient was not finite), "dense" on one process, or in the start that of :class:`Average`.
     """
 
     round: int = 0
@@ -160,9 +159,42 @@ class LocalStats(Stats):
     round_wait_seconds: float = 0.0
 
 
-def with_rounds(stats: Stats, options: Group, exchanged: dict[str, Any]) -> LocalStats:
-    """``stats``, with the rounds that ``options`` count, and values of the last exchange."""
+def with_rounds(
+    stats: Stats, options: Group, counts: RoundCounts, exchanged: dict[str, Any]
+) -> LocalStats:
+    """``stats``, with the rounds that ``counts`` count, and values of the last exchange."""
     known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
-    at = max(0, options["step"] - max(options["begun"], options["warmup_steps"]))
-    counts = {"round": options["round"], "steps_into_round": at}
-    return LocalStats(**known, **counts, **exchanged)
+    at = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
+    return LocalStats(**known, round=counts.round, steps_into_round=at, **exchanged)
+
+
+class OpenRound:
+    """Warns on rank 0 when the optimizer or the process ends before the round does."""
+
+    def __init__(self, optimizer: Optimizer, equal_at: int):
+        self._equal_at = equal_at  # the last step after which parameters were equal
+        self._steps = 0  # local steps since then
+        self._warns = False
+        self._name = type(optimizer).__name__
+        self._location = user_location()
+        weakref.finalize(optimizer, self._on_end)
+
+    def update(self, is_open: bool, step: int, comm: Communicator) -> None:
+        """Note whether parameters may differ from rank to rank after a step."""
+        if not is_open:
+            self._equal_at = step
+        self._steps = step - self._equal_at
+        is_distributed = getattr(comm, "group", None) is not None  # not so in a simulation
+        self._warns = is_distributed and comm.rank == 0 and comm.size > 1
+
+    def _on_end(self) -> None:
+        # An error that ends the process has a message of its own.
+        if not self._steps or not self._warns or hasattr(sys, "last_value"):
+            return
+        steps = "1 step" if self._steps == 1 else f"{self._steps} steps"
+        warn_at(
+            self._location,
+            f"{self._name} ended within a round: ranks took {steps} since parameters were last "
+            "equal, and each holds a model of its own. Call end_round() on all ranks after the "
+            "last step.",
+        )

@@ -80,7 +80,7 @@ def survive(rank: int, trainings: list[Training], file: str, when: str) -> dict:
     while left:  # at most twice: the step may have been complete on this rank when the other died
         before = [state(training) for training in left]
         for training in left:
-            training.report["taken"] = training.steps_taken
+            training.report["steps"] = training.steps_taken
             training.backward(rank)
         with limit_waits_after_commits(trainings) if takes_part else contextlib.nullcontext():
             attempt(left)
@@ -121,11 +121,11 @@ def test_a_killed_rank(when):
         assert warned == [bool(case.cls.averaged_state), False]  # once, on rank 0
         for rank, one in zip((0, 2), report, strict=True):
             assert one["as it was"]
-            assert one["error"].startswith(f"step {one['steps_taken'] + 1} was not applied on rank {rank}: ")
-            assert one["taken"] in ((BEFORE,) if when == "before the step" else (BEFORE, BEFORE + 1))
+            assert one["error"].startswith(f"step {one['steps'] + 1} was not applied on rank {rank}: ")
+            assert one["steps"] in ((BEFORE,) if when == "before the step" else (BEFORE, BEFORE + 1))
             if when in ("before the commit", "masks in flight"):
-                assert one["taken"] == BEFORE + 1
-        assert {one["level"] for one in report} == {max(one["taken"] for one in report)}
+                assert one["steps"] == BEFORE + 1
+        assert {one["level"] for one in report} == {max(one["steps"] for one in report)}
         for what in ("then", "sum", "resumed", "resumed_sum"):
             assert report[0][what] == report[1][what], (case.name, what, report)
         assert report[0]["then"] == report[0]["level"] + 3 and report[0]["resumed"] == 5

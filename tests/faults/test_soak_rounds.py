@@ -70,9 +70,7 @@ class Rounds(Soak):
         self.assert_equal_replicas(step)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"every": 6, "fragments": 2, "delay": 2, "mix": 0.25}], ids=["plain", "streamed"]
-)
+@pytest.mark.parametrize("options", [{}, {"every": 6, "fragments": 2, "delay": 2}], ids=["plain", "streamed"])
 def test_soak_of_rounds(options, capsys):
     dice = random.Random(0)
     groups = [{"shapes": [(12, 16), (20, 8)], "compress": True}, {"shapes": [(12,)], "compress": None}]

@@ -27,7 +27,6 @@ def train(
     outer_momentum: float = 0.9,
     parts: list[list[int]] | None = None,
     delay: int = 0,
-    mix: float = 0.0,
     codecs: list[Codec] | None = None,
 ) -> list[list[Tensor]]:
     """Every rank's tensors after ``steps`` steps. ``parts``: the numbers of the tensors of each fragment."""
@@ -48,7 +47,7 @@ def train(
             for k in range(ranks):
                 with torch.no_grad():
                     since = w[k][i] - begun[k][place]
-                    w[k][i].copy_(mix * begun[k][place] + (1 - mix) * new + since)
+                    w[k][i].copy_(new + since)
             anchor[i] = new
 
     for t in range(1, steps + 1):
