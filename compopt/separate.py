@@ -44,8 +44,8 @@ from ._engine.options import Group, check_adam, check_torch_options, ignore_capt
 from ._engine.update import AdamWUpdate, Update
 from ._engine.when import TRIAL_OPTIONS
 from ._engine.wrapper import Wrapper
+from ._lowrank.options import check_group_sizes, resolve_options
 from ._lowrank.projecting import ProjectingOptimizer
-from ._lowrank.projections import check_group_sizes, resolve_options
 from ._lowrank.reducer import ProjectionReducer
 from ._ops.operations import Ops
 from ._ops.update_helpers import count_steps

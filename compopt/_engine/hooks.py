@@ -46,7 +46,8 @@ class OptimizerHooks(Optimizer):
     owner_only_state: tuple[str, ...] = ()
     # masks that the next step chooses anew if they are all zero
     mask_state: tuple[str, ...] = ()
-    # each rank keeps the state of its own shards, and the step gathers parameters
+    # each rank keeps the state of its own shards, and the step gathers parameters; False inside
+    # FSDP2, which shards both itself
     sharded = False
     # FSDP2 shards the parameters over this optimizer's ranks, and the optimizer replaces its
     # reduce-scatter

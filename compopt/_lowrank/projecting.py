@@ -33,15 +33,8 @@ from .._state.tensors import to_local
 from .._wire.collectives import connect
 from .._wire.warning import warn
 from .matrices import MatrixSource, RandomMatrices, checksum_projection
-from .projections import (
-    Projection,
-    check_options,
-    is_adapt_step,
-    is_clipped,
-    is_reset_step,
-    is_sharded,
-    plan_projection,
-)
+from .options import check_options, is_adapt_step, is_clipped, is_reset_step
+from .projections import Projection, is_sharded, plan_projection
 from .reducer import ProjectedTensor, ProjectionReducer, ReducerInputs, TrackedTensor, WholeTensor
 
 Plan = list[Projection | None]  # of each tensor of a bucket; None: sent whole

@@ -24,7 +24,8 @@ from .._state.tensors import upload
 from .._wire.payload import Payload
 from .._wire.requests import AllReduceMean, RequestGenerator
 from .matrices import RandomMatrices
-from .projections import Projection, is_clipped, is_reset_step, orthonormalize_each
+from .options import is_clipped, is_reset_step
+from .projections import Projection, orthonormalize_each
 
 
 @dataclass(frozen=True)
